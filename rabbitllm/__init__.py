@@ -1,0 +1,1 @@
+"""RabbitLLM: run language models that fit neither the GPU, nor RAM, nor (while they are prepared) the disk."""

@@ -1,0 +1,185 @@
+"""Byte ranges of a file on a hub, and whole files that resume where the last process stopped.
+
+huggingface_hub starts a download over in each new process and leaves an orphan behind, and over HTTP it checks
+the size alone (https://github.com/huggingface/huggingface_hub/pull/4306). With shards of 4 GB and machines that
+are taken away, this fetch keeps one file, asks for the rest of it, and checks the hub's own sha256 on the way.
+Sessions, headers, tokens, proxies and error types are huggingface_hub's. Knows no shards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rabbitllm import durable
+from rabbitllm.errors import HubError
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 4 << 20
+ATTEMPTS = 8
+"""Tries in a row that bring no new byte before giving up."""
+_RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file at a pinned commit of a hub.
+
+    Attributes:
+        url: its resolve URL; asked anew at each try, so that an expired redirect is redone.
+        size: bytes.
+        sha256: the hub's own digest (hex) of a large file; None for a small one, which has none.
+        token: as huggingface_hub takes it: a string, None for the saved one, False for none.
+    """
+
+    url: str
+    size: int
+    sha256: str | None
+    token: str | bool | None = None
+
+
+def read_range(file: RemoteFile, start: int, length: int) -> bytes:
+    """Bytes `start` to `start + length` of a remote file; fewer at its end.
+
+    Raises:
+        HubError: the hub did not answer in `ATTEMPTS` tries, or refused.
+    """
+    stop = min(start + length, file.size)
+    if stop <= start:
+        return b""
+    return b"".join(_resuming(file, start, stop))
+
+
+def fetch(file: RemoteFile, part: Path, on_bytes: Callable[[int], None] = lambda n: None) -> None:
+    """Bring `part` to the whole content of a remote file, keeping what an earlier try left in it.
+
+    `part` is ours alone and never the only copy, so it needs no fsync: what is trusted of it is what was hashed
+    in this process.
+
+    Raises:
+        HubError: the bytes are not those the hub's digest names (`part` is removed), or the hub refused.
+    """
+    digest = hashlib.sha256()
+    have = _rehash(part, file.size, digest)
+    on_bytes(have)
+    sink = durable.GrowingFile(part, have)
+    try:
+        for chunk in _resuming(file, have, file.size):
+            sink.write_at(memoryview(chunk), have)
+            digest.update(chunk)
+            have += len(chunk)
+            on_bytes(len(chunk))
+    finally:
+        sink.close()
+    if file.sha256 is not None and digest.hexdigest() != file.sha256:
+        durable.remove(part)
+        raise HubError(
+            f"{file.url} arrived with sha256 {digest.hexdigest()}; the hub says {file.sha256}.",
+            "Make the same call again: the wrong bytes were thrown away, and nothing of them was used.",
+        )
+
+
+def _rehash(part: Path, size: int, digest: Any) -> int:
+    """Feed what is there of `part` to `digest`; return its length, 0 if it is unusable."""
+    if not part.exists():
+        return 0
+    if part.stat().st_size > size:
+        durable.remove(part)
+        return 0
+    have = 0
+    with part.open("rb") as stream:
+        while chunk := stream.read(CHUNK_BYTES):
+            digest.update(chunk)
+            have += len(chunk)
+    return have
+
+
+def _resuming(file: RemoteFile, start: int, stop: int) -> Iterator[bytes]:
+    """The bytes from `start` to `stop`, asking for the rest again whenever the connection breaks."""
+    failures, at = 0, start
+    while at < stop:
+        before = at
+        try:
+            with _request(file, at, stop) as response:
+                for chunk in _body(response, at, stop):
+                    at += len(chunk)
+                    yield chunk
+        except _transport_errors() as error:
+            reason = f"{type(error).__name__}: {error}"
+        except _RetryLater as later:
+            reason = str(later)
+        else:
+            reason = "the connection closed early"
+        if at >= stop:
+            return
+        failures = 1 if at > before else failures + 1
+        if failures >= ATTEMPTS:
+            raise HubError(
+                f"{file.url} could not be read past byte {at:,} of {file.size:,}: {reason}.",
+                "Make the same call again later: it goes on where this one stopped.",
+            )
+        logger.info("%s: %s; asking again from byte %s", file.url, reason, f"{at:,}")
+        time.sleep(_pause(failures))
+
+
+class _RetryLater(Exception):
+    """The hub is busy; the message says how."""
+
+
+def _body(response: Any, at: int, stop: int) -> Iterator[bytes]:
+    """The wanted part of a response to a Range request; a hub that ignores the Range sends all from byte 0."""
+    skip = at if response.status_code == 200 else 0
+    left = stop - at
+    for chunk in response.iter_bytes(CHUNK_BYTES):
+        data = chunk
+        if skip:
+            dropped = min(skip, len(data))
+            data, skip = data[dropped:], skip - dropped
+        data = data[:left]
+        left -= len(data)
+        if data:
+            yield data
+        if not left:
+            return
+
+
+def _request(file: RemoteFile, at: int, stop: int) -> AbstractContextManager[Any]:
+    from contextlib import contextmanager
+
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    headers = build_hf_headers(token=file.token) | {"Range": f"bytes={at}-{stop - 1}", "Accept-Encoding": "identity"}
+
+    @contextmanager
+    def opened() -> Iterator[Any]:
+        with get_session().stream("GET", file.url, headers=headers, follow_redirects=True) as response:
+            if response.status_code in _RETRIED_STATUS:
+                raise _RetryLater(f"HTTP {response.status_code}")
+            if response.status_code >= 400:
+                response.read()
+                hf_raise_for_status(response)
+            yield response
+
+    return opened()
+
+
+def _transport_errors() -> tuple[type[Exception], ...]:
+    """The connection errors of whichever HTTP library this huggingface_hub uses (httpx or httpx2)."""
+    from huggingface_hub.utils import get_session
+
+    library = sys.modules[type(get_session()).__module__.split(".")[0]]
+    return (library.TransportError,)
+
+
+def _pause(failures: int) -> float:
+    """Seconds to wait before the next try: 0.5, 1, 2, … up to 30, each with up to half as much again at random."""
+    return float(min(0.5 * 2 ** (failures - 1), 30.0) * random.uniform(1.0, 1.5))

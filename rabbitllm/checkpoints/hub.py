@@ -1,0 +1,281 @@
+"""A checkpoint in a hub repository, read one shard at a time at a commit that is pinned once.
+
+Listing, tokens, headers, the cache and its deletions are huggingface_hub's; only the weights are fetched by us
+(`fetch`), into a staging folder of our own, so that one unlink frees them. A shard that is already in the user's
+cache is used there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rabbitllm import durable
+from rabbitllm.checkpoints import fetch, hub_cache
+from rabbitllm.checkpoints.checkpoint import Disposal, Release, ShardFacts, SourceIdentity, is_sidecar
+from rabbitllm.checkpoints.index import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    CheckpointIndex,
+    check_shard_name,
+    index_of,
+    read_index,
+)
+from rabbitllm.errors import CheckpointNotFoundError, GatedRepositoryError, HubError, MissingShardError
+from rabbitllm.formats.safetensors_file import LENGTH_BYTES, Header, header_length, parse_header, read_header
+
+FIRST_READ_BYTES = 256 << 10
+"""Fetched at once from the start of a shard; 97 % of headers are shorter, so one request is enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubAccess:
+    """How to reach the hub; passed on to huggingface_hub as they are."""
+
+    revision: str | None = None
+    token: str | bool | None = None
+    cache_dir: Path | None = None
+    local_files_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """A file of the repository as the hub lists it; `sha256` only of large files."""
+
+    name: str
+    size: int
+    sha256: str | None
+    blob_id: str | None
+
+
+@contextlib.contextmanager
+def translated(repo_id: str) -> Iterator[None]:
+    """Turn huggingface_hub's errors into ours, with what to do."""
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise GatedRepositoryError(
+            f"{repo_id} is gated: the hub lists it but does not give its files to this token.",
+            f"Accept the terms at https://huggingface.co/{repo_id}, then pass token='hf_…' or run `hf auth login`.",
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise HubError(f"{repo_id} has no such revision: {error}.", "Check the revision's name.") from error
+    except errors.RepositoryNotFoundError as error:
+        raise CheckpointNotFoundError(
+            f"There is no folder {repo_id!r} here and no repository {repo_id!r} on the hub that this token may see.",
+            "Check the spelling; for a private repository pass token='hf_…' or run `hf auth login`.",
+        ) from error
+    except errors.EntryNotFoundError as error:
+        raise CheckpointNotFoundError(f"{repo_id} lacks a file it needs: {error}.", "Check the repository.") from error
+    except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, OSError) as error:
+        if isinstance(error, OSError) and not isinstance(error, (errors.HfHubHTTPError, ConnectionError, TimeoutError)):
+            raise
+        raise HubError(
+            f"The hub did not answer for {repo_id}: {type(error).__name__}: {error}.",
+            "Make the same call again when the connection is back; what is already here is kept.",
+        ) from error
+
+
+@dataclass
+class HubRepository:
+    """One repository at one commit.
+
+    Make it with `open_repository`. `staging` is the folder that fetched shards go to; it is ours.
+    """
+
+    repo_id: str
+    commit: str
+    files: Mapping[str, HubFile]
+    access: HubAccess
+    staging: Path
+    on_bytes: Any = field(default=lambda n: None)
+
+    def __post_init__(self) -> None:
+        self.label = f"{self.repo_id}@{self.commit[:8]}"
+
+    def small_file(self, name: str) -> Path:
+        """A config, tokenizer or index file, through the user's own hub cache."""
+        from huggingface_hub import hf_hub_download
+
+        with translated(self.repo_id):
+            return Path(
+                hf_hub_download(
+                    self.repo_id, name, revision=self.commit, token=self.access.token, cache_dir=self.access.cache_dir
+                )
+            )
+
+    def cached(self, name: str) -> tuple[hub_cache.CachedSnapshot, Path] | None:
+        """Where the user's hub cache already has a file at this commit, or None."""
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(self.repo_id, name, cache_dir=self.access.cache_dir, revision=self.commit)
+        if not isinstance(found, str) or not Path(found).exists():
+            return None
+        folder = Path(found)
+        for _ in name.split("/"):
+            folder = folder.parent
+        snapshot = hub_cache.snapshot_of(folder)
+        return (snapshot, Path(found)) if snapshot is not None else None
+
+    def staged(self, name: str) -> Path:
+        """Where a fetched shard lies; never its final name, since what is trusted of it is hashed anew."""
+        return self.staging / (name.replace("/", "--") + durable.PART_SUFFIX)
+
+    def facts(self, shard: str) -> ShardFacts | None:
+        """Size, digest and header of a shard, from the cache or by range requests."""
+        listed = self.files.get(shard)
+        if listed is None:
+            return None
+        cached = self.cached(shard)
+        header = read_header(cached[1], shard) if cached else self._remote_header(shard, listed)
+        mark = f"sha256:{listed.sha256}" if listed.sha256 else f"blob:{listed.blob_id}"
+        return ShardFacts(shard, listed.size, mark, header, staged=cached is None)
+
+    def _remote_header(self, shard: str, listed: HubFile) -> Header:
+        remote = self._remote(shard, listed)
+        with translated(self.repo_id):
+            first = fetch.read_range(remote, 0, FIRST_READ_BYTES)
+            length = header_length(first[:LENGTH_BYTES], listed.size, shard)
+            have = first[LENGTH_BYTES : LENGTH_BYTES + length]
+            have += fetch.read_range(remote, LENGTH_BYTES + len(have), length - len(have))
+        return parse_header(have, listed.size, shard)
+
+    def _remote(self, shard: str, listed: HubFile) -> fetch.RemoteFile:
+        from huggingface_hub import hf_hub_url
+
+        url = hf_hub_url(self.repo_id, shard, revision=self.commit)
+        return fetch.RemoteFile(url, listed.size, listed.sha256, self.access.token)
+
+    def acquire(self, shard: str) -> Path:
+        """The shard in the user's cache, or fetched (or fetched to its end) into the staging folder."""
+        if cached := self.cached(shard):
+            hub_cache.check_in_cache(cached[1], cached[0])
+            return cached[1]
+        listed = self.files.get(shard)
+        if listed is None:
+            raise MissingShardError(
+                f"{self.label} has no file {shard}, which its index names.",
+                "The repository is incomplete: tell its owner, or use another revision.",
+            )
+        durable.make_folder(self.staging)
+        part = self.staged(shard)
+        with translated(self.repo_id):
+            fetch.fetch(self._remote(shard, listed), part, self.on_bytes)
+        return part
+
+    def release(self, shard: str) -> Release:
+        """Remove the staged shard, or free the cached one through the hub's own deletion."""
+        part = self.staged(shard)
+        if part.exists():
+            size = part.stat().st_size
+            durable.remove(part)
+            return Release(shard, Disposal.DELETED, size)
+        if cached := self.cached(shard):
+            freed = hub_cache.free_file(cached[0], shard)
+            return Release(shard, Disposal.DELETED if freed else Disposal.SHARED, freed)
+        return Release(shard, Disposal.DELETED)
+
+
+def open_repository(repo_id: str, access: HubAccess, staging: Path) -> HubRepository:
+    """Pin the commit of a repository and list its files: one request.
+
+    Raises:
+        CheckpointNotFoundError, GatedRepositoryError, HubError: as `translated` says.
+    """
+    from huggingface_hub import HfApi
+
+    with translated(repo_id):
+        info = HfApi(token=access.token).model_info(repo_id, revision=access.revision, files_metadata=True)
+    files = {
+        sibling.rfilename: HubFile(
+            sibling.rfilename, sibling.size or 0, sibling.lfs.sha256 if sibling.lfs else None, sibling.blob_id
+        )
+        for sibling in info.siblings or []
+    }
+    assert info.sha is not None
+    return HubRepository(repo_id, info.sha, files, access, staging)
+
+
+class HubCheckpoint:
+    """The weights of a repository, as the splitter sees them."""
+
+    def __init__(self, repository: HubRepository) -> None:
+        self.repository = repository
+        self.label = repository.label
+        self.index = self._find_index()
+
+    def _find_index(self) -> CheckpointIndex:
+        files = self.repository.files
+        if INDEX_NAME in files:
+            return read_index(self.repository.small_file(INDEX_NAME))
+        if SINGLE_NAME in files:
+            facts = self.repository.facts(SINGLE_NAME)
+            assert facts is not None
+            return index_of({tensor.name: SINGLE_NAME for tensor in facts.header.tensors})
+        raise CheckpointNotFoundError(
+            f"{self.label} holds no safetensors checkpoint: looked for {INDEX_NAME} and {SINGLE_NAME} among its "
+            f"{len(files)} files.",
+            "Look for a repository or revision of this model with safetensors weights.",
+        )
+
+    @property
+    def deletable(self) -> bool:
+        return True
+
+    def identity(self, shards: Iterable[ShardFacts]) -> SourceIdentity:
+        marks = {facts.name: facts.fingerprint for facts in shards}
+        return SourceIdentity("hub", self.repository.repo_id, self.repository.commit, marks)
+
+    def facts(self, shard: str) -> ShardFacts | None:
+        check_shard_name(shard, INDEX_NAME)
+        return self.repository.facts(shard)
+
+    def acquire(self, shard: str) -> Path:
+        return self.repository.acquire(shard)
+
+    def release(self, shard: str) -> Release:
+        return self.repository.release(shard)
+
+    def discard_rest(self) -> list[Path]:
+        cached = self.repository.cached("config.json") or self.repository.cached(INDEX_NAME)
+        return hub_cache.free_rest(cached[0]) if cached else []
+
+    def sidecars(self) -> Mapping[str, Path]:
+        names = sorted(name for name, file in self.repository.files.items() if is_sidecar(name, file.size))
+        return {name: self.repository.small_file(name) for name in names}
+
+
+def cached_snapshot(repo_id: str, access: HubAccess) -> Path | None:
+    """The folder of a repository's revision in the user's cache, without a request; None if it is not there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(repo_id, "config.json", cache_dir=access.cache_dir, revision=access.revision)
+    return Path(found).parent if isinstance(found, str) and Path(found).exists() else None
+
+
+def download_all(repository: HubRepository, index: CheckpointIndex) -> Path:
+    """Fetch a whole repository's weights and small files into the user's cache (the standard route).
+
+    Returns:
+        The snapshot's folder.
+    """
+    from huggingface_hub import snapshot_download
+
+    wanted = [*index.shards, *(name for name, file in repository.files.items() if is_sidecar(name, file.size))]
+    if INDEX_NAME in repository.files:
+        wanted.append(INDEX_NAME)
+    with translated(repository.repo_id):
+        return Path(
+            snapshot_download(
+                repository.repo_id,
+                revision=repository.commit,
+                token=repository.access.token,
+                cache_dir=repository.access.cache_dir,
+                allow_patterns=wanted,
+            )
+        )

@@ -1,0 +1,95 @@
+"""The user's hub cache: is a folder part of it, and freeing a file in it as the hub's own library does.
+
+Layout (huggingface_hub, "Understand caching"): `<cache>/models--org--name/snapshots/<commit>/<file>` is a link
+to `../../blobs/<etag>`, which may itself be a link into a store that several repositories share. Unlinking the
+snapshot's link frees nothing, and unlinking the blob may break another revision; only the library knows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rabbitllm.errors import UnsafePathError
+
+
+@dataclass(frozen=True, slots=True)
+class CachedSnapshot:
+    """One commit of one repository in a hub cache."""
+
+    cache: Path
+    repo_folder: str
+    commit: str
+
+    @property
+    def folder(self) -> Path:
+        """Where its files are (as links)."""
+        return self.cache / self.repo_folder / "snapshots" / self.commit
+
+    @property
+    def repo_id(self) -> str:
+        """`org/name`, from the folder's name."""
+        return self.repo_folder.removeprefix("models--").replace("--", "/")
+
+
+def snapshot_of(folder: Path) -> CachedSnapshot | None:
+    """The snapshot that `folder` is, or None if it lies in no hub cache."""
+    absolute = folder.absolute()
+    repo = absolute.parent.parent
+    if absolute.parent.name == "snapshots" and repo.name.startswith("models--") and (repo / "blobs").is_dir():
+        return CachedSnapshot(repo.parent, repo.name, absolute.name)
+    return None
+
+
+def check_in_cache(path: Path, snapshot: CachedSnapshot) -> None:
+    """Refuse a link in a snapshot that leads anywhere but to the cache's blobs.
+
+    Raises:
+        UnsafePathError: the resolved file is in neither blob store, nor in the snapshot itself.
+    """
+    resolved = path.resolve()
+    stores = (snapshot.cache / snapshot.repo_folder / "blobs", snapshot.cache / "blobs", snapshot.folder)
+    if not any(resolved.is_relative_to(store.resolve()) for store in stores):
+        raise UnsafePathError(
+            f"{path} is a link that leads out of the hub cache, to {resolved}.",
+            "Delete that link and fetch the repository again. Nothing was opened or deleted.",
+        )
+
+
+def free_file(snapshot: CachedSnapshot, name: str) -> int:
+    """Delete one file of a snapshot: its link, and its blob unless another revision uses it.
+
+    Returns:
+        Bytes freed; 0 if another revision uses the blob, or the file was not there.
+    """
+    from huggingface_hub import scan_cache_dir
+
+    wanted = snapshot.folder / name
+    info = scan_cache_dir(snapshot.cache)
+    files = [
+        file
+        for repo in info.repos
+        for revision in repo.revisions
+        if Path(revision.snapshot_path).absolute() == snapshot.folder
+        for file in revision.files
+        if Path(file.file_path).absolute() == wanted
+    ]
+    strategy = info.delete_files(*files)
+    strategy.execute()
+    return int(strategy.expected_freed_size)
+
+
+def free_rest(snapshot: CachedSnapshot) -> list[Path]:
+    """Delete what is left of a snapshot: the small files of that revision, and the revision itself.
+
+    Returns:
+        The paths that were links of the snapshot.
+    """
+    from huggingface_hub import scan_cache_dir
+
+    paths = sorted(path for path in snapshot.folder.rglob("*") if not path.is_dir())
+    info = scan_cache_dir(snapshot.cache)
+    known = {revision.commit_hash for repo in info.repos for revision in repo.revisions}
+    if snapshot.commit in known:
+        info.delete_revisions(snapshot.commit).execute()
+    return paths

@@ -1,0 +1,170 @@
+"""A checkpoint in a folder on this machine: an ordinary one, a snapshot in the hub cache, or a read-only mount.
+
+Everything named by the index is checked to lie in the folder before it is opened. Shards that are missing may be
+fetched from a repository, if the caller names one.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from rabbitllm import durable
+from rabbitllm.checkpoints import hub_cache
+from rabbitllm.checkpoints.checkpoint import (
+    SIDECAR_PATTERNS,
+    Disposal,
+    Release,
+    ShardFacts,
+    SourceIdentity,
+    is_sidecar,
+    sampled_fingerprint,
+)
+from rabbitllm.checkpoints.hub import HubRepository
+from rabbitllm.checkpoints.index import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    CheckpointIndex,
+    check_inside,
+    index_of,
+    read_index,
+)
+from rabbitllm.errors import CheckpointNotFoundError, MissingShardError
+from rabbitllm.formats.safetensors_file import read_header
+
+logger = logging.getLogger(__name__)
+
+
+class LocalCheckpoint:
+    """A folder of safetensors shards.
+
+    Args:
+        folder: holds `model.safetensors.index.json` and its shards, or one `model.safetensors`.
+        missing_from: a repository to fetch shards from that the index names and the folder lacks.
+
+    Raises:
+        CheckpointNotFoundError: no folder, or no weights in it.
+        InvalidIndexError, UnsafePathError, CorruptShardError: see `read_index` and `read_header`.
+    """
+
+    def __init__(self, folder: Path, missing_from: HubRepository | None = None) -> None:
+        if not folder.is_dir():
+            raise CheckpointNotFoundError(
+                f"{folder} is not a folder, so there is no checkpoint in it.",
+                "Check the path; a repository on the hub is named as 'organisation/name'.",
+            )
+        self.folder = folder
+        self.label = str(folder)
+        self._snapshot = hub_cache.snapshot_of(folder)
+        self._missing_from = missing_from
+        self.index = self._find_index()
+        for shard in self.index.shards:
+            self._check(shard)
+
+    def _find_index(self) -> CheckpointIndex:
+        index = self.folder / INDEX_NAME
+        if index.is_file():
+            return read_index(index)
+        single = self.folder / SINGLE_NAME
+        if single.is_file():
+            self._check(SINGLE_NAME)
+            return index_of({tensor.name: SINGLE_NAME for tensor in read_header(single).tensors})
+        found = sorted(path.name for path in self.folder.iterdir())
+        weights = [name for name in found if name.endswith((".safetensors", ".bin", ".pth", ".pt", ".gguf"))]
+        raise CheckpointNotFoundError(
+            f"{self.folder} holds no checkpoint: looked for {INDEX_NAME} and {SINGLE_NAME}, found "
+            + (f"the weights {', '.join(weights[:5])}" if weights else f"{len(found)} other files")
+            + (" and more." if len(weights) > 5 else "."),
+            "Give a folder of safetensors weights; other formats can be converted with "
+            "transformers' from_pretrained(...).save_pretrained(folder)."
+            if weights
+            else "Give the folder that holds the weights, or a repository id.",
+        )
+
+    def _check(self, shard: str) -> None:
+        path = self.folder / shard
+        if self._snapshot is not None:
+            hub_cache.check_in_cache(path, self._snapshot)
+        else:
+            check_inside(path, self.folder)
+
+    @property
+    def deletable(self) -> bool:
+        return is_writable(self.folder)
+
+    def identity(self, shards: Iterable[ShardFacts]) -> SourceIdentity:
+        """A snapshot of the hub cache is identified as that repository and commit, any other folder by its bytes."""
+        fingerprints = {facts.name: facts.fingerprint for facts in shards}
+        if self._snapshot is not None:
+            return SourceIdentity("hub", self._snapshot.repo_id, self._snapshot.commit, fingerprints)
+        return SourceIdentity("local", self.folder.resolve().name, None, fingerprints)
+
+    def facts(self, shard: str) -> ShardFacts | None:
+        path = self.folder / shard
+        if not path.exists():
+            return self._missing_from.facts(shard) if self._missing_from is not None else None
+        size = path.stat().st_size
+        return ShardFacts(shard, size, self._fingerprint(path, size), read_header(path, shard))
+
+    def _fingerprint(self, path: Path, size: int) -> str:
+        blob = path.resolve().name
+        if self._snapshot is not None and len(blob) == 64:
+            return f"sha256:{blob}"  # the cache names the blobs of large files by their sha256
+        return sampled_fingerprint(path, size)
+
+    def acquire(self, shard: str) -> Path:
+        path = self.folder / shard
+        if path.exists():
+            self._check(shard)  # again: what is opened now may not be what was checked then
+            return path
+        if self._missing_from is not None:
+            return self._missing_from.acquire(shard)
+        raise MissingShardError(
+            f"{path} is missing; the index says it holds {self._count(shard)} tensors.",
+            "Put the shard at that path, or give the id of the repository it came from.",
+        )
+
+    def _count(self, shard: str) -> int:
+        return sum(name == shard for name in self.index.weight_map.values())
+
+    def release(self, shard: str) -> Release:
+        path = self.folder / shard
+        if not path.exists():
+            return (
+                self._missing_from.release(shard)
+                if self._missing_from is not None
+                else Release(shard, Disposal.DELETED)
+            )
+        size = path.stat().st_size
+        if self._snapshot is not None:
+            freed = hub_cache.free_file(self._snapshot, shard)
+            return Release(shard, Disposal.DELETED if freed else Disposal.SHARED, freed)
+        try:
+            durable.remove(path)
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+                raise
+            return Release(shard, Disposal.READ_ONLY)
+        return Release(shard, Disposal.DELETED, size)
+
+    def discard_rest(self) -> list[Path]:
+        if self._snapshot is not None:
+            return hub_cache.free_rest(self._snapshot)
+        index = self.folder / INDEX_NAME
+        if not index.exists() or not is_writable(self.folder):
+            return []
+        durable.remove(index)
+        return [index]
+
+    def sidecars(self) -> Mapping[str, Path]:
+        found = (path for pattern in SIDECAR_PATTERNS for path in self.folder.glob(pattern) if path.is_file())
+        named = {path.relative_to(self.folder).as_posix(): path for path in found}
+        return {name: path for name, path in sorted(named.items()) if is_sidecar(name, path.stat().st_size)}
+
+
+def is_writable(folder: Path) -> bool:
+    """Whether files can be made and deleted in a folder (False on a read-only mount such as `/kaggle/input`)."""
+    return os.access(folder, os.W_OK)

@@ -1,0 +1,263 @@
+r"""Tensor name -> layer, by the naming of the model's family.
+
+A *layer* is the unit that is streamed. Its id is what people say (`layers.0`, `embed_tokens`), its stem is
+what RabbitLLM 1.1 calls the file (`model.layers.0`, `model.embed_tokens`): everything up to and including the
+id. A family is a list of patterns, tried in order, each with a group named `id`; the first that matches at the
+start of the name decides.
+
+To add a family, add a line to `FAMILIES`; to try one without editing, call `register_layer_naming`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rabbitllm.checkpoints.index import natural_key
+from rabbitllm.errors import OptionError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerName:
+    """The layer a tensor belongs to: its id for people and its stem for files."""
+
+    id: str
+    stem: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNaming:
+    """The patterns of one family, in the order in which they are tried."""
+
+    family: str
+    patterns: tuple[re.Pattern[str], ...]
+
+    def find(self, tensor: str) -> LayerName | None:
+        """The layer of a tensor, or None where no pattern matches."""
+        for pattern in self.patterns:
+            if match := pattern.match(tensor):
+                return LayerName(match["id"], tensor[: match.end("id")])
+        return None
+
+
+def naming(family: str, patterns: Iterable[str]) -> LayerNaming:
+    r"""A `LayerNaming` from regular expressions.
+
+    Args:
+        family: a `model_type` of transformers, or any word for messages.
+        patterns: each with a group named `id`, e.g. `r"model\.(?P<id>layers\.\d+)\."`.
+
+    Raises:
+        OptionError: a pattern does not compile, or has no group named `id`.
+    """
+    compiled = []
+    for text in patterns:
+        try:
+            pattern = re.compile(text)
+        except re.error as error:
+            raise OptionError(f"the layer pattern {text!r} is no regular expression: {error}") from None
+        if "id" not in pattern.groupindex:
+            raise OptionError(
+                f"the layer pattern {text!r} has no group named 'id', as in r'model\\.(?P<id>layers\\.\\d+)\\.'"
+            )
+        compiled.append(pattern)
+    return LayerNaming(family, tuple(compiled))
+
+
+# The module that owns a tensor, where that is not a decoder layer: `model.embed_tokens.weight` -> `embed_tokens`.
+_OWNER = r"(?:model\.)?(?P<id>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*?)\.[^.]+$"
+_STACK = r"(?:[A-Za-z_]\w*\.)*?"
+
+_LLAMA = (
+    r"model\.(?P<id>layers\.\d+)\.",
+    r"(?:model\.)?(?P<id>mtp(?:\.layers\.\d+)?)\.",  # multi-token prediction: split, listed, not streamed
+    _OWNER,
+)
+_DECODER = (r"(?:model\.)?(?P<id>decoder\.layers\.\d+)\.", _OWNER)
+_GPT2 = (r"(?:transformer\.)?(?P<id>h\.\d+)\.", r"(?:transformer\.)?(?P<id>\w+)\.[^.]+$", _OWNER)
+_BACKBONE = (r"(?:backbone\.|model\.)?(?P<id>layers\.\d+)\.", _OWNER)
+_ENCODER_DECODER = (r"(?P<id>(?:encoder|decoder)\.block\.\d+)\.", _OWNER)
+_TOWERS = (
+    # several stacks in one checkpoint: language model, vision or audio tower; the id keeps the stack's name
+    rf"(?:model\.)?(?P<id>{_STACK}(?:layers|blocks|block|h|layer)\.\d+)\.",
+    _OWNER,
+)
+
+FAMILIES: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        (
+            *(
+                "llama",
+                "mistral",
+                "mixtral",
+                "ministral",
+                "qwen2",
+                "qwen3",
+                "qwen2_moe",
+                "qwen3_moe",
+                "qwen3_next",
+            ),
+            *(
+                "qwen3_5_text",
+                "qwen3_5_moe_text",
+                "gemma",
+                "gemma2",
+                "gemma3_text",
+                "phi",
+                "phi3",
+                "phimoe",
+                "gpt_oss",
+            ),
+            *(
+                "deepseek_v2",
+                "deepseek_v3",
+                "glm",
+                "glm4",
+                "glm4_moe",
+                "cohere",
+                "cohere2",
+                "olmo",
+                "olmo2",
+                "olmo3",
+            ),
+            *(
+                "olmoe",
+                "starcoder2",
+                "stablelm",
+                "granite",
+                "granitemoe",
+                "exaone4",
+                "smollm3",
+                "ernie4_5",
+                "seed_oss",
+            ),
+            *("internlm2", "baichuan", "minimax", "hunyuan_v1_dense", "lfm2", "lfm2_moe", "jamba", "apertus"),
+        ),
+        _LLAMA,
+    ),
+    "opt": _DECODER,
+    **dict.fromkeys(("gpt2", "gpt_bigcode", "gptj", "gpt_neo", "bloom", "falcon", "mpt", "chatglm", "qwen"), _GPT2),
+    "gpt_neox": (r"gpt_neox\.(?P<id>layers\.\d+)\.", r"(?:gpt_neox\.)?(?P<id>\w+)\.[^.]+$"),
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "zamba2"), _BACKBONE),
+    **dict.fromkeys(("t5", "mt5", "umt5"), _ENCODER_DECODER),
+    **dict.fromkeys(
+        (
+            *(
+                "gemma3",
+                "gemma3n",
+                "gemma4",
+                "llava",
+                "llava_next",
+                "mistral3",
+                "qwen2_vl",
+                "qwen2_5_vl",
+                "qwen3_vl",
+            ),
+            *(
+                "qwen3_vl_moe",
+                "qwen3_5",
+                "qwen3_5_moe",
+                "internvl",
+                "llama4",
+                "mllama",
+                "paligemma",
+                "idefics3",
+                "glm4v",
+            ),
+        ),
+        _TOWERS,
+    ),
+}
+"""`model_type` of transformers -> patterns."""
+
+_FALLBACK = (r"(?:model\.)?(?P<id>layers\.\d+)\.",)
+_registered: dict[str, LayerNaming] = {}
+
+
+def register_layer_naming(family: str, patterns: Sequence[str]) -> None:
+    """Set or replace the patterns of a family for this process.
+
+    Args:
+        family: the `model_type` in the checkpoint's config.json.
+        patterns: see `naming`.
+
+    Raises:
+        OptionError: a pattern is not usable.
+    """
+    _registered[family] = naming(family, patterns)
+
+
+def naming_for(family: str | None) -> LayerNaming | None:
+    """The patterns of a family, a user's own first; None for a family that is not known."""
+    if family is None:
+        return None
+    if family in _registered:
+        return _registered[family]
+    return naming(family, FAMILIES[family]) if family in FAMILIES else None
+
+
+def assign_layers(
+    tensors: Sequence[str], family: str | None, chosen: LayerNaming | None = None
+) -> dict[str, LayerName]:
+    """The layer of every tensor.
+
+    A family that is not known is assumed to be named like Llama (`model.layers.<digit>.`, with the other
+    tensors grouped by the module that owns them). If not one tensor is named so, each tensor becomes a
+    layer of its own, which is slow and always right. Both are said in a warning.
+
+    Args:
+        tensors: all tensor names of the checkpoint.
+        family: `model_type` from its config, if it has one.
+        chosen: patterns of the caller's own, tried instead of the family's.
+    """
+    rules = chosen or naming_for(family)
+    if rules is None:
+        fallback = naming("fallback", _FALLBACK)
+        if any(fallback.find(tensor) for tensor in tensors):
+            logger.warning(
+                "The naming of model type %r is not known; assuming layers named like 'model.layers.0.'. "
+                "To set it: rabbitllm.register_layer_naming(%r, [...]).",
+                family,
+                family,
+            )
+            rules = naming("fallback", (*_FALLBACK, _OWNER))
+    if rules is None:
+        logger.warning(
+            "The naming of model type %r is not known and no tensor is named like 'model.layers.0.'; each of the %d "
+            "tensors becomes a layer of its own, which is slow. To set it: rabbitllm.register_layer_naming(%r, [...]).",
+            family,
+            len(tensors),
+            family,
+        )
+        return {tensor: LayerName(tensor, tensor) for tensor in tensors}
+    assigned = {tensor: rules.find(tensor) or LayerName(tensor, tensor) for tensor in tensors}
+    return _distinct_ids(assigned)
+
+
+def _distinct_ids(assigned: dict[str, LayerName]) -> dict[str, LayerName]:
+    """Use the stem as id where two stems share an id (`model.norm` and `norm`)."""
+    stems: dict[str, set[str]] = {}
+    for layer in assigned.values():
+        stems.setdefault(layer.id, set()).add(layer.stem)
+    return {
+        tensor: layer if len(stems[layer.id]) == 1 else LayerName(layer.stem, layer.stem)
+        for tensor, layer in assigned.items()
+    }
+
+
+def layer_order(stem: str) -> tuple[object, ...]:
+    """A sort key for layers in the order a pass walks them, as far as names tell: embeddings, stacks, norm, head."""
+    last = stem.rsplit(".", 1)[-1]
+    if any(word in last for word in ("head", "embed_out", "output")):
+        rank = 3
+    elif any(word in last for word in ("norm", "ln_f")):
+        rank = 2
+    elif any(char.isdigit() for char in stem):
+        rank = 1
+    else:
+        rank = 0
+    return (rank, natural_key(stem))

@@ -1,0 +1,222 @@
+"""Every step that changes the disk, one function each, with a seam through which a test may fail it.
+
+Nothing else in the package writes, renames or unlinks. The rule that makes a crash a normal way to
+stop is kept here: a file gets its final name by a rename, after its bytes are fsynced, and the
+folder is fsynced after the rename. Knows nothing of layers, shards or models.
+
+The seam: `observe_steps` installs a callback that sees each `Step` just before it is carried out.
+A test raises from it (a full disk), kills the process in it (a crash), or records it (a power cut,
+replayed later). Without a callback a step costs one `is None`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PART_SUFFIX = ".part"
+"""What an unfinished file is called until its rename."""
+
+DIRECT_ALIGNMENT = 4096
+"""Offset, length and memory alignment that an O_DIRECT write needs, bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One change of the disk, about to happen.
+
+    `kind` is one of "create", "write", "sync", "sync_folder", "rename", "unlink", "make_folder".
+    `offset` and `data` are set for "write", `target` for "rename".
+    """
+
+    kind: str
+    path: Path
+    offset: int = 0
+    data: bytes | memoryview = b""
+    target: Path | None = None
+
+
+_observer: Callable[[Step], None] | None = None
+
+
+@contextlib.contextmanager
+def observe_steps(observer: Callable[[Step], None]) -> Iterator[None]:
+    """Call `observer` before each step while the context is open. For tests; not reentrant."""
+    global _observer
+    if _observer is not None:
+        raise RuntimeError("steps are already observed")
+    _observer = observer
+    try:
+        yield
+    finally:
+        _observer = None
+
+
+def _announce(step: Step) -> None:
+    if _observer is not None:
+        _observer(step)
+
+
+class GrowingFile:
+    """An open file that is filled in place, in any order, by several threads.
+
+    Opened without truncation, so that a resumed run goes on with the bytes already there.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        if not path.exists():
+            _announce(Step("create", path))
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
+        self._descriptor = os.open(path, flags, 0o644)
+        self._direct: int | None = None
+        self._direct_refused = False
+        if os.fstat(self._descriptor).st_size != size:
+            os.ftruncate(self._descriptor, size)
+
+    def write_at(self, data: memoryview, offset: int, *, aligned: bool = False) -> None:
+        """Write all of `data` (bytes) at `offset` (bytes).
+
+        With `aligned` the caller says that the memory of `data` starts on a 4096-byte boundary;
+        the part that the file system then takes past the page cache goes that way, since the bytes
+        are needed on the disk now and by nobody soon.
+        """
+        _announce(Step("write", self.path, offset, data))
+        if aligned and offset % DIRECT_ALIGNMENT == 0:
+            written = self._write_direct(data, offset)
+            data, offset = data[written:], offset + written
+        if data:
+            _write_all(self._descriptor, data, offset, self._lock)
+
+    def _write_direct(self, data: memoryview, offset: int) -> int:
+        """Write the leading whole blocks of `data` with O_DIRECT; return how many bytes went."""
+        whole = len(data) - len(data) % DIRECT_ALIGNMENT
+        if not whole or self._direct_refused or not hasattr(os, "O_DIRECT"):
+            return 0
+        try:
+            if self._direct is None:
+                with self._lock:
+                    if self._direct is None:
+                        self._direct = os.open(self.path, os.O_RDWR | os.O_DIRECT)
+            _write_all(self._direct, data[:whole], offset, None)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            # tmpfs and some network file systems; the descriptor stays open, another thread may be in it
+            self._direct_refused = True
+            return 0
+        return whole
+
+    def sync(self) -> None:
+        """Return once every byte written so far would survive a power cut."""
+        _announce(Step("sync", self.path))
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Close the descriptors; does not sync."""
+        os.close(self._descriptor)
+        if self._direct is not None:
+            os.close(self._direct)
+            self._direct = None
+
+
+def _write_all(descriptor: int, data: memoryview, offset: int, lock: threading.Lock | None) -> None:
+    while data:
+        if hasattr(os, "pwrite"):
+            written = os.pwrite(descriptor, data, offset)
+        else:  # Windows has no positional write
+            assert lock is not None
+            with lock:
+                os.lseek(descriptor, offset, os.SEEK_SET)
+                written = os.write(descriptor, data)
+        data, offset = data[written:], offset + written
+
+
+class Log:
+    """A file of lines, each durable when `append` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_BINARY", 0))
+
+    def append(self, line: str) -> None:
+        """Append `line` and a newline, and sync."""
+        data = memoryview((line + "\n").encode())
+        _announce(Step("write", self.path, os.fstat(self._descriptor).st_size, data))
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+        _announce(Step("sync", self.path))
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write `path` so that it is either absent (or old) or whole, whatever happens."""
+    part = path.with_name(path.name + PART_SUFFIX)
+    if part.exists():
+        remove(part)
+    file = GrowingFile(part, 0)
+    try:
+        file.write_at(memoryview(data), 0)
+        file.sync()
+    finally:
+        file.close()
+    publish(part, path)
+
+
+def publish(part: Path, final: Path) -> None:
+    """Give a synced file its final name, durably."""
+    rename(part, final)
+    sync_folder(final.parent)
+
+
+def rename(part: Path, final: Path) -> None:
+    """Give a synced file its final name; durable once the folder is synced (`sync_folder`)."""
+    _announce(Step("rename", part, target=final))
+    os.replace(part, final)
+
+
+def touch(path: Path) -> None:
+    """Make an empty file; durable once the folder is synced (`sync_folder`)."""
+    _announce(Step("create", path))
+    path.touch()
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable. A no-op on Windows, where a folder cannot be opened."""
+    _announce(Step("sync_folder", folder))
+    if sys.platform == "win32":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Unlink one file or link. A missing one is no error: a crash may have come after the unlink."""
+    _announce(Step("unlink", path))
+    path.unlink(missing_ok=True)
+
+
+def make_folder(folder: Path) -> None:
+    """Create `folder` and its parents, durably."""
+    missing = []
+    at = folder
+    while not at.exists():
+        missing.append(at)
+        at = at.parent
+    for path in reversed(missing):
+        _announce(Step("make_folder", path))
+        path.mkdir(exist_ok=True)
+        sync_folder(path.parent)

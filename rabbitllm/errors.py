@@ -1,0 +1,109 @@
+"""Every error this package raises on purpose.
+
+    RabbitLLMError
+    ├── OptionError (ValueError)               an argument no call could honour
+    │   └── DeviceError                        a device this machine does not have
+    ├── MissingPackageError (ImportError)      an optional dependency is not installed
+    ├── CheckpointError                        the source is not what it claims to be
+    │   ├── CheckpointNotFoundError (FileNotFoundError)
+    │   ├── UnsafePathError                    a name that points outside its folder
+    │   ├── InvalidIndexError                  an index that cannot be believed
+    │   ├── CorruptShardError                  a shard whose bytes contradict its header
+    │   ├── MissingShardError (FileNotFoundError)
+    │   └── UnknownArchitectureError
+    ├── HubError                               the hub refused or could not be reached
+    │   └── GatedRepositoryError
+    └── SplitError                             the split directory
+        ├── NotEnoughSpaceException            refused before the first byte
+        ├── SplitMismatchError                 it belongs to another model, revision or compression
+        └── IncompleteSplitError               a tensor the model needs is not in it
+
+Each message says what was found and what was expected; `remedy` says what to do about it. Both
+are shown by `str()`.
+"""
+
+from __future__ import annotations
+
+
+class RabbitLLMError(Exception):
+    """Base of all errors of this package.
+
+    Args:
+        problem: what was found and what was expected, one or two sentences.
+        remedy: what the user can do; printed on a line of its own.
+    """
+
+    def __init__(self, problem: str, remedy: str = "") -> None:
+        super().__init__(problem, remedy)
+        self.problem = problem
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.problem}\n  What to do: {self.remedy}" if self.remedy else self.problem
+
+
+class OptionError(RabbitLLMError, ValueError):
+    """An argument has a value that no call could honour."""
+
+
+class DeviceError(OptionError):
+    """The device asked for is not on this machine."""
+
+
+class MissingPackageError(RabbitLLMError, ImportError):
+    """A package that only some features need is not installed."""
+
+
+class CheckpointError(RabbitLLMError):
+    """The source checkpoint is not what it claims to be."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint where the caller said."""
+
+
+class UnsafePathError(CheckpointError):
+    """A checkpoint names a file outside its own folder, or by a name that is not a plain one."""
+
+
+class InvalidIndexError(CheckpointError):
+    """The index is malformed, or contradicts the headers of the shards."""
+
+
+class CorruptShardError(CheckpointError):
+    """A shard is truncated or its header is malformed."""
+
+
+class MissingShardError(CheckpointError, FileNotFoundError):
+    """The index names a shard that is not there and cannot be fetched."""
+
+
+class UnknownArchitectureError(CheckpointError):
+    """The installed transformers does not know the model's architecture."""
+
+
+class HubError(RabbitLLMError):
+    """The hub refused a request or could not be reached."""
+
+
+class GatedRepositoryError(HubError):
+    """The repository exists, but this token (or no token) may not read it."""
+
+
+class SplitError(RabbitLLMError):
+    """Something about the split directory."""
+
+
+class NotEnoughSpaceException(SplitError):
+    """The split would not fit; raised before the first byte is written.
+
+    The name is RabbitLLM 1.1's, which callers catch.
+    """
+
+
+class SplitMismatchError(SplitError):
+    """A split directory belongs to another model, revision or compression than asked for."""
+
+
+class IncompleteSplitError(SplitError):
+    """A split directory lacks tensors that the model needs, or a layer file is damaged."""

@@ -1,0 +1,75 @@
+"""Positional reads of a file by several threads at once, into memory that the caller owns.
+
+`os.preadv` where the system has it; a lock around seek and read on Windows, which has none. Knows no formats.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from pathlib import Path
+
+HUGE_PAGE = 2 << 20
+
+
+class PositionalFile:
+    """A file open for reading at any offset. A context manager."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+
+    def advise_sequential(self) -> None:
+        """Tell the kernel that the file is read from front to back, so that it reads ahead more."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+    def drop_cache(self, offset: int, length: int) -> None:
+        """Tell the kernel that a range will not be needed again soon."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor, offset, length, os.POSIX_FADV_DONTNEED)
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        """Fill `buffer` from `offset` (bytes); return how many bytes came, fewer only at the end of the file."""
+        done = 0
+        while done < len(buffer):
+            got = self._read_some(buffer[done:], offset + done)
+            if got == 0:
+                break
+            done += got
+        return done
+
+    def _read_some(self, buffer: memoryview, offset: int) -> int:
+        if hasattr(os, "preadv"):
+            return os.preadv(self._descriptor, [buffer], offset)
+        with self._lock:
+            os.lseek(self._descriptor, offset, os.SEEK_SET)
+            data = os.read(self._descriptor, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        os.close(self._descriptor)
+
+    def __enter__(self) -> PositionalFile:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def page_aligned(nbytes: int) -> memoryview:
+    """Fresh private memory that starts on a page boundary, of huge pages where the system grants them.
+
+    Page-aligned memory may be written past the page cache, and huge pages take direct reads at 2 to 3 times the
+    rate of small ones.
+    """
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return memoryview(mmap.mmap(-1, nbytes))
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if nbytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)

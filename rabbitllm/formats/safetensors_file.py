@@ -1,0 +1,252 @@
+"""The safetensors file: headers checked whole, headers written, tensors viewed in place.
+
+Format (https://github.com/huggingface/safetensors, "Format"): 8 bytes little-endian length N, N bytes of
+JSON header, then the tensors' bytes without holes. A header is believed only after all of it has been
+checked against the size of the file; no size in it is used before. Knows no models.
+
+Stricter than the reference reader where that one lets ambiguity through: a name twice, a header that
+does not start with `{`, an unknown field, a name that is no printable text.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rabbitllm.errors import CorruptShardError
+from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, byte_size, torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit on the header."""
+MAX_DIMENSIONS = 64
+"""torch's own limit; a header may claim 100,000."""
+DATA_ALIGNMENT = 4096
+"""Where the data of the files we write starts: a multiple of this, so that it can be read past the page cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A checked header: the tensors in file order, the file's metadata, and where the data starts (bytes)."""
+
+    tensors: tuple[TensorSpec, ...]
+    metadata: Mapping[str, str]
+    data_start: int
+
+
+def read_header(path: Path, file: str | None = None) -> Header:
+    """Read and check the header of a local file, by seeking; the data is not touched.
+
+    Args:
+        path: the file.
+        file: the name to put into the specs; the file's own name by default.
+
+    Raises:
+        CorruptShardError: the header is malformed, or the file is shorter or longer than it says.
+    """
+    name = file or path.name
+    with path.open("rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        length = header_length(stream.read(LENGTH_BYTES), size, name)
+        return parse_header(stream.read(length), size, name)
+
+
+def header_length(prefix: bytes, file_size: int, file: str) -> int:
+    """The length of the JSON header, from the first 8 bytes of the file.
+
+    Raises:
+        CorruptShardError: the file is too short to have a header of that length.
+    """
+    if len(prefix) < LENGTH_BYTES:
+        raise _corrupt(file, f"it has {len(prefix)} bytes; a safetensors file has at least {LENGTH_BYTES}")
+    length = int.from_bytes(prefix, "little")
+    if length > MAX_HEADER_BYTES:
+        raise _corrupt(
+            file,
+            f"its first 8 bytes claim a header of {length:,} bytes; at most {MAX_HEADER_BYTES:,} is allowed",
+        )
+    if length < 2 or LENGTH_BYTES + length > file_size:
+        raise _corrupt(file, f"it claims a header of {length:,} bytes and is itself {file_size:,} bytes long")
+    return length
+
+
+def parse_header(raw: bytes, file_size: int, file: str) -> Header:
+    """Check a whole JSON header against the size of its file and turn it into specs.
+
+    Args:
+        raw: the JSON text, `header_length` bytes.
+        file_size: size of the whole file, bytes.
+        file: name for the specs and for messages.
+
+    Raises:
+        CorruptShardError: anything a well-formed file cannot have.
+    """
+    data_start = LENGTH_BYTES + len(raw)
+    entries = _decode(raw, file)
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise _corrupt(file, "its __metadata__ is not a table of strings")
+    tensors = sorted(
+        (_spec(name, entry, data_start, file) for name, entry in entries.items()),
+        key=lambda t: (t.offset, t.nbytes),
+    )
+    expected = data_start
+    for tensor in tensors:
+        if tensor.offset != expected:
+            kind = "overlaps the tensor before it" if tensor.offset < expected else "leaves a hole before it"
+            raise _corrupt(
+                file, f"tensor {tensor.name!r} {kind}: it starts at byte {tensor.offset}, expected {expected}"
+            )
+        expected += tensor.nbytes
+    if expected != file_size:
+        state = "truncated" if file_size < expected else "followed by bytes that belong to no tensor"
+        raise _corrupt(file, f"it is {state}: {file_size:,} bytes found, {expected:,} expected from its header")
+    return Header(tuple(tensors), metadata, data_start)
+
+
+def _decode(raw: bytes, file: str) -> dict[str, Any]:
+    if not raw.startswith(b"{"):
+        raise _corrupt(file, f"its header starts with {raw[:1]!r}; a safetensors header starts with '{{'")
+    try:
+        # RecursionError: deep nesting. ValueError: bad JSON, bad UTF-8, a number of thousands of digits.
+        decoded = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise _corrupt(file, f"its header is not valid JSON ({error})") from None
+    assert isinstance(decoded, dict)
+    return decoded
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"{twice!r} appears twice")
+    return table
+
+
+def _no_constant(text: str) -> None:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _spec(name: str, entry: object, data_start: int, file: str) -> TensorSpec:
+    where = f"tensor {name!r}"
+    if not name or not name.isprintable():
+        raise _corrupt(file, f"{where} has a name that is empty or not printable")
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise _corrupt(file, f"{where} is described by {_short(entry)}; expected dtype, shape and data_offsets alone")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise _corrupt(file, f"{where} has dtype {_short(dtype)}; known ones are {', '.join(DTYPES)}")
+    if not _naturals(shape) or len(shape) > MAX_DIMENSIONS:
+        raise _corrupt(file, f"{where} has shape {_short(shape)}; expected at most {MAX_DIMENSIONS} natural numbers")
+    if not _naturals(offsets) or len(offsets) != 2 or offsets[1] < offsets[0]:
+        raise _corrupt(file, f"{where} has data_offsets {_short(offsets)}; expected [begin, end]")
+    nbytes = offsets[1] - offsets[0]
+    try:
+        expected = byte_size(dtype, tuple(shape))
+    except ValueError as error:
+        raise _corrupt(file, f"{where}: {error}") from None
+    if nbytes != expected:
+        raise _corrupt(file, f"{where} spans {nbytes:,} bytes; {dtype} of shape {_short(shape)} needs {expected:,}")
+    return TensorSpec(name, dtype, tuple(shape), file, data_start + offsets[0], nbytes)
+
+
+def _naturals(value: object) -> bool:
+    limit = 1 << 63  # beyond it no file offset exists
+    return isinstance(value, list) and all(type(v) is int and 0 <= v < limit for v in value)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _corrupt(file: str, what: str) -> CorruptShardError:
+    return CorruptShardError(f"{file} is not a sound safetensors file: {what}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A tensor to be written: its name, dtype and shape. Its place follows from its turn."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        return byte_size(self.dtype, self.shape)
+
+
+def encode_header(tensors: Iterable[Placed]) -> tuple[bytes, tuple[int, ...]]:
+    """The leading bytes of a file that holds `tensors` in this order, and each one's absolute offset.
+
+    The header is padded with spaces, which the format allows, so that the data starts on a multiple
+    of 4096 bytes.
+    """
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begins, at = [], 0
+    for tensor in tensors:
+        begins.append(at)
+        entries[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.nbytes],
+        }
+        at += tensor.nbytes
+    raw = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    data_start = math.ceil((LENGTH_BYTES + len(raw)) / DATA_ALIGNMENT) * DATA_ALIGNMENT
+    padded = raw.ljust(data_start - LENGTH_BYTES)
+    return len(padded).to_bytes(LENGTH_BYTES, "little") + padded, tuple(data_start + begin for begin in begins)
+
+
+class MappedFile:
+    """A safetensors file mapped into memory: its tensors are views, read from the disk when touched.
+
+    The views keep the mapping alive; nothing needs closing.
+    """
+
+    def __init__(self, path: Path, header: Header | None = None) -> None:
+        self.header = header or read_header(path)
+        # copy-on-write, so that a model that scales a weight in place changes neither the file nor crashes;
+        # on Windows that would reserve memory for the whole file
+        access = mmap.ACCESS_READ if sys.platform == "win32" else mmap.ACCESS_COPY
+        with path.open("rb") as stream:
+            self._map = mmap.mmap(stream.fileno(), 0, access=access)
+
+    def bytes_of(self, spec: TensorSpec) -> memoryview:
+        """The tensor's bytes, unread until touched."""
+        return memoryview(self._map)[spec.offset : spec.offset + spec.nbytes]
+
+    def tensor(self, spec: TensorSpec) -> torch.Tensor:
+        """The tensor, shape `spec.shape`, as a view where its offset suits its dtype, else as a copy."""
+        return view_bytes(self.bytes_of(spec), spec)
+
+
+def view_bytes(data: memoryview, spec: TensorSpec) -> torch.Tensor:
+    """A tensor over `data` without a copy, or a copy where `data` is misaligned for the dtype.
+
+    Its shape is `spec.shape`; F4, which torch keeps two to an element, has half the last dimension.
+    """
+    import torch
+
+    dtype = torch_dtype(spec.dtype)
+    shape = spec.shape if DTYPES[spec.dtype].bits >= 8 else (*spec.shape[:-1], spec.shape[-1] // 2)
+    if not spec.nbytes:
+        return torch.empty(shape, dtype=dtype)
+    flat = torch.frombuffer(data, dtype=torch.uint8)
+    if flat.data_ptr() % dtype.itemsize:
+        flat = flat.clone()
+    return flat.view(dtype).view(shape)

@@ -1,0 +1,102 @@
+"""What is known of a tensor without reading it: its name, dtype, shape, and which bytes of which file it is.
+
+The dtype names are those of the safetensors format, which every other format is mapped to.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Dtype:
+    """One element type: bits an element, and whether bitsandbytes can quantise it."""
+
+    bits: int
+    torch_name: str
+    quantisable: bool = False
+
+
+DTYPES: dict[str, Dtype] = {
+    "F64": Dtype(64, "float64"),
+    "F32": Dtype(32, "float32", quantisable=True),
+    "F16": Dtype(16, "float16", quantisable=True),
+    "BF16": Dtype(16, "bfloat16", quantisable=True),
+    "F8_E4M3": Dtype(8, "float8_e4m3fn"),
+    "F8_E4M3FNUZ": Dtype(8, "float8_e4m3fnuz"),
+    "F8_E5M2": Dtype(8, "float8_e5m2"),
+    "F8_E5M2FNUZ": Dtype(8, "float8_e5m2fnuz"),
+    "F8_E8M0": Dtype(8, "float8_e8m0fnu"),
+    "F4": Dtype(4, "float4_e2m1fn_x2"),
+    "I64": Dtype(64, "int64"),
+    "I32": Dtype(32, "int32"),
+    "I16": Dtype(16, "int16"),
+    "I8": Dtype(8, "int8"),
+    "U64": Dtype(64, "uint64"),
+    "U32": Dtype(32, "uint32"),
+    "U16": Dtype(16, "uint16"),
+    "U8": Dtype(8, "uint8"),
+    "BOOL": Dtype(8, "bool"),
+    "C64": Dtype(64, "complex64"),
+}
+"""The dtypes of https://docs.rs/safetensors/latest/safetensors/tensor/enum.Dtype.html that torch has too.
+
+The sub-byte F6 types are left out: torch has no dtype to give their bytes.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of one file, row-major and contiguous.
+
+    Attributes:
+        name: the checkpoint's name for it. Never a path.
+        dtype: a key of `DTYPES`.
+        shape: elements along each dimension; `()` is a scalar.
+        file: name of the shard, relative to the checkpoint.
+        offset: first byte, from the start of the file.
+        nbytes: length in bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+    nbytes: int
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+def byte_size(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a contiguous tensor.
+
+    Raises:
+        ValueError: the elements do not end on a byte (sub-byte dtypes).
+    """
+    bits = math.prod(shape) * DTYPES[dtype].bits
+    if bits % 8:
+        raise ValueError(f"{shape} elements of {dtype} are {bits} bits, which is no whole number of bytes")
+    return bits // 8
+
+
+def torch_dtype(dtype: str) -> torch.dtype:
+    """The torch dtype of a safetensors dtype name."""
+    import torch
+
+    found: torch.dtype = getattr(torch, DTYPES[dtype].torch_name)
+    return found
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The safetensors dtype name of a torch dtype."""
+    wanted = str(dtype).removeprefix("torch.")
+    return next(name for name, entry in DTYPES.items() if entry.torch_name == wanted)

@@ -1,0 +1,310 @@
+"""What a tensor becomes under compression, how it gets there block by block, and the way back.
+
+The only module that names bitsandbytes. The stored keys are RabbitLLM 1.1's (and AirLLM's):
+
+- 4bit: `<name>` uint8 ((n+1)//2, 1), `<name>.4bit.absmax` float32 (blocks of 64), `<name>.4bit.quant_map`
+  float32 (16), `<name>.4bit.quant_state.bitsandbytes__nf4` (the JSON bytes of bitsandbytes' packed QuantState);
+- 8bit: `<name>` uint8 in the tensor's own shape, `<name>.8bit.absmax` float32 (blocks of 2048), `<name>.8bit.code`
+  float32 (256).
+
+Blocks are independent, so a tensor of any size goes through in chunks of whole blocks. Knows no files.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rabbitllm.errors import IncompleteSplitError, MissingPackageError, OptionError
+from rabbitllm.formats.safetensors_file import Placed
+from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+NF4_BLOCK = 64
+"""Elements that share a scale at 4bit."""
+INT8_BLOCK = 2048
+"""Elements that share a scale at 8bit."""
+BLOCKS: Mapping[str, int] = {"4bit": NF4_BLOCK, "8bit": INT8_BLOCK}
+SCALE_BYTES = 4
+"""A scale is a float32."""
+MIN_ELEMENTS = 4096
+"""Smaller tensors stay as they are: the keys would cost more than is saved."""
+MAX_ROUTER_ROWS = 1024
+"""A matrix named `gate` with more rows is no router: no model has that many experts."""
+
+INT8_SCALES = ".8bit.absmax"
+NF4_STATE = ".4bit.quant_state.bitsandbytes__nf4"
+_ROUTER = re.compile(r"(?:^|\.)(?:gate|router|shared_expert_gate)(?:\.|$)")
+_CONVOLUTION = re.compile(r"conv", re.IGNORECASE)
+_STATE_SPACE_DECAY = re.compile(r"(?:^|\.)A_log$")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredForm:
+    """One checkpoint tensor as a layer file holds it.
+
+    Attributes:
+        source: the tensor in its shard.
+        scheme: None, "4bit" or "8bit".
+        parts: what is stored; the payload, under the tensor's own name, comes first, the scales second.
+    """
+
+    source: TensorSpec
+    scheme: str | None
+    parts: tuple[Placed, ...]
+
+
+def check_compression(compression: str | None) -> None:
+    """Refuse a compression that does not exist, or whose package is not installed.
+
+    Raises:
+        OptionError: not None, "4bit" or "8bit".
+        MissingPackageError: bitsandbytes is not installed.
+    """
+    if compression is not None and compression not in BLOCKS:
+        raise OptionError(
+            f"compression={compression!r} does not exist; expected '4bit', '8bit' or None.",
+            "4bit is a quarter of the size of bf16 plus scales, 8bit half.",
+        )
+    if compression is not None:
+        _bitsandbytes()
+
+
+@functools.cache
+def _bitsandbytes() -> Any:
+    try:
+        import bitsandbytes.functional
+    except ImportError as error:
+        raise MissingPackageError(
+            f"compression needs the package bitsandbytes, which cannot be imported: {error}.",
+            "Run `pip install bitsandbytes`, or leave compression out.",
+        ) from error
+    return bitsandbytes.functional
+
+
+def is_compressible(spec: TensorSpec) -> bool:
+    """Whether compression touches a tensor.
+
+    Every floating tensor of two or more dimensions and at least 4,096 elements, embeddings and head included,
+    except what is small and sensitive: expert routers, convolutions, and the decay of a state-space layer.
+    """
+    if not DTYPES[spec.dtype].quantisable or len(spec.shape) < 2 or spec.elements < MIN_ELEMENTS:
+        return False
+    if len(spec.shape) > 3 or _CONVOLUTION.search(spec.name) or _STATE_SPACE_DECAY.search(spec.name):
+        return False
+    return not (_ROUTER.search(spec.name) and spec.shape[0] <= MAX_ROUTER_ROWS)
+
+
+def stored_form(spec: TensorSpec, compression: str | None) -> StoredForm:
+    """How a layer file holds a tensor under `compression`."""
+    if compression is None or not is_compressible(spec):
+        return StoredForm(spec, None, (Placed(spec.name, spec.dtype, spec.shape),))
+    name, n = spec.name, spec.elements
+    if compression == "4bit":
+        state = _nf4_state(spec)
+        parts = (
+            Placed(name, "U8", ((n + 1) // 2, 1)),
+            Placed(f"{name}.4bit.absmax", "F32", (math.ceil(n / NF4_BLOCK),)),
+            Placed(f"{name}.4bit.quant_map", "F32", (16,)),
+            Placed(name + NF4_STATE, "U8", (len(state),)),
+        )
+        return StoredForm(spec, "4bit", parts)
+    int8_parts = (
+        Placed(name, "U8", spec.shape),
+        Placed(name + INT8_SCALES, "F32", (math.ceil(n / INT8_BLOCK),)),
+        Placed(f"{name}.8bit.code", "F32", (256,)),
+    )
+    return StoredForm(spec, "8bit", int8_parts)
+
+
+def constants(form: StoredForm) -> Mapping[str, bytes]:
+    """The bytes of the parts that do not depend on the weights: stored key -> content."""
+    if form.scheme == "4bit":
+        return {form.parts[2].name: _nf4_map(), form.parts[3].name: _nf4_state(form.source)}
+    return {form.parts[2].name: _int8_code()} if form.scheme == "8bit" else {}
+
+
+def _nf4_state(spec: TensorSpec) -> bytes:
+    """The JSON that bitsandbytes' QuantState packs into a tensor, byte for byte as it writes it."""
+    state = {
+        "quant_type": "nf4",
+        "blocksize": NF4_BLOCK,
+        "dtype": DTYPES[spec.dtype].torch_name,
+        "shape": list(spec.shape),
+    }
+    return json.dumps(state).encode()
+
+
+@functools.cache
+def _nf4_map() -> bytes:
+    return bytes(_bitsandbytes().get_4bit_type("nf4", device="cpu").numpy())
+
+
+@functools.cache
+def _int8_code() -> bytes:
+    return bytes(_bitsandbytes().create_dynamic_map().numpy())
+
+
+def quantise_blocks(scheme: str, data: memoryview, dtype: str, device: str) -> tuple[memoryview, memoryview]:
+    """Quantise a run of blocks.
+
+    Args:
+        scheme: "4bit" or "8bit".
+        data: the elements' bytes; a whole number of blocks, unless it is the tensor's end.
+        dtype: F32, F16 or BF16.
+        device: where to do it, "cpu" or "cuda:N".
+
+    Returns:
+        The payload (uint8: two elements a byte at 4bit, one at 8bit) and the scales (float32, one a block), as bytes.
+    """
+    import torch
+
+    functional = _bitsandbytes()
+    values = torch.frombuffer(data, dtype=torch_dtype(dtype)).to(device)
+    if scheme == "4bit":
+        codes, state = functional.quantize_4bit(values, blocksize=NF4_BLOCK, quant_type="nf4")
+    else:
+        codes, state = functional.quantize_blockwise(values, blocksize=INT8_BLOCK)
+    return _bytes_of(codes), _bytes_of(state.absmax)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return tensor.cpu().contiguous().view(-1).numpy().data.cast("B")
+
+
+def schemes(keys: Iterable[str]) -> dict[str, str | None]:
+    """Which tensors a layer file with these stored keys holds, and how: tensor name -> None, "4bit" or "8bit"."""
+    found: dict[str, str | None] = dict.fromkeys(keys)
+    for key in tuple(found):
+        for scheme, mark in (("4bit", NF4_STATE), ("8bit", INT8_SCALES)):
+            name = key.removesuffix(mark)
+            if name != key and name in found:
+                found[name] = scheme
+    for name, how in tuple(found.items()):
+        for part in part_names(name, how)[1:]:
+            found.pop(part, None)
+    return found
+
+
+def part_names(name: str, scheme: str | None) -> tuple[str, ...]:
+    """The stored keys of a tensor, payload first."""
+    if scheme == "4bit":
+        return (name, f"{name}.4bit.absmax", f"{name}.4bit.quant_map", name + NF4_STATE)
+    if scheme == "8bit":
+        return (name, name + INT8_SCALES, f"{name}.8bit.code")
+    return (name,)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """What is known of a stored, quantised tensor without its weights.
+
+    Attributes:
+        scheme: "4bit" or "8bit".
+        shape: of the tensor it stands for.
+        dtype: the torch dtype name it was quantised from; None at 8bit, which does not store it.
+    """
+
+    scheme: str
+    shape: tuple[int, ...]
+    dtype: str | None
+
+
+def read_state(name: str, scheme: str, parts: Mapping[str, TensorSpec], state: bytes) -> Quantised:
+    """Check the sizes of a quantised tensor's parts against each other.
+
+    The kernels trust them: scales for fewer blocks than there are would be read past their end.
+
+    Args:
+        name: the tensor.
+        scheme: how it is stored.
+        parts: the layer file's stored keys, by name.
+        state: the bytes of its packed QuantState at 4bit; ignored at 8bit.
+
+    Raises:
+        IncompleteSplitError: a part is missing, or has a size that does not fit the payload.
+    """
+    for part in part_names(name, scheme):
+        if part not in parts:
+            raise IncompleteSplitError(f"tensor {name!r} is stored at {scheme} without its part {part!r}.")
+    payload = parts[name]
+    if scheme == "8bit":
+        found = Quantised(scheme, payload.shape, None)
+        expected_payload, table = payload.elements, (f"{name}.8bit.code", 256)
+    else:
+        found = _parse_nf4_state(name, state)
+        expected_payload, table = (math.prod(found.shape) + 1) // 2, (f"{name}.4bit.quant_map", 16)
+    blocks = math.ceil(math.prod(found.shape) / BLOCKS[scheme])
+    wanted = ((name, "U8", expected_payload), (f"{name}.{scheme}.absmax", "F32", blocks), (table[0], "F32", table[1]))
+    for part, dtype, elements in wanted:
+        spec = parts[part]
+        if (spec.dtype, spec.elements) != (dtype, elements):
+            raise IncompleteSplitError(
+                f"the part {part!r} has {spec.elements:,} elements of {spec.dtype}; a {scheme} tensor of shape "
+                f"{found.shape} needs {elements:,} of {dtype}."
+            )
+    return found
+
+
+def _parse_nf4_state(name: str, raw: bytes) -> Quantised:
+    try:
+        state = json.loads(raw)
+        shape = tuple(state["shape"])
+        sound = (
+            state["quant_type"] == "nf4"
+            and state["blocksize"] == NF4_BLOCK
+            and state["dtype"] in ("bfloat16", "float16", "float32")
+            and all(type(size) is int and size >= 0 for size in shape)
+            and not any(key.startswith("nested") for key in state)
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        sound = False
+    if not sound:
+        raise IncompleteSplitError(
+            f"the quantisation state of {name!r} is {raw[:120]!r}; expected the JSON of an unnested nf4 state of "
+            f"blocks of {NF4_BLOCK}."
+        )
+    return Quantised("4bit", shape, state["dtype"])
+
+
+def dequantise(
+    form: Quantised, payload: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """The tensor that quantised parts stand for, on their device.
+
+    Args:
+        form: as `read_state` found it.
+        payload: uint8 codes.
+        absmax: float32, one a block.
+        table: float32, what each code means.
+        dtype: of the result. At 4bit bitsandbytes dequantises to the dtype stored with the tensor, and the result is
+            cast; at 8bit, where none is stored, it dequantises to `dtype` directly.
+
+    Returns:
+        A new tensor of shape `form.shape`.
+    """
+    import torch
+
+    functional = _bitsandbytes()
+    if form.scheme == "4bit":
+        assert form.dtype is not None
+        state = functional.QuantState(
+            absmax=absmax,
+            shape=torch.Size(form.shape),
+            dtype=getattr(torch, form.dtype),
+            blocksize=NF4_BLOCK,
+            code=table,
+            quant_type="nf4",
+        )
+        result: torch.Tensor = functional.dequantize_4bit(payload, state)
+    else:
+        state = functional.QuantState(absmax=absmax, code=table, blocksize=INT8_BLOCK, dtype=dtype)
+        result = functional.dequantize_blockwise(payload, state)
+    return result.to(dtype).view(form.shape)

@@ -1,0 +1,84 @@
+"""One layer's file: where each tensor goes, decided from headers alone.
+
+A safetensors file, named as RabbitLLM 1.1 names it (`<stem>.safetensors`, with an empty `<stem>.safetensors.done`
+beside it once it is whole). The layout depends on the layer's tensors and the compression only, not on the order
+in which shards arrive, so every route makes the same bytes. Pure: opens nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from rabbitllm.checkpoints.index import natural_key
+from rabbitllm.checkpoints.naming import LayerName
+from rabbitllm.durable import DIRECT_ALIGNMENT
+from rabbitllm.formats.safetensors_file import Placed, encode_header
+from rabbitllm.layers.compression import StoredForm
+
+LAYER_SUFFIX = ".safetensors"
+DONE_SUFFIX = ".done"
+TENSOR_ALIGNMENT = 64
+"""A kernel may give other last bits on weights aligned to less than 16 bytes; 64 is a cache line."""
+MAX_STEM = 180
+"""File systems allow names of 255 bytes; suffixes need some of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLayout:
+    """A layer file before it exists.
+
+    Attributes:
+        layer: its id and stem.
+        forms: its tensors as they are stored.
+        header: the file's leading bytes, padded so that the data starts on a multiple of 4096.
+        places: stored key -> absolute offset, bytes.
+        size: of the whole file, bytes.
+    """
+
+    layer: LayerName
+    forms: tuple[StoredForm, ...]
+    header: bytes
+    places: Mapping[str, int]
+    size: int
+
+    @property
+    def file_name(self) -> str:
+        """The layer file's final name."""
+        return layer_file_name(self.layer.stem)
+
+
+def lay_out(layer: LayerName, forms: Iterable[StoredForm]) -> LayerLayout:
+    """Fix the place of every tensor of a layer.
+
+    The format allows no holes, so alignment comes from the order: what fills whole 4096-byte blocks first (it can
+    then be written past the page cache), then multiples of 64 bytes, then the rest; by name within each.
+    """
+    stored = tuple(forms)
+    ordered = sorted((part for form in stored for part in form.parts), key=_turn)
+    header, offsets = encode_header(ordered)
+    end = offsets[-1] + ordered[-1].nbytes if ordered else len(header)
+    places = {part.name: offset for part, offset in zip(ordered, offsets, strict=True)}
+    return LayerLayout(layer, stored, header, places, end)
+
+
+def _turn(part: Placed) -> tuple[object, ...]:
+    if part.nbytes % DIRECT_ALIGNMENT == 0:
+        rank = 0
+    elif part.nbytes % TENSOR_ALIGNMENT == 0:
+        rank = 1
+    else:
+        rank = 2
+    return (rank, natural_key(part.name))
+
+
+def layer_file_name(stem: str) -> str:
+    """The file name of a layer. A tensor name is no path: whatever is not a plain character is percent-encoded."""
+    safe = quote(stem, safe="")
+    if safe.startswith("."):
+        safe = "%2E" + safe[1:]
+    if len(safe) > MAX_STEM:
+        safe = f"{safe[: MAX_STEM - 20]}-{hashlib.sha256(stem.encode()).hexdigest()[:16]}"
+    return safe + LAYER_SUFFIX

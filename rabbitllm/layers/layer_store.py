@@ -1,0 +1,223 @@
+"""The split directory: which layers are there, whose they are, and where each tensor lies.
+
+`split.json` is written last, so a directory that has one is whole. It names the source (repository, commit,
+shards), the compression and every layer file. A directory without one is either in work (it has a journal), or
+RabbitLLM 1.1 made it (every layer file has its `.done`), or it is none.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rabbitllm import durable
+from rabbitllm.checkpoints.checkpoint import SourceIdentity
+from rabbitllm.checkpoints.json_file import read_json
+from rabbitllm.errors import CorruptShardError, IncompleteSplitError, RabbitLLMError, SplitMismatchError
+from rabbitllm.formats.safetensors_file import MappedFile, read_header
+from rabbitllm.formats.tensor_spec import TensorSpec
+from rabbitllm.layers.compression import NF4_STATE, Quantised, part_names, read_state, schemes
+from rabbitllm.layers.layer_file import DONE_SUFFIX, LAYER_SUFFIX
+
+MANIFEST_NAME = "split.json"
+JOURNAL_NAME = "split.journal"
+FORMAT_VERSION = 1
+SPLIT_DIRECTORY = "splitted_model"
+"""RabbitLLM 1.1's name; `.4bit` or `.8bit` is appended under compression."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRecord:
+    """One layer file of a finished split: its id, stem, file name, size in bytes, and tensor names."""
+
+    id: str
+    stem: str
+    file: str
+    size: int
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What `split.json` says."""
+
+    source: SourceIdentity
+    compression: str | None
+    quantiser: str | None
+    layers: tuple[LayerRecord, ...]
+
+
+def directory_name(compression: str | None, base: str = SPLIT_DIRECTORY) -> str:
+    """`splitted_model`, `splitted_model.4bit` or `splitted_model.8bit`."""
+    return base if compression is None else f"{base}.{compression}"
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Declare the directory whole. Everything it names must be durable already."""
+    from rabbitllm.version import __version__
+
+    layers = [
+        {"id": r.id, "stem": r.stem, "file": r.file, "size": r.size, "tensors": list(r.tensors)}
+        for r in manifest.layers
+    ]
+    source = manifest.source
+    content = {
+        "format": "rabbitllm split directory",
+        "format_version": FORMAT_VERSION,
+        "written_by": f"rabbitllm {__version__}",
+        "source": {
+            "kind": source.kind,
+            "name": source.name,
+            "commit": source.commit,
+            "fingerprints": dict(source.fingerprints),
+        },
+        "compression": manifest.compression,
+        "quantiser": manifest.quantiser,
+        "layers": layers,
+    }
+    durable.write_whole(folder / MANIFEST_NAME, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a finished split; None if there is none.
+
+    Raises:
+        IncompleteSplitError: it is no manifest.
+        SplitMismatchError: a later version of this package wrote it.
+    """
+    path = folder / MANIFEST_NAME
+    if not path.exists():
+        return None
+    content = read_json(path)
+    version = content.get("format_version")
+    if not isinstance(version, int):
+        raise IncompleteSplitError(f"{path} is no manifest: it has no format_version.", _REMAKE)
+    if version > FORMAT_VERSION:
+        raise SplitMismatchError(
+            f"{path} has format version {version}; this rabbitllm reads up to {FORMAT_VERSION}.",
+            "Update rabbitllm, or split again into another folder.",
+        )
+    try:
+        return _parse(content)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise IncompleteSplitError(f"{path} is damaged: {type(error).__name__} {error}.", _REMAKE) from None
+
+
+_REMAKE = "Delete that folder and split again from the checkpoint."
+
+
+def _parse(content: dict[str, Any]) -> Manifest:
+    source = content["source"]
+    layers = tuple(
+        LayerRecord(r["id"], r["stem"], r["file"], r["size"], tuple(r["tensors"])) for r in content["layers"]
+    )
+    identity = SourceIdentity(source["kind"], source["name"], source["commit"], dict(source["fingerprints"]))
+    return Manifest(identity, content["compression"], content["quantiser"], layers)
+
+
+def is_legacy(folder: Path) -> bool:
+    """Whether RabbitLLM 1.1 (or AirLLM) made this directory: finished layer files, and neither manifest nor journal."""
+    if (folder / MANIFEST_NAME).exists() or (folder / JOURNAL_NAME).exists() or not folder.is_dir():
+        return False
+    return any(folder.glob(f"*{LAYER_SUFFIX}{DONE_SUFFIX}"))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a checkpoint tensor lies in a split directory.
+
+    Attributes:
+        name: the checkpoint's name.
+        parts: its stored keys in `part_names` order, payload first; `file` is the layer file's name.
+        quantised: how it is compressed; None if it is stored as it is.
+    """
+
+    name: str
+    parts: tuple[TensorSpec, ...]
+    quantised: Quantised | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the checkpoint tensor."""
+        return self.quantised.shape if self.quantised else self.parts[0].shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it occupies on disk."""
+        return sum(part.nbytes for part in self.parts)
+
+
+class LayerStore:
+    """A finished split directory, opened for reading: headers are read, weights are not.
+
+    Attributes:
+        folder: the split directory.
+        manifest: None for a directory of RabbitLLM 1.1.
+        tensors: checkpoint name -> where it lies.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """
+        Raises:
+            IncompleteSplitError: a layer file is missing, has another size than the manifest says, or is damaged.
+        """
+        self.folder = folder
+        self.manifest = read_manifest(folder)
+        self.tensors: dict[str, StoredTensor] = {}
+        self._maps: dict[str, MappedFile] = {}
+        for file in self._files():
+            self._open(file)
+
+    def _files(self) -> list[str]:
+        if self.manifest is not None:
+            for record in self.manifest.layers:
+                path = self.folder / record.file
+                size = path.stat().st_size if path.exists() else None
+                if size != record.size:
+                    state = "is missing" if size is None else f"has {size:,} bytes"
+                    raise IncompleteSplitError(
+                        f"{path} {state}; {MANIFEST_NAME} says it has {record.size:,} bytes.", _REMAKE
+                    )
+            return [record.file for record in self.manifest.layers]
+        files = sorted(path.name for path in self.folder.glob(f"*{LAYER_SUFFIX}"))
+        unfinished = [name for name in files if not (self.folder / (name + DONE_SUFFIX)).exists()]
+        if unfinished or not files:
+            raise IncompleteSplitError(
+                f"{self.folder} is no finished split: "
+                + (f"{', '.join(unfinished[:3])} has no .done marker." if unfinished else "it has no layer files."),
+                _REMAKE,
+            )
+        return files
+
+    def _open(self, file: str) -> None:
+        try:
+            header = read_header(self.folder / file, file)
+        except CorruptShardError as error:
+            raise IncompleteSplitError(f"In {self.folder}: {error.problem}", _REMAKE) from None
+        mapped = self._maps[file] = MappedFile(self.folder / file, header)
+        keys = {spec.name: spec for spec in header.tensors}
+        for name, scheme in schemes(keys).items():
+            try:
+                state = bytes(mapped.bytes_of(keys[name + NF4_STATE])) if scheme == "4bit" else b""
+                quantised = read_state(name, scheme, keys, state) if scheme else None
+            except RabbitLLMError as error:
+                raise IncompleteSplitError(f"In {self.folder / file}: {error.problem}", _REMAKE) from None
+            parts = tuple(keys[part] for part in part_names(name, scheme))
+            self.tensors[name] = StoredTensor(name, parts, quantised)
+
+    @property
+    def compression(self) -> str | None:
+        """The compression of the directory as a whole."""
+        if self.manifest is not None:
+            return self.manifest.compression
+        return next((t.quantised.scheme for t in self.tensors.values() if t.quantised), None)
+
+    def mapped(self, file: str) -> MappedFile:
+        """A layer file, mapped."""
+        return self._maps[file]
+
+    def path(self, file: str) -> Path:
+        """A layer file's path."""
+        return self.folder / file

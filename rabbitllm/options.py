@@ -1,0 +1,125 @@
+"""The choices a caller makes, checked once, here. Knows no files and no devices."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rabbitllm.errors import OptionError
+
+_UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}}
+_UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+MIN_FREE_BYTES = 1 << 30
+"""Free disk below which a split warns: the machine itself needs some."""
+BIG_LAYER_BYTES = 10 * 1000**3
+"""A layer above this is warned of; it is filled on disk, so it costs no RAM, but streaming it will."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitOptions:
+    """How a checkpoint is split.
+
+    Attributes:
+        compression: None, "4bit" or "8bit".
+        sequential: take one shard at a time and delete it as soon as it is used up.
+        delete_original: remove the original when the split is whole; with `sequential`, what the loop left of it.
+        max_disk: bytes that the split itself may occupy (layer files and staged shards); None for what is free.
+        profiling: record where the time of each layer goes.
+        threads: workers that read, quantise and write.
+    """
+
+    compression: str | None = None
+    sequential: bool = False
+    delete_original: bool = False
+    max_disk: int | None = None
+    profiling: bool = False
+    threads: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """How a split model is run.
+
+    Attributes:
+        device: "cuda:N", "cuda", "cpu", or "auto" for every GPU.
+        dtype: name of a torch dtype, or None for the config's own.
+        attn_implementation: as transformers takes it, or "auto".
+        prefetching: read the next layer while this one computes.
+        pin_memory: page-locked host buffers for a GPU.
+        max_memory: device -> bytes, in accelerate's form with sizes parsed; None for what is free.
+        cache_layers: decoder layers to keep in host memory, at least; None leaves it to `max_memory`.
+        small_layers_resident: place embeddings, norm and head before the decoder layers.
+        profiling: record where the time of each layer goes.
+        show_progress: a bar over the layers of a slow pass.
+        trust_remote_code: allow the model's own Python code.
+    """
+
+    device: str = "cuda:0"
+    dtype: str | None = None
+    attn_implementation: str = "auto"
+    prefetching: bool = True
+    pin_memory: bool = True
+    max_memory: Mapping[str, int] | None = None
+    cache_layers: int | None = None
+    small_layers_resident: bool = True
+    profiling: bool = False
+    show_progress: bool = True
+    trust_remote_code: bool = False
+
+
+def parse_size(size: int | str, name: str) -> int:
+    """A number of bytes from an int, or from text such as "57GiB" or "15 GB" (1024s and 1000s).
+
+    Raises:
+        OptionError: not understood, or negative.
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    units = {unit.lower(): factor for unit, factor in _UNITS.items()}
+    if match is None or match[2].lower() not in units:
+        raise OptionError(f"{name}={size!r} is no size.", "Give bytes as a number, or text such as '57GiB' or '60GB'.")
+    return int(float(match[1]) * units[match[2].lower()])
+
+
+def parse_max_memory(limits: Mapping[int | str, int | str] | None) -> Mapping[str, int] | None:
+    """accelerate's `max_memory` with devices as text ("cuda:0", "cpu") and sizes in bytes.
+
+    Raises:
+        OptionError: a key that is neither a GPU number, "cuda:N" nor "cpu".
+    """
+    if limits is None:
+        return None
+    parsed = {}
+    for key, size in limits.items():
+        device = f"cuda:{key}" if isinstance(key, int) or str(key).isdigit() else str(key)
+        if device != "cpu" and not re.fullmatch(r"cuda:\d+", device):
+            raise OptionError(
+                f"max_memory names the device {key!r}; expected 0, 1, … for GPUs or 'cpu'.",
+                "For example max_memory={0: '14GiB', 'cpu': '24GiB'}.",
+            )
+        parsed[device] = parse_size(size, f"max_memory[{key!r}]")
+    return parsed
+
+
+def reject_unknown(given: Iterable[str], known: Iterable[str], function: str) -> None:
+    """Refuse keyword arguments that do not exist, naming the nearest that does.
+
+    Raises:
+        TypeError: as Python itself raises for an unexpected keyword argument.
+    """
+    options = sorted(known)
+    for name in given:
+        near = difflib.get_close_matches(name, options, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else f" It takes: {', '.join(options)}."
+        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}.{hint}")
+
+
+def expand(path: str | Path) -> Path:
+    """A path with `~` expanded."""
+    return Path(path).expanduser()

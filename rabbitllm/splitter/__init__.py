@@ -1,0 +1,1 @@
+"""From shards to layer files: map, plan, journal, split. Never imports the engine."""

@@ -1,0 +1,133 @@
+"""What of a split is durable: the plan it follows, and the shards that are used up.
+
+`split.journal` in the split directory, lines of JSON. The first line is everything that the headers said, written
+before the first shard is touched, because a shard that is gone cannot be asked again. Each further line names a
+shard all of whose tensors are durable in layer files. A line that a crash cut short is no line.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rabbitllm import durable
+from rabbitllm.checkpoints.checkpoint import SourceIdentity
+from rabbitllm.checkpoints.naming import LayerName
+from rabbitllm.errors import IncompleteSplitError
+from rabbitllm.formats.tensor_spec import TensorSpec
+from rabbitllm.layers.layer_store import JOURNAL_NAME
+from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan
+
+JOURNAL_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A journal read back: the plan, the quantiser it was begun with, and the shards used up so far."""
+
+    plan: SplitPlan
+    quantiser: str | None
+    used: frozenset[str]
+
+
+def begin(folder: Path, plan: SplitPlan, quantiser: str | None) -> None:
+    """Write a journal with no shard used up yet, durably."""
+    line = json.dumps(_encode(plan, quantiser), separators=(",", ":"))
+    durable.write_whole(folder / JOURNAL_NAME, (line + "\n").encode())
+
+
+def replay(folder: Path) -> Replay | None:
+    """Read the journal of an unfinished split; None if there is none.
+
+    Raises:
+        IncompleteSplitError: it is not one that this version wrote.
+    """
+    path = folder / JOURNAL_NAME
+    if not path.exists():
+        return None
+    head, *rest = path.read_bytes().split(b"\n")
+    try:
+        plan, quantiser = _decode(json.loads(head))
+        used = frozenset(shard for line in rest if (shard := _used_shard(line)) is not None)
+    except (ValueError, KeyError, TypeError) as error:
+        raise IncompleteSplitError(
+            f"{path} cannot be read back: {type(error).__name__} {error}.",
+            "If every shard of the source is still there (or it is on the hub), delete that folder and call again. "
+            "Otherwise keep it: it may hold the only copy of some tensors.",
+        ) from None
+    return Replay(plan, quantiser, used)
+
+
+def _used_shard(line: bytes) -> str | None:
+    """The shard that a line declares used up; None for a line that a crash cut short."""
+    try:
+        shard = json.loads(line)["used"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return shard if isinstance(shard, str) else None
+
+
+class Journal:
+    """The journal of a split that is being made."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / JOURNAL_NAME
+        torn = not path.read_bytes().endswith(b"\n")
+        self._log = durable.Log(path)
+        if torn:  # end the line that a crash cut short, so that the next one stands alone
+            self._log.append("")
+
+    def mark_used(self, shard: str) -> None:
+        """Declare that everything taken from `shard` is durable. Only then may it be deleted."""
+        self._log.append(json.dumps({"used": shard}))
+
+    def close(self) -> None:
+        self._log.close()
+
+
+def _encode(plan: SplitPlan, quantiser: str | None) -> dict[str, Any]:
+    source = plan.source
+    return {
+        "journal_version": JOURNAL_VERSION,
+        "source": [source.kind, source.name, source.commit],
+        "compression": plan.compression,
+        "quantiser": quantiser,
+        "shards": [
+            {
+                "name": shard.name,
+                "size": shard.size,
+                "fingerprint": shard.fingerprint,
+                "staged": shard.staged,
+                "tensors": [[t.name, t.dtype, t.shape, t.offset, t.nbytes] for t in shard.tensors],
+            }
+            for shard in plan.shards
+        ],
+        "layers": [
+            [name.id, name.stem, plan.layer_map.layer_to_tensors[layer]]
+            for layer, name in plan.layer_map.layers.items()
+        ],
+    }
+
+
+def _decode(content: dict[str, Any]) -> tuple[SplitPlan, str | None]:
+    if content["journal_version"] != JOURNAL_VERSION:
+        raise ValueError(f"journal version {content['journal_version']}, expected {JOURNAL_VERSION}")
+    shards = tuple(
+        PlannedShard(
+            shard["name"],
+            shard["size"],
+            shard["fingerprint"],
+            tuple(
+                TensorSpec(name, dtype, tuple(shape), shard["name"], offset, nbytes)
+                for name, dtype, shape, offset, nbytes in shard["tensors"]
+            ),
+            shard["staged"],
+        )
+        for shard in content["shards"]
+    )
+    kind, name, commit = content["source"]
+    source = SourceIdentity(kind, name, commit, {shard.name: shard.fingerprint for shard in shards})
+    assigned = {tensor: LayerName(id, stem) for id, stem, tensors in content["layers"] for tensor in tensors}
+    return make_plan(source, shards, assigned, content["compression"]), content["quantiser"]

@@ -1,0 +1,266 @@
+"""What a split will do, from headers alone: where every byte goes, and the most disk it will take.
+
+Pure but for `check_space`, which asks how much is free. Nothing here writes.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rabbitllm.checkpoints.checkpoint import ShardFacts, SourceIdentity
+from rabbitllm.checkpoints.index import CheckpointIndex
+from rabbitllm.checkpoints.naming import LayerName
+from rabbitllm.errors import InvalidIndexError, NotEnoughSpaceException
+from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec
+from rabbitllm.layers.compression import BLOCKS, StoredForm, stored_form
+from rabbitllm.layers.layer_file import LayerLayout, lay_out
+from rabbitllm.splitter.layer_map import LayerMap, build_layer_map
+
+CHUNK_BYTES = 4 << 20
+"""Source bytes that are read, quantised and written at a time by one thread."""
+FILE_OVERHEAD_BYTES = 4096
+"""What a file's last block may add to its length on disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedShard:
+    """One shard of the plan.
+
+    Attributes:
+        name, size, fingerprint: as in `ShardFacts`.
+        tensors: those that this shard gives to layer files.
+        staged: fetched by us, so it costs disk of ours while it is used.
+    """
+
+    name: str
+    size: int
+    fingerprint: str
+    tensors: tuple[TensorSpec, ...]
+    staged: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPlan:
+    """A whole split, decided.
+
+    Attributes:
+        source: what is split.
+        compression: None, "4bit" or "8bit".
+        shards: in the order they are taken.
+        layer_map: which layer is in which shards.
+        layouts: layer id -> its file.
+    """
+
+    source: SourceIdentity
+    compression: str | None
+    shards: tuple[PlannedShard, ...]
+    layer_map: LayerMap
+    layouts: Mapping[str, LayerLayout]
+
+    @property
+    def output_bytes(self) -> int:
+        """Of all layer files."""
+        return sum(layout.size for layout in self.layouts.values())
+
+    @property
+    def source_bytes(self) -> int:
+        """Of all shards."""
+        return sum(shard.size for shard in self.shards)
+
+
+def tensors_by_shard(index: CheckpointIndex, facts: Iterable[ShardFacts]) -> dict[str, tuple[TensorSpec, ...]]:
+    """The tensors that each shard contributes, by index and headers together.
+
+    The index decides between two shards that hold the same tensor. A tensor that only a header knows is taken too,
+    as transformers does.
+
+    Raises:
+        InvalidIndexError: the index puts a tensor into a shard that does not have it.
+    """
+    owner = dict(index.weight_map)
+    chosen: dict[str, tuple[TensorSpec, ...]] = {}
+    for shard in facts:
+        for tensor in shard.header.tensors:
+            owner.setdefault(tensor.name, shard.name)
+        chosen[shard.name] = tuple(t for t in shard.header.tensors if owner[t.name] == shard.name)
+        promised = {tensor for tensor, holder in index.weight_map.items() if holder == shard.name}
+        absent = sorted(promised - {t.name for t in chosen[shard.name]})
+        if absent:
+            raise InvalidIndexError(
+                f"The index puts {absent[0]!r}{f' and {len(absent) - 1} more' if len(absent) > 1 else ''} into "
+                f"{shard.name}, whose header does not have it.",
+                "Fetch the index and that shard again: they are of different versions.",
+            )
+    return chosen
+
+
+def make_plan(
+    source: SourceIdentity,
+    shards: tuple[PlannedShard, ...],
+    assigned: Mapping[str, LayerName],
+    compression: str | None,
+) -> SplitPlan:
+    """Fix every layer file from the shards' tensors and the layer each belongs to."""
+    weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
+    specs = {tensor.name: tensor for shard in shards for tensor in shard.tensors}
+    layer_map = build_layer_map(weight_map, assigned)
+    layouts = {
+        layer: lay_out(name, (stored_form(specs[tensor], compression) for tensor in layer_map.layer_to_tensors[layer]))
+        for layer, name in layer_map.layers.items()
+    }
+    return SplitPlan(source, compression, shards, layer_map, layouts)
+
+
+@dataclass(frozen=True, slots=True)
+class DiskUse:
+    """Bytes on disk over a split, relative to its start.
+
+    Attributes:
+        created: the most that layer files and staged shards occupy at any moment; what `max_disk` bounds.
+        added: the most by which the disk is fuller than at the start; less than `created` where shards of the
+            source are deleted on the way.
+    """
+
+    created: int
+    added: int
+
+
+def disk_use(plan: SplitPlan, *, deletes_shards: bool, used: frozenset[str] = frozenset()) -> DiskUse:
+    """The peak over the steps of the plan.
+
+    Args:
+        plan: the split.
+        deletes_shards: whether a local source's shards are deleted when used up.
+        used: shards that an earlier run used up; what they wrote is there already and counts as created only.
+    """
+    written = freed = already = 0
+    created = added = 0
+    seen: set[str] = set()
+    for shard in plan.shards:
+        grown = _bytes_from(plan, shard, seen)
+        written += grown
+        if shard.name in used:
+            already += grown
+            continue
+        staged = shard.size if shard.staged else 0
+        created = max(created, written + staged)
+        added = max(added, written - already + staged - freed)
+        if deletes_shards and not shard.staged:
+            freed += shard.size
+    return DiskUse(max(created, written), added)
+
+
+def _bytes_from(plan: SplitPlan, shard: PlannedShard, seen: set[str]) -> int:
+    """What layer files grow by while a shard is used; a file's header and last block count at its first tensor."""
+    total = 0
+    for layer in plan.layer_map.shard_to_layers.get(shard.name, ()):
+        layout = plan.layouts[layer]
+        if layer not in seen:
+            seen.add(layer)
+            total += len(layout.header) + FILE_OVERHEAD_BYTES
+        total += sum(part.nbytes for form in layout.forms if form.source.file == shard.name for part in form.parts)
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What is to be had at a place: bytes, and where the figure comes from."""
+
+    available: int
+    reason: str
+
+
+def space_at(folder: Path, max_disk: int | None, occupied: int) -> tuple[Space, Space | None]:
+    """Free disk at `folder`, and what `max_disk` leaves after the `occupied` bytes of an earlier run.
+
+    A container's quota does not show in the first figure (Kaggle reports the host's disk), hence the second.
+    """
+    at = folder
+    while not at.exists():
+        at = at.parent
+    free = Space(shutil.disk_usage(at).free, f"free on the disk of {at}")
+    limit = None if max_disk is None else Space(max_disk - occupied, f"allowed by max_disk={max_disk:,}")
+    return free, limit
+
+
+def check_space(plan: SplitPlan, use: DiskUse, folder: Path, max_disk: int | None) -> None:
+    """Refuse a split that would not fit, before its first byte.
+
+    Raises:
+        NotEnoughSpaceException: with what is needed, what there is, and which compression would fit.
+    """
+    free, limit = space_at(folder, max_disk, 0)
+    for need, space in ((use.added, free), (use.created, limit)):
+        if space is not None and need > space.available:
+            raise NotEnoughSpaceException(
+                f"Splitting {plan.source.name} into {folder} needs {gib(need)} at its peak; "
+                f"{gib(space.available)} is {space.reason}.",
+                _what_fits(plan, need, space.available),
+            )
+
+
+def _what_fits(plan: SplitPlan, need: int, available: int) -> str:
+    """The compressions whose output is smaller by enough, in words."""
+    tensors = [tensor for shard in plan.shards for tensor in shard.tensors]
+    for choice in ("8bit", "4bit"):
+        smaller = sum(part.nbytes for tensor in tensors for part in stored_form(tensor, choice).parts)
+        if choice != plan.compression and need - plan.output_bytes + smaller <= available:
+            return f"compression='{choice}' would fit: it needs {gib(need - plan.output_bytes + smaller)}."
+    short = gib(need - available)
+    return f"Free {short} there, or name another place with layer_shards_saving_path. No compression fits as it is."
+
+
+def gib(nbytes: int) -> str:
+    """Bytes as people read them: GiB from one GiB on, else MiB."""
+    return f"{nbytes / 2**30:.2f} GiB" if abs(nbytes) >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One run of bytes of a shard and where it goes.
+
+    Attributes:
+        form: the tensor.
+        first: its first element in this run.
+        elements: how many.
+        offset: where they start in the shard, bytes.
+        nbytes: their length in the shard.
+    """
+
+    layer: str
+    form: StoredForm
+    first: int
+    elements: int
+    offset: int
+    nbytes: int
+
+
+def moves(plan: SplitPlan, shard: str, layers: Iterable[str]) -> Iterator[Move]:
+    """The runs of a shard that go to `layers`, in the shard's own order, each at most `CHUNK_BYTES` long.
+
+    A run that is quantised is a whole number of blocks, unless it ends its tensor. A tensor without elements yields
+    one empty run, so that its constants are written all the same.
+    """
+    wanted = set(layers)
+    forms = [
+        (layer, form)
+        for layer in plan.layer_map.shard_to_layers.get(shard, ())
+        if layer in wanted
+        for form in plan.layouts[layer].forms
+        if form.source.file == shard
+    ]
+    for layer, form in sorted(forms, key=lambda item: item[1].source.offset):
+        spec = form.source
+        if form.scheme is None:  # plain bytes: elements do not matter, and may be smaller than a byte
+            for at in range(0, max(spec.nbytes, 1), CHUNK_BYTES):
+                length = min(CHUNK_BYTES, spec.nbytes - at)
+                yield Move(layer, form, at, length, spec.offset + at, length)
+            continue
+        width, block = DTYPES[spec.dtype].bits // 8, BLOCKS[form.scheme]
+        step = CHUNK_BYTES // width // block * block
+        for first in range(0, spec.elements, step):
+            count = min(step, spec.elements - first)
+            yield Move(layer, form, first, count, spec.offset + first * width, count * width)

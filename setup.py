@@ -1,0 +1,37 @@
+"""Package metadata. Tool settings are in pyproject.toml; exact versions of a tested set are in constraints.txt."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+ABOUT: dict[str, str] = {}
+exec((ROOT / "rabbitllm" / "version.py").read_text(), ABOUT)
+
+setup(
+    name="rabbitllm",
+    version=ABOUT["__version__"],
+    description="Run language models that fit neither the GPU, nor RAM, nor (while they are prepared) the disk",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8") if (ROOT / "README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    license="MIT",
+    python_requires=">=3.11",
+    packages=find_packages(include=["rabbitllm", "rabbitllm.*"]),
+    package_data={"rabbitllm": ["py.typed"], "rabbitllm.demo": ["score.json", "model/*"]},
+    install_requires=[
+        "torch>=2.10",
+        "transformers>=5.2",
+        "accelerate>=1.0",
+        "safetensors>=0.5",
+        "bitsandbytes>=0.46",
+        "huggingface_hub>=1.0",
+        "psutil>=5.9",
+    ],
+    extras_require={"dev": ["pytest", "hypothesis", "ruff", "mypy"]},
+    entry_points={"console_scripts": ["rabbitllm = rabbitllm.cli.main:main"]},
+    classifiers=[
+        "License :: OSI Approved :: MIT License",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)
