@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from rabbitllm import durable
 from rabbitllm.errors import UnsafePathError
 
 
@@ -66,17 +67,20 @@ def free_file(snapshot: CachedSnapshot, name: str) -> int:
 
     wanted = snapshot.folder / name
     info = scan_cache_dir(snapshot.cache)
-    files = [
-        file
-        for repo in info.repos
-        for revision in repo.revisions
-        if Path(revision.snapshot_path).absolute() == snapshot.folder
-        for file in revision.files
-        if Path(file.file_path).absolute() == wanted
-    ]
-    strategy = info.delete_files(*files)
-    strategy.execute()
-    return int(strategy.expected_freed_size)
+    every = [file for repo in info.repos for revision in repo.revisions for file in revision.files]
+    chosen = [file for file in every if Path(file.file_path).absolute() == wanted]
+    if hasattr(info, "delete_files"):
+        strategy = info.delete_files(*chosen)
+        strategy.execute()
+        return int(strategy.expected_freed_size)
+    freed = 0  # huggingface_hub before 1.33 deletes whole revisions only; its blobs are not shared between repositories
+    for file in chosen:
+        shared = any(other.blob_path == file.blob_path and other.file_path != file.file_path for other in every)
+        durable.remove(Path(file.file_path))
+        if not shared and Path(file.blob_path).exists():
+            freed += Path(file.blob_path).stat().st_size
+            durable.remove(Path(file.blob_path))
+    return freed
 
 
 def free_rest(snapshot: CachedSnapshot) -> list[Path]:

@@ -1,0 +1,224 @@
+"""Where a model computes, as the few operations that streaming needs.
+
+Two kinds: the CPU, whose memory the host buffers already are, and CUDA, with a copy stream of its own. Importing this
+module needs no CUDA. A test may pass a device of a third kind, which checks that every copy is waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from rabbitllm.errors import DeviceError
+from rabbitllm.formats.positional import page_aligned
+
+logger = logging.getLogger(__name__)
+
+
+class Device(Protocol):
+    """A place that computes.
+
+    `upload` may return before the bytes have arrived; whoever uses them calls `arrive` first. `leave` marks the last
+    use of a device buffer, and the next `upload` into it waits for that mark.
+    """
+
+    name: str
+    torch_device: torch.device
+    shares_host_memory: bool
+    """Whether a host buffer is a device buffer, so that nothing needs copying."""
+
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        """Host memory, uint8 (nbytes,), page-locked if the device copies from it."""
+        ...
+
+    def device_buffer(self, nbytes: int) -> torch.Tensor:
+        """Device memory, uint8 (nbytes,)."""
+        ...
+
+    def upload(self, host: torch.Tensor, device: torch.Tensor, after: Any) -> Any:
+        """Begin to copy `host` to `device` (same length) once `after` (from `leave`, or None) is reached.
+
+        Returns:
+            A ticket for `arrive` and `landed`.
+        """
+        ...
+
+    def landed(self, ticket: Any) -> None:
+        """Block the calling thread until the host buffer of an upload may be overwritten."""
+        ...
+
+    def arrive(self, ticket: Any) -> None:
+        """Make the computation that follows wait for an upload."""
+        ...
+
+    def leave(self) -> Any:
+        """Mark this point of the computation, for the next `upload` into a buffer that it used."""
+        ...
+
+    def synchronise(self) -> None:
+        """Block until everything asked of the device is done; for measuring."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Memory that may still be taken."""
+        ...
+
+
+def aligned_host(nbytes: int) -> torch.Tensor:
+    """Host memory on a page boundary, uint8 (nbytes,)."""
+    return torch.frombuffer(page_aligned(max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
+
+
+class CpuDevice:
+    """The machine's own memory: a buffer is where it is needed as soon as it is read."""
+
+    name = "cpu"
+    torch_device = torch.device("cpu")
+    shares_host_memory = True
+
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        return aligned_host(nbytes)
+
+    def device_buffer(self, nbytes: int) -> torch.Tensor:
+        raise AssertionError("on the CPU the host buffer is the device buffer")
+
+    def upload(self, host: torch.Tensor, device: torch.Tensor, after: Any) -> Any:
+        raise AssertionError("on the CPU nothing is copied")
+
+    def landed(self, ticket: Any) -> None:
+        pass
+
+    def arrive(self, ticket: Any) -> None:
+        pass
+
+    def leave(self) -> Any:
+        return None
+
+    def synchronise(self) -> None:
+        pass
+
+    def free_bytes(self) -> int:
+        return available_ram()
+
+
+class CudaDevice:
+    """One GPU. Copies run on a stream of their own, so that they overlap with computation.
+
+    Args:
+        index: which GPU.
+        pin_memory: page-lock the host buffers; without it copies are neither fast nor concurrent.
+    """
+
+    shares_host_memory = False
+
+    def __init__(self, index: int, pin_memory: bool = True) -> None:
+        self.name = f"cuda:{index}"
+        self.torch_device = torch.device("cuda", index)
+        self._pin = pin_memory
+        self._copies = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pin)
+
+    def device_buffer(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+
+    def upload(self, host: torch.Tensor, device: torch.Tensor, after: Any) -> Any:
+        with torch.cuda.stream(self._copies):
+            if after is not None:
+                self._copies.wait_event(after)
+            device.copy_(host, non_blocking=True)
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record(self._copies)
+        return arrived
+
+    def landed(self, ticket: Any) -> None:
+        ticket.synchronize()
+
+    def arrive(self, ticket: Any) -> None:
+        torch.cuda.current_stream(self.torch_device).wait_event(ticket)
+
+    def leave(self) -> Any:
+        passed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        passed.record(torch.cuda.current_stream(self.torch_device))
+        return passed
+
+    def synchronise(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def free_bytes(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        return free + cached
+
+
+def available_ram() -> int:
+    """Memory this process may still take: what the system says, or what is left of its control group."""
+    import psutil
+
+    return min([int(psutil.virtual_memory().available), *_cgroup_headroom()])
+
+
+def _cgroup_headroom() -> list[int]:
+    """What is left under the limit of the control group (v2 or v1), if there is one.
+
+    Its page cache counts as use, and can be taken back; so the limit less anonymous memory is what is left.
+    """
+    rooms = []
+    for limit_file, stat_file, key in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.stat", "anon"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.stat", "rss"),
+    ):
+        try:
+            with open(limit_file) as limits, open(stat_file) as stats:
+                limit = limits.read().strip()
+                used = next((int(line.split()[1]) for line in stats if line.split()[0] == key), 0)
+        except OSError:
+            continue
+        if limit.isdigit() and int(limit) < 1 << 60:
+            rooms.append(max(int(limit) - used, 0))
+    return rooms
+
+
+def resolve_devices(device: str, max_memory: Mapping[str, int] | None, pin_memory: bool = True) -> list[Device]:
+    """The devices to compute on, first layer first.
+
+    "auto" takes every GPU. `max_memory` that names GPUs wins over `device`. "cuda" and "cuda:0" fall back to the CPU,
+    with a warning, where there is no GPU: they are the default.
+
+    Raises:
+        DeviceError: a GPU that this machine does not have, or a word that names no device.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    named = sorted((name for name in max_memory or {} if name != "cpu"), key=lambda name: int(name[5:]))
+    if named:
+        return [_gpu(name, count, pin_memory) for name in named]
+    if device == "auto":
+        return [_gpu(f"cuda:{i}", count, pin_memory) for i in range(count)] or [CpuDevice()]
+    if device == "cpu":
+        return [CpuDevice()]
+    if device in ("cuda", "cuda:0") and count == 0:
+        logger.warning("CUDA is not available on this machine; the model runs on the CPU.")
+        return [CpuDevice()]
+    return [_gpu("cuda:0" if device == "cuda" else device, count, pin_memory)]
+
+
+def _gpu(name: str, count: int, pin_memory: bool) -> CudaDevice:
+    match = re.fullmatch(r"cuda:(\d+)", name)
+    has = f"this machine has {', '.join(f'cuda:{i}' for i in range(count)) or 'no GPU'}"
+    if match is None:
+        raise DeviceError(f"device={name!r} is no device; expected 'cpu', 'cuda:N' or 'auto'; {has}.")
+    if int(match[1]) >= count:
+        raise DeviceError(f"device={name!r} does not exist: {has}.", "Pass device='cpu', or device='auto'.")
+    return CudaDevice(int(match[1]), pin_memory)
+
+
+def suits_bf16(device: Device) -> bool:
+    """Whether a device computes in bfloat16 itself; GPUs before compute capability 8.0 (T4, V100) emulate it."""
+    if device.torch_device.type != "cuda":
+        return True
+    return torch.cuda.get_device_capability(device.torch_device) >= (8, 0)

@@ -1,0 +1,74 @@
+"""An input embedding of which only the rows of the tokens at hand are brought in.
+
+A token uses one row of a matrix of gigabytes. Before the embedding's forward, its weight is replaced by the rows of
+the distinct ids at hand, and the ids by their positions among those; the result has the same bits. Works on stored
+bytes too, where a row is a whole number of quantisation blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from rabbitllm.engine.unit_source import PartReader, UnitSource
+from rabbitllm.layers.compression import BLOCKS, Quantised, dequantise
+
+
+def can_bring_rows(source: UnitSource, embedding: nn.Module | None) -> bool:
+    """Whether a unit is the model's input embedding and its rows can be taken one by one."""
+    if source.unit.module is not embedding or not isinstance(embedding, nn.Embedding) or len(source.jobs) != 1:
+        return False
+    job = source.jobs[0]
+    if job.recipe.converter is not None or len(job.places) != 1:
+        return False
+    stored = source.stored[job.recipe.sources[0][1]]
+    if stored.quantised is None:
+        return True
+    return stored.shape[1] % BLOCKS[stored.quantised.scheme] == 0
+
+
+class EmbeddingRows:
+    """The hook that binds the rows; register with `with_kwargs=True`.
+
+    Args:
+        source: the embedding's unit.
+        part: a reader of its mapped parts, on the host.
+        device: where the embedding computes.
+    """
+
+    def __init__(self, source: UnitSource, part: PartReader, device: torch.device) -> None:
+        job = source.jobs[0]
+        self._stored = source.stored[job.recipe.sources[0][1]]
+        self._place = job.places[0][1]
+        self._dtype = job.recipe.dtype
+        self._part = part
+        self._device = device
+        self.rows_brought = 0
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Bind the rows of the ids in the first argument, and renumber them."""
+        ids = args[0] if args else kwargs["input"]
+        distinct, renumbered = torch.unique(ids.cpu(), return_inverse=True)
+        self._place.bind(self._rows(distinct).to(self._device))
+        self.rows_brought += len(distinct)
+        # checked against the number of rows, and of no use without gradients
+        module.padding_idx = None  # type: ignore[assignment]
+        renumbered = renumbered.to(ids.device)
+        return ((renumbered, *args[1:]), kwargs) if args else (args, kwargs | {"input": renumbered})
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Let the rows go."""
+        self._place.bind_placeholder(self._device)
+
+    def _rows(self, ids: torch.Tensor) -> torch.Tensor:
+        form = self._stored.quantised
+        if form is None:
+            return self._part(self._stored.parts[0])[ids].to(self._dtype)
+        count, width = len(ids), form.shape[1]
+        payload, absmax, table = (self._part(spec) for spec in self._stored.parts[:3])
+        codes = payload.view(form.shape[0], -1)[ids].contiguous()
+        scales = absmax.view(form.shape[0], -1)[ids].contiguous().view(-1)
+        codes = codes.view(-1, 1) if form.scheme == "4bit" else codes
+        return dequantise(Quantised(form.scheme, (count, width), form.dtype), codes, scales, table, self._dtype)

@@ -1,0 +1,177 @@
+"""Builds a running model from a split directory: skeleton, weights, placement, hooks. Opens no checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+from torch import nn
+
+from rabbitllm.engine import skeleton
+from rabbitllm.engine.devices import Device, resolve_devices, suits_bf16
+from rabbitllm.engine.embedding_rows import can_bring_rows
+from rabbitllm.engine.pass_bar import PassBar
+from rabbitllm.engine.placement import Budget, Placement, UnitCost, place
+from rabbitllm.engine.streamed_model import adopt
+from rabbitllm.engine.streamer import Streamer
+from rabbitllm.engine.unit_source import UnitSource, source_of
+from rabbitllm.engine.units import find_units
+from rabbitllm.engine.weights import map_weights
+from rabbitllm.errors import OptionError
+from rabbitllm.formats.tensor_spec import torch_dtype
+from rabbitllm.layers.layer_store import LayerStore
+from rabbitllm.options import StreamOptions
+from rabbitllm.profiler import Profiler
+
+logger = logging.getLogger(__name__)
+
+HOST_MARGIN = 1 << 30
+DEVICE_MARGIN = 3 << 29
+"""Bytes left to activations and the KV cache where the caller sets no limit; and a tenth of what is free besides."""
+
+
+def load_model(
+    folder: Path, options: StreamOptions, config_folder: Path | None = None, devices: Sequence[Device] | None = None
+) -> Any:
+    """A genuine transformers model whose weights are in `folder`.
+
+    Args:
+        folder: a finished split directory.
+        options: see `StreamOptions`.
+        config_folder: where config and tokenizer are, if not in `folder` (a directory of RabbitLLM 1.1 has none).
+        devices: where to compute; by default what `options` name.
+
+    Returns:
+        The model, with `tokenizer`, `profiler`, `placement` and `unused_tensors` on it.
+
+    Raises:
+        IncompleteSplitError: a tensor is missing or damaged; each is named.
+        UnknownArchitectureError: transformers does not know the model.
+        DeviceError: the device does not exist.
+    """
+    store = LayerStore(folder)
+    home = folder if (folder / "config.json").exists() or config_folder is None else config_folder
+    config = skeleton.read_config(home, options.trust_remote_code)
+    chosen = list(devices or resolve_devices(options.device, options.max_memory, options.pin_memory))
+    dtype = _choose_dtype(options.dtype, config, store, chosen)
+    model = skeleton.build_skeleton(
+        home, config, dtype, _attention(options.attn_implementation, chosen, dtype), options.trust_remote_code
+    )
+    weights = map_weights(model, store.tensors, str(folder))
+    sources = {unit.name: source_of(unit, weights, store) for unit in find_units(model)}
+    placement = _place(model, sources, chosen, options)
+    by_name = {device.name: device for device in chosen}
+    skeleton.materialise_buffers(model, _device_finder(placement, by_name), weights.absent)
+    profiler = Profiler(options.profiling, "Passes, by stage")
+    cached = options.cache_layers or 0
+    with torch.inference_mode(False), torch.no_grad():
+        streamer = Streamer(
+            model,
+            sources,
+            placement,
+            by_name,
+            store,
+            profiler,
+            prefetching=options.prefetching,
+            cached_layers=cached,
+        )
+    _join_devices(model, chosen)
+    if options.show_progress and placement.streamed_bytes:
+        PassBar(model, [sources[placed.unit].unit.module for placed in placement.units])
+    if weights.unused:
+        logger.info("%d stored tensors are not used by %s.", len(weights.unused), type(model).__name__)
+    streamed = adopt(model, chosen[0].torch_device)
+    streamed.tokenizer = skeleton.read_tokenizer(home, options.trust_remote_code)
+    streamed.profiler = profiler
+    streamed.placement = placement
+    streamed.streamer = streamer
+    streamed.unused_tensors = weights.unused
+    return streamed
+
+
+def _choose_dtype(wanted: str | None, config: Any, store: LayerStore, devices: Sequence[Device]) -> torch.dtype:
+    """The caller's dtype, else the config's, else that of the weights; fp16 for bf16 where a GPU has no bf16."""
+    if wanted is not None:
+        dtype = getattr(torch, wanted, None)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise OptionError(f"dtype={wanted!r} is no floating dtype of torch.", "For example dtype='bfloat16'.")
+        return dtype
+    dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or _stored_dtype(store)
+    if dtype == torch.bfloat16 and not all(suits_bf16(device) for device in devices):
+        logger.warning("This GPU has no bfloat16; the model computes in float16. Pass dtype='float32' if it overflows.")
+        return torch.float16
+    return dtype
+
+
+def _stored_dtype(store: LayerStore) -> torch.dtype:
+    for tensor in store.tensors.values():
+        if tensor.quantised is not None and tensor.quantised.dtype is not None:
+            found: torch.dtype = getattr(torch, tensor.quantised.dtype)
+            return found
+        if tensor.quantised is None and (dtype := torch_dtype(tensor.parts[0].dtype)).is_floating_point:
+            return dtype
+    return torch.float32
+
+
+def _attention(wanted: str, devices: Sequence[Device], dtype: torch.dtype) -> str | None:
+    """What to ask transformers for. "auto": FlashAttention 2 where it is installed and usable, else its own choice."""
+    if wanted != "auto":
+        return wanted
+    if devices[0].torch_device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        return None
+    from transformers.utils import is_flash_attn_2_available
+
+    return "flash_attention_2" if is_flash_attn_2_available() and suits_bf16(devices[0]) else None
+
+
+def _place(
+    model: nn.Module, sources: Mapping[str, UnitSource], devices: Sequence[Device], options: StreamOptions
+) -> Placement:
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    costs = []
+    for name, source in sources.items():
+        module = source.unit.module
+        # a small module may hand out its own weights as its output (a learned query), so they must outlive its forward
+        streamable = source.unit.is_layer or isinstance(module, (nn.Linear, nn.Embedding))
+        stays = source.unit.holds_units or not streamable or not source.jobs
+        rows = can_bring_rows(source, embedding)
+        costs.append(
+            UnitCost(name, source.stored_bytes, source.ready_bytes, source.is_view, source.unit.is_layer, stays, rows)
+        )
+    limits = options.max_memory or {}
+    budgets = [
+        Budget(device.name, limits.get(device.name, _default_budget(device)), device.shares_host_memory)
+        for device in devices
+    ]
+    return place(costs, budgets, small_first=options.small_layers_resident, cached_layers=options.cache_layers or 0)
+
+
+def _default_budget(device: Device) -> int:
+    free = device.free_bytes()
+    return max(free - free // 10 - (HOST_MARGIN if device.shares_host_memory else DEVICE_MARGIN), 0)
+
+
+def _device_finder(placement: Placement, devices: Mapping[str, Device]) -> Any:
+    """Module path -> the torch device of the unit around it, else of the first device."""
+    owners = {placed.unit: devices[placed.device].torch_device for placed in placement.units}
+    first = devices[placement.budgets[0].device].torch_device
+
+    def find(path: str) -> torch.device:
+        while path:
+            if path in owners:
+                return owners[path]
+            path = path.rpartition(".")[0]
+        return first
+
+    return find
+
+
+def _join_devices(model: nn.Module, devices: Sequence[Device]) -> None:
+    """With several devices, bring the output back to where the inputs came from, as callers expect."""
+    if len(devices) > 1:
+        home = devices[0].torch_device
+        model.register_forward_hook(lambda module, args, output: send_to_device(output, home))

@@ -1,0 +1,209 @@
+"""Which unit lives where. Pure: sizes and limits in, a tier for every unit out.
+
+A pass over a model that does not fit is cyclic, so a cache that keeps the most recent gets no hits at all; a fixed
+subset is kept instead, spread evenly, so that the transfers of the rest hide behind its computation.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SLOTS = 2
+"""Buffers for streamed units: one that computes and one that is being filled."""
+
+
+class Tier(enum.Enum):
+    """Where a unit's weights are between two passes."""
+
+    RESIDENT = "resident"
+    """Ready to use, on the device that computes."""
+    PACKED = "packed"
+    """On the device, as stored; dequantised or fused for each use."""
+    ROWS = "rows"
+    """An embedding of which only the rows of the tokens at hand are brought in."""
+    STREAMED = "streamed"
+    """In the layer file; read for each pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitCost:
+    """What a unit takes.
+
+    Attributes:
+        name: its path in the model.
+        stored: bytes in the layer file.
+        ready: bytes when made; equal to `stored` where nothing is compressed, cast or fused.
+        is_view: whether it is usable as stored.
+        is_layer: whether it is a decoder layer.
+        must_stay: it contains other units, or cannot be streamed for another reason.
+        by_rows: an input embedding, which can be brought in row by row.
+    """
+
+    name: str
+    stored: int
+    ready: int
+    is_view: bool
+    is_layer: bool
+    must_stay: bool
+    by_rows: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A device and the bytes of it that weights may take; `is_host` where layer files can be used as mapped."""
+
+    device: str
+    nbytes: int
+    is_host: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where one unit went."""
+
+    unit: str
+    device: str
+    tier: Tier
+    stored: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where every unit went; prints as a table.
+
+    Attributes:
+        units: in the order of the model.
+        budgets: the devices.
+    """
+
+    units: tuple[Placed, ...]
+    budgets: tuple[Budget, ...]
+
+    def of(self, unit: str) -> Placed:
+        """Where one unit went."""
+        return next(placed for placed in self.units if placed.unit == unit)
+
+    @property
+    def streamed_bytes(self) -> int:
+        """What each pass reads from the disk."""
+        return sum(placed.stored for placed in self.units if placed.tier is Tier.STREAMED)
+
+    def __str__(self) -> str:
+        rows = [("device", "tier", "units", "GB")]
+        for budget in self.budgets:
+            for tier in Tier:
+                chosen = [p for p in self.units if p.device == budget.device and p.tier is tier]
+                if chosen:
+                    size = f"{sum(p.stored for p in chosen) / 1e9:.2f}"
+                    rows.append((budget.device, tier.value, str(len(chosen)), size))
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        lines = []
+        for row in rows:
+            columns = (
+                row[0].ljust(widths[0]),
+                row[1].ljust(widths[1]),
+                row[2].rjust(widths[2]),
+                row[3].rjust(widths[3]),
+            )
+            lines.append("  ".join(columns))
+        return "\n".join(lines)
+
+
+def place(
+    costs: Sequence[UnitCost],
+    budgets: Sequence[Budget],
+    *,
+    small_first: bool = True,
+    cached_layers: int = 0,
+) -> Placement:
+    """Give every unit a device and a tier.
+
+    Args:
+        costs: the units, in the order of a pass.
+        budgets: the devices, in the order of a pass; with several, each gets a run of units in proportion.
+        small_first: keep what is no decoder layer before any decoder layer.
+        cached_layers: on the host, keep at least this many decoder layers, the first ones, whatever the budget.
+    """
+    placed: list[Placed] = []
+    for budget, share in zip(budgets, _spans(costs, budgets), strict=True):
+        tiers = _tiers(share, budget, small_first)
+        if budget.is_host:
+            layers = [cost for cost in share if cost.is_layer][:cached_layers]
+            for cost in layers:
+                if tiers[cost.name] is Tier.STREAMED:
+                    tiers[cost.name] = _kept(cost)
+        placed += [Placed(cost.name, budget.device, tiers[cost.name], cost.stored) for cost in share]
+    return Placement(tuple(placed), tuple(budgets))
+
+
+def _spans(costs: Sequence[UnitCost], budgets: Sequence[Budget]) -> list[list[UnitCost]]:
+    """Contiguous runs of units, one a device, of stored bytes in proportion to the budgets."""
+    total = sum(cost.stored for cost in costs) or 1
+    room = sum(budget.nbytes for budget in budgets) or 1
+    runs: list[list[UnitCost]] = [[] for _ in budgets]
+    ends, at = [], 0.0
+    for budget in budgets:
+        at += budget.nbytes / room
+        ends.append(at)
+    passed, device = 0, 0
+    for cost in costs:
+        middle = (passed + cost.stored / 2) / total
+        while device < len(budgets) - 1 and middle > ends[device]:
+            device += 1
+        runs[device].append(cost)
+        passed += cost.stored
+    return runs
+
+
+def _tiers(costs: Sequence[UnitCost], budget: Budget, small_first: bool) -> dict[str, Tier]:
+    need = sum(_ready_cost(cost, budget) for cost in costs)
+    if need <= budget.nbytes:
+        return dict.fromkeys((cost.name for cost in costs), Tier.RESIDENT)
+    scratch = max((cost.ready for cost in costs if not cost.is_view and not cost.by_rows), default=0)
+    rows = {cost.name: _rows_tier(cost, budget) for cost in costs if cost.by_rows}
+    others = [cost for cost in costs if cost.name not in rows]
+    if sum(cost.stored for cost in others) + scratch <= budget.nbytes:
+        return rows | {cost.name: _kept(cost) for cost in others}
+    reserve = SLOTS * max((cost.stored for cost in others if not cost.must_stay), default=0) + scratch
+    left = budget.nbytes - reserve - sum(cost.stored for cost in others if cost.must_stay)
+    tiers = rows | {cost.name: _kept(cost) if cost.must_stay else Tier.STREAMED for cost in others}
+    candidates = [cost for cost in others if not cost.must_stay]
+    if small_first:
+        for cost in [cost for cost in candidates if not cost.is_layer]:
+            candidates.remove(cost)
+            if cost.stored <= left:
+                tiers[cost.name] = _kept(cost)
+                left -= cost.stored
+    for cost in _spread(candidates, left):
+        tiers[cost.name] = _kept(cost)
+    return tiers
+
+
+def _ready_cost(cost: UnitCost, budget: Budget) -> int:
+    """Memory of a unit that is kept ready. A mapped embedding costs the rows that are touched: next to nothing."""
+    return 0 if cost.by_rows and cost.is_view and budget.is_host else cost.ready
+
+
+def _rows_tier(cost: UnitCost, budget: Budget) -> Tier:
+    return Tier.RESIDENT if cost.is_view and budget.is_host else Tier.ROWS
+
+
+def _kept(cost: UnitCost) -> Tier:
+    return Tier.RESIDENT if cost.is_view else Tier.PACKED
+
+
+def _spread(costs: Sequence[UnitCost], room: int) -> list[UnitCost]:
+    """Units of at most `room` bytes in all, evenly spread over the walk."""
+    total = sum(cost.stored for cost in costs)
+    if room <= 0 or not total:
+        return []
+    chosen, credit, used = [], 0.0, 0
+    for cost in costs:
+        credit += cost.stored * min(room / total, 1.0)
+        if credit >= cost.stored and used + cost.stored <= room:
+            chosen.append(cost)
+            credit -= cost.stored
+            used += cost.stored
+    return chosen

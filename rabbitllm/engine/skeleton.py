@@ -1,0 +1,187 @@
+"""The transformers model without its weights: the real class on the meta device, with real buffers.
+
+Follows what transformers' own `from_pretrained` does around the loading of weights (modeling_utils.py: the dtype
+plan, the placeholders of non-persistent buffers and their initialisation by the owning module), so that what is
+computed from configs, such as rotary frequencies, is bit-equal to its result. Knows nothing of layer files.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rabbitllm.errors import UnknownArchitectureError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+
+def read_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The model's config, from a folder that has a config.json.
+
+    Raises:
+        UnknownArchitectureError: transformers does not know the model type, or its code is not trusted.
+    """
+    from transformers import AutoConfig
+
+    if not (folder / "config.json").is_file():
+        raise UnknownArchitectureError(
+            f"{folder} has no config.json, so the model's architecture is not known.",
+            "Give the model's own folder; for layers split elsewhere name that place with layer_shards_saving_path.",
+        )
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, ImportError) as error:
+        raise _unknown(folder, error) from error
+
+
+def _unknown(folder: Path, error: Exception) -> UnknownArchitectureError:
+    import transformers
+
+    return UnknownArchitectureError(
+        f"transformers {transformers.__version__} cannot build the model in {folder}: {error}",
+        "Update transformers. If the model brings its own code and you trust it, pass trust_remote_code=True.",
+    )
+
+
+def model_class(config: PretrainedConfig) -> Any:
+    """The class that the checkpoint names, if transformers has it and it generates; else the causal LM of its type."""
+    import transformers
+
+    for name in getattr(config, "architectures", None) or ():
+        found = getattr(transformers, name, None)
+        if found is not None and issubclass(found, transformers.GenerationMixin):
+            return found
+    return transformers.AutoModelForCausalLM
+
+
+def build_skeleton(
+    folder: Path,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    attn_implementation: str | None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """The model of a config, in eval mode, all parameters and buffers on the meta device.
+
+    Args:
+        folder: where generation_config.json and the model's own code may be.
+        config: as `read_config` gave it.
+        dtype: of the parameters, except those that the model keeps in float32.
+        attn_implementation: as transformers takes it; None for its own choice.
+
+    Raises:
+        UnknownArchitectureError: transformers has no model for this config.
+    """
+    import torch
+
+    options: dict[str, Any] = {"dtype": dtype}
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    chosen = model_class(config)
+    try:
+        with torch.device("meta"):
+            if hasattr(chosen, "_from_config"):
+                model = chosen._from_config(config, **options)
+            else:
+                model = chosen.from_config(config, trust_remote_code=trust_remote_code, **options)
+    except (ValueError, ImportError) as error:
+        raise _unknown(folder, error) from error
+    model.requires_grad_(False)
+    model.eval()
+    _apply_dtype_plan(model, dtype)
+    _read_generation_config(model, folder)
+    model.config.name_or_path = str(folder)
+    return model
+
+
+def _apply_dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give what the model keeps in float32 that dtype; `from_config` leaves it at `dtype`.
+
+    Buffers too: the routing bias of DeepSeek-V3 is one.
+    """
+    import torch
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return
+    pattern, by_group, _ = build_glob_alternation(list(plan))
+    for name, tensor in list(model.state_dict().items()):
+        match = pattern.search(name)
+        if match is None or tensor.dtype == (wanted := plan[by_group[match.lastgroup]]):
+            continue
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        empty = torch.empty_like(tensor, dtype=wanted)
+        if leaf in module._parameters:
+            module._parameters[leaf] = torch.nn.Parameter(empty, requires_grad=False)
+        else:
+            module._buffers[leaf] = empty
+
+
+def _read_generation_config(model: PreTrainedModel, folder: Path) -> None:
+    from transformers import GenerationConfig
+
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+
+
+def materialise_buffers(model: PreTrainedModel, device_of: Any, absent: frozenset[str] = frozenset()) -> None:
+    """Give every non-persistent buffer its real value, and every parameter in `absent` its initial one.
+
+    A buffer gets an empty placeholder on its device, and the module that owns it fills it, by the same
+    `_init_weights` that transformers calls after loading. That method would initialise the module's weights too
+    (Gemma 3's scaled embedding owns both), so those are marked as initialised first.
+
+    Args:
+        device_of: module path -> torch device, a callable.
+        absent: full names that the checkpoint lacks and the model class allows it to lack.
+    """
+    import torch
+
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        tensor._is_hf_initialized = name not in absent
+    owners: dict[str, torch.nn.Module] = {}
+    for name, buffer in list(model.named_non_persistent_buffers()):
+        path, _, leaf = name.rpartition(".")
+        owners[path] = model.get_submodule(path)
+        owners[path]._buffers[leaf] = torch.empty_like(buffer, device=device_of(path))
+    for name in absent:
+        path, _, leaf = name.rpartition(".")
+        owners[path] = module = model.get_submodule(path)
+        if leaf in module._parameters:
+            empty = torch.empty_like(module._parameters[leaf], device=device_of(path))
+            module._parameters[leaf] = torch.nn.Parameter(empty, requires_grad=False)
+        else:
+            module._buffers[leaf] = torch.empty_like(module._buffers[leaf], device=device_of(path))
+    with torch.no_grad():
+        for path, module in owners.items():
+            _model_around(model, path)._init_weights(module)
+
+
+def _model_around(model: PreTrainedModel, path: str) -> Any:
+    """The innermost PreTrainedModel that contains a module; its `_init_weights` may be a special one."""
+    from transformers import PreTrainedModel
+
+    best, length = model, -1
+    for name, module in model.named_modules():
+        inside = not name or path == name or path.startswith(name + ".")
+        if isinstance(module, PreTrainedModel) and inside and len(name) > length:
+            best, length = module, len(name)
+    return best
+
+
+def read_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
+    """The tokenizer in a folder, or None where there is none (said in a warning)."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
+        logger.warning("No tokenizer could be read from %s (%s); model.tokenizer is None.", folder, error)
+        return None

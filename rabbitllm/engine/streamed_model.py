@@ -1,0 +1,102 @@
+"""What a streamed model answers differently from an ordinary one, without ceasing to be one.
+
+The model keeps its class's name and module, its config and its `forward`; it only says where it computes, and explains
+why it cannot be moved or cast.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+# imported at run time too: transformers resolves the annotations of a model class when the class is made
+import torch
+from transformers import PreTrainedModel
+
+from rabbitllm.engine.placement import Placement
+from rabbitllm.engine.streamer import Streamer
+from rabbitllm.errors import RabbitLLMError
+from rabbitllm.profiler import Profiler
+
+logger = logging.getLogger(__name__)
+
+
+class StreamedModel:
+    """Mixed in before the model's own class.
+
+    Attributes:
+        tokenizer: the checkpoint's, or None.
+        profiler: where the time of each layer goes, with `profiling_mode=True`.
+        placement: which unit lives where; prints as a table.
+        streamer: the machinery.
+        unused_tensors: stored tensors that the model class ignores; they are never read.
+    """
+
+    tokenizer: Any
+    profiler: Profiler
+    placement: Placement
+    streamer: Streamer
+    unused_tensors: tuple[str, ...]
+    _compute_device: torch.device
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs go."""
+        return self._compute_device
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the model as it is: where its weights live was decided when it was loaded."""
+        wanted = [value for value in (*args, *kwargs.values()) if value is not None]
+        if any(str(value) != str(self._compute_device) for value in wanted):
+            logger.warning(
+                "model.to(%s) has no effect: device, dtype and max_memory of from_pretrained placed the weights.",
+                ", ".join(map(str, wanted)),
+            )
+        return self
+
+    def cuda(self, *args: Any, **kwargs: Any) -> Any:
+        """See `to`."""
+        return self.to("cuda")
+
+    def cpu(self) -> Any:
+        """See `to`."""
+        return self.to("cpu")
+
+    def half(self, *args: Any) -> Any:
+        """See `to`."""
+        return self.to("float16")
+
+    def float(self, *args: Any) -> Any:
+        """See `to`."""
+        return self.to("float32")
+
+    def bfloat16(self, *args: Any) -> Any:
+        """See `to`."""
+        return self.to("bfloat16")
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuses: the weights are not all in memory.
+
+        Raises:
+            RabbitLLMError: always.
+        """
+        raise RabbitLLMError(
+            "A streamed model does not hold its weights, so it cannot save them.",
+            "The split directory is itself a copy that loads alone; copy that folder.",
+        )
+
+    def print_profile_summary(self) -> None:
+        """Print where the time went."""
+        print(self.profiler.report())
+
+
+def adopt(model: PreTrainedModel, device: torch.device) -> Any:
+    """Give a model the answers of `StreamedModel`; pipelines and servers still see its own class name and module."""
+    own = type(model)
+    body = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    model.__class__ = type(own.__name__, (StreamedModel, own), body)
+    streamed: Any = model
+    streamed._compute_device = device
+    # transformers reads it: generate() then compiles nothing, and pipelines leave the model where it is
+    streamed.hf_device_map = {"": str(device)}
+    return streamed

@@ -1,0 +1,207 @@
+"""Hooks that bind a unit's weights before it computes and let them go after, even if it raises.
+
+Resident units have no hook at all. A packed unit is made from what is on its device, a streamed one from what the
+loader brings; while it computes, the loader is already bringing the one that followed it in the last pass. Knows
+neither files nor formats.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+from torch import nn
+from transformers import PreTrainedModel
+
+from rabbitllm.engine.devices import Device
+from rabbitllm.engine.embedding_rows import EmbeddingRows
+from rabbitllm.engine.loader import Loaded, Loader
+from rabbitllm.engine.placement import SLOTS, Placement, Tier
+from rabbitllm.engine.unit_source import Memo, PartReader, UnitSource, mapped_part
+from rabbitllm.layers.layer_store import LayerStore
+from rabbitllm.profiler import COMPUTE, DEQUANTISE, Profiler
+
+
+@dataclass
+class DeviceLane:
+    """One device with its loader and the order in which its streamed units followed each other."""
+
+    device: Device
+    loader: Loader
+    follower: dict[str, str] = field(default_factory=dict)
+    previous: str | None = None
+
+
+class Streamer:
+    """Installs the hooks of a model and owns what they need.
+
+    Args:
+        model: the skeleton, buffers in place.
+        sources: every unit, in the order of a pass.
+        placement: where each goes.
+        devices: by name.
+        store: the split directory.
+        profiler: where time is recorded.
+        prefetching: bring the next unit while this one computes.
+        cached_layers: streamed decoder layers whose bytes to keep in host memory, the first ones.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        sources: Mapping[str, UnitSource],
+        placement: Placement,
+        devices: Mapping[str, Device],
+        store: LayerStore,
+        profiler: Profiler,
+        *,
+        prefetching: bool = True,
+        cached_layers: int = 0,
+    ) -> None:
+        self._model = model
+        self._store = store
+        self._profiler = profiler
+        self._prefetching = prefetching
+        self._mapped = mapped_part(store)
+        self._memos: dict[str, Memo] = {name: {} for name in devices}
+        self._started: dict[str, float] = {}
+        self.embedding_rows: EmbeddingRows | None = None
+        self.bound: set[str] = set()
+        """Units that are neither resident nor unbound: at most those that compute at this moment."""
+        self.lanes: dict[str, DeviceLane] = {}
+        for name, device in devices.items():
+            streamed = {
+                placed.unit: sources[placed.unit]
+                for placed in placement.units
+                if placed.device == name and placed.tier is Tier.STREAMED
+            }
+            lane = DeviceLane(device, Loader(streamed, store, device, profiler, SLOTS))
+            order = list(streamed)
+            lane.follower = dict(zip(order, order[1:] + order[:1], strict=True))
+            for unit in [unit for unit in order if sources[unit].unit.is_layer][:cached_layers]:
+                lane.loader.keep_in_host_memory(unit)
+            self.lanes[name] = lane
+        first = placement.budgets[0].device
+        for placed in placement.units:
+            self._install(sources[placed.unit], placed.tier, self.lanes[placed.device], moves=placed.device != first)
+
+    def _install(self, source: UnitSource, tier: Tier, lane: DeviceLane, *, moves: bool) -> None:
+        unit, device = source.unit, lane.device
+        if moves:
+            unit.module.register_forward_pre_hook(_Mover(device.torch_device), with_kwargs=True)
+        if tier is Tier.RESIDENT:
+            part = self._mapped if device.shares_host_memory else self._uploaded(source, device)
+            source.make(self._model, part, self._memos[device.name])
+            if self._profiler.enabled:
+                unit.module.register_forward_pre_hook(lambda module, args: self._start(unit.name))
+                unit.module.register_forward_hook(
+                    lambda module, args, output: self._stop(unit.name, device), always_call=True
+                )
+            return
+        self._unbind(source, device)
+        if tier is Tier.ROWS:
+            rows = self.embedding_rows = EmbeddingRows(source, self._mapped, device.torch_device)
+            unit.module.register_forward_pre_hook(rows.before, with_kwargs=True)
+            unit.module.register_forward_hook(rows.after, always_call=True)
+        elif tier is Tier.PACKED:
+            kept = self._mapped if device.shares_host_memory else self._uploaded(source, device)
+            self._hook(source, device, _Packed(kept))
+        else:
+            self._hook(source, device, _Streamed(source, lane, self._prefetching))
+
+    def _hook(self, source: UnitSource, device: Device, supply: _Packed | _Streamed) -> None:
+        name, module = source.unit.name, source.unit.module
+
+        def before(module: nn.Module, args: Any) -> None:
+            part = supply.bring()
+            self.bound.add(name)
+            with self._profiler.stage(name, DEQUANTISE):
+                source.make(self._model, part)
+                if self._profiler.enabled:
+                    device.synchronise()
+            self._start(name)
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            self._stop(name, device)
+            self._unbind(source, device)
+            self.bound.discard(name)
+            supply.let_go()
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after, always_call=True)
+
+    def _start(self, unit: str) -> None:
+        self._started[unit] = time.perf_counter()
+
+    def _stop(self, unit: str, device: Device) -> None:
+        started = self._started.pop(unit, None)
+        if started is not None and self._profiler.enabled:
+            device.synchronise()
+            self._profiler.add(unit, COMPUTE, time.perf_counter() - started)
+
+    def _unbind(self, source: UnitSource, device: Device) -> None:
+        for job in source.jobs:
+            for _, place in job.places:
+                place.bind_placeholder(device.torch_device)
+
+    def _uploaded(self, source: UnitSource, device: Device) -> PartReader:
+        """A unit's stored bytes, copied to its device for good."""
+        buffer = device.device_buffer(source.buffer_bytes)
+        host = torch.empty(source.buffer_bytes, dtype=torch.uint8)
+        source.read(self._store, host.numpy().data.cast("B"))
+        ticket = device.upload(host, buffer, None)
+        device.landed(ticket)
+        device.arrive(ticket)
+        return source.part_of(buffer)
+
+
+class _Mover:
+    """Brings a layer's inputs to its device, where several share a model."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return send_to_device(args, self._device), send_to_device(kwargs, self._device)
+
+
+class _Packed:
+    """Supply of a unit whose stored bytes are on its device."""
+
+    def __init__(self, part: PartReader) -> None:
+        self._part = part
+
+    def bring(self) -> PartReader:
+        return self._part
+
+    def let_go(self) -> None:
+        pass
+
+
+class _Streamed:
+    """Supply of a unit whose stored bytes are read for each pass."""
+
+    def __init__(self, source: UnitSource, lane: DeviceLane, prefetching: bool) -> None:
+        self._source = source
+        self._lane = lane
+        self._prefetching = prefetching
+        self._loaded: Loaded | None = None
+
+    def bring(self) -> PartReader:
+        lane, name = self._lane, self._source.unit.name
+        if lane.previous is not None:
+            lane.follower[lane.previous] = name
+        lane.previous = name
+        self._loaded = lane.loader.take(name)
+        if self._prefetching and lane.follower[name] != name:
+            lane.loader.request(lane.follower[name])
+        return self._source.part_of(self._loaded.slot.device)
+
+    def let_go(self) -> None:
+        if self._loaded is not None:
+            self._lane.loader.give_back(self._loaded)
+            self._loaded = None

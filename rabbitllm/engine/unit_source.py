@@ -1,0 +1,196 @@
+"""What a unit is made from: which bytes of which layer files, and how they become its parameters.
+
+Everything is decided once, when the model is built; a pass only reads and makes. Knows no hooks and no streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from rabbitllm.engine.units import Place, Unit
+from rabbitllm.engine.weights import Recipe, WeightMap
+from rabbitllm.formats.positional import PositionalFile
+from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
+from rabbitllm.layers.compression import dequantise
+from rabbitllm.layers.layer_file import TENSOR_ALIGNMENT
+from rabbitllm.layers.layer_store import LayerStore, StoredTensor
+
+BUFFER_ALIGNMENT = 4096
+READ_BYTES = 32 << 20
+"""Bytes asked of the system at a time."""
+
+PartReader = Callable[[TensorSpec], torch.Tensor]
+"""A stored part -> its tensor, on the device where the unit is made."""
+
+Memo = dict[str, dict[str, torch.Tensor]]
+"""Recipe key -> target -> tensor, of recipes that were carried out for good."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A run of bytes of one layer file, and where it goes in a unit's buffer (bytes)."""
+
+    file: str
+    offset: int
+    nbytes: int
+    at: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe and the places of the unit that its targets go to: (target made, place)."""
+
+    recipe: Recipe
+    places: tuple[tuple[str, Place], ...]
+
+
+@dataclass(frozen=True)
+class UnitSource:
+    """All that is known of a unit before a pass.
+
+    Attributes:
+        unit: the module and its places.
+        jobs: what makes its parameters.
+        stored: the tensors it needs, by name.
+        spans: what to read into one buffer, in file order.
+        positions: (file, offset) of a stored part -> its place in that buffer.
+        buffer_bytes: length of that buffer.
+        ready_bytes: of the parameters, made.
+        is_view: whether the parameters are the stored bytes themselves: nothing compressed, cast or fused.
+    """
+
+    unit: Unit
+    jobs: tuple[Job, ...]
+    stored: Mapping[str, StoredTensor]
+    spans: tuple[Span, ...]
+    positions: Mapping[tuple[str, int], int]
+    buffer_bytes: int
+    ready_bytes: int
+    is_view: bool
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of its tensors, on disk."""
+        return sum(tensor.nbytes for tensor in self.stored.values())
+
+    def make(
+        self, model: PreTrainedModel, part: PartReader, memo: dict[str, dict[str, torch.Tensor]] | None = None
+    ) -> None:
+        """Make the parameters and bind them.
+
+        Args:
+            model: the skeleton, for conversions.
+            part: gives the stored parts.
+            memo: recipe key -> what it made; filled, and used by tied units that stay bound.
+        """
+        for job in self.jobs:
+            made = memo.get(job.recipe.key) if memo is not None else None
+            if made is None:
+                made = job.recipe.make(model, lambda name, dtype: self._checkpoint_tensor(name, dtype, part))
+                if memo is not None:
+                    memo[job.recipe.key] = made
+            for target, place in job.places:
+                place.bind(made[target])
+
+    def _checkpoint_tensor(self, name: str, dtype: torch.dtype, part: PartReader) -> torch.Tensor:
+        tensor = self.stored[name]
+        if tensor.quantised is not None:
+            payload, absmax, table = (part(spec) for spec in tensor.parts[:3])
+            return dequantise(tensor.quantised, payload, absmax, table, dtype)
+        plain = part(tensor.parts[0])
+        return plain.to(dtype) if plain.is_floating_point() else plain
+
+    def read(self, store: LayerStore, buffer: memoryview) -> None:
+        """Read every span into `buffer` (bytes, at least `buffer_bytes`)."""
+        for span in self.spans:
+            with PositionalFile(store.path(span.file)) as file:
+                for at in range(0, span.nbytes, READ_BYTES):
+                    length = min(READ_BYTES, span.nbytes - at)
+                    got = file.read_into(buffer[span.at + at : span.at + at + length], span.offset + at)
+                    if got != length:
+                        raise OSError(f"{store.path(span.file)} ended at byte {span.offset + at + got:,}")
+
+    def part_of(self, buffer: torch.Tensor) -> PartReader:
+        """A reader of parts that are views of a buffer that `read` filled (or a device copy of it)."""
+
+        def read(spec: TensorSpec) -> torch.Tensor:
+            begin = self.positions[spec.file, spec.offset]
+            return typed(buffer[begin : begin + spec.nbytes], spec)
+
+        return read
+
+
+def typed(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """Bytes, uint8 (nbytes,), as the tensor they are; copied if they start on no multiple of 64 bytes.
+
+    Kernels give other last bits on weights that are aligned to less than 16 bytes.
+    """
+    dtype = torch_dtype(spec.dtype)
+    if flat.data_ptr() % TENSOR_ALIGNMENT:
+        flat = flat.clone()
+    shape = spec.shape if DTYPES[spec.dtype].bits >= 8 else (*spec.shape[:-1], spec.shape[-1] // 2)
+    return flat.view(dtype).view(shape)
+
+
+def mapped_part(store: LayerStore) -> PartReader:
+    """A reader of parts that are views of the mapped layer files."""
+
+    def read(spec: TensorSpec) -> torch.Tensor:
+        if not spec.nbytes:
+            return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
+        return typed(torch.frombuffer(store.mapped(spec.file).bytes_of(spec), dtype=torch.uint8), spec)
+
+    return read
+
+
+def source_of(unit: Unit, weights: WeightMap, store: LayerStore) -> UnitSource:
+    """Decide what a unit is made from."""
+    by_key: dict[str, tuple[Recipe, list[tuple[str, Place]]]] = {}
+    for place in unit.places:
+        recipe = weights.recipe(place.target)
+        if recipe is None:
+            continue  # absent, and allowed to be: it was given its initial value
+        made_as = place.target if place.target in recipe.targets else weights.ties[place.target]
+        by_key.setdefault(recipe.key, (recipe, []))[1].append((made_as, place))
+    jobs = tuple(Job(recipe, tuple(places)) for recipe, places in by_key.values())
+    stored = {name: store.tensors[name] for job in jobs for _, name in job.recipe.sources}
+    spans, positions, size = _layout(stored)
+    ready = sum(place.shape.numel() * place.dtype.itemsize for job in jobs for _, place in job.places)
+    is_view = all(_is_view(job.recipe, stored) for job in jobs)
+    return UnitSource(unit, jobs, stored, spans, positions, size, ready, is_view)
+
+
+def _is_view(recipe: Recipe, stored: Mapping[str, StoredTensor]) -> bool:
+    if recipe.converter is not None:
+        return False
+    tensor = stored[recipe.sources[0][1]]
+    if tensor.quantised is not None:
+        return False
+    dtype = torch_dtype(tensor.parts[0].dtype)
+    return dtype == recipe.dtype or not dtype.is_floating_point
+
+
+def _layout(stored: Mapping[str, StoredTensor]) -> tuple[tuple[Span, ...], dict[tuple[str, int], int], int]:
+    """Spans of parts that touch each other in their file, each span on a page boundary of one buffer."""
+    parts = sorted(
+        {part for tensor in stored.values() for part in tensor.parts if part.nbytes},
+        key=lambda part: (part.file, part.offset),
+    )
+    spans: list[Span] = []
+    positions: dict[tuple[str, int], int] = {}
+    for part in parts:
+        last = spans[-1] if spans else None
+        if last is not None and (last.file, last.offset + last.nbytes) == (part.file, part.offset):
+            positions[part.file, part.offset] = last.at + last.nbytes
+            spans[-1] = Span(last.file, last.offset, last.nbytes + part.nbytes, last.at)
+            continue
+        end = last.at + last.nbytes if last is not None else 0
+        at = -(-end // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT
+        positions[part.file, part.offset] = at
+        spans.append(Span(part.file, part.offset, part.nbytes, at))
+    size = spans[-1].at + spans[-1].nbytes if spans else 0
+    return tuple(spans), positions, size

@@ -1,0 +1,184 @@
+"""Stored tensors -> the parameters of the model's modules, through transformers' own key conversion.
+
+A checkpoint's names are not the modules' names: keys are renamed, and some models fuse tensors (the experts of
+Qwen3-MoE are 2 x 128 tensors in the checkpoint and 2 parameters in the module). transformers keeps those rules in
+`conversion_mapping.py`; this module asks it once which stored tensors make which parameters, and later makes them.
+Mirrors `convert_and_load_state_dict_in_model`, including its order: cast first, then convert. Knows no devices.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rabbitllm.errors import IncompleteSplitError
+from rabbitllm.layers.layer_store import StoredTensor
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One parameter or persistent buffer of the model: its full name and dtype."""
+
+    name: str
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How some targets are made from some stored tensors.
+
+    Attributes:
+        key: the target that the conversion is filed under (the first one).
+        targets: every full name it makes.
+        sources: (pattern, stored name), in the order in which the conversion wants them.
+        converter: transformers' operation; None if the one source is the one target.
+        dtype: what each floating source is cast to before the conversion.
+    """
+
+    key: str
+    targets: tuple[str, ...]
+    sources: tuple[tuple[str, str], ...]
+    converter: Any
+    dtype: torch.dtype
+
+    def make(self, model: PreTrainedModel, read: Callable[[str, torch.dtype], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The targets' tensors.
+
+        Args:
+            model: the skeleton; some conversions look at its config.
+            read: stored name and dtype -> the checkpoint tensor, floating ones in that dtype.
+        """
+        if self.converter is None:
+            return {self.key: read(self.sources[0][1], self.dtype)}
+        operation = copy.deepcopy(self.converter)
+        for pattern, name in self.sources:
+            operation.add_tensor(self.key, name, pattern, lambda name=name: read(name, self.dtype))
+        made = operation.convert(self.key, model=model, config=model.config)
+        return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+
+
+@dataclass(frozen=True)
+class WeightMap:
+    """Which stored tensors make which parameters.
+
+    Attributes:
+        recipes: target name -> the recipe that makes it.
+        ties: target name -> the target whose tensor it shares.
+        absent: targets that the checkpoint lacks and the model class allows it to.
+        unused: stored tensors that the model class has no use for.
+    """
+
+    recipes: Mapping[str, Recipe]
+    ties: Mapping[str, str]
+    absent: frozenset[str]
+    unused: tuple[str, ...]
+
+    def recipe(self, target: str) -> Recipe | None:
+        """The recipe of a target, of its tie if it has none of its own; None if it is absent."""
+        return self.recipes.get(target) or self.recipes.get(self.ties.get(target, ""))
+
+
+def map_weights(model: PreTrainedModel, stored: Mapping[str, StoredTensor], where: str) -> WeightMap:
+    """Match a split directory's tensors with a model's parameters.
+
+    Args:
+        model: the skeleton.
+        stored: checkpoint name -> stored tensor.
+        where: the folder, for messages.
+
+    Raises:
+        IncompleteSplitError: a parameter has no tensor, or one of another shape; all of them are named.
+    """
+    expected = model.state_dict()
+    recipes, unused = _recipes(model, stored, expected)
+    ties = _ties(model, recipes)
+    absent = frozenset(name for name in expected if name not in recipes and name not in ties)
+    allowed = frozenset(name for name in absent if _matches(model._keys_to_ignore_on_load_missing, name))
+    if absent - allowed:
+        names = sorted(absent - allowed)
+        raise IncompleteSplitError(
+            f"{where} lacks {len(names)} of the {len(expected)} tensors that {type(model).__name__} needs: "
+            f"{', '.join(names[:8])}{' …' if len(names) > 8 else ''}.",
+            "Delete that folder and split again from the checkpoint.",
+        )
+    return WeightMap(recipes, ties, allowed, tuple(unused))
+
+
+def _recipes(
+    model: PreTrainedModel, stored: Mapping[str, StoredTensor], expected: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, Recipe], list[str]]:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    groups: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
+    unused = []
+    for name in sorted(stored, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, expected)
+        if target not in expected and name in expected:  # it was no name to rename, it may need the prefix
+            target, pattern = rename_source_key(name, [], [], model.base_model_prefix, expected)
+        if target not in expected:
+            unused.append(name)
+            continue
+        converter = by_pattern[pattern] if pattern is not None else None
+        groups.setdefault(target, (converter, []))[1].append((pattern or name, name))
+    recipes: dict[str, Recipe] = {}
+    for key, (converter, sources) in groups.items():
+        recipe = _checked(Recipe(key, (key,), tuple(sources), converter, expected[key].dtype), model, stored, expected)
+        recipes.update(dict.fromkeys(recipe.targets, recipe))
+    return recipes, unused
+
+
+def _checked(
+    recipe: Recipe, model: PreTrainedModel, stored: Mapping[str, StoredTensor], expected: Mapping[str, torch.Tensor]
+) -> Recipe:
+    """The recipe with all its targets, found by carrying it out on the meta device, where it costs no memory.
+
+    Raises:
+        IncompleteSplitError: it fails, or makes a tensor of another shape than the module has.
+    """
+    import torch
+
+    try:
+        made = recipe.make(model, lambda name, dtype: torch.empty(stored[name].shape, dtype=dtype, device="meta"))
+    except Exception as error:  # whatever a conversion raises on tensors of unexpected number or shape
+        raise IncompleteSplitError(
+            f"the tensors for {recipe.key} ({', '.join(name for _, name in recipe.sources[:3])}, …) do not convert: "
+            f"{type(error).__name__}: {error}."
+        ) from error
+    for name, tensor in made.items():
+        wanted = tuple(expected[name].shape) if name in expected else None
+        if wanted != tuple(tensor.shape):
+            raise IncompleteSplitError(
+                f"the tensor for {name} has shape {tuple(tensor.shape)}; the model's config asks for {wanted}.",
+                "The config and the weights are of different models: check where each came from.",
+            )
+    return Recipe(recipe.key, tuple(made), recipe.sources, recipe.converter, recipe.dtype)
+
+
+def _ties(model: PreTrainedModel, recipes: Mapping[str, Recipe]) -> dict[str, str]:
+    """Tied targets without a tensor of their own -> a target that has one, whichever side the checkpoint stored."""
+    declared: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    groups: dict[str, set[str]] = {}
+    for target, source in declared.items():
+        groups.setdefault(source, {source}).add(target)
+    ties: dict[str, str] = {}
+    for source, members in groups.items():
+        owner = next((name for name in (source, *sorted(members)) if name in recipes), None)
+        if owner is not None:
+            ties |= {name: owner for name in members if name not in recipes}
+    return ties
+
+
+def _matches(patterns: Iterable[str] | None, name: str) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns or ())
