@@ -1,1 +1,52 @@
-"""RabbitLLM: run language models that fit neither the GPU, nor RAM, nor (while they are prepared) the disk."""
+"""RabbitLLM: run language models that fit neither the GPU, nor RAM, nor (while they are prepared) the disk.
+
+    from rabbitllm import AutoModel
+
+    model = AutoModel.from_pretrained("organisation/name", sequential_shard_processing=True, compression="4bit")
+
+The names below are imported when they are first used, so that `import rabbitllm` itself costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from rabbitllm.version import __version__
+
+_HOME = {
+    "AutoModel": "rabbitllm.auto_model",
+    "register_layer_naming": "rabbitllm.checkpoints.naming",
+    "RabbitLLMError": "rabbitllm.errors",
+    "NotEnoughSpaceException": "rabbitllm.errors",
+    **dict.fromkeys(
+        (
+            "RabbitLLMBaseModel",
+            "RabbitLLMBaichuan",
+            "RabbitLLMChatGLM",
+            "RabbitLLMInternLM",
+            "RabbitLLMLlama2",
+            "RabbitLLMMistral",
+            "RabbitLLMMixtral",
+            "RabbitLLMQWen",
+            "RabbitLLMQWen2",
+            "RabbitLLMQWen3",
+            "compress_layer_state_dict",
+            "split_and_save_layers",
+            "uncompress_layer_state_dict",
+        ),
+        "rabbitllm.rabbitllm_1_names",
+    ),
+}
+
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'rabbitllm' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,157 @@
+"""The front door: `AutoModel.from_pretrained` wires source -> split -> engine, and nothing else."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rabbitllm import prepare, split_display
+from rabbitllm.checkpoints.hub import HubAccess
+from rabbitllm.layers.compression import check_compression
+from rabbitllm.options import SplitOptions, StreamOptions, expand, parse_max_memory, parse_size, reject_unknown
+
+logger = logging.getLogger(__name__)
+
+WITHOUT_EFFECT: Mapping[str, tuple[Any, str]] = {
+    "max_seq_len": (512, "the model's own context length applies"),
+    "persister": (None, "layer files are always safetensors"),
+    "use_gds": (True, "layers are read into page-locked memory instead"),
+    "kv_cache_dir": (None, "pass cache_implementation='offloaded' to generate() instead"),
+    "offload_small_layers_use_cpu_cache": (True, "the page cache serves that purpose"),
+}
+"""Arguments of RabbitLLM 1.1 that are accepted and do nothing: default, and why."""
+
+
+class AutoModel:
+    """Loads a model that may fit neither the GPU, nor RAM, nor (while it is prepared) the disk."""
+
+    def __init__(self) -> None:
+        raise OSError("AutoModel is not made directly: call AutoModel.from_pretrained(path_or_repo_id, ...).")
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_repo_id: str | Path,
+        *,
+        device: str = "cuda:0",
+        dtype: Any = None,
+        max_seq_len: int = 512,
+        layer_shards_saving_path: str | Path | None = None,
+        profiling_mode: bool = False,
+        compression: str | None = None,
+        token: str | bool | None = None,
+        hf_token: str | None = None,
+        prefetching: bool = True,
+        prefetch_pin_memory: bool = True,
+        delete_original: bool = False,
+        attn_implementation: str = "auto",
+        persister: Any = None,
+        show_layer_progress: bool = True,
+        cache_layers: int | None = None,
+        use_gds: bool = True,
+        kv_cache_dir: str | None = None,
+        offload_small_layers: bool = False,
+        offload_small_layers_use_cpu_cache: bool = True,
+        sequential_shard_processing: bool = False,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+        max_memory: Mapping[int | str, int | str] | None = None,
+        max_disk: int | str | None = None,
+        trust_remote_code: bool = False,
+        **unknown: Any,
+    ) -> Any:
+        """Split a checkpoint into layer files, unless that is done, and load the model from them.
+
+        Args:
+            path_or_repo_id: a folder with a safetensors checkpoint, a split directory, or a repository on the hub.
+            device: "cuda:N", "cpu", or "auto" for every GPU; "cuda:0" falls back to the CPU where there is no GPU.
+            dtype: a floating torch dtype or its name; by default the config's, or float16 for bfloat16 on a GPU that
+                has none.
+            layer_shards_saving_path: folder for the split directory; by default beside a local checkpoint, and for a
+                repository in `HF_HOME/rabbitllm` (or `RABBITLLM_HOME`).
+            profiling_mode: record where time goes; see `model.profiler.report()`.
+            compression: "4bit" or "8bit" (bitsandbytes), or None.
+            token, hf_token: for the hub; the two names mean the same.
+            prefetching: read the next layer while this one computes.
+            prefetch_pin_memory: page-locked host buffers for a GPU.
+            delete_original: delete the original checkpoint when the split is whole.
+            attn_implementation: as transformers takes it; "auto" prefers FlashAttention 2 on a GPU that can.
+            show_layer_progress: a bar over the layers of a slow pass.
+            cache_layers: keep the bytes of this many decoder layers in host memory, whatever `max_memory` says.
+            offload_small_layers: give embeddings, norm and head no preference over decoder layers.
+            sequential_shard_processing: take one shard at a time, and delete it as soon as it is used up.
+            revision: branch, tag or commit of the repository; pinned once.
+            cache_dir: the hub cache.
+            local_files_only: ask the hub for nothing.
+            max_memory: device -> bytes for weights, e.g. `{0: "14GiB", "cpu": "24GiB"}`; by default what is free.
+            max_disk: bytes that layer files and fetched shards together may occupy, e.g. "57GiB".
+            trust_remote_code: run Python code that comes with the model.
+            max_seq_len, persister, use_gds, kv_cache_dir, offload_small_layers_use_cpu_cache: accepted without effect.
+
+        Returns:
+            The model of transformers itself, with `tokenizer`, `profiler` and `placement` on it.
+
+        Raises:
+            RabbitLLMError: see the tree in `rabbitllm.errors`.
+            TypeError: an argument that does not exist.
+        """
+        reject_unknown(unknown, _known_arguments(), "from_pretrained")
+        given = locals()
+        for name, (default, instead) in WITHOUT_EFFECT.items():
+            if given[name] != default:
+                logger.warning("%s has no effect: %s.", name, instead)
+        check_compression(compression)
+        split_options = SplitOptions(
+            compression=compression,
+            sequential=sequential_shard_processing,
+            delete_original=delete_original,
+            max_disk=None if max_disk is None else parse_size(max_disk, "max_disk"),
+            profiling=profiling_mode,
+        )
+        stream_options = StreamOptions(
+            device=str(device),
+            dtype=None if dtype in (None, "auto") else str(dtype).removeprefix("torch."),
+            attn_implementation=attn_implementation,
+            prefetching=prefetching,
+            pin_memory=prefetch_pin_memory,
+            max_memory=parse_max_memory(max_memory),
+            cache_layers=cache_layers,
+            small_layers_resident=not offload_small_layers,
+            profiling=profiling_mode,
+            show_progress=show_layer_progress,
+            trust_remote_code=trust_remote_code,
+        )
+        access = HubAccess(
+            revision,
+            token if token is not None else hf_token,
+            expand(cache_dir) if cache_dir else None,
+            local_files_only,
+        )
+        saving_path = expand(layer_shards_saving_path) if layer_shards_saving_path else None
+        sought = prepare.Sought(str(path_or_repo_id), compression, saving_path, access)
+        return _load(sought, split_options, stream_options)
+
+
+def _load(sought: prepare.Sought, split_options: SplitOptions, stream_options: StreamOptions) -> Any:
+    # whatever can be refused is refused before hours of splitting, and before a shard is deleted
+    from rabbitllm.engine import load, skeleton
+    from rabbitllm.engine.devices import resolve_devices
+
+    devices = resolve_devices(stream_options.device, stream_options.max_memory, stream_options.pin_memory)
+    source = prepare.find(sought)
+    skeleton.read_config(source.config_folder, stream_options.trust_remote_code)
+    quantise_on = next((device.name for device in devices if device.torch_device.type == "cuda"), "cpu")
+    with split_display.shown(stream_options.show_progress):
+        profile = prepare.ensure_split(source, split_options, quantise_on)
+    if profile.enabled and profile.stages:
+        print(profile.report())
+    return load.load_model(source.split_folder, stream_options, source.config_folder, devices)
+
+
+def _known_arguments() -> list[str]:
+    parameters = inspect.signature(AutoModel.from_pretrained).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]

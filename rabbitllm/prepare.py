@@ -1,0 +1,266 @@
+"""From what the user named to a finished split directory: find it, finish it, or make it.
+
+Knows the sources and the splitter, not the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rabbitllm import locations
+from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardFacts
+from rabbitllm.checkpoints.hub import (
+    HubAccess,
+    HubCheckpoint,
+    HubRepository,
+    cached_snapshot,
+    download_all,
+    open_repository,
+)
+from rabbitllm.checkpoints.json_file import read_json
+from rabbitllm.checkpoints.local import LocalCheckpoint
+from rabbitllm.checkpoints.naming import LayerNaming
+from rabbitllm.errors import CheckpointNotFoundError, HubError, MissingShardError, SplitMismatchError
+from rabbitllm.layers.layer_store import (
+    JOURNAL_NAME,
+    MANIFEST_NAME,
+    LayerStore,
+    directory_name,
+    is_legacy,
+    read_manifest,
+)
+from rabbitllm.options import SplitOptions, expand
+from rabbitllm.profiler import Profiler
+from rabbitllm.splitter.split import STAGING_NAME, Request, discard_original, split
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What the user named, found.
+
+    Attributes:
+        name: as the user wrote it.
+        split_folder: its split directory, finished or to be made.
+        config_folder: a folder with config and tokenizer.
+        checkpoint: opens the weights; None where a finished split is all there is.
+        finished: whether the split directory is whole.
+    """
+
+    name: str
+    split_folder: Path
+    config_folder: Path
+    finished: bool
+    repository: HubRepository | None = None
+    local: Path | None = None
+    missing_from: HubRepository | None = None
+
+
+@dataclass(frozen=True)
+class Sought:
+    """What to look for.
+
+    Attributes:
+        name: a folder, a split directory, or a repository id.
+        compression: None, "4bit" or "8bit".
+        saving_path: where the user wants the split directory; None for the default place.
+        access: how to reach the hub.
+        repo_id: a repository to fetch shards from that a local folder lacks.
+        base: first part of the split directory's name.
+    """
+
+    name: str
+    compression: str | None = None
+    saving_path: Path | None = None
+    access: HubAccess = field(default_factory=HubAccess)
+    repo_id: str | None = None
+    base: str = "splitted_model"
+
+
+def find(sought: Sought) -> Source:
+    """Find the source and its split directory; one request at most for a repository, none for weights.
+
+    Raises:
+        CheckpointNotFoundError: neither a folder nor a repository.
+        SplitMismatchError: the folder is a split at another compression.
+        HubError: the hub did not answer, and nothing here will do.
+    """
+    folder = expand(sought.name)
+    if folder.is_dir():
+        return _find_local(folder, sought)
+    if not locations.is_repo_id(sought.name):
+        raise CheckpointNotFoundError(
+            f"There is no folder {sought.name!r}, and it is no repository id either.",
+            "Give a folder that exists, or a repository as 'organisation/name'.",
+        )
+    return _find_repository(sought)
+
+
+def _find_local(folder: Path, sought: Sought) -> Source:
+    manifest = read_manifest(folder)
+    if manifest is not None:
+        if sought.compression not in (None, manifest.compression):
+            raise SplitMismatchError(
+                f"{folder} is a split at compression {manifest.compression}; {sought.compression} was asked for.",
+                "Leave compression out, or name the original checkpoint.",
+            )
+        return Source(sought.name, folder, folder, finished=True)
+    target = locations.for_local(folder, sought.saving_path, sought.compression, sought.base)
+    repository = None
+    if sought.repo_id is not None:
+        repository = open_repository(sought.repo_id, sought.access, target / STAGING_NAME)
+    config = target if not (folder / "config.json").exists() and (target / "config.json").exists() else folder
+    return Source(sought.name, target, config, _is_finished(target), local=folder, missing_from=repository)
+
+
+def _find_repository(sought: Sought) -> Source:
+    offline = _offline_source(sought)
+    if offline is not None:
+        return offline
+    staging = Path()
+    repository = open_repository(sought.name, sought.access, staging)
+    target = locations.for_repository(sought.name, repository.commit, sought.saving_path, sought.compression)
+    repository.staging = target / STAGING_NAME
+    if sought.saving_path is None:
+        locations.remember_commit(sought.name, sought.access.revision, repository.commit)
+    if not _is_finished(target) and (legacy := _legacy_in_snapshot(sought, repository.commit)) is not None:
+        return legacy
+    finished = _is_finished(target)
+    config = target if finished else repository.small_file("config.json").parent
+    return Source(sought.name, target, config, finished, repository=repository)
+
+
+def _offline_source(sought: Sought) -> Source | None:
+    """What can be used without asking the hub; None if it may be asked."""
+    from huggingface_hub import constants
+
+    if not (sought.access.local_files_only or constants.HF_HUB_OFFLINE):
+        return None
+    commit = locations.remembered_commit(sought.name, sought.access.revision)
+    if commit is not None or sought.saving_path is not None:
+        target = locations.for_repository(sought.name, commit or "", sought.saving_path, sought.compression)
+        if _is_finished(target):
+            return Source(sought.name, target, target, finished=True)
+    snapshot = cached_snapshot(sought.name, sought.access)
+    if snapshot is None:
+        raise HubError(
+            f"{sought.name} is neither split here nor in the hub cache, and the hub may not be asked.",
+            "Allow it (local_files_only=False, and HF_HUB_OFFLINE unset), or give a folder.",
+        )
+    return _find_local(snapshot, sought)
+
+
+def _legacy_in_snapshot(sought: Sought, commit: str) -> Source | None:
+    """Layers that RabbitLLM 1.1 put into the snapshot of this commit."""
+    access = HubAccess(commit, sought.access.token, sought.access.cache_dir)
+    snapshot = cached_snapshot(sought.name, access)
+    if snapshot is None or sought.saving_path is not None:
+        return None
+    folder = snapshot / directory_name(sought.compression)
+    return Source(sought.name, folder, snapshot, finished=True) if is_legacy(folder) else None
+
+
+def _is_finished(folder: Path) -> bool:
+    return (folder / MANIFEST_NAME).exists() or is_legacy(folder)
+
+
+def ensure_split(
+    source: Source, options: SplitOptions, quantise_on: str = "cpu", naming: LayerNaming | None = None
+) -> Profiler:
+    """Make or finish the split directory of a source; with `delete_original`, remove what is left of the original.
+
+    Returns:
+        Where the time went; empty for a split that was finished already.
+
+    Raises:
+        SplitMismatchError: the directory belongs to another source.
+        MissingShardError: shards are gone and no unfinished split has their tensors.
+    """
+    if source.finished:
+        _check_finished(source, options)
+        return Profiler(enabled=options.profiling)
+    checkpoint = _open(source, options)
+    request = Request(checkpoint, source.split_folder, _family(source.config_folder), options, naming, quantise_on)
+    try:
+        return split(request)
+    except MissingShardError as error:
+        raise _with_other_splits(error, source) from None
+
+
+def _open(source: Source, options: SplitOptions) -> Checkpoint:
+    if source.repository is not None:
+        remote = HubCheckpoint(source.repository)
+        return remote if options.sequential else LocalCheckpoint(download_all(source.repository, remote.index))
+    assert source.local is not None
+    return LocalCheckpoint(source.local, source.missing_from)
+
+
+def _check_finished(source: Source, options: SplitOptions) -> None:
+    """Make sure that a finished split is of this source, as far as the source is still there to compare."""
+    manifest = read_manifest(source.split_folder)
+    if manifest is None:
+        return  # RabbitLLM 1.1's; whether it has every tensor shows when the model is built
+    if manifest.compression != options.compression and source.split_folder != source.config_folder:
+        raise SplitMismatchError(
+            f"{source.split_folder} is a split at compression {manifest.compression}; "
+            f"{options.compression} was asked for.",
+            "Split into another folder (layer_shards_saving_path).",
+        )
+    checkpoint = _still_there(source)
+    if checkpoint is None:
+        return
+    found = [facts for shard in checkpoint.index.shards if (facts := _present(checkpoint, shard)) is not None]
+    why = manifest.source.differs_from(checkpoint.identity(found))
+    if why is not None:
+        raise SplitMismatchError(
+            f"{source.split_folder} was split from {manifest.source.name}, not from {checkpoint.label}: {why}.",
+            "Split into another folder (layer_shards_saving_path), or delete that one if its model is not needed.",
+        )
+    if options.delete_original and (found or source.local is not None):
+        LayerStore(source.split_folder)  # whole, by every size and header, before anything is deleted
+        discard_original(checkpoint)
+
+
+def _still_there(source: Source) -> Checkpoint | None:
+    if source.repository is not None:
+        return HubCheckpoint(source.repository) if _index_is_cached(source.repository) else None
+    if source.local is None:
+        return None
+    try:
+        return LocalCheckpoint(source.local)
+    except CheckpointNotFoundError:
+        return None  # used up
+
+
+def _index_is_cached(repository: HubRepository) -> bool:
+    from rabbitllm.checkpoints.index import INDEX_NAME
+
+    return repository.cached(INDEX_NAME) is not None
+
+
+def _present(checkpoint: Checkpoint, shard: str) -> ShardFacts | None:
+    """Facts of a shard that is on this machine; a repository is not asked for its headers."""
+    if isinstance(checkpoint, HubCheckpoint) and checkpoint.repository.cached(shard) is None:
+        return None
+    return checkpoint.facts(shard)
+
+
+def _family(config_folder: Path) -> str | None:
+    path = config_folder / "config.json"
+    family = read_json(path).get("model_type") if path.exists() else None
+    return family if isinstance(family, str) else None
+
+
+def _with_other_splits(error: MissingShardError, source: Source) -> MissingShardError:
+    """The same error, naming finished splits at other compressions that the missing shards may have gone into."""
+    parent = source.split_folder.parent
+    others = [c for c in (None, "8bit", "4bit") if (parent / directory_name(c) / MANIFEST_NAME).exists()]
+    if not others or (source.split_folder / JOURNAL_NAME).exists():
+        return error
+    choices = " or ".join(f"compression={other!r}" for other in others)
+    return MissingShardError(
+        error.problem, f"They may have been used up by the split beside them: load that one with {choices}."
+    )

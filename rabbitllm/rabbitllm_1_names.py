@@ -1,0 +1,232 @@
+"""The public names of RabbitLLM 1.1, with the same meaning, on top of this implementation.
+
+Its model classes were one per architecture; here every one of them gives what `AutoModel.from_pretrained` gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rabbitllm import prepare, split_display
+from rabbitllm.auto_model import AutoModel
+from rabbitllm.checkpoints.hub import HubAccess
+from rabbitllm.checkpoints.naming import LayerNaming, naming
+from rabbitllm.formats.tensor_spec import TensorSpec, dtype_name
+from rabbitllm.layers.compression import (
+    check_compression,
+    constants,
+    dequantise,
+    part_names,
+    quantise_blocks,
+    read_state,
+    schemes,
+    stored_form,
+)
+from rabbitllm.layers.layer_store import SPLIT_DIRECTORY
+from rabbitllm.options import SplitOptions, expand
+
+if TYPE_CHECKING:
+    import torch
+
+StateDict = dict[str, "torch.Tensor"]
+
+_POSITIONAL = (
+    "device",
+    "dtype",
+    "max_seq_len",
+    "layer_shards_saving_path",
+    "profiling_mode",
+    "compression",
+    "token",
+    "hf_token",
+    "prefetching",
+    "prefetch_pin_memory",
+    "delete_original",
+    "attn_implementation",
+    "persister",
+    "show_layer_progress",
+    "cache_layers",
+    "use_gds",
+    "kv_cache_dir",
+    "offload_small_layers",
+    "offload_small_layers_use_cpu_cache",
+)
+"""The order of the constructor's arguments in RabbitLLM 1.1."""
+
+
+class RabbitLLMBaseModel:
+    """Constructing this class, or one below, returns the model that `AutoModel.from_pretrained` returns."""
+
+    def __new__(cls, model_local_path_or_repo_id: str | Path, *args: Any, **kwargs: Any) -> Any:
+        """Load a model; arguments in RabbitLLM 1.1's order, or by name as in `AutoModel.from_pretrained`."""
+        positional = dict(zip(_POSITIONAL, args, strict=False))
+        return AutoModel.from_pretrained(model_local_path_or_repo_id, **(positional | kwargs))
+
+
+class RabbitLLMLlama2(RabbitLLMBaseModel):
+    """See `RabbitLLMBaseModel`."""
+
+
+class RabbitLLMMistral(RabbitLLMBaseModel):
+    """See `RabbitLLMBaseModel`."""
+
+
+class RabbitLLMMixtral(RabbitLLMBaseModel):
+    """See `RabbitLLMBaseModel`."""
+
+
+class RabbitLLMQWen(RabbitLLMBaseModel):
+    """See `RabbitLLMBaseModel`."""
+
+
+class RabbitLLMQWen2(RabbitLLMBaseModel):
+    """See `RabbitLLMBaseModel`."""
+
+
+class RabbitLLMQWen3(RabbitLLMBaseModel):
+    """See `RabbitLLMBaseModel`."""
+
+
+class RabbitLLMChatGLM(RabbitLLMBaseModel):
+    """See `RabbitLLMBaseModel`."""
+
+
+class RabbitLLMBaichuan(RabbitLLMBaseModel):
+    """See `RabbitLLMBaseModel`."""
+
+
+class RabbitLLMInternLM(RabbitLLMBaseModel):
+    """See `RabbitLLMBaseModel`."""
+
+
+def split_and_save_layers(
+    checkpoint_path: str | Path,
+    layer_shards_saving_path: str | Path | None = None,
+    splitted_model_dir_name: str = SPLIT_DIRECTORY,
+    compression: str | None = None,
+    layer_names: Mapping[str, str] | LayerNaming | None = None,
+    delete_original: bool = False,
+    repo_id: str | None = None,
+    token: str | None = None,
+    hf_token: str | None = None,
+    sequential_shard_processing: bool = False,
+) -> str:
+    """Split a checkpoint in a folder into layer files, unless that is done.
+
+    Args:
+        checkpoint_path: the folder.
+        layer_shards_saving_path: where to put the split directory; by default into `checkpoint_path`.
+        splitted_model_dir_name: its name, without the compression's suffix.
+        compression: "4bit", "8bit" or None.
+        layer_names: RabbitLLM's table (`embed`, `layer_prefix`, `norm`, `lm_head`), or a `LayerNaming`; by default
+            the naming of the model's family.
+        delete_original: delete the checkpoint's weights when the split is whole.
+        repo_id: a repository to fetch shards from that the folder lacks.
+        token, hf_token: for the hub.
+        sequential_shard_processing: delete each shard as soon as it is used up.
+
+    Returns:
+        The split directory.
+
+    Raises:
+        RabbitLLMError: see the tree in `rabbitllm.errors`.
+    """
+    check_compression(compression)
+    sought = prepare.Sought(
+        str(checkpoint_path),
+        compression,
+        expand(layer_shards_saving_path) if layer_shards_saving_path else None,
+        HubAccess(token=token if token is not None else hf_token),
+        repo_id,
+        splitted_model_dir_name,
+    )
+    source = prepare.find(sought)
+    options = SplitOptions(compression, sequential_shard_processing, delete_original)
+    with split_display.shown():
+        prepare.ensure_split(source, options, _quantise_on(compression), _naming(layer_names))
+    return str(source.split_folder)
+
+
+def _quantise_on(compression: str | None) -> str:
+    if compression is None:
+        return "cpu"
+    import torch
+
+    return "cuda:0" if torch.cuda.is_available() else "cpu"
+
+
+def _naming(layer_names: Mapping[str, str] | LayerNaming | None) -> LayerNaming | None:
+    """RabbitLLM's table of prefixes as patterns."""
+    import re
+
+    if layer_names is None or isinstance(layer_names, LayerNaming):
+        return layer_names
+    patterns = []
+    for role, prefix in layer_names.items():
+        head, _, tail = prefix.rpartition(".")
+        lead = re.escape(head + ".") if head else ""
+        number = r"\.\d+" if role == "layer_prefix" else ""
+        patterns.append(rf"{lead}(?P<id>{re.escape(tail)}{number})\.")
+    return naming("layer_names", patterns)
+
+
+def compress_layer_state_dict(layer_state_dict: StateDict, compression: str | None = None) -> StateDict:
+    """Quantise a layer's tensors as a split does, into the keys of a layer file.
+
+    Args:
+        layer_state_dict: name -> tensor.
+        compression: "4bit", "8bit", or None, which returns the very dict given.
+
+    Returns:
+        Stored keys -> tensors, on the devices of the tensors given.
+    """
+    import torch
+
+    if compression is None:
+        return layer_state_dict
+    check_compression(compression)
+    stored: StateDict = {}
+    for name, tensor in layer_state_dict.items():
+        spec = TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape), "", 0, tensor.nbytes)
+        form = stored_form(spec, compression)
+        if form.scheme is None:
+            stored[name] = tensor
+            continue
+        raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+        codes, scales = quantise_blocks(form.scheme, raw, spec.dtype, str(tensor.device))
+        contents = {form.parts[0].name: codes, form.parts[1].name: scales, **constants(form)}
+        for part in form.parts:
+            flat = torch.frombuffer(bytearray(contents[part.name]), dtype=torch.uint8)
+            dtype = torch.float32 if part.dtype == "F32" else torch.uint8
+            stored[part.name] = flat.view(dtype).view(part.shape).to(tensor.device)
+    return stored
+
+
+def uncompress_layer_state_dict(layer_state_dict: StateDict) -> StateDict:
+    """The way back from `compress_layer_state_dict`, or from a layer file.
+
+    4bit tensors come back in the dtype they had, 8bit ones in float16, as in RabbitLLM 1.1. A dict without compressed
+    tensors is returned as it is.
+    """
+    import torch
+
+    found = schemes(layer_state_dict)
+    if not any(found.values()):
+        return layer_state_dict
+    specs = {
+        key: TensorSpec(key, dtype_name(tensor.dtype), tuple(tensor.shape), "", 0, tensor.nbytes)
+        for key, tensor in layer_state_dict.items()
+    }
+    plain: StateDict = {}
+    for name, scheme in found.items():
+        if scheme is None:
+            plain[name] = layer_state_dict[name]
+            continue
+        parts = [layer_state_dict[part] for part in part_names(name, scheme)]
+        state = bytes(parts[3].cpu().numpy()) if scheme == "4bit" else b""
+        form = read_state(name, scheme, specs, state)
+        dtype = getattr(torch, form.dtype) if form.dtype else torch.float16
+        plain[name] = dequantise(form, parts[0], parts[1], parts[2], dtype)
+    return plain

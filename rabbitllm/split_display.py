@@ -1,0 +1,72 @@
+"""What a split shows by itself: a bar on a terminal or in a notebook, a line a shard elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from rabbitllm import progress
+
+GB = 1e9
+
+
+class SplitDisplay:
+    """Listens to a split and shows it on stderr."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._lock = threading.Lock()
+        self._lines = not (sys.stderr.isatty() or "ipykernel" in sys.modules)
+
+    def __call__(self, event: progress.Event) -> None:
+        match event:
+            case progress.SplitStarted():
+                self._start(event)
+            case progress.BytesDone():
+                with self._lock:
+                    if self._bar is not None:
+                        self._bar.update(event.nbytes)
+            case progress.ShardStarted():
+                if self._bar is not None:
+                    self._bar.set_description(f"splitting shard {event.number}/{event.of}")
+            case progress.ShardDone():
+                disk = f"{(event.disk_bytes + event.source_left_bytes) / GB:.2f} GB"
+                if self._bar is not None:
+                    self._bar.set_postfix_str(f"disk {disk}")
+                else:
+                    text = f"split {event.number}/{event.of} {event.shard} ({event.disposal}), disk in use {disk}"
+                    print(text, file=sys.stderr, flush=True)
+            case progress.SplitDone():
+                self.close()
+            case progress.LayerDone():
+                pass
+
+    def _start(self, event: progress.SplitStarted) -> None:
+        if self._lines or not event.shards:
+            return
+        from tqdm.auto import tqdm
+
+        self._bar = tqdm(total=event.source_bytes, unit="B", unit_scale=True, desc="splitting", leave=False)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+@contextlib.contextmanager
+def shown(wanted: bool = True) -> Iterator[None]:
+    """Show splits while the context is open, unless someone else listens."""
+    if not wanted or progress.has_listeners():
+        yield
+        return
+    display = SplitDisplay()
+    try:
+        with progress.listening(display):
+            yield
+    finally:
+        display.close()
