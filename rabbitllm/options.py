@@ -115,9 +115,8 @@ def reject_unknown(given: Iterable[str], known: Iterable[str], function: str) ->
     """
     options = sorted(known)
     for name in given:
-        near = difflib.get_close_matches(name, options, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else f" It takes: {', '.join(options)}."
-        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}.{hint}")
+        near = difflib.get_close_matches(name, options, n=1, cutoff=0.0)[0]
+        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}. Did you mean {near!r}?")
 
 
 def expand(path: str | Path) -> Path:

@@ -84,10 +84,9 @@ def load_model(
         PassBar(model, [sources[placed.unit].unit.module for placed in placement.units])
     if weights.unused:
         logger.info("%d stored tensors are not used by %s.", len(weights.unused), type(model).__name__)
-    streamed = adopt(model, chosen[0].torch_device)
+    streamed = adopt(model, chosen[0].torch_device, placement)
     streamed.tokenizer = skeleton.read_tokenizer(home, options.trust_remote_code)
     streamed.profiler = profiler
-    streamed.placement = placement
     streamed.streamer = streamer
     streamed.unused_tensors = weights.unused
     return streamed

@@ -86,6 +86,11 @@ class Placement:
         return next(placed for placed in self.units if placed.unit == unit)
 
     @property
+    def is_resident(self) -> bool:
+        """Whether every unit is ready to use at any time, as in an ordinary model."""
+        return all(placed.tier is Tier.RESIDENT for placed in self.units)
+
+    @property
     def streamed_bytes(self) -> int:
         """What each pass reads from the disk."""
         return sum(placed.stored for placed in self.units if placed.tier is Tier.STREAMED)

@@ -34,9 +34,11 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConf
             "Give the model's own folder; for layers split elsewhere name that place with layer_shards_saving_path.",
         )
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        model_class(config)
     except (ValueError, KeyError, ImportError) as error:
         raise _unknown(folder, error) from error
+    return config
 
 
 def _unknown(folder: Path, error: Exception) -> UnknownArchitectureError:
@@ -49,13 +51,20 @@ def _unknown(folder: Path, error: Exception) -> UnknownArchitectureError:
 
 
 def model_class(config: PretrainedConfig) -> Any:
-    """The class that the checkpoint names, if transformers has it and it generates; else the causal LM of its type."""
+    """The class that the checkpoint names, if transformers has it and it generates; else the causal LM of its type.
+
+    Raises:
+        ValueError: neither exists, and the config names no code of its own.
+    """
     import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     for name in getattr(config, "architectures", None) or ():
         found = getattr(transformers, name, None)
         if found is not None and issubclass(found, transformers.GenerationMixin):
             return found
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not hasattr(config, "auto_map"):
+        raise ValueError(f"it has no text-generating model of type {config.model_type!r}")
     return transformers.AutoModelForCausalLM
 
 
@@ -91,7 +100,6 @@ def build_skeleton(
                 model = chosen.from_config(config, trust_remote_code=trust_remote_code, **options)
     except (ValueError, ImportError) as error:
         raise _unknown(folder, error) from error
-    model.requires_grad_(False)
     model.eval()
     _apply_dtype_plan(model, dtype)
     _read_generation_config(model, folder)
@@ -119,7 +127,7 @@ def _apply_dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> None:
         module = model.get_submodule(path)
         empty = torch.empty_like(tensor, dtype=wanted)
         if leaf in module._parameters:
-            module._parameters[leaf] = torch.nn.Parameter(empty, requires_grad=False)
+            module._parameters[leaf] = torch.nn.Parameter(empty)
         else:
             module._buffers[leaf] = empty
 
@@ -156,7 +164,7 @@ def materialise_buffers(model: PreTrainedModel, device_of: Any, absent: frozense
         owners[path] = module = model.get_submodule(path)
         if leaf in module._parameters:
             empty = torch.empty_like(module._parameters[leaf], device=device_of(path))
-            module._parameters[leaf] = torch.nn.Parameter(empty, requires_grad=False)
+            module._parameters[leaf] = torch.nn.Parameter(empty)
         else:
             module._buffers[leaf] = torch.empty_like(module._buffers[leaf], device=device_of(path))
     with torch.no_grad():

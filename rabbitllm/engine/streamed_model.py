@@ -38,11 +38,19 @@ class StreamedModel:
     streamer: Streamer
     unused_tensors: tuple[str, ...]
     _compute_device: torch.device
+    _all_resident: bool
 
     @property
     def device(self) -> torch.device:
         """Where inputs go."""
         return self._compute_device
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """A pass. Unless every unit is resident it is without gradients, which would keep every layer's weights."""
+        if self._all_resident:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        with torch.no_grad():
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model as it is: where its weights live was decided when it was loaded."""
@@ -90,13 +98,15 @@ class StreamedModel:
         print(self.profiler.report())
 
 
-def adopt(model: PreTrainedModel, device: torch.device) -> Any:
+def adopt(model: PreTrainedModel, device: torch.device, placement: Placement) -> Any:
     """Give a model the answers of `StreamedModel`; pipelines and servers still see its own class name and module."""
     own = type(model)
     body = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
     model.__class__ = type(own.__name__, (StreamedModel, own), body)
     streamed: Any = model
     streamed._compute_device = device
+    streamed.placement = placement
+    streamed._all_resident = placement.is_resident
     # transformers reads it: generate() then compiles nothing, and pipelines leave the model where it is
     streamed.hf_device_map = {"": str(device)}
     return streamed

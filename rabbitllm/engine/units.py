@@ -36,8 +36,13 @@ class Place:
     dtype: torch.dtype
 
     def bind(self, tensor: torch.Tensor) -> None:
-        """Put a tensor there; as a parameter if parameters live there."""
-        self.table[self.leaf] = nn.Parameter(tensor, requires_grad=False) if self._is_parameter else tensor
+        """Put a tensor there; as a parameter if parameters live there.
+
+        It says that it requires a gradient, as a parameter of an ordinary model does, because torch.matmul folds its
+        operands differently if one does, and the last bits with them.
+        """
+        needs = tensor.is_floating_point() and tensor.dtype.itemsize > 1
+        self.table[self.leaf] = nn.Parameter(tensor, requires_grad=needs) if self._is_parameter else tensor
 
     def bind_placeholder(self, device: torch.device) -> None:
         """Put something there that has the right device, dtype and shape, takes no memory, and is not a number.

@@ -106,7 +106,8 @@ def map_weights(model: PreTrainedModel, stored: Mapping[str, StoredTensor], wher
         raise IncompleteSplitError(
             f"{where} lacks {len(names)} of the {len(expected)} tensors that {type(model).__name__} needs: "
             f"{', '.join(names[:8])}{' …' if len(names) > 8 else ''}.",
-            "Delete that folder and split again from the checkpoint.",
+            "Split the checkpoint again, into another folder (layer_shards_saving_path). Keep this one until that is "
+            "done: if the checkpoint was deleted, it holds the only copy of the rest.",
         )
     return WeightMap(recipes, ties, allowed, tuple(unused))
 

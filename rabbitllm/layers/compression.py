@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -79,6 +80,9 @@ def check_compression(compression: str | None) -> None:
 
 @functools.cache
 def _bitsandbytes() -> Any:
+    # on a CPU it asks for a package of faster kernels at import, whether or not they are wanted
+    backend = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    backend.addFilter(lambda record: "kernels-community" not in record.getMessage())
     try:
         import bitsandbytes.functional
     except ImportError as error:

@@ -105,7 +105,10 @@ def read_manifest(folder: Path) -> Manifest | None:
         raise IncompleteSplitError(f"{path} is damaged: {type(error).__name__} {error}.", _REMAKE) from None
 
 
-_REMAKE = "Delete that folder and split again from the checkpoint."
+_REMAKE = (
+    "Split the checkpoint again, into another folder (layer_shards_saving_path) or after moving this one away. Keep "
+    "this one until that is done: if the checkpoint was deleted, it holds the only copy."
+)
 
 
 def _parse(content: dict[str, Any]) -> Manifest:
