@@ -1,0 +1,1 @@
+"""What the tests are built on: a local hub and tiny checkpoints."""
