@@ -26,6 +26,8 @@ setup(
         "bitsandbytes>=0.46",
         "huggingface_hub>=1.0",
         "psutil>=5.9",
+        "typer>=0.12",  # comes with transformers
+        "rich>=13",  # comes with transformers
     ],
     extras_require={"dev": ["pytest", "hypothesis", "ruff", "mypy"]},
     entry_points={"console_scripts": ["rabbitllm = rabbitllm.cli.main:main"]},

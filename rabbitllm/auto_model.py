@@ -138,12 +138,12 @@ class AutoModel:
 
 def _load(sought: prepare.Sought, split_options: SplitOptions, stream_options: StreamOptions) -> Any:
     # whatever can be refused is refused before hours of splitting, and before a shard is deleted
-    from rabbitllm.engine import load, skeleton
+    from rabbitllm.engine import load
     from rabbitllm.engine.devices import resolve_devices
 
     devices = resolve_devices(stream_options.device, stream_options.max_memory, stream_options.pin_memory)
     source = prepare.find(sought)
-    skeleton.read_config(source.config_folder, stream_options.trust_remote_code)
+    load.check(source.config_folder, stream_options, devices)
     quantise_on = next((device.name for device in devices if device.torch_device.type == "cuda"), "cpu")
     with split_display.shown(stream_options.show_progress):
         profile = prepare.ensure_split(source, split_options, quantise_on)

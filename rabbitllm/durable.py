@@ -23,6 +23,8 @@ from pathlib import Path
 PART_SUFFIX = ".part"
 """What an unfinished file is called until its rename."""
 
+READ_ONLY_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM)
+"""What an unlink fails with where nothing may be deleted."""
 DIRECT_ALIGNMENT = 4096
 """Offset, length and memory alignment that an O_DIRECT write needs, bytes."""
 
@@ -31,7 +33,7 @@ DIRECT_ALIGNMENT = 4096
 class Step:
     """One change of the disk, about to happen.
 
-    `kind` is one of "create", "write", "sync", "sync_folder", "rename", "unlink", "make_folder".
+    `kind` is one of "create", "write", "sync", "sync_folder", "rename", "unlink", "make_folder", "remove_folder".
     `offset` and `data` are set for "write", `target` for "rename".
     """
 
@@ -220,3 +222,13 @@ def make_folder(folder: Path) -> None:
         _announce(Step("make_folder", path))
         path.mkdir(exist_ok=True)
         sync_folder(path.parent)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder and the files in it, if it is there; it must have no folders in it."""
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        remove(path)
+    _announce(Step("remove_folder", folder))
+    folder.rmdir()

@@ -37,6 +37,11 @@ def is_repo_id(name: str) -> bool:
     return _REPO_ID.fullmatch(name) is not None and ".." not in name and "--" not in name
 
 
+def is_commit(revision: str) -> bool:
+    """Whether a revision is a commit's full hash rather than the name of a branch or tag."""
+    return _COMMIT.fullmatch(revision) is not None
+
+
 def for_local(checkpoint: Path, saving_path: Path | None, compression: str | None, base: str = SPLIT_DIRECTORY) -> Path:
     """The split directory of a checkpoint in a folder, there already or to be made.
 
@@ -75,7 +80,7 @@ def remember_commit(repo_id: str, revision: str | None, commit: str) -> None:
 
 def remembered_commit(repo_id: str, revision: str | None) -> str | None:
     """The commit that a revision was when it was last split here; a commit itself stands for itself."""
-    if revision is not None and _COMMIT.fullmatch(revision):
+    if revision is not None and is_commit(revision):
         return revision
     path = home() / _repo_folder(repo_id) / "refs" / (revision or "main").replace("/", "--")
     return path.read_text() if path.exists() else None

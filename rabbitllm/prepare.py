@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rabbitllm import locations
-from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardFacts
+from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardFacts, SourceIdentity
 from rabbitllm.checkpoints.hub import (
     HubAccess,
     HubCheckpoint,
@@ -19,21 +19,30 @@ from rabbitllm.checkpoints.hub import (
     download_all,
     open_repository,
 )
+from rabbitllm.checkpoints.index import index_of
 from rabbitllm.checkpoints.json_file import read_json
 from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.checkpoints.naming import LayerNaming
-from rabbitllm.errors import CheckpointNotFoundError, HubError, MissingShardError, SplitMismatchError
+from rabbitllm.errors import (
+    CheckpointNotFoundError,
+    GatedRepositoryError,
+    HubError,
+    MissingShardError,
+    SplitMismatchError,
+)
 from rabbitllm.layers.layer_store import (
     JOURNAL_NAME,
     MANIFEST_NAME,
     LayerStore,
+    Manifest,
     directory_name,
     is_legacy,
     read_manifest,
 )
 from rabbitllm.options import SplitOptions, expand
 from rabbitllm.profiler import Profiler
-from rabbitllm.splitter.split import STAGING_NAME, Request, discard_original, split
+from rabbitllm.splitter import journal
+from rabbitllm.splitter.split import STAGING_NAME, Request, clear_away, discard_original, split
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +98,7 @@ def find(sought: Sought) -> Source:
         HubError: the hub did not answer, and nothing here will do.
     """
     folder = expand(sought.name)
-    if folder.is_dir():
+    if sought.name and folder.is_dir():  # an empty name would be the current folder
         return _find_local(folder, sought)
     if not locations.is_repo_id(sought.name):
         raise CheckpointNotFoundError(
@@ -109,19 +118,28 @@ def _find_local(folder: Path, sought: Sought) -> Source:
             )
         return Source(sought.name, folder, folder, finished=True)
     target = locations.for_local(folder, sought.saving_path, sought.compression, sought.base)
+    finished = _is_finished(target)
     repository = None
-    if sought.repo_id is not None:
+    if sought.repo_id is not None and not finished:
         repository = open_repository(sought.repo_id, sought.access, target / STAGING_NAME)
     config = target if not (folder / "config.json").exists() and (target / "config.json").exists() else folder
-    return Source(sought.name, target, config, _is_finished(target), local=folder, missing_from=repository)
+    if not finished and not is_legacy(folder):  # a folder without weights is said to be one, config or no config
+        _open_folder(folder, repository, target)
+    return Source(sought.name, target, config, finished, local=folder, missing_from=repository)
 
 
 def _find_repository(sought: Sought) -> Source:
-    offline = _offline_source(sought)
-    if offline is not None:
-        return offline
-    staging = Path()
-    repository = open_repository(sought.name, sought.access, staging)
+    if _is_offline(sought):
+        return _offline_source(sought)
+    try:
+        repository = open_repository(sought.name, sought.access, Path())
+    except GatedRepositoryError:
+        raise
+    except HubError as error:
+        if (known := _finished_without_hub(sought)) is None:
+            raise
+        logger.warning("%s Going on with the split that is here, in %s.", error.problem, known.split_folder)
+        return known
     target = locations.for_repository(sought.name, repository.commit, sought.saving_path, sought.compression)
     repository.staging = target / STAGING_NAME
     if sought.saving_path is None:
@@ -129,21 +147,42 @@ def _find_repository(sought: Sought) -> Source:
     if not _is_finished(target) and (legacy := _legacy_in_snapshot(sought, repository.commit)) is not None:
         return legacy
     finished = _is_finished(target)
-    config = target if finished else repository.small_file("config.json").parent
+    config = target if finished else _fetched_config(repository)
     return Source(sought.name, target, config, finished, repository=repository)
 
 
-def _offline_source(sought: Sought) -> Source | None:
-    """What can be used without asking the hub; None if it may be asked."""
+def _fetched_config(repository: HubRepository) -> Path:
+    """The folder of the config, and of Python code that may belong to it; whether that is run, the engine decides."""
+    for name in repository.files:
+        if name.endswith(".py") and "/" not in name:
+            repository.small_file(name)
+    return repository.small_file("config.json").parent
+
+
+def _is_offline(sought: Sought) -> bool:
     from huggingface_hub import constants
 
-    if not (sought.access.local_files_only or constants.HF_HUB_OFFLINE):
-        return None
+    return sought.access.local_files_only or bool(constants.HF_HUB_OFFLINE)
+
+
+def _finished_without_hub(sought: Sought) -> Source | None:
+    """The finished split of a repository, found without asking the hub."""
     commit = locations.remembered_commit(sought.name, sought.access.revision)
-    if commit is not None or sought.saving_path is not None:
-        target = locations.for_repository(sought.name, commit or "", sought.saving_path, sought.compression)
-        if _is_finished(target):
-            return Source(sought.name, target, target, finished=True)
+    if commit is None and sought.saving_path is None:
+        return None
+    target = locations.for_repository(sought.name, commit or "", sought.saving_path, sought.compression)
+    if not _is_finished(target):
+        return None
+    found = Source(sought.name, target, target, finished=True)
+    if (manifest := read_manifest(target)) is not None:
+        _refuse_another(found, manifest, _identity_offline(sought, manifest))
+    return found
+
+
+def _offline_source(sought: Sought) -> Source:
+    """What can be used where the hub may not be asked."""
+    if (known := _finished_without_hub(sought)) is not None:
+        return known
     snapshot = cached_snapshot(sought.name, sought.access)
     if snapshot is None:
         raise HubError(
@@ -151,6 +190,12 @@ def _offline_source(sought: Sought) -> Source | None:
             "Allow it (local_files_only=False, and HF_HUB_OFFLINE unset), or give a folder.",
         )
     return _find_local(snapshot, sought)
+
+
+def _identity_offline(sought: Sought, manifest: Manifest) -> SourceIdentity:
+    """What is known of a repository that may not be asked: its commit only where the caller names one."""
+    named = sought.access.revision is not None and locations.is_commit(sought.access.revision)
+    return SourceIdentity("hub", sought.name, sought.access.revision if named else manifest.source.commit, {})
 
 
 def _legacy_in_snapshot(sought: Sought, commit: str) -> Source | None:
@@ -195,7 +240,19 @@ def _open(source: Source, options: SplitOptions) -> Checkpoint:
         remote = HubCheckpoint(source.repository)
         return remote if options.sequential else LocalCheckpoint(download_all(source.repository, remote.index))
     assert source.local is not None
-    return LocalCheckpoint(source.local, source.missing_from)
+    return _open_folder(source.local, source.missing_from, source.split_folder)
+
+
+def _open_folder(folder: Path, missing_from: HubRepository | None, split_folder: Path) -> LocalCheckpoint:
+    """The checkpoint in a folder; one whose only file is used up is known by the journal of its split."""
+    try:
+        return LocalCheckpoint(folder, missing_from)
+    except CheckpointNotFoundError:
+        earlier = journal.replay(split_folder)
+        if earlier is None:
+            raise
+        held = {tensor.name: shard.name for shard in earlier.plan.shards for tensor in shard.tensors}
+        return LocalCheckpoint(folder, missing_from, index_of(held))
 
 
 def _check_finished(source: Source, options: SplitOptions) -> None:
@@ -209,19 +266,27 @@ def _check_finished(source: Source, options: SplitOptions) -> None:
             f"{options.compression} was asked for.",
             "Split into another folder (layer_shards_saving_path).",
         )
+    clear_away(source.split_folder)
+    if source.repository is not None:
+        repository = source.repository
+        _refuse_another(source, manifest, SourceIdentity("hub", repository.repo_id, repository.commit, {}))
     checkpoint = _still_there(source)
     if checkpoint is None:
         return
     found = [facts for shard in checkpoint.index.shards if (facts := _present(checkpoint, shard)) is not None]
-    why = manifest.source.differs_from(checkpoint.identity(found))
-    if why is not None:
-        raise SplitMismatchError(
-            f"{source.split_folder} was split from {manifest.source.name}, not from {checkpoint.label}: {why}.",
-            "Split into another folder (layer_shards_saving_path), or delete that one if its model is not needed.",
-        )
-    if options.delete_original and (found or source.local is not None):
+    _refuse_another(source, manifest, checkpoint.identity(found))
+    if options.delete_original:
         LayerStore(source.split_folder)  # whole, by every size and header, before anything is deleted
         discard_original(checkpoint)
+
+
+def _refuse_another(source: Source, manifest: Manifest, identity: SourceIdentity) -> None:
+    why = manifest.source.differs_from(identity)
+    if why is not None:
+        raise SplitMismatchError(
+            f"{source.split_folder} was split from {manifest.source.name}, not from {source.name}: {why}.",
+            "Split into another folder (layer_shards_saving_path), or delete that one if its model is not needed.",
+        )
 
 
 def _still_there(source: Source) -> Checkpoint | None:

@@ -15,6 +15,7 @@ from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.naming import LayerNaming, naming
 from rabbitllm.formats.tensor_spec import TensorSpec, dtype_name
 from rabbitllm.layers.compression import (
+    NF4_STATE,
     check_compression,
     constants,
     dequantise,
@@ -60,7 +61,18 @@ class RabbitLLMBaseModel:
     """Constructing this class, or one below, returns the model that `AutoModel.from_pretrained` returns."""
 
     def __new__(cls, model_local_path_or_repo_id: str | Path, *args: Any, **kwargs: Any) -> Any:
-        """Load a model; arguments in RabbitLLM 1.1's order, or by name as in `AutoModel.from_pretrained`."""
+        """Load a model; arguments in RabbitLLM 1.1's order, or by name as in `AutoModel.from_pretrained`.
+
+        Raises:
+            TypeError: too many arguments, or one given twice.
+        """
+        if len(args) > len(_POSITIONAL):
+            raise TypeError(
+                f"{cls.__name__}() takes at most {len(_POSITIONAL) + 1} arguments, {len(args) + 1} were given"
+            )
+        for name in _POSITIONAL[: len(args)]:
+            if name in kwargs:
+                raise TypeError(f"{cls.__name__}() got multiple values for argument {name!r}")
         positional = dict(zip(_POSITIONAL, args, strict=False))
         return AutoModel.from_pretrained(model_local_path_or_repo_id, **(positional | kwargs))
 
@@ -224,9 +236,9 @@ def uncompress_layer_state_dict(layer_state_dict: StateDict) -> StateDict:
         if scheme is None:
             plain[name] = layer_state_dict[name]
             continue
-        parts = [layer_state_dict[part] for part in part_names(name, scheme)]
-        state = bytes(parts[3].cpu().numpy()) if scheme == "4bit" else b""
+        state = bytes(layer_state_dict[name + NF4_STATE].cpu().numpy()) if scheme == "4bit" else b""
         form = read_state(name, scheme, specs, state)
+        parts = [layer_state_dict[part] for part in part_names(name, scheme)]
         dtype = getattr(torch, form.dtype) if form.dtype else torch.float16
         plain[name] = dequantise(form, parts[0], parts[1], parts[2], dtype)
     return plain

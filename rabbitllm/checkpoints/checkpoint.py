@@ -68,6 +68,9 @@ class ShardFacts:
     staged: bool = False
 
 
+_KINDS = {"local": "a folder", "hub": "a repository on the hub"}
+
+
 @dataclass(frozen=True, slots=True)
 class SourceIdentity:
     """Which checkpoint a split directory was made from.
@@ -89,6 +92,8 @@ class SourceIdentity:
 
         Shards that only one side knows do not count: a source that is used up has none left.
         """
+        if self.kind != other.kind:  # their fingerprints are of different kinds too, so nothing could tell
+            return f"it was made from {_KINDS[self.kind]}, not from {_KINDS[other.kind]}"
         if self.kind == other.kind == "hub" and (self.name, self.commit) != (other.name, other.commit):
             return f"{self.name} at commit {self.commit} is not {other.name} at commit {other.commit}"
         for shard, fingerprint in other.fingerprints.items():

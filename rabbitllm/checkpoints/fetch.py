@@ -113,7 +113,7 @@ def _resuming(file: RemoteFile, start: int, stop: int) -> Iterator[bytes]:
                 for chunk in _body(response, at, stop):
                     at += len(chunk)
                     yield chunk
-        except _transport_errors() as error:
+        except transport_errors() as error:
             reason = f"{type(error).__name__}: {error}"
         except _RetryLater as later:
             reason = str(later)
@@ -139,7 +139,7 @@ def _body(response: Any, at: int, stop: int) -> Iterator[bytes]:
     """The wanted part of a response to a Range request; a hub that ignores the Range sends all from byte 0."""
     skip = at if response.status_code == 200 else 0
     left = stop - at
-    for chunk in response.iter_bytes(CHUNK_BYTES):
+    for chunk in response.iter_bytes():  # as they come: pieces of a given size would lose what a break cuts short
         data = chunk
         if skip:
             dropped = min(skip, len(data))
@@ -172,7 +172,7 @@ def _request(file: RemoteFile, at: int, stop: int) -> AbstractContextManager[Any
     return opened()
 
 
-def _transport_errors() -> tuple[type[Exception], ...]:
+def transport_errors() -> tuple[type[Exception], ...]:
     """The connection errors of whichever HTTP library this huggingface_hub uses (httpx or httpx2)."""
     from huggingface_hub.utils import get_session
 

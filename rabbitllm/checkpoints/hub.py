@@ -8,6 +8,7 @@ cache is used there.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,11 +25,22 @@ from rabbitllm.checkpoints.index import (
     index_of,
     read_index,
 )
-from rabbitllm.errors import CheckpointNotFoundError, GatedRepositoryError, HubError, MissingShardError
+from rabbitllm.errors import (
+    CheckpointNotFoundError,
+    CorruptShardError,
+    GatedRepositoryError,
+    HubError,
+    MissingShardError,
+)
 from rabbitllm.formats.safetensors_file import LENGTH_BYTES, Header, header_length, parse_header, read_header
 
 FIRST_READ_BYTES = 256 << 10
 """Fetched at once from the start of a shard; 97 % of headers are shorter, so one request is enough."""
+
+_DAMAGED = (
+    "Make the same call again, in case it was damaged on the way: it goes on where it stopped, and layers that are "
+    "finished are safe. If it stays so, the repository's own file is damaged: tell its owner, or use another revision."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +83,21 @@ def translated(repo_id: str) -> Iterator[None]:
             "Check the spelling; for a private repository pass token='hf_…' or run `hf auth login`.",
         ) from error
     except errors.EntryNotFoundError as error:
+        if isinstance(error, errors.LocalEntryNotFoundError):  # not in the cache, and the hub could not be asked
+            raise _no_answer(repo_id, error) from error
         raise CheckpointNotFoundError(f"{repo_id} lacks a file it needs: {error}.", "Check the repository.") from error
-    except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, OSError) as error:
-        if isinstance(error, OSError) and not isinstance(error, (errors.HfHubHTTPError, ConnectionError, TimeoutError)):
+    except Exception as error:
+        refusals = (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, ConnectionError, TimeoutError)
+        if not isinstance(error, refusals + fetch.transport_errors()):
             raise
-        raise HubError(
-            f"The hub did not answer for {repo_id}: {type(error).__name__}: {error}.",
-            "Make the same call again when the connection is back; what is already here is kept.",
-        ) from error
+        raise _no_answer(repo_id, error) from error
+
+
+def _no_answer(repo_id: str, error: Exception) -> HubError:
+    return HubError(
+        f"The hub did not answer for {repo_id}: {type(error).__name__}: {error}.",
+        "Make the same call again when the connection is back; what is already here is kept.",
+    )
 
 
 @dataclass
@@ -132,7 +151,11 @@ class HubRepository:
         if listed is None:
             return None
         cached = self.cached(shard)
-        header = read_header(cached[1], shard) if cached else self._remote_header(shard, listed)
+        try:
+            header = read_header(cached[1], shard) if cached else self._remote_header(shard, listed)
+        except CorruptShardError as error:
+            where, remedy = (cached[1].parent, hub_cache.DAMAGED) if cached else (self.label, _DAMAGED)
+            raise CorruptShardError(f"In {where}: {error.problem}", remedy) from None
         mark = f"sha256:{listed.sha256}" if listed.sha256 else f"blob:{listed.blob_id}"
         return ShardFacts(shard, listed.size, mark, header, staged=cached is None)
 
@@ -176,8 +199,7 @@ class HubRepository:
             durable.remove(part)
             return Release(shard, Disposal.DELETED, size)
         if cached := self.cached(shard):
-            freed = hub_cache.free_file(cached[0], shard)
-            return Release(shard, Disposal.DELETED if freed else Disposal.SHARED, freed)
+            return hub_cache.release_file(cached[0], shard)
         return Release(shard, Disposal.DELETED)
 
 
@@ -225,7 +247,11 @@ class HubCheckpoint:
 
     @property
     def deletable(self) -> bool:
-        return True
+        """What we fetch always is; what is in the user's cache, if that can be written."""
+        from huggingface_hub import constants
+
+        cache = self.repository.access.cache_dir or Path(constants.HF_HUB_CACHE)
+        return not cache.exists() or os.access(cache, os.W_OK)
 
     def identity(self, shards: Iterable[ShardFacts]) -> SourceIdentity:
         marks = {facts.name: facts.fingerprint for facts in shards}

@@ -7,11 +7,19 @@ snapshot's link frees nothing, and unlinking the blob may break another revision
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from rabbitllm import durable
+from rabbitllm.checkpoints.checkpoint import Disposal, Release
 from rabbitllm.errors import UnsafePathError
+
+DAMAGED = (
+    "Delete that link and the file it leads to, and call again: it is fetched anew, and layers that are finished are "
+    "safe."
+)
+"""What to do about a damaged file in the hub cache, which is never the only copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +43,10 @@ class CachedSnapshot:
 
 def snapshot_of(folder: Path) -> CachedSnapshot | None:
     """The snapshot that `folder` is, or None if it lies in no hub cache."""
-    absolute = folder.absolute()
-    repo = absolute.parent.parent
-    if absolute.parent.name == "snapshots" and repo.name.startswith("models--") and (repo / "blobs").is_dir():
-        return CachedSnapshot(repo.parent, repo.name, absolute.name)
+    resolved = folder.resolve()  # as the hub's library names the files of a cache that is reached through a link
+    repo = resolved.parent.parent
+    if resolved.parent.name == "snapshots" and repo.name.startswith("models--") and (repo / "blobs").is_dir():
+        return CachedSnapshot(repo.parent, repo.name, resolved.name)
     return None
 
 
@@ -83,12 +91,25 @@ def free_file(snapshot: CachedSnapshot, name: str) -> int:
     return freed
 
 
+def release_file(snapshot: CachedSnapshot, name: str) -> Release:
+    """Free one file of a snapshot, and say what became of it."""
+    try:
+        freed = free_file(snapshot, name)
+    except OSError as error:
+        if error.errno not in durable.READ_ONLY_ERRORS:
+            raise
+        return Release(name, Disposal.READ_ONLY)
+    return Release(name, Disposal.DELETED if freed else Disposal.SHARED, freed)
+
+
 def free_rest(snapshot: CachedSnapshot) -> list[Path]:
     """Delete what is left of a snapshot: the small files of that revision, and the revision itself.
 
     Returns:
-        The paths that were links of the snapshot.
+        The paths that were links of the snapshot; none if the cache is read-only.
     """
+    if not os.access(snapshot.cache, os.W_OK):
+        return []
     from huggingface_hub import scan_cache_dir
 
     paths = sorted(path for path in snapshot.folder.rglob("*") if not path.is_dir())

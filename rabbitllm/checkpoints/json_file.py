@@ -1,7 +1,8 @@
 """JSON read from a checkpoint: bounded, unambiguous, or refused.
 
-Python's own reader accepts a key twice (the last one wins, while a scanner may see the first), `NaN`,
-and files of any size. Knows nothing of what the JSON means.
+Python's own reader accepts a key twice (the last one wins, while a scanner may see the first), and files of any
+size. `NaN` and `Infinity` are let through: configs of state-space models have them. Knows nothing of what the JSON
+means.
 """
 
 from __future__ import annotations

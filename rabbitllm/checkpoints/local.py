@@ -6,7 +6,6 @@ fetched from a repository, if the caller names one.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 from collections.abc import Iterable, Mapping
@@ -32,10 +31,15 @@ from rabbitllm.checkpoints.index import (
     index_of,
     read_index,
 )
-from rabbitllm.errors import CheckpointNotFoundError, MissingShardError
-from rabbitllm.formats.safetensors_file import read_header
+from rabbitllm.errors import CheckpointNotFoundError, CorruptShardError, MissingShardError
+from rabbitllm.formats.safetensors_file import Header, read_header
 
 logger = logging.getLogger(__name__)
+
+_DAMAGED = (
+    "Put a sound copy at that path and call again: it goes on where it stopped, and layers that are finished are safe. "
+    "Delete nothing else: other shards may be used up already."
+)
 
 
 class LocalCheckpoint:
@@ -44,13 +48,16 @@ class LocalCheckpoint:
     Args:
         folder: holds `model.safetensors.index.json` and its shards, or one `model.safetensors`.
         missing_from: a repository to fetch shards from that the index names and the folder lacks.
+        index: what an unfinished split knows of a folder whose own index is gone (a single file is its index).
 
     Raises:
         CheckpointNotFoundError: no folder, or no weights in it.
         InvalidIndexError, UnsafePathError, CorruptShardError: see `read_index` and `read_header`.
     """
 
-    def __init__(self, folder: Path, missing_from: HubRepository | None = None) -> None:
+    def __init__(
+        self, folder: Path, missing_from: HubRepository | None = None, index: CheckpointIndex | None = None
+    ) -> None:
         if not folder.is_dir():
             raise CheckpointNotFoundError(
                 f"{folder} is not a folder, so there is no checkpoint in it.",
@@ -60,7 +67,8 @@ class LocalCheckpoint:
         self.label = str(folder)
         self._snapshot = hub_cache.snapshot_of(folder)
         self._missing_from = missing_from
-        self.index = self._find_index()
+        self._fetched: set[str] = set()
+        self.index = index or self._find_index()
         for shard in self.index.shards:
             self._check(shard)
 
@@ -71,7 +79,7 @@ class LocalCheckpoint:
         single = self.folder / SINGLE_NAME
         if single.is_file():
             self._check(SINGLE_NAME)
-            return index_of({tensor.name: SINGLE_NAME for tensor in read_header(single).tensors})
+            return index_of({tensor.name: SINGLE_NAME for tensor in self._header(SINGLE_NAME).tensors})
         found = sorted(path.name for path in self.folder.iterdir())
         weights = [name for name in found if name.endswith((".safetensors", ".bin", ".pth", ".pt", ".gguf"))]
         raise CheckpointNotFoundError(
@@ -107,7 +115,16 @@ class LocalCheckpoint:
         if not path.exists():
             return self._missing_from.facts(shard) if self._missing_from is not None else None
         size = path.stat().st_size
-        return ShardFacts(shard, size, self._fingerprint(path, size), read_header(path, shard))
+        header = self._header(shard)
+        return ShardFacts(shard, size, self._fingerprint(path, size), header)
+
+    def _header(self, shard: str) -> Header:
+        """The header of a shard, or what to do about one that is damaged."""
+        try:
+            return read_header(self.folder / shard, shard)
+        except CorruptShardError as error:
+            remedy = hub_cache.DAMAGED if self._snapshot else _DAMAGED
+            raise CorruptShardError(f"In {self.folder}: {error.problem}", remedy) from None
 
     def _fingerprint(self, path: Path, size: int) -> str:
         blob = path.resolve().name
@@ -121,6 +138,7 @@ class LocalCheckpoint:
             self._check(shard)  # again: what is opened now may not be what was checked then
             return path
         if self._missing_from is not None:
+            self._fetched.add(shard)
             return self._missing_from.acquire(shard)
         raise MissingShardError(
             f"{path} is missing; the index says it holds {self._count(shard)} tensors.",
@@ -133,19 +151,17 @@ class LocalCheckpoint:
     def release(self, shard: str) -> Release:
         path = self.folder / shard
         if not path.exists():
-            return (
-                self._missing_from.release(shard)
-                if self._missing_from is not None
-                else Release(shard, Disposal.DELETED)
-            )
+            if self._missing_from is not None and (shard in self._fetched or self._missing_from.staged(shard).exists()):
+                return self._missing_from.release(shard)
+            return Release(shard, Disposal.DELETED)  # by an earlier run
         size = path.stat().st_size
         if self._snapshot is not None:
-            freed = hub_cache.free_file(self._snapshot, shard)
-            return Release(shard, Disposal.DELETED if freed else Disposal.SHARED, freed)
+            return hub_cache.release_file(self._snapshot, shard)
         try:
             durable.remove(path)
+            durable.sync_folder(path.parent)  # or it may be back after a power cut, and nobody would look for it
         except OSError as error:
-            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+            if error.errno not in durable.READ_ONLY_ERRORS:
                 raise
             return Release(shard, Disposal.READ_ONLY)
         return Release(shard, Disposal.DELETED, size)

@@ -23,7 +23,8 @@ class Device(Protocol):
     """A place that computes.
 
     `upload` may return before the bytes have arrived; whoever uses them calls `arrive` first. `leave` marks the last
-    use of a device buffer, and the next `upload` into it waits for that mark.
+    use of a device buffer, and the next `upload` into it waits for that mark. The first one needs a mark too: memory
+    that was just allocated may belong to a computation that was asked for but has not been carried out.
     """
 
     name: str
@@ -40,7 +41,7 @@ class Device(Protocol):
         ...
 
     def upload(self, host: torch.Tensor, device: torch.Tensor, after: Any) -> Any:
-        """Begin to copy `host` to `device` (same length) once `after` (from `leave`, or None) is reached.
+        """Begin to copy `host` to `device` (same length) once `after`, from `leave`, is reached.
 
         Returns:
             A ticket for `arrive` and `landed`.
@@ -129,8 +130,7 @@ class CudaDevice:
 
     def upload(self, host: torch.Tensor, device: torch.Tensor, after: Any) -> Any:
         with torch.cuda.stream(self._copies):
-            if after is not None:
-                self._copies.wait_event(after)
+            self._copies.wait_event(after)
             device.copy_(host, non_blocking=True)
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record(self._copies)
@@ -196,7 +196,7 @@ def resolve_devices(device: str, max_memory: Mapping[str, int] | None, pin_memor
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     named = sorted((name for name in max_memory or {} if name != "cpu"), key=lambda name: int(name[5:]))
     if named:
-        return [_gpu(name, count, pin_memory) for name in named]
+        return [_gpu(name, count, pin_memory, f"max_memory names {name!r}, which") for name in named]
     if device == "auto":
         return [_gpu(f"cuda:{i}", count, pin_memory) for i in range(count)] or [CpuDevice()]
     if device == "cpu":
@@ -207,13 +207,14 @@ def resolve_devices(device: str, max_memory: Mapping[str, int] | None, pin_memor
     return [_gpu("cuda:0" if device == "cuda" else device, count, pin_memory)]
 
 
-def _gpu(name: str, count: int, pin_memory: bool) -> CudaDevice:
+def _gpu(name: str, count: int, pin_memory: bool, subject: str = "") -> CudaDevice:
     match = re.fullmatch(r"cuda:(\d+)", name)
     has = f"this machine has {', '.join(f'cuda:{i}' for i in range(count)) or 'no GPU'}"
     if match is None:
         raise DeviceError(f"device={name!r} is no device; expected 'cpu', 'cuda:N' or 'auto'; {has}.")
     if int(match[1]) >= count:
-        raise DeviceError(f"device={name!r} does not exist: {has}.", "Pass device='cpu', or device='auto'.")
+        said = subject or f"device={name!r}"
+        raise DeviceError(f"{said} does not exist: {has}.", "Name one that does, or pass device='cpu' or 'auto'.")
     return CudaDevice(int(match[1]), pin_memory)
 
 

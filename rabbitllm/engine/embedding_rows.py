@@ -49,14 +49,15 @@ class EmbeddingRows:
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Bind the rows of the ids in the first argument, and renumber them."""
-        ids = args[0] if args else kwargs["input"]
+        first = next(iter(kwargs), "")  # what a forward calls its first argument differs
+        ids = args[0] if args else kwargs[first]
         distinct, renumbered = torch.unique(ids.cpu(), return_inverse=True)
         self._place.bind(self._rows(distinct).to(self._device))
         self.rows_brought += len(distinct)
         # checked against the number of rows, and of no use without gradients
         module.padding_idx = None  # type: ignore[assignment]
         renumbered = renumbered.to(ids.device)
-        return ((renumbered, *args[1:]), kwargs) if args else (args, kwargs | {"input": renumbered})
+        return ((renumbered, *args[1:]), kwargs) if args else (args, kwargs | {first: renumbered})
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Let the rows go."""
@@ -65,10 +66,11 @@ class EmbeddingRows:
     def _rows(self, ids: torch.Tensor) -> torch.Tensor:
         form = self._stored.quantised
         if form is None:
-            return self._part(self._stored.parts[0])[ids].to(self._dtype)
+            return self._part(self._stored.parts[0]).index_select(0, ids).to(self._dtype)
         count, width = len(ids), form.shape[1]
         payload, absmax, table = (self._part(spec) for spec in self._stored.parts[:3])
-        codes = payload.view(form.shape[0], -1)[ids].contiguous()
-        scales = absmax.view(form.shape[0], -1)[ids].contiguous().view(-1)
+        # index_select: like an embedding, and unlike [], it takes no negative ids
+        codes = payload.view(form.shape[0], -1).index_select(0, ids)
+        scales = absmax.view(form.shape[0], -1).index_select(0, ids).view(-1)
         codes = codes.view(-1, 1) if form.scheme == "4bit" else codes
         return dequantise(Quantised(form.scheme, (count, width), form.dtype), codes, scales, table, self._dtype)

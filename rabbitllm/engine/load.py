@@ -23,6 +23,7 @@ from rabbitllm.engine.units import find_units
 from rabbitllm.engine.weights import map_weights
 from rabbitllm.errors import OptionError
 from rabbitllm.formats.tensor_spec import torch_dtype
+from rabbitllm.layers.compression import check_compression
 from rabbitllm.layers.layer_store import LayerStore
 from rabbitllm.options import StreamOptions
 from rabbitllm.profiler import Profiler
@@ -34,6 +35,19 @@ DEVICE_MARGIN = 3 << 29
 """Bytes left to activations and the KV cache where the caller sets no limit; and a tenth of what is free besides."""
 
 
+def check(config_folder: Path, options: StreamOptions, devices: Sequence[Device]) -> None:
+    """Refuse before a split what `load_model` would refuse after it: the model, the dtype, the attention.
+
+    Raises:
+        UnknownArchitectureError, OptionError: as `load_model` does.
+    """
+    config = skeleton.read_config(config_folder, options.trust_remote_code)
+    dtype = _named_dtype(options.dtype) or _config_dtype(config) or torch.float32
+    attention = _attention(options.attn_implementation, config, devices, dtype)
+    skeleton.build_skeleton(config_folder, config, dtype, attention, options.trust_remote_code)
+
+
+@torch.inference_mode(False)  # a caller's inference mode is no reason for weights that can never have gradients
 def load_model(
     folder: Path, options: StreamOptions, config_folder: Path | None = None, devices: Sequence[Device] | None = None
 ) -> Any:
@@ -52,15 +66,17 @@ def load_model(
         IncompleteSplitError: a tensor is missing or damaged; each is named.
         UnknownArchitectureError: transformers does not know the model.
         DeviceError: the device does not exist.
+        MissingPackageError: the layers are compressed and bitsandbytes is not installed.
     """
     store = LayerStore(folder)
+    for scheme in {tensor.quantised.scheme for tensor in store.tensors.values() if tensor.quantised}:
+        check_compression(scheme)  # now, rather than in the first pass
     home = folder if (folder / "config.json").exists() or config_folder is None else config_folder
     config = skeleton.read_config(home, options.trust_remote_code)
     chosen = list(devices or resolve_devices(options.device, options.max_memory, options.pin_memory))
     dtype = _choose_dtype(options.dtype, config, store, chosen)
-    model = skeleton.build_skeleton(
-        home, config, dtype, _attention(options.attn_implementation, chosen, dtype), options.trust_remote_code
-    )
+    attention = _attention(options.attn_implementation, config, chosen, dtype)
+    model = skeleton.build_skeleton(home, config, dtype, attention, options.trust_remote_code)
     weights = map_weights(model, store.tensors, str(folder))
     sources = {unit.name: source_of(unit, weights, store) for unit in find_units(model)}
     placement = _place(model, sources, chosen, options)
@@ -68,7 +84,7 @@ def load_model(
     skeleton.materialise_buffers(model, _device_finder(placement, by_name), weights.absent)
     profiler = Profiler(options.profiling, "Passes, by stage")
     cached = options.cache_layers or 0
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.no_grad():
         streamer = Streamer(
             model,
             sources,
@@ -79,12 +95,14 @@ def load_model(
             prefetching=options.prefetching,
             cached_layers=cached,
         )
-    _join_devices(model, chosen)
+    home_device = by_name[placement.home].torch_device
+    if len(chosen) > 1:  # callers expect the output where their inputs came from
+        model.register_forward_hook(lambda module, args, output: send_to_device(output, home_device))
     if options.show_progress and placement.streamed_bytes:
         PassBar(model, [sources[placed.unit].unit.module for placed in placement.units])
     if weights.unused:
         logger.info("%d stored tensors are not used by %s.", len(weights.unused), type(model).__name__)
-    streamed = adopt(model, chosen[0].torch_device, placement)
+    streamed = adopt(model, home_device, placement)
     streamed.tokenizer = skeleton.read_tokenizer(home, options.trust_remote_code)
     streamed.profiler = profiler
     streamed.streamer = streamer
@@ -94,16 +112,27 @@ def load_model(
 
 def _choose_dtype(wanted: str | None, config: Any, store: LayerStore, devices: Sequence[Device]) -> torch.dtype:
     """The caller's dtype, else the config's, else that of the weights; fp16 for bf16 where a GPU has no bf16."""
-    if wanted is not None:
-        dtype = getattr(torch, wanted, None)
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise OptionError(f"dtype={wanted!r} is no floating dtype of torch.", "For example dtype='bfloat16'.")
-        return dtype
-    dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or _stored_dtype(store)
+    named = _named_dtype(wanted)
+    if named is not None:
+        return named
+    dtype = _config_dtype(config) or _stored_dtype(store)
     if dtype == torch.bfloat16 and not all(suits_bf16(device) for device in devices):
         logger.warning("This GPU has no bfloat16; the model computes in float16. Pass dtype='float32' if it overflows.")
         return torch.float16
     return dtype
+
+
+def _named_dtype(name: str | None) -> torch.dtype | None:
+    if name is None:
+        return None
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise OptionError(f"dtype={name!r} is no floating dtype of torch.", "For example dtype='bfloat16'.")
+    return dtype
+
+
+def _config_dtype(config: Any) -> torch.dtype | None:
+    return getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
 
 
 def _stored_dtype(store: LayerStore) -> torch.dtype:
@@ -116,7 +145,7 @@ def _stored_dtype(store: LayerStore) -> torch.dtype:
     return torch.float32
 
 
-def _attention(wanted: str, devices: Sequence[Device], dtype: torch.dtype) -> str | None:
+def _attention(wanted: str, config: Any, devices: Sequence[Device], dtype: torch.dtype) -> str | None:
     """What to ask transformers for. "auto": FlashAttention 2 where it is installed and usable, else its own choice."""
     if wanted != "auto":
         return wanted
@@ -124,7 +153,10 @@ def _attention(wanted: str, devices: Sequence[Device], dtype: torch.dtype) -> st
         return None
     from transformers.utils import is_flash_attn_2_available
 
-    return "flash_attention_2" if is_flash_attn_2_available() and suits_bf16(devices[0]) else None
+    own = skeleton.model_class(config)
+    kinds = getattr(own, "_compatible_flash_implementations", None) or ["flash_attention_2"]
+    supported = getattr(own, "_supports_flash_attn", False) and "flash_attention_2" in kinds
+    return "flash_attention_2" if supported and suits_bf16(devices[0]) and is_flash_attn_2_available() else None
 
 
 def _place(
@@ -155,22 +187,15 @@ def _default_budget(device: Device) -> int:
 
 
 def _device_finder(placement: Placement, devices: Mapping[str, Device]) -> Any:
-    """Module path -> the torch device of the unit around it, else of the first device."""
+    """Module path -> the torch device of the unit around it, else of the first unit."""
     owners = {placed.unit: devices[placed.device].torch_device for placed in placement.units}
-    first = devices[placement.budgets[0].device].torch_device
+    home = devices[placement.home].torch_device
 
     def find(path: str) -> torch.device:
         while path:
             if path in owners:
                 return owners[path]
             path = path.rpartition(".")[0]
-        return first
+        return home
 
     return find
-
-
-def _join_devices(model: nn.Module, devices: Sequence[Device]) -> None:
-    """With several devices, bring the output back to where the inputs came from, as callers expect."""
-    if len(devices) > 1:
-        home = devices[0].torch_device
-        model.register_forward_hook(lambda module, args, output: send_to_device(output, home))

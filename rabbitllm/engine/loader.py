@@ -28,7 +28,7 @@ class Slot:
 
     host: torch.Tensor
     device: torch.Tensor
-    left: Any = None
+    left: Any
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ class Loader:
         largest = max((source.buffer_bytes for source in sources.values()), default=0)
         for _ in range(slots if sources else 0):
             host = device.host_buffer(largest)
-            self._free.put(Slot(host, host if device.shares_host_memory else device.device_buffer(largest)))
+            on_device = host if device.shares_host_memory else device.device_buffer(largest)
+            self._free.put(Slot(host, on_device, device.leave()))
 
     def keep_in_host_memory(self, unit: str) -> None:
         """Read a unit's bytes once and copy them from host memory from then on."""
@@ -86,7 +87,13 @@ class Loader:
         if unit not in self._pending:
             self._discard_pending()  # something else was expected; its slots are needed now
             self.request(unit)
-        loaded = self._pending.pop(unit).result()
+        try:
+            loaded = self._pending[unit].result()
+        except Exception:
+            del self._pending[unit]  # so that the next call tries again
+            raise
+        # only now: had the wait been interrupted, the next call would still find the slot
+        del self._pending[unit]
         self._profiler.add(unit, READ_WAIT, time.perf_counter() - start)
         self._device.arrive(loaded.ticket)
         return loaded
@@ -103,7 +110,8 @@ class Loader:
     def _discard_pending(self) -> None:
         for unit in list(self._pending):
             future = self._pending.pop(unit)
-            if not future.cancel():
+            # one that failed has given its slot back, and its error concerns nobody any more
+            if not future.cancel() and future.exception() is None:
                 self._free.put(future.result().slot)
 
     def _load(self, unit: str) -> Loaded:

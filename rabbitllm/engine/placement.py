@@ -86,6 +86,11 @@ class Placement:
         return next(placed for placed in self.units if placed.unit == unit)
 
     @property
+    def home(self) -> str:
+        """The device of the first unit: inputs go there, and what belongs to no unit is there."""
+        return self.units[0].device
+
+    @property
     def is_resident(self) -> bool:
         """Whether every unit is ready to use at any time, as in an ordinary model."""
         return all(placed.tier is Tier.RESIDENT for placed in self.units)
@@ -146,11 +151,13 @@ def place(
 def _spans(costs: Sequence[UnitCost], budgets: Sequence[Budget]) -> list[list[UnitCost]]:
     """Contiguous runs of units, one a device, of stored bytes in proportion to the budgets."""
     total = sum(cost.stored for cost in costs) or 1
-    room = sum(budget.nbytes for budget in budgets) or 1
+    shares = [budget.nbytes for budget in budgets]
+    if not any(shares):
+        shares = [1] * len(budgets)
     runs: list[list[UnitCost]] = [[] for _ in budgets]
     ends, at = [], 0.0
-    for budget in budgets:
-        at += budget.nbytes / room
+    for share in shares:
+        at += share / sum(shares)
         ends.append(at)
     passed, device = 0, 0
     for cost in costs:
@@ -166,15 +173,16 @@ def _tiers(costs: Sequence[UnitCost], budget: Budget, small_first: bool) -> dict
     need = sum(_ready_cost(cost, budget) for cost in costs)
     if need <= budget.nbytes:
         return dict.fromkeys((cost.name for cost in costs), Tier.RESIDENT)
-    scratch = max((cost.ready for cost in costs if not cost.is_view and not cost.by_rows), default=0)
-    rows = {cost.name: _rows_tier(cost, budget) for cost in costs if cost.by_rows}
-    others = [cost for cost in costs if cost.name not in rows]
-    if sum(cost.stored for cost in others) + scratch <= budget.nbytes:
-        return rows | {cost.name: _kept(cost) for cost in others}
-    reserve = SLOTS * max((cost.stored for cost in others if not cost.must_stay), default=0) + scratch
-    left = budget.nbytes - reserve - sum(cost.stored for cost in others if cost.must_stay)
-    tiers = rows | {cost.name: _kept(cost) if cost.must_stay else Tier.STREAMED for cost in others}
-    candidates = [cost for cost in others if not cost.must_stay]
+    tiers = {cost.name: _rows_tier(cost, budget) for cost in costs if cost.by_rows}
+    # made for good, since it may be used outside its own forward
+    tiers |= {cost.name: Tier.RESIDENT for cost in costs if cost.must_stay}
+    room = budget.nbytes - sum(cost.ready for cost in costs if cost.must_stay)
+    candidates = [cost for cost in costs if cost.name not in tiers]
+    scratch = max((cost.ready for cost in candidates if not cost.is_view), default=0)
+    if sum(cost.stored for cost in candidates) + scratch <= room:
+        return tiers | {cost.name: _kept(cost) for cost in candidates}
+    left = room - scratch - SLOTS * max((cost.stored for cost in candidates), default=0)
+    tiers |= {cost.name: Tier.STREAMED for cost in candidates}
     if small_first:
         for cost in [cost for cost in candidates if not cost.is_layer]:
             candidates.remove(cost)
@@ -204,11 +212,12 @@ def _spread(costs: Sequence[UnitCost], room: int) -> list[UnitCost]:
     total = sum(cost.stored for cost in costs)
     if room <= 0 or not total:
         return []
-    chosen, credit, used = [], 0.0, 0
+    share = min(room, total)
+    chosen, credit, used = [], 0, 0  # credit is counted in whole numbers, times `total`
     for cost in costs:
-        credit += cost.stored * min(room / total, 1.0)
-        if credit >= cost.stored and used + cost.stored <= room:
+        credit += cost.stored * share
+        if credit >= cost.stored * total and used + cost.stored <= room:
             chosen.append(cost)
-            credit -= cost.stored
+            credit -= cost.stored * total
             used += cost.stored
     return chosen

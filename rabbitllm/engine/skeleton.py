@@ -11,7 +11,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rabbitllm.errors import UnknownArchitectureError
+from rabbitllm.errors import OptionError, UnknownArchitectureError
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,8 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConf
     """The model's config, from a folder that has a config.json.
 
     Raises:
-        UnknownArchitectureError: transformers does not know the model type, or its code is not trusted.
+        UnknownArchitectureError: transformers does not know the model type, its code is not trusted, or the weights
+            are quantised by another program.
     """
     from transformers import AutoConfig
 
@@ -38,7 +39,21 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConf
         model_class(config)
     except (ValueError, KeyError, ImportError) as error:
         raise _unknown(folder, error) from error
+    _refuse_quantised(folder, config)
     return config
+
+
+def _refuse_quantised(folder: Path, config: PretrainedConfig) -> None:
+    """Without the scales that come with such weights the model would run, and answer nonsense."""
+    for part in (config, config.get_text_config()):
+        found = getattr(part, "quantization_config", None)
+        if found:
+            method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", found)
+            raise UnknownArchitectureError(
+                f"The weights that belong to {folder} are quantised already ({method}), which is not supported; "
+                "expected plain ones.",
+                "Name the model's unquantised checkpoint; compression='4bit' or '8bit' makes it small.",
+            )
 
 
 def _unknown(folder: Path, error: Exception) -> UnknownArchitectureError:
@@ -85,6 +100,7 @@ def build_skeleton(
 
     Raises:
         UnknownArchitectureError: transformers has no model for this config.
+        OptionError: it has no such attention, or not for this model.
     """
     import torch
 
@@ -99,6 +115,11 @@ def build_skeleton(
             else:
                 model = chosen.from_config(config, trust_remote_code=trust_remote_code, **options)
     except (ValueError, ImportError) as error:
+        if attn_implementation is not None:
+            raise OptionError(
+                f"The model in {folder} cannot be built with attn_implementation={attn_implementation!r}: {error}",
+                "Leave attn_implementation out: transformers then chooses one that works.",
+            ) from error
         raise _unknown(folder, error) from error
     model.eval()
     _apply_dtype_plan(model, dtype)
@@ -135,16 +156,22 @@ def _apply_dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> None:
 def _read_generation_config(model: PreTrainedModel, folder: Path) -> None:
     from transformers import GenerationConfig
 
-    if model.can_generate() and (folder / "generation_config.json").is_file():
+    if not model.can_generate():
+        return
+    if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
+    else:  # older models have such settings (beams, forced tokens) in config.json, and a config object drops them
+        model.generation_config = GenerationConfig.from_pretrained(
+            folder, config_file_name="config.json", _from_model_config=True
+        )
 
 
 def materialise_buffers(model: PreTrainedModel, device_of: Any, absent: frozenset[str] = frozenset()) -> None:
     """Give every non-persistent buffer its real value, and every parameter in `absent` its initial one.
 
-    A buffer gets an empty placeholder on its device, and the module that owns it fills it, by the same
-    `_init_weights` that transformers calls after loading. That method would initialise the module's weights too
-    (Gemma 3's scaled embedding owns both), so those are marked as initialised first.
+    Each gets an empty placeholder on its device, which transformers' own `initialize_weights` fills, as it does after
+    loading. It asks every module: Falcon-H1's model computes the buffers of its layers. It would initialise weights
+    too (Gemma 3's scaled embedding owns both kinds), so those are marked as initialised first.
 
     Args:
         device_of: module path -> torch device, a callable.
@@ -154,34 +181,17 @@ def materialise_buffers(model: PreTrainedModel, device_of: Any, absent: frozense
 
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         tensor._is_hf_initialized = name not in absent
-    owners: dict[str, torch.nn.Module] = {}
-    for name, buffer in list(model.named_non_persistent_buffers()):
+    for name in (*(name for name, _ in model.named_non_persistent_buffers()), *absent):
         path, _, leaf = name.rpartition(".")
-        owners[path] = model.get_submodule(path)
-        owners[path]._buffers[leaf] = torch.empty_like(buffer, device=device_of(path))
-    for name in absent:
-        path, _, leaf = name.rpartition(".")
-        owners[path] = module = model.get_submodule(path)
+        module = model.get_submodule(path)
         if leaf in module._parameters:
             empty = torch.empty_like(module._parameters[leaf], device=device_of(path))
             module._parameters[leaf] = torch.nn.Parameter(empty)
         else:
             module._buffers[leaf] = torch.empty_like(module._buffers[leaf], device=device_of(path))
-    with torch.no_grad():
-        for path, module in owners.items():
-            _model_around(model, path)._init_weights(module)
-
-
-def _model_around(model: PreTrainedModel, path: str) -> Any:
-    """The innermost PreTrainedModel that contains a module; its `_init_weights` may be a special one."""
-    from transformers import PreTrainedModel
-
-    best, length = model, -1
-    for name, module in model.named_modules():
-        inside = not name or path == name or path.startswith(name + ".")
-        if isinstance(module, PreTrainedModel) and inside and len(name) > length:
-            best, length = module, len(name)
-    return best
+    for module in model.modules():
+        module._is_hf_initialized = False  # set when the module was made, on the meta device
+    model.initialize_weights()
 
 
 def read_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:

@@ -7,6 +7,8 @@ why it cannot be moved or cast.
 from __future__ import annotations
 
 import logging
+import threading
+from contextlib import AbstractContextManager
 from typing import Any
 
 # imported at run time too: transformers resolves the annotations of a model class when the class is made
@@ -39,6 +41,7 @@ class StreamedModel:
     unused_tensors: tuple[str, ...]
     _compute_device: torch.device
     _all_resident: bool
+    _turn: AbstractContextManager[Any]
 
     @property
     def device(self) -> torch.device:
@@ -46,16 +49,21 @@ class StreamedModel:
         return self._compute_device
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """A pass. Unless every unit is resident it is without gradients, which would keep every layer's weights."""
+        """A pass. Unless every unit is resident it is without gradients, which would keep every layer's weights.
+
+        Nor can two threads share one: a layer's weights are there for the pass that computes it. They take turns.
+        """
         if self._all_resident:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        with torch.no_grad():
+        with self._turn, torch.no_grad():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model as it is: where its weights live was decided when it was loaded."""
-        wanted = [value for value in (*args, *kwargs.values()) if value is not None]
-        if any(str(value) != str(self._compute_device) for value in wanted):
+        wanted = [value for value in (*args, *kwargs.values()) if value is not None and not isinstance(value, bool)]
+        device, dtype = self._compute_device, str(self.dtype)  # type: ignore[attr-defined]
+        as_it_is = {str(device), dtype, dtype.removeprefix("torch.")} | ({device.type} if not device.index else set())
+        if not {str(value) for value in wanted} <= as_it_is:
             logger.warning(
                 "model.to(%s) has no effect: device, dtype and max_memory of from_pretrained placed the weights.",
                 ", ".join(map(str, wanted)),
@@ -107,6 +115,7 @@ def adopt(model: PreTrainedModel, device: torch.device, placement: Placement) ->
     streamed._compute_device = device
     streamed.placement = placement
     streamed._all_resident = placement.is_resident
+    streamed._turn = threading.RLock()
     # transformers reads it: generate() then compiles nothing, and pipelines leave the model where it is
     streamed.hf_device_map = {"": str(device)}
     return streamed

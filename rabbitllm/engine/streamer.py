@@ -8,7 +8,7 @@ neither files nor formats.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,8 +70,7 @@ class Streamer:
         self._memos: dict[str, Memo] = {name: {} for name in devices}
         self._started: dict[str, float] = {}
         self.embedding_rows: EmbeddingRows | None = None
-        self.bound: set[str] = set()
-        """Units that are neither resident nor unbound: at most those that compute at this moment."""
+        self._letting_go: dict[str, Callable[[], None]] = {}
         self.lanes: dict[str, DeviceLane] = {}
         for name, device in devices.items():
             streamed = {
@@ -82,16 +81,38 @@ class Streamer:
             lane = DeviceLane(device, Loader(streamed, store, device, profiler, SLOTS))
             order = list(streamed)
             lane.follower = dict(zip(order, order[1:] + order[:1], strict=True))
-            for unit in [unit for unit in order if sources[unit].unit.is_layer][:cached_layers]:
-                lane.loader.keep_in_host_memory(unit)
+            if not device.shares_host_memory:  # else the placement kept them
+                layers = [unit for unit in order if sources[unit].unit.is_layer][:cached_layers]
+                for unit in layers:
+                    lane.loader.keep_in_host_memory(unit)
+                cached_layers -= len(layers)
             self.lanes[name] = lane
-        first = placement.budgets[0].device
         for placed in placement.units:
-            self._install(sources[placed.unit], placed.tier, self.lanes[placed.device], moves=placed.device != first)
+            self._install(sources[placed.unit], placed.tier, self.lanes[placed.device])
+        self._recover_from_interrupts([name for name, source in sources.items() if source.unit.is_layer])
 
-    def _install(self, source: UnitSource, tier: Tier, lane: DeviceLane, *, moves: bool) -> None:
+    @property
+    def bound(self) -> set[str]:
+        """Units that are neither resident nor unbound: at most those that compute at this moment."""
+        return set(self._letting_go)
+
+    def _recover_from_interrupts(self, layers: Sequence[str]) -> None:
+        """Before each pass, let go of what an interrupted one left: torch runs no hooks after a KeyboardInterrupt.
+
+        Generation calls an encoder by itself, so any model inside the model may be where a pass begins.
+        """
+        for name, module in self._model.named_modules():
+            inside_a_layer = any(name.startswith(layer + ".") for layer in layers)
+            if isinstance(module, PreTrainedModel) and not inside_a_layer:
+                module.register_forward_pre_hook(lambda module, args: self._let_all_go())
+
+    def _let_all_go(self) -> None:
+        for name in list(self._letting_go):
+            self._letting_go.pop(name)()
+
+    def _install(self, source: UnitSource, tier: Tier, lane: DeviceLane) -> None:
         unit, device = source.unit, lane.device
-        if moves:
+        if len(self.lanes) > 1:  # also on the first device: OPT's last norm is registered before its layers
             unit.module.register_forward_pre_hook(_Mover(device.torch_device), with_kwargs=True)
         if tier is Tier.RESIDENT:
             part = self._mapped if device.shares_host_memory else self._uploaded(source, device)
@@ -116,9 +137,13 @@ class Streamer:
     def _hook(self, source: UnitSource, device: Device, supply: _Packed | _Streamed) -> None:
         name, module = source.unit.name, source.unit.module
 
+        def let_go() -> None:
+            self._unbind(source, device)
+            supply.let_go()
+
         def before(module: nn.Module, args: Any) -> None:
+            self._letting_go[name] = let_go
             part = supply.bring()
-            self.bound.add(name)
             with self._profiler.stage(name, DEQUANTISE):
                 source.make(self._model, part)
                 if self._profiler.enabled:
@@ -127,9 +152,7 @@ class Streamer:
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             self._stop(name, device)
-            self._unbind(source, device)
-            self.bound.discard(name)
-            supply.let_go()
+            self._letting_go.pop(name, let_go)()
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after, always_call=True)
@@ -153,7 +176,7 @@ class Streamer:
         buffer = device.device_buffer(source.buffer_bytes)
         host = torch.empty(source.buffer_bytes, dtype=torch.uint8)
         source.read(self._store, host.numpy().data.cast("B"))
-        ticket = device.upload(host, buffer, None)
+        ticket = device.upload(host, buffer, device.leave())
         device.landed(ticket)
         device.arrive(ticket)
         return source.part_of(buffer)

@@ -150,6 +150,8 @@ def _spec(name: str, entry: object, data_start: int, file: str) -> TensorSpec:
         raise _corrupt(file, f"{where} has dtype {_short(dtype)}; known ones are {', '.join(DTYPES)}")
     if not _naturals(shape) or len(shape) > MAX_DIMENSIONS:
         raise _corrupt(file, f"{where} has shape {_short(shape)}; expected at most {MAX_DIMENSIONS} natural numbers")
+    if math.prod(size or 1 for size in shape) >= 1 << 63:  # without elements too, torch could not count its strides
+        raise _corrupt(file, f"{where} has shape {_short(shape)}; no tensor is that large")
     if not _naturals(offsets) or len(offsets) != 2 or offsets[1] < offsets[0]:
         raise _corrupt(file, f"{where} has data_offsets {_short(offsets)}; expected [begin, end]")
     nbytes = offsets[1] - offsets[0]

@@ -268,7 +268,7 @@ def _parse_nf4_state(name: str, raw: bytes) -> Quantised:
             and all(type(size) is int and size >= 0 for size in shape)
             and not any(key.startswith("nested") for key in state)
         )
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         sound = False
     if not sound:
         raise IncompleteSplitError(

@@ -8,6 +8,7 @@ in which shards arrive, so every route makes the same bytes. Pure: opens nothing
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from urllib.parse import quote
@@ -15,6 +16,7 @@ from urllib.parse import quote
 from rabbitllm.checkpoints.index import natural_key
 from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.durable import DIRECT_ALIGNMENT
+from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.safetensors_file import Placed, encode_header
 from rabbitllm.layers.compression import StoredForm
 
@@ -55,9 +57,18 @@ def lay_out(layer: LayerName, forms: Iterable[StoredForm]) -> LayerLayout:
 
     The format allows no holes, so alignment comes from the order: what fills whole 4096-byte blocks first (it can
     then be written past the page cache), then multiples of 64 bytes, then the rest; by name within each.
+
+    Raises:
+        InvalidIndexError: a tensor is named like a part of another one's stored form.
     """
     stored = tuple(forms)
     ordered = sorted((part for form in stored for part in form.parts), key=_turn)
+    twice = next((name for name, times in Counter(part.name for part in ordered).items() if times > 1), None)
+    if twice is not None:
+        raise InvalidIndexError(
+            f"Two tensors of layer {layer.id} would be stored as {twice!r}: its weights seem to be compressed already.",
+            "Leave compression out.",
+        )
     header, offsets = encode_header(ordered)
     end = offsets[-1] + ordered[-1].nbytes if ordered else len(header)
     places = {part.name: offset for part, offset in zip(ordered, offsets, strict=True)}

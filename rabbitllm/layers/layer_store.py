@@ -15,10 +15,16 @@ from typing import Any
 from rabbitllm import durable
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.json_file import read_json
-from rabbitllm.errors import CorruptShardError, IncompleteSplitError, RabbitLLMError, SplitMismatchError
+from rabbitllm.errors import (
+    CorruptShardError,
+    IncompleteSplitError,
+    InvalidIndexError,
+    RabbitLLMError,
+    SplitMismatchError,
+)
 from rabbitllm.formats.safetensors_file import MappedFile, read_header
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.layers.compression import NF4_STATE, Quantised, part_names, read_state, schemes
+from rabbitllm.layers.compression import BLOCKS, NF4_STATE, Quantised, part_names, read_state, schemes
 from rabbitllm.layers.layer_file import DONE_SUFFIX, LAYER_SUFFIX
 
 MANIFEST_NAME = "split.json"
@@ -90,7 +96,10 @@ def read_manifest(folder: Path) -> Manifest | None:
     path = folder / MANIFEST_NAME
     if not path.exists():
         return None
-    content = read_json(path)
+    try:
+        content = read_json(path)
+    except InvalidIndexError as error:
+        raise IncompleteSplitError(error.problem, _REMAKE) from None
     version = content.get("format_version")
     if not isinstance(version, int):
         raise IncompleteSplitError(f"{path} is no manifest: it has no format_version.", _REMAKE)
@@ -101,7 +110,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         )
     try:
         return _parse(content)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise IncompleteSplitError(f"{path} is damaged: {type(error).__name__} {error}.", _REMAKE) from None
 
 
@@ -112,12 +121,28 @@ _REMAKE = (
 
 
 def _parse(content: dict[str, Any]) -> Manifest:
-    source = content["source"]
-    layers = tuple(
-        LayerRecord(r["id"], r["stem"], r["file"], r["size"], tuple(r["tensors"])) for r in content["layers"]
-    )
-    identity = SourceIdentity(source["kind"], source["name"], source["commit"], dict(source["fingerprints"]))
-    return Manifest(identity, content["compression"], content["quantiser"], layers)
+    source, compression = content["source"], content["compression"]
+    if compression is not None and compression not in BLOCKS:
+        raise ValueError(f"{compression!r} is no compression")
+    fingerprints = {shard: _text(mark) for shard, mark in source["fingerprints"].items()}
+    identity = SourceIdentity(_text(source["kind"]), _text(source["name"]), source["commit"], fingerprints)
+    return Manifest(identity, compression, content["quantiser"], tuple(_record(r) for r in content["layers"]))
+
+
+def _record(entry: dict[str, Any]) -> LayerRecord:
+    file, size = _text(entry["file"]), entry["size"]
+    if Path(file).name != file or not file.endswith(LAYER_SUFFIX):  # a folder may come from anywhere
+        raise ValueError(f"{file!r} is no name of a layer file")
+    if type(size) is not int or size < 0:
+        raise ValueError(f"{size!r} is no size")
+    tensors = tuple(_text(name) for name in entry["tensors"])
+    return LayerRecord(_text(entry["id"]), _text(entry["stem"]), file, size, tensors)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
 
 
 def is_legacy(folder: Path) -> bool:

@@ -173,44 +173,47 @@ class Space:
     reason: str
 
 
-def space_at(folder: Path, max_disk: int | None, occupied: int) -> tuple[Space, Space | None]:
-    """Free disk at `folder`, and what `max_disk` leaves after the `occupied` bytes of an earlier run.
+def check_space(plan: SplitPlan, folder: Path, max_disk: int | None, *, deletes_shards: bool) -> None:
+    """Refuse a split that would not fit, before its first byte.
 
-    A container's quota does not show in the first figure (Kaggle reports the host's disk), hence the second.
+    A container's quota does not show in what is free (Kaggle reports the host's disk), hence `max_disk`.
+
+    Raises:
+        NotEnoughSpaceException: with what is needed, what there is, and which compression would fit.
     """
     at = folder
     while not at.exists():
         at = at.parent
     free = Space(shutil.disk_usage(at).free, f"free on the disk of {at}")
-    limit = None if max_disk is None else Space(max_disk - occupied, f"allowed by max_disk={max_disk:,}")
-    return free, limit
+    limit = None if max_disk is None else Space(max_disk, f"allowed by max_disk={max_disk:,}")
+
+    def lacking(candidate: SplitPlan) -> tuple[int, Space] | None:
+        use = disk_use(candidate, deletes_shards=deletes_shards)
+        wants = ((use.added, free), (use.created, limit))
+        return next(((need, space) for need, space in wants if space is not None and need > space.available), None)
+
+    short = lacking(plan)
+    if short is None:
+        return
+    need, space = short
+    fitting = next(
+        (c for c in ("8bit", "4bit") if c != plan.compression and lacking(_compressed(plan, c)) is None), None
+    )
+    raise NotEnoughSpaceException(
+        f"Splitting {plan.source.name} into {folder} needs {gib(need)} at its peak; "
+        f"{gib(space.available)} is {space.reason}.",
+        f"compression='{fitting}' would fit."
+        if fitting
+        else f"Free {gib(need - space.available)} there, or name another place with layer_shards_saving_path. No other "
+        "compression fits as it is.",
+    )
 
 
-def check_space(plan: SplitPlan, use: DiskUse, folder: Path, max_disk: int | None) -> None:
-    """Refuse a split that would not fit, before its first byte.
-
-    Raises:
-        NotEnoughSpaceException: with what is needed, what there is, and which compression would fit.
-    """
-    free, limit = space_at(folder, max_disk, 0)
-    for need, space in ((use.added, free), (use.created, limit)):
-        if space is not None and need > space.available:
-            raise NotEnoughSpaceException(
-                f"Splitting {plan.source.name} into {folder} needs {gib(need)} at its peak; "
-                f"{gib(space.available)} is {space.reason}.",
-                _what_fits(plan, need, space.available),
-            )
-
-
-def _what_fits(plan: SplitPlan, need: int, available: int) -> str:
-    """The compressions whose output is smaller by enough, in words."""
-    tensors = [tensor for shard in plan.shards for tensor in shard.tensors]
-    for choice in ("8bit", "4bit"):
-        smaller = sum(part.nbytes for tensor in tensors for part in stored_form(tensor, choice).parts)
-        if choice != plan.compression and need - plan.output_bytes + smaller <= available:
-            return f"compression='{choice}' would fit: it needs {gib(need - plan.output_bytes + smaller)}."
-    short = gib(need - available)
-    return f"Free {short} there, or name another place with layer_shards_saving_path. No compression fits as it is."
+def _compressed(plan: SplitPlan, compression: str) -> SplitPlan:
+    """The same split at another compression."""
+    layer_map = plan.layer_map
+    assigned = {tensor: name for id, name in layer_map.layers.items() for tensor in layer_map.layer_to_tensors[id]}
+    return make_plan(plan.source, plan.shards, assigned, compression)
 
 
 def gib(nbytes: int) -> str:

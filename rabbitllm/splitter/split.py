@@ -13,6 +13,7 @@ Knows no models and no devices but the one that quantises.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import shutil
 import threading
@@ -24,9 +25,11 @@ from pathlib import Path
 
 from rabbitllm import durable
 from rabbitllm.checkpoints.checkpoint import Checkpoint, Disposal, Release, ShardFacts
+from rabbitllm.checkpoints.index import natural_key
 from rabbitllm.checkpoints.naming import LayerNaming, assign_layers
-from rabbitllm.errors import CorruptShardError, MissingShardError, SplitMismatchError
+from rabbitllm.errors import CorruptShardError, IncompleteSplitError, MissingShardError, SplitMismatchError
 from rabbitllm.formats.positional import PositionalFile, page_aligned
+from rabbitllm.formats.safetensors_file import read_header
 from rabbitllm.layers.compression import BLOCKS, SCALE_BYTES, constants, quantise_blocks
 from rabbitllm.layers.layer_file import DONE_SUFFIX, LayerLayout
 from rabbitllm.layers.layer_store import (
@@ -129,8 +132,9 @@ def _begin(request: Request) -> _State:
                 "folder may be deleted.",
             )
         _require([s.name for s in earlier.plan.shards if s.name not in earlier.used], facts, request.checkpoint)
+        _require_begun_layers(request.folder, earlier)
         logger.info("Going on with %s: %d shards are used up.", request.folder, len(earlier.used))
-        return _State(earlier.plan, earlier.quantiser, earlier.used)
+        return _State(_with_places(earlier.plan, facts), earlier.quantiser, earlier.used)
     index = request.checkpoint.index
     _require(index.shards, facts, request.checkpoint)
     tensors = tensors_by_shard(index, facts.values())
@@ -138,8 +142,8 @@ def _begin(request: Request) -> _State:
     names = [tensor.name for shard in shards for tensor in shard.tensors]
     assigned = assign_layers(names, request.family, request.naming)
     plan = make_plan(identity, shards, assigned, request.options.compression)
-    use = disk_use(plan, deletes_shards=request.options.sequential and request.checkpoint.deletable)
-    check_space(plan, use, request.folder, request.options.max_disk)
+    deletes = request.options.sequential and request.checkpoint.deletable
+    check_space(plan, request.folder, request.options.max_disk, deletes_shards=deletes)
     _warn_of_big_layers(plan)
     durable.make_folder(request.folder)
     _copy_sidecars(request)
@@ -163,6 +167,27 @@ def _require(shards: Iterable[str], facts: dict[str, ShardFacts], checkpoint: Ch
             f"{' …' if len(missing) > 5 else ''}.",
             "Put them there, or give the repository they come from. Nothing was touched.",
         )
+
+
+def _require_begun_layers(folder: Path, earlier: journal.Replay) -> None:
+    """Make sure that what used-up shards gave is still there; a file made anew would have holes in its place."""
+    for layer, layout in earlier.plan.layouts.items():
+        begun = earlier.plan.layer_map.layer_to_shards[layer] & earlier.used
+        file = folder / layout.file_name
+        if begun and not file.exists() and not file.with_name(file.name + durable.PART_SUFFIX).exists():
+            raise IncompleteSplitError(
+                f"{file} is gone, finished or not; it held tensors of {', '.join(sorted(begun, key=natural_key))}, "
+                "which earlier runs used up.",
+                f"Put that file back. If those shards can be had again, put them in place, delete {folder} and call "
+                "again.",
+            )
+
+
+def _with_places(plan: SplitPlan, facts: dict[str, ShardFacts]) -> SplitPlan:
+    """The plan with each shard where it is now: another route may have begun it."""
+    here = {name: found.staged for name, found in facts.items()}
+    shards = tuple(dataclasses.replace(shard, staged=here.get(shard.name, shard.staged)) for shard in plan.shards)
+    return dataclasses.replace(plan, shards=shards)
 
 
 def _warn_of_big_layers(plan: SplitPlan) -> None:
@@ -253,14 +278,20 @@ class _Run:
             )
 
     def flush_leftovers(self) -> None:
-        """Finish layers whose tensors are all there and which still have no final name.
+        """Finish layers whose tensors are all there and which still lack their final name or their marker.
 
-        That happens when a crash came after the last shard was used up, and before its layers were renamed.
+        That happens when a crash came while they were being named.
         """
         for layer, layout in self.plan.layouts.items():
             if not self._is_final(layout):
                 logger.warning("Layer %s was left over by an earlier run and is finished now.", layer)
                 self._finish_layers([layout])
+        markers = [self._path(layout, DONE_SUFFIX) for layout in self.plan.layouts.values()]
+        unmarked = [marker for marker in markers if not marker.exists()]
+        for marker in unmarked:
+            durable.touch(marker)
+        if unmarked:
+            durable.sync_folder(self.folder)
 
     def close(self) -> None:
         """Stop the threads and close the journal; what is durable stays."""
@@ -277,6 +308,7 @@ class _Run:
             self.first_seen.setdefault(layer, time.perf_counter())
         with self.profiler.stage(shard.name, FETCH, shard.size):
             path = self.request.checkpoint.acquire(shard.name)
+        self._check_header(path, shard)
         files = {layer: self._part(self.plan.layouts[layer]) for layer in layers}
         try:
             with PositionalFile(path) as source:
@@ -293,6 +325,22 @@ class _Run:
         self._name_layers([self.plan.layouts[layer] for layer in layers if layer in completed])
         self.journal.mark_used(shard.name)
         self.used.add(shard.name)
+
+    def _check_header(self, path: Path, shard: PlannedShard) -> None:
+        """Refuse a shard that is no longer, or never was, what the plan took it for.
+
+        The plan's header came over the network without a digest, or from a file that somebody may have changed since.
+        """
+        try:
+            found = {tensor.name: tensor for tensor in read_header(path, shard.name).tensors}
+        except CorruptShardError as error:
+            raise CorruptShardError(f"At {path}: {error.problem}", self._advice()) from None
+        other = [tensor.name for tensor in shard.tensors if found.get(tensor.name) != tensor]
+        if other:
+            raise CorruptShardError(
+                f"{path} is not the file that the plan was made from: {other[0]!r} is elsewhere in it, or not at all.",
+                self._advice(),
+            )
 
     def _carry_out(self, source: PositionalFile, files: dict[str, durable.GrowingFile], work: Iterable[Move]) -> None:
         """Run the moves on the pool; the first failure stops the rest."""
@@ -446,12 +494,20 @@ def _finish(request: Request, state: _State) -> None:
     )
     if read_manifest(request.folder) is None:
         write_manifest(request.folder, Manifest(plan.source, plan.compression, state.quantiser, records))
-    durable.remove(request.folder / JOURNAL_NAME)
-    staging = request.folder / STAGING_NAME
-    if staging.is_dir():
-        staging.rmdir()
+    clear_away(request.folder)
     if request.options.delete_original:
         discard_original(request.checkpoint)
+
+
+def clear_away(folder: Path) -> None:
+    """Remove what only the making of a whole split directory needed: its journal and fetched shards.
+
+    The directory must have its manifest. A crash may have come between that and this.
+    """
+    journal_path = folder / JOURNAL_NAME
+    if journal_path.exists():  # asked first: a finished split may lie on a read-only mount
+        durable.remove(journal_path)
+    durable.remove_folder(folder / STAGING_NAME)
 
 
 def discard_original(checkpoint: Checkpoint) -> None:
@@ -459,7 +515,8 @@ def discard_original(checkpoint: Checkpoint) -> None:
 
     The caller must have made sure that the split directory is whole and was made from this checkpoint.
     """
-    for shard in checkpoint.index.shards:
-        checkpoint.release(shard)
+    disposals = [checkpoint.release(shard).disposal for shard in checkpoint.index.shards]
+    if kept := disposals.count(Disposal.READ_ONLY):
+        logger.warning("%d shards of %s cannot be deleted: their folder is read-only.", kept, checkpoint.label)
     for path in checkpoint.discard_rest():
         logger.info("Deleted %s.", path)

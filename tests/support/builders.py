@@ -250,6 +250,55 @@ def reshard(folder: Path, assignment: Assignment, pattern: str = SHARD_PATTERN) 
     return paths
 
 
+def write_shards(
+    folder: Path,
+    shards: Mapping[str, Mapping[str, torch.Tensor]],
+    model_type: str = "llama",
+    *,
+    index: bool = True,
+) -> Path:
+    """Write exactly these tensors into exactly these files, with a config that names the family.
+
+    The tensors are whatever the caller wants: no model need be able to load them. With ``index`` there is one; without,
+    there has to be one file, named as a single checkpoint is.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, tensors in shards.items():
+        (folder / file).parent.mkdir(exist_ok=True)
+        save_file(dict(tensors), folder / file, metadata={"format": "pt"})
+    if index:
+        weight_map = {name: file for file, tensors in shards.items() for name in tensors}
+        (folder / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    return folder
+
+
+def llama_tensors(
+    layers: int = 3, hidden: int = 64, vocabulary: int = 160, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """Random tensors under the names of a Llama with ``layers`` layers, in the order of a pass."""
+    made = torch.Generator().manual_seed(seed)
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
+    for layer in range(layers):
+        lead = f"model.layers.{layer}."
+        shapes[lead + "input_layernorm.weight"] = (hidden,)
+        shapes |= {f"{lead}self_attn.{part}_proj.weight": (hidden, hidden) for part in "qkvo"}
+        shapes[lead + "post_attention_layernorm.weight"] = (hidden,)
+        shapes |= {f"{lead}mlp.{part}_proj.weight": (2 * hidden, hidden) for part in ("gate", "up")}
+        shapes[lead + "mlp.down_proj.weight"] = (hidden, 2 * hidden)
+    shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
+    return {name: torch.randn(shape, generator=made).to(dtype) for name, shape in shapes.items()}
+
+
+def cut(tensors: Mapping[str, torch.Tensor], shards: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Spread tensors over so many shards of about equal numbers, in their order: file name -> tensors."""
+    cuts: dict[str, dict[str, torch.Tensor]] = {}
+    for position, (name, tensor) in enumerate(tensors.items()):
+        number = position * shards // len(tensors)
+        cuts.setdefault(SHARD_PATTERN.format(i=number + 1, n=shards), {})[name] = tensor
+    return cuts
+
+
 def reference_logits(
     folder: Path,
     input_ids: torch.Tensor,

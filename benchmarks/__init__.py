@@ -1,0 +1,10 @@
+"""What the README claims about speed, disk and memory, measured beside other projects in the same run. Linux only.
+
+    python -m benchmarks.split
+    python -m benchmarks.decode
+
+Both make a checkpoint of 1.43 GB and a virtual environment for every peer in the folder `work` here (about 10 GB in
+all, more where pip brings a torch with CUDA; delete it when done), run everything in turns, print a table, and write
+it with every raw row to `results`. `--scale tiny` tries the machinery out in a few minutes; its figures mean nothing.
+Nothing else should run meanwhile.
+"""

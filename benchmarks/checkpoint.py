@@ -1,0 +1,107 @@
+"""Makes the checkpoint that is measured, the same on every machine, and compares the tensors of two folders."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The shape of a Qwen2 model in bfloat16, untied, and how its checkpoint is cut into shards."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+    shard_bytes: int
+
+    @property
+    def layer_files(self) -> int:
+        """Embedding, decoder layers, norm and head."""
+        return self.num_hidden_layers + 3
+
+
+SCALES = {
+    "full": Scale(2048, 5632, 13, 16, 4, 32000, 280_000_000),
+    "tiny": Scale(256, 512, 4, 8, 2, 1000, 1_200_000),
+}
+"""By name; "full" has 1.43 GB in 6 shards."""
+
+SEED = 0
+_LONGEST_HEADER = 100 << 20
+
+
+def make_checkpoint(work: Path, scale_name: str) -> Path:
+    """The checkpoint's folder, made unless an earlier run finished it.
+
+    Random weights, no end-of-sequence token (so that a generation always has the wanted length), and a tokenizer of
+    one word a token, since some peers load one. A file beside the folder, written last, holds the shape and the
+    SHA-256 of each shard.
+    """
+    folder, stamp = work / f"checkpoint-{scale_name}", work / f"checkpoint-{scale_name}.json"
+    shape = asdict(SCALES[scale_name])
+    if stamp.exists() and json.loads(stamp.read_text())["shape"] == shape:
+        return folder
+    stamp.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    _write_model(folder, SCALES[scale_name])
+    digests = {shard.name: hashlib.sha256(shard.read_bytes()).hexdigest() for shard in shards(folder)}
+    stamp.write_text(json.dumps({"shape": shape, "seed": SEED, "sha256": digests}, indent=1) + "\n")
+    return folder
+
+
+def _write_model(folder: Path, scale: Scale) -> None:
+    import tokenizers
+    import torch
+    import transformers
+
+    transformers_: Any = transformers
+    settings = {name: value for name, value in asdict(scale).items() if name != "shard_bytes"}
+    config = transformers_.Qwen2Config(
+        **settings, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None, pad_token_id=None
+    )
+    torch.manual_seed(SEED)
+    model = transformers_.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.generation_config = transformers_.GenerationConfig(do_sample=False)
+    model.save_pretrained(folder, max_shard_size=scale.shard_bytes)
+    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(scale.vocab_size)}, unk_token="w0")
+    wrapped = tokenizers.Tokenizer(words)
+    wrapped.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers_.PreTrainedTokenizerFast(tokenizer_object=wrapped, unk_token="w0").save_pretrained(folder)
+
+
+def shards(folder: Path) -> list[Path]:
+    """The safetensors files directly in a folder."""
+    return sorted(folder.glob("*.safetensors"))
+
+
+def same_tensors(one: Path, other: Path) -> bool:
+    """Whether the safetensors files of two folders hold the same tensors, bit for bit, however they are cut up."""
+    first, second = _tensors(one), _tensors(other)
+    return first.keys() == second.keys() and all(first[name] == second[name] for name in first)
+
+
+def _tensors(folder: Path) -> dict[str, tuple[str, list[int], memoryview]]:
+    """Name -> dtype, shape and bytes (views of mapped files)."""
+    found = {}
+    for path in shards(folder):
+        with path.open("rb") as file:
+            view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        start = 8 + int.from_bytes(view[:8], "little")
+        if not 8 < start <= min(len(view), _LONGEST_HEADER):
+            raise ValueError(f"{path.name} is no safetensors file")
+        header = json.loads(bytes(view[8:start]))
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            found[name] = (entry["dtype"], entry["shape"], view[start + begin : start + end])
+    return found

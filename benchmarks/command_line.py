@@ -1,0 +1,50 @@
+"""What both benchmarks take on the command line, and what they refuse."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.checkpoint import SCALES
+
+_HERE = Path(__file__).resolve().parent
+_NEEDED_BYTES = {"full": 10 * 1000**3, "tiny": 100 * 1000**2}
+"""For checkpoints and splits; environments come on top."""
+
+
+def parser(description: str | None, turns: int, rows: Sequence[str]) -> argparse.ArgumentParser:
+    """The arguments that both have."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--turns", type=int, default=turns, help="how often each row is run (default: %(default)s)")
+    made.add_argument("--only", nargs="+", choices=rows, default=rows, metavar="ROW", help=f"of {', '.join(rows)}")
+    made.add_argument(
+        "--scale", choices=list(SCALES), default="full", help="tiny: try it out, the figures mean nothing"
+    )
+    made.add_argument("--work-dir", type=Path, default=_HERE / "work", help="for environments, checkpoint and splits")
+    made.add_argument("--results", type=Path, help="file to write, without suffix (default: in benchmarks/results)")
+    return made
+
+
+def settle(options: argparse.Namespace, name: str) -> None:
+    """Make the work folder, choose the results file, and refuse what cannot work."""
+    if sys.platform != "linux":
+        raise SystemExit("The benchmarks need Linux: /proc, posix_fadvise and the cp of GNU coreutils.")
+    if options.turns < 1:
+        raise SystemExit("--turns must be at least 1.")
+    options.work_dir = options.work_dir.resolve()
+    options.work_dir.mkdir(parents=True, exist_ok=True)
+    free, needed = shutil.disk_usage(options.work_dir).free, _NEEDED_BYTES[options.scale]
+    if free < needed:
+        raise SystemExit(f"{needed / 1e9:.1f} GB must be free for --work-dir; {free / 1e9:.1f} GB are.")
+    if options.results is None:  # trial figures are not for keeping
+        folder = _HERE / "results" if options.scale == "full" else options.work_dir / "results"
+        options.results = folder / f"{name}-{options.scale}"
+
+
+def turns(options: argparse.Namespace) -> str:
+    """What a title ends with: how many, and whether the figures are to be believed."""
+    trial = "" if options.scale == "full" else f" (scale {options.scale}: a trial, the figures mean nothing)"
+    return f"{options.turns} turns{trial}"

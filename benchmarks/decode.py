@@ -1,0 +1,235 @@
+"""Generating on the CPU: load time, time to the first token, seconds a token, peak anonymous memory, equal tokens.
+
+A prompt of 16 tokens, then greedy tokens, in bfloat16, batch 1, each run in a process of its own, in turns. The
+layered rows load layer files that they made before, outside the timing, from a checkpoint that is still there. At the
+start of each run neither the checkpoint nor the layer files are in the page cache; what a run reads more than once may
+come from there, which helps all rows but those that read past it. Seconds a token are the median of the steps after
+the first token; tokens are compared with those of plain transformers in the same turn.
+
+    python -m benchmarks.decode [--turns 3] [--tokens 8] [--only ROW ...] [--scale tiny] [--work-dir FOLDER]
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import command_line, report
+from benchmarks.checkpoint import SCALES, make_checkpoint
+from benchmarks.measure import CACHE_STATE, spread
+from benchmarks.peers import AIRLLM, RABBITLLM_1, THIS, TRANSFORMERS, Environment, PeerError, prepare, run_worker
+from benchmarks.runs import Run, failures, good, ratios, run_all, versions
+
+PROMPT_TOKENS = 16
+BESIDE_PEERS_GOAL = 10.0
+BESIDE_TRANSFORMERS_GOAL = 0.8
+
+
+@dataclass(frozen=True)
+class Runner:
+    """A row: what generates, and how.
+
+    Attributes:
+        environment: what it runs in.
+        package: what is imported there.
+        loader: see `worker.py`.
+        options: for its `AutoModel.from_pretrained`.
+    """
+
+    environment: Environment
+    package: str
+    loader: str = "layered"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+REFERENCE = "transformers"
+RUNNERS = {
+    REFERENCE: Runner(TRANSFORMERS, "transformers", "in memory"),
+    "transformers-disk": Runner(TRANSFORMERS, "transformers", "offloaded"),
+    "rabbitllm-1.1.0": Runner(RABBITLLM_1, "rabbitllm"),
+    "airllm-4.0.0": Runner(AIRLLM, "airllm"),
+    "rabbitllm-2": Runner(THIS, "rabbitllm"),
+    "rabbitllm-2-streamed": Runner(THIS, "rabbitllm", options={"max_memory": {"cpu": 0}}),
+}
+GOALS = (
+    ("rabbitllm-2", REFERENCE, BESIDE_TRANSFORMERS_GOAL),
+    ("rabbitllm-2", "rabbitllm-1.1.0", BESIDE_PEERS_GOAL),
+    ("rabbitllm-2", "airllm-4.0.0", BESIDE_PEERS_GOAL),
+    ("rabbitllm-2-streamed", "rabbitllm-1.1.0", BESIDE_PEERS_GOAL),
+    ("rabbitllm-2-streamed", "airllm-4.0.0", BESIDE_PEERS_GOAL),
+)
+"""Row, which other, and how many times as many tokens a second it should make."""
+
+
+@dataclass
+class DecodeRun(Run):
+    """One row of one turn; seconds.
+
+    Attributes:
+        load_seconds: until the model can be used; layer files are there already.
+        first_token_seconds: from the call of `generate`.
+        token_seconds: median of `step_seconds`, which leave out the first token.
+        placed: where the weights were, as far as the model tells.
+    """
+
+    load_seconds: float = 0.0
+    first_token_seconds: float = 0.0
+    token_seconds: float = 0.0
+    step_seconds: Sequence[float] = ()
+    tokens: Sequence[int] = ()
+    dtype: str = ""
+    threads: int = 0
+    placed: str = ""
+
+    @property
+    def headline(self) -> float:
+        """Seconds a token."""
+        return self.token_seconds
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What every row does."""
+
+    checkpoint: Path
+    splits: Path
+    prompt: Sequence[int]
+    tokens: int
+
+    def saving_path(self, row: str) -> Path:
+        """Where a row's layer files are; rows of one environment share them."""
+        return self.splits / RUNNERS[row].environment.name
+
+
+def split_for(row: str, workload: Workload, work: Path) -> None:
+    """Make the layer files of a layered row, unless they are there.
+
+    Raises:
+        PeerError: it failed.
+    """
+    runner, saving_path = RUNNERS[row], workload.saving_path(row)
+    if runner.loader != "layered" or saving_path.exists():
+        return
+    saving_path.mkdir()
+    job = {
+        "task": "split",
+        "package": runner.package,
+        "checkpoint": str(workload.checkpoint),
+        "options": {"layer_shards_saving_path": str(saving_path)},
+    }
+    run_worker(runner.environment, job, work, f"decode-{row}-split", [workload.checkpoint])
+
+
+def measure(run: DecodeRun, workload: Workload, work: Path) -> None:
+    """Carry out one row of one turn."""
+    runner = RUNNERS[run.row]
+    job = {
+        "task": "decode",
+        "package": runner.package,
+        "loader": runner.loader,
+        "checkpoint": str(workload.checkpoint),
+        "options": {"layer_shards_saving_path": str(workload.saving_path(run.row)), **runner.options},
+        "offload_folder": str(workload.splits / "offload"),
+        "prompt": list(workload.prompt),
+        "tokens": workload.tokens,
+    }
+    read = [workload.checkpoint, workload.splits]
+    outcome = run_worker(runner.environment, job, work, f"decode-{run.row}-{run.turn}", read)
+    for name, value in outcome.answer.items():
+        setattr(run, name, value)
+    run.take_from(outcome)
+
+
+def tokens_equal(runs: Sequence[DecodeRun], row: str) -> list[bool]:
+    """Whether a row made the tokens of plain transformers, for every turn in which both ran."""
+    expected = {run.turn: run.tokens for run in good(runs, REFERENCE)}
+    return [run.tokens == expected[run.turn] for run in good(runs, row) if run.turn in expected]
+
+
+HEADINGS = (
+    "row",
+    "ok",
+    "load s",
+    "first token s",
+    "s/token",
+    "x transformers",
+    "anon MiB over idle",
+    "mapped MiB",
+    "tokens equal",
+)
+
+
+def tabulate(runs: Sequence[DecodeRun], rows: Sequence[str], turns: int) -> report.Table:
+    """A line a row: medians, and in brackets the extremes."""
+    lines = []
+    for row in rows:
+        found = good(runs, row)
+        lines.append(
+            (
+                row,
+                f"{len(found)}/{turns}",
+                report.shown(spread(run.load_seconds for run in found)),
+                report.shown(spread(run.first_token_seconds for run in found)),
+                report.shown(spread(run.token_seconds for run in found), 3),
+                report.shown(ratios(runs, REFERENCE, row), 3),
+                report.shown(spread(run.anonymous_added for run in found), 1, 2**20),
+                report.shown(spread(run.file_peak for run in found), 0, 2**20),
+                report.verdict(tokens_equal(runs, row)),
+            )
+        )
+    return report.Table(HEADINGS, lines)
+
+
+def notes_on(runs: Sequence[DecodeRun], rows: Sequence[str]) -> list[str]:
+    """What the columns mean, errors, and the goals."""
+    notes = [
+        "x transformers: how many times as many tokens a second as plain transformers in the same turn.",
+        report.MEMORY_NOTE,
+        f"Page cache {CACHE_STATE}.",
+        *versions(runs),
+        *failures(runs),
+    ]
+    for row, other, goal in GOALS:
+        if row in rows:
+            speed = report.median(ratios(runs, other, row))
+            notes.append(report.reach(f"{row}, tokens/s beside {other}", speed, goal, at_most=False))
+    return notes
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, print, write; not 0 if a row of this project failed."""
+    parser = command_line.parser(__doc__, 3, list(RUNNERS))
+    parser.add_argument("--tokens", type=int, default=8, help="to generate, at least 2 (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    command_line.settle(options, "decode")
+    if options.tokens < 2:
+        raise SystemExit("--tokens must be at least 2: the first one is counted apart.")
+    work = options.work_dir
+    checkpoint = make_checkpoint(work, options.scale)
+    prompt = [(i * 37 + 11) % SCALES[options.scale].vocab_size for i in range(PROMPT_TOKENS)]
+    workload = Workload(checkpoint, work / "decode-run", prompt, options.tokens)
+    shutil.rmtree(workload.splits, ignore_errors=True)
+    workload.splits.mkdir()
+    unusable = prepare({row: RUNNERS[row].environment for row in options.only}, work)
+    try:
+        for row in options.only:
+            if row not in unusable:
+                try:
+                    split_for(row, workload, work)
+                except PeerError as error:
+                    unusable[row] = f"split: {error}"
+        machine = report.describe_machine(work)
+        runs = run_all(options.only, options.turns, DecodeRun, lambda run: measure(run, workload, work), unusable)
+    finally:
+        shutil.rmtree(workload.splits, ignore_errors=True)
+    title = f"{options.tokens} tokens after a prompt of {PROMPT_TOKENS}, on the CPU, {command_line.turns(options)}"
+    table = tabulate(runs, options.only, options.turns)
+    report.write(options.results, title, machine, table, notes_on(runs, options.only), runs)
+    return int(any(run.error for run in runs if RUNNERS[run.row].environment == THIS))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

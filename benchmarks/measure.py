@@ -1,0 +1,202 @@
+"""What is measured from outside a process: disk, memory, time, and the state of the page cache before it. Linux only.
+
+A thread samples every 10 ms:
+
+* disk: the blocks allocated to the files below the given folders, each inode once. A file that was unlinked counts on
+  for as long as the process holds it open or mapped, since its blocks are not free before.
+* anonymous memory: RssAnon + RssShmem of the process, from /proc; what only maps a file is reported apart (RssFile).
+
+What is shorter than the interval can be missed; `Sampler.longest_gap` says how long that really was.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+INTERVAL_SECONDS = 0.01
+BLOCK_BYTES = 512
+CACHE_STATE = (
+    "cold: before each timing, and after the process has imported its libraries, the files concerned are synced and "
+    "their pages dropped (POSIX_FADV_DONTNEED)"
+)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of some figures, and their extremes."""
+
+    median: float
+    low: float
+    high: float
+
+
+def spread(values: Iterable[float]) -> Spread | None:
+    """None for no values."""
+    known = list(values)
+    return Spread(statistics.median(known), min(known), max(known)) if known else None
+
+
+def files_below(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Regular files below a folder; those that vanish on the way are left out, links are not followed."""
+    pending = [folder]
+    while pending:
+        try:
+            with os.scandir(pending.pop()) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append(Path(entry.path))
+                    elif entry.is_file(follow_symlinks=False):
+                        yield Path(entry.path), os.stat(entry.path, follow_symlinks=False)
+        except FileNotFoundError:
+            continue
+
+
+class DiskWatch:
+    """Allocated bytes below folders, over time."""
+
+    def __init__(self, folders: Sequence[Path], pid: int | None = None) -> None:
+        self.folders = folders
+        self.pid = pid
+        self._known: dict[tuple[int, int], int] = {}
+
+    def allocated(self) -> int:
+        """Bytes allocated now, to files that have a name and to nameless ones that the process still holds."""
+        found = {
+            (status.st_dev, status.st_ino): status.st_blocks * BLOCK_BYTES
+            for folder in self.folders
+            for _, status in files_below(folder)
+        }
+        gone = self._known.keys() - found.keys()
+        if gone and self.pid is not None:
+            held = _held_inodes(self.pid)
+            found |= {key: self._known[key] for key in gone if key[1] in held}
+        self._known = found
+        return sum(found.values())
+
+
+def _held_inodes(pid: int) -> set[int]:
+    """Inodes that a process has open or mapped."""
+    held = set()
+    try:
+        for descriptor in os.listdir(f"/proc/{pid}/fd"):
+            try:
+                held.add(os.stat(f"/proc/{pid}/fd/{descriptor}").st_ino)
+            except OSError:  # closed meanwhile
+                continue
+        with open(f"/proc/{pid}/maps") as maps:
+            held |= {int(line.split(maxsplit=5)[4]) for line in maps}
+    except (FileNotFoundError, ProcessLookupError):
+        pass
+    return held
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Resident bytes of a process: its own (anonymous and shared anonymous), and pages of files it maps."""
+
+    anonymous: int
+    file: int
+
+
+def memory_of(pid: int) -> Memory | None:
+    """None once the process is gone."""
+    fields = {}
+    try:
+        with open(f"/proc/{pid}/status") as status:
+            for line in status:
+                if line.startswith("Rss"):
+                    name, value, _ = line.split()
+                    fields[name] = int(value) * 1024
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return Memory(fields["RssAnon:"] + fields["RssShmem:"], fields["RssFile:"]) if fields else None
+
+
+class Sampler:
+    """Samples while its context is open. Every figure is in bytes; those called `idle` or `start` are of the opening.
+
+    Attributes:
+        disk_start, disk_peak, disk_end: allocated below the folders.
+        anonymous_idle, anonymous_peak, file_peak: of the process; 0 without one.
+        samples: how many.
+        longest_gap: seconds between the two samples that were furthest apart.
+    """
+
+    def __init__(self, folders: Sequence[Path], pid: int | None = None) -> None:
+        self.disk_start = self.disk_peak = self.disk_end = 0
+        self.anonymous_idle = self.anonymous_peak = self.file_peak = 0
+        self.samples = 0
+        self.longest_gap = 0.0
+        self._pid = pid
+        self._disk = DiskWatch(folders, pid)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Sampler:
+        self._sample()
+        self.disk_start, self.anonymous_idle = self.disk_end, self.anonymous_peak
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._sample()
+
+    def _run(self) -> None:
+        last = time.perf_counter()
+        while not self._stop.wait(INTERVAL_SECONDS):
+            self._sample()
+            now = time.perf_counter()
+            self.longest_gap, last = max(self.longest_gap, now - last), now
+
+    def _sample(self) -> None:
+        self.samples += 1
+        self.disk_end = self._disk.allocated()
+        self.disk_peak = max(self.disk_peak, self.disk_end)
+        memory = memory_of(self._pid) if self._pid is not None else None
+        if memory is not None:
+            self.anonymous_peak = max(self.anonymous_peak, memory.anonymous)
+            self.file_peak = max(self.file_peak, memory.file)
+
+
+def sync_tree(folder: Path) -> None:
+    """fsync every file and folder below a folder, and the folder itself."""
+    for path in [folder, *folder.rglob("*")]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def drop_cached(folder: Path) -> None:
+    """Make the next read of every file below a folder come from the disk; needs no privilege."""
+    sync_tree(folder)
+    for path, _ in files_below(folder):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def copy_files(source: Path, target: Path) -> None:
+    """`cp` of a folder, every byte really copied; not synced."""
+    command = ["cp", "-r", "--reflink=never", str(source), str(target)]
+    made = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    if made.returncode:
+        raise SystemExit(f"cp -r --reflink=never failed (it must be that of GNU coreutils): {made.stderr.strip()}")
+
+
+def fresh_copy(source: Path, target: Path) -> None:
+    """A new copy of a folder, on the disk and not in the page cache."""
+    shutil.rmtree(target, ignore_errors=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    copy_files(source, target)
+    drop_cached(target)

@@ -1,0 +1,203 @@
+"""The peers: an environment of its own for each, made when first needed, and a process that works in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import Sampler, drop_cached
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+WORKER = Path(__file__).resolve().with_name("worker.py")
+RUN_LIMIT_SECONDS = 1800
+
+_COMMON = ("torch==2.13.0", "accelerate==1.15.0", "safetensors==0.8.0", "bitsandbytes==0.50.2", "numpy==2.4.6")
+"""As in constraints.txt, so that all rows compute with the same libraries."""
+
+
+class PeerError(Exception):
+    """A peer could not be installed, or failed at its job; the message is what the table shows."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What pip installs for a peer.
+
+    Attributes:
+        name: of the folder.
+        requirements: pinned; what they need in turn is up to pip.
+        without_dependencies: installed after those, whatever they declare.
+    """
+
+    name: str
+    requirements: tuple[str, ...] = ()
+    without_dependencies: tuple[str, ...] = ()
+
+
+THIS = Environment("this interpreter")
+"""This project, as it lies here, in the interpreter that runs the benchmark."""
+TRANSFORMERS = Environment("transformers-5.23.0", (*_COMMON, "transformers==5.23.0"))
+AIRLLM = Environment(
+    "airllm-4.0.0",
+    (*_COMMON, "transformers==5.23.0", "scipy==1.17.1", "sentencepiece==0.2.3"),
+    ("airllm==4.0.0",),
+)
+# RabbitLLM 1.1.0 declares torch<2.6; it runs with 2.13, which makes the comparison one of like with like. What else it
+# declares is installed but for transformers-stream-generator, which it does not import.
+RABBITLLM_1 = Environment(
+    "rabbitllm-1.1.0",
+    (
+        *_COMMON,
+        "transformers==5.2.0",
+        "einops==0.8.2",
+        "scipy==1.17.1",
+        "sentencepiece==0.2.3",
+        "tiktoken==0.14.0",
+        "psutil==7.2.2",
+    ),
+    ("rabbitllm==1.1.0",),
+)
+
+
+def interpreter(environment: Environment, work: Path) -> Path:
+    """Python of an environment, which is made, or made anew if its pins have changed.
+
+    Which build of torch comes is up to pip's own configuration.
+
+    Raises:
+        PeerError: pip failed.
+    """
+    if environment == THIS:
+        return Path(sys.executable)
+    folder = work / "environments" / environment.name
+    python, stamp = folder / "bin" / "python", folder / "installed.json"
+    wanted = json.dumps([sys.version, environment.requirements, environment.without_dependencies])
+    if stamp.exists() and stamp.read_text() == wanted:
+        return python
+    print(f"Making the environment of {environment.name} …", file=sys.stderr, flush=True)
+    steps = [[sys.executable, "-m", "venv", "--clear", str(folder)]]
+    install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    steps.append([*install, *environment.requirements])
+    if environment.without_dependencies:
+        steps.append([*install, "--no-deps", *environment.without_dependencies])
+    for step in steps:
+        made = subprocess.run(step, capture_output=True, text=True, check=False)
+        if made.returncode:
+            lines = (made.stderr or made.stdout).strip().splitlines()
+            raise PeerError(f"cannot be installed: {lines[-1] if lines else f'exit status {made.returncode}'}")
+    stamp.write_text(wanted)
+    return python
+
+
+def prepare(environments: Mapping[str, Environment], work: Path) -> dict[str, str]:
+    """Make the environments of rows before anything is measured; return the rows without one, and why."""
+    unusable: dict[str, str] = {}
+    errors: dict[Environment, str] = {}
+    for row, environment in environments.items():
+        if environment not in errors:
+            try:
+                interpreter(environment, work)
+            except PeerError as error:
+                errors[environment] = str(error)
+        if environment in errors:
+            unusable[row] = errors[environment]
+    return unusable
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a worker answered, what was sampled meanwhile, and the versions it ran with."""
+
+    answer: Mapping[str, Any]
+    sampler: Sampler
+    versions: Mapping[str, str]
+
+
+def run_worker(
+    environment: Environment,
+    job: Mapping[str, Any],
+    work: Path,
+    label: str,
+    cold: Sequence[Path],
+    watched: Sequence[Path] = (),
+) -> Outcome:
+    """Start a worker, wait until it is idle, drop files from the page cache, let it work while it is sampled.
+
+    Args:
+        environment: what it runs in.
+        job: see `worker.py`.
+        work: holds environments and logs.
+        label: names the log.
+        cold: folders whose files are to be in no cache when it begins.
+        watched: folders whose disk use is sampled.
+
+    Raises:
+        PeerError: it failed, died, or took longer than `RUN_LIMIT_SECONDS`.
+    """
+    python = interpreter(environment, work)
+    log = work / "logs" / f"{label}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            [str(python), "-P", str(WORKER), json.dumps(job)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            cwd=work,
+            env=_variables(environment, work),
+        )
+        limit = threading.Timer(RUN_LIMIT_SECONDS, process.kill)
+        limit.start()
+        try:
+            versions = _read(process, log, work)["ready"]
+            for folder in cold:
+                drop_cached(folder)
+            with Sampler(watched, process.pid) as sampler:
+                assert process.stdin is not None
+                process.stdin.write("go\n")
+                process.stdin.flush()
+                answer = _read(process, log, work)
+        finally:
+            limit.cancel()
+            process.kill()
+            process.communicate()
+    return Outcome(answer, sampler, versions)
+
+
+def _variables(environment: Environment, work: Path) -> dict[str, str]:
+    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    variables |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "hf-home"), "TOKENIZERS_PARALLELISM": "false"}
+    if environment == THIS:
+        variables["PYTHONPATH"] = str(REPOSITORY)
+    return variables
+
+
+def _read(process: subprocess.Popen[str], log: Path, work: Path) -> dict[str, Any]:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        process.wait()
+        said = log.read_text(errors="replace").strip().splitlines() or ["nothing"]
+        killed = (
+            f" (killed: memory, or more than {RUN_LIMIT_SECONDS} s)" if process.returncode == -signal.SIGKILL else ""
+        )
+        raise PeerError(_tidy(f"died with exit status {process.returncode}{killed}; last said: {said[-1]}", work))
+    message: dict[str, Any] = json.loads(line)
+    if "error" in message:
+        raise PeerError(_tidy(message["error"], work))
+    return message
+
+
+def _tidy(text: str, work: Path) -> str:
+    """One line without this machine's paths."""
+    line = " ".join(text.replace(str(work), "<work>").replace(str(REPOSITORY), "<repository>").split())
+    return line if len(line) <= 200 else line[:199] + "…"

@@ -1,0 +1,156 @@
+"""Does one job with one implementation, in the environment of that implementation. Imports nothing of this repository.
+
+    python -P worker.py '{"task": "split", "package": "airllm", ...}'
+
+The protocol: `{"ready": {package: version}}` on stdout once the libraries are imported; then a line on stdin starts the
+job; then one JSON object with its outcome, or `{"error": "..."}`. What the libraries print goes to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+import traceback
+from typing import Any
+
+DISTRIBUTIONS = ("torch", "transformers", "accelerate", "safetensors", "bitsandbytes", "huggingface_hub", "numpy")
+
+
+def import_libraries(package: str) -> dict[str, str]:
+    """Import what any of the implementations imports sooner or later, so that all are idle alike; return versions."""
+    for library in ("torch", "transformers", "accelerate", "bitsandbytes"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(library)
+    module = importlib.import_module(package)
+    if package != "transformers":
+        _ = (
+            module.AutoModel,
+            module.split_and_save_layers,
+        )  # a package may import its own modules only when they are used
+    versions = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for name in dict.fromkeys((package, *DISTRIBUTIONS)):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return {package: getattr(module, "__version__", "?")} | versions
+
+
+def split(job: dict[str, Any]) -> dict[str, Any]:
+    """Split a checkpoint into layer files: the time of that call alone, and where they are."""
+    package = importlib.import_module(job["package"])
+    start = time.perf_counter()
+    folder = package.split_and_save_layers(job["checkpoint"], **job["options"])
+    return {"seconds": time.perf_counter() - start, "folder": str(folder)}
+
+
+class Clock:
+    """Notes when each token comes, as a streamer of `generate`."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, tokens: Any) -> None:
+        """The prompt first, then each token."""
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing to do: the text is not shown."""
+
+
+def decode(job: dict[str, Any]) -> dict[str, Any]:
+    """Load a model and generate greedily: load time, time to the first token, and of the steps after it."""
+    import torch
+
+    start = time.perf_counter()
+    model = LOADERS[job["loader"]](job)
+    loaded = time.perf_counter()
+    clock = Clock()
+    prompt = torch.tensor([job["prompt"]])
+    length = job["tokens"]
+    begun = time.perf_counter()
+    output = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=length, do_sample=False, streamer=clock
+    )
+    tokens = output[0, prompt.shape[1] :].tolist()
+    if len(tokens) != length or len(clock.times) != length + 1:
+        raise RuntimeError(f"{length} tokens were asked for; {len(tokens)} came, in {len(clock.times) - 1} steps")
+    at = clock.times[1:]
+    steps = [later - earlier for earlier, later in itertools.pairwise(at)]
+    return {
+        "load_seconds": loaded - start,
+        "first_token_seconds": at[0] - begun,
+        "step_seconds": steps,
+        "token_seconds": statistics.median(steps),
+        "tokens": tokens,
+        "threads": torch.get_num_threads(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "placed": _placed(model),
+    }
+
+
+def _load_layered(job: dict[str, Any]) -> Any:
+    """RabbitLLM 1.1, AirLLM and this project: layer files, streamed or resident."""
+    package = importlib.import_module(job["package"])
+    return package.AutoModel.from_pretrained(job["checkpoint"], device="cpu", **job["options"])
+
+
+def _load_in_memory(job: dict[str, Any]) -> Any:
+    """transformers, all of the model in RAM (it maps the files)."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(job["checkpoint"], dtype="auto")
+
+
+def _load_offloaded(job: dict[str, Any]) -> Any:
+    """transformers with every decoder layer offloaded to disk by accelerate; embedding, norm and head in RAM."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    layers = AutoConfig.from_pretrained(job["checkpoint"]).num_hidden_layers
+    rest = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), "cpu")
+    device_map = rest | {f"model.layers.{i}": "disk" for i in range(layers)}
+    return AutoModelForCausalLM.from_pretrained(
+        job["checkpoint"], dtype="auto", device_map=device_map, offload_folder=job["offload_folder"]
+    )
+
+
+LOADERS = {"layered": _load_layered, "in memory": _load_in_memory, "offloaded": _load_offloaded}
+
+
+def _placed(model: Any) -> str:
+    """Where the weights are, as far as the model tells."""
+    placement = getattr(model, "placement", None)
+    if placement is not None:
+        return f"{placement.streamed_bytes / 1e6:.0f} MB streamed"
+    devices = list(getattr(model, "hf_device_map", {}).values())
+    return f"{devices.count('disk')} modules on disk" if "disk" in devices else ""
+
+
+TASKS = {"split": split, "decode": decode}
+
+
+def main() -> None:
+    """Talk over what was stdout; let everything that is printed go to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(message: dict[str, Any]) -> None:
+        print(json.dumps(message), file=answers, flush=True)
+
+    try:
+        job = json.loads(sys.argv[1])
+        answer({"ready": import_libraries(job["package"])})
+        if sys.stdin.readline():
+            answer(TASKS[job["task"]](job))
+    except Exception as error:
+        traceback.print_exc()
+        answer({"error": f"{type(error).__name__}: {error}"})
+
+
+if __name__ == "__main__":
+    main()

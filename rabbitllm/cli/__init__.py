@@ -1,0 +1,1 @@
+"""The `rabbitllm` command: one thin file per subcommand."""

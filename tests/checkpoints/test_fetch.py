@@ -1,0 +1,307 @@
+"""Fetching over a network that breaks: what is asked for again, what is kept, and what is thrown away."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from rabbitllm import durable
+from rabbitllm.checkpoints import fetch
+from rabbitllm.checkpoints.fetch import RemoteFile, read_range
+from rabbitllm.checkpoints.hub import translated
+from rabbitllm.errors import HubError
+from tests.support.hub_fixtures import HubEnvironment, point_at
+from tests.support.local_hub import Faults, LocalHub
+
+SIZE = 300_000
+NAME = "model.safetensors"
+
+
+@pytest.fixture(autouse=True)
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long would have been waited; nothing is."""
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    monkeypatch.setattr(fetch, "CHUNK_BYTES", 32_768)
+    return waited
+
+
+@pytest.fixture
+def content(tmp_path: Path, local_hub: LocalHub) -> bytes:
+    made = os.urandom(SIZE)
+    folder = tmp_path / "hub" / "acme" / "tiny"
+    folder.mkdir(parents=True)
+    (folder / NAME).write_bytes(made)
+    return made
+
+
+@pytest.fixture
+def remote(hub_environment: HubEnvironment, content: bytes) -> RemoteFile:
+    return RemoteFile(f"{hub_environment.url}/acme/tiny/resolve/main/{NAME}", SIZE, hashlib.sha256(content).hexdigest())
+
+
+@pytest.fixture
+def part(tmp_path: Path) -> Path:
+    return tmp_path / "shard.part"
+
+
+def ranges(hub: LocalHub) -> list[str | None]:
+    return [request.range for request in hub.requests]
+
+
+# Whole files
+
+
+def test_fetch(local_hub: LocalHub, remote: RemoteFile, content: bytes, part: Path) -> None:
+    told: list[int] = []
+    fetch.fetch(remote, part, told.append)
+    assert part.read_bytes() == content
+    assert ranges(local_hub) == [f"bytes=0-{SIZE - 1}"]
+    assert sum(told) == SIZE
+    assert max(told) < SIZE
+
+
+@pytest.mark.parametrize("have", [1, 100_000, SIZE - 1])
+def test_resume_asks_for_the_rest_only(
+    local_hub: LocalHub, remote: RemoteFile, content: bytes, part: Path, have: int
+) -> None:
+    part.write_bytes(content[:have])
+    told: list[int] = []
+    fetch.fetch(remote, part, told.append)
+    assert part.read_bytes() == content
+    assert ranges(local_hub) == [f"bytes={have}-{SIZE - 1}"]
+    assert local_hub.body_bytes() == SIZE - have
+    assert told[0] == have
+    assert sum(told) == SIZE
+
+
+def test_complete_part_is_hashed_and_nothing_is_asked(
+    local_hub: LocalHub, remote: RemoteFile, content: bytes, part: Path
+) -> None:
+    part.write_bytes(content)
+    fetch.fetch(remote, part)
+    assert part.read_bytes() == content
+    assert local_hub.requests == []
+
+
+def test_part_that_is_too_long_is_thrown_away(
+    local_hub: LocalHub, remote: RemoteFile, content: bytes, part: Path
+) -> None:
+    part.write_bytes(content + b"more")
+    fetch.fetch(remote, part)
+    assert part.read_bytes() == content
+    assert local_hub.body_bytes() == SIZE
+
+
+@pytest.mark.parametrize("damaged_at", [0, 99_999])
+def test_part_with_other_contents_is_not_believed(
+    local_hub: LocalHub, remote: RemoteFile, content: bytes, part: Path, damaged_at: int
+) -> None:
+    wrong = bytearray(content[:100_000])
+    wrong[damaged_at] ^= 1
+    part.write_bytes(wrong)
+    with pytest.raises(HubError, match="arrived with sha256"):
+        fetch.fetch(remote, part)
+    assert not part.exists()
+    fetch.fetch(remote, part)
+    assert part.read_bytes() == content
+
+
+def test_empty_file(tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment, part: Path) -> None:
+    file = RemoteFile(f"{hub_environment.url}/acme/tiny/resolve/main/empty", 0, hashlib.sha256(b"").hexdigest())
+    fetch.fetch(file, part)
+    assert part.read_bytes() == b""
+    assert local_hub.requests == []
+
+
+def test_part_is_never_reached_through_a_link(remote: RemoteFile, content: bytes, tmp_path: Path, part: Path) -> None:
+    (tmp_path / "precious").write_bytes(b"")
+    part.symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match="symbolic links"):
+        fetch.fetch(remote, part)
+    assert (tmp_path / "precious").read_bytes() == b""
+
+
+# A network that breaks
+
+
+@pytest.mark.parametrize("cuts", [1, 4])
+def test_body_that_is_cut_is_asked_for_again_from_there(
+    local_hub: LocalHub, remote: RemoteFile, content: bytes, part: Path, cuts: int, pauses: list[float]
+) -> None:
+    local_hub.faults = Faults(cut_after=50_000, cut_times=cuts)
+    fetch.fetch(remote, part)
+    assert part.read_bytes() == content
+    assert ranges(local_hub) == [f"bytes={50_000 * times}-{SIZE - 1}" for times in range(cuts + 1)]
+    assert local_hub.body_bytes() == SIZE
+    assert len(pauses) == cuts
+    assert max(pauses) <= 0.75  # each came further, so none counts as a second failure
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
+def test_busy_hub_is_asked_again(
+    local_hub: LocalHub, remote: RemoteFile, content: bytes, part: Path, status: int, pauses: list[float]
+) -> None:
+    local_hub.faults = Faults(status=status, status_times=3)
+    fetch.fetch(remote, part)
+    assert part.read_bytes() == content
+    assert [request.status for request in local_hub.requests] == [status] * 3 + [206]
+    assert [round(pause / low) for pause, low in zip(pauses, (0.5, 1, 2), strict=True)] == [1, 1, 1]
+
+
+def test_hub_that_ignores_ranges_sends_what_is_there_already(
+    local_hub: LocalHub, remote: RemoteFile, content: bytes, part: Path
+) -> None:
+    part.write_bytes(content[:100_000])
+    local_hub.faults = Faults(ignore_range=True)
+    fetch.fetch(remote, part)
+    assert part.read_bytes() == content
+    assert [(request.range, request.status) for request in local_hub.requests] == [(f"bytes=100000-{SIZE - 1}", 200)]
+
+
+def test_hub_that_ignores_ranges_and_breaks(
+    local_hub: LocalHub, remote: RemoteFile, content: bytes, part: Path
+) -> None:
+    local_hub.faults = Faults(ignore_range=True, cut_after=120_000, cut_times=2)
+    fetch.fetch(remote, part)
+    assert part.read_bytes() == content
+
+
+def test_length_left_out(local_hub: LocalHub, remote: RemoteFile, content: bytes, part: Path) -> None:
+    local_hub.faults = Faults(omit_length=True, cut_after=120_000)
+    fetch.fetch(remote, part)
+    assert part.read_bytes() == content
+
+
+def test_giving_up_keeps_what_came(
+    local_hub: LocalHub, remote: RemoteFile, content: bytes, part: Path, pauses: list[float]
+) -> None:
+    part.write_bytes(content[:70_000])
+    local_hub.faults = Faults(status=503, status_times=-1)
+    with pytest.raises(HubError) as failed:
+        fetch.fetch(remote, part)
+    assert f"could not be read past byte 70,000 of {SIZE:,}: HTTP 503" in str(failed.value)
+    assert "it goes on where this one stopped" in str(failed.value)
+    assert len(local_hub.requests) == fetch.ATTEMPTS
+    assert pauses == sorted(pauses)
+    assert 30 < sum(pauses) < 120
+    assert part.read_bytes() == content[:70_000]
+    local_hub.faults = Faults()
+    fetch.fetch(remote, part)
+    assert part.read_bytes() == content
+    assert local_hub.body_bytes() == SIZE - 70_000
+
+
+def test_hub_that_is_gone_and_comes_back(
+    local_hub: LocalHub, remote: RemoteFile, content: bytes, part: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local_hub.faults = Faults(cut_after=100_000)
+    away = []
+
+    def go_away_and_come_back(seconds: float) -> None:
+        away.append(seconds)
+        if len(away) == 1:
+            local_hub.stop()
+        if len(away) == 3:
+            local_hub.start()
+
+    monkeypatch.setattr(time, "sleep", go_away_and_come_back)
+    fetch.fetch(remote, part)
+    assert part.read_bytes() == content
+    assert len(away) == 3
+
+
+# Bytes that are not those promised
+
+
+@pytest.mark.parametrize("flipped", [0, 150_000, SIZE - 1])
+def test_flipped_byte_is_noticed(
+    local_hub: LocalHub, remote: RemoteFile, content: bytes, part: Path, flipped: int
+) -> None:
+    local_hub.faults = Faults(flip_byte=flipped, flip_times=1)
+    with pytest.raises(HubError) as failed:
+        fetch.fetch(remote, part)
+    assert f"the hub says {remote.sha256}" in str(failed.value)
+    assert "the wrong bytes were thrown away, and nothing of them was used" in str(failed.value)
+    assert not part.exists()
+    fetch.fetch(remote, part)
+    assert part.read_bytes() == content
+
+
+def test_file_that_is_shorter_than_listed(local_hub: LocalHub, remote: RemoteFile, content: bytes, part: Path) -> None:
+    with pytest.raises(HubError, match=r"The hub did not answer for acme/tiny: .*416"), translated("acme/tiny"):
+        fetch.fetch(RemoteFile(remote.url, SIZE + 10, remote.sha256), part)
+    assert part.read_bytes() == content
+
+
+def test_file_that_is_longer_than_listed(local_hub: LocalHub, remote: RemoteFile, part: Path) -> None:
+    with pytest.raises(HubError, match="arrived with sha256"):
+        fetch.fetch(RemoteFile(remote.url, SIZE - 10, remote.sha256), part)
+    assert not part.exists()
+
+
+def test_small_file_without_digest_has_its_size_at_least(remote: RemoteFile, content: bytes, part: Path) -> None:
+    fetch.fetch(RemoteFile(remote.url, SIZE, None), part)
+    assert part.read_bytes() == content
+
+
+def test_full_disk_keeps_what_came(remote: RemoteFile, content: bytes, part: Path) -> None:
+    def full(step: durable.Step) -> None:
+        if step.kind == "write" and step.offset >= 200_000:
+            raise OSError(28, "No space left on device")
+
+    with durable.observe_steps(full), pytest.raises(OSError, match="No space left"):
+        fetch.fetch(remote, part)
+    have = part.stat().st_size
+    assert 100_000 < have < SIZE
+    assert part.read_bytes() == content[:have]
+    fetch.fetch(remote, part)
+    assert part.read_bytes() == content
+
+
+# Ranges
+
+
+@pytest.mark.parametrize(
+    ("start", "length"), [(0, 8), (0, SIZE), (1000, 1), (SIZE - 5, 5), (SIZE - 5, 500), (0, 10**9)]
+)
+def test_range(local_hub: LocalHub, remote: RemoteFile, content: bytes, start: int, length: int) -> None:
+    assert read_range(remote, start, length) == content[start : start + length]
+    assert local_hub.body_bytes() == min(length, SIZE - start)
+
+
+@pytest.mark.parametrize(("start", "length"), [(0, 0), (SIZE, 5), (SIZE + 5, 5)])
+def test_range_of_nothing_is_not_asked_for(local_hub: LocalHub, remote: RemoteFile, start: int, length: int) -> None:
+    assert read_range(remote, start, length) == b""
+    assert local_hub.requests == []
+
+
+def test_range_of_a_hub_that_ignores_ranges(local_hub: LocalHub, remote: RemoteFile, content: bytes) -> None:
+    local_hub.faults = Faults(ignore_range=True)
+    assert read_range(remote, 100_000, 50_000) == content[100_000:150_000]
+
+
+def test_range_that_is_cut(local_hub: LocalHub, remote: RemoteFile, content: bytes) -> None:
+    local_hub.faults = Faults(cut_after=10_000, cut_times=2)
+    assert read_range(remote, 5, 40_000) == content[5:40_005]
+    assert ranges(local_hub) == ["bytes=5-40004", "bytes=10005-40004", "bytes=20005-40004"]
+
+
+# Tokens and other origins
+
+
+def test_token_is_sent_to_the_hub_and_not_to_where_it_redirects(
+    tmp_path: Path, content: bytes, part: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LocalHub(tmp_path / "hub", token="hf_right", redirect=True) as hub:
+        point_at(hub.url, tmp_path / "hf_home", monkeypatch)
+        hub.faults = Faults(cut_after=100_000)
+        url = f"{hub.url}/acme/tiny/resolve/main/{NAME}"
+        fetch.fetch(RemoteFile(url, SIZE, hashlib.sha256(content).hexdigest(), "hf_right"), part)
+        assert part.read_bytes() == content
+        asked = [(request.path.split("/")[1], request.authorized) for request in hub.requests]
+        assert asked == [("acme", True), ("cdn", False)] * 2  # an address that has expired is asked for anew

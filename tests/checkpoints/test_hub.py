@@ -1,0 +1,428 @@
+"""A repository on the hub: pinned once, listed once, its shards one at a time, and what the hub may refuse."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import snapshot_download
+
+from rabbitllm import prepare, progress
+from rabbitllm.checkpoints import fetch, hub
+from rabbitllm.checkpoints.checkpoint import Disposal, SourceIdentity
+from rabbitllm.checkpoints.hub import (
+    HubAccess,
+    HubCheckpoint,
+    HubRepository,
+    cached_snapshot,
+    download_all,
+    open_repository,
+)
+from rabbitllm.errors import (
+    CheckpointNotFoundError,
+    CorruptShardError,
+    GatedRepositoryError,
+    HubError,
+    InvalidIndexError,
+    MissingShardError,
+    UnsafePathError,
+)
+from rabbitllm.options import SplitOptions
+from tests.support.builders import INDEX_NAME, SINGLE_NAME, cut, llama_tensors, write_shards
+from tests.support.hub_fixtures import HubEnvironment
+from tests.support.local_hub import Faults, LocalHub
+from tests.support.splitting import contents, layer_files, names_in, split
+
+REPO = "acme/tiny"
+pytestmark = pytest.mark.usefixtures("hub_environment")
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "_pause", lambda failures: 0.0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, local_hub: LocalHub) -> Path:
+    """What the repository holds: three shards, the small files, and things that nobody needs."""
+    folder = write_shards(tmp_path / "hub" / REPO, cut(llama_tensors(), 3))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "README.md").write_text("# tiny")
+    (folder / "pytorch_model.bin").write_bytes(b"the same weights again")
+    return folder
+
+
+@pytest.fixture
+def shards(folder: Path) -> list[str]:
+    return names_in(folder, "*.safetensors")
+
+
+@pytest.fixture
+def repository(folder: Path, tmp_path: Path) -> HubRepository:
+    return open_repository(REPO, HubAccess(), tmp_path / "staging")
+
+
+# Listing
+
+
+def test_one_request_pins_the_commit_and_lists_the_files(
+    repository: HubRepository, local_hub: LocalHub, folder: Path, shards: list[str]
+) -> None:
+    assert len(local_hub.requests) == 1
+    assert repository.commit == local_hub.commit(REPO)
+    assert repository.label == f"{REPO}@{repository.commit[:8]}"
+    assert set(repository.files) == {path.name for path in folder.iterdir()}
+    for name in shards:
+        assert repository.files[name].size == (folder / name).stat().st_size
+        assert len(repository.files[name].sha256 or "") == 64
+    assert repository.files["README.md"].sha256 is None
+
+
+def test_commit_is_pinned_while_main_moves(local_hub: LocalHub, folder: Path, tmp_path: Path) -> None:
+    expected = layer_files(split(write_shards(tmp_path / "local", cut(llama_tensors(), 3))))
+    newer = write_shards(tmp_path / "newer", cut(llama_tensors(seed=9), 3))
+    local_hub.add_revision(REPO, "v2", newer)
+    old = local_hub.commit(REPO)
+    local_hub.faults = Faults(move_main_after=2, move_main_to="v2")
+    made = split(REPO)
+    assert local_hub.commit(REPO) != old
+    assert made.parent.name == old
+    assert layer_files(made) == expected
+    assert {request.path.split("/")[4] for request in local_hub.requests if request.file} == {old}
+    info = [request for request in local_hub.requests if "/api/models/" in request.path]
+    assert len(info) == 1
+
+
+def test_headers_come_by_ranges(
+    repository: HubRepository, local_hub: LocalHub, folder: Path, shards: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rabbitllm.formats.safetensors_file import read_header
+
+    for first_read, requests in ((10_000, 1), (100, 2)):
+        monkeypatch.setattr(hub, "FIRST_READ_BYTES", first_read)
+        for shard in shards:
+            local_hub.forget_requests()
+            facts = repository.facts(shard)
+            assert facts is not None
+            assert facts.header == read_header(folder / shard)
+            assert (facts.size, facts.staged) == ((folder / shard).stat().st_size, True)
+            assert facts.fingerprint == f"sha256:{repository.files[shard].sha256}"
+            assert [request.status for request in local_hub.requests] == [206] * requests
+            assert local_hub.body_bytes() <= max(first_read, 5000)
+    assert not repository.staging.exists()
+
+
+def test_index_and_identity(repository: HubRepository, local_hub: LocalHub, shards: list[str]) -> None:
+    checkpoint = HubCheckpoint(repository)
+    assert checkpoint.index.shards == tuple(shards)
+    assert checkpoint.deletable
+    facts = checkpoint.facts(shards[0])
+    assert facts is not None
+    marks = {shards[0]: f"sha256:{repository.files[shards[0]].sha256}"}
+    assert checkpoint.identity([facts]) == SourceIdentity("hub", REPO, local_hub.commit(REPO), marks)
+    assert sorted(checkpoint.sidecars()) == ["config.json", "tokenizer.json"]
+
+
+def test_single_file_repository(local_hub: LocalHub, tmp_path: Path) -> None:
+    write_shards(tmp_path / "hub" / "acme" / "one", {SINGLE_NAME: llama_tensors(layers=1)}, index=False)
+    checkpoint = HubCheckpoint(open_repository("acme/one", HubAccess(), tmp_path / "staging"))
+    assert checkpoint.index.shards == (SINGLE_NAME,)
+    assert set(checkpoint.index.weight_map) == set(llama_tensors(layers=1))
+
+
+# One shard at a time
+
+
+def test_next_shard_is_asked_for_only_when_the_last_is_gone(
+    local_hub: LocalHub, shards: list[str], tmp_path: Path
+) -> None:
+    asked_by_then: dict[str, int] = {}
+    on_disk: list[list[str]] = []
+    staging = None
+
+    def listen(event: progress.Event) -> None:
+        nonlocal staging
+        if isinstance(event, progress.SplitStarted):
+            asked_by_then["plan"] = len(local_hub.requests)
+        if isinstance(event, progress.ShardStarted | progress.ShardDone):
+            staging = next(tmp_path.rglob(".staging"), None)
+            on_disk.append(names_in(staging) if staging else [])
+        if isinstance(event, progress.ShardDone):
+            asked_by_then[event.shard] = len(local_hub.requests)
+
+    with progress.listening(listen):
+        split(REPO)
+    assert on_disk == [[]] * 6  # nothing is staged before a shard, nor after it
+    bodies = [
+        (number, request.file, request.bytes_sent)
+        for number, request in enumerate(local_hub.requests)
+        if request.file in shards and number >= asked_by_then["plan"]
+    ]
+    assert [file for _, file, _ in bodies] == shards
+    assert [sent for _, _, sent in bodies] == [(tmp_path / "hub" / REPO / shard).stat().st_size for shard in shards]
+    for before, (number, _, _) in zip(shards, bodies[1:], strict=False):
+        assert number >= asked_by_then[before]
+    assert local_hub.downloads("pytorch_model.bin") == local_hub.downloads("README.md") == 0
+    assert list(tmp_path.rglob(".staging")) == []
+
+
+def test_weights_never_enter_the_users_cache(hub_environment: HubEnvironment, folder: Path) -> None:
+    split(REPO)
+    cached = {path.name for path in hub_environment.cache.rglob("*") if path.is_symlink()}
+    assert cached == {"config.json", "tokenizer.json", INDEX_NAME}
+
+
+def test_acquire_and_release(repository: HubRepository, folder: Path, shards: list[str]) -> None:
+    path = repository.acquire(shards[0])
+    assert path.parent == repository.staging
+    assert path.read_bytes() == (folder / shards[0]).read_bytes()
+    release = repository.release(shards[0])
+    assert (release.disposal, release.freed) == (Disposal.DELETED, (folder / shards[0]).stat().st_size)
+    assert names_in(repository.staging) == []
+    assert repository.release(shards[0]).freed == 0
+
+
+def test_acquire_goes_on_where_another_process_stopped(
+    repository: HubRepository, local_hub: LocalHub, folder: Path, shards: list[str]
+) -> None:
+    raw = (folder / shards[0]).read_bytes()
+    repository.staging.mkdir()
+    repository.staged(shards[0]).write_bytes(raw[:40_000])
+    assert repository.acquire(shards[0]).read_bytes() == raw
+    assert local_hub.body_bytes(shards[0]) == len(raw) - 40_000
+
+
+def test_damaged_body_is_thrown_away_and_the_same_call_goes_on(
+    local_hub: LocalHub, folder: Path, shards: list[str], tmp_path: Path
+) -> None:
+    expected = layer_files(split(write_shards(tmp_path / "local", cut(llama_tensors(), 3))))
+    at = (folder / shards[1]).stat().st_size - 5
+    header_reads = 1
+    local_hub.faults = Faults(only=shards[1], flip_byte=at, flip_times=1 + header_reads)
+    with pytest.raises(HubError, match="arrived with sha256"):
+        split(REPO)
+    assert not list(tmp_path.rglob(f"{shards[1]}.part"))
+    local_hub.forget_requests()
+    assert layer_files(split(REPO)) == expected
+    first = sum(request.bytes_sent for request in local_hub.requests if request.file == shards[0])
+    assert first <= hub.FIRST_READ_BYTES  # its header, not its body again
+
+
+# What is in the user's cache already
+
+
+def test_cached_shard_is_used_there_and_freed(
+    local_hub: LocalHub, folder: Path, shards: list[str], hub_environment: HubEnvironment, tmp_path: Path
+) -> None:
+    expected = layer_files(split(write_shards(tmp_path / "local", cut(llama_tensors(), 3))))
+    snapshot = Path(snapshot_download(REPO, allow_patterns=[shards[1]]))
+    blob = (snapshot / shards[1]).resolve()
+    local_hub.forget_requests()
+    sent: list[progress.Event] = []
+    with progress.listening(sent.append):
+        made = split(REPO)
+    assert layer_files(made) == expected
+    assert local_hub.body_bytes(shards[1]) == 0
+    assert not blob.exists()
+    assert not (snapshot / shards[1]).is_symlink()
+    assert (snapshot / "config.json").exists()
+    done = [event for event in sent if isinstance(event, progress.ShardDone)]
+    assert [event.disposal for event in done] == ["deleted"] * 3
+    assert done[0].source_left_bytes == blob_size(folder / shards[1])
+    assert done[1].source_left_bytes == 0
+
+
+def blob_size(path: Path) -> int:
+    return path.stat().st_size
+
+
+def test_blob_that_another_revision_uses_is_kept(
+    local_hub: LocalHub, folder: Path, shards: list[str], tmp_path: Path
+) -> None:
+    same = write_shards(tmp_path / "second", cut(llama_tensors(), 3))
+    (same / "config.json").write_text('{"model_type": "llama", "note": "another commit"}')
+    local_hub.add_revision(REPO, "v2", same)
+    other, main = (Path(snapshot_download(REPO, revision=name)) for name in ("v2", "main"))
+    before = {name: (other / name).read_bytes() for name in shards}
+    told: list[progress.Event] = []
+    with progress.listening(told.append):
+        split(REPO)
+    disposals = [event.disposal for event in told if isinstance(event, progress.ShardDone)]
+    assert disposals == ["kept: another revision in the hub cache uses the same file"] * 3
+    assert {name: (other / name).read_bytes() for name in shards} == before
+    assert names_in(main, "*.safetensors") == []
+
+
+def test_link_in_the_cache_that_leads_out_is_refused(
+    local_hub: LocalHub, folder: Path, shards: list[str], tmp_path: Path
+) -> None:
+    snapshot = Path(snapshot_download(REPO, allow_patterns=[shards[1]]))
+    (snapshot / shards[1]).unlink()
+    (tmp_path / "precious").write_bytes((folder / shards[1]).read_bytes())
+    (snapshot / shards[1]).symlink_to(tmp_path / "precious")
+    with pytest.raises(UnsafePathError, match="is a link that leads out of the hub cache"):
+        split(REPO)
+    assert (tmp_path / "precious").exists()
+
+
+def test_damaged_file_in_the_cache_says_how_to_go_on(folder: Path, shards: list[str], tmp_path: Path) -> None:
+    snapshot = Path(snapshot_download(REPO, allow_patterns=[shards[1]]))
+    blob = (snapshot / shards[1]).resolve()
+    blob.write_bytes(blob.read_bytes()[:-3])
+    with pytest.raises(CorruptShardError, match=f"{shards[1]} is not a sound .* it is truncated") as refused:
+        split(REPO)
+    assert str(snapshot) in str(refused.value)
+    assert "Delete that link and the file it leads to, and call again" in str(refused.value)
+    blob.unlink()
+    (snapshot / shards[1]).unlink()
+    assert split(REPO)
+
+
+def test_snapshot_in_the_cache(folder: Path) -> None:
+    assert cached_snapshot(REPO, HubAccess()) is None
+    snapshot = Path(snapshot_download(REPO))
+    assert cached_snapshot(REPO, HubAccess()) == snapshot
+    assert cached_snapshot(REPO, HubAccess("v2")) is None
+
+
+# The standard route
+
+
+def test_everything_is_fetched_into_the_cache_and_kept(
+    repository: HubRepository, local_hub: LocalHub, shards: list[str]
+) -> None:
+    snapshot = download_all(repository, HubCheckpoint(repository).index)
+    assert names_in(snapshot) == sorted([*shards, INDEX_NAME, "config.json", "tokenizer.json"])
+    assert local_hub.downloads("pytorch_model.bin") == local_hub.downloads("README.md") == 0
+    assert snapshot.name == repository.commit
+
+
+# Refusals
+
+
+def test_no_such_repository() -> None:
+    with pytest.raises(CheckpointNotFoundError) as refused:
+        open_repository("acme/nothing", HubAccess(), Path())
+    assert "no folder 'acme/nothing' here and no repository 'acme/nothing' on the hub" in str(refused.value)
+    assert "Check the spelling; for a private repository pass token='hf_" in str(refused.value)
+
+
+def test_no_such_revision(folder: Path) -> None:
+    with pytest.raises(HubError, match="acme/tiny has no such revision"):
+        open_repository(REPO, HubAccess("v9"), Path())
+
+
+def test_gated_repository(local_hub: LocalHub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    local_hub.token, local_hub.faults = "hf_right", Faults(gated=True)
+    for token in (None, "hf_wrong"):
+        with pytest.raises(GatedRepositoryError) as refused:
+            split_with(token)
+        assert "acme/tiny is gated" in str(refused.value)
+        assert "Accept the terms at https://huggingface.co/acme/tiny, then pass token='hf_" in str(refused.value)
+    assert len(layer_files(split_with("hf_right"))) == 12
+
+
+def split_with(token: str | None) -> Path:
+    source = prepare.find(prepare.Sought(REPO, access=HubAccess(token=token)))
+    prepare.ensure_split(source, SplitOptions(sequential=True))
+    return source.split_folder
+
+
+def test_gated_weights(repository: HubRepository, local_hub: LocalHub, shards: list[str]) -> None:
+    local_hub.faults = Faults(gated=True)
+    with pytest.raises(GatedRepositoryError):
+        repository.facts(shards[0])
+    with pytest.raises(GatedRepositoryError):
+        repository.acquire(shards[0])
+
+
+def test_hub_that_does_not_answer(local_hub: LocalHub, folder: Path) -> None:
+    local_hub.stop()
+    with pytest.raises(HubError) as failed:
+        open_repository(REPO, HubAccess(), Path())
+    assert "The hub did not answer for acme/tiny" in str(failed.value)
+    assert "Make the same call again when the connection is back" in str(failed.value)
+
+
+def test_repository_without_weights(local_hub: LocalHub, tmp_path: Path) -> None:
+    bare = tmp_path / "hub" / "acme" / "bare"
+    bare.mkdir(parents=True)
+    (bare / "config.json").write_text("{}")
+    (bare / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointNotFoundError, match=r"looked for model.safetensors.index.json and model.safetensors"):
+        HubCheckpoint(open_repository("acme/bare", HubAccess(), tmp_path))
+
+
+def test_repository_that_lacks_a_shard(folder: Path, shards: list[str], tmp_path: Path, local_hub: LocalHub) -> None:
+    (folder / shards[2]).unlink()
+    with pytest.raises(MissingShardError, match=f"lacks 1 of the shards its index names: {shards[2]}"):
+        split(REPO)
+    assert not list(tmp_path.rglob("split.journal"))
+    with pytest.raises(MissingShardError, match=f"has no file {shards[2]}, which its index names"):
+        open_repository(REPO, HubAccess(), tmp_path).acquire(shards[2])
+
+
+@pytest.mark.parametrize("name", ["../../x.safetensors", "/etc/passwd", "a\\b"])
+def test_hostile_name_in_a_repositorys_index(folder: Path, local_hub: LocalHub, name: str) -> None:
+    index = json.loads((folder / INDEX_NAME).read_text())
+    index["weight_map"]["model.norm.weight"] = name
+    (folder / INDEX_NAME).write_text(json.dumps(index))
+    with pytest.raises(UnsafePathError):
+        split(REPO)
+    assert local_hub.body_bytes(".safetensors") == 0
+
+
+# Headers that cannot be believed
+
+
+def test_shard_of_the_repository_that_is_damaged(folder: Path, shards: list[str], tmp_path: Path) -> None:
+    raw = (folder / shards[1]).read_bytes()
+    (folder / shards[1]).write_bytes(raw[:-4])
+    with pytest.raises(CorruptShardError) as refused:
+        split(REPO)
+    assert f"{shards[1]} is not a sound safetensors file: it is truncated" in refused.value.problem
+    assert f"In {REPO}@" in refused.value.problem
+    assert "Make the same call again" in refused.value.remedy
+    assert "tell its owner" in refused.value.remedy
+    assert not list(tmp_path.rglob("split.journal"))
+
+
+def test_index_and_header_that_disagree(folder: Path, shards: list[str]) -> None:
+    index = json.loads((folder / INDEX_NAME).read_text())
+    index["weight_map"]["model.norm.weight"] = shards[0]
+    (folder / INDEX_NAME).write_text(json.dumps(index))
+    with pytest.raises(InvalidIndexError, match=f"puts 'model.norm.weight' into {shards[0]}, whose header does not"):
+        split(REPO)
+
+
+def test_header_that_was_damaged_on_the_way_is_noticed(local_hub: LocalHub, tmp_path: Path) -> None:
+    """Only the header is read before the plan is made, and no digest covers it alone."""
+    one = write_shards(tmp_path / "hub" / "acme" / "one", {SINGLE_NAME: {"plain": torch.zeros(9)}}, index=False)
+    at = (one / SINGLE_NAME).read_bytes().index(b"plain")
+    local_hub.faults = Faults(only=SINGLE_NAME, flip_byte=at, flip_times=2)  # of the index made up, and of the plan
+    with pytest.raises(
+        CorruptShardError, match="is not the file that the plan was made from: 'qlain' is elsewhere"
+    ) as bad:
+        split("acme/one")
+    assert "delete that folder" in bad.value.remedy
+    assert contents(one)[SINGLE_NAME]
+
+
+def test_connection_that_is_lost_after_the_listing(
+    repository: HubRepository, local_hub: LocalHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local_hub.stop()
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # huggingface_hub waits too
+    with pytest.raises(HubError, match="The hub did not answer for acme/tiny"):
+        repository.small_file("config.json")
+    with pytest.raises(HubError, match="could not be read past byte 0"):
+        repository.facts(next(name for name in repository.files if name.endswith(".safetensors")))
+
+
+def test_errors_of_the_disk_are_not_blamed_on_the_hub() -> None:
+    with pytest.raises(OSError, match="No space left") as failed, hub.translated(REPO):
+        raise OSError(28, "No space left on device")
+    assert not isinstance(failed.value, HubError)

@@ -1,0 +1,161 @@
+"""The user's hub cache: which folders are part of it, and freeing what is in it without breaking what else uses it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from huggingface_hub import HFCacheInfo, scan_cache_dir, snapshot_download
+
+from rabbitllm.checkpoints.hub_cache import CachedSnapshot, check_in_cache, free_file, free_rest, snapshot_of
+from rabbitllm.checkpoints.local import LocalCheckpoint
+from rabbitllm.errors import UnsafePathError
+from tests.support.builders import cut, llama_tensors, write_shards
+from tests.support.hub_fixtures import HubEnvironment, point_at
+from tests.support.local_hub import LocalHub
+from tests.support.splitting import names_in, occupied, split
+
+REPO = "acme/tiny"
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+@pytest.fixture(params=["own deletion", "before it had one"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """huggingface_hub as it is, and as it was before it could delete single files."""
+    if request.param == "before it had one":
+        monkeypatch.delattr(HFCacheInfo, "delete_files")
+
+
+@pytest.fixture
+def snapshot(local_hub: LocalHub, hub_environment: HubEnvironment, tmp_path: Path) -> CachedSnapshot:
+    write_shards(tmp_path / "hub" / REPO, cut(llama_tensors(), 2))
+    found = snapshot_of(Path(snapshot_download(REPO)))
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def sibling(local_hub: LocalHub, snapshot: CachedSnapshot, tmp_path: Path) -> Path:
+    """Another commit with the first shard in common, in the cache too."""
+    tensors = cut(llama_tensors(), 2)
+    tensors[SECOND] = {name: tensor * 2 for name, tensor in tensors[SECOND].items()}
+    local_hub.add_revision(REPO, "v2", write_shards(tmp_path / "second", tensors))
+    return Path(snapshot_download(REPO, revision="v2"))
+
+
+def test_snapshot(snapshot: CachedSnapshot, hub_environment: HubEnvironment, local_hub: LocalHub) -> None:
+    assert snapshot == CachedSnapshot(hub_environment.cache, "models--acme--tiny", local_hub.commit(REPO))
+    assert snapshot.repo_id == REPO
+    assert names_in(snapshot.folder, "*.safetensors") == [FIRST, SECOND]
+
+
+@pytest.mark.parametrize("path", ["", "..", "../..", "../../blobs", "sub"])
+def test_what_is_no_snapshot(snapshot: CachedSnapshot, path: str, tmp_path: Path) -> None:
+    if path:
+        assert snapshot_of(snapshot.folder / path) is None
+    assert snapshot_of(tmp_path) is None
+
+
+@pytest.mark.usefixtures("library")
+def test_freeing_a_file_frees_its_blob(snapshot: CachedSnapshot, hub_environment: HubEnvironment) -> None:
+    blob = (snapshot.folder / FIRST).resolve()
+    size = blob.stat().st_size
+    before = occupied(hub_environment.cache)
+    assert free_file(snapshot, FIRST) == size
+    assert not blob.exists()
+    assert names_in(snapshot.folder, "*.safetensors") == [SECOND]
+    assert before - occupied(hub_environment.cache) >= size
+    assert free_file(snapshot, FIRST) == 0  # once more, as after a crash
+    assert scan_cache_dir(hub_environment.cache).warnings == []
+
+
+@pytest.mark.usefixtures("library")
+def test_blob_of_another_revision_is_kept(snapshot: CachedSnapshot, sibling: Path) -> None:
+    content = (sibling / FIRST).read_bytes()
+    assert free_file(snapshot, FIRST) == 0
+    assert free_file(snapshot, SECOND) > 0
+    assert names_in(snapshot.folder, "*.safetensors") == []
+    assert (sibling / FIRST).read_bytes() == content
+    assert (sibling / SECOND).exists()
+    other = snapshot_of(sibling)
+    assert other is not None
+    assert free_file(other, FIRST) == len(content)  # now nobody else has it
+
+
+@pytest.mark.usefixtures("library")
+def test_file_that_is_not_there(snapshot: CachedSnapshot) -> None:
+    assert free_file(snapshot, "nothing.safetensors") == 0
+    assert free_file(CachedSnapshot(snapshot.cache, snapshot.repo_folder, "0" * 40), FIRST) == 0
+    assert names_in(snapshot.folder, "*.safetensors") == [FIRST, SECOND]
+
+
+@pytest.mark.usefixtures("library")
+def test_cache_that_is_reached_through_a_link(
+    local_hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a small home holds a link to a large disk: the hub's library resolves it."""
+    write_shards(tmp_path / "hub" / REPO, cut(llama_tensors(), 2))
+    (tmp_path / "large_disk").mkdir()
+    (tmp_path / "hf_home").symlink_to(tmp_path / "large_disk")
+    environment = point_at(local_hub.url, tmp_path / "hf_home", monkeypatch)
+    snapshot_download(REPO)
+    before = occupied(tmp_path / "large_disk")
+    made = split(REPO)
+    assert made.is_relative_to(environment.home)
+    assert list(tmp_path.glob("large_disk/hub/**/*.safetensors")) == []
+    weights = sum(tensor.nbytes for tensor in llama_tensors().values())
+    assert before - occupied(tmp_path / "large_disk" / "hub") > weights
+
+
+def test_link_to_a_snapshot(snapshot: CachedSnapshot, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(snapshot.folder)
+    assert snapshot_of(tmp_path / "link") == snapshot
+    assert LocalCheckpoint(tmp_path / "link").index.shards == (FIRST, SECOND)
+
+
+@pytest.mark.usefixtures("library")
+def test_the_rest_of_a_snapshot(snapshot: CachedSnapshot, sibling: Path) -> None:
+    before = {path.name: path.read_bytes() for path in sibling.iterdir()}
+    removed = free_rest(snapshot)
+    assert {path.name for path in removed} == {path.name for path in sibling.iterdir()}
+    assert not snapshot.folder.exists()
+    assert {path.name: path.read_bytes() for path in sibling.iterdir()} == before
+    assert free_rest(snapshot) == []
+
+
+def test_links_to_the_blobs_are_what_a_cache_is_made_of(snapshot: CachedSnapshot) -> None:
+    check_in_cache(snapshot.folder / FIRST, snapshot)
+    store = snapshot.cache / "blobs" / "ab"
+    store.mkdir(parents=True)
+    (store / "shared").touch()
+    (snapshot.folder / "shared").symlink_to(store / "shared")
+    check_in_cache(snapshot.folder / "shared", snapshot)
+
+
+@pytest.mark.parametrize(
+    "target", ["{tmp}/elsewhere", "/etc/passwd", "../../refs/main", "../../../models--x--y/blobs/a"]
+)
+def test_link_that_leads_elsewhere(snapshot: CachedSnapshot, tmp_path: Path, target: str) -> None:
+    (tmp_path / "elsewhere").touch()
+    (snapshot.folder / "bad").symlink_to(target.format(tmp=tmp_path))
+    with pytest.raises(UnsafePathError, match="is a link that leads out of the hub cache") as refused:
+        check_in_cache(snapshot.folder / "bad", snapshot)
+    assert "Nothing was opened or deleted." in str(refused.value)
+
+
+def test_snapshot_as_a_local_checkpoint(
+    snapshot: CachedSnapshot, local_hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = LocalCheckpoint(snapshot.folder)
+    facts = checkpoint.facts(FIRST)
+    assert facts is not None
+    assert facts.fingerprint == f"sha256:{(snapshot.folder / FIRST).resolve().name}"
+    identity = checkpoint.identity([facts])
+    assert (identity.kind, identity.name, identity.commit) == ("hub", REPO, local_hub.commit(REPO))
+    release = checkpoint.release(FIRST)
+    assert release.freed == facts.size
+    assert checkpoint.facts(FIRST) is None
+    checkpoint.release(SECOND)
+    removed = checkpoint.discard_rest()
+    assert "config.json" in {path.name for path in removed}
+    assert not snapshot.folder.exists()

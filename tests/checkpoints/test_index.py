@@ -1,0 +1,144 @@
+"""The index: which shards there are, in which order, and names that nothing is opened by."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rabbitllm.checkpoints.index import check_inside, check_shard_name, index_of, natural_key, read_index
+from rabbitllm.errors import InvalidIndexError, UnsafePathError
+
+
+def write(folder: Path, content: object) -> Path:
+    path = folder / "model.safetensors.index.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_index_is_read(tmp_path: Path) -> None:
+    weight_map = {"b": "model-2.safetensors", "a": "model-10.safetensors", "c": "model-2.safetensors"}
+    index = read_index(write(tmp_path, {"metadata": {"total_size": 5}, "weight_map": weight_map}))
+    assert list(index.weight_map.items()) == list(weight_map.items())
+    assert index.shards == ("model-2.safetensors", "model-10.safetensors")
+
+
+@pytest.mark.parametrize(
+    "content", [{}, {"weight_map": None}, {"weight_map": {}}, {"weight_map": []}, {"weight_map": "x"}, {"metadata": {}}]
+)
+def test_no_weight_map(tmp_path: Path, content: object) -> None:
+    with pytest.raises(InvalidIndexError, match="has no weight_map; expected a table of tensor name to shard"):
+        read_index(write(tmp_path, content))
+
+
+@pytest.mark.parametrize("shard", [None, 5, ["a.safetensors"], {"file": "a.safetensors"}])
+def test_shard_that_is_no_text(tmp_path: Path, shard: object) -> None:
+    with pytest.raises(InvalidIndexError, match=r"puts tensor 'w' into .*; expected the name of a shard"):
+        read_index(write(tmp_path, {"weight_map": {"w": shard}}))
+
+
+HOSTILE = [
+    "../x.safetensors",
+    "..",
+    ".",
+    "",
+    "a/../x.safetensors",
+    "a/../../x.safetensors",
+    "/etc/passwd",
+    "//x",
+    "a//b",
+    "a/",
+    "/",
+    "a/b/c.safetensors",
+    "C:\\x",
+    "C:x",
+    "..\\x",
+    "a\\b",
+    "~/x",
+    "a\0b",
+    "a\nb",
+    "x\n",
+    ".hidden",
+    "-rf",
+    "a b",
+    "$HOME",
+    "%2e%2e%2fx",
+    "http://x",
+    "ä.safetensors",
+    "..safetensors",
+]
+
+
+@pytest.mark.parametrize("shard", HOSTILE)
+def test_hostile_shard_name(tmp_path: Path, shard: str) -> None:
+    with pytest.raises(UnsafePathError) as refused:
+        read_index(write(tmp_path, {"weight_map": {"w": "sound.safetensors", "v": shard}}))
+    assert f"names the shard {shard!r}; expected a plain file name inside the checkpoint's own folder" in str(
+        refused.value
+    )
+    assert "Nothing was opened or deleted." in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "shard", ["model.safetensors", "model-00001-of-00163.safetensors", "a/b.safetensors", "x..y", "0_1", "model_v1.2-3"]
+)
+def test_plain_shard_name(shard: str) -> None:
+    check_shard_name(shard, "index")
+
+
+@given(st.text(max_size=20))
+def test_names_that_pass_stay_in_their_folder(shard: str) -> None:
+    try:
+        check_shard_name(shard, "index")
+    except UnsafePathError:
+        return
+    path = Path("/base") / shard
+    assert path.parts[:2] == ("/", "base")
+    assert ".." not in path.parts
+    assert path.as_posix() == f"/base/{shard}"
+
+
+def test_shards_are_in_numerical_order() -> None:
+    for total in (9, 12, 163):
+        for pattern in ("model-{:05d}-of-{:05d}.safetensors", "model-{}-of-{}.safetensors", "part{}_{}.st"):
+            ordered = [pattern.format(number, total) for number in range(1, total + 1)]
+            shuffled = random.Random(total).sample(ordered, total)
+            assert list(index_of({str(i): name for i, name in enumerate(shuffled)}).shards) == ordered
+
+
+@given(st.lists(st.text(max_size=12)))
+def test_any_names_can_be_sorted(names: list[str]) -> None:
+    assert sorted(sorted(names), key=natural_key) == sorted(sorted(names, reverse=True), key=natural_key)
+    assert len({natural_key(name) for name in names}) == len(set(names))
+
+
+def test_links_that_stay_inside(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "real").touch()
+    (folder / "link").symlink_to("real")
+    (tmp_path / "alias").symlink_to(folder)
+    for inside in (folder / "real", folder / "link", folder / "missing", tmp_path / "alias" / "link"):
+        check_inside(inside, inside.parent)
+
+
+@pytest.mark.parametrize("target", ["../outside", "/etc/passwd", "../missing"])
+def test_links_that_lead_out(tmp_path: Path, target: str) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (tmp_path / "outside").touch()
+    (folder / "link").symlink_to(target)
+    with pytest.raises(UnsafePathError, match="is a link that leads outside its folder"):
+        check_inside(folder / "link", folder)
+
+
+def test_folder_that_leads_out(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "sub").symlink_to(tmp_path)
+    with pytest.raises(UnsafePathError):
+        check_inside(folder / "sub" / "x", folder)

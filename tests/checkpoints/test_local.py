@@ -1,0 +1,361 @@
+"""A checkpoint in a folder: what is in it, what is refused before it is opened, and what giving up a shard does."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rabbitllm.checkpoints.checkpoint import Disposal, SourceIdentity, sampled_fingerprint
+from rabbitllm.checkpoints.local import LocalCheckpoint
+from rabbitllm.durable import Step, observe_steps
+from rabbitllm.errors import (
+    CheckpointNotFoundError,
+    CorruptShardError,
+    InvalidIndexError,
+    MissingShardError,
+    UnsafePathError,
+)
+from tests.support.builders import INDEX_NAME, SINGLE_NAME, cut, llama_tensors, write_shards
+from tests.support.splitting import contents, failing, names_in
+
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A sound checkpoint of two shards."""
+    return write_shards(tmp_path / "model", cut(llama_tensors(layers=2), 2))
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The files that are opened, and the steps that change the disk."""
+    seen: list[str] = []
+    for module, name in ((builtins, "open"), (io, "open"), (os, "open")):
+        real = getattr(module, name)
+
+        def note(path: Any, *args: Any, real: Any = real, **kwargs: Any) -> Any:
+            seen.append(os.fspath(path) if not isinstance(path, int) else str(path))
+            return real(path, *args, **kwargs)
+
+        monkeypatch.setattr(module, name, note)
+    with observe_steps(lambda step: seen.append(f"{step.kind} {step.path}")):
+        yield seen
+
+
+# What is there
+
+
+def test_sharded(folder: Path) -> None:
+    checkpoint = LocalCheckpoint(folder)
+    assert checkpoint.label == str(folder)
+    assert checkpoint.index.shards == (FIRST, SECOND)
+    assert set(checkpoint.index.weight_map) == set(llama_tensors(layers=2))
+    assert checkpoint.deletable
+    facts = checkpoint.facts(SECOND)
+    assert facts is not None
+    assert (facts.name, facts.size, facts.staged) == (SECOND, (folder / SECOND).stat().st_size, False)
+    assert {t.name for t in facts.header.tensors} == {t for t, s in checkpoint.index.weight_map.items() if s == SECOND}
+    assert checkpoint.acquire(FIRST) == folder / FIRST
+    assert list(checkpoint.sidecars()) == ["config.json"]
+
+
+def test_single_file(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path, {SINGLE_NAME: llama_tensors(layers=1)}, index=False)
+    checkpoint = LocalCheckpoint(folder)
+    assert checkpoint.index.shards == (SINGLE_NAME,)
+    assert set(checkpoint.index.weight_map) == set(llama_tensors(layers=1))
+
+
+def test_index_is_preferred_to_a_single_file(folder: Path) -> None:
+    write_shards(folder, {SINGLE_NAME: {"other": torch.zeros(2)}}, index=False)
+    assert LocalCheckpoint(folder).index.shards == (FIRST, SECOND)
+
+
+def test_shards_in_a_folder_of_their_own(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path, {"weights/a.safetensors": {"model.norm.weight": torch.zeros(4)}})
+    checkpoint = LocalCheckpoint(folder)
+    assert checkpoint.acquire("weights/a.safetensors") == folder / "weights" / "a.safetensors"
+    assert checkpoint.release("weights/a.safetensors").disposal is Disposal.DELETED
+
+
+def test_sidecars(folder: Path) -> None:
+    wanted = ["chat_template.jinja", "merges.txt", "modeling_own.py", "tokenizer.json", "tokenizer.model", "LICENSE.md"]
+    wanted += ["additional_chat_templates/tool.jinja"]
+    unwanted = ["README.md", "pytorch_model.bin.index.json", "x.safetensors", "notes.bin", "original/params.json"]
+    for name in wanted + unwanted:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(name)
+    with (folder / "huge.json").open("wb") as stream:
+        stream.truncate((128 << 20) + 1)
+    found = LocalCheckpoint(folder).sidecars()
+    assert sorted(found) == sorted([*wanted, "config.json"])
+    assert all(path == folder / name for name, path in found.items())
+
+
+def test_other_weights_are_never_of_interest(folder: Path) -> None:
+    (folder / "adapter.safetensors").write_bytes(b"not even a safetensors file")
+    checkpoint = LocalCheckpoint(folder)
+    for shard in checkpoint.index.shards:
+        checkpoint.release(shard)
+    checkpoint.discard_rest()
+    assert names_in(folder) == ["adapter.safetensors", "config.json"]
+
+
+# What is not there
+
+
+def test_no_such_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="nowhere is not a folder, so there is no checkpoint in it"):
+        LocalCheckpoint(tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    with pytest.raises(FileNotFoundError, match="is not a folder"):
+        LocalCheckpoint(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        ([], "found 0 other files."),
+        (["config.json", "tokenizer.json"], "found 2 other files."),
+        (["pytorch_model.bin", "config.json"], "found the weights pytorch_model.bin."),
+        (["model.gguf"], "found the weights model.gguf."),
+        (
+            [f"{n}.safetensors" for n in range(7)],
+            "found the weights 0.safetensors, 1.safetensors, .*4.safetensors and more.",
+        ),
+    ],
+)
+def test_no_checkpoint_in_the_folder(tmp_path: Path, files: list[str], found: str) -> None:
+    for file in files:
+        (tmp_path / file).touch()
+    with pytest.raises(
+        CheckpointNotFoundError,
+        match=rf"holds no checkpoint: looked for model.safetensors.index.json and model.safetensors, {found}",
+    ) as refused:
+        LocalCheckpoint(tmp_path)
+    remedy = "converted" if "weights" in found else "the folder that holds the weights"
+    assert remedy in refused.value.remedy
+
+
+def test_missing_shard(folder: Path) -> None:
+    (folder / SECOND).unlink()
+    checkpoint = LocalCheckpoint(folder)
+    assert checkpoint.facts(FIRST) is not None
+    assert checkpoint.facts(SECOND) is None
+    held = sum(shard == SECOND for shard in checkpoint.index.weight_map.values())
+    with pytest.raises(
+        MissingShardError, match=rf"{SECOND} is missing; the index says it holds {held} tensors"
+    ) as missing:
+        checkpoint.acquire(SECOND)
+    assert "Put the shard at that path, or give the id of the repository it came from." in str(missing.value)
+    assert isinstance(missing.value, FileNotFoundError)
+
+
+# Names that lead out
+
+
+def rename_in_index(folder: Path, to: str) -> None:
+    index = json.loads((folder / INDEX_NAME).read_text())
+    index["weight_map"] = {t: to if shard == SECOND else shard for t, shard in index["weight_map"].items()}
+    (folder / INDEX_NAME).write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    "name", ["../precious.safetensors", "{tmp}/precious.safetensors", "sub/../../precious.safetensors"]
+)
+def test_name_that_leads_out(folder: Path, tmp_path: Path, name: str, opened: list[str]) -> None:
+    (folder / SECOND).rename(tmp_path / "precious.safetensors")
+    rename_in_index(folder, name.format(tmp=tmp_path))
+    before = contents(tmp_path)
+    opened.clear()
+    with pytest.raises(UnsafePathError, match="expected a plain file name inside the checkpoint's own folder"):
+        LocalCheckpoint(folder)
+    assert [Path(path).name for path in opened] == [INDEX_NAME]
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "single"])
+def test_link_that_leads_out(folder: Path, tmp_path: Path, kind: str, opened: list[str]) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (folder / SECOND).rename(outside / SECOND)
+    if kind == "file":
+        (folder / SECOND).symlink_to(outside / SECOND)
+    elif kind == "folder":
+        (folder / "sub").symlink_to(outside)
+        rename_in_index(folder, f"sub/{SECOND}")
+    else:
+        (folder / INDEX_NAME).unlink()
+        (folder / SINGLE_NAME).symlink_to(outside / SECOND)
+    before = contents(tmp_path)
+    opened.clear()
+    with pytest.raises(UnsafePathError, match="is a link that leads outside its folder"):
+        LocalCheckpoint(folder)
+    assert [Path(path).name for path in opened] == ([] if kind == "single" else [INDEX_NAME])
+    assert contents(tmp_path) == before
+
+
+def test_link_that_is_put_there_later(folder: Path, tmp_path: Path) -> None:
+    checkpoint = LocalCheckpoint(folder)
+    (folder / FIRST).rename(tmp_path / FIRST)
+    (folder / FIRST).symlink_to(tmp_path / FIRST)
+    with pytest.raises(UnsafePathError):
+        checkpoint.acquire(FIRST)
+    assert (tmp_path / FIRST).exists()
+
+
+def test_releasing_a_link_that_stays_inside_removes_the_link(folder: Path) -> None:
+    (folder / FIRST).rename(folder / "real")
+    (folder / FIRST).symlink_to("real")
+    checkpoint = LocalCheckpoint(folder)
+    assert checkpoint.facts(FIRST) is not None
+    checkpoint.release(FIRST)
+    assert not (folder / FIRST).is_symlink()
+    assert (folder / "real").exists()
+
+
+def test_malformed_index(folder: Path) -> None:
+    (folder / INDEX_NAME).write_text("{}")
+    with pytest.raises(InvalidIndexError, match="has no weight_map"):
+        LocalCheckpoint(folder)
+
+
+# Damage
+
+
+@pytest.mark.parametrize("damage", ["truncated", "header"])
+def test_damaged_shard_says_what_is_safe_and_how_to_go_on(folder: Path, damage: str) -> None:
+    raw = (folder / SECOND).read_bytes()
+    (folder / SECOND).write_bytes(raw[:-1] if damage == "truncated" else raw[:8] + b"x" + raw[9:])
+    with pytest.raises(CorruptShardError) as refused:
+        LocalCheckpoint(folder).facts(SECOND)
+    assert refused.value.problem.startswith(f"In {folder}: {SECOND} is not a sound safetensors file: ")
+    assert ("it is truncated" if damage == "truncated" else "starts with b'x'") in refused.value.problem
+    assert "Put a sound copy at that path and call again" in refused.value.remedy
+    assert "layers that are finished are safe" in refused.value.remedy
+    assert "Delete nothing else" in refused.value.remedy
+
+
+def test_damaged_single_file(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path, {SINGLE_NAME: llama_tensors(layers=1)}, index=False)
+    (folder / SINGLE_NAME).write_bytes((folder / SINGLE_NAME).read_bytes()[:-7])
+    with pytest.raises(CorruptShardError, match=r"model.safetensors is not a sound .* it is truncated") as refused:
+        LocalCheckpoint(folder)
+    assert "Put a sound copy at that path" in refused.value.remedy
+
+
+# Giving up
+
+
+def test_release_and_what_is_left(folder: Path) -> None:
+    checkpoint = LocalCheckpoint(folder)
+    size = (folder / FIRST).stat().st_size
+    release = checkpoint.release(FIRST)
+    assert (release.shard, release.disposal, release.freed) == (FIRST, Disposal.DELETED, size)
+    assert names_in(folder) == ["config.json", SECOND, INDEX_NAME]
+    assert checkpoint.release(FIRST).freed == 0  # a crash may have come after the unlink
+    checkpoint.release(SECOND)
+    assert checkpoint.discard_rest() == [folder / INDEX_NAME]
+    assert checkpoint.discard_rest() == []
+    assert names_in(folder) == ["config.json"]
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EPERM])
+def test_read_only_source_is_left_alone(folder: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = contents(folder)
+    checkpoint = LocalCheckpoint(folder)
+    with failing(OSError(number, os.strerror(number)), lambda n, step: True, kinds=("unlink",)):
+        release = checkpoint.release(FIRST)
+    assert (release.disposal, release.freed) == (Disposal.READ_ONLY, 0)
+    assert release.disposal.value == "kept: the source is read-only"
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert not checkpoint.deletable
+    assert checkpoint.discard_rest() == []
+    assert contents(folder) == before
+
+
+def test_other_errors_are_not_hidden(folder: Path) -> None:
+    checkpoint = LocalCheckpoint(folder)
+    broken = OSError(errno.EIO, "Input/output error")
+    with failing(broken, lambda n, step: True, kinds=("unlink",)), pytest.raises(OSError, match="Input/output"):
+        checkpoint.release(FIRST)
+
+
+def test_releasing_is_an_unlink_that_lasts(folder: Path) -> None:
+    steps: list[Step] = []
+    checkpoint = LocalCheckpoint(folder)
+    with observe_steps(steps.append):
+        checkpoint.release(FIRST)
+    assert [(step.kind, step.path) for step in steps] == [("unlink", folder / FIRST), ("sync_folder", folder)]
+
+
+# Identity
+
+
+def identity(folder: Path) -> SourceIdentity:
+    checkpoint = LocalCheckpoint(folder)
+    facts = [facts for shard in checkpoint.index.shards if (facts := checkpoint.facts(shard)) is not None]
+    return checkpoint.identity(facts)
+
+
+def test_identity_is_of_the_contents(tmp_path: Path) -> None:
+    made = {seed: write_shards(tmp_path / str(seed) / "m", cut(llama_tensors(seed=seed), 2)) for seed in (0, 1)}
+    again = write_shards(tmp_path / "again", cut(llama_tensors(seed=0), 2))
+    first, other, same = identity(made[0]), identity(made[1]), identity(again)
+    assert (first.kind, first.name, first.commit) == ("local", "m", None)
+    assert first.differs_from(same) is None  # a folder may be renamed
+    assert first.differs_from(other) == f"its shard {FIRST} has other contents"
+    (again / FIRST).unlink()
+    assert first.differs_from(identity(again)) is None  # what is used up cannot be compared
+    assert identity(again).differs_from(first) is None
+
+
+@pytest.mark.parametrize("at", [0, -1])
+def test_fingerprint_sees_both_ends_of_a_file(folder: Path, at: int) -> None:
+    before = identity(folder)
+    raw = bytearray((folder / FIRST).read_bytes())
+    raw[at if at else raw.index(b"weight")] ^= 1
+    (folder / FIRST).write_bytes(raw)
+    after = LocalCheckpoint(folder).facts(FIRST)
+    assert after is not None
+    assert after.fingerprint != before.fingerprints[FIRST]
+
+
+def test_fingerprint_samples_a_large_file_evenly(tmp_path: Path) -> None:
+    size, changed = 1 << 20, 0
+    (tmp_path / "f").write_bytes(bytes(size))
+    before = sampled_fingerprint(tmp_path / "f", size)
+    assert before.startswith("sampled:")
+    for at in range(0, size, 8192):
+        with (tmp_path / "f").open("r+b") as stream:
+            stream.seek(at)
+            stream.write(b"\1")
+            stream.flush()
+            changed += sampled_fingerprint(tmp_path / "f", size) != before
+            stream.seek(at)
+            stream.write(b"\0")
+    assert changed in range(6, 11)  # 16 samples of 4096 bytes hold 1 in 16 of these bytes
+    assert sampled_fingerprint(tmp_path / "f", size) == before
+
+
+def test_identity_of_another_kind() -> None:
+    local = SourceIdentity("local", "tiny", None, {"a": "sampled:1"})
+    hub = SourceIdentity("hub", "acme/tiny", "c1", {"a": "sha256:1"})
+    assert local.differs_from(hub) == "it was made from a folder, not from a repository on the hub"
+    assert hub.differs_from(local) == "it was made from a repository on the hub, not from a folder"
+    assert hub.differs_from(SourceIdentity("hub", "acme/tiny", "c1", {})) is None
+    assert hub.differs_from(SourceIdentity("hub", "acme/tiny", "c2", {"a": "sha256:1"})) == (
+        "acme/tiny at commit c1 is not acme/tiny at commit c2"
+    )
+    assert hub.differs_from(SourceIdentity("hub", "acme/tiny", "c1", {"a": "sha256:2"})) is not None
+    assert hub.differs_from(SourceIdentity("hub", "acme/tiny", "c1", {"a": "blob:2"})) is None  # not comparable

@@ -1,0 +1,244 @@
+"""Tensor name -> layer: the families, a user's own patterns, and what is done about names that nobody knows."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import rabbitllm
+from rabbitllm.checkpoints import naming as naming_module
+from rabbitllm.checkpoints.naming import (
+    FAMILIES,
+    LayerName,
+    assign_layers,
+    layer_order,
+    naming,
+    naming_for,
+    register_layer_naming,
+)
+from rabbitllm.errors import OptionError
+from tests.support import builders
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    """Forget what a test registers."""
+    before = dict(naming_module._registered)
+    yield
+    naming_module._registered.clear()
+    naming_module._registered.update(before)
+
+
+def ids(tensors: list[str], family: str | None) -> dict[str, str]:
+    return {tensor: layer.id for tensor, layer in assign_layers(tensors, family).items()}
+
+
+# The requirement's own examples, and the file names of RabbitLLM 1.1
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "gemma2", "phi3", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("tensor", "layer"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", LayerName("layers.0", "model.layers.0")),
+        ("model.layers.0.input_layernorm.weight", LayerName("layers.0", "model.layers.0")),
+        ("model.layers.1.mlp.down_proj.weight", LayerName("layers.1", "model.layers.1")),
+        ("model.layers.10.self_attn.q_proj.bias", LayerName("layers.10", "model.layers.10")),
+        ("model.layers.79.mlp.experts.127.gate_proj.weight", LayerName("layers.79", "model.layers.79")),
+        ("model.layers.3.mlp.gate.e_score_correction_bias", LayerName("layers.3", "model.layers.3")),
+        ("model.embed_tokens.weight", LayerName("embed_tokens", "model.embed_tokens")),
+        ("model.norm.weight", LayerName("norm", "model.norm")),
+        ("lm_head.weight", LayerName("lm_head", "lm_head")),
+        ("model.rotary_emb.inv_freq", LayerName("rotary_emb", "model.rotary_emb")),
+        ("mtp.layers.0.self_attn.q_proj.weight", LayerName("mtp.layers.0", "mtp.layers.0")),
+        ("model.mtp.norm.weight", LayerName("mtp", "model.mtp")),
+    ],
+)
+def test_layer_of_a_tensor(family: str, tensor: str, layer: LayerName) -> None:
+    assert assign_layers([tensor], family) == {tensor: layer}
+
+
+PLAIN = ["embed_tokens", "norm", "lm_head"]
+OTHERS: dict[str, tuple[list[str], str]] = {
+    "opt": (
+        ["decoder.embed_tokens", "decoder.embed_positions", "decoder.final_layer_norm", "lm_head"],
+        "decoder.layers.{}",
+    ),
+    "gpt2": (["wte", "wpe", "ln_f", "lm_head"], "h.{}"),
+    "bloom": (["word_embeddings", "word_embeddings_layernorm", "ln_f", "lm_head"], "h.{}"),
+    "falcon": (["word_embeddings", "ln_f", "lm_head"], "h.{}"),
+    "mamba2": (["backbone.embeddings", "backbone.norm_f", "lm_head"], "layers.{}"),
+    "jamba": (["embed_tokens", "final_layernorm", "lm_head"], "layers.{}"),
+    "t5": (
+        ["shared", "encoder.final_layer_norm", "decoder.final_layer_norm"]
+        + [f"encoder.block.{layer}" for layer in range(3)],
+        "decoder.block.{}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", builders.FAMILIES)
+def test_layers_of_a_real_checkpoint(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    family = builders.FAMILIES[name]
+    builders.build_checkpoint(tmp_path, name, tied=family.ties[0], tokenizer=False)
+    tensors = list(builders.read_tensors(tmp_path))
+    caplog.clear()
+    assigned = assign_layers(tensors, family.model_type)
+    others, stack = OTHERS.get(name, (PLAIN, "layers.{}"))
+    layers = family.config(family.ties[0]).num_hidden_layers
+    assert {layer.id for layer in assigned.values()} == {*others, *(stack.format(n) for n in range(layers))}
+    for tensor, layer in assigned.items():
+        assert tensor.startswith(layer.stem + ".")
+        assert layer.stem.endswith(layer.id)
+    assert not [record for record in caplog.records if record.name.startswith("rabbitllm")]
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor", "layer"),
+    [
+        ("gpt2", "h.11.attn.c_attn.weight", "h.11"),
+        ("gpt2", "wte.weight", "wte"),
+        ("gpt_neox", "gpt_neox.layers.3.attention.dense.weight", "layers.3"),
+        ("gpt_neox", "embed_out.weight", "embed_out"),
+        ("gpt_neox", "gpt_neox.final_layer_norm.bias", "final_layer_norm"),
+        ("falcon_mamba", "backbone.layers.7.mixer.A_log", "layers.7"),
+        ("gemma3", "language_model.model.layers.5.mlp.up_proj.weight", "language_model.model.layers.5"),
+        (
+            "gemma3",
+            "vision_tower.vision_model.encoder.layers.5.mlp.fc1.weight",
+            "vision_tower.vision_model.encoder.layers.5",
+        ),
+        ("qwen2_5_vl", "visual.blocks.2.attn.qkv.weight", "visual.blocks.2"),
+        ("qwen2_5_vl", "model.layers.2.self_attn.q_proj.weight", "layers.2"),
+        ("qwen3_vl", "model.language_model.layers.2.self_attn.q_proj.weight", "language_model.layers.2"),
+        ("llava", "multi_modal_projector.linear_1.weight", "multi_modal_projector.linear_1"),
+    ],
+)
+def test_other_stacks(family: str, tensor: str, layer: str) -> None:
+    assert ids([tensor], family) == {tensor: layer}
+
+
+def test_every_family_compiles() -> None:
+    for family in FAMILIES:
+        rules = naming_for(family)
+        assert rules is not None
+        assert rules.family == family
+    assert naming_for(None) is naming_for("no such family") is None
+
+
+# Layers that would get one id
+
+
+def test_two_layers_never_share_an_id() -> None:
+    tensors = ["model.norm.weight", "norm.weight", "model.layers.0.norm.weight", "model.embed_tokens.weight"]
+    assert ids(tensors, "llama") == {
+        "model.norm.weight": "model.norm",
+        "norm.weight": "norm",
+        "model.layers.0.norm.weight": "layers.0",
+        "model.embed_tokens.weight": "embed_tokens",
+    }
+
+
+WORDS = st.lists(st.sampled_from(["model", "layers", "0", "1", "h", "norm", "weight", "mtp"]), min_size=1, max_size=6)
+
+
+@given(st.lists(WORDS.map(".".join), unique=True, max_size=12), st.sampled_from([*FAMILIES, None]))
+def test_id_and_file_are_one_to_one(tensors: list[str], family: str | None) -> None:
+    assigned = assign_layers(tensors, family)
+    assert list(assigned) == tensors
+    pairs = {(layer.id, layer.stem) for layer in assigned.values()}
+    assert len({id for id, _ in pairs}) == len({stem for _, stem in pairs}) == len(pairs)
+    assert all(tensor == layer.stem or tensor.startswith(layer.stem) for tensor, layer in assigned.items())
+
+
+# A user's own patterns
+
+
+def test_patterns_can_be_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    tensors = ["net.0.w", "net.0.v", "net.1.w", "head"]
+    rabbitllm.register_layer_naming("mine", [r"(?P<id>net\.\d+)\."])
+    assert ids(tensors, "mine") == {"net.0.w": "net.0", "net.0.v": "net.0", "net.1.w": "net.1", "head": "head"}
+    register_layer_naming("mine", [r"(?P<id>net)\."])
+    assert ids(tensors, "mine")["net.1.w"] == "net"
+    assert not caplog.records
+
+
+def test_known_family_can_be_replaced() -> None:
+    register_layer_naming("llama", [r"model\.(?P<id>layers)\."])
+    assert ids(["model.layers.0.w", "model.layers.1.w"], "llama") == dict.fromkeys(
+        ["model.layers.0.w", "model.layers.1.w"], "layers"
+    )
+
+
+def test_patterns_of_one_call_come_before_the_familys() -> None:
+    chosen = naming("call", [r"(?P<id>model)\."])
+    assert assign_layers(["model.layers.0.w"], "llama", chosen) == {"model.layers.0.w": LayerName("model", "model")}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [("(", "is no regular expression"), (r"model\.layers\.\d+", "has no group named 'id', as in"), ("", "no group")],
+)
+def test_unusable_pattern(pattern: str, message: str) -> None:
+    with pytest.raises(OptionError, match=message) as refused:
+        register_layer_naming("mine", [pattern])
+    assert repr(pattern) in str(refused.value)
+    assert naming_for("mine") is None
+
+
+# Names that nobody knows
+
+
+@pytest.mark.parametrize("family", ["never_heard_of", None])
+def test_unknown_family_is_taken_for_a_llama(family: str | None, caplog: pytest.LogCaptureFixture) -> None:
+    tensors = [
+        "model.layers.0.w",
+        "model.layers.12.a.b",
+        "layers.3.w",
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+        "x",
+    ]
+    with caplog.at_level(logging.WARNING):
+        found = ids(tensors, family)
+    assert list(found.values()) == ["layers.0", "layers.12", "layers.3", "embed_tokens", "lm_head", "x"]
+    (record,) = caplog.records
+    assert (
+        f"The naming of model type {family!r} is not known; assuming layers named like 'model.layers.0.'"
+        in record.message
+    )
+    assert f"rabbitllm.register_layer_naming({family!r}" in record.message
+
+
+def test_each_tensor_becomes_a_layer(caplog: pytest.LogCaptureFixture) -> None:
+    tensors = ["encoder_0/kernel", "encoder_0/bias", "../../x"]
+    with caplog.at_level(logging.WARNING):
+        assigned = assign_layers(tensors, "odd")
+    assert assigned == {tensor: LayerName(tensor, tensor) for tensor in tensors}
+    (record,) = caplog.records
+    assert "each of the 3 tensors becomes a layer of its own, which is slow" in record.message
+
+
+def test_known_family_with_a_name_of_no_pattern() -> None:
+    assert assign_layers(["plain"], "llama") == {"plain": LayerName("plain", "plain")}
+
+
+# The order of a pass
+
+
+@pytest.mark.parametrize("layers", [3, 12])
+def test_order_of_layers(layers: int) -> None:
+    for lead, embedding, norm, head in (
+        ("model.layers.", "model.embed_tokens", "model.norm", "lm_head"),
+        ("transformer.h.", "transformer.wte", "transformer.ln_f", "lm_head"),
+        ("gpt_neox.layers.", "gpt_neox.embed_in", "gpt_neox.final_layer_norm", "embed_out"),
+    ):
+        stack = [f"{lead}{number}" for number in range(layers)]
+        expected = [embedding, *stack, norm, head]
+        assert sorted(sorted(expected, key=lambda stem: re.sub(r"\d", "", stem)), key=layer_order) == expected

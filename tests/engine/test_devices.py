@@ -1,0 +1,294 @@
+"""Which devices a word means, what a GPU is asked to do and in which order, and how much memory there is."""
+
+from __future__ import annotations
+
+import io
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rabbitllm.engine import devices, load
+from rabbitllm.engine.devices import CpuDevice, CudaDevice, available_ram, resolve_devices, suits_bf16
+from rabbitllm.errors import DeviceError
+from rabbitllm.layers.layer_store import LayerStore
+from tests.support.builders import build_checkpoint
+from tests.support.tiny_models import split
+
+
+class RecordingStream:
+    """Stands for torch.cuda.Stream; writes down what is asked of it."""
+
+    log: list[tuple[Any, ...]]
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def wait_event(self, event: RecordingEvent) -> None:
+        self.log.append((self.name, "waits for", event.number))
+
+    def __enter__(self) -> RecordingStream:
+        self.log.append((self.name, "enters"))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.log.append((self.name, "leaves"))
+
+
+class RecordingEvent:
+    """Stands for torch.cuda.Event."""
+
+    log: list[tuple[Any, ...]]
+    made = 0
+
+    def __init__(self) -> None:
+        type(self).made += 1
+        self.number = type(self).made
+
+    def record(self, stream: RecordingStream) -> None:
+        self.log.append((stream.name, "records", self.number))
+
+    def synchronize(self) -> None:
+        self.log.append(("host", "waits for", self.number))
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """A machine with two GPUs, as far as torch.cuda is asked; gives the log of what is asked."""
+    log: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(RecordingStream, "log", log, raising=False)
+    monkeypatch.setattr(RecordingEvent, "log", log, raising=False)
+    monkeypatch.setattr(RecordingEvent, "made", 0)
+    current = RecordingStream("computation")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: RecordingStream(f"copies on {device}"))
+    monkeypatch.setattr(torch.cuda, "Event", RecordingEvent)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append(("host", "waits for all of", str(device))))
+    return log
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def names(device: str, max_memory: dict[str, int] | None = None) -> list[str]:
+    return [found.name for found in resolve_devices(device, max_memory)]
+
+
+@pytest.mark.parametrize(
+    ("device", "max_memory", "found"),
+    [
+        ("cuda:0", None, ["cuda:0"]),
+        ("cuda", None, ["cuda:0"]),
+        ("cuda:1", None, ["cuda:1"]),
+        ("auto", None, ["cuda:0", "cuda:1"]),
+        ("cpu", None, ["cpu"]),
+        ("cuda:0", {"cuda:0": 1, "cuda:1": 1}, ["cuda:0", "cuda:1"]),
+        ("auto", {"cuda:1": 1, "cpu": 1}, ["cuda:1"]),
+        ("cpu", {"cuda:1": 1}, ["cuda:1"]),
+        ("cpu", {"cpu": 1}, ["cpu"]),
+        ("cuda:0", {"cpu": 1}, ["cuda:0"]),
+    ],
+)
+def test_what_a_word_means_on_two_gpus(
+    gpus: object, device: str, max_memory: dict[str, int] | None, found: list[str]
+) -> None:
+    assert names(device, max_memory) == found
+
+
+def test_gpus_come_in_numerical_order(gpus: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 12)
+    assert names("cpu", {"cuda:10": 1, "cuda:2": 1, "cpu": 1}) == ["cuda:2", "cuda:10"]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_the_default_falls_back_to_the_cpu_and_says_so(
+    no_gpu: None, device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "rabbitllm"):
+        assert names(device) == ["cpu"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "CUDA is not available on this machine; the model runs on the CPU."
+    ]
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_other_words_for_the_cpu_say_nothing(no_gpu: None, device: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "rabbitllm"):
+        assert names(device) == ["cpu"]
+    assert not caplog.records
+
+
+def test_a_gpu_that_is_not_there(gpus: object) -> None:
+    with pytest.raises(DeviceError) as caught:
+        names("cuda:7")
+    assert caught.value.problem == "device='cuda:7' does not exist: this machine has cuda:0, cuda:1."
+    assert "device='cpu'" in caught.value.remedy
+
+
+@pytest.mark.parametrize("device", ["cuda:1", "cuda:7"])
+def test_another_gpu_than_the_default_is_not_replaced(no_gpu: None, device: str) -> None:
+    with pytest.raises(DeviceError) as caught:
+        names(device)
+    assert caught.value.problem == f"device={device!r} does not exist: this machine has no GPU."
+
+
+def test_a_limit_for_a_gpu_that_is_not_there(no_gpu: None) -> None:
+    with pytest.raises(DeviceError, match="max_memory names 'cuda:0', which does not exist: this machine has no GPU"):
+        names("cpu", {"cuda:0": 1})
+
+
+@pytest.mark.parametrize("device", ["gpu", "mps", "cuda:", "cuda:x", "", "0"])
+def test_a_word_that_names_no_device(gpus: object, device: str) -> None:
+    with pytest.raises(DeviceError) as caught:
+        names(device)
+    assert f"device={device!r} is no device; expected 'cpu', 'cuda:N' or 'auto'" in caught.value.problem
+    assert "this machine has cuda:0, cuda:1" in caught.value.problem
+
+
+def test_an_upload_waits_for_the_computation_and_the_computation_for_it(gpus: list[tuple[Any, ...]]) -> None:
+    device = CudaDevice(1, pin_memory=False)
+    host, on_device = torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+    left = device.leave()
+    ticket = device.upload(host, on_device, left)
+    device.landed(ticket)
+    device.arrive(ticket)
+    copies = "copies on cuda:1"
+    assert gpus == [
+        ("computation", "records", 1),
+        (copies, "enters"),
+        (copies, "waits for", 1),
+        (copies, "records", 2),
+        (copies, "leaves"),
+        ("host", "waits for", 2),
+        ("computation", "waits for", 2),
+    ]
+    assert torch.equal(on_device, host)
+
+
+def test_measuring_waits_for_everything(gpus: list[tuple[Any, ...]]) -> None:
+    CudaDevice(1).synchronise()
+    assert gpus == [("host", "waits for all of", "cuda:1")]
+
+
+def test_what_the_allocator_holds_unused_is_free(gpus: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 5000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 120)
+    assert CudaDevice(0).free_bytes() == 1180
+
+
+def test_host_buffers_without_page_locking(gpus: object) -> None:
+    buffer = CudaDevice(0, pin_memory=False).host_buffer(100)
+    assert (buffer.shape, buffer.dtype) == ((100,), torch.uint8)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, 10_000])
+def test_host_buffers_of_the_cpu_start_on_a_page(nbytes: int) -> None:
+    buffer = CpuDevice().host_buffer(nbytes)
+    assert (buffer.shape, buffer.dtype) == ((nbytes,), torch.uint8)
+    assert nbytes == 0 or buffer.data_ptr() % 4096 == 0
+
+
+@pytest.mark.parametrize(("capability", "suits"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_bfloat16_by_compute_capability(
+    gpus: object, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], suits: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert suits_bf16(CudaDevice(0)) == suits
+    assert suits_bf16(CpuDevice())
+
+
+def test_a_gpu_without_bfloat16_computes_in_float16_and_says_so_once(
+    gpus: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    directory = split(build_checkpoint(tmp_path, "llama", dtype=torch.bfloat16))
+    from rabbitllm.engine import skeleton
+
+    config = skeleton.read_config(directory)
+    t4s = [CudaDevice(0), CudaDevice(1)]
+    store = LayerStore(directory)
+    with caplog.at_level(logging.WARNING, "rabbitllm"):
+        assert load._choose_dtype(None, config, store, t4s) == torch.float16
+    (record,) = caplog.records
+    assert "no bfloat16; the model computes in float16" in record.getMessage()
+    caplog.clear()
+    assert load._choose_dtype("bfloat16", config, store, t4s) == torch.bfloat16  # the caller knows best
+    assert load._choose_dtype(None, config, store, [CpuDevice()]) == torch.bfloat16
+    assert not caplog.records
+
+
+def test_flash_attention_only_where_model_gpu_and_installation_have_it(
+    gpus: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    chosen = [CudaDevice(0)]
+
+    def attention(family: str, wanted: str = "auto", dtype: torch.dtype = torch.bfloat16) -> str | None:
+        names = {"llama": "LlamaForCausalLM", "bloom": "BloomForCausalLM", "gpt_oss": "GptOssForCausalLM"}
+        config = transformers.AutoConfig.for_model(family, architectures=[names[family]])
+        return load._attention(wanted, config, chosen, dtype)
+
+    assert attention("llama") == "flash_attention_2"
+    assert attention("llama", "eager") == "eager"
+    assert attention("llama", dtype=torch.float32) is None
+    assert attention("bloom") is None  # has none
+    assert attention("gpt_oss") is None  # only with a kernel of its own
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert attention("llama") is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda: False)
+    assert attention("llama") is None
+    chosen[:] = [CpuDevice()]  # type: ignore[list-item]
+    assert attention("llama") is None
+
+
+def test_free_memory_of_this_machine() -> None:
+    import psutil
+
+    assert 0 < available_ram() <= psutil.virtual_memory().total
+    assert CpuDevice().free_bytes() > 0
+
+
+V2 = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.stat")
+V1 = ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.stat")
+
+
+@pytest.mark.parametrize(
+    ("files", "room"),
+    [
+        ({}, []),
+        ({V2[0]: "max\n", V2[1]: "anon 5\nfile 7\n"}, []),
+        ({V2[0]: "1000\n", V2[1]: "anon 300\nfile 600\n"}, [700]),
+        ({V2[0]: "1000\n", V2[1]: "anon 1300\nfile 600\n"}, [0]),
+        ({V1[0]: "2000\n", V1[1]: "cache 1500\nrss 400\nrss_huge 0\n"}, [1600]),
+        ({V1[0]: "9223372036854771712\n", V1[1]: "cache 1\nrss 1\n"}, []),
+        ({V2[0]: "1000\n", V2[1]: "anon 1\n", V1[0]: "900\n", V1[1]: "rss 1\n"}, [999, 899]),
+    ],
+)
+def test_the_limit_of_a_control_group(monkeypatch: pytest.MonkeyPatch, files: dict[str, str], room: list[int]) -> None:
+    def read(path: str) -> io.StringIO:
+        if path not in files:
+            raise FileNotFoundError(path)
+        return io.StringIO(files[path])
+
+    monkeypatch.setattr(devices, "open", read, raising=False)
+    assert devices._cgroup_headroom() == room
+    assert available_ram() <= min([*room, 1 << 60])
+
+
+def test_a_limit_leaves_room_for_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "available_ram", lambda: 20 << 30)
+    assert load._default_budget(CpuDevice()) == (20 << 30) - (2 << 30) - (1 << 30)
+    monkeypatch.setattr(devices, "available_ram", lambda: 1 << 29)
+    assert load._default_budget(CpuDevice()) == 0

@@ -1,0 +1,343 @@
+"""Whole models through the code that a GPU uses, on GPUs made of CPU tensors that show every race; and proof that they
+would show it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rabbitllm.engine import streamer
+from rabbitllm.engine.load import load_model
+from rabbitllm.engine.loader import Loaded, Loader
+from rabbitllm.engine.placement import SLOTS, Tier
+from rabbitllm.options import StreamOptions
+from rabbitllm.profiler import READ
+from tests.support.builders import FAMILIES, Reference, build_checkpoint, reference_logits
+from tests.support.fake_gpu import FakeGpu, Race, WrongDevice, watched
+from tests.support.tiny_models import ALL, INPUT, assert_same, bytes_when_made, load, run, split, tiers
+
+SHORT = ("llama", "gemma3", "gpt_oss", "qwen3_moe", "deepseek_v3", "qwen3_next", "opt", "t5")
+
+
+def load_on(gpus: list[FakeGpu], folder: Path, budget: int = 0, **options: Any) -> Any:
+    """A model on fake GPUs, each with so many bytes for weights."""
+    limits = {gpu.name: budget for gpu in gpus}
+    return load_model(folder, StreamOptions(max_memory=limits, show_progress=False, **options), None, gpus)
+
+
+def run_on(gpus: list[FakeGpu], folder: Path, budget: int = 0, **options: Any) -> Reference:
+    with watched():
+        return run(load_on(gpus, folder, budget, **options))
+
+
+# The fake itself
+
+
+def test_an_upload_arrives_as_late_as_it_may() -> None:
+    gpu = FakeGpu(0)
+    host, buffer = gpu.host_buffer(4), gpu.device_buffer(4)
+    host.copy_(torch.tensor([1, 2, 3, 4]))
+    ticket = gpu.upload(host, buffer, gpu.leave())
+    assert buffer.tolist() == [255] * 4
+    gpu.landed(ticket)
+    assert buffer.tolist() == [255] * 4
+    host.fill_(9)  # allowed once it has landed
+    gpu.arrive(ticket)
+    assert buffer.tolist() == [1, 2, 3, 4]
+    assert (gpu.uploads, gpu.uploaded_bytes, gpu.allocated) == (1, 4, 4)
+
+
+def test_a_host_buffer_overwritten_too_early_spoils_the_copy() -> None:
+    gpu = FakeGpu(0)
+    host, buffer = gpu.host_buffer(4), gpu.device_buffer(4)
+    host.copy_(torch.tensor([1, 2, 3, 4]))
+    ticket = gpu.upload(host, buffer, gpu.leave())
+    host.fill_(9)
+    gpu.landed(ticket)
+    gpu.arrive(ticket)
+    assert buffer.tolist() == [9] * 4
+
+
+def test_an_upload_needs_a_mark_after_the_last_use() -> None:
+    gpu, other = FakeGpu(0), FakeGpu(1)
+    early = gpu.leave()
+    host, buffer = gpu.host_buffer(4), gpu.device_buffer(4)
+    for mark in (None, early, other.leave()):
+        with pytest.raises(Race, match="no mark after the last use"):
+            gpu.upload(host, buffer, mark)
+    mark = gpu.leave()
+    gpu.arrive(gpu.upload(host, buffer, mark))
+    with pytest.raises(Race):  # the computation has used the buffer since
+        gpu.upload(host, buffer, mark)
+    mark = gpu.leave()
+    with watched():
+        buffer.view(torch.float32) + 1
+    with pytest.raises(Race):
+        gpu.upload(host, buffer, mark)
+    gpu.upload(host, buffer, gpu.leave())
+
+
+def test_a_use_before_the_arrival_is_seen() -> None:
+    gpu = FakeGpu(0)
+    host, buffer = gpu.host_buffer(16), gpu.device_buffer(16)
+    ticket = gpu.upload(host, buffer, gpu.leave())
+    with watched():
+        view = buffer[4:12]
+        with pytest.raises(Race, match="before its upload has arrived"):
+            view + 1
+        gpu.arrive(ticket)
+        assert (view + 1).sum() == 0
+
+
+def test_tensors_know_where_they_are_and_do_not_mix() -> None:
+    first, second = FakeGpu(0).torch_device, FakeGpu(1).torch_device
+    with watched():
+        here = torch.ones(3)
+        there, elsewhere = here.to(first), torch.arange(3.0, device=second)
+        assert (here.device, there.device, elsewhere.device) == (torch.device("cpu"), first, second)
+        assert (there * 2).device == first
+        assert torch.nn.Parameter(there[1:]).device == first
+        assert there.new_zeros(2).device == first
+        assert torch.zeros_like(there).device == first
+        assert there.cpu().device == there.to("cpu").device == there.to(here).device == torch.device("cpu")
+        assert there.to(elsewhere.device).device == second
+        for left, right in ((here, there), (there, elsewhere)):
+            with pytest.raises(WrongDevice):
+                left + right
+        assert (there + torch.tensor(2.0)).device == first  # numbers may come from the host
+        assert there[torch.tensor([0, 2])].device == first  # and indices
+        with pytest.raises(WrongDevice):
+            here[torch.arange(2, device=first)]
+
+
+# Whole models
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in FAMILIES]
+)
+def test_every_family_has_the_bits_of_transformers(tmp_path: Path, family: str, count: int) -> None:
+    tied = FAMILIES[family].ties[-1]
+    folder = build_checkpoint(tmp_path / "model", family, tied=tied, shards=2)
+    expected = reference_logits(folder, INPUT, torch.float32)
+    directory = split(folder)
+    for budget in (ALL, 0):
+        gpus = [FakeGpu(number) for number in range(count)]
+        assert_same(run_on(gpus, directory, budget), expected)
+        assert all(gpu.uploads for gpu in gpus)
+
+
+@pytest.mark.parametrize(
+    ("family", "compression"),
+    [
+        ("llama", "4bit"),
+        ("qwen3_moe", "8bit"),
+        pytest.param("llama", "8bit", marks=pytest.mark.long),
+        pytest.param("qwen3_moe", "4bit", marks=pytest.mark.long),
+        pytest.param("gpt_oss", "4bit", marks=pytest.mark.long),
+        pytest.param("gpt_oss", "8bit", marks=pytest.mark.long),
+    ],
+)
+def test_compressed_models_have_the_bits_of_the_cpu(tmp_path: Path, family: str, compression: str) -> None:
+    directory = split(build_checkpoint(tmp_path / "model", family, dtype=torch.bfloat16), compression)
+    on_cpu = load(directory)
+    expected = run(on_cpu)
+    seen = set()
+    for budget in (ALL, bytes_when_made(on_cpu) - 1, 0):
+        for gpus in ([FakeGpu(0)], [FakeGpu(0), FakeGpu(1)]):
+            with watched():
+                model = load_on(gpus, directory, budget // len(gpus))
+                found = run(model)
+            assert_same(found, expected)
+            seen |= set(tiers(model).values())
+    assert seen == (set(Tier) if compression == "4bit" else set(Tier) - {Tier.ROWS})
+
+
+@pytest.mark.parametrize("rooms", [(ALL, 1), (1, ALL)])
+def test_a_device_that_gets_nothing_takes_no_part(tmp_path: Path, rooms: tuple[int, int]) -> None:
+    folder = build_checkpoint(tmp_path / "model", "llama")
+    gpus = [FakeGpu(0), FakeGpu(1)]
+    limits = {gpu.name: room for gpu, room in zip(gpus, rooms, strict=True)}
+    with watched():
+        model = load_model(split(folder), StreamOptions(max_memory=limits, show_progress=False), None, gpus)
+        found = run(model)
+    busy, idle = (gpus[0], gpus[1]) if rooms[0] == ALL else (gpus[1], gpus[0])
+    assert model.device == busy.torch_device
+    assert idle.uploads == 0
+    assert_same(found, reference_logits(folder, INPUT, torch.float32))
+
+
+def test_outputs_come_back_to_where_inputs_go(tmp_path: Path) -> None:
+    gpus = [FakeGpu(0), FakeGpu(1)]
+    with watched():
+        model = load_on(gpus, split(build_checkpoint(tmp_path / "model", "llama")))
+        devices = [placed.device for placed in model.placement.units]
+        assert devices == sorted(devices)
+        assert len(set(devices)) == 2
+        assert model.device == gpus[0].torch_device
+        output = model(INPUT.to(model.device), output_hidden_states=True)
+        assert output.logits.device == model.device
+        assert {state.device for state in output.hidden_states} == {model.device}
+
+
+def test_padding_beams_and_sampling_on_two_devices(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "model", "qwen2")
+    plain: Any = FAMILIES["qwen2"].auto_class.from_pretrained(folder)
+    ids = torch.tensor([[0, 0, 1, 40, 81], [1, 7, 200, 33, 160]])
+    mask = (ids != 0).long()
+    ways: list[dict[str, Any]] = [
+        {"do_sample": False},
+        {"do_sample": False, "num_beams": 3},
+        {"do_sample": True, "top_k": 20},
+        {"do_sample": False, "prompt_lookup_num_tokens": 2},
+    ]
+    for way in ways:
+        batch = slice(1, 2) if "prompt_lookup_num_tokens" in way else slice(None)
+        torch.manual_seed(0)
+        wanted = plain.generate(ids[batch], attention_mask=mask[batch], max_new_tokens=8, **way)
+        with watched():
+            model = load_on([FakeGpu(0), FakeGpu(1)], split(folder))
+            given = {"attention_mask": mask[batch].to(model.device), "max_new_tokens": 8}
+            torch.manual_seed(0)
+            found = model.generate(ids[batch].to(model.device), **given, **way)
+        assert torch.equal(found, wanted), way
+
+
+# What a pass costs
+
+
+def test_what_is_resident_is_uploaded_once(tmp_path: Path) -> None:
+    gpu = FakeGpu(0)
+    model = load_on([gpu], split(build_checkpoint(tmp_path / "model", "llama")), ALL)
+    uploads = gpu.uploads
+    assert uploads == len(model.placement.units)
+    run(model)
+    assert gpu.uploads == uploads
+
+
+def test_each_pass_uploads_each_streamed_unit_once(tmp_path: Path) -> None:
+    gpu = FakeGpu(0)
+    model = load_on([gpu], split(build_checkpoint(tmp_path / "model", "llama")))
+    streamed = sum(tier is Tier.STREAMED for tier in tiers(model).values())
+    before = gpu.uploads
+    with torch.inference_mode():
+        for _ in range(3):
+            model(INPUT)
+    for future in model.streamer.lanes[gpu.name].loader._pending.values():
+        future.result(30)
+    assert gpu.uploads - before == 3 * streamed + 1
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9, 1.0])
+@pytest.mark.parametrize("compression", [None, "4bit"])
+def test_buffers_stay_within_the_limit(tmp_path: Path, compression: str | None, share: float) -> None:
+    directory = split(build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=8), compression)
+    whole = load_on([FakeGpu(0)], directory, ALL)
+    budget = int(share * sum(placed.stored for placed in whole.placement.units))
+    gpu = FakeGpu(0)
+    model = load_on([gpu], directory, budget)
+    largest = max(placed.stored for placed in model.placement.units if placed.tier is Tier.STREAMED or share == 1.0)
+    fixed = sum(placed.stored for placed in model.placement.units if placed.unit == "model.norm")
+    assert gpu.allocated <= max(budget, SLOTS * largest + fixed) + 4096  # spans start on a page of their buffer
+    assert_same(run(model), run(whole))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_cached_layers_are_read_once_however_many_devices(tmp_path: Path, count: int) -> None:
+    directory = split(build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6))
+    model = load_on([FakeGpu(number) for number in range(count)], directory, cache_layers=2, profiling=True)
+    run(model)
+    layers = {f"model.layers.{number}" for number in range(6)}
+    read = {unit for unit, stages in model.profiler.layers.items() if READ in stages}
+    assert layers - read == {"model.layers.0", "model.layers.1"}
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_exception_in_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]) -> None:
+    folder = build_checkpoint(tmp_path / "model", "llama")
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    with watched():
+        model = load_on([FakeGpu(0), FakeGpu(1)], split(folder))
+        for layer in model.model.layers:
+            with monkeypatch.context() as patched:
+                patched.setattr(layer.mlp, "forward", fail)
+                with pytest.raises(error):
+                    model(INPUT.to(model.device))
+        found = run(model)
+    assert_same(found, reference_logits(folder, INPUT, torch.float32))
+
+
+# Negative controls: the same runs with one mistake each
+
+
+class NeverArrives(FakeGpu):
+    def arrive(self, ticket: Any) -> None:
+        pass
+
+
+def test_a_copy_that_is_not_waited_for_is_caught(tmp_path: Path) -> None:
+    directory = split(build_checkpoint(tmp_path / "model", "llama"))
+    for budget in (ALL, 0):
+        assert run(load_on([NeverArrives(0)], directory, budget)).logits.isnan().any()
+        with pytest.raises(Race, match="before its upload has arrived"):
+            run_on([NeverArrives(0)], directory, budget)
+
+
+def test_a_loader_that_forgets_to_wait_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = split(build_checkpoint(tmp_path / "model", "llama"))
+    take = Loader.take
+
+    def without_waiting(self: Loader, unit: str) -> Loaded:
+        self._device.arrive = lambda ticket: None  # type: ignore[method-assign]
+        return take(self, unit)
+
+    monkeypatch.setattr(Loader, "take", without_waiting)
+    with pytest.raises(Race, match="before its upload has arrived"):
+        run_on([FakeGpu(0)], directory)
+
+
+def test_a_slot_without_a_new_mark_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = split(build_checkpoint(tmp_path / "model", "llama"))
+    monkeypatch.setattr(Loader, "give_back", lambda self, loaded: self._free.put(loaded.slot))
+    with pytest.raises(Race, match="no mark after the last use"):
+        run(load_on([FakeGpu(0)], directory))
+
+
+def test_a_slot_given_back_before_the_computation_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = split(build_checkpoint(tmp_path / "model", "llama"))
+    take = Loader.take
+
+    def and_give_back(self: Loader, unit: str) -> Loaded:
+        loaded = take(self, unit)
+        self.give_back(loaded)
+        return loaded
+
+    monkeypatch.setattr(Loader, "take", and_give_back)
+    monkeypatch.setattr(streamer._Streamed, "let_go", lambda self: None)
+    with pytest.raises(Race):
+        run_on([FakeGpu(0)], directory)
+
+
+def test_inputs_that_are_not_moved_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = split(build_checkpoint(tmp_path / "model", "llama"))
+    monkeypatch.setattr(streamer._Mover, "__call__", lambda self, module, args, kwargs: None)
+    assert run_on([FakeGpu(0)], directory).logits.isfinite().all()
+    with pytest.raises(WrongDevice):
+        run_on([FakeGpu(0), FakeGpu(1)], directory)
+
+
+def test_buffers_left_on_the_host_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = split(build_checkpoint(tmp_path / "model", "gemma3"))
+    monkeypatch.setattr(
+        "rabbitllm.engine.load._device_finder", lambda placement, devices: lambda path: torch.device("cpu")
+    )
+    with pytest.raises(WrongDevice):
+        run_on([FakeGpu(0)], directory)

@@ -1,0 +1,176 @@
+"""Whole models of every family, bit for bit what transformers makes of the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rabbitllm.engine.placement import Tier
+from rabbitllm.layers.layer_store import LayerStore
+from tests.support.builders import FAMILIES, build_checkpoint, read_tensors, reference_logits
+from tests.support.tiny_models import (
+    ALL,
+    INPUT,
+    assert_same,
+    bytes_when_made,
+    dequantised,
+    is_compressed,
+    load,
+    plain_model,
+    run,
+    split,
+    tiers,
+)
+
+
+def variants() -> list[Any]:
+    """Every family, tied and untied, in both dtypes; the short run has one dtype of each."""
+    found = []
+    for number, (name, family) in enumerate(FAMILIES.items()):
+        for tied in family.ties:
+            for dtype in (torch.float32, torch.bfloat16):
+                short = (dtype == torch.bfloat16) == (tied == bool(number % 2))
+                found.append(_variant(short, name, tied, dtype))
+    return found
+
+
+def compressed_variants() -> list[Any]:
+    """Every variant at both compressions; the short run has each family at both, once tied and once untied."""
+    found = []
+    for number, (name, family) in enumerate(FAMILIES.items()):
+        for tied in family.ties:
+            for dtype in (torch.float32, torch.bfloat16):
+                for compression in ("4bit", "8bit"):
+                    one_dtype = (dtype == torch.bfloat16) == (tied == bool(number // 2 % 2))
+                    one_compression = (compression == "4bit") == (tied == bool(number % 2)) or len(family.ties) == 1
+                    found.append(_variant(one_dtype and one_compression, name, tied, dtype, compression))
+    return found
+
+
+def _variant(short: bool, family: str, tied: bool, dtype: torch.dtype, *compression: str) -> Any:
+    label = "-".join((family, "tied" if tied else "untied", str(dtype).removeprefix("torch."), *compression))
+    return pytest.param(family, tied, dtype, *compression, id=label, marks=() if short else pytest.mark.long)
+
+
+@pytest.mark.parametrize(("family", "tied", "dtype"), variants())
+def test_uncompressed_is_what_transformers_computes(
+    tmp_path: Path, family: str, tied: bool, dtype: torch.dtype
+) -> None:
+    folder = build_checkpoint(tmp_path / "model", family, tied=tied, dtype=dtype, shards=3)
+    expected = reference_logits(folder, INPUT, dtype)
+    directory = split(folder)
+
+    resident = load(directory)
+    assert resident.placement.is_resident
+    assert_same(run(resident), expected)
+
+    streamed = load(directory, 0)
+    assert set(tiers(streamed).values()) > {Tier.STREAMED}
+    assert_same(run(streamed), expected)
+
+
+@pytest.mark.parametrize(("family", "tied", "dtype", "compression"), compressed_variants())
+def test_compressed_is_what_transformers_makes_of_dequantised_weights(
+    tmp_path: Path, family: str, tied: bool, dtype: torch.dtype, compression: str
+) -> None:
+    folder = build_checkpoint(tmp_path / "model", family, tied=tied, dtype=dtype, shards=3)
+    expected = reference_logits(dequantised(folder, tmp_path / "reference", compression, dtype), INPUT, dtype)
+    directory = split(folder, compression)
+    stored = LayerStore(directory).tensors
+    wanted = {name for name, tensor in read_tensors(folder).items() if is_compressed(name, tensor)}
+    assert wanted
+    assert {name for name, tensor in stored.items() if tensor.quantised} == wanted
+
+    resident = load(directory)
+    assert resident.placement.is_resident
+    assert_same(run(resident), expected)
+
+    packed = load(directory, bytes_when_made(resident) - 1)
+    found = set(tiers(packed).values())
+    assert Tier.PACKED in found
+    assert Tier.STREAMED not in found
+    # a row of the input embedding is one block of 64 at 4bit, and no whole block of 2048 at 8bit
+    assert (Tier.ROWS in found) == (compression == "4bit")
+    assert_same(run(packed), expected)
+
+    for budget in (sum(placed.stored for placed in resident.placement.units) // 2, 0):
+        streamed = load(directory, budget)
+        assert Tier.STREAMED in tiers(streamed).values()
+        assert_same(run(streamed), expected)
+
+
+@pytest.mark.parametrize("budget", [ALL, 0])
+@pytest.mark.parametrize("compression", [None, "4bit", "8bit"])
+@pytest.mark.parametrize(
+    ("family", "stored", "wanted"),
+    [
+        ("llama", torch.float32, torch.bfloat16),
+        ("llama", torch.bfloat16, torch.float32),
+        ("qwen3_moe", torch.float32, torch.float16),
+        pytest.param("deepseek_v3", torch.bfloat16, torch.float16, marks=pytest.mark.long),
+        pytest.param("gpt_oss", torch.float32, torch.bfloat16, marks=pytest.mark.long),
+        pytest.param("gemma3", torch.float32, torch.float16, marks=pytest.mark.long),
+    ],
+)
+def test_another_dtype_than_the_stored_one(
+    tmp_path: Path, family: str, stored: torch.dtype, wanted: torch.dtype, compression: str | None, budget: int
+) -> None:
+    folder = plain = build_checkpoint(tmp_path / "model", family, dtype=stored, shards=2)
+    if compression is not None:
+        plain = dequantised(folder, tmp_path / "reference", compression, wanted)
+    model = load(split(folder, compression), budget, dtype=str(wanted).removeprefix("torch."))
+    assert model.dtype == wanted
+    assert_same(run(model), reference_logits(plain, INPUT, wanted))
+
+
+@pytest.mark.parametrize("compression", ["4bit", "8bit"])
+def test_a_router_large_enough_to_compress_is_left_alone(tmp_path: Path, compression: str) -> None:
+    folder = build_checkpoint(tmp_path / "model", "qwen3_moe", num_experts=64, num_hidden_layers=2, shards=2)
+    router = "model.layers.1.mlp.gate.weight"
+    assert read_tensors(folder)[router].numel() == 4096
+    directory = split(folder, compression)
+    stored = LayerStore(directory).tensors
+    assert stored[router].quantised is None
+    assert stored["model.layers.1.mlp.experts.63.up_proj.weight"].quantised is not None
+    plain = dequantised(folder, tmp_path / "reference", compression, torch.float32)
+    assert_same(run(load(directory, 0)), reference_logits(plain, INPUT, torch.float32))
+
+
+@pytest.mark.parametrize("budget", [ALL, 0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensors_of_odd_sizes(tmp_path: Path, dtype: torch.dtype, budget: int) -> None:
+    """No tensor but the first of a file would lie on a multiple of 16 bytes by itself."""
+    folder = build_checkpoint(
+        tmp_path / "model",
+        "qwen2",
+        dtype=dtype,
+        shards=2,
+        vocab_size=275,
+        hidden_size=42,
+        intermediate_size=77,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+    )
+    directory = split(folder)
+    offsets = [part.offset for tensor in LayerStore(directory).tensors.values() for part in tensor.parts]
+    assert any(offset % 16 for offset in offsets)
+    assert_same(run(load(directory, budget)), reference_logits(folder, INPUT, dtype))
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_attention_implementation(tmp_path: Path, implementation: str) -> None:
+    folder = build_checkpoint(tmp_path / "model", "llama")
+    model = load(split(folder), 0, attn_implementation=implementation)
+    assert model.config._attn_implementation == implementation
+    plain = plain_model(folder, attn_implementation=implementation)
+    with torch.inference_mode():
+        assert torch.equal(model(INPUT).logits, plain(INPUT).logits)
+
+
+def test_long_prompts_pass_through_sliding_windows_alike(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "model", "gemma3")
+    ids = torch.randint(3, 270, (2, 60), generator=torch.Generator().manual_seed(0))
+    assert_same(run(load(split(folder), 0), ids), reference_logits(folder, ids, torch.float32))

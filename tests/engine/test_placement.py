@@ -1,0 +1,234 @@
+"""Placement, as arithmetic: limits are kept, every unit has one place, and what is kept is spread evenly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rabbitllm.engine.placement import SLOTS, Budget, Placement, Tier, UnitCost, place
+
+KEPT = (Tier.RESIDENT, Tier.PACKED)
+
+
+def layer(name: str, stored: int, ready: int | None = None, **changed: bool) -> UnitCost:
+    """A decoder layer; a view unless it has another size when made."""
+    settings = {"is_view": ready is None, "is_layer": True, "must_stay": False, "by_rows": False, **changed}
+    return UnitCost(name, stored, ready if ready is not None else stored, **settings)
+
+
+def model(layers: int, stored: int = 100, ready: int | None = None) -> list[UnitCost]:
+    """Embedding, so many layers, norm, head."""
+    return [
+        layer("embed", 150, is_layer=False),
+        *(layer(f"layers.{i}", stored, ready) for i in range(layers)),
+        layer("norm", 1, is_layer=False, must_stay=True),
+        layer("head", 150, is_layer=False),
+    ]
+
+
+def tiers(placement: Placement) -> dict[str, Tier]:
+    return {placed.unit: placed.tier for placed in placement.units}
+
+
+def footprint(costs: Sequence[UnitCost], placement: Placement, device: str) -> int:
+    """The most that weights take on a device at any moment, by what the tiers mean."""
+    here = [cost for cost in costs if placement.of(cost.name).device == device]
+    at = {cost.name: placement.of(cost.name).tier for cost in here}
+    resident = sum(
+        cost.ready for cost in here if at[cost.name] is Tier.RESIDENT and not is_mapped_rows(cost, placement)
+    )
+    packed = sum(cost.stored for cost in here if at[cost.name] is Tier.PACKED)
+    slots = SLOTS * max((cost.stored for cost in here if at[cost.name] is Tier.STREAMED), default=0)
+    moving = [cost for cost in here if at[cost.name] in (Tier.PACKED, Tier.STREAMED)]
+    being_made = max((cost.ready for cost in moving if not cost.is_view), default=0)
+    return resident + packed + slots + being_made
+
+
+def is_mapped_rows(cost: UnitCost, placement: Placement) -> bool:
+    """Whether only the rows that are touched take memory: the embedding is used from the mapped file."""
+    host = {budget.device for budget in placement.budgets if budget.is_host}
+    return cost.by_rows and cost.is_view and placement.of(cost.name).device in host
+
+
+@st.composite
+def units(draw: st.DrawFn) -> list[UnitCost]:
+    """Any model: sizes, kinds and order are arbitrary."""
+    made = []
+    for number in range(draw(st.integers(1, 25))):
+        stored = draw(st.integers(0, 1000))
+        is_view = draw(st.booleans())
+        ready = stored if is_view else draw(st.integers(0, 4000))
+        must_stay = draw(st.integers(0, 4)) == 0
+        by_rows = not must_stay and draw(st.integers(0, 8)) == 0
+        made.append(UnitCost(f"u{number}", stored, ready, is_view, draw(st.booleans()), must_stay, by_rows))
+    return made
+
+
+budget_lists = st.lists(st.tuples(st.integers(0, 20_000), st.booleans()), min_size=1, max_size=4).map(
+    lambda given: [Budget(f"d{number}", nbytes, is_host) for number, (nbytes, is_host) in enumerate(given)]
+)
+
+
+@settings(max_examples=300)
+@given(units(), budget_lists, st.booleans())
+def test_every_unit_is_placed_once_and_limits_are_kept(
+    costs: list[UnitCost], budgets: list[Budget], small_first: bool
+) -> None:
+    placement = place(costs, budgets, small_first=small_first)
+    assert [placed.unit for placed in placement.units] == [cost.name for cost in costs]
+    devices = [placed.device for placed in placement.units]
+    order = [budget.device for budget in budgets]
+    assert [order.index(device) for device in devices] == sorted(order.index(device) for device in devices)
+    for budget in budgets:
+        here = [cost for cost in costs if placement.of(cost.name).device == budget.device]
+        fixed = sum(cost.ready for cost in here if cost.must_stay)
+        free = [cost for cost in here if not cost.must_stay and not cost.by_rows]
+        least = fixed + SLOTS * max((c.stored for c in free), default=0)
+        least += max((c.ready for c in free if not c.is_view), default=0)
+        # what cannot be avoided is taken even beyond the limit, and then nothing else is
+        assert footprint(costs, placement, budget.device) <= max(budget.nbytes, least)
+
+
+@settings(max_examples=200)
+@given(units(), budget_lists)
+def test_tiers_are_those_a_unit_can_have(costs: list[UnitCost], budgets: list[Budget]) -> None:
+    placement = place(costs, budgets)
+    host = {budget.device: budget.is_host for budget in budgets}
+    for cost in costs:
+        placed = placement.of(cost.name)
+        if cost.must_stay:
+            assert placed.tier is Tier.RESIDENT
+        if cost.by_rows:
+            assert placed.tier in (Tier.RESIDENT, Tier.ROWS)
+            assert not (placed.tier is Tier.ROWS and cost.is_view and host[placed.device])
+        else:
+            assert placed.tier is not Tier.ROWS
+        if cost.is_view:
+            assert placed.tier is not Tier.PACKED
+    assert placement.streamed_bytes == sum(
+        cost.stored for cost in costs if placement.of(cost.name).tier is Tier.STREAMED
+    )
+    assert placement.is_resident == all(placed.tier is Tier.RESIDENT for placed in placement.units)
+
+
+def test_all_that_fits_is_resident_to_the_byte() -> None:
+    costs = model(4, stored=100, ready=300)
+    need = 4 * 300 + 301
+    assert place(costs, [Budget("cpu", need, True)]).is_resident
+    below = tiers(place(costs, [Budget("cpu", need - 1, True)]))
+    assert below["layers.0"] is Tier.PACKED
+    assert below["head"] is Tier.RESIDENT
+
+
+def test_packed_needs_room_for_one_unit_being_made() -> None:
+    costs = model(4, stored=100, ready=300)
+    need = 4 * 100 + 301 + 300
+    packed = tiers(place(costs, [Budget("cpu", need, True)]))
+    assert [packed[f"layers.{i}"] for i in range(4)] == [Tier.PACKED] * 4
+    assert Tier.STREAMED in tiers(place(costs, [Budget("cpu", need - 1, True)])).values()
+
+
+def test_nothing_fits() -> None:
+    found = tiers(place(model(3), [Budget("cpu", 0, True)]))
+    assert found == {
+        "embed": Tier.STREAMED,
+        "layers.0": Tier.STREAMED,
+        "layers.1": Tier.STREAMED,
+        "layers.2": Tier.STREAMED,
+        "norm": Tier.RESIDENT,
+        "head": Tier.STREAMED,
+    }
+
+
+def test_what_is_no_layer_comes_first_unless_told_otherwise() -> None:
+    room = SLOTS * 150 + 1 + 350
+    first = tiers(place(model(8), [Budget("cpu", room, True)]))
+    assert first["embed"] is first["head"] is Tier.RESIDENT
+    assert sum(tier is Tier.RESIDENT for tier in first.values()) == 3
+    evenly = tiers(place(model(8), [Budget("cpu", room, True)], small_first=False))
+    assert Tier.STREAMED in (evenly["embed"], evenly["head"])
+    assert sum(evenly[f"layers.{i}"] is Tier.RESIDENT for i in range(8)) >= 2
+
+
+@settings(max_examples=200)
+@given(st.integers(1, 60), st.integers(0, 60))
+def test_kept_layers_are_spread_evenly(layers: int, kept: int) -> None:
+    """So that the transfer of each streamed layer hides behind the computation of as many others as possible."""
+    kept = min(kept, layers - 1)
+    costs = [layer(f"layers.{i}", 100) for i in range(layers)]
+    found = tiers(place(costs, [Budget("cpu", SLOTS * 100 + kept * 100, True)]))
+    flags = [found[f"layers.{i}"] is Tier.RESIDENT for i in range(layers)]
+    if kept + SLOTS >= layers:
+        assert all(flags)
+        return
+    assert sum(flags) == kept
+    for length in range(layers + 1):
+        assert abs(sum(flags[:length]) - length * kept / layers) <= 1
+
+
+@settings(max_examples=100)
+@given(st.integers(2, 40), st.integers(0, 3000), st.integers(0, 3000))
+def test_more_room_never_keeps_less(layers: int, room: int, more: int) -> None:
+    costs = model(layers, stored=100, ready=250)
+
+    def streamed(nbytes: int) -> int:
+        return place(costs, [Budget("cpu", nbytes, True)]).streamed_bytes
+
+    assert streamed(room + more) <= streamed(room)
+
+
+def test_an_embedding_used_from_the_mapped_file_costs_nothing() -> None:
+    costs = [layer("embed", 10_000, is_layer=False, by_rows=True), *(layer(f"layers.{i}", 100) for i in range(3))]
+    assert place(costs, [Budget("cpu", 300, True)]).is_resident
+    on_gpu = tiers(place(costs, [Budget("cuda:0", 300, False)]))
+    assert on_gpu["embed"] is Tier.ROWS
+    assert on_gpu["layers.2"] is Tier.RESIDENT
+
+
+def test_an_embedding_that_must_be_made_is_brought_by_rows() -> None:
+    embed = layer("embed", 100, 400, is_layer=False, by_rows=True)
+    costs = [embed, *(layer(f"layers.{i}", 100, 400) for i in range(3))]
+    assert tiers(place(costs, [Budget("cpu", 1600, True)]))["embed"] is Tier.RESIDENT
+    assert tiers(place(costs, [Budget("cpu", 1599, True)]))["embed"] is Tier.ROWS
+
+
+@pytest.mark.parametrize(
+    ("rooms", "counts"), [((1000, 1000), (4, 4)), ((3000, 1000), (6, 2)), ((0, 0), (4, 4)), ((0, 1000), (0, 8))]
+)
+def test_devices_get_runs_in_proportion(rooms: tuple[int, int], counts: tuple[int, int]) -> None:
+    costs = [layer(f"layers.{i}", 100) for i in range(8)]
+    placement = place(costs, [Budget(f"cuda:{i}", room, False) for i, room in enumerate(rooms)])
+    devices = [placed.device for placed in placement.units]
+    assert devices == ["cuda:0"] * counts[0] + ["cuda:1"] * counts[1]
+    assert placement.home == devices[0]
+
+
+def test_each_device_keeps_what_fits_it() -> None:
+    costs = [layer(f"layers.{i}", 100) for i in range(9)]
+    placement = place(costs, [Budget("cuda:0", 450, False), Budget("cuda:1", 450, False)])
+    streamed = [placed.unit for placed in placement.units if placed.tier is Tier.STREAMED]
+    assert {placement.of(unit).device for unit in streamed} == {"cuda:0"}
+    assert placement.streamed_bytes == 300
+
+
+def test_cached_layers_are_kept_on_the_host_whatever_the_budget() -> None:
+    found = tiers(place(model(5), [Budget("cpu", 0, True)], cached_layers=2))
+    assert [found[f"layers.{i}"] for i in range(5)] == [Tier.RESIDENT] * 2 + [Tier.STREAMED] * 3
+    packed = tiers(place(model(5, ready=300), [Budget("cpu", 0, True)], cached_layers=2))
+    assert packed["layers.1"] is Tier.PACKED
+    assert packed["embed"] is Tier.STREAMED
+    gpu = tiers(place(model(5), [Budget("cuda:0", 0, False)], cached_layers=2))
+    assert gpu["layers.0"] is Tier.STREAMED
+
+
+def test_prints_as_a_table() -> None:
+    costs = [layer(f"layers.{i}", 1_000_000_000) for i in range(6)]
+    placement = place(costs, [Budget("cuda:0", 3_000_000_000, False), Budget("cuda:1", 4_000_000_000, False)])
+    assert str(placement).splitlines() == [
+        "device  tier      units    GB",
+        "cuda:0  resident      3  3.00",
+        "cuda:1  resident      3  3.00",
+    ]

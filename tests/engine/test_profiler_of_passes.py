@@ -1,0 +1,137 @@
+"""The profile of passes names what made the caller wait."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rabbitllm.engine.placement import Tier
+from rabbitllm.engine.unit_source import UnitSource
+from rabbitllm.profiler import COMPUTE, DEQUANTISE, READ, READ_WAIT, UPLOAD
+from tests.support.builders import build_checkpoint
+from tests.support.fake_gpu import FakeGpu
+from tests.support.tiny_models import ALL, INPUT, load, run, split, tiers
+
+UNITS = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2", "model.norm", "lm_head"]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return build_checkpoint(tmp_path / "model", "llama", shards=2)
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = UnitSource.read
+
+    def slow(self: UnitSource, *args: Any) -> None:
+        time.sleep(0.03)
+        read(self, *args)
+
+    monkeypatch.setattr(UnitSource, "read", slow)
+
+
+def passes(model: Any, count: int = 3) -> None:
+    with torch.inference_mode():
+        for _ in range(count):
+            model(INPUT)
+
+
+def test_off_unless_asked_for(checkpoint: Path) -> None:
+    model = load(split(checkpoint), 0)
+    passes(model)
+    assert not model.profiler.stages
+    assert "pass profiling_mode=True" in model.profiler.report()
+
+
+def test_streamed_units_by_stage(checkpoint: Path) -> None:
+    model = load(split(checkpoint), 0, profiling=True)
+    passes(model, 3)
+    layers = model.profiler.layers
+    streamed = [unit for unit, tier in tiers(model).items() if tier is Tier.STREAMED]
+    for unit in streamed:
+        assert layers[unit].keys() == {READ, READ_WAIT, DEQUANTISE, COMPUTE}
+        assert layers[unit][COMPUTE].count == 3
+        stored = model.placement.of(unit).stored
+        assert layers[unit][READ].nbytes == layers[unit][READ].count * stored
+    assert layers["model.norm"].keys() == {COMPUTE}
+
+
+def test_resident_units_only_compute(checkpoint: Path) -> None:
+    model = load(split(checkpoint), ALL, profiling=True)
+    passes(model, 2)
+    layers = model.profiler.layers
+    assert list(layers) == UNITS
+    assert all(stages.keys() == {COMPUTE} and stages[COMPUTE].count == 2 for stages in layers.values())
+    assert model.profiler.bottleneck == COMPUTE
+
+
+def test_a_slow_disk_is_the_bottleneck(checkpoint: Path, slow_disk: None) -> None:
+    model = load(split(checkpoint), 0, profiling=True)
+    passes(model)
+    assert model.profiler.bottleneck == READ_WAIT
+    assert f"Bottleneck: {READ_WAIT} (" in model.profiler.report()
+    marked = [line for line in model.profiler.report().splitlines() if "<-- BOTTLENECK" in line]
+    assert [line.split("  ")[0] for line in marked] == [READ_WAIT]
+
+
+def test_slow_computation_is_the_bottleneck_and_hides_the_disk(checkpoint: Path, slow_disk: None) -> None:
+    model = load(split(checkpoint), 0, profiling=True)
+    for layer in [*model.model.layers, model.lm_head]:
+        layer.register_forward_hook(lambda module, args, output: time.sleep(0.08))
+        layer._forward_hooks.move_to_end(next(reversed(layer._forward_hooks)), last=False)
+    passes(model, 1)
+    model.profiler.clear()  # of the first pass nobody could read ahead
+    passes(model)
+    stages = model.profiler.stages
+    assert model.profiler.bottleneck == COMPUTE
+    assert stages[READ].seconds > 3 * 4 * 0.03
+    assert stages[READ_WAIT].seconds < stages[READ].seconds / 3
+
+
+def test_dequantising_is_the_bottleneck(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rabbitllm.engine import unit_source
+
+    dequantise = unit_source.dequantise
+
+    def slow(*args: Any) -> torch.Tensor:
+        time.sleep(0.01)
+        return dequantise(*args)
+
+    model = load(split(checkpoint, "4bit"), 0, profiling=True)
+    monkeypatch.setattr(unit_source, "dequantise", slow)
+    passes(model)
+    assert model.profiler.bottleneck == DEQUANTISE
+    assert set(model.profiler.layers["model.layers.0"]) == {READ, READ_WAIT, DEQUANTISE, COMPUTE}
+
+
+def test_copies_to_a_gpu_are_recorded(checkpoint: Path) -> None:
+    from rabbitllm.engine.load import load_model
+    from rabbitllm.options import StreamOptions
+
+    gpu = FakeGpu(0)
+    options = StreamOptions(max_memory={gpu.name: 0}, show_progress=False, profiling=True)
+    model = load_model(split(checkpoint), options, None, [gpu])
+    run(model)
+    uploaded = model.profiler.stages[UPLOAD]
+    assert uploaded.count >= 8 * 4
+    assert uploaded.nbytes > 8 * model.placement.streamed_bytes
+
+
+def test_an_exception_leaves_no_open_record(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(split(checkpoint), 0, profiling=True)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(model.model.layers[1].mlp, "forward", fail)
+        with pytest.raises(RuntimeError):
+            model(INPUT)
+    passes(model, 1)
+    assert model.profiler.layers["model.layers.1"][COMPUTE].count == 2
+    assert model.profiler.layers["model.layers.2"][COMPUTE].count == 1

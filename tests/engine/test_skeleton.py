@@ -1,0 +1,217 @@
+"""The model without its weights is what transformers' own loading makes around them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from rabbitllm.engine import skeleton
+from rabbitllm.errors import OptionError, UnknownArchitectureError
+from tests.support.builders import FAMILIES, build_checkpoint, read_tensors, reference_logits, reshard
+from tests.support.tiny_models import INPUT, assert_same, load, run, split
+
+VARIANTS = [(name, dtype) for name in FAMILIES for dtype in (torch.float32, torch.bfloat16)]
+
+
+def plain(folder: Path, family: str, dtype: torch.dtype) -> Any:
+    return FAMILIES[family].auto_class.from_pretrained(folder, dtype=dtype)
+
+
+def build(folder: Path, dtype: torch.dtype = torch.float32, attention: str | None = None) -> Any:
+    return skeleton.build_skeleton(folder, skeleton.read_config(folder), dtype, attention)
+
+
+def write_config(folder: Path, **values: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+@pytest.mark.parametrize(("family", "dtype"), VARIANTS)
+def test_dtypes_and_class_are_those_of_transformers(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    folder = build_checkpoint(tmp_path, family, tied=FAMILIES[family].ties[0], dtype=dtype, tokenizer=False)
+    expected = plain(folder, family, dtype)
+    made = build(folder, dtype)
+    assert type(made) is type(expected)
+    assert not made.training
+    assert {name: (tuple(value.shape), value.dtype) for name, value in made.state_dict().items()} == {
+        name: (tuple(value.shape), value.dtype) for name, value in expected.state_dict().items()
+    }
+    assert all(value.is_meta for value in made.state_dict().values())
+    assert made.config.dtype == dtype
+
+
+def test_the_routing_bias_of_deepseek_stays_in_float32(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path, "deepseek_v3", dtype=torch.bfloat16)
+    made = build(folder, torch.bfloat16)
+    bias = made.model.layers[1].mlp.gate.e_score_correction_bias
+    assert bias.dtype == torch.float32
+    assert made.model.layers[1].mlp.gate.weight.dtype == torch.bfloat16
+    loaded = load(split(folder), 0)
+    assert_same(run(loaded), reference_logits(folder, INPUT, torch.bfloat16))
+
+
+@pytest.mark.parametrize(("family", "dtype"), VARIANTS)
+def test_buffers_are_bit_equal_to_those_of_transformers(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    folder = build_checkpoint(tmp_path, family, tied=FAMILIES[family].ties[0], dtype=dtype, tokenizer=False)
+    expected = plain(folder, family, dtype)
+    made = build(folder, dtype)
+    skeleton.materialise_buffers(made, lambda path: torch.device("cpu"))
+    wanted = dict(expected.named_non_persistent_buffers())
+    found = dict(made.named_non_persistent_buffers())
+    assert found.keys() == wanted.keys()
+    for name, buffer in found.items():
+        assert buffer.dtype == wanted[name].dtype
+        assert torch.equal(buffer, wanted[name]), name
+    # and nothing else was given a value
+    assert all(value.is_meta for value in made.state_dict().values())
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "dynamic", "factor": 2.0},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    ],
+    ids=lambda scaling: scaling["rope_type"],
+)
+def test_scaled_rotary_frequencies(tmp_path: Path, scaling: dict[str, Any]) -> None:
+    rope = {"rope_theta": 5000.0, **scaling}
+    folder = build_checkpoint(tmp_path, "llama", tokenizer=False, rope_parameters=rope)
+    expected = plain(folder, "llama", torch.float32)
+    model = load(split(folder), 0)
+    assert torch.equal(model.model.rotary_emb.inv_freq, expected.model.rotary_emb.inv_freq)
+    assert model.model.rotary_emb.attention_scaling == expected.model.rotary_emb.attention_scaling
+    assert_same(run(model), reference_logits(folder, INPUT, torch.float32))
+
+
+def test_generation_config_is_the_checkpoint_s(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path, "llama")
+    config = transformers.GenerationConfig(temperature=0.3, top_k=7, eos_token_id=[2, 9], do_sample=True)
+    config.save_pretrained(folder)
+    assert (
+        build(folder).generation_config.to_dict() == plain(folder, "llama", torch.float32).generation_config.to_dict()
+    )
+    loaded = load(split(folder))
+    assert loaded.generation_config.eos_token_id == [2, 9]
+    assert loaded.generation_config.top_k == 7
+
+
+def test_without_a_generation_config_the_settings_in_the_config_apply(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path, "llama")
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    content = json.loads((folder / "config.json").read_text()) | {"num_beams": 3, "no_repeat_ngram_size": 2}
+    (folder / "config.json").write_text(json.dumps(content))
+    wanted = plain(folder, "llama", torch.float32).generation_config
+    made = build(folder).generation_config
+    assert made.to_dict() == wanted.to_dict()
+    assert (made.num_beams, made.no_repeat_ngram_size, made.eos_token_id) == (3, 2, 2)
+    assert load(split(folder)).generation_config.num_beams == 3
+
+
+def test_without_a_dtype_in_the_config_the_weights_decide(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path, "llama", dtype=torch.float16, shards=2)
+    content = json.loads((folder / "config.json").read_text())
+    content.pop("dtype", None)
+    content.pop("torch_dtype", None)
+    (folder / "config.json").write_text(json.dumps(content))
+    for compression in (None, "4bit"):
+        assert load(split(folder, compression)).dtype == torch.float16
+
+
+def test_a_checkpoint_of_the_base_model_lacks_its_prefix(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path, "gpt2", tied=True)
+    expected = reference_logits(folder, INPUT, torch.float32)
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in read_tensors(folder).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "h.0.ln_1.weight" in read_tensors(folder)
+    reshard(folder, lambda name: int(name.startswith("h.1")))
+    assert_same(run(load(split(folder), 0)), expected)
+
+
+def test_no_config(tmp_path: Path) -> None:
+    with pytest.raises(UnknownArchitectureError) as caught:
+        skeleton.read_config(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path} has no config.json")
+    assert "layer_shards_saving_path" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ({"model_type": "xyzzy_9"}, "xyzzy_9"),
+        ({"model_type": "vit"}, "no text-generating model of type 'vit'"),
+        ({"architectures": ["LlamaForCausalLM"]}, "model_type"),
+    ],
+)
+def test_a_model_that_transformers_does_not_know(tmp_path: Path, values: dict[str, Any], found: str) -> None:
+    folder = write_config(tmp_path / "model", **values)
+    with pytest.raises(UnknownArchitectureError) as caught:
+        skeleton.read_config(folder)
+    assert found in caught.value.problem
+    assert f"transformers {transformers.__version__}" in caught.value.problem
+    assert str(folder) in caught.value.problem
+    assert "Update transformers" in caught.value.remedy
+    assert "trust_remote_code=True" in caught.value.remedy
+
+
+REMOTE_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own_llama"
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_a_model_with_code_of_its_own_runs_only_when_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = build_checkpoint(tmp_path / "model", "llama")
+    expected = reference_logits(folder, INPUT, torch.float32)
+    content = json.loads((folder / "config.json").read_text())
+    content |= {
+        "model_type": "own_llama",
+        "architectures": ["OwnForCausalLM"],
+        "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"},
+    }
+    (folder / "config.json").write_text(json.dumps(content))
+    (folder / "own.py").write_text(REMOTE_CODE)
+    with pytest.raises(UnknownArchitectureError, match="trust_remote_code=True"):
+        skeleton.read_config(folder)
+    assert not (tmp_path / "modules").exists()
+    model = load(split(folder), 0, trust_remote_code=True)
+    assert type(model).__name__ == "OwnForCausalLM"
+    assert_same(run(model), expected)
+
+
+def test_an_attention_the_model_does_not_have(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path, "bloom")
+    with pytest.raises(OptionError) as caught:
+        build(folder, attention="sdpa")
+    assert "attn_implementation='sdpa'" in caught.value.problem
+    assert "Leave attn_implementation out" in caught.value.remedy
+
+
+def test_without_a_tokenizer_it_is_none_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = build_checkpoint(tmp_path, "llama", tokenizer=False)
+    with caplog.at_level(logging.WARNING, "rabbitllm"):
+        assert skeleton.read_tokenizer(folder) is None
+    assert str(folder) in caplog.text
+    assert "model.tokenizer is None" in caplog.text

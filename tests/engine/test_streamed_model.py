@@ -1,0 +1,102 @@
+"""What a streamed model answers for itself, and what stays the answer of its own class."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from rabbitllm.engine.streamed_model import StreamedModel
+from rabbitllm.errors import RabbitLLMError
+from tests.support.builders import build_checkpoint
+from tests.support.tiny_models import INPUT, load, split
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Any:
+    return load(split(build_checkpoint(tmp_path, "llama")), 0)
+
+
+def test_it_is_the_model_of_transformers(model: Any) -> None:
+    assert isinstance(model, transformers.LlamaForCausalLM)
+    assert isinstance(model, transformers.PreTrainedModel)
+    assert isinstance(model, StreamedModel)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert type(model).__module__ == transformers.LlamaForCausalLM.__module__
+    assert not model.training
+    assert model.can_generate()
+    assert transformers.LlamaForCausalLM is not type(model)
+    assert not issubclass(transformers.LlamaForCausalLM, StreamedModel)
+
+
+def test_it_says_where_it_computes(model: Any) -> None:
+    assert model.device == torch.device("cpu")
+    assert model.hf_device_map == {"": "cpu"}
+    assert model.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("move", "said"),
+    [
+        (lambda model: model.to("cuda:1"), "cuda:1"),
+        (lambda model: model.to(dtype=torch.float16), "torch.float16"),
+        (lambda model: model.to("cpu", torch.float64), "cpu, torch.float64"),
+        (lambda model: model.cuda(), "cuda"),
+        (lambda model: model.half(), "float16"),
+        (lambda model: model.bfloat16(), "bfloat16"),
+    ],
+)
+def test_moving_it_has_no_effect_and_says_so(
+    model: Any, caplog: pytest.LogCaptureFixture, move: Any, said: str
+) -> None:
+    with caplog.at_level(logging.WARNING, "rabbitllm"):
+        assert move(model) is model
+    (record,) = caplog.records
+    assert f"model.to({said}) has no effect" in record.getMessage()
+    assert model.dtype == torch.float32
+    assert model(INPUT).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda model: model.to("cpu"),
+        lambda model: model.cpu(),
+        lambda model: model.to(torch.device("cpu")),
+        lambda model: model.to(dtype=None),
+    ],
+)
+def test_moving_it_where_it_is_says_nothing(model: Any, caplog: pytest.LogCaptureFixture, move: Any) -> None:
+    with caplog.at_level(logging.WARNING, "rabbitllm"):
+        assert move(model) is model
+    assert not caplog.records
+
+
+def test_casting_it_to_its_own_dtype_says_nothing(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "rabbitllm"):
+        assert model.to(torch.float32) is model
+        assert model.float() is model
+        assert model.to("cpu", torch.float32) is model
+        assert model.to("cpu", non_blocking=True) is model
+    assert not caplog.records
+
+
+def test_saving_is_refused_with_the_way_out(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(RabbitLLMError) as caught:
+        model.save_pretrained(tmp_path / "copy")
+    assert "does not hold its weights" in caught.value.problem
+    assert "copy that folder" in caught.value.remedy
+    assert not (tmp_path / "copy").exists()
+
+
+def test_printing_the_profile(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model.print_profile_summary()
+    assert capsys.readouterr().out == "Passes, by stage: nothing was recorded (pass profiling_mode=True).\n"
+
+
+def test_the_placement_prints(model: Any) -> None:
+    assert str(model.placement).splitlines()[0].split() == ["device", "tier", "units", "GB"]

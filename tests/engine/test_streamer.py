@@ -1,0 +1,330 @@
+"""Streaming as it happens: what is bound when, what is brought when, and what an exception leaves behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from rabbitllm.engine.placement import Tier
+from rabbitllm.profiler import READ
+from tests.support.builders import Reference, build_checkpoint, reference_logits
+from tests.support.tiny_models import ALL, INPUT, assert_same, bytes_when_made, load, run, split, tiers
+
+T = TypeVar("T")
+LAYERS = [f"model.layers.{i}" for i in range(3)]
+STREAMED = [*LAYERS, "lm_head"]
+"""The streamed units of an uncompressed Llama without room: its embedding is used from the mapped file."""
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return build_checkpoint(tmp_path / "model", "llama", shards=2)
+
+
+@pytest.fixture
+def expected(checkpoint: Path) -> Reference:
+    return reference_logits(checkpoint, INPUT, torch.float32)
+
+
+@pytest.fixture
+def model(checkpoint: Path) -> Any:
+    return load(split(checkpoint), 0)
+
+
+def loader_of(model: Any) -> Any:
+    return model.streamer.lanes["cpu"].loader
+
+
+def loads(model: Any) -> int:
+    """How often a layer was read, once what is under way is done."""
+    loader = loader_of(model)
+    for future in list(loader._pending.values()):
+        future.result(30)
+    count: int = loader.loads
+    return count
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        found: torch.Tensor = model(INPUT).logits
+    return found
+
+
+def in_time(work: Callable[[], T]) -> T:
+    """Do something that would wait for ever if a slot had been lost."""
+    results: list[T] = []
+    thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert results, "it did not finish"
+    return results[0]
+
+
+def unbound_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters of the units that are not resident."""
+    places = {unit: tier for unit, tier in tiers(model).items() if tier is not Tier.RESIDENT}
+    for name, parameter in model.named_parameters():
+        if any(name.startswith(unit + ".") for unit in places):
+            yield name, parameter
+
+
+def assert_nothing_is_bound(model: Any) -> None:
+    assert model.streamer.bound == set()
+    weights = dict(unbound_weights(model))
+    assert len(weights) > 20
+    for name, weight in weights.items():
+        assert weight.isnan().all(), name
+        assert weight.untyped_storage().nbytes() <= 4
+
+
+def test_which_units_stream(model: Any) -> None:
+    assert [unit for unit, tier in tiers(model).items() if tier is Tier.STREAMED] == STREAMED
+    assert tiers(model)["model.embed_tokens"] is Tier.RESIDENT
+    assert tiers(model)["model.norm"] is Tier.RESIDENT
+
+
+def test_weights_that_are_not_bound_are_no_numbers(model: Any, expected: Reference) -> None:
+    assert_nothing_is_bound(model)
+    assert_same(run(model), expected)
+    assert_nothing_is_bound(model)
+    assert model.lm_head.weight.shape == (272, 64)
+    assert model.num_parameters() == sum(weight.numel() for weight in model.parameters())
+
+
+def test_a_unit_is_bound_while_it_computes_and_no_other(model: Any) -> None:
+    seen = []
+
+    def look(module: Any, args: Any, output: Any) -> None:
+        numbers = [name for name, weight in unbound_weights(model) if not weight.isnan().any()]
+        seen.append((model.streamer.bound, {name[:14] for name in numbers}))
+
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_hook(look)
+        layer.mlp.register_forward_hook(look)
+    logits(model)
+    assert seen == [({name}, {name}) for name in LAYERS for _ in range(2)]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, torch.OutOfMemoryError])
+def test_an_exception_in_a_layer_costs_nothing(
+    model: Any, expected: Reference, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise error("in the middle of a layer")
+
+    for turn in range(6):  # more often than there are slots
+        with monkeypatch.context() as patched:
+            patched.setattr(model.model.layers[turn % 3].mlp, "forward", fail)
+            with pytest.raises(error, match="in the middle of a layer"):
+                logits(model)
+        if error is not KeyboardInterrupt:  # torch runs no hooks then, so the next pass clears up
+            assert_nothing_is_bound(model)
+        assert torch.equal(in_time(lambda: logits(model)), expected.logits)
+        assert_nothing_is_bound(model)
+    assert_same(run(model), expected)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_exceptions_one_after_the_other(
+    model: Any, expected: Reference, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    for layer in model.model.layers:
+        with monkeypatch.context() as patched:
+            patched.setattr(layer.self_attn, "forward", fail)
+            with pytest.raises(error):
+                logits(model)
+    assert torch.equal(in_time(lambda: logits(model)), expected.logits)
+    assert_nothing_is_bound(model)
+
+
+def test_an_interrupt_in_an_encoder_that_generation_calls_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = build_checkpoint(tmp_path, "t5", tied=True)
+    model = load(split(folder), 0)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    for block in model.encoder.block:
+        with monkeypatch.context() as patched:
+            patched.setattr(block.layer[1], "forward", fail)
+            with pytest.raises(KeyboardInterrupt):
+                model.generate(INPUT, max_new_tokens=2)
+    found = in_time(lambda: run(model))
+    assert_same(found, reference_logits(folder, INPUT, torch.float32))
+
+
+def test_a_packed_unit_is_let_go_too(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = split(checkpoint, "4bit")
+    resident = load(directory)
+    wanted = run(resident)
+    model = load(directory, bytes_when_made(resident) - 1)
+    assert tiers(model)["model.layers.1"] is Tier.PACKED
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(model.model.layers[1].mlp, "forward", fail)
+        with pytest.raises(RuntimeError):
+            logits(model)
+    assert_nothing_is_bound(model)
+    assert_same(run(model), wanted)
+    assert_nothing_is_bound(model)
+
+
+def test_an_unreadable_layer_is_an_error_and_the_next_call_works(
+    checkpoint: Path, model: Any, expected: Reference
+) -> None:
+    path = checkpoint / "splitted_model" / "model.layers.1.safetensors"
+    whole = path.read_bytes()
+    for _ in range(3):
+        path.write_bytes(whole[:-64])
+        with pytest.raises(OSError, match=r"model\.layers\.1\.safetensors ended at byte"):
+            logits(model)
+        assert_nothing_is_bound(model)
+        path.write_bytes(whole)
+        assert torch.equal(in_time(lambda: logits(model)), expected.logits)
+
+
+def test_the_next_unit_is_requested_and_the_last_requests_the_first(model: Any) -> None:
+    loader, asked = loader_of(model), []
+    request = loader.request
+
+    def noted(unit: str) -> None:
+        asked.append(unit)
+        request(unit)
+
+    loader.request = noted
+    for number in range(1, 4):
+        logits(model)
+        # what is brought for the next pass already is the one load more
+        assert loads(model) == number * len(STREAMED) + 1
+    first, *rest = asked  # nobody could ask for the first unit of the first pass in time
+    assert first == STREAMED[0]
+    assert rest == (STREAMED[1:] + STREAMED[:1]) * 3
+
+
+def test_without_prefetching_nothing_is_asked_for_ahead(checkpoint: Path, expected: Reference) -> None:
+    model = load(split(checkpoint), 0, prefetching=False)
+    for number in range(1, 3):
+        assert torch.equal(logits(model), expected.logits)
+        assert loads(model) == number * len(STREAMED)
+
+
+def test_a_wrong_prediction_recovers_and_is_learnt_from(model: Any, expected: Reference) -> None:
+    hidden = torch.randn(1, 3, 64)
+    before = loads(model)
+    with torch.inference_mode():
+        for _ in range(4):  # the head alone, where the first layer was expected
+            model.lm_head(hidden)
+    assert loads(model) - before <= 5
+    for _ in range(2):
+        assert torch.equal(in_time(lambda: logits(model)), expected.logits)
+    learnt = loads(model)
+    for number in range(1, 4):
+        assert torch.equal(logits(model), expected.logits)
+        assert loads(model) == learnt + number * len(STREAMED)
+
+
+def test_a_decoder_repeats_and_its_encoder_does_not(tmp_path: Path) -> None:
+    model = load(split(build_checkpoint(tmp_path, "t5", tied=True)), 0)
+    streamed = [unit for unit, tier in tiers(model).items() if tier is Tier.STREAMED]
+    again = [unit for unit in streamed if not unit.startswith("encoder.")]
+    assert len(again) < len(streamed)
+    tokens = 6
+    with torch.inference_mode():
+        model.generate(INPUT, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+    # once each, and the wrong guesses at the turns
+    assert loads(model) <= len(streamed) + (tokens - 1) * len(again) + 3
+
+
+def test_keeping_some_layers_in_memory_keeps_so_many(checkpoint: Path, expected: Reference) -> None:
+    model = load(split(checkpoint), 0, cache_layers=2, profiling=True)
+    assert_same(run(model), expected)
+    read = {unit for unit, stages in model.profiler.layers.items() if READ in stages}
+    assert read == {"model.layers.2", "lm_head"}
+
+
+def test_everything_resident_has_no_lane_to_wait_for(checkpoint: Path, expected: Reference) -> None:
+    model = load(split(checkpoint), ALL)
+    assert_same(run(model), expected)
+    assert loads(model) == 0
+    assert not any(module._forward_pre_hooks for module in model.model.layers)
+
+
+def test_gradients_flow_where_everything_is_resident(checkpoint: Path) -> None:
+    model = load(split(checkpoint), ALL)
+    model(INPUT, labels=INPUT).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_streamed_pass_keeps_no_gradients(model: Any, expected: Reference) -> None:
+    output = model(INPUT)
+    assert not output.logits.requires_grad
+    assert torch.equal(output.logits, expected.logits)
+
+
+def test_loading_inside_inference_mode_ties_the_model_to_none(checkpoint: Path, expected: Reference) -> None:
+    with torch.inference_mode():
+        model = load(split(checkpoint), ALL)
+    assert torch.equal(model(INPUT).logits.detach(), expected.logits)
+    model(INPUT, labels=INPUT).loss.backward()
+
+
+def test_modes_may_alternate(model: Any, expected: Reference) -> None:
+    for _ in range(2):
+        assert torch.equal(logits(model), expected.logits)
+        with torch.no_grad():
+            assert torch.equal(model(INPUT).logits, expected.logits)
+
+
+def test_generation_in_another_thread(model: Any, expected: Reference) -> None:
+    def generate() -> torch.Tensor:
+        torch.set_num_threads(1)
+        found: torch.Tensor = model.generate(INPUT, max_new_tokens=8, do_sample=False)
+        return found
+
+    assert torch.equal(in_time(generate), expected.tokens)
+
+
+def test_threads_take_turns(model: Any, expected: Reference) -> None:
+    found: list[torch.Tensor] = []
+
+    def generate() -> None:
+        torch.set_num_threads(1)
+        for _ in range(3):
+            found.append(model.generate(INPUT, max_new_tokens=8, do_sample=False))
+
+    threads = [threading.Thread(target=generate, daemon=True) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 9
+    assert all(torch.equal(tokens, expected.tokens) for tokens in found)
+
+
+def test_a_dropped_model_leaves_no_thread_and_no_memory(checkpoint: Path) -> None:
+    others = set(threading.enumerate())
+    model = load(split(checkpoint), 0)
+    logits(model)
+    loads(model)  # a reader that is at work holds what it works for
+    (reader,) = set(threading.enumerate()) - others
+    left = [weakref.ref(model), weakref.ref(loader_of(model))]
+    del model
+    gc.collect()
+    assert [reference() for reference in left] == [None, None]
+    reader.join(10)
+    assert not reader.is_alive()

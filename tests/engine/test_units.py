@@ -1,0 +1,177 @@
+"""The units of a model, and binding into them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rabbitllm.engine import skeleton
+from rabbitllm.engine.units import Unit, find_units
+from tests.support.builders import FAMILIES
+
+
+def build(folder: Path, family: str, **settings: object) -> Any:
+    config = FAMILIES[family].config(FAMILIES[family].ties[0], **settings)
+    if FAMILIES[family].encoder_decoder:
+        config.architectures = ["T5ForConditionalGeneration"]
+    config.save_pretrained(folder)
+    config = skeleton.read_config(folder)
+    return skeleton.build_skeleton(folder, config, torch.float32, None)
+
+
+def unit_of(model: Any, name: str) -> Unit:
+    return next(unit for unit in find_units(model) if unit.name == name)
+
+
+def test_units_of_a_decoder(tmp_path: Path) -> None:
+    units = find_units(build(tmp_path, "llama"))
+    assert [(unit.name, unit.is_layer, unit.holds_units) for unit in units] == [
+        ("model.embed_tokens", False, False),
+        ("model.layers.0", True, False),
+        ("model.layers.1", True, False),
+        ("model.layers.2", True, False),
+        ("model.norm", False, False),
+        ("lm_head", False, False),
+    ]
+    assert len(units[1].places) == 9
+
+
+def test_both_stacks_of_an_encoder_decoder_are_layers(tmp_path: Path) -> None:
+    layers = [unit.name for unit in find_units(build(tmp_path, "t5")) if unit.is_layer]
+    assert layers == [f"{stack}.block.{i}" for stack in ("encoder", "decoder") for i in range(3)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_is_in_exactly_one_unit(tmp_path: Path, family: str) -> None:
+    model = build(tmp_path, family)
+    targets = [place.target for unit in find_units(model) for place in unit.places]
+    assert len(targets) == len(set(targets))
+    # of a module that is used in several places only the first name is a unit's
+    owners = {id(module): name for name, module in reversed(list(model.named_modules()))}
+    expected = set()
+    for name in model.state_dict():
+        path, _, leaf = name.rpartition(".")
+        expected.add(f"{owners[id(model.get_submodule(path))]}.{leaf}")
+    assert set(targets) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_come_in_order(tmp_path: Path, family: str) -> None:
+    model = build(tmp_path, family)
+    numbers = [
+        int(unit.name.rpartition(".")[2])
+        for unit in find_units(model)
+        if unit.is_layer and not unit.name.startswith("decoder.block")
+    ]
+    assert numbers == list(range(model.config.get_text_config().num_hidden_layers))
+
+
+def test_a_module_around_others_holds_them() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+            self.inner = nn.Linear(3, 3)
+
+    class Model(nn.Module):
+        _no_split_modules = ()
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scaled = Scaled()
+            self.head = nn.Linear(3, 3)
+
+    model: Any = Model()
+    assert [(unit.name, unit.holds_units, [place.leaf for place in unit.places]) for unit in find_units(model)] == [
+        ("scaled", True, ["scale"]),
+        ("scaled.inner", False, ["weight", "bias"]),
+        ("head", False, ["weight", "bias"]),
+    ]
+
+
+def test_layers_by_the_names_a_model_will_not_have_split(tmp_path: Path) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+    class Model(nn.Module):
+        _no_split_modules = ("Block", "Linear")
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleDict({"a": Block(), "b": Block()})
+            self.head = nn.Linear(2, 2)
+
+    model: Any = Model()
+    assert [(unit.name, unit.is_layer) for unit in find_units(model)] == [
+        ("blocks.a", True),
+        ("blocks.b", True),
+        ("head", False),
+    ]
+
+
+def test_persistent_buffers_belong_to_units_and_others_do_not(tmp_path: Path) -> None:
+    model = build(tmp_path, "deepseek_v3")
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    places = {place.target: place for unit in find_units(model) for place in unit.places}
+    assert places[bias].dtype == torch.float32
+    assert not any("inv_freq" in target for target in places)
+    value = torch.arange(4.0)
+    places[bias].bind(value)
+    bound = model.get_submodule("model.layers.1.mlp.gate").e_score_correction_bias
+    assert bound is value
+    assert not isinstance(bound, nn.Parameter)
+
+
+def test_what_is_bound_is_the_parameter(tmp_path: Path) -> None:
+    model = build(tmp_path, "llama")
+    (place,) = unit_of(model, "model.norm").places
+    value = torch.full((64,), 2.0)
+    place.bind(value)
+    assert isinstance(model.model.norm.weight, nn.Parameter)
+    assert model.model.norm.weight.data_ptr() == value.data_ptr()
+    assert model.model.norm.weight.requires_grad
+    assert dict(model.named_parameters())["model.norm.weight"] is model.model.norm.weight
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float8_e4m3fn])
+def test_what_cannot_have_a_gradient_is_bound_without(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = build(tmp_path, "llama")
+    (place,) = unit_of(model, "model.norm").places
+    place.bind(torch.zeros(64).to(dtype))
+    assert model.model.norm.weight.dtype == dtype
+    assert not model.model.norm.weight.requires_grad
+
+
+def test_a_placeholder_is_no_number_takes_no_memory_and_looks_right(tmp_path: Path) -> None:
+    model = build(tmp_path, "llama")
+    device = torch.device("cpu")
+    for place in unit_of(model, "model.layers.0").places:
+        place.bind_placeholder(device)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    assert (weight.shape, weight.dtype, weight.device) == ((128, 64), torch.float32, device)
+    assert weight.isnan().all()
+    assert weight.untyped_storage().nbytes() == 4
+    assert model.model.layers[0].mlp.up_proj(torch.ones(1, 64)).isnan().all()
+
+
+def test_the_placeholder_of_an_integer_is_zero(tmp_path: Path) -> None:
+    module = nn.Module()
+    module.register_buffer("steps", torch.tensor([3, 4]))
+
+    class Model(nn.Module):
+        _no_split_modules = ()
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.counter = module
+
+    model: Any = Model()
+    (place,) = find_units(model)[0].places
+    place.bind_placeholder(torch.device("cpu"))
+    assert module.steps.tolist() == [0, 0]

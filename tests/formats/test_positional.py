@@ -1,0 +1,80 @@
+"""Reads at any offset by several threads, and memory that starts on a page."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from rabbitllm.formats.positional import HUGE_PAGE, PositionalFile, page_aligned
+
+CONTENT = bytes(range(256)) * 400
+
+
+@pytest.fixture(params=["preadv", "seek"])
+def file(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file, on a system that has positional reads and on one that has none."""
+    if request.param == "seek":
+        monkeypatch.delattr(os, "preadv")
+    (tmp_path / "f").write_bytes(CONTENT)
+    return tmp_path / "f"
+
+
+@pytest.mark.parametrize(("offset", "length"), [(0, 0), (0, 1), (5, 1000), (0, len(CONTENT)), (len(CONTENT) - 3, 3)])
+def test_read(file: Path, offset: int, length: int) -> None:
+    buffer = bytearray(length)
+    with PositionalFile(file) as opened:
+        assert opened.read_into(memoryview(buffer), offset) == length
+    assert buffer == CONTENT[offset : offset + length]
+
+
+@pytest.mark.parametrize(("offset", "got"), [(len(CONTENT) - 3, 3), (len(CONTENT), 0), (len(CONTENT) + 50, 0)])
+def test_read_past_the_end_says_how_much_came(file: Path, offset: int, got: int) -> None:
+    buffer = bytearray(b"\xaa" * 10)
+    with PositionalFile(file) as opened:
+        assert opened.read_into(memoryview(buffer), offset) == got
+    assert buffer == CONTENT[offset:] + b"\xaa" * (10 - got)
+
+
+def test_threads_do_not_disturb_each_other(file: Path) -> None:
+    with PositionalFile(file) as opened, ThreadPoolExecutor(8) as pool:
+
+        def read(offset: int) -> bool:
+            buffer = bytearray(300)
+            opened.read_into(memoryview(buffer), offset)
+            return buffer == CONTENT[offset : offset + 300]
+
+        assert all(pool.map(read, range(0, len(CONTENT) - 300, 37)))
+
+
+def test_short_reads_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "f").write_bytes(CONTENT)
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: read(fd, [buffers[0][:100]], offset))
+    buffer = bytearray(1000)
+    with PositionalFile(tmp_path / "f") as opened:
+        assert opened.read_into(memoryview(buffer), 7) == 1000
+    assert buffer == CONTENT[7:1007]
+
+
+def test_descriptor_is_closed_and_advice_is_harmless(file: Path) -> None:
+    with PositionalFile(file) as opened:
+        opened.advise_sequential()
+        opened.drop_cache(0, 4096)
+        descriptor = opened._descriptor
+        assert opened.read_into(memoryview(bytearray(1)), 0) == 1
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 5000, HUGE_PAGE + 1])
+def test_memory_starts_on_a_page_and_is_zero(nbytes: int) -> None:
+    memory = page_aligned(nbytes)
+    assert len(memory) == nbytes
+    assert ctypes.addressof(ctypes.c_char.from_buffer(memory)) % 4096 == 0
+    assert not any(memory[:5000])
+    memory[-1] = 7
+    assert memory[-1] == 7

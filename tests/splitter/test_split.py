@@ -1,0 +1,913 @@
+"""The split: both routes, every source, and what is on the disk before, during and after."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file
+
+from rabbitllm import progress
+from rabbitllm.checkpoints import fetch
+from rabbitllm.durable import Step, observe_steps
+from rabbitllm.errors import (
+    CorruptShardError,
+    HubError,
+    IncompleteSplitError,
+    InvalidIndexError,
+    MissingShardError,
+    NotEnoughSpaceException,
+    SplitMismatchError,
+)
+from rabbitllm.layers.layer_store import LayerStore
+from rabbitllm.options import BIG_LAYER_BYTES
+from rabbitllm.profiler import FETCH, QUANTISE, READ, SHARD_WAIT, WRITE
+from rabbitllm.splitter import split as split_module
+from tests.support.builders import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    build_checkpoint,
+    cut,
+    llama_tensors,
+    read_tensors,
+    write_shards,
+)
+from tests.support.hub_fixtures import HubEnvironment
+from tests.support.local_hub import Faults, LocalHub
+from tests.support.splitting import Call, Counter, contents, failing, layer_files, names_in, occupied, split
+
+REPO = "acme/tiny"
+SHARDS = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+COMPRESSIONS = [None, "4bit", "8bit"]
+
+Weights = Mapping[str, torch.Tensor]
+
+
+@pytest.fixture
+def tensors() -> dict[str, torch.Tensor]:
+    return llama_tensors()
+
+
+@pytest.fixture
+def model(tmp_path: Path, tensors: Weights) -> Path:
+    """A checkpoint of three shards in a folder."""
+    return write_shards(tmp_path / "model", cut(tensors, 3))
+
+
+@pytest.fixture
+def repository(tmp_path: Path, tensors: Weights, hub_environment: HubEnvironment) -> Path:
+    """The same checkpoint on a hub."""
+    return write_shards(tmp_path / "hub" / REPO, cut(tensors, 3))
+
+
+@pytest.fixture
+def expected(tmp_path: Path, tensors: Weights) -> Callable[[str | None], dict[str, bytes]]:
+    """The layer files that a single file of all tensors gives by the standard route, at a compression."""
+
+    def made(compression: str | None = None) -> dict[str, bytes]:
+        whole = write_shards(tmp_path / "whole" / str(compression), {SINGLE_NAME: tensors}, index=False)
+        return layer_files(split(whole, compression=compression, sequential=False))
+
+    return made
+
+
+def check_plain(folder: Path, tensors: Weights) -> None:
+    """Any safetensors reader finds every tensor as it was."""
+    found: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert all(found[name].dtype == tensor.dtype for name, tensor in tensors.items())
+
+
+# The same bytes by every route
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("sequential", [True, False])
+@pytest.mark.parametrize("hub", [False, True], ids=["local", "hub"])
+def test_every_route_makes_the_same_bytes(
+    model: Path,
+    repository: Path,
+    expected: Callable[[str | None], dict[str, bytes]],
+    compression: str | None,
+    sequential: bool,
+    hub: bool,
+) -> None:
+    made = split(REPO if hub else model, compression=compression, sequential=sequential)
+    assert layer_files(made) == expected(compression)
+    assert LayerStore(made).compression == compression
+
+
+def test_tensors_are_as_they_were(model: Path, tensors: Weights) -> None:
+    check_plain(split(model), tensors)
+
+
+def test_files_have_rabbitllms_names(model: Path) -> None:
+    stems = ["model.embed_tokens", *(f"model.layers.{layer}" for layer in range(3)), "model.norm", "lm_head"]
+    expected = [f"{stem}.safetensors{suffix}" for stem in stems for suffix in ("", ".done")]
+    assert names_in(split(model)) == sorted([*expected, "config.json", "split.json"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8], ids=str)
+def test_other_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = llama_tensors(layers=1, dtype=dtype)
+    made = split(write_shards(tmp_path / "model", cut(tensors, 2)))
+    check_plain(made, tensors)
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_tensors_without_elements_and_scalars(tmp_path: Path, compression: str | None) -> None:
+    tensors = llama_tensors(layers=1) | {
+        "model.layers.0.empty": torch.zeros(0, 5),
+        "model.layers.0.scalar": torch.tensor(3.5),
+        "model.layers.0.flags": torch.tensor([True, False, True]),
+        "model.only_empty": torch.zeros(3, 0, dtype=torch.bfloat16),
+    }
+    made = split(write_shards(tmp_path / "model", cut(tensors, 3)), compression=compression)
+    store = LayerStore(made)
+    for name in ("model.layers.0.empty", "model.layers.0.scalar", "model.layers.0.flags", "model.only_empty"):
+        (spec,) = store.tensors[name].parts
+        assert torch.equal(store.mapped(spec.file).tensor(spec), tensors[name])
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_tensors_larger_than_a_chunk_and_than_a_batch(
+    tmp_path: Path, compression: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = llama_tensors(layers=2, hidden=256, vocabulary=1003, dtype=torch.float32)
+    source = cut(tensors, 2)
+    expected = layer_files(split(write_shards(tmp_path / "a", source), compression=compression))
+    monkeypatch.setattr("rabbitllm.splitter.plan.CHUNK_BYTES", 24_576)
+    assert layer_files(split(write_shards(tmp_path / "b", source), compression=compression)) == expected
+
+
+def test_real_checkpoint_of_transformers(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "model", "qwen3_moe", shards=5, dtype=torch.bfloat16)
+    tensors = read_tensors(folder)
+    made = split(folder)
+    check_plain(made, tensors)
+    assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= set(names_in(made))
+    assert names_in(folder, "*.safetensors") == []
+
+
+# Shapes of checkpoints that RabbitLLM 1.1.0 gets wrong
+
+
+def three_shards_for_a_layer(tensors: Weights) -> dict[str, dict[str, torch.Tensor]]:
+    """Each layer's attention, MLP and norms are in different shards."""
+    parts: dict[str, dict[str, torch.Tensor]] = {shard: {} for shard in SHARDS}
+    for name, tensor in tensors.items():
+        parts[SHARDS[0 if "self_attn" in name else 1 if "mlp" in name else 2]][name] = tensor
+    return parts
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_layer_that_spans_three_shards(
+    tmp_path: Path, tensors: Weights, compression: str | None, expected: Callable[[str | None], dict[str, bytes]]
+) -> None:
+    source = write_shards(tmp_path / "spread", three_shards_for_a_layer(tensors))
+    told: list[progress.Event] = []
+    with progress.listening(told.append):
+        made = split(source, compression=compression)
+    assert layer_files(made) == expected(compression)
+    last = next(i for i, e in enumerate(told) if isinstance(e, progress.ShardStarted) and e.shard == SHARDS[2])
+    finished = [i for i, e in enumerate(told) if isinstance(e, progress.LayerDone) and e.layer.startswith("layers.")]
+    assert len(finished) == 3
+    assert min(finished) > last  # no layer is finished before its third shard
+
+
+@pytest.mark.parametrize("pattern", ["model-{:05d}-of-00120.safetensors", "model-{}-of-120.safetensors"])
+def test_120_shards(tmp_path: Path, pattern: str) -> None:
+    tensors = llama_tensors(layers=14, hidden=16)
+    shards = {pattern.format(n): part for n, part in enumerate(cut(tensors, 120).values(), 1)}
+    assert len(shards) == 120
+    source = write_shards(tmp_path / "model", shards)
+    told: list[progress.Event] = []
+    with progress.listening(told.append):
+        made = split(source)
+    check_plain(made, tensors)
+    assert [event.shard for event in told if isinstance(event, progress.ShardStarted)] == list(shards)
+    assert names_in(source, "*.safetensors") == []
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+def test_tied_embeddings_without_a_head(tmp_path: Path, tensors: Weights, sequential: bool) -> None:
+    tied = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+    made = split(write_shards(tmp_path / "model", cut(tied, 3)), sequential=sequential)
+    check_plain(made, tied)
+    assert not (made / "lm_head.safetensors").exists()
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+def test_missing_shard_is_fetched(
+    model: Path,
+    repository: Path,
+    local_hub: LocalHub,
+    sequential: bool,
+    expected: Callable[[str | None], dict[str, bytes]],
+) -> None:
+    (model / SHARDS[1]).unlink()
+    made = split(model, sequential=sequential, repo_id=REPO)
+    assert layer_files(made) == expected(None)
+    assert local_hub.downloads(SHARDS[0]) == local_hub.downloads(SHARDS[2]) == 0
+    assert local_hub.body_bytes(SHARDS[1]) > 0
+    assert names_in(model, "*.safetensors") == ([] if sequential else [SHARDS[0], SHARDS[2]])
+    assert not (made / ".staging").exists()
+
+
+def test_fetching_a_missing_shard_leaves_the_users_cache_alone(
+    model: Path, repository: Path, expected: Callable[[str | None], dict[str, bytes]]
+) -> None:
+    """Shards that the folder has are not taken from the cache, so they are not freed there either."""
+    (model / SHARDS[1]).unlink()
+    snapshot = Path(snapshot_download(REPO))
+    made = split(model, repo_id=REPO, delete_original=True)
+    assert layer_files(made) == expected(None)
+    assert names_in(snapshot, "*.safetensors") == [SHARDS[0], SHARDS[2]]
+    assert names_in(model) == ["config.json", "splitted_model"]
+
+
+# The table of four
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+@pytest.mark.parametrize("delete", [True, False])
+def test_what_becomes_of_a_folder(
+    model: Path, tensors: Weights, sequential: bool, delete: bool, expected: Callable[[str | None], dict[str, bytes]]
+) -> None:
+    (model / "README.md").write_text("not ours")
+    (model / "tokenizer.json").write_text("{}")
+    before = contents(model)
+    present_when_whole: list[str] = []
+
+    def look(number: int, step: Step) -> None:
+        if step.kind == "rename" and step.target is not None and step.target.name == "split.json":
+            present_when_whole.extend(names_in(model, "*.safetensors"))
+
+    with observe_steps(Counter(look)):
+        made = split(model, sequential=sequential, delete_original=delete)
+    assert layer_files(made) == expected(None)
+    shards = [] if sequential or delete else SHARDS
+    index = [] if delete else [INDEX_NAME]
+    assert names_in(model) == sorted(["README.md", "config.json", "splitted_model", "tokenizer.json", *index, *shards])
+    assert present_when_whole == ([] if sequential else SHARDS)  # the standard route deletes nothing before it is whole
+    assert all((model / name).read_bytes() == before[name] for name in ("README.md", "config.json", "tokenizer.json"))
+    assert (made / "tokenizer.json").read_text() == "{}"
+    check_plain(made, tensors)
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+@pytest.mark.parametrize("delete", [True, False])
+def test_what_becomes_of_a_repository(
+    repository: Path,
+    hub_environment: HubEnvironment,
+    sequential: bool,
+    delete: bool,
+    expected: Callable[[str | None], dict[str, bytes]],
+) -> None:
+    (repository / "tokenizer.json").write_text("{}")
+    made = split(REPO, sequential=sequential, delete_original=delete)
+    assert layer_files(made) == expected(None)
+    assert made.is_relative_to(hub_environment.home / "rabbitllm")
+    links = sorted(path.name for path in hub_environment.cache.rglob("*") if path.is_symlink())
+    small = ["config.json", INDEX_NAME, "tokenizer.json"]
+    assert links == ([] if delete else sorted(small if sequential else [*small, *SHARDS]))
+    blobs = occupied(*(path for path in hub_environment.cache.rglob("blobs")))
+    weights = sum((repository / shard).stat().st_size for shard in SHARDS)
+    assert (blobs > weights) == (not sequential and not delete)
+    assert {"config.json", "tokenizer.json", "split.json"} <= set(names_in(made))
+    assert Call(str(made)).find().finished  # alone
+
+
+def test_original_that_cannot_be_deleted_is_said(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    read_only = OSError(errno.EROFS, "Read-only file system")
+    with failing(read_only, lambda n, step: step.path.name in SHARDS, kinds=("unlink",)):
+        split(model, sequential=False, delete_original=True)
+    assert names_in(model, "*.safetensors") == SHARDS
+    assert [record.message for record in caplog.records] == [
+        f"3 shards of {model} cannot be deleted: their folder is read-only."
+    ]
+
+
+def test_deleting_what_an_earlier_call_kept(model: Path) -> None:
+    made = split(model, sequential=False)
+    assert names_in(model, "*.safetensors") == SHARDS
+    before = contents(made)
+    assert split(model, sequential=False, delete_original=True) == made
+    assert names_in(model) == ["config.json", "splitted_model"]
+    assert contents(made) == before
+
+
+def test_nothing_is_deleted_for_a_damaged_split(model: Path) -> None:
+    made = split(model, sequential=False)
+    (made / "lm_head.safetensors").write_bytes(b"short")
+    with pytest.raises(IncompleteSplitError, match=r"lm_head.safetensors has 5 bytes"):
+        split(model, sequential=False, delete_original=True)
+    assert names_in(model, "*.safetensors") == SHARDS
+
+
+# Where the layer files go
+
+
+@pytest.mark.parametrize("hub", [False, True], ids=["local", "hub"])
+def test_saving_path(
+    model: Path, repository: Path, tmp_path: Path, hub: bool, expected: Callable[[str | None], dict[str, bytes]]
+) -> None:
+    made = split(REPO if hub else model, tmp_path / "some" / "where", compression="4bit")
+    assert made == tmp_path / "some" / "where" / "splitted_model.4bit"
+    assert layer_files(made) == expected("4bit")
+    assert not (model / "splitted_model.4bit").exists()
+
+
+def test_sidecars_are_copied_and_the_rest_is_not(model: Path) -> None:
+    sidecars = {"tokenizer.json": "t", "chat_template.jinja": "c", "tokenizer.model": "m", "LICENSE": "l"}
+    sidecars["additional_chat_templates/tool.jinja"] = "a"
+    for name, text in (sidecars | {"README.md": "r", "optimizer.bin": "o"}).items():
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).write_text(text)
+    made = split(model)
+    copied = {name: data.decode() for name, data in contents(made).items() if ".safetensors" not in name}
+    manifest = copied.pop("split.json")
+    assert copied == sidecars | {"config.json": (model / "config.json").read_text()}
+    assert json.loads(manifest)["source"]["name"] == "model"
+
+
+# Shards are deleted as soon as they are used, and not before
+
+
+def test_shard_is_deleted_when_it_is_used_up_and_before_the_next_is_read(model: Path) -> None:
+    left: list[tuple[str, list[str]]] = []
+
+    def listen(event: progress.Event) -> None:
+        if isinstance(event, progress.ShardStarted | progress.ShardDone):
+            left.append((type(event).__name__, names_in(model, "*.safetensors")))
+
+    with progress.listening(listen):
+        split(model)
+    assert left == [
+        (kind, SHARDS[number:])
+        for done in range(3)
+        for kind, number in (("ShardStarted", done), ("ShardDone", done + 1))
+    ]
+
+
+def test_order_of_steps_around_a_deletion(model: Path) -> None:
+    steps: list[Step] = []
+    with observe_steps(steps.append):
+        made = split(model)
+    for shard in SHARDS:
+        gone = next(i for i, step in enumerate(steps) if step.kind == "unlink" and step.path == model / shard)
+        earlier = steps[:gone]
+        kinds = [step.kind for step in earlier]
+        declared = max(
+            i for i, step in enumerate(earlier) if step.path.name == "split.journal" and step.kind == "write"
+        )
+        assert json.loads(bytes(earlier[declared].data)) == {"used": shard}
+        assert (kinds[declared + 1], earlier[declared + 1].path.name) == ("sync", "split.journal")
+        assert gone == declared + 2
+        assert (kinds[declared - 1], earlier[declared - 1].path) == ("sync_folder", made)
+        last_write: dict[Path, int] = {}
+        for number, step in enumerate(earlier[:declared]):
+            if step.kind == "write":
+                last_write[step.path] = number
+        for path, number in last_write.items():
+            if path.suffix == ".part":  # every byte of every layer file was synced after it was written
+                assert any(s.kind == "sync" and s.path == path for s in earlier[number:declared]), path
+    renames = [step for step in steps if step.kind == "rename" and step.target is not None]
+    assert renames[-1].target == made / "split.json"
+    assert [step.kind for step in steps[-2:]] == ["sync_folder", "unlink"]
+    assert steps[-1].path == made / "split.journal"
+
+
+def test_read_only_source_is_split_in_place_and_kept(
+    model: Path,
+    hub_environment: HubEnvironment,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    expected: Callable[[str | None], dict[str, bytes]],
+) -> None:
+    before = contents(model)
+    allowed = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != model and allowed(path, mode))
+    read_only = OSError(errno.EROFS, "Read-only file system")
+    told: list[progress.Event] = []
+    with failing(read_only, lambda n, step: step.path.parent == model), progress.listening(told.append):
+        made = split(model, delete_original=True)
+    assert made.is_relative_to(hub_environment.home / "rabbitllm" / "local")
+    assert layer_files(made) == expected(None)
+    assert contents(model) == before
+    disposals = [event.disposal for event in told if isinstance(event, progress.ShardDone)]
+    assert disposals == ["kept: the source is read-only"] * 3
+    said = [record.message for record in caplog.records if "read-only" in record.message]
+    each = [f"{shard} is used up but cannot be deleted: its folder is read-only." for shard in SHARDS]
+    assert said == [*each, f"3 shards of {model} cannot be deleted: their folder is read-only."]
+
+
+@pytest.mark.parametrize("how", ["repository", "snapshot"])
+@pytest.mark.parametrize("sequential", [True, False])
+def test_read_only_hub_cache_is_left_alone(
+    repository: Path,
+    tmp_path: Path,
+    how: str,
+    sequential: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    expected: Callable[[str | None], dict[str, bytes]],
+) -> None:
+    snapshot = Path(snapshot_download(REPO))
+    cache = snapshot.parent.parent.parent
+    before = contents(cache)
+    unlink, allowed = os.unlink, os.access
+
+    def refuse(path: str | Path, **options: int) -> None:
+        if Path(path).is_relative_to(cache):
+            raise OSError(errno.EROFS, "Read-only file system")
+        unlink(path, **options)
+
+    for name in ("unlink", "remove"):
+        monkeypatch.setattr(os, name, refuse)
+    monkeypatch.setattr(os, "access", lambda path, mode: not Path(path).is_relative_to(cache) and allowed(path, mode))
+    source = REPO if how == "repository" else snapshot
+    made = split(source, tmp_path / "splits", sequential=sequential, delete_original=True)
+    assert layer_files(made) == expected(None)
+    assert contents(cache) == before
+    said = [record.message for record in caplog.records if "cannot be deleted" in record.message]
+    assert len(said) == (4 if sequential else 1)
+
+
+# Time
+
+
+@pytest.mark.parametrize("compression", [None, "8bit"])
+def test_profile_of_each_layer(tmp_path: Path, tensors: Weights, compression: str | None) -> None:
+    source = write_shards(tmp_path / "model", three_shards_for_a_layer(tensors))
+
+    def dawdle(event: progress.Event) -> None:
+        if isinstance(event, progress.ShardStarted):
+            time.sleep(0.05)
+
+    with progress.listening(dawdle):
+        _, profiler = Call(str(source), compression=compression, profiling=True).make_with_profile()
+    layers = ["embed_tokens", "layers.0", "layers.1", "layers.2", "norm", "lm_head"]
+    assert set(profiler.layers) == {*layers, *SHARDS}
+    for layer in layers:
+        stages = profiler.layers[layer]
+        stem = layer if layer == "lm_head" else f"model.{layer}"
+        nbytes = sum(tensor.nbytes for name, tensor in tensors.items() if name.startswith(stem))
+        assert stages[READ].nbytes == nbytes
+        assert stages[WRITE].seconds > 0
+        assert (QUANTISE in stages) == (compression is not None and layer != "norm")
+        assert stages[SHARD_WAIT].count == 1
+    waits = {layer: profiler.layers[layer][SHARD_WAIT].seconds for layer in layers}
+    spanning = [waits[layer] for layer in layers if layer.startswith("layers.")]
+    others = [waits[layer] for layer in layers if not layer.startswith("layers.")]  # in the third shard alone
+    assert min(spanning) > max(others) + 0.09  # until the third shard began, twice 0.05 s
+    assert all(set(profiler.layers[shard]) == {FETCH} for shard in SHARDS)
+    report = profiler.report()
+    assert report.startswith(f"Split of {source}, by stage")
+    assert all(stage in report for stage in (READ, WRITE, SHARD_WAIT, "BOTTLENECK"))
+
+
+def test_nothing_is_recorded_unless_asked_for(model: Path) -> None:
+    _, profiler = Call(str(model)).make_with_profile()
+    assert profiler.layers == {}
+
+
+# Warnings
+
+
+def test_large_layer_is_warned_of(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert BIG_LAYER_BYTES == 10_000_000_000
+    monkeypatch.setattr(split_module, "BIG_LAYER_BYTES", 50_000)
+    split(model)
+    assert [record.message for record in caplog.records] == [
+        f"Layer layers.{n} has 0.08 MiB; streaming it needs that much memory at once." for n in range(3)
+    ]
+
+
+def test_little_space_is_warned_of(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(split_module, "MIN_FREE_BYTES", 1 << 60)
+    split(model)
+    said = [record.message for record in caplog.records]
+    assert len(said) == 3
+    assert all("is free at" in line and "the split may not finish" in line for line in said)
+
+
+def test_leftovers_are_finished_and_said(
+    model: Path, caplog: pytest.LogCaptureFixture, expected: Callable[[str | None], dict[str, bytes]]
+) -> None:
+    with failing(OSError("stop"), lambda n, s: s.path.name == "split.json.part"), pytest.raises(OSError, match="stop"):
+        split(model)
+    made = model / "splitted_model"
+    assert names_in(model, "*.safetensors") == []
+    for name in ("lm_head.safetensors", "model.layers.1.safetensors"):
+        os.replace(made / name, made / f"{name}.part")
+        (made / f"{name}.done").unlink()
+    (made / "model.norm.safetensors.done").unlink()
+    assert split(model) == made
+    assert layer_files(made) == expected(None)
+    assert sorted(record.message for record in caplog.records) == [
+        "Layer layers.1 was left over by an earlier run and is finished now.",
+        "Layer lm_head was left over by an earlier run and is finished now.",
+    ]
+    assert not (made / "split.journal").exists()
+
+
+# Damage
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("damage", ["truncated", "header", "empty"])
+def test_damaged_shard_is_noticed_before_anything_is_touched(model: Path, number: int, damage: str) -> None:
+    raw = (model / SHARDS[number]).read_bytes()
+    (model / SHARDS[number]).write_bytes(
+        {"truncated": raw[:-1], "header": raw[:8] + b"x" + raw[9:], "empty": b""}[damage]
+    )
+    before = contents(model)
+    with pytest.raises(CorruptShardError) as refused:
+        split(model)
+    assert SHARDS[number] in refused.value.problem
+    assert "Put a sound copy at that path and call again" in refused.value.remedy
+    assert contents(model) == before
+
+
+@pytest.mark.parametrize("when", ["between shards", "while it is read"])
+def test_shard_that_is_cut_short_on_the_way(
+    model: Path, when: str, expected: Callable[[str | None], dict[str, bytes]]
+) -> None:
+    sound = (model / SHARDS[1]).read_bytes()
+
+    def cut_short(number: int, step: Step) -> None:
+        first_is_gone = not (model / SHARDS[0]).exists()
+        if first_is_gone and (step.kind == "write" if when == "while it is read" else step.kind == "create"):
+            os.truncate(model / SHARDS[1], 20_000)
+
+    def listen(event: progress.Event) -> None:
+        if when == "between shards" and isinstance(event, progress.ShardDone) and event.number == 1:
+            os.truncate(model / SHARDS[1], 20_000)
+
+    with observe_steps(Counter(cut_short)), progress.listening(listen), pytest.raises(CorruptShardError) as refused:
+        split(model)
+    told = {
+        "between shards": "it is truncated: 20,000 bytes found",
+        "while it is read": "ended at byte 20,000; its header",
+    }
+    assert told[when] in refused.value.problem
+    assert str(model / SHARDS[1]) in refused.value.problem
+    assert f"Layers finished so far are safe in {model / 'splitted_model'}" in refused.value.remedy
+    assert "For a local checkpoint put a sound copy at that path and call again" in refused.value.remedy
+    assert names_in(model, "*.safetensors") == SHARDS[1:]
+    (model / SHARDS[1]).write_bytes(sound)
+    assert layer_files(split(model)) == expected(None)
+
+
+def test_shard_that_cannot_be_read(
+    model: Path, monkeypatch: pytest.MonkeyPatch, expected: Callable[[str | None], dict[str, bytes]]
+) -> None:
+    read, opened = os.preadv, os.path.realpath
+
+    def broken(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        if opened(f"/proc/self/fd/{descriptor}").endswith(SHARDS[1]) and offset > 30_000:
+            raise OSError(errno.EIO, "Input/output error")
+        return read(descriptor, buffers, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", broken)
+        with pytest.raises(
+            CorruptShardError, match=rf"{SHARDS[1]} cannot be read at byte .*Input/output error"
+        ) as failed:
+            split(model)
+    assert "Layers finished so far are safe" in failed.value.remedy
+    assert names_in(model, "*.safetensors") == SHARDS[1:]
+    assert layer_files(split(model)) == expected(None)
+
+
+def test_shard_that_is_replaced_on_the_way(model: Path, tensors: Weights) -> None:
+    other = write_shards(
+        model.parent / "other", {SHARDS[1]: {"model.layers.1.self_attn.q_proj.weight": torch.zeros(2)}}, index=False
+    )
+
+    def listen(event: progress.Event) -> None:
+        if isinstance(event, progress.ShardDone) and event.number == 1:
+            os.replace(other / SHARDS[1], model / SHARDS[1])
+
+    with (
+        progress.listening(listen),
+        pytest.raises(CorruptShardError, match="is not the file that the plan was made from"),
+    ):
+        split(model)
+    assert names_in(model, "*.safetensors") == SHARDS[1:]
+
+
+def test_missing_shard_is_noticed_before_anything_is_touched(model: Path) -> None:
+    for shard in SHARDS[1:]:
+        (model / shard).unlink()
+    before = contents(model)
+    with pytest.raises(
+        MissingShardError, match=f"lacks 2 of the shards its index names: {SHARDS[1]}, {SHARDS[2]}"
+    ) as bad:
+        split(model)
+    assert "Nothing was touched." in str(bad.value)
+    assert contents(model) == before
+
+
+def test_checkpoint_that_is_compressed_already(tmp_path: Path) -> None:
+    tensors = llama_tensors(layers=1)
+    tensors["model.layers.0.mlp.up_proj.weight.8bit.absmax"] = torch.zeros(4)
+    source = write_shards(tmp_path / "model", cut(tensors, 2))
+    before = contents(source)
+    with pytest.raises(InvalidIndexError, match="its weights seem to be compressed already"):
+        split(source, compression="8bit")
+    assert contents(source) == before
+
+
+# Another model's split
+
+
+def another(tmp_path: Path, name: str = "another") -> Path:
+    return write_shards(tmp_path / name, cut(llama_tensors(seed=7), 3))
+
+
+def interrupted(call: Call, shards: int = 1) -> None:
+    """Make the call, and break it off when so many shards are used up."""
+
+    def stop(number: int, step: Step) -> None:
+        if step.kind == "create" and done:
+            raise KeyboardInterrupt
+
+    done: list[str] = []
+
+    def listen(event: progress.Event) -> None:
+        if isinstance(event, progress.ShardDone) and event.number == shards:
+            done.append(event.shard)
+
+    with observe_steps(Counter(stop)), progress.listening(listen), pytest.raises(KeyboardInterrupt):
+        call.make()
+
+
+def test_unfinished_split_of_another_folder(model: Path, tmp_path: Path) -> None:
+    other, saving_path = another(tmp_path), tmp_path / "splits"
+    interrupted(Call(str(other), str(saving_path)))
+    before = contents(tmp_path)
+    with pytest.raises(
+        SplitMismatchError, match="holds an unfinished split of another, not of model: its shard"
+    ) as bad:
+        split(model, saving_path)
+    assert "Split into another folder (layer_shards_saving_path)." in str(bad.value)
+    assert contents(tmp_path) == before
+    assert split(other, saving_path)
+
+
+def test_unfinished_split_of_a_folder_is_no_repositorys(
+    model: Path, repository: Path, tmp_path: Path, local_hub: LocalHub
+) -> None:
+    other, saving_path = another(tmp_path), tmp_path / "splits"
+    interrupted(Call(str(other), str(saving_path)))
+    with pytest.raises(SplitMismatchError, match="it was made from a folder, not from a repository on the hub"):
+        split(REPO, saving_path)
+    assert split(other, saving_path)
+
+
+def test_unfinished_split_of_another_commit(repository: Path, tmp_path: Path, local_hub: LocalHub) -> None:
+    saving_path = tmp_path / "splits"
+    interrupted(Call(REPO, str(saving_path)))
+    local_hub.add_revision(REPO, "main", another(tmp_path))
+    with pytest.raises(SplitMismatchError, match=r"acme/tiny at commit .* is not acme/tiny at commit"):
+        split(REPO, saving_path)
+
+
+# Going on
+
+
+def test_interrupted_call_goes_on_and_tells_so(model: Path, expected: Callable[[str | None], dict[str, bytes]]) -> None:
+    interrupted(Call(str(model), compression="4bit"), shards=2)
+    assert names_in(model, "*.safetensors") == SHARDS[2:]
+    told: list[progress.Event] = []
+    with progress.listening(told.append):
+        made = split(model, compression="4bit")
+    started = told[0]
+    assert isinstance(started, progress.SplitStarted)
+    assert (started.shards, started.resumed) == ((SHARDS[2],), 2)
+    assert layer_files(made) == expected("4bit")
+
+
+def test_layer_that_was_begun_and_is_gone(model: Path, tmp_path: Path, tensors: Weights) -> None:
+    source = write_shards(tmp_path / "spread", three_shards_for_a_layer(tensors))
+    interrupted(Call(str(source)), shards=2)
+    part = source / "splitted_model" / "model.layers.1.safetensors.part"
+    kept = part.read_bytes()
+    part.unlink()
+    before = contents(source)
+    with pytest.raises(IncompleteSplitError) as refused:
+        split(source)
+    assert f"{part.with_suffix('')} is gone, finished or not" in refused.value.problem
+    assert f"it held tensors of {SHARDS[0]}, {SHARDS[1]}, which earlier runs used up" in refused.value.problem
+    assert contents(source) == before
+    part.write_bytes(kept)
+    check_plain(split(source), tensors)
+
+
+def test_standard_route_finishes_what_the_sequential_began(
+    repository: Path, hub_environment: HubEnvironment, expected: Callable[[str | None], dict[str, bytes]]
+) -> None:
+    interrupted(Call(REPO), shards=1)
+    (staging,) = hub_environment.home.rglob(".staging")
+    (staging / f"{SHARDS[1]}.part").write_bytes((repository / SHARDS[1]).read_bytes()[:5000])
+    made = split(REPO, sequential=False)
+    assert layer_files(made) == expected(None)
+    assert not staging.exists()
+    assert len([path for path in hub_environment.cache.rglob("*.safetensors") if path.exists()]) == 3  # kept
+
+
+def test_sequential_route_finishes_what_the_standard_began(
+    repository: Path, hub_environment: HubEnvironment, expected: Callable[[str | None], dict[str, bytes]]
+) -> None:
+    interrupted(Call(REPO, sequential=False), shards=1)
+    made = split(REPO)
+    assert layer_files(made) == expected(None)
+    assert list(hub_environment.cache.rglob("*.safetensors")) == []
+
+
+def test_fetch_that_fails_goes_on_with_the_same_call(
+    repository: Path,
+    local_hub: LocalHub,
+    monkeypatch: pytest.MonkeyPatch,
+    expected: Callable[[str | None], dict[str, bytes]],
+) -> None:
+    monkeypatch.setattr(fetch, "_pause", lambda failures: 0.0)
+
+    def go_bad(event: progress.Event) -> None:
+        if isinstance(event, progress.ShardDone) and event.number == 1:
+            local_hub.faults = Faults(status=503, status_times=-1)
+
+    with progress.listening(go_bad), pytest.raises(HubError, match="HTTP 503"):
+        split(REPO)
+    local_hub.faults = Faults()
+    local_hub.forget_requests()
+    made = split(REPO)
+    assert layer_files(made) == expected(None)
+    assert local_hub.downloads(SHARDS[0]) == 1  # its header once more, and not its body
+
+
+def test_finished_split_is_not_touched_again(model: Path, repository: Path, local_hub: LocalHub) -> None:
+    for source in (str(model), REPO):
+        made = split(source)
+        before = {path: path.stat().st_mtime_ns for path in made.iterdir()}
+        local_hub.forget_requests()
+        steps: list[Step] = []
+        with observe_steps(steps.append):
+            assert split(source) == made
+        assert steps == []
+        assert {path: path.stat().st_mtime_ns for path in made.iterdir()} == before
+        assert local_hub.body_bytes() == 0
+        assert len(local_hub.requests) == (1 if source == REPO else 0)
+
+
+# A full disk
+
+
+@pytest.mark.parametrize("compression", [None, "4bit"])
+def test_full_disk_leaves_a_state_to_go_on_from(
+    tmp_path: Path, tensors: Weights, compression: str | None, expected: Callable[[str | None], dict[str, bytes]]
+) -> None:
+    source = cut(tensors, 3)
+    kinds = ("write", "create", "make_folder")
+    counter = Counter(kinds=kinds)
+    with observe_steps(counter):
+        split(write_shards(tmp_path / "count", source), compression=compression)
+    files = expected(compression)
+    for full_from in range(0, counter.count, max(counter.count // 14, 1)):
+        model = write_shards(tmp_path / str(full_from) / "model", source)
+        full = OSError(errno.ENOSPC, "No space left on device")
+        with (
+            failing(full, lambda number, step, at=full_from: number >= at, kinds),  # type: ignore[misc]
+            pytest.raises(OSError, match="No space left on device"),
+        ):
+            split(model, compression=compression)
+        made = split(model, compression=compression)
+        assert layer_files(made) == files
+        assert names_in(made, "*.part") == names_in(made, "*.journal") == []
+
+
+@pytest.mark.parametrize("kind", ["sync", "sync_folder", "rename", "unlink"])
+def test_failing_disk_leaves_a_state_to_go_on_from(
+    tmp_path: Path, tensors: Weights, kind: str, expected: Callable[[str | None], dict[str, bytes]]
+) -> None:
+    source = cut(tensors, 3)
+    counter = Counter(kinds=(kind,))
+    with observe_steps(counter):
+        split(write_shards(tmp_path / "count", source))
+    files = expected(None)
+    for failed in range(0, counter.count, max(counter.count // 5, 1)):
+        model = write_shards(tmp_path / str(failed) / "model", source)
+        broken = OSError(errno.EIO, "Input/output error")
+        with (
+            failing(broken, lambda number, step, at=failed: number == at, (kind,)),  # type: ignore[misc]
+            pytest.raises(OSError, match="Input/output error"),
+        ):
+            split(model)
+        made = split(model)
+        assert layer_files(made) == files
+        assert names_in(made, "*.part") == names_in(made, "*.journal") == []
+
+
+# The most disk it takes
+
+
+class Peak:
+    """Looks at the disk before every step and at every event."""
+
+    def __init__(self, *folders: Path) -> None:
+        self.folders = folders
+        self.start = occupied(*folders)
+        self.most = 0
+        self.predicted = 0
+        self.told = 0
+
+    def look(self, *_: object) -> None:
+        self.most = max(self.most, occupied(*self.folders) - self.start)
+
+    def listen(self, event: progress.Event) -> None:
+        self.look()
+        if isinstance(event, progress.SplitStarted):
+            self.predicted = event.peak_bytes
+        if isinstance(event, progress.ShardDone):
+            self.told = max(self.told, event.disk_bytes)
+
+    def during(self, call: Call) -> Path:
+        with observe_steps(Counter(self.look)), progress.listening(self.listen):
+            return call.make()
+
+
+LARGE = {"layers": 5, "hidden": 384, "vocabulary": 2048}
+BOOKKEEPING = 64 * 1024
+"""Journal, manifest, config and folders: what is on the disk besides weights."""
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("hub", [False, True], ids=["local", "hub"])
+def test_peak_of_the_disk(tmp_path: Path, hub_environment: HubEnvironment, compression: str | None, hub: bool) -> None:
+    tensors = llama_tensors(**LARGE)
+    where = tmp_path / ("hub" if hub else "x") / REPO
+    source = write_shards(where, cut(tensors, 6))
+    largest = max(path.stat().st_size for path in source.glob("*.safetensors"))
+    peak = Peak(hub_environment.home) if hub else Peak(source)
+    made = peak.during(Call(REPO if hub else str(source), compression=compression))
+    output = sum(path.stat().st_size for path in made.glob("*.safetensors"))
+    layers = len(list(made.glob("*.safetensors")))
+    assert largest > 20 * layers * 4096
+    if hub:
+        assert peak.most <= output + largest + layers * 64 * 1024
+    else:
+        assert peak.most <= largest + layers * 64 * 1024
+    assert peak.most <= peak.predicted + BOOKKEEPING
+    assert peak.most >= peak.predicted - layers * 8192 - BOOKKEEPING  # and no more is asked for than is needed
+    assert peak.told <= (peak.most if hub else output + BOOKKEEPING + layers * 8192)
+
+
+def test_standard_route_takes_the_whole_output(tmp_path: Path) -> None:
+    source = write_shards(tmp_path / "model", cut(llama_tensors(**LARGE), 6))
+    peak = Peak(source)
+    made = peak.during(Call(str(source), sequential=False))
+    output = sum(path.stat().st_size for path in made.glob("*.safetensors"))
+    assert output <= peak.most <= peak.predicted + BOOKKEEPING
+
+
+@pytest.mark.parametrize("compression", [None, "4bit"])
+def test_max_disk_is_what_is_needed(repository: Path, hub_environment: HubEnvironment, compression: str | None) -> None:
+    told: list[progress.Event] = []
+    with progress.listening(told.append):
+        made = split(REPO, compression=compression)
+    needed = next(event.peak_bytes for event in told if isinstance(event, progress.SplitStarted))
+    for path in sorted(made.rglob("*"), reverse=True):
+        path.unlink()
+    with pytest.raises(NotEnoughSpaceException, match=f"is allowed by max_disk={needed - 1:,}"):
+        split(REPO, compression=compression, max_disk=needed - 1)
+    assert names_in(made) == []
+    peak = Peak(made)
+    assert peak.during(Call(REPO, compression=compression, max_disk=needed)) == made
+    assert peak.most <= needed + BOOKKEEPING
+
+
+def test_interrupted_split_takes_no_more_disk_than_a_whole_one(tmp_path: Path, hub_environment: HubEnvironment) -> None:
+    source = write_shards(tmp_path / "hub" / REPO, cut(llama_tensors(**LARGE), 6))
+    largest = max(path.stat().st_size for path in source.glob("*.safetensors"))
+    peak = Peak(hub_environment.home)
+    interrupted(Call(REPO, compression="8bit"), shards=3)
+    made = peak.during(Call(REPO, compression="8bit"))
+    output = sum(path.stat().st_size for path in made.glob("*.safetensors"))
+    assert peak.most <= output + largest + BOOKKEEPING + 8 * 8192
+    assert peak.predicted < output + largest  # what is there already is not asked for again

@@ -1,0 +1,270 @@
+"""A GPU made of CPU tensors, on which every copy that is not waited for, and every tensor left elsewhere, shows.
+
+A real GPU hides such mistakes nearly always: the copy happens to be over in time. Here an upload is carried out as late
+as the contract of `rabbitllm.engine.devices.Device` allows, and the buffer holds garbage until then. Inside `watched()`
+every operation of this thread is looked at as well: it must not mix tensors of two devices, must not read a buffer
+before its upload has arrived, and what it reads must not be uploaded into before a mark that comes later. Fresh memory
+needs such a mark too: as with CUDA's caching allocator, work asked earlier may not be done with it.
+
+The tensors are ordinary ones of the CPU, so results have the bits of the CPU. A device is told apart by the index in
+`torch.device("cpu", index)`, which torch itself ignores. Knows the contract, and nothing else of rabbitllm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+HOST = torch.device("cpu")
+GARBAGE = 0xFF
+"""Every byte of a buffer whose bytes have not arrived: not a number in every floating type."""
+
+
+class Race(RuntimeError):
+    """Two things that a GPU may do at once would touch the same bytes."""
+
+
+class WrongDevice(RuntimeError):
+    """An operation on tensors of two devices."""
+
+
+@dataclass(eq=False)
+class _Memory:
+    """What is known of one allocation."""
+
+    device: torch.device
+    touched: int
+    """When the computation last used it, or when it was allocated."""
+    pending: Ticket | None = None
+    """The upload into it that has not arrived."""
+
+
+@dataclass(eq=False)
+class Ticket:
+    """An upload under way."""
+
+    host: torch.Tensor
+    device: torch.Tensor
+    staged: torch.Tensor | None = None
+    """What was in the host buffer when the copy left it."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A point of a device's computation."""
+
+    owner: FakeGpu
+    time: int
+
+
+class _Ledger:
+    """Which allocation is whose. Allocations are told apart by their storage, which views share."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._time = 0
+        self._known: dict[int, tuple[StorageWeakRef, _Memory]] = {}
+
+    def tick(self) -> int:
+        self._time += 1
+        return self._time
+
+    def put(self, tensor: torch.Tensor, device: torch.device) -> _Memory:
+        storage = tensor.untyped_storage()
+        if len(self._known) > 20_000:
+            self._known = {key: entry for key, entry in self._known.items() if not entry[0].expired()}
+        memory = _Memory(device, self.tick())
+        # while the weak reference is held, no other storage gets the same key
+        self._known[storage._cdata] = (StorageWeakRef(storage), memory)
+        return memory
+
+    def find(self, tensor: torch.Tensor) -> _Memory | None:
+        entry = self._known.get(tensor.untyped_storage()._cdata)
+        return entry[1] if entry is not None else None
+
+    def place(self, tensor: torch.Tensor) -> torch.device:
+        memory = self.find(tensor)
+        return memory.device if memory is not None else HOST
+
+
+_ledger = _Ledger()
+
+
+class FakeGpu:
+    """A `Device` for tests; `uploads` and `uploaded_bytes` count the copies."""
+
+    shares_host_memory = False
+
+    def __init__(self, index: int, memory: int = 1 << 30) -> None:
+        self.name = f"fake:{index}"
+        self.torch_device = torch.device("cpu", index + 1)
+        self.memory = memory
+        self.uploads = 0
+        self.uploaded_bytes = 0
+        self.marks = 0
+        self._under_way: list[Ticket] = []
+        self._buffers: list[tuple[StorageWeakRef, int]] = []
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of device buffers that are in use."""
+        return sum(nbytes for buffer, nbytes in self._buffers if not buffer.expired())
+
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        with _disable_current_modes():
+            return torch.full((nbytes,), GARBAGE, dtype=torch.uint8)
+
+    def device_buffer(self, nbytes: int) -> torch.Tensor:
+        with _ledger.lock, _disable_current_modes():
+            buffer = torch.full((nbytes,), GARBAGE, dtype=torch.uint8)
+            _ledger.put(buffer, self.torch_device)
+            self._buffers.append((StorageWeakRef(buffer.untyped_storage()), nbytes))
+            return buffer
+
+    def upload(self, host: torch.Tensor, device: torch.Tensor, after: Any) -> Any:
+        with _ledger.lock, _disable_current_modes():
+            if host.shape != device.shape:
+                raise ValueError(f"{tuple(host.shape)} bytes do not fit {tuple(device.shape)}")
+            memory = _ledger.find(device)
+            if memory is None or memory.device != self.torch_device:
+                raise WrongDevice(f"the buffer is not one of {self.name}")
+            if not isinstance(after, Mark) or after.owner is not self or after.time < memory.touched:
+                raise Race(f"an upload to {self.name} waits for no mark after the last use of its buffer")
+            device.fill_(GARBAGE)
+            ticket = memory.pending = Ticket(host, device)
+            self._under_way.append(ticket)
+            self.uploads += 1
+            self.uploaded_bytes += host.nbytes
+            return ticket
+
+    def landed(self, ticket: Any) -> None:
+        with _ledger.lock, _disable_current_modes():
+            ticket.staged = ticket.host.clone()
+
+    def arrive(self, ticket: Any) -> None:
+        with _ledger.lock, _disable_current_modes():
+            memory = _ledger.find(ticket.device)
+            assert memory is not None
+            if ticket in self._under_way:
+                if memory.pending is not ticket:
+                    raise Race("the buffer was given to another upload before this one arrived")
+                self._carry_out(ticket)
+            memory.touched = _ledger.tick()
+
+    def leave(self) -> Any:
+        with _ledger.lock:
+            self.marks += 1
+            return Mark(self, _ledger.tick())
+
+    def synchronise(self) -> None:
+        with _ledger.lock, _disable_current_modes():
+            for ticket in list(self._under_way):
+                self._carry_out(ticket)
+
+    def free_bytes(self) -> int:
+        return self.memory
+
+    def _carry_out(self, ticket: Ticket) -> None:
+        ticket.device.copy_(ticket.staged if ticket.staged is not None else ticket.host)
+        memory = _ledger.find(ticket.device)
+        if memory is not None and memory.pending is ticket:
+            memory.pending = None
+        self._under_way.remove(ticket)
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """Look at every operation of this thread."""
+    with _DeviceOfTensors(), _Operations():
+        yield
+
+
+_GET_DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+_TO = (torch.Tensor.to, torch.Tensor.cpu)
+_MAKERS = (torch.tensor, torch.as_tensor)
+_TRANSFERS = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
+_INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default}
+
+
+class _DeviceOfTensors(TorchFunctionMode):
+    """Tensors answer where they are, and can be fetched to the host."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func == _GET_DEVICE and args[0].device.type == "cpu":
+            return _ledger.place(args[0])
+        if func in _TO and _ledger.find(args[0]) is not None and self._means_host(func, (*args[1:], *given.values())):
+            # to torch both are the CPU, so it would hand out the tensor itself
+            _Operations.look([args[0]])
+            with _disable_current_modes():
+                return func(args[0].clone(), *args[1:], **given)
+        result = func(*args, **given)
+        if func in _MAKERS and given.get("device") is not None and torch.device(given["device"]).index is not None:
+            _ledger.put(result, torch.device(given["device"]))  # the operations below do not show its device
+        return result
+
+    def _means_host(self, func: Callable[..., Any], wanted: tuple[Any, ...]) -> bool:
+        if func is torch.Tensor.cpu:
+            return True
+        devices = [_ledger.place(value) if isinstance(value, torch.Tensor) else value for value in wanted]
+        return any(str(device) == "cpu" for device in devices)
+
+
+class _Operations(TorchDispatchMode):
+    """Checks what each operation reads, and notes where its results are."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        tensors = [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, torch.Tensor)]
+        with _ledger.lock:
+            if not func.is_view:
+                self.look(tensors)
+            home = self._common_device(func, args, tensors)
+        result = func(*args, **given)
+        device = given.get("device")
+        with _ledger.lock:
+            for made in tree_leaves(result):
+                if isinstance(made, torch.Tensor) and made.device.type == "cpu" and _ledger.find(made) is None:
+                    where = device if device is not None and torch.device(device).index is not None else home
+                    where = HOST if device is not None and torch.device(device).index is None else where
+                    if where != HOST:
+                        _ledger.put(made, torch.device(where))
+        return result
+
+    @staticmethod
+    def look(tensors: list[torch.Tensor]) -> None:
+        """Note that the computation uses these."""
+        for tensor in tensors:
+            memory = _ledger.find(tensor)
+            if memory is None:
+                continue
+            if memory.pending is not None:
+                raise Race("a buffer is used before its upload has arrived")
+            memory.touched = _ledger.tick()
+
+    @staticmethod
+    def _common_device(func: Any, args: tuple[Any, ...], tensors: list[torch.Tensor]) -> torch.device:
+        if func in _TRANSFERS:
+            return _ledger.place(tensors[0])
+        # as on a GPU, numbers and indices may come from the host
+        index = {id(tensor) for tensor in tree_leaves(args[1])} if func in _INDEXING else set()
+        large = [tensor for tensor in tensors if tensor.dim() and tensor.device.type == "cpu"]
+        places = {_ledger.place(tensor) for tensor in large if id(tensor) not in index}
+        places |= {_ledger.place(tensor) for tensor in large if id(tensor) in index} - {HOST}
+        if len(places) > 1:
+            raise WrongDevice(f"{func} on tensors of {', '.join(sorted(map(str, places)))}")
+        scalars = {_ledger.place(tensor) for tensor in tensors if not tensor.dim()} - {HOST}
+        return next(iter(places or scalars), HOST)

@@ -1,0 +1,122 @@
+"""Tiny checkpoints split and run, beside plain transformers on the same weights; for the tests of the engine.
+
+Compression is referred to bitsandbytes itself: `dequantised` writes the checkpoint that compressed weights stand for,
+by rules written down here a second time, so that a wrong rule in the package shows.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from rabbitllm import prepare
+from rabbitllm.engine.load import load_model
+from rabbitllm.engine.placement import Tier
+from rabbitllm.engine.units import find_units
+from rabbitllm.options import SplitOptions, StreamOptions
+from tests.support.builders import SINGLE_NAME, Reference, read_tensors
+
+INPUT = torch.tensor([[1, 40, 81, 7, 200, 33, 160, 5, 92, 11, 64]])
+NEW_TOKENS = 8
+ALL = 1 << 34
+"""A budget in which every tiny model fits."""
+
+_NEVER_COMPRESSED = re.compile(r"(^|\.)(gate|router|shared_expert_gate)\.weight$|conv|A_log$")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Several threads only wait for each other over matrices this small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def split(folder: Path, compression: str | None = None) -> Path:
+    """Split a checkpoint beside itself, and return the split directory."""
+    source = prepare.find(prepare.Sought(str(folder), compression))
+    prepare.ensure_split(source, SplitOptions(compression))
+    return source.split_folder
+
+
+def load(folder: Path, budget: int = ALL, **options: Any) -> Any:
+    """A model from a split directory, on the CPU, with so many bytes for its weights."""
+    settings = {"device": "cpu", "max_memory": {"cpu": budget}, "show_progress": False, **options}
+    return load_model(folder, StreamOptions(**settings))
+
+
+def run(model: Any, ids: torch.Tensor = INPUT) -> Reference:
+    """What `builders.reference_logits` does with a plain model."""
+    ids = ids.to(model.device)
+    decoder = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    with torch.inference_mode():
+        logits = model(ids, **decoder).logits
+        tokens = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
+    return Reference(logits, tokens)
+
+
+def plain_model(folder: Path, **options: Any) -> Any:
+    """The model as transformers loads it, each weight at an address that suits every kernel."""
+    config: Any = transformers.AutoConfig.from_pretrained(folder)
+    auto: Any = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    model = auto.from_pretrained(folder, **options)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model
+
+
+def assert_same(got: Reference, expected: Reference) -> None:
+    """The same logits, bit for bit, and the same tokens."""
+    assert got.logits.dtype == expected.logits.dtype
+    assert torch.equal(got.logits, expected.logits)
+    assert torch.equal(got.tokens, expected.tokens)
+
+
+def tiers(model: Any) -> dict[str, Tier]:
+    """Where each unit is."""
+    return {placed.unit: placed.tier for placed in model.placement.units}
+
+
+def bytes_when_made(model: Any) -> int:
+    """What all units take when every one of them is ready to use."""
+    places = [place for unit in find_units(model) for place in unit.places]
+    return sum(place.shape.numel() * place.dtype.itemsize for place in places)
+
+
+def is_compressed(name: str, tensor: torch.Tensor) -> bool:
+    """Whether the rules compress a tensor of a checkpoint."""
+    large = tensor.is_floating_point() and tensor.dim() >= 2 and tensor.numel() >= 4096
+    return large and not _NEVER_COMPRESSED.search(name)
+
+
+def dequantised(folder: Path, target: Path, compression: str, dtype: torch.dtype) -> Path:
+    """The checkpoint of the weights that bitsandbytes makes of a compressed one, computing in `dtype`."""
+    from bitsandbytes import functional
+
+    target.mkdir()
+    for path in (*folder.glob("*.json"), *folder.glob("*.jinja")):
+        if not path.name.endswith(".index.json"):
+            shutil.copy(path, target)
+    tensors = read_tensors(folder)
+    for name, tensor in tensors.items():
+        if not is_compressed(name, tensor):
+            continue
+        if compression == "4bit":
+            codes, state = functional.quantize_4bit(tensor, blocksize=64, quant_type="nf4")
+            changed = functional.dequantize_4bit(codes, state)
+        else:
+            codes, state = functional.quantize_blockwise(tensor, blocksize=2048)
+            state.dtype = dtype
+            changed = functional.dequantize_blockwise(codes, state)
+        tensors[name] = changed.reshape(tensor.shape)
+    save_file(tensors, target / SINGLE_NAME, metadata={"format": "pt"})
+    return target

@@ -1,0 +1,675 @@
+"""The front door: every argument, every source, and everything a transformers model can do."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from rabbitllm import AutoModel
+from rabbitllm.engine.placement import Tier
+from rabbitllm.errors import IncompleteSplitError, NotEnoughSpaceException, OptionError, UnknownArchitectureError
+from tests.support.builders import SINGLE_NAME, build_checkpoint, make_tokenizer, reference_logits
+from tests.support.hub_fixtures import HubEnvironment
+from tests.support.local_hub import LocalHub
+from tests.support.tiny_models import INPUT, assert_same, dequantised, plain_model, run, tiers
+from tests.support.tiny_models import one_thread as one_thread
+
+GOLDEN = Path(__file__).parent / "golden"
+
+RABBITLLM_1_1 = {
+    "device": "cuda:0",
+    "dtype": None,
+    "max_seq_len": 512,
+    "layer_shards_saving_path": None,
+    "profiling_mode": False,
+    "compression": None,
+    "token": None,
+    "hf_token": None,
+    "prefetching": True,
+    "prefetch_pin_memory": True,
+    "delete_original": False,
+    "attn_implementation": "auto",
+    "persister": None,
+    "show_layer_progress": True,
+    "cache_layers": None,
+    "use_gds": True,
+    "kv_cache_dir": None,
+    "offload_small_layers": False,
+    "offload_small_layers_use_cpu_cache": True,
+}
+"""The keyword arguments of RabbitLLM 1.1.0 and their defaults."""
+ADDED = {
+    "sequential_shard_processing": False,
+    "revision": None,
+    "cache_dir": None,
+    "local_files_only": False,
+    "max_memory": None,
+    "max_disk": None,
+    "trust_remote_code": False,
+}
+STREAM = {"device": "cpu", "max_memory": {"cpu": 0}, "show_layer_progress": False}
+"""Arguments under which all that can be streamed is."""
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return build_checkpoint(tmp_path / "model", "llama", shards=3)
+
+
+@pytest.fixture
+def plain(checkpoint: Path) -> Any:
+    return plain_model(checkpoint)
+
+
+@pytest.fixture
+def model(checkpoint: Path) -> Any:
+    return AutoModel.from_pretrained(checkpoint, **STREAM)
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith("rabbitllm")]
+
+
+# Arguments
+
+
+def test_the_arguments_and_their_defaults() -> None:
+    parameters = inspect.signature(AutoModel.from_pretrained).parameters
+    named = {name: p.default for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+    assert named == RABBITLLM_1_1 | ADDED
+    assert [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD] == ["path_or_repo_id"]
+
+
+def test_every_default_may_be_given(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "rabbitllm"):
+        model = AutoModel.from_pretrained(checkpoint, **(RABBITLLM_1_1 | ADDED | {"device": "cpu"}))
+    assert not warnings_of(caplog)
+    assert_same(run(model), reference_logits(checkpoint, INPUT, torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("max_seq_len", 4096, "the model's own context length applies"),
+        ("persister", object(), "always safetensors"),
+        ("use_gds", False, "page-locked"),
+        ("kv_cache_dir", "/tmp/kv", "cache_implementation='offloaded'"),
+        ("offload_small_layers_use_cpu_cache", False, "page cache"),
+    ],
+)
+def test_what_has_no_effect_says_so(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture, name: str, value: object, why: str
+) -> None:
+    with caplog.at_level(logging.WARNING, "rabbitllm"):
+        model = AutoModel.from_pretrained(checkpoint, device="cpu", **{name: value})
+    (warning,) = warnings_of(caplog)
+    assert warning.startswith(f"{name} has no effect: ")
+    assert why in warning
+    assert_same(run(model), reference_logits(checkpoint, INPUT, torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("compresion", "compression"),
+        ("sequential", "sequential_shard_processing"),
+        ("max_mem", "max_memory"),
+        ("hf_tokn", "hf_token"),
+        ("torch_dtype", "dtype"),
+        ("device_map", "device"),
+    ],
+)
+def test_an_unknown_argument_names_the_nearest(tmp_path: Path, wrong: str, meant: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        AutoModel.from_pretrained(tmp_path / "not looked for", **{wrong: 1})
+    assert str(caught.value) == (
+        f"from_pretrained() got an unexpected keyword argument {wrong!r}. Did you mean {meant!r}?"
+    )
+
+
+def test_it_is_not_constructed() -> None:
+    with pytest.raises(OSError, match=r"call AutoModel\.from_pretrained"):
+        AutoModel()
+
+
+def test_the_default_device_falls_back_to_the_cpu(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with caplog.at_level(logging.WARNING, "rabbitllm"):
+        model = AutoModel.from_pretrained(checkpoint)
+    assert warnings_of(caplog) == ["CUDA is not available on this machine; the model runs on the CPU."]
+    assert model.device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "torch.bfloat16", torch.bfloat16])
+def test_dtype_in_every_spelling(checkpoint: Path, dtype: Any) -> None:
+    model = AutoModel.from_pretrained(checkpoint, dtype=dtype, **STREAM)
+    assert model.dtype == torch.bfloat16
+    assert_same(run(model), reference_logits(checkpoint, INPUT, torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [None, "auto"])
+def test_without_a_dtype_it_is_the_config_s(tmp_path: Path, dtype: Any) -> None:
+    folder = build_checkpoint(tmp_path, "llama", dtype=torch.float16)
+    assert AutoModel.from_pretrained(folder, dtype=dtype, **STREAM).dtype == torch.float16
+
+
+@pytest.mark.parametrize("dtype", ["float", "int8", "nn", torch.int64])
+def test_a_dtype_that_is_none(checkpoint: Path, dtype: Any) -> None:
+    name = str(dtype).removeprefix("torch.")
+    if name == "float":  # torch knows it as another name of float32
+        assert AutoModel.from_pretrained(checkpoint, dtype=dtype, **STREAM).dtype == torch.float32
+        return
+    with pytest.raises(OptionError, match=f"dtype='{name}' is no floating dtype of torch"):
+        AutoModel.from_pretrained(checkpoint, dtype=dtype, **STREAM)
+    assert not (checkpoint / "splitted_model").exists(), "refused only after the split"
+
+
+def test_an_attention_that_does_not_exist(checkpoint: Path) -> None:
+    with pytest.raises(OptionError, match="attn_implementation='flush'"):
+        AutoModel.from_pretrained(checkpoint, attn_implementation="flush", **STREAM)
+    assert not (checkpoint / "splitted_model").exists(), "refused only after the split"
+
+
+def test_saving_path(checkpoint: Path, tmp_path: Path) -> None:
+    model = AutoModel.from_pretrained(checkpoint, layer_shards_saving_path=tmp_path / "elsewhere", **STREAM)
+    assert not (checkpoint / "splitted_model").exists()
+    assert (tmp_path / "elsewhere" / "splitted_model" / "model.layers.0.safetensors").exists()
+    assert_same(run(model), reference_logits(checkpoint, INPUT, torch.float32))
+
+
+def test_profiling_reports_the_split_and_the_passes(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = AutoModel.from_pretrained(checkpoint, profiling_mode=True, compression="8bit", **STREAM)
+    split = capsys.readouterr().out
+    assert "quantise" in split
+    assert "Bottleneck: " in split
+    run(model)
+    model.print_profile_summary()
+    passes = capsys.readouterr().out
+    assert passes.startswith("Passes, by stage")
+    assert "Bottleneck: " in passes
+    assert "dequantise" in passes
+
+
+def test_prefetching_off(checkpoint: Path) -> None:
+    model = AutoModel.from_pretrained(checkpoint, prefetching=False, **STREAM)
+    run(model)
+    loader = model.streamer.lanes["cpu"].loader
+    assert loader.loads == 9 * sum(tier is Tier.STREAMED for tier in tiers(model).values())
+
+
+def test_cached_layers(checkpoint: Path) -> None:
+    model = AutoModel.from_pretrained(checkpoint, cache_layers=1, **STREAM)
+    assert tiers(model)["model.layers.0"] is Tier.RESIDENT
+    assert tiers(model)["model.layers.1"] is Tier.STREAMED
+    assert_same(run(model), reference_logits(checkpoint, INPUT, torch.float32))
+
+
+def test_small_layers_without_preference(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path, "llama", num_hidden_layers=8)
+    room = {"cpu": 500_000}
+    first = AutoModel.from_pretrained(folder, device="cpu", max_memory=room)
+    evenly = AutoModel.from_pretrained(folder, device="cpu", max_memory=room, offload_small_layers=True)
+    assert tiers(first)["lm_head"] is Tier.RESIDENT
+    assert tiers(evenly) != tiers(first)
+    assert_same(run(evenly), run(first))
+
+
+def test_max_memory_in_the_form_of_accelerate(checkpoint: Path) -> None:
+    model = AutoModel.from_pretrained(checkpoint, device="cpu", max_memory={"cpu": "1GiB"})
+    assert model.placement.is_resident
+    assert model.placement.budgets[0].nbytes == 1 << 30
+    with pytest.raises(OptionError, match=r"max_memory\['cpu'\]='much' is no size"):
+        AutoModel.from_pretrained(checkpoint, device="cpu", max_memory={"cpu": "much"})
+    with pytest.raises(OptionError, match="max_memory names the device 'disk'"):
+        AutoModel.from_pretrained(checkpoint, device="cpu", max_memory={"disk": 1})
+
+
+def test_max_disk_is_a_limit(checkpoint: Path) -> None:
+    with pytest.raises(NotEnoughSpaceException):
+        AutoModel.from_pretrained(checkpoint, max_disk="10KB", **STREAM)
+    assert len(list(checkpoint.glob("model-*.safetensors"))) == 3
+    assert_same(
+        run(AutoModel.from_pretrained(checkpoint, max_disk="10MB", **STREAM)),
+        reference_logits(checkpoint, INPUT, torch.float32),
+    )
+
+
+@pytest.mark.parametrize("delete_original", [False, True])
+@pytest.mark.parametrize("sequential", [False, True])
+@pytest.mark.parametrize("compression", [None, "4bit", "8bit"])
+def test_routes(tmp_path: Path, sequential: bool, delete_original: bool, compression: str | None) -> None:
+    folder = build_checkpoint(tmp_path / "model", "llama", shards=4)
+    wanted = folder
+    if compression is not None:
+        wanted = dequantised(folder, tmp_path / "reference", compression, torch.float32)
+    expected = reference_logits(wanted, INPUT, torch.float32)
+    options = {"sequential_shard_processing": sequential, "delete_original": delete_original}
+    model = AutoModel.from_pretrained(folder, compression=compression, **options, **STREAM)
+    assert_same(run(model), expected)
+    left = len(list(folder.glob("model-*.safetensors")))
+    assert left == (0 if sequential or delete_original else 4)
+    again = AutoModel.from_pretrained(folder, compression=compression, **options, **STREAM)
+    assert_same(run(again), expected)
+
+
+# What comes back
+
+
+def test_it_is_a_genuine_model_with_a_tokenizer_and_a_profiler(model: Any) -> None:
+    assert isinstance(model, transformers.PreTrainedModel)
+    assert isinstance(model, transformers.LlamaForCausalLM)
+    ids = model.tokenizer("the and", return_tensors="pt")["input_ids"]
+    assert model.tokenizer.decode(ids[0], skip_special_tokens=True) == "the and"
+    assert not model.profiler.enabled
+    assert model.unused_tensors == ()
+    assert Tier.STREAMED in tiers(model).values()
+
+
+def assert_generates_alike(model: Any, plain: Any, ids: torch.Tensor = INPUT, **options: Any) -> None:
+    found, wanted = [], []
+    for who, into in ((model, found), (plain, wanted)):
+        torch.manual_seed(7)
+        given = {"max_new_tokens": 10, "pad_token_id": 0, **options}
+        into.append(who.generate(ids, **given))
+    assert torch.equal(found[0], wanted[0])
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"do_sample": False},
+        {"do_sample": False, "use_cache": False},
+        {"do_sample": False, "cache_implementation": "static"},
+        {"do_sample": False, "num_beams": 4, "num_return_sequences": 3},
+        {"do_sample": True, "temperature": 1.7, "top_k": 50, "top_p": 0.9},
+        {"do_sample": True, "num_beams": 2},
+        {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+        {"do_sample": False, "prompt_lookup_num_tokens": 3},
+        {"do_sample": False, "max_new_tokens": 40, "stop_strings": ["e"]},
+    ],
+    ids=lambda way: "-".join(way),
+)
+def test_ways_to_generate(model: Any, plain: Any, way: dict[str, Any]) -> None:
+    ids = INPUT if "prompt_lookup_num_tokens" not in way else INPUT.repeat(1, 3)
+    if "stop_strings" in way:
+        way = way | {"tokenizer": model.tokenizer}
+    assert_generates_alike(model, plain, ids, **way)
+
+
+def test_sampling_differs_with_the_seed(model: Any) -> None:
+    """Else the comparison of samples would prove nothing."""
+    torch.manual_seed(1)
+    first = model.generate(INPUT, max_new_tokens=20, do_sample=True)
+    torch.manual_seed(2)
+    second = model.generate(INPUT, max_new_tokens=20, do_sample=True)
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    "way", [{"do_sample": False}, {"do_sample": False, "num_beams": 3}, {"do_sample": True}], ids=str
+)
+def test_batches_with_left_padding(model: Any, plain: Any, way: dict[str, Any]) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.padding_side = "left"
+    batch = tokenizer(["the", "the and in the on", "re the an"], return_tensors="pt", padding=True)
+    mask = batch["attention_mask"]
+    assert mask[:, 0].tolist() == [0, 1, 0]
+    with torch.inference_mode():
+        wanted = plain(**batch).logits
+        assert torch.equal(model(**batch).logits, wanted)
+    assert_generates_alike(model, plain, batch["input_ids"], attention_mask=mask, **way)
+
+
+def test_scores_and_hidden_states(model: Any, plain: Any) -> None:
+    options: Any = {
+        "max_new_tokens": 4,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "output_hidden_states": True,
+    }
+    found, wanted = model.generate(INPUT, **options), plain.generate(INPUT, **options)
+    assert all(torch.equal(a, b) for a, b in zip(found.scores, wanted.scores, strict=True))
+    for a, b in zip(found.hidden_states, wanted.hidden_states, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("streamed_assistant", [False, True])
+def test_an_assistant(tmp_path: Path, model: Any, plain: Any, streamed_assistant: bool) -> None:
+    small = build_checkpoint(tmp_path / "assistant", "llama", num_hidden_layers=1, seed=3)
+    helper = AutoModel.from_pretrained(small, **STREAM) if streamed_assistant else plain_model(small)
+    assert_generates_alike(model, plain, do_sample=False, assistant_model=helper)
+
+
+def test_a_streamed_model_as_the_assistant_of_a_plain_one(tmp_path: Path, plain: Any) -> None:
+    small = build_checkpoint(tmp_path / "assistant", "llama", num_hidden_layers=1, seed=3)
+    wanted = plain.generate(INPUT, max_new_tokens=10, do_sample=False)
+    helper = AutoModel.from_pretrained(small, **STREAM)
+    assert torch.equal(plain.generate(INPUT, max_new_tokens=10, do_sample=False, assistant_model=helper), wanted)
+
+
+@pytest.mark.parametrize("prompt", ["the and in", [{"role": "user", "content": "the?"}]], ids=["text", "chat"])
+def test_pipeline(model: Any, plain: Any, prompt: Any) -> None:
+    made = [transformers.pipeline("text-generation", model=m, tokenizer=model.tokenizer) for m in (model, plain)]
+    found, wanted = (pipe(prompt, max_new_tokens=8, do_sample=False) for pipe in made)
+    assert found == wanted
+    assert made[0].device == torch.device("cpu")
+
+
+def test_pipeline_of_batches(model: Any, plain: Any) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.padding_side = "left"
+    texts = ["the", "the and in the", "on re"]
+    made = [transformers.pipeline("text-generation", model=m, tokenizer=tokenizer) for m in (model, plain)]
+    found, wanted = (pipe(texts, max_new_tokens=6, do_sample=False, batch_size=3) for pipe in made)
+    assert found == wanted
+
+
+def test_text_streamer(model: Any, plain: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for who in (model, plain):
+        streamer = transformers.TextStreamer(model.tokenizer)
+        who.generate(INPUT, max_new_tokens=8, do_sample=False, streamer=streamer)
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    assert len(shown[0]) > 10
+
+
+def test_text_iterator_streamer(model: Any, plain: Any) -> None:
+    tokenizer = model.tokenizer
+    streamer = transformers.TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+    options = {"max_new_tokens": 8, "do_sample": False, "streamer": streamer}
+
+    def generate() -> None:
+        torch.set_num_threads(1)
+        model.generate(INPUT, **options)
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    pieces = list(streamer)
+    thread.join(60)
+    tokens = plain.generate(INPUT, max_new_tokens=8, do_sample=False)[0, INPUT.shape[1] :]
+    assert "".join(pieces) == tokenizer.decode(tokens)
+    assert len(pieces) > 1
+
+
+def test_a_whole_conversation_reuses_its_cache(model: Any, plain: Any) -> None:
+    def converse(who: Any) -> list[torch.Tensor]:
+        cache, ids, turns = transformers.DynamicCache(config=who.config), INPUT, []
+        for question in (torch.tensor([[9, 14, 30]]), torch.tensor([[77, 5]])):
+            ids = who.generate(
+                torch.cat([ids, question], dim=1), past_key_values=cache, max_new_tokens=5, do_sample=False
+            )
+            turns.append(ids)
+        return turns
+
+    assert all(torch.equal(a, b) for a, b in zip(converse(model), converse(plain), strict=True))
+
+
+# Where it comes from
+
+
+def folders_below(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_a_split_directory_alone(tmp_path: Path, checkpoint: Path) -> None:
+    expected = reference_logits(checkpoint, INPUT, torch.float32)
+    AutoModel.from_pretrained(checkpoint, delete_original=True, **STREAM)
+    alone = tmp_path / "moved" / "anything"
+    alone.parent.mkdir()
+    shutil.move(checkpoint / "splitted_model", alone)
+    shutil.rmtree(checkpoint)
+    before = folders_below(alone)
+    model = AutoModel.from_pretrained(alone, **STREAM)
+    assert_same(run(model), expected)
+    assert model.tokenizer.chat_template == make_tokenizer().chat_template
+    assert folders_below(alone) == before
+    assert_same(run(AutoModel.from_pretrained(str(alone), compression=None, **STREAM)), expected)
+
+
+def test_a_compressed_split_directory_says_how_it_is_compressed(tmp_path: Path, checkpoint: Path) -> None:
+    expected = run(AutoModel.from_pretrained(checkpoint, compression="8bit", **STREAM))
+    alone = tmp_path / "alone"
+    shutil.move(checkpoint / "splitted_model.8bit", alone)
+    assert_same(run(AutoModel.from_pretrained(alone, **STREAM)), expected)
+    assert_same(run(AutoModel.from_pretrained(alone, compression="8bit", **STREAM)), expected)
+
+
+def test_after_deleting_the_original_the_same_call_goes_on_working(checkpoint: Path) -> None:
+    expected = reference_logits(checkpoint, INPUT, torch.float32)
+    for _ in range(3):
+        model = AutoModel.from_pretrained(checkpoint, sequential_shard_processing=True, delete_original=True, **STREAM)
+        assert_same(run(model), expected)
+    assert not list(checkpoint.glob("model-*.safetensors"))
+
+
+@pytest.fixture
+def published(tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment) -> Path:
+    """A repository acme/tiny on a hub."""
+    return build_checkpoint(tmp_path / "hub" / "acme" / "tiny", "llama", shards=3)
+
+
+@pytest.mark.parametrize("sequential", [False, True])
+@pytest.mark.parametrize("compression", [None, "4bit"])
+def test_a_repository(
+    tmp_path: Path, published: Path, local_hub: LocalHub, sequential: bool, compression: str | None
+) -> None:
+    wanted = published
+    if compression is not None:
+        wanted = dequantised(published, tmp_path / "reference", compression, torch.float32)
+    expected = reference_logits(wanted, INPUT, torch.float32)
+    options: Any = {"sequential_shard_processing": sequential, "compression": compression, **STREAM}
+    model = AutoModel.from_pretrained("acme/tiny", **options)
+    assert_same(run(model), expected)
+    assert model.tokenizer("the")["input_ids"] == make_tokenizer()("the")["input_ids"]
+    weights = sum(path.stat().st_size for path in published.glob("*.safetensors"))
+    # the range in which a header is looked for is about as long as a shard here
+    assert weights <= local_hub.body_bytes(".safetensors") <= 2 * weights
+    local_hub.forget_requests()
+    assert_same(run(AutoModel.from_pretrained("acme/tiny", **options)), expected)
+    assert local_hub.body_bytes(".safetensors") == 0
+
+
+def test_a_revision(published: Path, local_hub: LocalHub, tmp_path: Path) -> None:
+    other = build_checkpoint(tmp_path / "other", "llama", shards=2, seed=9)
+    commit = local_hub.add_revision("acme/tiny", "v2", other)
+    main = run(AutoModel.from_pretrained("acme/tiny", **STREAM))
+    assert_same(main, reference_logits(published, INPUT, torch.float32))
+    expected = reference_logits(other, INPUT, torch.float32)
+    for revision in ("v2", commit):
+        assert_same(run(AutoModel.from_pretrained("acme/tiny", revision=revision, **STREAM)), expected)
+
+
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own_llama"
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_a_repository_with_code_of_its_own(published: Path, local_hub: LocalHub) -> None:
+    expected = reference_logits(published, INPUT, torch.float32)
+    content = json.loads((published / "config.json").read_text())
+    content |= {
+        "model_type": "own_llama",
+        "architectures": ["OwnForCausalLM"],
+        "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"},
+    }
+    (published / "config.json").write_text(json.dumps(content))
+    (published / "own.py").write_text(OWN_CODE)
+    with pytest.raises(UnknownArchitectureError, match="trust_remote_code=True"):
+        AutoModel.from_pretrained("acme/tiny", **STREAM)
+    assert local_hub.body_bytes(".safetensors") == 0
+    model = AutoModel.from_pretrained("acme/tiny", trust_remote_code=True, **STREAM)
+    assert type(model).__name__ == "OwnForCausalLM"
+    assert_same(run(model), expected)
+
+
+@pytest.mark.parametrize("how", ["local_files_only", "HF_HUB_OFFLINE", "no connection but a commit"])
+def test_offline_after_the_first_call(
+    published: Path, local_hub: LocalHub, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    from huggingface_hub import constants
+
+    expected = reference_logits(published, INPUT, torch.float32)
+    commit = local_hub.commit("acme/tiny")
+    AutoModel.from_pretrained("acme/tiny", sequential_shard_processing=True, **STREAM)
+    local_hub.stop()
+    options: dict[str, Any] = {"local_files_only": True}
+    if how == "HF_HUB_OFFLINE":
+        options = {}
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    elif how == "no connection but a commit":
+        options["revision"] = commit
+    model = AutoModel.from_pretrained("acme/tiny", **options, **STREAM)
+    assert_same(run(model), expected)
+    assert model.tokenizer is not None
+
+
+# Folders that RabbitLLM 1.1.0 made
+
+
+@pytest.fixture
+def golden(tmp_path: Path) -> Path:
+    """A copy, so that a test that writes changes nothing."""
+    return Path(shutil.copytree(GOLDEN, tmp_path / "golden"))
+
+
+def expected_of(golden: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Prompt, greedy tokens, and the first logits of the last position, of plain transformers."""
+    content = json.loads((golden / "expected.json").read_text())
+    return (
+        torch.tensor([content["prompt"]]),
+        torch.tensor([content["greedy"]]),
+        torch.tensor(content["last_logits_first8"]),
+    )
+
+
+def assert_golden(model: Any, golden: Path) -> None:
+    """What was recorded on another machine, whose kernels may give other last bits."""
+    prompt, tokens, logits = expected_of(golden)
+    with torch.inference_mode():
+        assert torch.allclose(model(prompt).logits[0, -1, :8].float(), logits, rtol=0, atol=0.003)
+        assert torch.equal(model.generate(prompt, max_new_tokens=12, do_sample=False), tokens)
+
+
+def checkpoint_of_golden(directory: Path, config: Path, target: Path) -> Path:
+    """What bitsandbytes, asked directly, makes of a compressed split directory, as a checkpoint."""
+    from bitsandbytes import functional
+
+    target.mkdir()
+    for path in config.glob("*.json"):
+        if "index" not in path.name:
+            shutil.copy(path, target)
+    plain = {}
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            keys = set(file.keys())
+            for name in sorted(key for key in keys if ".4bit." not in key and ".8bit." not in key):
+                tensor = file.get_tensor(name)
+                if f"{name}.4bit.absmax" in keys:
+                    parts = {
+                        key.removeprefix(f"{name}.4bit."): file.get_tensor(key)
+                        for key in keys
+                        if f"{name}.4bit." in key
+                    }
+                    state = functional.QuantState.from_dict(parts, device=torch.device("cpu"))
+                    tensor = functional.dequantize_4bit(tensor, state).reshape(state.shape)
+                elif f"{name}.8bit.absmax" in keys:
+                    scales, code = file.get_tensor(f"{name}.8bit.absmax"), file.get_tensor(f"{name}.8bit.code")
+                    state = functional.QuantState(scales, code=code, blocksize=2048, dtype=torch.bfloat16)
+                    tensor = functional.dequantize_blockwise(tensor, state)
+                plain[name] = tensor.clone()
+    save_file(plain, target / SINGLE_NAME, metadata={"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize("budget", ["1GiB", 0])
+def test_an_uncompressed_golden_folder(golden: Path, budget: Any) -> None:
+    prompt, _, _ = expected_of(golden)
+    model = AutoModel.from_pretrained(
+        golden / "model-2-shards",
+        layer_shards_saving_path=golden / "rabbitllm-1.1.0-none",
+        device="cpu",
+        max_memory={"cpu": budget},
+    )
+    assert (golden / "rabbitllm-1.1.0-none" / "splitted_model" / "model.layers.0.safetensors").read_bytes() == (
+        GOLDEN / "rabbitllm-1.1.0-none" / "splitted_model" / "model.layers.0.safetensors"
+    ).read_bytes()
+    assert not (golden / "rabbitllm-1.1.0-none" / "splitted_model" / "split.json").exists()
+    assert_same(run(model, prompt), reference_logits(golden / "model-2-shards", prompt, torch.bfloat16))
+    assert_golden(model, golden)
+
+
+@pytest.mark.parametrize("budget", ["1GiB", 0])
+@pytest.mark.parametrize("compression", ["4bit", "8bit"])
+def test_a_compressed_golden_folder(golden: Path, tmp_path: Path, compression: str, budget: Any) -> None:
+    prompt, tokens, _ = expected_of(golden)
+    home = golden / f"rabbitllm-1.1.0-{compression}"
+    model = AutoModel.from_pretrained(
+        golden / "model-2-shards",
+        layer_shards_saving_path=home,
+        compression=compression,
+        device="cpu",
+        max_memory={"cpu": budget},
+    )
+    directory = home / f"splitted_model.{compression}"
+    reference = checkpoint_of_golden(directory, golden / "model-2-shards", tmp_path / "reference")
+    assert_same(run(model, prompt), reference_logits(reference, prompt, torch.bfloat16))
+    generated = model.generate(prompt, max_new_tokens=12, do_sample=False)
+    assert generated.shape == tokens.shape
+    if compression == "8bit":  # 4bit changes some of these random weights' tokens
+        assert torch.equal(generated, tokens)
+
+
+def test_a_golden_folder_beside_its_checkpoint(golden: Path) -> None:
+    """Where RabbitLLM puts it by default."""
+    home = golden / "model-2-shards"
+    shutil.move(golden / "rabbitllm-1.1.0-none" / "splitted_model", home / "splitted_model")
+    for shard in home.glob("model-*.safetensors"):
+        shard.unlink()  # as delete_original=True leaves it
+    assert_golden(AutoModel.from_pretrained(home, **STREAM), golden)
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+def test_the_golden_checkpoints_split_anew(golden: Path, shards: int) -> None:
+    folder = golden / f"model-{shards}-shards"
+    model = AutoModel.from_pretrained(folder, sequential_shard_processing=True, **STREAM)
+    assert not list(folder.glob("model-*.safetensors"))
+    assert_golden(model, golden)
+
+
+def test_the_unsound_golden_folder_is_refused(golden: Path) -> None:
+    with safe_open(GOLDEN / "model-4-shards" / "model-00001-of-00004.safetensors", "pt") as file:
+        assert file.keys()
+    home = golden / "rabbitllm-1.1.0-none-UNSOUND-3-tensors-missing"
+    present = set()
+    for path in (home / "splitted_model").glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            present |= set(file.keys())
+    index = json.loads((golden / "model-4-shards" / "model.safetensors.index.json").read_text())
+    missing = sorted(set(index["weight_map"]) - present)
+    assert len(missing) == 3
+    with pytest.raises(IncompleteSplitError) as caught:
+        AutoModel.from_pretrained(golden / "model-4-shards", layer_shards_saving_path=home, **STREAM)
+    assert f"lacks 3 of the 27 tensors that Qwen2ForCausalLM needs: {', '.join(missing)}." in caught.value.problem
+    assert "into another folder (layer_shards_saving_path)" in caught.value.remedy
+    assert len(list((golden / "model-4-shards").glob("model-*.safetensors"))) == 4

@@ -1,0 +1,329 @@
+"""Steps on the disk: what each leaves behind, in which order they come, and what a failure of any of them leaves."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import rabbitllm
+from rabbitllm import durable
+from rabbitllm.durable import DIRECT_ALIGNMENT, GrowingFile, Log, Step, observe_steps
+from rabbitllm.formats.positional import page_aligned
+from tests.support.splitting import failing
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.fixture
+def steps() -> Iterator[list[Step]]:
+    seen: list[Step] = []
+    with observe_steps(seen.append):
+        yield seen
+
+
+def kinds(steps: list[Step]) -> list[str]:
+    return [step.kind for step in steps]
+
+
+# Whole files
+
+
+def test_whole_file_is_synced_before_its_name_and_its_folder_after(tmp_path: Path, steps: list[Step]) -> None:
+    durable.write_whole(tmp_path / "a.json", b"content")
+    assert (tmp_path / "a.json").read_bytes() == b"content"
+    assert kinds(steps) == ["create", "write", "sync", "rename", "sync_folder"]
+    assert [step.path.name for step in steps[:4]] == ["a.json.part"] * 4
+    assert (steps[3].target, steps[4].path) == (tmp_path / "a.json", tmp_path)
+    assert list(tmp_path.iterdir()) == [tmp_path / "a.json"]
+
+
+@pytest.mark.parametrize("before", [None, b"older and longer than the new one"])
+@pytest.mark.parametrize("leftover", [None, b"what a crash left of an earlier attempt, longer than both"])
+def test_whole_file_is_old_or_new_at_every_failure(
+    tmp_path: Path, before: bytes | None, leftover: bytes | None
+) -> None:
+    path, part = tmp_path / "a", tmp_path / "a.part"
+    for failed in range(7):
+        for file, content in ((path, before), (part, leftover)):
+            file.unlink(missing_ok=True)
+            if content is not None:
+                file.write_bytes(content)
+        with (
+            failing(FULL, lambda number, step, at=failed: number == at),  # type: ignore[misc]
+            pytest.raises(OSError, match="No space left") if failed < 5 else contextlib.suppress(OSError),
+        ):
+            durable.write_whole(path, b"new")
+        assert (path.read_bytes() if path.exists() else None) in (before, b"new")
+        durable.write_whole(path, b"new")
+        assert path.read_bytes() == b"new"
+        assert not part.exists()
+
+
+def test_empty_whole_file(tmp_path: Path) -> None:
+    durable.write_whole(tmp_path / "empty", b"")
+    assert (tmp_path / "empty").read_bytes() == b""
+
+
+# Files filled in place
+
+
+def test_growing_file_keeps_what_is_there(tmp_path: Path, steps: list[Step]) -> None:
+    path = tmp_path / "layer.part"
+    first = GrowingFile(path, 10)
+    first.write_at(memoryview(b"abc"), 4)
+    first.close()
+    second = GrowingFile(path, 10)
+    second.write_at(memoryview(b"xy"), 0)
+    second.sync()
+    second.close()
+    assert path.read_bytes() == b"xy\0\0abc\0\0\0"
+    assert kinds(steps) == ["create", "write", "write", "sync"]
+    assert (steps[1].offset, bytes(steps[1].data)) == (4, b"abc")
+
+
+@pytest.mark.parametrize(("size", "content"), [(3, b"abc"), (5, b"abcd\0"), (0, b"")])
+def test_growing_file_is_given_its_size(tmp_path: Path, size: int, content: bytes) -> None:
+    (tmp_path / "f").write_bytes(b"abcd")
+    GrowingFile(tmp_path / "f", size).close()
+    assert (tmp_path / "f").read_bytes() == content
+
+
+def test_growing_file_follows_no_link(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").write_bytes(b"precious")
+    (tmp_path / "f").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match=os.strerror(errno.ELOOP)):
+        GrowingFile(tmp_path / "f", 1)
+    assert (tmp_path / "elsewhere").read_bytes() == b"precious"
+
+
+def test_threads_fill_one_file(tmp_path: Path) -> None:
+    content = os.urandom(1 << 20)
+    file = GrowingFile(tmp_path / "f", len(content))
+    with ThreadPoolExecutor(8) as pool:
+        for at in range(0, len(content), 7000):
+            pool.submit(file.write_at, memoryview(content)[at : at + 7000], at)
+    file.close()
+    assert (tmp_path / "f").read_bytes() == content
+
+
+@pytest.mark.parametrize("offset", [0, DIRECT_ALIGNMENT, 3 * DIRECT_ALIGNMENT, 100])
+@pytest.mark.parametrize("length", [0, 1, DIRECT_ALIGNMENT - 1, DIRECT_ALIGNMENT, 3 * DIRECT_ALIGNMENT + 77])
+def test_aligned_writes_of_any_length(tmp_path: Path, offset: int, length: int) -> None:
+    buffer = page_aligned(1 << 16)[:length]
+    buffer[:] = content = os.urandom(length)
+    file = GrowingFile(tmp_path / "f", 1 << 16)
+    file.write_at(buffer, offset, aligned=True)
+    file.sync()
+    file.close()
+    found = (tmp_path / "f").read_bytes()
+    assert found[offset : offset + length] == content
+    assert found.count(0, offset + length) == len(found) - offset - length
+    assert not any(found[:offset])
+
+
+def test_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, refused = os.open, []
+
+    def refuse(path: Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            refused.append(path)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return opened(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+    buffer = page_aligned(3 * DIRECT_ALIGNMENT)
+    buffer[:] = content = os.urandom(len(buffer))
+    file = GrowingFile(tmp_path / "f", len(buffer))
+    for at in range(0, len(buffer), DIRECT_ALIGNMENT):
+        file.write_at(buffer[at : at + DIRECT_ALIGNMENT], at, aligned=True)
+    file.close()
+    assert (tmp_path / "f").read_bytes() == content
+    assert len(refused) == 1  # asked once
+
+
+def test_failed_direct_write_is_no_reason_to_try_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(descriptor: int, data: memoryview, offset: int) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    file = GrowingFile(tmp_path / "f", DIRECT_ALIGNMENT)
+    monkeypatch.setattr(os, "pwrite", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        file.write_at(page_aligned(DIRECT_ALIGNMENT), 0, aligned=True)
+    file.close()
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aligned: bool) -> None:
+    written = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: written(fd, data[:1000], offset))
+    buffer = page_aligned(2 * DIRECT_ALIGNMENT + 5)[: 2 * DIRECT_ALIGNMENT + 5]
+    buffer[:] = content = os.urandom(len(buffer))
+    file = GrowingFile(tmp_path / "f", len(buffer))
+    file.write_at(buffer, 0, aligned=aligned)
+    file.close()
+    assert (tmp_path / "f").read_bytes() == content
+
+
+def test_system_without_positional_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "pwrite")
+    monkeypatch.delattr(os, "O_DIRECT")
+    content = os.urandom(100_000)
+    file = GrowingFile(tmp_path / "f", len(content))
+    with ThreadPoolExecutor(4) as pool:
+        for at in range(0, len(content), 999):
+            pool.submit(file.write_at, memoryview(content)[at : at + 999], at, aligned=True)
+    file.close()
+    assert (tmp_path / "f").read_bytes() == content
+
+
+# Lines
+
+
+def test_log_syncs_each_line(tmp_path: Path, steps: list[Step]) -> None:
+    (tmp_path / "log").write_bytes(b"first\n")
+    log = Log(tmp_path / "log")
+    log.append("sécond")
+    log.append("")
+    log.close()
+    assert (tmp_path / "log").read_text() == "first\nsécond\n\n"
+    assert kinds(steps) == ["write", "sync", "write", "sync"]
+    assert steps[0].offset == len(b"first\n")
+
+
+def test_log_is_not_made_by_opening_it(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        Log(tmp_path / "log")
+
+
+# Names
+
+
+def test_removing_what_is_gone_is_no_error(tmp_path: Path, steps: list[Step]) -> None:
+    (tmp_path / "f").touch()
+    durable.remove(tmp_path / "f")
+    durable.remove(tmp_path / "f")
+    assert kinds(steps) == ["unlink", "unlink"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_removing_a_link_spares_its_target(tmp_path: Path) -> None:
+    (tmp_path / "target").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    durable.remove(tmp_path / "link")
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+
+
+def test_folders_are_made_from_the_top_and_each_is_durable(tmp_path: Path, steps: list[Step]) -> None:
+    durable.make_folder(tmp_path / "a" / "b" / "c")
+    durable.make_folder(tmp_path / "a" / "b" / "c")
+    assert (tmp_path / "a" / "b" / "c").is_dir()
+    assert [(step.kind, step.path.name) for step in steps] == [
+        ("make_folder", "a"),
+        ("sync_folder", tmp_path.name),
+        ("make_folder", "b"),
+        ("sync_folder", "a"),
+        ("make_folder", "c"),
+        ("sync_folder", "b"),
+    ]
+
+
+def test_removing_a_folder_of_files(tmp_path: Path, steps: list[Step]) -> None:
+    folder = tmp_path / "staging"
+    durable.remove_folder(folder)
+    folder.mkdir()
+    (folder / "shard.part").touch()
+    durable.remove_folder(folder)
+    assert not folder.exists()
+    assert kinds(steps) == ["unlink", "remove_folder"]
+
+
+def test_touch_and_publish(tmp_path: Path, steps: list[Step]) -> None:
+    (tmp_path / "f.part").write_bytes(b"synced")
+    durable.publish(tmp_path / "f.part", tmp_path / "f")
+    durable.touch(tmp_path / "f.done")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"f": b"synced", "f.done": b""}
+    assert kinds(steps) == ["rename", "sync_folder", "create"]
+
+
+# The seam
+
+
+def test_steps_are_announced_before_they_happen(tmp_path: Path) -> None:
+    def refuse(step: Step) -> None:
+        raise FULL
+
+    (tmp_path / "f").write_bytes(b"kept")
+    for attempt in (
+        lambda: durable.remove(tmp_path / "f"),
+        lambda: durable.rename(tmp_path / "f", tmp_path / "g"),
+        lambda: durable.touch(tmp_path / "h"),
+        lambda: durable.make_folder(tmp_path / "i"),
+        lambda: durable.write_whole(tmp_path / "f", b"other"),
+        lambda: GrowingFile(tmp_path / "j", 5),
+        lambda: Log(tmp_path / "f").append("line"),
+    ):
+        with observe_steps(refuse), pytest.raises(OSError, match="No space left"):
+            attempt()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"f": b"kept"}
+
+
+def test_one_observer_at_a_time_and_none_afterwards(tmp_path: Path) -> None:
+    seen: list[Step] = []
+
+    def observed() -> None:
+        with observe_steps(seen.append):
+            with pytest.raises(RuntimeError, match="already observed"), observe_steps(seen.append):
+                pass
+            durable.touch(tmp_path / "a")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        observed()
+    durable.touch(tmp_path / "b")
+    assert [step.path.name for step in seen] == ["a"]
+
+
+WRITING_CALLS = {
+    "unlink",
+    "touch",
+    "rmdir",
+    "rmtree",
+    "write_bytes",
+    "write_text",
+    "rename",
+    "mkdir",
+    "makedirs",
+    "symlink_to",
+}
+WRITING_FUNCTIONS = {"os.replace", "os.remove", "os.write", "os.pwrite", "os.truncate", "os.ftruncate", "os.fsync"}
+
+
+def test_nothing_else_in_the_lower_half_changes_the_disk() -> None:
+    package = Path(rabbitllm.__file__).parent
+    modules = [
+        *package.glob("*.py"),
+        *(path for room in ("formats", "checkpoints", "layers", "splitter") for path in (package / room).glob("*.py")),
+    ]
+    assert len(modules) > 25
+    found = {path.name for path in modules for call in calls_in(path) if changes_the_disk(call)}
+    assert found == {"durable.py"}
+
+
+def calls_in(path: Path) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+
+
+def changes_the_disk(call: ast.Call) -> bool:
+    if not isinstance(call.func, ast.Attribute):
+        return False
+    name = ast.unparse(call.func)
+    if name.split(".")[0] == "durable":
+        return False
+    return call.func.attr in WRITING_CALLS or name in WRITING_FUNCTIONS

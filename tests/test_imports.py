@@ -1,0 +1,173 @@
+"""What importing costs, and which way imports go."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rabbitllm
+
+PACKAGE = Path(rabbitllm.__file__).parent
+ROOT = PACKAGE.parent
+
+PUBLIC = {
+    "__version__",
+    "AutoModel",
+    "NotEnoughSpaceException",
+    "RabbitLLMBaichuan",
+    "RabbitLLMBaseModel",
+    "RabbitLLMChatGLM",
+    "RabbitLLMError",
+    "RabbitLLMInternLM",
+    "RabbitLLMLlama2",
+    "RabbitLLMMistral",
+    "RabbitLLMMixtral",
+    "RabbitLLMQWen",
+    "RabbitLLMQWen2",
+    "RabbitLLMQWen3",
+    "compress_layer_state_dict",
+    "register_layer_naming",
+    "split_and_save_layers",
+    "uncompress_layer_state_dict",
+}
+
+FLOORS = (
+    ("version",),
+    ("errors", "durable", "profiler", "progress"),
+    ("options",),
+    ("formats",),
+    ("checkpoints",),
+    ("layers",),
+    ("locations", "split_display"),
+    ("splitter", "engine"),
+    ("prepare",),
+    ("auto_model",),
+    ("rabbitllm_1_names",),
+    ("demo",),
+    ("cli",),
+    ("__main__",),
+)
+"""A room may import rooms of the floors below it, and itself; `rabbitllm` itself imports nothing but `version`."""
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1] if module.count(".") else ""
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package: dotted name -> file."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports_of(path: Path) -> set[str]:
+    """Modules of this package that a file imports, at its top or inside a function."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            assert node.module
+            found.add(node.module)
+            if node.module == "rabbitllm":
+                found |= {f"rabbitllm.{alias.name}" for alias in node.names}
+    return {name for name in found if name.partition(".")[0] == "rabbitllm"}
+
+
+def python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_every_room_has_a_floor() -> None:
+    rooms = {room_of(name) for name in modules()} - {""}
+    assert rooms <= {room for floor in FLOORS for room in floor}
+
+
+def test_imports_go_one_way() -> None:
+    floor_of = {room: number for number, floor in enumerate(FLOORS) for room in floor}
+    wrong = []
+    for name, path in modules().items():
+        room = room_of(name)
+        if not room:
+            continue
+        for target in imports_of(path):
+            other = room_of(target)
+            if other in ("", room) or other in rabbitllm.__all__:
+                continue
+            if floor_of[other] >= floor_of[room]:
+                wrong.append(f"{name} imports {target}")
+    assert not wrong
+
+
+def test_the_two_halves_do_not_know_each_other() -> None:
+    for name, path in modules().items():
+        for half, other in (("splitter", "engine"), ("engine", "splitter")):
+            if room_of(name) == half:
+                assert not any(room_of(target) == other for target in imports_of(path)), name
+
+
+def test_only_one_module_names_bitsandbytes() -> None:
+    naming = set()
+    for name, path in modules().items():
+        if room_of(name) == "demo":  # the script that trains the bundled model compares with bitsandbytes itself
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import) and any(a.name.startswith("bitsandbytes") for a in node.names):
+                naming.add(name)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("bitsandbytes"):
+                naming.add(name)
+    assert naming == {"rabbitllm.layers.compression"}
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    loaded = python("import sys, rabbitllm; print(*sys.modules)").split()
+    heavy = {"torch", "transformers", "numpy", "huggingface_hub", "safetensors", "accelerate", "bitsandbytes", "psutil"}
+    assert not heavy & set(loaded)
+    assert {name for name in loaded if name.startswith("rabbitllm")} == {"rabbitllm", "rabbitllm.version"}
+
+
+def test_the_front_door_itself_needs_no_torch() -> None:
+    """So that `rabbitllm --help` and a wrong argument answer at once."""
+    loaded = python("import sys; from rabbitllm import AutoModel; print(*sys.modules)").split()
+    assert not {"torch", "transformers", "bitsandbytes"} & set(loaded)
+
+
+def test_all_is_exact() -> None:
+    assert set(rabbitllm.__all__) == PUBLIC
+    assert len(rabbitllm.__all__) == len(PUBLIC)
+    assert dir(rabbitllm) == sorted(PUBLIC)
+    for name in rabbitllm.__all__:
+        assert getattr(rabbitllm, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'Automodel'"):
+        rabbitllm.Automodel  # noqa: B018
+
+
+def test_every_module_is_importable_without_a_gpu() -> None:
+    names = [name for name in modules() if not name.endswith("__main__")]
+    code = f"""
+import os
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+import importlib
+for name in {names!r}:
+    importlib.import_module(name)
+import torch
+print(torch.cuda.is_available())
+"""
+    assert python(code).splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize("module", ["errors", "options", "durable", "profiler", "progress", "version"])
+def test_the_ground_floor_stands_alone(module: str) -> None:
+    loaded = set(python(f"import sys; import rabbitllm.{module}; print(*sys.modules)").split())
+    assert not {"torch", "transformers", "numpy", "huggingface_hub"} & loaded
