@@ -69,6 +69,12 @@ def for_repository(repo_id: str, commit: str, saving_path: Path | None, compress
     return (saving_path or home() / _repo_folder(repo_id) / commit) / name
 
 
+def of_other_commits(repo_id: str, commit: str, compression: str | None) -> list[Path]:
+    """Split directories of the same repository at other commits, in `home()`."""
+    found = (home() / _repo_folder(repo_id)).glob(f"*/{directory_name(compression)}")
+    return sorted(path for path in found if path.parent.name != commit)
+
+
 def remember_commit(repo_id: str, revision: str | None, commit: str) -> None:
     """Note which commit a revision was, for calls without a connection."""
     path = home() / _repo_folder(repo_id) / "refs" / (revision or "main").replace("/", "--")

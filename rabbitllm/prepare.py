@@ -141,14 +141,35 @@ def _find_repository(sought: Sought) -> Source:
         logger.warning("%s Going on with the split that is here, in %s.", error.problem, known.split_folder)
         return known
     target = locations.for_repository(sought.name, repository.commit, sought.saving_path, sought.compression)
-    repository.staging = target / STAGING_NAME
     if sought.saving_path is None:
-        locations.remember_commit(sought.name, sought.access.revision, repository.commit)
+        target = _same_weights(target, repository, sought.compression)
+        locations.remember_commit(sought.name, sought.access.revision, target.parent.name)
+    repository.staging = target / STAGING_NAME
     if not _is_finished(target) and (legacy := _legacy_in_snapshot(sought, repository.commit)) is not None:
         return legacy
     finished = _is_finished(target)
     config = target if finished else _fetched_config(repository)
     return Source(sought.name, target, config, finished, repository=repository)
+
+
+def _same_weights(target: Path, repository: HubRepository, compression: str | None) -> Path:
+    """The split directory to use at this commit: its own, or one of another commit that has the very same weights.
+
+    Most commits change a readme, and none of those should cost a download of 150 GB.
+    """
+    if _is_begun(target):
+        return target
+    for other in filter(_is_begun, locations.of_other_commits(repository.repo_id, repository.commit, compression)):
+        manifest, earlier = read_manifest(other), journal.replay(other)
+        made_from = manifest.source if manifest is not None else earlier.plan.source if earlier is not None else None
+        if made_from is not None and not made_from.differs_from(repository.identity(made_from.fingerprints)):
+            logger.info("Commit %s has the weights of the split in %s.", repository.commit, other)
+            return other
+    return target
+
+
+def _is_begun(folder: Path) -> bool:
+    return (folder / MANIFEST_NAME).exists() or (folder / JOURNAL_NAME).exists()
 
 
 def _fetched_config(repository: HubRepository) -> Path:
@@ -268,13 +289,13 @@ def _check_finished(source: Source, options: SplitOptions) -> None:
         )
     clear_away(source.split_folder)
     if source.repository is not None:
-        repository = source.repository
-        _refuse_another(source, manifest, SourceIdentity("hub", repository.repo_id, repository.commit, {}))
+        _refuse_another(source, manifest, source.repository.identity(manifest.source.fingerprints))
     checkpoint = _still_there(source)
     if checkpoint is None:
         return
     found = [facts for shard in checkpoint.index.shards if (facts := _present(checkpoint, shard)) is not None]
     _refuse_another(source, manifest, checkpoint.identity(found))
+    _refuse_without_evidence(source, manifest, found)
     if options.delete_original:
         LayerStore(source.split_folder)  # whole, by every size and header, before anything is deleted
         discard_original(checkpoint)
@@ -286,6 +307,19 @@ def _refuse_another(source: Source, manifest: Manifest, identity: SourceIdentity
         raise SplitMismatchError(
             f"{source.split_folder} was split from {manifest.source.name}, not from {source.name}: {why}.",
             "Split into another folder (layer_shards_saving_path), or delete that one if its model is not needed.",
+        )
+
+
+def _refuse_without_evidence(source: Source, manifest: Manifest, found: list[ShardFacts]) -> None:
+    """Refuse a split that lies elsewhere and whose model has another name, where no shard is left to compare."""
+    known = manifest.source
+    if source.local is None or found or known.kind != "local" or source.split_folder.is_relative_to(source.local):
+        return
+    if known.name != source.local.resolve().name:
+        raise SplitMismatchError(
+            f"{source.split_folder} was split from a folder named {known.name!r}, and {source.local} has no shard left "
+            "by which to tell whether that is the same model.",
+            f"If it is, name the split directory itself: {source.split_folder}.",
         )
 
 

@@ -26,7 +26,7 @@ from rabbitllm.options import SplitOptions
 from tests.support.builders import INDEX_NAME, cut, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import Faults, LocalHub
-from tests.support.splitting import Call, Counter, contents, layer_files, names_in, split
+from tests.support.splitting import Call, Counter, contents, interrupted, layer_files, names_in, split
 
 REPO = "acme/tiny"
 GOLDEN = Path(__file__).parent / "golden"
@@ -313,6 +313,55 @@ def test_finished_split_of_another_repository_or_commit(
     local_hub.add_revision(REPO, "main", other)
     with pytest.raises(SplitMismatchError, match=r"acme/tiny at commit .* is not acme/tiny at commit"):
         split(REPO, tmp_path / "splits")
+
+
+def with_a_new_readme(repository: Path, tmp_path: Path) -> Path:
+    changed = shutil.copytree(repository, tmp_path / "changed")
+    (changed / "README.md").write_text("Now with a picture.")
+    return changed
+
+
+def test_commit_that_changes_no_weights_uses_the_split_that_is_there(
+    repository: Path, tmp_path: Path, local_hub: LocalHub
+) -> None:
+    made = split(REPO)
+    local_hub.add_revision(REPO, "main", with_a_new_readme(repository, tmp_path))
+    assert local_hub.commit(REPO) != made.parent.name
+    local_hub.forget_requests()
+    assert split(REPO) == made
+    assert local_hub.body_bytes(".safetensors") == 0
+    assert split(REPO, local_files_only=True) == made
+    assert split(REPO, compression="4bit").parent.name == local_hub.commit(REPO)  # none at that compression
+
+
+def test_unfinished_split_goes_on_after_a_commit_that_changes_no_weights(
+    repository: Path, tmp_path: Path, local_hub: LocalHub
+) -> None:
+    begun = interrupted(Call(REPO), shards=1)
+    local_hub.add_revision(REPO, "main", with_a_new_readme(repository, tmp_path))
+    local_hub.forget_requests()
+    assert split(REPO) == begun
+    assert local_hub.downloads("model-00001-of-00003.safetensors") == 0
+
+
+def test_saving_path_is_the_same_after_a_commit_that_changes_no_weights(
+    repository: Path, tmp_path: Path, local_hub: LocalHub
+) -> None:
+    made = split(REPO, tmp_path / "splits")
+    local_hub.add_revision(REPO, "main", with_a_new_readme(repository, tmp_path))
+    assert split(REPO, tmp_path / "splits") == made
+
+
+def test_used_up_folder_of_another_name_is_not_taken_for_the_one_that_was_split(model: Path, tmp_path: Path) -> None:
+    made = split(model, tmp_path / "splits")
+    assert split(model, tmp_path / "splits") == made  # its name is what is left of it
+    other = shutil.copytree(model, tmp_path / "other")
+    with pytest.raises(SplitMismatchError, match="has no shard left by which to tell") as refused:
+        split(other, tmp_path / "splits")
+    assert str(made) in refused.value.remedy
+    beside = split(write_shards(tmp_path / "third", cut(llama_tensors(), 3)))
+    renamed = beside.parent.rename(tmp_path / "renamed")
+    assert split(renamed) == renamed / beside.name  # it moved with its split
 
 
 def test_snapshot_given_as_a_folder_is_the_repository(repository: Path, tmp_path: Path) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from rabbitllm.checkpoints.index import CheckpointIndex
+from rabbitllm.formats.positional import PositionalFile
 from rabbitllm.formats.safetensors_file import Header
 
 SIDECAR_PATTERNS = (
@@ -29,6 +30,11 @@ SIDECAR_PATTERNS = (
 )
 """Files that make a folder of weights loadable (config, tokenizer, chat template), and its licence."""
 SIDECAR_MAX_BYTES = 128 << 20
+WHOLE_BYTES = 4 << 20
+"""A shard up to this size is read whole for its fingerprint."""
+SAMPLE_BYTES = 4096
+MAX_SAMPLES = 2048
+"""Tensors of a shard that are sampled at most."""
 
 
 class Disposal(enum.Enum):
@@ -94,7 +100,9 @@ class SourceIdentity:
         """
         if self.kind != other.kind:  # their fingerprints are of different kinds too, so nothing could tell
             return f"it was made from {_KINDS[self.kind]}, not from {_KINDS[other.kind]}"
-        if self.kind == other.kind == "hub" and (self.name, self.commit) != (other.name, other.commit):
+        if self.kind == "hub" and not (
+            self.name == other.name and (self.commit == other.commit or self._has_the_weights_of(other))
+        ):
             return f"{self.name} at commit {self.commit} is not {other.name} at commit {other.commit}"
         for shard, fingerprint in other.fingerprints.items():
             known = self.fingerprints.get(shard)
@@ -102,6 +110,11 @@ class SourceIdentity:
             if comparable and known != fingerprint:
                 return f"its shard {shard} has other contents"
         return None
+
+    def _has_the_weights_of(self, other: SourceIdentity) -> bool:
+        """Whether both know the same shards by digests of their whole contents: two commits with the same weights."""
+        whole = bool(self.fingerprints) and all(mark.startswith("sha256:") for mark in self.fingerprints.values())
+        return whole and self.fingerprints == other.fingerprints
 
 
 class Checkpoint(Protocol):
@@ -119,6 +132,10 @@ class Checkpoint(Protocol):
 
     def identity(self, shards: Iterable[ShardFacts]) -> SourceIdentity:
         """The identity of this source, given the facts of the shards that are still there."""
+        ...
+
+    def stages(self, shard: str) -> bool:
+        """Whether `acquire` fetches the shard into a folder of ours, which `release` then frees."""
         ...
 
     def facts(self, shard: str) -> ShardFacts | None:
@@ -147,17 +164,31 @@ class Checkpoint(Protocol):
         ...
 
 
-def sampled_fingerprint(path: Path, size: int, samples: int = 16, sample_bytes: int = 4096) -> str:
-    """A fingerprint of a local file from its size and `samples` evenly spread pieces, without reading all of it.
+def sampled_fingerprint(path: Path, header: Header) -> str:
+    """A fingerprint of a local shard from its header and a piece of every tensor, without reading all of it.
 
-    Two checkpoints of one architecture have equal headers and sizes; 64 KiB of weights tells them apart.
+    Two checkpoints of one architecture have equal headers, and a fine-tune may have changed a few of the tensors only.
+    A small file is read whole; of one with very many tensors, evenly spread ones are sampled.
     """
+    size = path.stat().st_size
     digest = hashlib.sha256(f"{size}".encode())
-    with path.open("rb") as stream:
-        for i in range(samples):
-            stream.seek(max(size - sample_bytes, 0) * i // max(samples - 1, 1))
-            digest.update(stream.read(sample_bytes))
+    with PositionalFile(path) as file:
+        for offset, length in _samples(header, size):
+            piece = bytearray(length)
+            digest.update(piece[: file.read_into(memoryview(piece), offset)])
     return f"sampled:{digest.hexdigest()}"
+
+
+def _samples(header: Header, size: int) -> Iterator[tuple[int, int]]:
+    """The (offset, length) of the pieces, bytes: the header, and the middle of the chosen tensors."""
+    if size <= WHOLE_BYTES:
+        yield 0, size
+        return
+    yield 0, min(header.data_start, WHOLE_BYTES)
+    step = -(-len(header.tensors) // MAX_SAMPLES)
+    for tensor in header.tensors[::step]:
+        length = min(SAMPLE_BYTES, tensor.nbytes)
+        yield tensor.offset + (tensor.nbytes - length) // 2, length
 
 
 def is_sidecar(name: str, size: int) -> bool:

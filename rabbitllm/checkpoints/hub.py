@@ -62,6 +62,11 @@ class HubFile:
     sha256: str | None
     blob_id: str | None
 
+    @property
+    def fingerprint(self) -> str:
+        """What tells its content from any other's."""
+        return f"sha256:{self.sha256}" if self.sha256 else f"blob:{self.blob_id}"
+
 
 @contextlib.contextmanager
 def translated(repo_id: str) -> Iterator[None]:
@@ -141,9 +146,18 @@ class HubRepository:
         snapshot = hub_cache.snapshot_of(folder)
         return (snapshot, Path(found)) if snapshot is not None else None
 
+    def identity(self, shards: Iterable[str]) -> SourceIdentity:
+        """The identity of these shards at this commit, from the listing alone."""
+        marks = {name: self.files[name].fingerprint for name in shards if name in self.files}
+        return SourceIdentity("hub", self.repo_id, self.commit, marks)
+
     def staged(self, name: str) -> Path:
         """Where a fetched shard lies; never its final name, since what is trusted of it is hashed anew."""
         return self.staging / (name.replace("/", "--") + durable.PART_SUFFIX)
+
+    def stages(self, shard: str) -> bool:
+        """Whether a shard is fetched into the staging folder, because it is not in the user's cache."""
+        return self.cached(shard) is None
 
     def facts(self, shard: str) -> ShardFacts | None:
         """Size, digest and header of a shard, from the cache or by range requests."""
@@ -156,8 +170,7 @@ class HubRepository:
         except CorruptShardError as error:
             where, remedy = (cached[1].parent, hub_cache.DAMAGED) if cached else (self.label, _DAMAGED)
             raise CorruptShardError(f"In {where}: {error.problem}", remedy) from None
-        mark = f"sha256:{listed.sha256}" if listed.sha256 else f"blob:{listed.blob_id}"
-        return ShardFacts(shard, listed.size, mark, header, staged=cached is None)
+        return ShardFacts(shard, listed.size, listed.fingerprint, header, staged=cached is None)
 
     def _remote_header(self, shard: str, listed: HubFile) -> Header:
         remote = self._remote(shard, listed)
@@ -254,8 +267,11 @@ class HubCheckpoint:
         return not cache.exists() or os.access(cache, os.W_OK)
 
     def identity(self, shards: Iterable[ShardFacts]) -> SourceIdentity:
-        marks = {facts.name: facts.fingerprint for facts in shards}
-        return SourceIdentity("hub", self.repository.repo_id, self.repository.commit, marks)
+        """Known in whole from the hub's listing, whichever shards are still wanted."""
+        return self.repository.identity(self.index.shards)
+
+    def stages(self, shard: str) -> bool:
+        return self.repository.stages(shard)
 
     def facts(self, shard: str) -> ShardFacts | None:
         check_shard_name(shard, INDEX_NAME)

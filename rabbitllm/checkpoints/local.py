@@ -110,13 +110,18 @@ class LocalCheckpoint:
             return SourceIdentity("hub", self._snapshot.repo_id, self._snapshot.commit, fingerprints)
         return SourceIdentity("local", self.folder.resolve().name, None, fingerprints)
 
+    def stages(self, shard: str) -> bool:
+        return (
+            not (self.folder / shard).exists() and self._missing_from is not None and self._missing_from.stages(shard)
+        )
+
     def facts(self, shard: str) -> ShardFacts | None:
         path = self.folder / shard
         if not path.exists():
             return self._missing_from.facts(shard) if self._missing_from is not None else None
         size = path.stat().st_size
         header = self._header(shard)
-        return ShardFacts(shard, size, self._fingerprint(path, size), header)
+        return ShardFacts(shard, size, self._fingerprint(path, header), header)
 
     def _header(self, shard: str) -> Header:
         """The header of a shard, or what to do about one that is damaged."""
@@ -126,11 +131,11 @@ class LocalCheckpoint:
             remedy = hub_cache.DAMAGED if self._snapshot else _DAMAGED
             raise CorruptShardError(f"In {self.folder}: {error.problem}", remedy) from None
 
-    def _fingerprint(self, path: Path, size: int) -> str:
+    def _fingerprint(self, path: Path, header: Header) -> str:
         blob = path.resolve().name
         if self._snapshot is not None and len(blob) == 64:
             return f"sha256:{blob}"  # the cache names the blobs of large files by their sha256
-        return sampled_fingerprint(path, size)
+        return sampled_fingerprint(path, header)
 
     def acquire(self, shard: str) -> Path:
         path = self.folder / shard
@@ -178,7 +183,10 @@ class LocalCheckpoint:
     def sidecars(self) -> Mapping[str, Path]:
         found = (path for pattern in SIDECAR_PATTERNS for path in self.folder.glob(pattern) if path.is_file())
         named = {path.relative_to(self.folder).as_posix(): path for path in found}
-        return {name: path for name, path in sorted(named.items()) if is_sidecar(name, path.stat().st_size)}
+        chosen = {name: path for name, path in sorted(named.items()) if is_sidecar(name, path.stat().st_size)}
+        for name in chosen:
+            self._check(name)
+        return chosen
 
 
 def is_writable(folder: Path) -> bool:

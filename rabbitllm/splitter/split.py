@@ -59,6 +59,8 @@ from rabbitllm.splitter.plan import (
 
 logger = logging.getLogger(__name__)
 
+HEADER_THREADS = 8
+"""Headers that are asked for at the same time."""
 STAGING_NAME = ".staging"
 """Folder inside the split directory that fetched shards go to; ours, and gone when the split is whole."""
 
@@ -120,9 +122,10 @@ class _State:
 
 def _begin(request: Request) -> _State:
     """Take up the journal of an earlier run, or plan anew, check the space and begin one."""
-    facts = _facts(request.checkpoint)
-    identity = request.checkpoint.identity(facts.values())
     earlier = journal.replay(request.folder)
+    done = earlier.used if earlier is not None else frozenset()
+    facts = _facts(request.checkpoint, [shard for shard in request.checkpoint.index.shards if shard not in done])
+    identity = request.checkpoint.identity(facts.values())
     if earlier is not None:
         if (why := earlier.plan.source.differs_from(identity)) is not None:
             raise SplitMismatchError(
@@ -134,7 +137,7 @@ def _begin(request: Request) -> _State:
         _require([s.name for s in earlier.plan.shards if s.name not in earlier.used], facts, request.checkpoint)
         _require_begun_layers(request.folder, earlier)
         logger.info("Going on with %s: %d shards are used up.", request.folder, len(earlier.used))
-        return _State(_with_places(earlier.plan, facts), earlier.quantiser, earlier.used)
+        return _State(_with_places(earlier.plan, request.checkpoint), earlier.quantiser, earlier.used)
     index = request.checkpoint.index
     _require(index.shards, facts, request.checkpoint)
     tensors = tensors_by_shard(index, facts.values())
@@ -153,10 +156,11 @@ def _begin(request: Request) -> _State:
     return _State(plan, quantiser, frozenset())
 
 
-def _facts(checkpoint: Checkpoint) -> dict[str, ShardFacts]:
-    """Headers of every shard that is there, in the order in which they will be taken."""
-    found = ((shard, checkpoint.facts(shard)) for shard in checkpoint.index.shards)
-    return {shard: facts for shard, facts in found if facts is not None}
+def _facts(checkpoint: Checkpoint, shards: list[str]) -> dict[str, ShardFacts]:
+    """Headers of the shards that are there, in the order given; several at once, since a hub is far away."""
+    with ThreadPoolExecutor(HEADER_THREADS, thread_name_prefix="headers") as pool:
+        found = dict(zip(shards, pool.map(checkpoint.facts, shards), strict=True))
+    return {shard: facts for shard, facts in found.items() if facts is not None}
 
 
 def _require(shards: Iterable[str], facts: dict[str, ShardFacts], checkpoint: Checkpoint) -> None:
@@ -183,10 +187,9 @@ def _require_begun_layers(folder: Path, earlier: journal.Replay) -> None:
             )
 
 
-def _with_places(plan: SplitPlan, facts: dict[str, ShardFacts]) -> SplitPlan:
+def _with_places(plan: SplitPlan, checkpoint: Checkpoint) -> SplitPlan:
     """The plan with each shard where it is now: another route may have begun it."""
-    here = {name: found.staged for name, found in facts.items()}
-    shards = tuple(dataclasses.replace(shard, staged=here.get(shard.name, shard.staged)) for shard in plan.shards)
+    shards = tuple(dataclasses.replace(shard, staged=checkpoint.stages(shard.name)) for shard in plan.shards)
     return dataclasses.replace(plan, shards=shards)
 
 
@@ -433,7 +436,8 @@ class _Run:
             durable.touch(self._path(layout, DONE_SUFFIX))
         durable.sync_folder(self.folder)
         for layout in layouts:
-            if (since := self.first_seen.get(layout.layer.id)) is not None:
+            spans = len(self.plan.layer_map.layer_to_shards[layout.layer.id]) > 1
+            if spans and (since := self.first_seen.get(layout.layer.id)) is not None:
                 self.profiler.add(layout.layer.id, SHARD_WAIT, time.perf_counter() - since)
             tell(LayerDone(layout.layer.id, layout.file_name, layout.size))
 

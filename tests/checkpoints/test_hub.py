@@ -119,10 +119,8 @@ def test_index_and_identity(repository: HubRepository, local_hub: LocalHub, shar
     checkpoint = HubCheckpoint(repository)
     assert checkpoint.index.shards == tuple(shards)
     assert checkpoint.deletable
-    facts = checkpoint.facts(shards[0])
-    assert facts is not None
-    marks = {shards[0]: f"sha256:{repository.files[shards[0]].sha256}"}
-    assert checkpoint.identity([facts]) == SourceIdentity("hub", REPO, local_hub.commit(REPO), marks)
+    marks = {shard: f"sha256:{repository.files[shard].sha256}" for shard in shards}
+    assert checkpoint.identity([]) == SourceIdentity("hub", REPO, local_hub.commit(REPO), marks)
     assert sorted(checkpoint.sidecars()) == ["config.json", "tokenizer.json"]
 
 

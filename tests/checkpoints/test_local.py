@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from rabbitllm.checkpoints import checkpoint as records
 from rabbitllm.checkpoints.checkpoint import Disposal, SourceIdentity, sampled_fingerprint
 from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.durable import Step, observe_steps
@@ -24,6 +26,7 @@ from rabbitllm.errors import (
     MissingShardError,
     UnsafePathError,
 )
+from rabbitllm.formats.safetensors_file import read_header
 from tests.support.builders import INDEX_NAME, SINGLE_NAME, cut, llama_tensors, write_shards
 from tests.support.splitting import contents, failing, names_in
 
@@ -331,21 +334,50 @@ def test_fingerprint_sees_both_ends_of_a_file(folder: Path, at: int) -> None:
     assert after.fingerprint != before.fingerprints[FIRST]
 
 
-def test_fingerprint_samples_a_large_file_evenly(tmp_path: Path) -> None:
-    size, changed = 1 << 20, 0
-    (tmp_path / "f").write_bytes(bytes(size))
-    before = sampled_fingerprint(tmp_path / "f", size)
-    assert before.startswith("sampled:")
-    for at in range(0, size, 8192):
-        with (tmp_path / "f").open("r+b") as stream:
-            stream.seek(at)
-            stream.write(b"\1")
-            stream.flush()
-            changed += sampled_fingerprint(tmp_path / "f", size) != before
-            stream.seek(at)
-            stream.write(b"\0")
-    assert changed in range(6, 11)  # 16 samples of 4096 bytes hold 1 in 16 of these bytes
-    assert sampled_fingerprint(tmp_path / "f", size) == before
+def test_fingerprint_sees_every_byte_of_a_small_file(folder: Path) -> None:
+    path = folder / FIRST
+    header, raw = read_header(path), path.read_bytes()
+    before = sampled_fingerprint(path, header)
+    for at in range(header.data_start, len(raw), 97):
+        path.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
+        assert sampled_fingerprint(path, header) != before
+    path.write_bytes(raw)
+    assert sampled_fingerprint(path, header) == before
+
+
+def test_fingerprint_sees_a_change_in_any_one_tensor_of_a_large_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a fine-tune makes it that touches a few matrices alone."""
+    monkeypatch.setattr(records, "WHOLE_BYTES", 1 << 12)
+    weights = {f"model.layers.{i}.weight": torch.randn(64, 64) for i in range(12)}
+    save_file(weights, tmp_path / "a.safetensors")
+    header = read_header(tmp_path / "a.safetensors")
+    before = sampled_fingerprint(tmp_path / "a.safetensors", header)
+    for name, tensor in weights.items():
+        save_file(weights | {name: tensor + 1e-3}, tmp_path / "b.safetensors")
+        assert read_header(tmp_path / "b.safetensors", "a.safetensors") == header
+        assert sampled_fingerprint(tmp_path / "b.safetensors", header) != before
+
+
+def test_fingerprint_reads_a_bounded_part_of_a_file_of_many_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "WHOLE_BYTES", 1 << 12)
+    monkeypatch.setattr(records, "MAX_SAMPLES", 5)
+    save_file({f"t{i}": torch.randn(32, 32) for i in range(23)}, tmp_path / "a.safetensors")
+    header = read_header(tmp_path / "a.safetensors")
+    pieces = list(records._samples(header, (tmp_path / "a.safetensors").stat().st_size))
+    assert len(pieces) == 1 + 5
+    assert sum(length for _, length in pieces) <= (1 << 12) + 5 * records.SAMPLE_BYTES
+
+
+def test_sidecar_that_a_link_leads_out_is_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret.json").write_text("{}")
+    (folder / "tokenizer_config.json").unlink(missing_ok=True)
+    (folder / "tokenizer_config.json").symlink_to(tmp_path / "secret.json")
+    with pytest.raises(UnsafePathError, match="leads outside its folder"):
+        LocalCheckpoint(folder).sidecars()
 
 
 def test_identity_of_another_kind() -> None:
@@ -354,8 +386,13 @@ def test_identity_of_another_kind() -> None:
     assert local.differs_from(hub) == "it was made from a folder, not from a repository on the hub"
     assert hub.differs_from(local) == "it was made from a repository on the hub, not from a folder"
     assert hub.differs_from(SourceIdentity("hub", "acme/tiny", "c1", {})) is None
-    assert hub.differs_from(SourceIdentity("hub", "acme/tiny", "c2", {"a": "sha256:1"})) == (
-        "acme/tiny at commit c1 is not acme/tiny at commit c2"
-    )
+    assert hub.differs_from(SourceIdentity("hub", "acme/tiny", "c2", {"a": "sha256:1"})) is None  # the same weights
+    for marks in ({"a": "sha256:2"}, {"a": "sha256:1", "b": "sha256:1"}, {}):
+        assert hub.differs_from(SourceIdentity("hub", "acme/tiny", "c2", marks)) == (
+            "acme/tiny at commit c1 is not acme/tiny at commit c2"
+        )
+    blobs = [SourceIdentity("hub", "acme/tiny", commit, {"a": "blob:1"}) for commit in ("c1", "c2")]
+    assert blobs[0].differs_from(blobs[1]) is not None  # no digest of the whole content
+    assert hub.differs_from(SourceIdentity("hub", "acme/other", "c2", {"a": "sha256:1"})) is not None
     assert hub.differs_from(SourceIdentity("hub", "acme/tiny", "c1", {"a": "sha256:2"})) is not None
     assert hub.differs_from(SourceIdentity("hub", "acme/tiny", "c1", {"a": "blob:2"})) is None  # not comparable

@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rabbitllm import durable, prepare
+import pytest
+
+from rabbitllm import durable, prepare, progress
 from rabbitllm.checkpoints.hub import HubAccess
-from rabbitllm.durable import Step
+from rabbitllm.durable import Step, observe_steps
 from rabbitllm.options import SplitOptions
 from rabbitllm.profiler import Profiler
 
@@ -121,3 +123,21 @@ def steps_of(call: Call) -> int:
     with durable.observe_steps(counter):
         call.make()
     return counter.count
+
+
+def interrupted(call: Call, shards: int = 1) -> Path:
+    """Make the call, break it off when so many shards are used up, and return the split directory."""
+
+    def stop(number: int, step: Step) -> None:
+        if step.kind == "create" and done:
+            raise KeyboardInterrupt
+
+    done: list[str] = []
+
+    def listen(event: progress.Event) -> None:
+        if isinstance(event, progress.ShardDone) and event.number == shards:
+            done.append(event.shard)
+
+    with observe_steps(Counter(stop)), progress.listening(listen), pytest.raises(KeyboardInterrupt):
+        call.make()
+    return call.find().split_folder
