@@ -21,7 +21,7 @@ from rabbitllm.engine.streamer import Streamer
 from rabbitllm.engine.unit_source import UnitSource, source_of
 from rabbitllm.engine.units import find_units
 from rabbitllm.engine.weights import map_weights
-from rabbitllm.errors import OptionError
+from rabbitllm.errors import OptionError, RabbitLLMError
 from rabbitllm.formats.tensor_spec import torch_dtype
 from rabbitllm.layers.compression import check_compression
 from rabbitllm.layers.layer_store import LayerStore
@@ -30,6 +30,8 @@ from rabbitllm.profiler import Profiler
 
 logger = logging.getLogger(__name__)
 
+SCALES_IN_PLACE = frozenset({"rwkv"})
+"""Model types whose forward changes weights, which a unit that is let go of would forget."""
 HOST_MARGIN = 1 << 30
 DEVICE_MARGIN = 3 << 29
 """Bytes left to activations and the KV cache where the caller sets no limit; and a tenth of what is free besides."""
@@ -80,6 +82,12 @@ def load_model(
     weights = map_weights(model, store.tensors, str(folder))
     sources = {unit.name: source_of(unit, weights, store) for unit in find_units(model)}
     placement = _place(model, sources, chosen, options)
+    if config.model_type in SCALES_IN_PLACE and not placement.is_resident:
+        raise RabbitLLMError(
+            f"{config.model_type} rescales its weights in place, so all of them must stay; they need "
+            f"{sum(source.ready_bytes for source in sources.values()):,} bytes, more than the limits allow.",
+            "Allow more with max_memory.",
+        )
     by_name = {device.name: device for device in chosen}
     skeleton.materialise_buffers(model, _device_finder(placement, by_name), weights.absent)
     profiler = Profiler(options.profiling, "Passes, by stage")

@@ -37,7 +37,7 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConf
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         model_class(config)
-    except (ValueError, KeyError, ImportError) as error:
+    except (ValueError, KeyError, ImportError, OSError) as error:  # OSError: config.json is not JSON
         raise _unknown(folder, error) from error
     _refuse_quantised(folder, config)
     return config

@@ -14,7 +14,9 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from rabbitllm.engine.load import SCALES_IN_PLACE
 from rabbitllm.engine.placement import Tier
+from rabbitllm.errors import RabbitLLMError
 from tests.support.tiny_models import INPUT, load, plain_model, split, tiers
 
 SHORT = ("cohere2", "falcon_h1", "glm4_moe", "gemma3n_text", "longcat_flash", "qwen3_5_moe_text", "zamba2")
@@ -127,9 +129,6 @@ OWN: dict[str, dict[str, Any]] = {
         "hybrid_layer_ids": [1, 3],
     },
 }
-ONLY_RESIDENT = {"rwkv"}
-"""It divides its weights in place between passes."""
-
 _auto: Any = transformers.AutoModelForCausalLM
 
 
@@ -185,7 +184,9 @@ def test_every_type_has_the_bits_of_transformers(tmp_path: Path, name: str) -> N
         found = passes(resident, generates)
         if compression is None:
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-        if name in ONLY_RESIDENT:
+        if name in SCALES_IN_PLACE:
+            with pytest.raises(RabbitLLMError, match="rescales its weights in place, so all of them must stay"):
+                load(directory, 0)
             continue
         streamed = load(directory, 0)
         assert Tier.STREAMED in tiers(streamed).values()

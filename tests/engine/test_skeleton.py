@@ -144,6 +144,13 @@ def test_a_checkpoint_of_the_base_model_lacks_its_prefix(tmp_path: Path) -> None
     assert_same(run(load(split(folder), 0)), expected)
 
 
+def test_config_that_is_no_json(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UnknownArchitectureError, match="cannot build the model") as refused:
+        skeleton.read_config(tmp_path)
+    assert str(tmp_path) in refused.value.problem
+
+
 def test_no_config(tmp_path: Path) -> None:
     with pytest.raises(UnknownArchitectureError) as caught:
         skeleton.read_config(tmp_path)
