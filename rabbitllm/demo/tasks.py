@@ -1,0 +1,379 @@
+"""Problems with exactly one right answer, for training the bundled model and for scoring any copy of it.
+
+Four kinds: sums, comparisons, sorting and small facts.  Every problem belongs for good either to training or
+to the held-out side, and the choice depends on the problem alone, never on a seed:
+
+* sums, comparisons, sorting: a hash of the problem without its wording and without the order of its numbers,
+  so ``12 + 30`` and ``30 + 12`` are the same problem and fall on the same side;
+* facts: training sees every fact, but for each fact one wording is kept back and only asked when scoring;
+  other facts teach that wording.
+
+This module knows nothing of tokenizers, models or torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+KINDS: tuple[str, ...] = ("sum", "comparison", "sorting", "fact")
+
+HELD_OUT_ONE_IN = 10
+LARGEST_NUMBER = 999
+LARGEST_SORTED_NUMBER = 99
+
+# Sums need by far the most practice; the shares only steer training, the held-out set has equal parts.
+_TRAINING_SHARES: tuple[float, ...] = (0.45, 0.15, 0.2, 0.2)
+
+_SUM_WORDINGS = ("{a} + {b} = ?", "What is {a} + {b}?", "Add {a} and {b}.")
+_LARGER_WORDINGS = ("Which is larger, {a} or {b}?", "Which number is bigger, {a} or {b}?")
+_SMALLER_WORDINGS = ("Which is smaller, {a} or {b}?", "Which number is less, {a} or {b}?")
+_SORT_UP_WORDINGS = ("Sort: {numbers}", "Sort from low to high: {numbers}")
+_SORT_DOWN_WORDINGS = ("Sort from high to low: {numbers}",)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One question, ready to be fed to the model as ``prompt``, and its only right ``answer``."""
+
+    kind: str
+    prompt: str
+    answer: str
+
+    @property
+    def text(self) -> str:
+        """The prompt with its answer, as training shows it (the end token is the tokenizer's business)."""
+        return f"{self.prompt} {self.answer}"
+
+
+@dataclass(frozen=True)
+class Relation:
+    """Facts of one sort: wordings with a ``{x}`` to fill, and the answer for every subject."""
+
+    name: str
+    wordings: tuple[str, ...]
+    answers: dict[str, str]
+
+
+def ask(question: str) -> str:
+    """The prompt form the model was trained on."""
+    return f"Q: {question}\nA:"
+
+
+def exact_match(answer_text: str, problem: Problem) -> bool:
+    """Whether a generated answer is the right one; only surrounding white space is forgiven."""
+    return answer_text.strip() == problem.answer
+
+
+def held_out(n: int, seed: int = 0) -> list[Problem]:
+    """``n`` different problems that training never shows, in equal parts of each kind, kinds taking turns.
+
+    Raises ValueError if ``n`` is not a multiple of the number of kinds or asks for more facts than there are.
+    """
+    if n <= 0 or n % len(KINDS):
+        raise ValueError(f"n must be a positive multiple of {len(KINDS)}, not {n}")
+    each = n // len(KINDS)
+    rng = random.Random(f"held-out {seed}")
+    facts = sorted(held_out_facts(), key=lambda problem: problem.prompt)
+    if each > len(facts):
+        raise ValueError(f"there are only {len(facts)} held-out facts, {each} were asked for")
+    columns = [_distinct(kind, each, rng) for kind in KINDS[:-1]]
+    columns.append(rng.sample(facts, each))
+    return [problem for row in zip(*columns, strict=True) for problem in row]
+
+
+def training_stream(seed: int = 0) -> Iterator[Problem]:
+    """Training problems without end; none of them is ever in a held-out set."""
+    rng = random.Random(f"training {seed}")
+    facts = training_facts()
+    while True:
+        kind = rng.choices(KINDS, _TRAINING_SHARES)[0]
+        if kind == "fact":
+            yield rng.choice(facts)
+        else:
+            yield _worded(kind, _numbers(kind, rng, for_scoring=False), rng)
+
+
+def held_out_facts() -> list[Problem]:
+    """Every fact in the one wording kept back for it."""
+    return [problem for problem, kept_back in _worded_facts() if kept_back]
+
+
+def training_facts() -> list[Problem]:
+    """Every fact in all its other wordings."""
+    return [problem for problem, kept_back in _worded_facts() if not kept_back]
+
+
+def is_held_out(kind: str, numbers: Sequence[int]) -> bool:
+    """Which side a problem over ``numbers`` belongs to, whatever their order and the wording."""
+    return _hash(f"{kind} {' '.join(map(str, sorted(numbers)))}") % HELD_OUT_ONE_IN == 0
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+
+
+def _distinct(kind: str, count: int, rng: random.Random) -> list[Problem]:
+    """Held-out problems of ``kind``, no two over the same numbers."""
+    found: dict[tuple[int, ...], Problem] = {}
+    while len(found) < count:
+        numbers = _numbers(kind, rng, for_scoring=True)
+        found.setdefault(tuple(sorted(numbers)), _worded(kind, numbers, rng))
+    return list(found.values())
+
+
+def _numbers(kind: str, rng: random.Random, *, for_scoring: bool) -> tuple[int, ...]:
+    """Numbers for a problem from the side asked for: drawn until they fall on it."""
+    numbers = _any_numbers(kind, rng)
+    while is_held_out(kind, numbers) != for_scoring:
+        numbers = _any_numbers(kind, rng)
+    return numbers
+
+
+def _any_numbers(kind: str, rng: random.Random) -> tuple[int, ...]:
+    if kind == "sorting":
+        largest = rng.choice((9, LARGEST_SORTED_NUMBER, LARGEST_SORTED_NUMBER))
+        return tuple(rng.randint(0, largest) for _ in range(rng.randint(3, 5)))
+    a, b = _sized(rng), _sized(rng)
+    if kind == "comparison":
+        # Half the pairs are close together: those that differ in the first digit are too easy.
+        if rng.random() < 0.5:
+            b = min(LARGEST_NUMBER, max(0, a + rng.randint(-20, 20)))
+        if a == b:
+            b = a + 1 if a < LARGEST_NUMBER else a - 1
+    return a, b
+
+
+def _sized(rng: random.Random) -> int:
+    """A number whose length is drawn first, so that short ones are not rare."""
+    return rng.randint(0, rng.choice((9, 99, LARGEST_NUMBER, LARGEST_NUMBER)))
+
+
+def _worded(kind: str, numbers: tuple[int, ...], rng: random.Random) -> Problem:
+    if kind == "sum":
+        a, b = numbers
+        return Problem(kind, ask(rng.choice(_SUM_WORDINGS).format(a=a, b=b)), str(a + b))
+    if kind == "comparison":
+        a, b = numbers
+        larger = rng.random() < 0.5
+        wording = rng.choice(_LARGER_WORDINGS if larger else _SMALLER_WORDINGS)
+        return Problem(kind, ask(wording.format(a=a, b=b)), str(max(a, b) if larger else min(a, b)))
+    if kind == "sorting":
+        down = rng.random() < 0.4
+        wording = rng.choice(_SORT_DOWN_WORDINGS if down else _SORT_UP_WORDINGS)
+        question = wording.format(numbers=" ".join(map(str, numbers)))
+        return Problem(kind, ask(question), " ".join(map(str, sorted(numbers, reverse=down))))
+    raise ValueError(f"no such kind of problem: {kind!r}")
+
+
+def _worded_facts() -> list[tuple[Problem, bool]]:
+    """Every fact in every wording, with whether that wording is kept back for that fact."""
+    worded: list[tuple[Problem, bool]] = []
+    for relation in RELATIONS:
+        for subject, answer in relation.answers.items():
+            kept_back = _hash(f"{relation.name} {subject}") % len(relation.wordings)
+            for index, wording in enumerate(relation.wordings):
+                worded.append((Problem("fact", ask(wording.format(x=subject)), answer), index == kept_back))
+    return worded
+
+
+def _table(text: str) -> dict[str, str]:
+    """``"a=b, c=d"`` as a dictionary."""
+    pairs = (item.strip().partition("=") for item in text.split(","))
+    return {key: value for key, _, value in pairs}
+
+
+def _inverse(table: dict[str, str]) -> dict[str, str]:
+    return {value: key for key, value in table.items()}
+
+
+def _successors(cycle: str) -> dict[str, str]:
+    names = cycle.split()
+    return dict(zip(names, names[1:] + names[:1], strict=True))
+
+
+_CAPITALS = _table(
+    "France=Paris, Germany=Berlin, Italy=Rome, Spain=Madrid, Portugal=Lisbon, Greece=Athens, Austria=Vienna, "
+    "Poland=Warsaw, Norway=Oslo, Sweden=Stockholm, Finland=Helsinki, Denmark=Copenhagen, Ireland=Dublin, "
+    "Belgium=Brussels, Hungary=Budapest, Romania=Bucharest, Bulgaria=Sofia, Croatia=Zagreb, Iceland=Reykjavik, "
+    "Japan=Tokyo, China=Beijing, Thailand=Bangkok, Vietnam=Hanoi, Nepal=Kathmandu, Mongolia=Ulaanbaatar, "
+    "Egypt=Cairo, Kenya=Nairobi, Ghana=Accra, Morocco=Rabat, Ethiopia=Addis Ababa, Canada=Ottawa, "
+    "Cuba=Havana, Peru=Lima, Chile=Santiago, Argentina=Buenos Aires, Uruguay=Montevideo, Australia=Canberra"
+)
+_SYMBOLS = _table(
+    "hydrogen=H, helium=He, lithium=Li, carbon=C, nitrogen=N, oxygen=O, fluorine=F, neon=Ne, sodium=Na, "
+    "magnesium=Mg, aluminium=Al, silicon=Si, phosphorus=P, sulfur=S, chlorine=Cl, argon=Ar, potassium=K, "
+    "calcium=Ca, titanium=Ti, iron=Fe, nickel=Ni, copper=Cu, zinc=Zn, silver=Ag, tin=Sn, iodine=I, gold=Au, "
+    "mercury=Hg, lead=Pb, uranium=U"
+)
+_YOUNG = _table(
+    "cat=kitten, dog=puppy, cow=calf, sheep=lamb, horse=foal, duck=duckling, goose=gosling, goat=kid, "
+    "pig=piglet, frog=tadpole, deer=fawn, swan=cygnet, kangaroo=joey, bear=cub, hen=chick"
+)
+_NEXT_DAY = _successors("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+_NEXT_MONTH = _successors("January February March April May June July August September October November December")
+
+RELATIONS: tuple[Relation, ...] = (
+    Relation(
+        "capital",
+        (
+            "What is the capital of {x}?",
+            "What is the capital city of {x}?",
+            "Name the capital of {x}.",
+            "Tell me the capital of {x}.",
+            "Which city is the capital of {x}?",
+            "The capital of {x} is which city?",
+            "{x} has which capital?",
+            "{x} has what capital?",
+        ),
+        _CAPITALS,
+    ),
+    Relation(
+        "country",
+        (
+            "Which country has {x} as its capital?",
+            "What country has {x} as its capital?",
+            "Name the country whose capital is {x}.",
+            "Tell me the country whose capital is {x}.",
+            "Of which country is {x} the capital?",
+            "{x} is the capital of which country?",
+            "{x} is the capital of what country?",
+        ),
+        _inverse(_CAPITALS),
+    ),
+    Relation(
+        "symbol",
+        (
+            "What is the chemical symbol for {x}?",
+            "What is the chemical symbol of {x}?",
+            "Give the chemical symbol of {x}.",
+            "Tell me the chemical symbol of {x}.",
+            "Which symbol stands for {x}?",
+            "Which chemical symbol does {x} have?",
+            "Write {x} as a chemical symbol.",
+        ),
+        _SYMBOLS,
+    ),
+    Relation(
+        "element",
+        (
+            "Which element has the symbol {x}?",
+            "What element has the symbol {x}?",
+            "Name the element with the symbol {x}.",
+            "Tell me the element with the symbol {x}.",
+            "What does the chemical symbol {x} stand for?",
+            "The chemical symbol {x} stands for what?",
+            "The chemical symbol {x} stands for which element?",
+        ),
+        _inverse(_SYMBOLS),
+    ),
+    Relation(
+        "young",
+        (
+            "What is a young {x} called?",
+            "What is a baby {x} called?",
+            "What do you call a baby {x}?",
+            "What do you call a young {x}?",
+            "A baby {x} is called what?",
+            "A young {x} is called what?",
+        ),
+        _YOUNG,
+    ),
+    Relation(
+        "legs",
+        (
+            "How many legs does a {x} have?",
+            "How many legs has a {x}?",
+            "What is the number of legs of a {x}?",
+            "Tell me the number of legs of a {x}.",
+            "Count the legs of a {x}.",
+            "A {x} has how many legs?",
+        ),
+        _table(
+            "spider=8, scorpion=8, beetle=6, bee=6, butterfly=6, fly=6, dog=4, cat=4, horse=4, cow=4, frog=4, "
+            "lizard=4, hen=2, duck=2, swan=2, snake=0, worm=0"
+        ),
+    ),
+    Relation(
+        "sides",
+        (
+            "How many sides does a {x} have?",
+            "How many sides has a {x}?",
+            "What is the number of sides of a {x}?",
+            "Tell me the number of sides of a {x}.",
+            "Count the sides of a {x}.",
+            "A {x} has how many sides?",
+        ),
+        _table("triangle=3, square=4, rectangle=4, pentagon=5, hexagon=6, heptagon=7, nonagon=9, decagon=10"),
+    ),
+    Relation(
+        "days",
+        (
+            "How many days are in {x}?",
+            "How many days are there in {x}?",
+            "How many days does {x} have?",
+            "How many days has {x}?",
+            "What is the number of days in {x}?",
+            "Tell me the number of days in {x}.",
+            "{x} has how many days?",
+        ),
+        _table(
+            "January=31, March=31, April=30, May=31, June=30, July=31, August=31, September=30, October=31, "
+            "November=30, December=31"
+        ),
+    ),
+    Relation(
+        "next day",
+        (
+            "Which day comes after {x}?",
+            "Which day is after {x}?",
+            "What day follows {x}?",
+            "Name the day after {x}.",
+            "Tell me the day after {x}.",
+            "If today is {x}, what day is tomorrow?",
+            "Today is {x}. What day is tomorrow?",
+        ),
+        _NEXT_DAY,
+    ),
+    Relation(
+        "previous day",
+        (
+            "Which day comes before {x}?",
+            "Which day is before {x}?",
+            "What day precedes {x}?",
+            "Name the day before {x}.",
+            "Tell me the day before {x}.",
+            "If today is {x}, what day was yesterday?",
+            "Today is {x}. What day was yesterday?",
+        ),
+        _inverse(_NEXT_DAY),
+    ),
+    Relation(
+        "next month",
+        (
+            "Which month comes after {x}?",
+            "Which month is after {x}?",
+            "What month follows {x}?",
+            "Name the month after {x}.",
+            "Tell me the month after {x}.",
+            "If this month is {x}, what is next month?",
+            "This month is {x}. What is next month?",
+        ),
+        _NEXT_MONTH,
+    ),
+    Relation(
+        "previous month",
+        (
+            "Which month comes before {x}?",
+            "Which month is before {x}?",
+            "What month precedes {x}?",
+            "Name the month before {x}.",
+            "Tell me the month before {x}.",
+            "If this month is {x}, what was last month?",
+            "This month is {x}. What was last month?",
+        ),
+        _inverse(_NEXT_MONTH),
+    ),
+)
