@@ -11,7 +11,15 @@ from typing import Any
 from rabbitllm import prepare, split_display
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.layers.compression import check_compression
-from rabbitllm.options import SplitOptions, StreamOptions, expand, parse_max_memory, parse_size, reject_unknown
+from rabbitllm.options import (
+    SplitOptions,
+    StreamOptions,
+    check_transfer,
+    expand,
+    parse_max_memory,
+    parse_size,
+    reject_unknown,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +69,7 @@ class AutoModel:
         local_files_only: bool = False,
         max_memory: Mapping[int | str, int | str] | None = None,
         max_disk: int | str | None = None,
+        shard_transfer: str = "auto",
         trust_remote_code: bool = False,
         **unknown: Any,
     ) -> Any:
@@ -89,6 +98,9 @@ class AutoModel:
             local_files_only: ask the hub for nothing.
             max_memory: device -> bytes for weights, e.g. `{0: "14GiB", "cpu": "24GiB"}`; by default what is free.
             max_disk: bytes that layer files and fetched shards together may occupy, e.g. "57GiB".
+            shard_transfer: how a repository's shards arrive on the sequential route: "file" (each is fetched whole, and
+                the next one meanwhile where the disk has room), "stream" (none is ever a file on this disk), or "auto"
+                (the first of them that fits).
             trust_remote_code: run Python code that comes with the model.
             max_seq_len, persister, use_gds, kv_cache_dir, offload_small_layers_use_cpu_cache: accepted without effect.
 
@@ -110,6 +122,7 @@ class AutoModel:
             sequential=sequential_shard_processing,
             delete_original=delete_original,
             max_disk=None if max_disk is None else parse_size(max_disk, "max_disk"),
+            shard_transfer=check_transfer(shard_transfer, sequential_shard_processing),
             profiling=profiling_mode,
         )
         stream_options = StreamOptions(

@@ -16,6 +16,8 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 MIN_FREE_BYTES = 1 << 30
 """Free disk below which a split warns: the machine itself needs some."""
+TRANSFERS = ("auto", "file", "stream")
+"""How shards of a repository may arrive; see `SplitOptions.shard_transfer`."""
 BIG_LAYER_BYTES = 10 * 1000**3
 """A layer above this is warned of; it is filled on disk, so it costs no RAM, but streaming it will."""
 
@@ -29,8 +31,12 @@ class SplitOptions:
         sequential: take one shard at a time and delete it as soon as it is used up.
         delete_original: remove the original when the split is whole; with `sequential`, what the loop left of it.
         max_disk: bytes that the split itself may occupy (layer files and staged shards); None for what is free.
+        shard_transfer: how shards of a repository arrive on the sequential route: "file" (each is fetched whole, and
+            the next one meanwhile where the disk has room), "stream" (none is ever a file), or "auto" (the first of
+            them that fits).
         profiling: record where the time of each layer goes.
         threads: workers that read, quantise and write.
+        min_free: bytes; free disk below which a split stops cleanly, since the machine itself needs some.
     """
 
     compression: str | None = None
@@ -39,6 +45,8 @@ class SplitOptions:
     max_disk: int | None = None
     profiling: bool = False
     threads: int = 2
+    shard_transfer: str = "auto"
+    min_free: int = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +93,25 @@ def parse_size(size: int | str, name: str) -> int:
     if match is None or match[2].lower() not in units:
         raise OptionError(f"{name}={size!r} is no size.", "Give bytes as a number, or text such as '57GiB' or '60GB'.")
     return int(float(match[1]) * units[match[2].lower()])
+
+
+def check_transfer(transfer: str, sequential: bool) -> str:
+    """`shard_transfer`, if it exists and suits the route.
+
+    Raises:
+        OptionError: it does not.
+    """
+    if transfer not in TRANSFERS:
+        raise OptionError(
+            f"shard_transfer={transfer!r} does not exist; expected one of {', '.join(map(repr, TRANSFERS))}.",
+            "'auto' takes the first way that fits the disk.",
+        )
+    if transfer == "stream" and not sequential:
+        raise OptionError(
+            "shard_transfer='stream' keeps no shard, and the standard route keeps them all.",
+            "Add sequential_shard_processing=True, or leave shard_transfer out.",
+        )
+    return transfer
 
 
 def parse_max_memory(limits: Mapping[int | str, int | str] | None) -> Mapping[str, int] | None:

@@ -6,6 +6,7 @@ Knows the sources and the splitter, not the engine.
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from rabbitllm.errors import (
     GatedRepositoryError,
     HubError,
     MissingShardError,
+    OptionError,
     SplitMismatchError,
 )
 from rabbitllm.layers.layer_store import (
@@ -42,7 +44,15 @@ from rabbitllm.layers.layer_store import (
 from rabbitllm.options import SplitOptions, expand
 from rabbitllm.profiler import Profiler
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.split import STAGING_NAME, Request, clear_away, discard_original, split
+from rabbitllm.splitter.repair import repair
+from rabbitllm.splitter.split import (
+    STAGING_NAME,
+    Request,
+    check_before_download,
+    clear_away,
+    discard_original,
+    split,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +89,7 @@ class Sought:
         access: how to reach the hub.
         repo_id: a repository to fetch shards from that a local folder lacks.
         base: first part of the split directory's name.
+        only_look: for a plan: nothing is written down, and a source whose config or weights are gone is found too.
     """
 
     name: str
@@ -87,6 +98,7 @@ class Sought:
     access: HubAccess = field(default_factory=HubAccess)
     repo_id: str | None = None
     base: str = "splitted_model"
+    only_look: bool = False
 
 
 def find(sought: Sought) -> Source:
@@ -123,7 +135,7 @@ def _find_local(folder: Path, sought: Sought) -> Source:
     if sought.repo_id is not None and not finished:
         repository = open_repository(sought.repo_id, sought.access, target / STAGING_NAME)
     config = target if not (folder / "config.json").exists() and (target / "config.json").exists() else folder
-    if not finished and not is_legacy(folder):  # a folder without weights is said to be one, config or no config
+    if not (finished or sought.only_look or is_legacy(folder)):  # a folder without weights is said to be one
         _open_folder(folder, repository, target)
     return Source(sought.name, target, config, finished, local=folder, missing_from=repository)
 
@@ -143,13 +155,27 @@ def _find_repository(sought: Sought) -> Source:
     target = locations.for_repository(sought.name, repository.commit, sought.saving_path, sought.compression)
     if sought.saving_path is None:
         target = _same_weights(target, repository, sought.compression)
-        locations.remember_commit(sought.name, sought.access.revision, target.parent.name)
+        if not sought.only_look:
+            locations.remember_commit(sought.name, sought.access.revision, target.parent.name)
     repository.staging = target / STAGING_NAME
     if not _is_finished(target) and (legacy := _legacy_in_snapshot(sought, repository.commit)) is not None:
         return legacy
     finished = _is_finished(target)
+    if sought.only_look and "config.json" not in repository.files:
+        return Source(sought.name, target, target, finished, repository=repository)
     config = target if finished else _fetched_config(repository)
     return Source(sought.name, target, config, finished, repository=repository)
+
+
+def folder_at(source: Source, sought: Sought, compression: str | None) -> Path:
+    """The split directory, there or not, of a source that was found, at whichever compression."""
+    if source.repository is not None:
+        commit, saving_path = source.repository.commit, sought.saving_path
+        target = locations.for_repository(source.name, commit, saving_path, compression)
+        return target if saving_path is not None else _same_weights(target, source.repository, compression)
+    if source.local is not None:
+        return locations.for_local(source.local, sought.saving_path, compression, sought.base)
+    return source.split_folder
 
 
 def _same_weights(target: Path, repository: HubRepository, compression: str | None) -> Path:
@@ -248,7 +274,7 @@ def ensure_split(
     if source.finished:
         _check_finished(source, options)
         return Profiler(enabled=options.profiling)
-    checkpoint = _open(source, options)
+    checkpoint = _open(source, options, naming)
     request = Request(checkpoint, source.split_folder, _family(source.config_folder), options, naming, quantise_on)
     try:
         return split(request)
@@ -256,12 +282,42 @@ def ensure_split(
         raise _with_other_splits(error, source) from None
 
 
-def _open(source: Source, options: SplitOptions) -> Checkpoint:
+def _open(source: Source, options: SplitOptions, naming: LayerNaming | None) -> Checkpoint:
     if source.repository is not None:
         remote = HubCheckpoint(source.repository)
-        return remote if options.sequential else LocalCheckpoint(download_all(source.repository, remote.index))
+        if options.sequential:
+            return remote
+        family = _family(source.config_folder)
+        check_before_download(Request(remote, source.split_folder, family, options, naming), source.repository.cache)
+        return LocalCheckpoint(download_all(source.repository, remote.index))
     assert source.local is not None
     return _open_folder(source.local, source.missing_from, source.split_folder)
+
+
+def open_weights(source: Source, folders: Iterable[Path]) -> Checkpoint | None:
+    """The checkpoint of a source, of which nothing but headers is read; None where only finished splits are left.
+
+    Args:
+        source: as `find` gives it.
+        folders: its split directories, whose journals know an index that is gone.
+
+    Raises:
+        CheckpointNotFoundError: there are no weights, and no finished split either.
+    """
+    if source.repository is not None:
+        return HubCheckpoint(source.repository)
+    if source.local is None:
+        return None
+    absent, finished = [], False
+    for folder in folders:
+        try:
+            return _open_folder(source.local, source.missing_from, folder)
+        except CheckpointNotFoundError as error:
+            absent.append(error)
+            finished = finished or _is_finished(folder)
+    if not finished:
+        raise absent[0]
+    return None
 
 
 def _open_folder(folder: Path, missing_from: HubRepository | None, split_folder: Path) -> LocalCheckpoint:
@@ -363,3 +419,31 @@ def _with_other_splits(error: MissingShardError, source: Source) -> MissingShard
     return MissingShardError(
         error.problem, f"They may have been used up by the split beside them: load that one with {choices}."
     )
+
+
+def repair_split(folder: Path, manifest: Manifest, layers: Collection[str], original: Path | None = None) -> None:
+    """Make damaged layers of a finished split anew, from the source that it was made from.
+
+    Args:
+        folder: the split directory.
+        manifest: its own.
+        layers: ids of the damaged ones.
+        original: the checkpoint, for a split that was made from a folder; a repository is found by its name.
+
+    Raises:
+        OptionError: the split was made from a folder, and no `original` was given.
+        SplitMismatchError: the source is another one; nothing was touched.
+    """
+    known = manifest.source
+    if original is not None:
+        checkpoint: Checkpoint = LocalCheckpoint(original)
+    elif known.kind == "hub":
+        access = HubAccess(revision=known.commit)
+        checkpoint = HubCheckpoint(open_repository(known.name, access, folder / STAGING_NAME))
+    else:
+        raise OptionError(
+            f"{folder} was split from a folder named {known.name!r}, whose place is not known.",
+            "Name it with --original, if its shards are still there; otherwise split another copy of the model.",
+        )
+    options = SplitOptions(compression=manifest.compression, sequential=original is None)
+    repair(Request(checkpoint, folder, _family(folder), options), manifest, layers)

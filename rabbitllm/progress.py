@@ -42,6 +42,14 @@ class ShardStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class BytesFetched:
+    """Bytes of a shard that have come from the hub, or that an earlier run had fetched; told of from any thread."""
+
+    shard: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class BytesDone:
     """Source bytes of a shard that are in their layer files."""
 
@@ -86,7 +94,7 @@ class SplitDone:
     seconds: float
 
 
-Event: TypeAlias = SplitStarted | ShardStarted | BytesDone | LayerDone | ShardDone | SplitDone
+Event: TypeAlias = SplitStarted | ShardStarted | BytesFetched | BytesDone | LayerDone | ShardDone | SplitDone
 
 _listeners: list[Callable[[Event], None]] = []
 

@@ -41,7 +41,7 @@ class SplitDisplay:
                     print(text, file=sys.stderr, flush=True)
             case progress.SplitDone():
                 self.close()
-            case progress.LayerDone():
+            case progress.LayerDone() | progress.BytesFetched():
                 pass
 
     def _start(self, event: progress.SplitStarted) -> None:

@@ -56,6 +56,7 @@ ADDED = {
     "local_files_only": False,
     "max_memory": None,
     "max_disk": None,
+    "shard_transfer": "auto",
     "trust_remote_code": False,
 }
 STREAM = {"device": "cpu", "max_memory": {"cpu": 0}, "show_layer_progress": False}

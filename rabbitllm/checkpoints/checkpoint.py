@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -142,11 +142,23 @@ class Checkpoint(Protocol):
         """Size, fingerprint and header; None if the shard is gone and cannot be fetched. Reads headers only."""
         ...
 
-    def acquire(self, shard: str) -> Path:
+    def acquire(self, shard: str, on_bytes: Callable[[int], None] = ...) -> Path:
         """A local path to the whole shard, fetched if need be.
+
+        Args:
+            shard: its name.
+            on_bytes: told of every run of bytes fetched, and of those an earlier try left; may raise to stop.
 
         Raises:
             MissingShardError: it is neither here nor to be had.
+        """
+        ...
+
+    def stream(self, shard: str) -> Iterator[bytes]:
+        """The bytes of a shard that `stages`, in order, without a file of it; to be believed after the last one only.
+
+        Raises:
+            HubError: they are not those the hub's digest names, or the hub refused.
         """
         ...
 
@@ -160,8 +172,16 @@ class Checkpoint(Protocol):
         ...
 
     def sidecars(self) -> Mapping[str, Path]:
-        """Config, tokenizer and the like: relative name -> local path."""
+        """Config, tokenizer and the like: relative name -> local path; fetched if need be."""
         ...
+
+    def sidecar_sizes(self) -> Mapping[str, int]:
+        """The same files' sizes in bytes, without fetching any."""
+        ...
+
+
+def ignore_bytes(nbytes: int) -> None:
+    """What `acquire` tells of its bytes where nobody wants to know."""
 
 
 def sampled_fingerprint(path: Path, header: Header) -> str:

@@ -1,4 +1,4 @@
-"""Byte ranges of a file on a hub, and whole files that resume where the last process stopped.
+"""Byte ranges of a file on a hub, files that pass by whole, and files that resume where the last process stopped.
 
 huggingface_hub starts a download over in each new process and leaves an orphan behind, and over HTTP it checks
 the size alone (https://github.com/huggingface/huggingface_hub/pull/4306). With shards of 4 GB and machines that
@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 CHUNK_BYTES = 4 << 20
 ATTEMPTS = 8
 """Tries in a row that bring no new byte before giving up."""
+LONGEST_PAUSE = 120.0
+"""Seconds; what a hub's Retry-After is cut to."""
 _RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
 
 
@@ -38,6 +40,7 @@ class RemoteFile:
         url: its resolve URL; asked anew at each try, so that an expired redirect is redone.
         size: bytes.
         sha256: the hub's own digest (hex) of a large file; None for a small one, which has none.
+        git_sha1: the id (hex) of a small file as git names it; None if the hub did not say.
         token: as huggingface_hub takes it: a string, None for the saved one, False for none.
     """
 
@@ -45,6 +48,26 @@ class RemoteFile:
     size: int
     sha256: str | None
     token: str | bool | None = None
+    git_sha1: str | None = None
+
+    def new_digest(self) -> Any:
+        """A hash to be fed the file's bytes in order, of the kind by which the hub names this file."""
+        if self.sha256 is None and self.git_sha1 is not None:  # https://git-scm.com/book, "Git Objects"
+            return hashlib.sha1(f"blob {self.size}\0".encode())
+        return hashlib.sha256()
+
+    def check(self, digest: Any) -> None:
+        """Compare the digest of what arrived with the hub's own.
+
+        Raises:
+            HubError: they differ. Nothing of the bytes may be used.
+        """
+        expected = self.sha256 or self.git_sha1
+        if expected is not None and digest.hexdigest() != expected:
+            raise HubError(
+                f"{self.url} arrived with {digest.name} {digest.hexdigest()}; the hub says {expected}.",
+                "Make the same call again: the wrong bytes were thrown away, and nothing of them was used.",
+            )
 
 
 def read_range(file: RemoteFile, start: int, length: int) -> bytes:
@@ -65,11 +88,16 @@ def fetch(file: RemoteFile, part: Path, on_bytes: Callable[[int], None] = lambda
     `part` is ours alone and never the only copy, so it needs no fsync: what is trusted of it is what was hashed
     in this process.
 
+    Args:
+        file: what to bring.
+        part: where to.
+        on_bytes: told of every run of bytes that is there; may raise to stop.
+
     Raises:
         HubError: the bytes are not those the hub's digest names (`part` is removed), or the hub refused.
     """
-    digest = hashlib.sha256()
-    have = _rehash(part, file.size, digest)
+    digest = file.new_digest()
+    earlier = have = _rehash(part, file.size, digest)
     on_bytes(have)
     sink = durable.GrowingFile(part, have)
     try:
@@ -80,12 +108,29 @@ def fetch(file: RemoteFile, part: Path, on_bytes: Callable[[int], None] = lambda
             on_bytes(len(chunk))
     finally:
         sink.close()
-    if file.sha256 is not None and digest.hexdigest() != file.sha256:
+    try:
+        file.check(digest)
+    except HubError:
         durable.remove(part)
-        raise HubError(
-            f"{file.url} arrived with sha256 {digest.hexdigest()}; the hub says {file.sha256}.",
-            "Make the same call again: the wrong bytes were thrown away, and nothing of them was used.",
-        )
+        if not earlier:
+            raise
+        logger.warning("What an earlier run fetched of %s is damaged; it is fetched anew.", file.url)
+        fetch(file, part, on_bytes)
+
+
+def stream(file: RemoteFile) -> Iterator[bytes]:
+    """The whole content of a remote file, in order, without a copy of it on the disk.
+
+    Whoever takes it must go on to the end before trusting any of it: the digest is compared after the last byte.
+
+    Raises:
+        HubError: the bytes are not those the hub's digest names, or the hub refused.
+    """
+    digest = file.new_digest()
+    for chunk in _resuming(file, 0, file.size):
+        digest.update(chunk)
+        yield chunk
+    file.check(digest)
 
 
 def _rehash(part: Path, size: int, digest: Any) -> int:
@@ -107,7 +152,7 @@ def _resuming(file: RemoteFile, start: int, stop: int) -> Iterator[bytes]:
     """The bytes from `start` to `stop`, asking for the rest again whenever the connection breaks."""
     failures, at = 0, start
     while at < stop:
-        before = at
+        before, wanted_pause = at, 0.0
         try:
             with _request(file, at, stop) as response:
                 for chunk in _body(response, at, stop):
@@ -116,7 +161,7 @@ def _resuming(file: RemoteFile, start: int, stop: int) -> Iterator[bytes]:
         except transport_errors() as error:
             reason = f"{type(error).__name__}: {error}"
         except _RetryLater as later:
-            reason = str(later)
+            reason, wanted_pause = str(later), later.pause
         else:
             reason = "the connection closed early"
         if at >= stop:
@@ -128,11 +173,16 @@ def _resuming(file: RemoteFile, start: int, stop: int) -> Iterator[bytes]:
                 "Make the same call again later: it goes on where this one stopped.",
             )
         logger.info("%s: %s; asking again from byte %s", file.url, reason, f"{at:,}")
-        time.sleep(_pause(failures))
+        time.sleep(max(_pause(failures), wanted_pause))
 
 
 class _RetryLater(Exception):
-    """The hub is busy; the message says how."""
+    """The hub is busy; the message says how, `pause` for how many seconds it asks to be left alone."""
+
+    def __init__(self, status: int, retry_after: str | None) -> None:
+        super().__init__(f"HTTP {status}")
+        # RFC 9110, 10.2.3; a date, its other form, is left to our own pauses
+        self.pause = min(float(retry_after), LONGEST_PAUSE) if retry_after and retry_after.isdecimal() else 0.0
 
 
 def _body(response: Any, at: int, stop: int) -> Iterator[bytes]:
@@ -163,7 +213,9 @@ def _request(file: RemoteFile, at: int, stop: int) -> AbstractContextManager[Any
     def opened() -> Iterator[Any]:
         with get_session().stream("GET", file.url, headers=headers, follow_redirects=True) as response:
             if response.status_code in _RETRIED_STATUS:
-                raise _RetryLater(f"HTTP {response.status_code}")
+                raise _RetryLater(response.status_code, response.headers.get("retry-after"))
+            if response.status_code in (401, 403) and response.history:  # a signed address that has run out
+                raise _RetryLater(response.status_code, None)
             if response.status_code >= 400:
                 response.read()
                 hf_raise_for_status(response)

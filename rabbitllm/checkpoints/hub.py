@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rabbitllm import durable
 from rabbitllm.checkpoints import fetch, hub_cache
-from rabbitllm.checkpoints.checkpoint import Disposal, Release, ShardFacts, SourceIdentity, is_sidecar
+from rabbitllm.checkpoints.checkpoint import Disposal, Release, ShardFacts, SourceIdentity, ignore_bytes, is_sidecar
 from rabbitllm.checkpoints.index import (
     INDEX_NAME,
     SINGLE_NAME,
@@ -117,10 +116,16 @@ class HubRepository:
     files: Mapping[str, HubFile]
     access: HubAccess
     staging: Path
-    on_bytes: Any = field(default=lambda n: None)
 
     def __post_init__(self) -> None:
         self.label = f"{self.repo_id}@{self.commit[:8]}"
+
+    @property
+    def cache(self) -> Path:
+        """The user's hub cache."""
+        from huggingface_hub import constants
+
+        return self.access.cache_dir or Path(constants.HF_HUB_CACHE)
 
     def small_file(self, name: str) -> Path:
         """A config, tokenizer or index file, through the user's own hub cache."""
@@ -185,24 +190,33 @@ class HubRepository:
         from huggingface_hub import hf_hub_url
 
         url = hf_hub_url(self.repo_id, shard, revision=self.commit)
-        return fetch.RemoteFile(url, listed.size, listed.sha256, self.access.token)
+        return fetch.RemoteFile(url, listed.size, listed.sha256, self.access.token, listed.blob_id)
 
-    def acquire(self, shard: str) -> Path:
+    def acquire(self, shard: str, on_bytes: Callable[[int], None] = ignore_bytes) -> Path:
         """The shard in the user's cache, or fetched (or fetched to its end) into the staging folder."""
         if cached := self.cached(shard):
             hub_cache.check_in_cache(cached[1], cached[0])
             return cached[1]
+        remote = self._remote(shard, self._listed(shard))
+        durable.make_folder(self.staging)
+        part = self.staged(shard)
+        with translated(self.repo_id):
+            fetch.fetch(remote, part, on_bytes)
+        return part
+
+    def _listed(self, shard: str) -> HubFile:
         listed = self.files.get(shard)
         if listed is None:
             raise MissingShardError(
                 f"{self.label} has no file {shard}, which its index names.",
                 "The repository is incomplete: tell its owner, or use another revision.",
             )
-        durable.make_folder(self.staging)
-        part = self.staged(shard)
+        return listed
+
+    def stream(self, shard: str) -> Iterator[bytes]:
+        """The shard's bytes as they come from the hub, in order; its digest is compared after the last."""
         with translated(self.repo_id):
-            fetch.fetch(self._remote(shard, listed), part, self.on_bytes)
-        return part
+            yield from fetch.stream(self._remote(shard, self._listed(shard)))
 
     def release(self, shard: str) -> Release:
         """Remove the staged shard, or free the cached one through the hub's own deletion."""
@@ -261,9 +275,7 @@ class HubCheckpoint:
     @property
     def deletable(self) -> bool:
         """What we fetch always is; what is in the user's cache, if that can be written."""
-        from huggingface_hub import constants
-
-        cache = self.repository.access.cache_dir or Path(constants.HF_HUB_CACHE)
+        cache = self.repository.cache
         return not cache.exists() or os.access(cache, os.W_OK)
 
     def identity(self, shards: Iterable[ShardFacts]) -> SourceIdentity:
@@ -277,8 +289,11 @@ class HubCheckpoint:
         check_shard_name(shard, INDEX_NAME)
         return self.repository.facts(shard)
 
-    def acquire(self, shard: str) -> Path:
-        return self.repository.acquire(shard)
+    def acquire(self, shard: str, on_bytes: Callable[[int], None] = ignore_bytes) -> Path:
+        return self.repository.acquire(shard, on_bytes)
+
+    def stream(self, shard: str) -> Iterator[bytes]:
+        return self.repository.stream(shard)
 
     def release(self, shard: str) -> Release:
         return self.repository.release(shard)
@@ -288,8 +303,10 @@ class HubCheckpoint:
         return hub_cache.free_rest(cached[0]) if cached else []
 
     def sidecars(self) -> Mapping[str, Path]:
-        names = sorted(name for name, file in self.repository.files.items() if is_sidecar(name, file.size))
-        return {name: self.repository.small_file(name) for name in names}
+        return {name: self.repository.small_file(name) for name in sorted(self.sidecar_sizes())}
+
+    def sidecar_sizes(self) -> Mapping[str, int]:
+        return {name: file.size for name, file in self.repository.files.items() if is_sidecar(name, file.size)}
 
 
 def cached_snapshot(repo_id: str, access: HubAccess) -> Path | None:

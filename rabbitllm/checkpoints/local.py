@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from rabbitllm import durable
@@ -19,6 +19,7 @@ from rabbitllm.checkpoints.checkpoint import (
     Release,
     ShardFacts,
     SourceIdentity,
+    ignore_bytes,
     is_sidecar,
     sampled_fingerprint,
 )
@@ -137,18 +138,23 @@ class LocalCheckpoint:
             return f"sha256:{blob}"  # the cache names the blobs of large files by their sha256
         return sampled_fingerprint(path, header)
 
-    def acquire(self, shard: str) -> Path:
+    def acquire(self, shard: str, on_bytes: Callable[[int], None] = ignore_bytes) -> Path:
         path = self.folder / shard
         if path.exists():
             self._check(shard)  # again: what is opened now may not be what was checked then
             return path
         if self._missing_from is not None:
             self._fetched.add(shard)
-            return self._missing_from.acquire(shard)
+            return self._missing_from.acquire(shard, on_bytes)
         raise MissingShardError(
             f"{path} is missing; the index says it holds {self._count(shard)} tensors.",
             "Put the shard at that path, or give the id of the repository it came from.",
         )
+
+    def stream(self, shard: str) -> Iterator[bytes]:
+        assert self._missing_from is not None, "only a shard that would be staged can be streamed"
+        self._fetched.add(shard)
+        return self._missing_from.stream(shard)
 
     def _count(self, shard: str) -> int:
         return sum(name == shard for name in self.index.weight_map.values())
@@ -187,6 +193,9 @@ class LocalCheckpoint:
         for name in chosen:
             self._check(name)
         return chosen
+
+    def sidecar_sizes(self) -> Mapping[str, int]:
+        return {name: path.stat().st_size for name, path in self.sidecars().items()}
 
 
 def is_writable(folder: Path) -> bool:

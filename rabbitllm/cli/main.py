@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from rabbitllm.cli.demo import demo
+from rabbitllm.cli.verify import verify_command
 from rabbitllm.errors import RabbitLLMError
 from rabbitllm.version import __version__
 
@@ -32,6 +33,7 @@ def root(
 
 
 app.command(name="demo")(demo)
+app.command(name="verify")(verify_command)
 
 
 def main() -> None:

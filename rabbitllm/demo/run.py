@@ -47,7 +47,7 @@ def watching(folder: Path) -> Iterator[Peaks]:
     """Sample disk and memory in a thread while the context is open."""
     import psutil
 
-    from rabbitllm.splitter.split import disk_in_use
+    from rabbitllm.splitter.shard_loop import disk_in_use
 
     process = psutil.Process()
     peaks = Peaks(memory_before=process.memory_info().rss)

@@ -36,13 +36,24 @@ SPLIT_DIRECTORY = "splitted_model"
 
 @dataclass(frozen=True, slots=True)
 class LayerRecord:
-    """One layer file of a finished split: its id, stem, file name, size in bytes, and tensor names."""
+    """One layer file of a finished split.
+
+    Attributes:
+        id, stem: of the layer.
+        file: its name.
+        size: bytes.
+        tensors: the checkpoint's names.
+        crc32: of the whole file as it was meant to be written.
+        shards: those that its tensors came from.
+    """
 
     id: str
     stem: str
     file: str
     size: int
     tensors: tuple[str, ...]
+    crc32: int
+    shards: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +76,15 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     from rabbitllm.version import __version__
 
     layers = [
-        {"id": r.id, "stem": r.stem, "file": r.file, "size": r.size, "tensors": list(r.tensors)}
+        {
+            "id": r.id,
+            "stem": r.stem,
+            "file": r.file,
+            "size": r.size,
+            "crc32": f"{r.crc32:08x}",
+            "shards": list(r.shards),
+            "tensors": list(r.tensors),
+        }
         for r in manifest.layers
     ]
     source = manifest.source
@@ -136,7 +155,10 @@ def _record(entry: dict[str, Any]) -> LayerRecord:
     if type(size) is not int or size < 0:
         raise ValueError(f"{size!r} is no size")
     tensors = tuple(_text(name) for name in entry["tensors"])
-    return LayerRecord(_text(entry["id"]), _text(entry["stem"]), file, size, tensors)
+    shards = tuple(_text(name) for name in entry["shards"])
+    return LayerRecord(
+        _text(entry["id"]), _text(entry["stem"]), file, size, tensors, int(_text(entry["crc32"]), 16), shards
+    )
 
 
 def _text(value: object) -> str:

@@ -2,12 +2,14 @@
 
 `split.journal` in the split directory, lines of JSON. The first line is everything that the headers said, written
 before the first shard is touched, because a shard that is gone cannot be asked again. Each further line names a
-shard all of whose tensors are durable in layer files. A line that a crash cut short is no line.
+shard all of whose tensors are durable in layer files, and the checksums of what was written. A line that a crash cut
+short is no line.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +27,19 @@ JOURNAL_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A journal read back: the plan, the quantiser it was begun with, and the shards used up so far."""
+    """A journal read back.
+
+    Attributes:
+        plan: what is being done.
+        quantiser: what it was begun with.
+        used: shards used up so far.
+        checksums: tensor -> CRC-32 of each stored part, of the tensors whose writing the journal knows of.
+    """
 
     plan: SplitPlan
     quantiser: str | None
     used: frozenset[str]
+    checksums: Mapping[str, tuple[int, ...]]
 
 
 def begin(folder: Path, plan: SplitPlan, quantiser: str | None) -> None:
@@ -50,23 +60,28 @@ def replay(folder: Path) -> Replay | None:
     head, *rest = path.read_bytes().split(b"\n")
     try:
         plan, quantiser = _decode(json.loads(head))
-        used = frozenset(shard for line in rest if (shard := _used_shard(line)) is not None)
+        entries = [entry for line in rest if (entry := _entry(line)) is not None]
     except (ValueError, KeyError, TypeError) as error:
         raise IncompleteSplitError(
             f"{path} cannot be read back: {type(error).__name__} {error}.",
             "If every shard of the source is still there (or it is on the hub), delete that folder and call again. "
             "Otherwise keep it: it may hold the only copy of some tensors.",
         ) from None
-    return Replay(plan, quantiser, used)
+    checksums: dict[str, tuple[int, ...]] = {}
+    for _, sums in entries:
+        checksums |= sums
+    return Replay(plan, quantiser, frozenset(shard for shard, _ in entries), checksums)
 
 
-def _used_shard(line: bytes) -> str | None:
-    """The shard that a line declares used up; None for a line that a crash cut short."""
+def _entry(line: bytes) -> tuple[str, dict[str, tuple[int, ...]]] | None:
+    """The shard that a line declares used up, and its tensors' checksums; None for a line that a crash cut short."""
     try:
-        shard = json.loads(line)["used"]
-    except (ValueError, KeyError, TypeError):
+        content = json.loads(line)
+        shard = content["used"]
+        sums = {tensor: tuple(map(int, parts)) for tensor, parts in content["crc32"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    return shard if isinstance(shard, str) else None
+    return (shard, sums) if isinstance(shard, str) else None
 
 
 class Journal:
@@ -79,9 +94,12 @@ class Journal:
         if torn:  # end the line that a crash cut short, so that the next one stands alone
             self._log.append("")
 
-    def mark_used(self, shard: str) -> None:
-        """Declare that everything taken from `shard` is durable. Only then may it be deleted."""
-        self._log.append(json.dumps({"used": shard}))
+    def mark_used(self, shard: str, checksums: Mapping[str, tuple[int, ...]]) -> None:
+        """Declare that everything taken from `shard` is durable. Only then may it be deleted.
+
+        `checksums` has the CRC-32 of each stored part of the tensors that were written, by tensor.
+        """
+        self._log.append(json.dumps({"used": shard, "crc32": checksums}, separators=(",", ":")))
 
     def close(self) -> None:
         self._log.close()

@@ -1,19 +1,18 @@
 """What a split will do, from headers alone: where every byte goes, and the most disk it will take.
 
-Pure but for `check_space`, which asks how much is free. Nothing here writes.
+Pure: nothing here writes, or asks what the disk has. That is `space.py`'s.
 """
 
 from __future__ import annotations
 
-import shutil
+import enum
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from rabbitllm.checkpoints.checkpoint import ShardFacts, SourceIdentity
 from rabbitllm.checkpoints.index import CheckpointIndex
 from rabbitllm.checkpoints.naming import LayerName
-from rabbitllm.errors import InvalidIndexError, NotEnoughSpaceException
+from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec
 from rabbitllm.layers.compression import BLOCKS, StoredForm, stored_form
 from rabbitllm.layers.layer_file import LayerLayout, lay_out
@@ -21,8 +20,14 @@ from rabbitllm.splitter.layer_map import LayerMap, build_layer_map
 
 CHUNK_BYTES = 4 << 20
 """Source bytes that are read, quantised and written at a time by one thread."""
-FILE_OVERHEAD_BYTES = 4096
-"""What a file's last block may add to its length on disk."""
+BLOCK_BYTES = 4096
+"""What files occupy is a multiple of this."""
+RECORDED_NAMES = 5
+"""How often journal and manifest together write out a tensor's name."""
+RECORD_BYTES = 300
+"""What they write of a tensor beside its name: dtype, shape, place, checksums, JSON."""
+SHARD_RECORD_BYTES = 1024
+"""What they write of a shard, and once of the whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,43 +119,83 @@ def make_plan(
     return SplitPlan(source, compression, shards, layer_map, layouts)
 
 
+class Arrival(enum.Enum):
+    """How shards that are fetched reach their layer files."""
+
+    FILE_AHEAD = "file, the next one fetched meanwhile"
+    FILE = "file, one at a time"
+    STREAM = "stream, never a file"
+
+
 @dataclass(frozen=True, slots=True)
 class DiskUse:
-    """Bytes on disk over a split, relative to its start.
+    """Bytes on disk over a split.
 
     Attributes:
-        created: the most that layer files and staged shards occupy at any moment; what `max_disk` bounds.
-        added: the most by which the disk is fuller than at the start; less than `created` where shards of the
-            source are deleted on the way.
+        created: the most that the split directory occupies at any moment, layer files, staged shards and the small
+            files beside them; what `max_disk` bounds.
+        added: the most by which the disk is fuller than now; less than `created` where shards of the source are
+            deleted on the way, or an earlier run has created some of it.
     """
 
     created: int
     added: int
 
 
-def disk_use(plan: SplitPlan, *, deletes_shards: bool, used: frozenset[str] = frozenset()) -> DiskUse:
+def disk_use(
+    plan: SplitPlan,
+    *,
+    arrival: Arrival = Arrival.FILE,
+    deletes_shards: bool,
+    small_files: int = 0,
+    used: frozenset[str] = frozenset(),
+    in_use: int = 0,
+) -> DiskUse:
     """The peak over the steps of the plan.
 
     Args:
         plan: the split.
+        arrival: of the shards that are fetched.
         deletes_shards: whether a local source's shards are deleted when used up.
-        used: shards that an earlier run used up; what they wrote is there already and counts as created only.
+        small_files: bytes of what lies beside the layer files: config, tokenizer and the like, journal, manifest.
+        used: shards that an earlier run used up.
+        in_use: bytes that the split directory occupies already.
     """
-    written = freed = already = 0
-    created = added = 0
+    written = small_files
+    freed = created = added = 0
     seen: set[str] = set()
+    waiting = [shard for shard in plan.shards if shard.name not in used]
+    following = dict(zip((shard.name for shard in waiting), [*waiting[1:], None], strict=False))
     for shard in plan.shards:
-        grown = _bytes_from(plan, shard, seen)
-        written += grown
+        written += _bytes_from(plan, shard, seen)
         if shard.name in used:
-            already += grown
             continue
-        staged = shard.size if shard.staged else 0
-        created = max(created, written + staged)
-        added = max(added, written - already + staged - freed)
+        there = _staged_bytes(shard, following[shard.name], arrival)
+        created = max(created, written + there)
+        added = max(added, written + there - freed - in_use)
         if deletes_shards and not shard.staged:
             freed += shard.size
     return DiskUse(max(created, written), added)
+
+
+def _staged_bytes(shard: PlannedShard, following: PlannedShard | None, arrival: Arrival) -> int:
+    """Of fetched shards that lie on the disk while `shard` is used."""
+    if arrival is Arrival.STREAM:
+        return 0
+    there = [shard, following] if arrival is Arrival.FILE_AHEAD else [shard]
+    return sum(on_disk(one.size) for one in there if one is not None and one.staged)
+
+
+def on_disk(nbytes: int) -> int:
+    """What a file of this length occupies, in whole blocks."""
+    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def own_records_bytes(plan: SplitPlan) -> int:
+    """What journal and manifest may grow to, from the names that they list, bytes."""
+    names = sum(len(tensor.name) for shard in plan.shards for tensor in shard.tensors)
+    tensors = sum(len(shard.tensors) for shard in plan.shards)
+    return on_disk(RECORDED_NAMES * names + RECORD_BYTES * tensors + SHARD_RECORD_BYTES * (len(plan.shards) + 1))
 
 
 def _bytes_from(plan: SplitPlan, shard: PlannedShard, seen: set[str]) -> int:
@@ -160,56 +205,12 @@ def _bytes_from(plan: SplitPlan, shard: PlannedShard, seen: set[str]) -> int:
         layout = plan.layouts[layer]
         if layer not in seen:
             seen.add(layer)
-            total += len(layout.header) + FILE_OVERHEAD_BYTES
+            total += len(layout.header) + BLOCK_BYTES
         total += sum(part.nbytes for form in layout.forms if form.source.file == shard.name for part in form.parts)
     return total
 
 
-@dataclass(frozen=True, slots=True)
-class Space:
-    """What is to be had at a place: bytes, and where the figure comes from."""
-
-    available: int
-    reason: str
-
-
-def check_space(plan: SplitPlan, folder: Path, max_disk: int | None, *, deletes_shards: bool) -> None:
-    """Refuse a split that would not fit, before its first byte.
-
-    A container's quota does not show in what is free (Kaggle reports the host's disk), hence `max_disk`.
-
-    Raises:
-        NotEnoughSpaceException: with what is needed, what there is, and which compression would fit.
-    """
-    at = folder
-    while not at.exists():
-        at = at.parent
-    free = Space(shutil.disk_usage(at).free, f"free on the disk of {at}")
-    limit = None if max_disk is None else Space(max_disk, f"allowed by max_disk={max_disk:,}")
-
-    def lacking(candidate: SplitPlan) -> tuple[int, Space] | None:
-        use = disk_use(candidate, deletes_shards=deletes_shards)
-        wants = ((use.added, free), (use.created, limit))
-        return next(((need, space) for need, space in wants if space is not None and need > space.available), None)
-
-    short = lacking(plan)
-    if short is None:
-        return
-    need, space = short
-    fitting = next(
-        (c for c in ("8bit", "4bit") if c != plan.compression and lacking(_compressed(plan, c)) is None), None
-    )
-    raise NotEnoughSpaceException(
-        f"Splitting {plan.source.name} into {folder} needs {gib(need)} at its peak; "
-        f"{gib(space.available)} is {space.reason}.",
-        f"compression='{fitting}' would fit."
-        if fitting
-        else f"Free {gib(need - space.available)} there, or name another place with layer_shards_saving_path. No other "
-        "compression fits as it is.",
-    )
-
-
-def _compressed(plan: SplitPlan, compression: str) -> SplitPlan:
+def recompressed(plan: SplitPlan, compression: str | None) -> SplitPlan:
     """The same split at another compression."""
     layer_map = plan.layer_map
     assigned = {tensor: name for id, name in layer_map.layers.items() for tensor in layer_map.layer_to_tensors[id]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import time
@@ -104,10 +105,8 @@ def test_part_with_other_contents_is_not_believed(
     wrong = bytearray(content[:100_000])
     wrong[damaged_at] ^= 1
     part.write_bytes(wrong)
-    with pytest.raises(HubError, match="arrived with sha256"):
-        fetch.fetch(remote, part)
-    assert not part.exists()
     fetch.fetch(remote, part)
+    assert ranges(local_hub) == [f"bytes=100000-{SIZE - 1}", f"bytes=0-{SIZE - 1}"]
     assert part.read_bytes() == content
 
 
@@ -305,3 +304,51 @@ def test_token_is_sent_to_the_hub_and_not_to_where_it_redirects(
         assert part.read_bytes() == content
         asked = [(request.path.split("/")[1], request.authorized) for request in hub.requests]
         assert asked == [("acme", True), ("cdn", False)] * 2  # an address that has expired is asked for anew
+
+
+# Files that pass by
+
+
+def test_stream(local_hub: LocalHub, remote: RemoteFile, content: bytes) -> None:
+    assert b"".join(fetch.stream(remote)) == content
+    local_hub.faults = Faults(cut_after=70_000, cut_times=2)
+    assert b"".join(fetch.stream(remote)) == content
+
+
+def test_streamed_bytes_are_compared_after_the_last(local_hub: LocalHub, remote: RemoteFile, content: bytes) -> None:
+    local_hub.faults = Faults(flip_byte=50_000)
+    passed = bytearray()
+
+    def take() -> None:
+        for chunk in fetch.stream(remote):
+            passed.extend(chunk)
+
+    with pytest.raises(HubError, match="arrived with sha256"):
+        take()
+    assert len(passed) == SIZE
+    assert bytes(passed) != content
+
+
+def test_small_file_is_known_by_the_name_that_git_gives_it(
+    local_hub: LocalHub, remote: RemoteFile, content: bytes, part: Path
+) -> None:
+    name = hashlib.sha1(f"blob {SIZE}\0".encode() + content).hexdigest()
+    small = dataclasses.replace(remote, sha256=None, git_sha1=name)
+    fetch.fetch(small, part)
+    assert part.read_bytes() == content
+    part.unlink()
+    local_hub.faults = Faults(flip_byte=5)
+    with pytest.raises(HubError, match=r"arrived with sha1 [0-9a-f]{40}; the hub says"):
+        fetch.fetch(small, part)
+    assert not part.exists()
+
+
+@pytest.mark.parametrize(("asked", "waited"), [("7", 7.0), ("9999", fetch.LONGEST_PAUSE), ("soon", 0.0), (None, 0.0)])
+def test_hub_that_asks_to_be_left_alone_is(
+    local_hub: LocalHub, remote: RemoteFile, content: bytes, pauses: list[float], asked: str | None, waited: float
+) -> None:
+    local_hub.faults = Faults(status=429, retry_after=asked)
+    assert fetch.read_range(remote, 0, SIZE) == content
+    assert len(pauses) == 1
+    assert pauses[0] >= waited
+    assert (pauses[0] > 2) == (waited > 2)

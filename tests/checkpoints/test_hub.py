@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from rabbitllm.checkpoints.hub import (
     download_all,
     open_repository,
 )
+from rabbitllm.durable import Step, observe_steps
 from rabbitllm.errors import (
     CheckpointNotFoundError,
     CorruptShardError,
@@ -28,13 +32,16 @@ from rabbitllm.errors import (
     HubError,
     InvalidIndexError,
     MissingShardError,
+    NotEnoughSpaceException,
     UnsafePathError,
 )
 from rabbitllm.options import SplitOptions
+from rabbitllm.splitter.plan import Arrival
 from tests.support.builders import INDEX_NAME, SINGLE_NAME, cut, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import Faults, LocalHub
-from tests.support.splitting import contents, layer_files, names_in, split
+from tests.support.plans import uses_of
+from tests.support.splitting import Call, contents, interrupted, layer_files, names_in, split
 
 REPO = "acme/tiny"
 pytestmark = pytest.mark.usefixtures("hub_environment")
@@ -151,8 +158,10 @@ def test_next_shard_is_asked_for_only_when_the_last_is_gone(
         if isinstance(event, progress.ShardDone):
             asked_by_then[event.shard] = len(local_hub.requests)
 
+    room = uses_of(Call(REPO, compression="4bit"))
+    assert room[Arrival.FILE].created < room[Arrival.FILE_AHEAD].created
     with progress.listening(listen):
-        split(REPO)
+        split(REPO, compression="4bit", max_disk=room[Arrival.FILE].created)
     assert on_disk == [[]] * 6  # nothing is staged before a shard, nor after it
     bodies = [
         (number, request.file, request.bytes_sent)
@@ -424,3 +433,119 @@ def test_errors_of_the_disk_are_not_blamed_on_the_hub() -> None:
     with pytest.raises(OSError, match="No space left") as failed, hub.translated(REPO):
         raise OSError(28, "No space left on device")
     assert not isinstance(failed.value, HubError)
+
+
+# No shard on the disk at all
+
+
+@pytest.mark.parametrize("compression", [None, "4bit", "8bit"])
+def test_streamed_split_has_the_bytes_of_any_other(
+    local_hub: LocalHub, shards: list[str], tmp_path: Path, compression: str | None
+) -> None:
+    staged: list[Path] = []
+    expected = layer_files(split(write_shards(tmp_path / "local", cut(llama_tensors(), 3)), compression=compression))
+    with observe_steps(lambda step: staged.extend([step.path] if ".staging" in str(step.path) else [])):
+        made = split(REPO, compression=compression, shard_transfer="stream")
+    assert layer_files(made) == expected
+    assert staged == []
+    for shard in shards:  # its header for the plan, and its body once
+        size = (tmp_path / "hub" / REPO / shard).stat().st_size
+        assert size <= local_hub.body_bytes(shard) <= size + min(size, hub.FIRST_READ_BYTES)
+
+
+def test_streamed_tensors_at_odd_places(tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment) -> None:
+    """Tensors that begin anywhere, are empty, small or longer than a buffer, in a shard that holds others' too."""
+    chance = torch.Generator().manual_seed(5)
+    sizes = [(3,), (2_500, 1_000), (0, 4), (1,), (65, 63), (127, 33), (7,), (1_100, 2_100), (64, 64)]
+    tensors: dict[str, torch.Tensor] = {
+        f"model.layers.{n % 2}.w{n}": torch.randn(shape, generator=chance).to(torch.bfloat16)
+        for n, shape in enumerate(sizes)
+    }
+    tensors["model.layers.0.flags"] = torch.tensor([True, False, True])  # an odd length, so that all after it are odd
+    folder = tmp_path / "hub" / "acme" / "odd"
+    write_shards(folder, cut(tensors, 2))
+    for compression in (None, "4bit", "8bit"):
+        expected = layer_files(
+            split(write_shards(tmp_path / f"{compression}", cut(tensors, 2)), compression=compression)
+        )
+        made = split("acme/odd", tmp_path / f"out-{compression}", compression=compression, shard_transfer="stream")
+        assert layer_files(made) == expected
+
+
+def test_budget_below_one_shard_streams_by_itself(local_hub: LocalHub, shards: list[str], tmp_path: Path) -> None:
+    call = Call(REPO, compression="4bit")
+    budget = uses_of(call)[Arrival.STREAM].created
+    with observe_steps(lambda step: staged.append(step.path) if ".staging" in str(step.path) else None):
+        staged: list[Path] = []
+        made = split(REPO, compression="4bit", max_disk=budget)
+    assert staged == []
+    assert layer_files(made) == layer_files(
+        split(write_shards(tmp_path / "local", cut(llama_tensors(), 3)), compression="4bit")
+    )
+
+
+def test_streamed_shard_with_a_wrong_byte_gives_no_layer_a_name(
+    local_hub: LocalHub, folder: Path, shards: list[str], tmp_path: Path
+) -> None:
+    expected = layer_files(split(write_shards(tmp_path / "local", cut(llama_tensors(), 3))))
+    header_reads = 1
+    at = (folder / shards[1]).stat().st_size - 5
+    local_hub.faults = Faults(only=shards[1], flip_byte=at, flip_times=1 + header_reads)
+    with pytest.raises(HubError, match="arrived with sha256") as refused:
+        split(REPO, shard_transfer="stream")
+    assert "Make the same call again" in refused.value.remedy
+    made = Call(REPO).find().split_folder
+    finished = names_in(made, "*.safetensors")
+    assert {name: (made / name).read_bytes() for name in finished} == {name: expected[name] for name in finished}
+    local_hub.forget_requests()
+    assert layer_files(split(REPO, shard_transfer="stream")) == expected
+    assert local_hub.body_bytes(shards[0]) == 0  # what was verified is not asked for again
+
+
+def test_route_may_change_on_the_way(local_hub: LocalHub, folder: Path, shards: list[str], tmp_path: Path) -> None:
+    """A split begun with files goes on as a stream and the other way round; what was staged is cleared away."""
+    expected = layer_files(split(write_shards(tmp_path / "local", cut(llama_tensors(), 3)), compression="8bit"))
+    for number, (first, then) in enumerate((("file", "stream"), ("stream", "file"))):
+        call = Call(REPO, str(tmp_path / f"out-{number}"), compression="8bit", shard_transfer=first)
+        made = interrupted(call)
+        (made / ".staging").mkdir(exist_ok=True)
+        (made / ".staging" / f"{shards[2]}.part").write_bytes(b"\0" * 1000)
+        assert layer_files(dataclasses.replace(call, shard_transfer=then).make()) == expected
+        assert not (made / ".staging").exists()
+
+
+def test_next_shard_is_fetched_while_the_last_is_used(local_hub: LocalHub, shards: list[str]) -> None:
+    coming = threading.Event()
+    waited: list[bool] = []
+
+    def listen(event: progress.Event) -> None:
+        if isinstance(event, progress.BytesFetched) and event.shard == shards[1]:
+            coming.set()
+
+    def look(step: Step) -> None:
+        if step.kind == "sync" and step.path.name == "model.embed_tokens.safetensors.part" and not waited:
+            waited.append(coming.wait(30))
+
+    with progress.listening(listen), observe_steps(look):
+        split(REPO, shard_transfer="file")
+    assert waited == [True]
+
+
+def test_standard_route_is_refused_before_it_downloads(
+    local_hub: LocalHub,
+    folder: Path,
+    shards: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    hub_environment: HubEnvironment,
+) -> None:
+    """Checkpoint and layer files must both fit the disk that they share; that is known from headers."""
+    sizes = sum((folder / shard).stat().st_size for shard in shards)
+    usage = shutil.disk_usage(folder)
+    for spare in (0, 2 * sizes + 300_000):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=spare: usage._replace(free=free + 1_000_000_000))
+        if not spare:
+            with pytest.raises(NotEnoughSpaceException, match=r"at its peak; 0.00 MiB is free on the disk of"):
+                split(REPO, sequential=False)
+            assert not list(hub_environment.cache.rglob("*.safetensors"))
+            assert all(local_hub.downloads(shard) == 1 for shard in shards)  # its header
+    assert layer_files(split(REPO, sequential=False))

@@ -56,8 +56,10 @@ def test_manifest_round_trip(tmp_path: Path, commit: str | None) -> None:
         "4bit",
         "bitsandbytes 0.50.2 on cpu",
         (
-            LayerRecord("layers.0", "model.layers.0", LAYER_0, 4096, ("model.layers.0.w", "model.layers.0.猫")),
-            LayerRecord("norm", "model.norm", "model.norm.safetensors", 0, ()),
+            LayerRecord(
+                "layers.0", "model.layers.0", LAYER_0, 4096, ("model.layers.0.w", "model.layers.0.猫"), 0xFF, ("a", "b")
+            ),
+            LayerRecord("norm", "model.norm", "model.norm.safetensors", 0, (), 0, ()),
         ),
     )
     assert read_manifest(tmp_path) is None

@@ -48,7 +48,7 @@ def folder(tmp_path: Path, plan: SplitPlan) -> Path:
 def mark(folder: Path, *shards: str) -> None:
     opened = Journal(folder)
     for shard in shards:
-        opened.mark_used(shard)
+        opened.mark_used(shard, {f"{shard}.w": (1, 2**32 - 1)})
     opened.close()
 
 
@@ -60,10 +60,11 @@ def used(folder: Path) -> set[str]:
 
 def test_round_trip(folder: Path, plan: SplitPlan) -> None:
     assert names_in(folder) == ["split.journal"]
-    assert replay(folder) == Replay(plan, "bitsandbytes 0.50.2 on cpu", frozenset())
+    assert replay(folder) == Replay(plan, "bitsandbytes 0.50.2 on cpu", frozenset(), {})
     mark(folder, A)
     mark(folder, B)
-    assert replay(folder) == Replay(plan, "bitsandbytes 0.50.2 on cpu", frozenset([A, B]))
+    sums = {f"{A}.w": (1, 2**32 - 1), f"{B}.w": (1, 2**32 - 1)}
+    assert replay(folder) == Replay(plan, "bitsandbytes 0.50.2 on cpu", frozenset([A, B]), sums)
     mark(folder, A)
     assert used(folder) == {A, B}
 
@@ -107,7 +108,17 @@ def test_torn_last_line_is_no_line_wherever_it_is_torn(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "garbage",
-    [b"\0\0\0\0", b"{}", b'{"used": 5}', b'{"used": ["x"]}', b"[]", b"5", b"\xff\xfe", b'{"other": "x"}', b""],
+    [
+        b"\0\0\0\0",
+        b"{}",
+        b'{"used": 5, "crc32": {}}',
+        b'{"used": "x"}',
+        b'{"used": "x", "crc32": [1]}',
+        b"[]",
+        b"5",
+        b"\xff\xfe",
+        b"",
+    ],
 )
 def test_garbage_after_the_first_line_is_no_line(folder: Path, garbage: bytes) -> None:
     mark(folder, A)

@@ -1,9 +1,7 @@
-"""The plan: every byte once, the most disk it takes, and refusals that say what would fit."""
+"""The plan: every byte once, and the most disk it takes."""
 
 from __future__ import annotations
 
-import shutil
-from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -11,53 +9,33 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rabbitllm.checkpoints.checkpoint import ShardFacts, SourceIdentity
+from rabbitllm.checkpoints.checkpoint import ShardFacts
 from rabbitllm.checkpoints.index import index_of
 from rabbitllm.checkpoints.local import LocalCheckpoint
-from rabbitllm.checkpoints.naming import assign_layers
-from rabbitllm.errors import InvalidIndexError, NotEnoughSpaceException, SplitError
+from rabbitllm.durable import Step, observe_steps
+from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.safetensors_file import Header
-from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, byte_size
+from rabbitllm.formats.tensor_spec import DTYPES, byte_size
 from rabbitllm.layers.compression import BLOCKS
+from rabbitllm.options import SplitOptions
 from rabbitllm.splitter import plan as plan_module
 from rabbitllm.splitter.plan import (
+    Arrival,
     DiskUse,
     PlannedShard,
     SplitPlan,
-    check_space,
     disk_use,
     gib,
-    make_plan,
     moves,
+    on_disk,
+    own_records_bytes,
+    recompressed,
     tensors_by_shard,
 )
+from rabbitllm.splitter.split import Request, plan_split
 from tests.support.builders import cut, llama_tensors, write_shards
-from tests.support.splitting import names_in, split
-
-SOURCE = SourceIdentity("local", "m", None, {})
-MIB = 1 << 20
-
-
-def shard_of(name: str, tensors: dict[str, tuple[str, tuple[int, ...]]], staged: bool = False) -> PlannedShard:
-    """A shard that holds these tensors one after the other: name -> dtype and shape."""
-    specs, at = [], 100
-    for tensor, (dtype, shape) in tensors.items():
-        specs.append(TensorSpec(tensor, dtype, shape, name, at, byte_size(dtype, shape)))
-        at += specs[-1].nbytes
-    return PlannedShard(name, at, "sampled:0", tuple(specs), staged)
-
-
-def plan_of(shards: tuple[PlannedShard, ...], compression: str | None = None) -> SplitPlan:
-    names = [tensor.name for shard in shards for tensor in shard.tensors]
-    return make_plan(SOURCE, shards, assign_layers(names, "llama"), compression)
-
-
-def even(shards: int, nbytes: int, staged: bool = False) -> tuple[PlannedShard, ...]:
-    """Shards with one layer each, of so many bytes in bf16."""
-    return tuple(
-        shard_of(f"shard-{n}", {f"model.layers.{n}.w": ("BF16", (nbytes // 128, 64))}, staged) for n in range(shards)
-    )
-
+from tests.support.plans import MIB, even, plan_of, shard_of
+from tests.support.splitting import split
 
 # Moves
 
@@ -179,8 +157,45 @@ def test_disk_of_a_local_source_whose_shards_are_deleted() -> None:
 def test_disk_of_fetched_shards() -> None:
     plan = plan_of(even(4, MIB, staged=True))
     shard, layer = MIB + 100, MIB + 4096 + 4096
+    shard = on_disk(shard)
     for deletes in (True, False):
         assert disk_use(plan, deletes_shards=deletes) == DiskUse(4 * layer + shard, 4 * layer + shard)
+    # the last shard has none after it, so two are there while the last but one is used
+    most = max(3 * layer + 2 * shard, 4 * layer + shard)
+    assert disk_use(plan, arrival=Arrival.FILE_AHEAD, deletes_shards=True) == DiskUse(most, most)
+    smaller = plan_of(even(4, MIB, staged=True), "4bit")
+    assert disk_use(smaller, arrival=Arrival.FILE_AHEAD, deletes_shards=True).added > 2 * shard
+    assert disk_use(plan, arrival=Arrival.STREAM, deletes_shards=True) == DiskUse(4 * layer, 4 * layer)
+
+
+def test_disk_of_what_an_earlier_run_has_created() -> None:
+    plan = plan_of(even(4, MIB, staged=True))
+    shard, layer = on_disk(MIB + 100), MIB + 4096 + 4096
+    there = layer + 5000  # and a piece of the second shard
+    use = disk_use(plan, deletes_shards=True, used=frozenset(["shard-0"]), in_use=there, small_files=7)
+    assert use == DiskUse(4 * layer + shard + 7, 4 * layer + shard + 7 - there)
+
+
+def test_records_are_bounded(tmp_path: Path) -> None:
+    """Journal and manifest of a real split stay below what the plan sets aside for them, and not far below."""
+    source = write_shards(tmp_path / "model", cut(llama_tensors(layers=6), 4))
+    plan = plan_split(Request(LocalCheckpoint(source), tmp_path / "out", "llama", SplitOptions()))
+    sizes: list[int] = []
+
+    def look(step: Step) -> None:
+        if step.kind == "unlink" and step.path.name == "split.journal":
+            sizes.append(step.path.stat().st_size + (step.path.parent / "split.json").stat().st_size)
+
+    with observe_steps(look):
+        split(source)
+    assert len(sizes) == 1
+    assert sizes[0] <= own_records_bytes(plan) <= 4 * sizes[0] + 4096
+
+
+def test_recompressed_plan_is_the_plan_at_that_compression() -> None:
+    shards = even(3, MIB)
+    assert recompressed(plan_of(shards), "4bit") == plan_of(shards, "4bit")
+    assert recompressed(plan_of(shards, "4bit"), None) == plan_of(shards)
 
 
 @pytest.mark.parametrize(("compression", "factor"), [("4bit", 0.2813), ("8bit", 0.501)])
@@ -203,7 +218,8 @@ def test_shards_used_up_earlier_no_longer_add() -> None:
     plan = plan_of(even(4, MIB))
     layer = MIB + 4096 + 4096
     used = frozenset(["shard-0", "shard-1"])
-    assert disk_use(plan, deletes_shards=False, used=used) == DiskUse(created=4 * layer, added=2 * layer)
+    there = 2 * layer
+    assert disk_use(plan, deletes_shards=False, used=used, in_use=there) == DiskUse(created=4 * layer, added=2 * layer)
     everything = frozenset(shard.name for shard in plan.shards)
     assert disk_use(plan, deletes_shards=False, used=everything) == DiskUse(created=4 * layer, added=0)
 
@@ -235,95 +251,6 @@ def test_disk_is_bounded_as_promised(sizes: list[int], compression: str | None, 
     else:
         assert use.added <= largest + slack
         assert use.added >= plan.output_bytes - plan.source_bytes
-
-
-# Refusals
-
-Usage = namedtuple("Usage", "total used free")
-
-
-@pytest.fixture
-def free(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The free disk, in bytes; to be changed by the test."""
-    amount = [10**15]
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2 * 10**15, 0, amount[0]))
-    return amount
-
-
-def test_what_fits_is_not_refused(tmp_path: Path, free: list[int]) -> None:
-    plan = plan_of(even(4, MIB))
-    use = disk_use(plan, deletes_shards=False)
-    free[0] = use.added
-    check_space(plan, tmp_path, None, deletes_shards=False)
-    check_space(plan, tmp_path / "not" / "there" / "yet", use.created, deletes_shards=False)
-
-
-def test_too_little_is_free(tmp_path: Path, free: list[int]) -> None:
-    plan = plan_of(even(512, 4 * MIB))
-    need = disk_use(plan, deletes_shards=False).added
-    folder = tmp_path / "not" / "yet"
-    free[0] = 1 << 30
-    with pytest.raises(NotEnoughSpaceException) as refused:
-        check_space(plan, folder, None, deletes_shards=False)
-    assert refused.value.problem == (
-        f"Splitting m into {folder} needs {gib(need)} at its peak; 1.00 GiB is free on the disk of {tmp_path}."
-    )
-    assert refused.value.remedy == "compression='4bit' would fit."
-    assert isinstance(refused.value, SplitError)
-    free[0] = 3 << 29
-    with pytest.raises(NotEnoughSpaceException, match="compression='8bit' would fit"):
-        check_space(plan, folder, None, deletes_shards=False)
-    free[0] = 1 << 20
-    with pytest.raises(NotEnoughSpaceException) as refused:
-        check_space(plan, folder, None, deletes_shards=False)
-    assert f"Free {gib(need - MIB)} there, or name another place with layer_shards_saving_path" in str(refused.value)
-    assert "No other compression fits as it is." in str(refused.value)
-
-
-def test_max_disk_is_too_little(tmp_path: Path, free: list[int]) -> None:
-    plan = plan_of(even(512, 4 * MIB, staged=True))
-    use = disk_use(plan, deletes_shards=True)
-    with pytest.raises(NotEnoughSpaceException, match=r"1.00 GiB is allowed by max_disk=1,073,741,824"):
-        check_space(plan, tmp_path, 1 << 30, deletes_shards=True)
-    check_space(plan, tmp_path, use.created, deletes_shards=True)
-    with pytest.raises(NotEnoughSpaceException):
-        check_space(plan, tmp_path, use.created - 1, deletes_shards=True)
-
-
-@pytest.mark.parametrize("compression", [None, "8bit", "4bit"])
-@pytest.mark.parametrize("deletes", [True, False])
-@pytest.mark.parametrize("staged", [True, False])
-def test_what_is_named_as_fitting_fits(
-    tmp_path: Path, free: list[int], compression: str | None, deletes: bool, staged: bool
-) -> None:
-    """The compression that is named is tried, with the very space that was too little; where none is, each is."""
-    shards, seen = even(8, 4 * MIB, staged), set()
-    for available in range(0, 44 * MIB, MIB):
-        for max_disk in (None, 20 * MIB):
-            free[0] = available
-            try:
-                check_space(plan_of(shards, compression), tmp_path, max_disk, deletes_shards=deletes)
-            except NotEnoughSpaceException as refused:
-                named = [c for c in ("8bit", "4bit") if f"'{c}' would fit" in refused.remedy]
-                seen.add(tuple(named))
-                for choice in named:
-                    check_space(plan_of(shards, choice), tmp_path, max_disk, deletes_shards=deletes)
-                for choice in () if named else ("8bit", "4bit"):
-                    with pytest.raises(NotEnoughSpaceException):
-                        check_space(plan_of(shards, choice), tmp_path, max_disk, deletes_shards=deletes)
-    assert () in seen
-    assert (("4bit",) in seen) == (compression != "4bit")
-
-
-def test_refusal_comes_before_anything_is_touched(tmp_path: Path) -> None:
-    source = write_shards(tmp_path / "model", cut(llama_tensors(), 3))
-    before = names_in(source)
-    largest = max(path.stat().st_size for path in source.glob("*.safetensors"))
-    with pytest.raises(NotEnoughSpaceException, match="is allowed by max_disk=1,000"):
-        split(source, max_disk=1000)
-    assert names_in(source) == before
-    assert LocalCheckpoint(source).facts("model-00003-of-00003.safetensors") is not None
-    assert largest > 1000
 
 
 @pytest.mark.parametrize(

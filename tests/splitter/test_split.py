@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -30,6 +31,7 @@ from rabbitllm.layers.layer_store import LayerStore
 from rabbitllm.options import BIG_LAYER_BYTES
 from rabbitllm.profiler import FETCH, QUANTISE, READ, SHARD_WAIT, WRITE
 from rabbitllm.splitter import split as split_module
+from rabbitllm.splitter.plan import Arrival
 from tests.support.builders import (
     INDEX_NAME,
     SINGLE_NAME,
@@ -41,6 +43,7 @@ from tests.support.builders import (
 )
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import Faults, LocalHub
+from tests.support.plans import uses_of
 from tests.support.splitting import (
     Call,
     Counter,
@@ -381,7 +384,7 @@ def test_order_of_steps_around_a_deletion(model: Path) -> None:
         declared = max(
             i for i, step in enumerate(earlier) if step.path.name == "split.journal" and step.kind == "write"
         )
-        assert json.loads(bytes(earlier[declared].data)) == {"used": shard}
+        assert json.loads(bytes(earlier[declared].data))["used"] == shard
         assert (kinds[declared + 1], earlier[declared + 1].path.name) == ("sync", "split.journal")
         assert gone == declared + 2
         assert (kinds[declared - 1], earlier[declared - 1].path) == ("sync_folder", made)
@@ -502,16 +505,6 @@ def test_large_layer_is_warned_of(
     assert [record.message for record in caplog.records] == [
         f"Layer layers.{n} has 0.08 MiB; streaming it needs that much memory at once." for n in range(3)
     ]
-
-
-def test_little_space_is_warned_of(
-    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(split_module, "MIN_FREE_BYTES", 1 << 60)
-    split(model)
-    said = [record.message for record in caplog.records]
-    assert len(said) == 3
-    assert all("is free at" in line and "the split may not finish" in line for line in said)
 
 
 def test_leftovers_are_finished_and_said(
@@ -849,24 +842,29 @@ BOOKKEEPING = 64 * 1024
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
-@pytest.mark.parametrize("hub", [False, True], ids=["local", "hub"])
-def test_peak_of_the_disk(tmp_path: Path, hub_environment: HubEnvironment, compression: str | None, hub: bool) -> None:
-    tensors = llama_tensors(**LARGE)
-    where = tmp_path / ("hub" if hub else "x") / REPO
-    source = write_shards(where, cut(tensors, 6))
+@pytest.mark.parametrize("way", [None, *Arrival], ids=["local", *(way.name for way in Arrival)])
+def test_peak_of_the_disk(
+    tmp_path: Path, hub_environment: HubEnvironment, compression: str | None, way: Arrival | None
+) -> None:
+    where = tmp_path / ("hub" if way else "x") / REPO
+    source = write_shards(where, cut(llama_tensors(**LARGE), 6))
     largest = max(path.stat().st_size for path in source.glob("*.safetensors"))
-    peak = Peak(hub_environment.home) if hub else Peak(source)
-    made = peak.during(Call(REPO if hub else str(source), compression=compression))
+    call = Call(REPO if way else str(source), compression=compression)
+    if way:  # the budget alone decides how shards arrive
+        call = dataclasses.replace(call, max_disk=uses_of(call)[way].created)
+    made = call.find().split_folder
+    peak = Peak(made) if way else Peak(source)
+    assert peak.during(call) == made
     output = sum(path.stat().st_size for path in made.glob("*.safetensors"))
     layers = len(list(made.glob("*.safetensors")))
     assert largest > 20 * layers * 4096
-    if hub:
-        assert peak.most <= output + largest + layers * 64 * 1024
-    else:
-        assert peak.most <= largest + layers * 64 * 1024
-    assert peak.most <= peak.predicted + BOOKKEEPING
-    assert peak.most >= peak.predicted - layers * 8192 - BOOKKEEPING  # and no more is asked for than is needed
-    assert peak.told <= (peak.most if hub else output + BOOKKEEPING + layers * 8192)
+    staged = {None: largest - output, Arrival.FILE_AHEAD: 2 * largest, Arrival.FILE: largest, Arrival.STREAM: 0}
+    assert peak.most <= output + staged[way] + layers * 64 * 1024
+    assert peak.most <= peak.predicted
+    if way is not Arrival.FILE_AHEAD:  # where the next shard comes while the last one is used, and may come late
+        assert peak.most >= peak.predicted - layers * 16384 - BOOKKEEPING  # no more is asked for than is needed
+    coming = largest if way is Arrival.FILE_AHEAD else 0
+    assert peak.told <= output + coming + BOOKKEEPING + layers * 8192
 
 
 def test_standard_route_takes_the_whole_output(tmp_path: Path) -> None:
@@ -878,27 +876,29 @@ def test_standard_route_takes_the_whole_output(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compression", [None, "4bit"])
-def test_max_disk_is_what_is_needed(repository: Path, hub_environment: HubEnvironment, compression: str | None) -> None:
-    told: list[progress.Event] = []
-    with progress.listening(told.append):
-        made = split(REPO, compression=compression)
-    needed = next(event.peak_bytes for event in told if isinstance(event, progress.SplitStarted))
-    for path in sorted(made.rglob("*"), reverse=True):
-        path.unlink()
+@pytest.mark.parametrize(("transfer", "way"), [("file", Arrival.FILE), ("stream", Arrival.STREAM)])
+def test_max_disk_is_what_is_needed(
+    repository: Path, hub_environment: HubEnvironment, compression: str | None, transfer: str, way: Arrival
+) -> None:
+    call = Call(REPO, compression=compression, shard_transfer=transfer)
+    needed = uses_of(call)[way].created
+    made = call.find().split_folder
     with pytest.raises(NotEnoughSpaceException, match=f"is allowed by max_disk={needed - 1:,}"):
-        split(REPO, compression=compression, max_disk=needed - 1)
-    assert names_in(made) == []
+        dataclasses.replace(call, max_disk=needed - 1).make()
+    assert not made.exists() or names_in(made) == []
     peak = Peak(made)
-    assert peak.during(Call(REPO, compression=compression, max_disk=needed)) == made
-    assert peak.most <= needed + BOOKKEEPING
+    assert peak.during(dataclasses.replace(call, max_disk=needed)) == made
+    assert peak.most <= needed
 
 
 def test_interrupted_split_takes_no_more_disk_than_a_whole_one(tmp_path: Path, hub_environment: HubEnvironment) -> None:
     source = write_shards(tmp_path / "hub" / REPO, cut(llama_tensors(**LARGE), 6))
     largest = max(path.stat().st_size for path in source.glob("*.safetensors"))
+    call = Call(REPO, compression="8bit")
+    call = dataclasses.replace(call, max_disk=uses_of(call)[Arrival.FILE].created)
     peak = Peak(hub_environment.home)
-    interrupted(Call(REPO, compression="8bit"), shards=3)
-    made = peak.during(Call(REPO, compression="8bit"))
+    interrupted(call, shards=3)
+    made = peak.during(call)
     output = sum(path.stat().st_size for path in made.glob("*.safetensors"))
     assert peak.most <= output + largest + BOOKKEEPING + 8 * 8192
     assert peak.predicted < output + largest  # what is there already is not asked for again

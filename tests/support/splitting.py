@@ -34,6 +34,7 @@ class Call:
     profiling: bool = False
     repo_id: str | None = None
     local_files_only: bool = False
+    shard_transfer: str = "auto"
     hub_url: str = ""
     hub_home: str = ""
 
@@ -48,7 +49,14 @@ class Call:
 
     def make_with_profile(self) -> tuple[Path, Profiler]:
         source = self.find()
-        options = SplitOptions(self.compression, self.sequential, self.delete_original, self.max_disk, self.profiling)
+        options = SplitOptions(
+            compression=self.compression,
+            sequential=self.sequential,
+            delete_original=self.delete_original,
+            max_disk=self.max_disk,
+            profiling=self.profiling,
+            shard_transfer=self.shard_transfer,
+        )
         return source.split_folder, prepare.ensure_split(source, options)
 
 

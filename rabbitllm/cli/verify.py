@@ -1,0 +1,109 @@
+"""`rabbitllm verify`: is a split directory what was written, and what to do if not."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rabbitllm.layers.layer_store import Manifest
+from rabbitllm.layers.verify import Verification, verify
+
+
+def verify_command(
+    folder: Annotated[Path, typer.Argument(help="A split directory.")],
+    repair: Annotated[bool, typer.Option("--repair", help="Make damaged layers anew from their shards.")] = False,
+    original: Annotated[
+        Path | None, typer.Option(help="The checkpoint's folder, to repair a split that was not made from the hub.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Read every layer file and check its checksum, shapes and tensors.
+
+    Exits with 1 if any is damaged (and was not repaired).
+
+    Example: rabbitllm verify ~/models/splitted_model.4bit
+    """
+    from rabbitllm.prepare import repair_split
+
+    start = time.perf_counter()
+    found = _verify_with_bar(folder)
+    seconds = time.perf_counter() - start
+    if as_json:
+        print(json.dumps(_as_record(found, seconds)))
+    else:
+        print(_report(found, seconds))
+    if not found.damaged:
+        return
+    if not repair or found.manifest is None:
+        if not as_json:
+            print(_advice(found))
+        raise typer.Exit(1)
+    repair_split(folder, found.manifest, {damage.layer for damage in found.damaged}, original)
+    left = _verify_with_bar(folder).damaged
+    if not as_json:
+        print(f"repaired: {len(found.damaged)} layers" if not left else f"{len(left)} layers are still damaged")
+    raise typer.Exit(1 if left else 0)
+
+
+def _verify_with_bar(folder: Path) -> Verification:
+    from tqdm import tqdm
+
+    total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    with tqdm(
+        total=total, unit="B", unit_scale=True, desc="reading", leave=False, file=sys.stderr, disable=None
+    ) as bar:
+        return verify(folder, lambda name, nbytes: bar.update(nbytes) and None)
+
+
+def _report(found: Verification, seconds: float) -> str:
+    rate = f"{found.nbytes / 1e9:.2f} GB read in {seconds:.1f} s"
+    if found.manifest is None:
+        head = f"{found.folder}: {found.files} layers of RabbitLLM 1.1, which wrote no checksums"
+        sound = "sound as far as headers and shapes tell"
+    else:
+        how = found.manifest.compression or "uncompressed"
+        head = f"{found.folder}: {found.files} layers, {how}, of {_source(found.manifest)}"
+        sound = "sound: every checksum, shape and tensor is as written"
+    if not found.damaged:
+        return f"{head}\n{sound} ({rate})"
+    lines = [f"  {damage.file}: {damage.problem}" for damage in found.damaged]
+    return "\n".join([head, f"{len(found.damaged)} of {found.files} layers are damaged ({rate}):", *lines])
+
+
+def _advice(found: Verification) -> str:
+    from rabbitllm.splitter.repair import shards_for
+
+    if found.manifest is None:
+        return "To repair: split the model again, into another folder."
+    shards = shards_for(found.manifest, {damage.layer for damage in found.damaged})
+    of = f"{len(shards)} of {len(found.manifest.source.fingerprints)} shards"
+    if found.manifest.source.kind == "hub":
+        return f"To repair (fetches {of} again): rabbitllm verify {found.folder} --repair"
+    return (
+        f"To repair, if the checkpoint still has {', '.join(shards)}:\n"
+        f"  rabbitllm verify {found.folder} --repair --original CHECKPOINT_FOLDER\n"
+        "Otherwise split another copy of the model. Keep this folder until then: it may hold the only copy of the "
+        "other layers."
+    )
+
+
+def _source(manifest: Manifest) -> str:
+    source = manifest.source
+    return f"{source.name} at {source.commit[:8]}" if source.commit else source.name
+
+
+def _as_record(found: Verification, seconds: float) -> dict[str, object]:
+    return {
+        "folder": str(found.folder),
+        "sound": not found.damaged,
+        "checksums": found.manifest is not None,
+        "layers": found.files,
+        "bytes": found.nbytes,
+        "seconds": seconds,
+        "damaged": [{"file": d.file, "layer": d.layer, "problem": d.problem} for d in found.damaged],
+    }

@@ -1,0 +1,284 @@
+"""Carries runs of bytes from a shard to their places in layer files, quantised on the way, in a few threads.
+
+From a file the threads read for themselves, anywhere in it; from a stream one reader fills a fixed number of buffers
+in order. Memory is those buffers and nothing that grows with a tensor, a layer or a shard. Every byte that is written
+is also summed (CRC-32), so that a layer's checksum costs no second read. Knows nothing of journals and deletions.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+from rabbitllm import durable
+from rabbitllm.errors import CorruptShardError
+from rabbitllm.formats.crc32 import combine_all
+from rabbitllm.formats.positional import PositionalFile, page_aligned
+from rabbitllm.formats.safetensors_file import Placed
+from rabbitllm.layers.compression import BLOCKS, SCALE_BYTES, StoredForm, constants, quantise_blocks
+from rabbitllm.layers.layer_file import TENSOR_ALIGNMENT, LayerLayout
+from rabbitllm.profiler import FETCH, QUANTISE, READ, WRITE, Profiler
+from rabbitllm.progress import BytesDone, tell
+from rabbitllm.splitter.plan import CHUNK_BYTES, Move
+
+SPARE_BUFFERS = 2
+"""Buffers of a stream beyond one a thread, so that the reader need not wait for the slowest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A layer file that is being filled: what goes where in it, and the file."""
+
+    layout: LayerLayout
+    file: durable.GrowingFile
+
+
+class Mover:
+    """The threads and what they have summed.
+
+    Args:
+        threads: how many.
+        quantise_on: "cpu" or "cuda:N".
+        profiler: told of every read, quantisation and write.
+        watch: called before each batch; may raise to stop.
+    """
+
+    def __init__(self, threads: int, quantise_on: str, profiler: Profiler, watch: Callable[[], None]) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="split")
+        self._threads = threads
+        self._quantise_on = quantise_on
+        self._profiler = profiler
+        self._watch = watch
+        self._local = threading.local()
+        self._sums: dict[str, tuple[list[_Piece], ...]] = {}
+
+    def close(self) -> None:
+        """Stop the threads; batches that have not begun are dropped."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def sync(self, targets: Iterable[Target]) -> None:
+        """Return once everything written to these files is durable."""
+        self._finish([self._pool.submit(target.file.sync) for target in targets])
+
+    def from_file(self, path: Path, targets: Mapping[str, Target], work: Iterable[Move]) -> None:
+        """Carry out `work` from a shard that is a file.
+
+        Raises:
+            CorruptShardError: the file cannot be read, or is shorter than its header said.
+        """
+        with PositionalFile(path) as source:
+            source.advise_sequential()
+            batches = [self._expected(batch) for batch in _batches(work)]
+            self._finish([self._pool.submit(self._run_from_file, source, targets, batch) for batch in batches])
+
+    def from_stream(self, label: str, stream: ByteStream, targets: Mapping[str, Target], work: Iterable[Move]) -> None:
+        """Carry out `work`, in the shard's own order, from its bytes as they arrive.
+
+        The stream is left where the last run ends; nothing that was written is to be believed before it is whole.
+        """
+        spare: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        for _ in range(self._threads + SPARE_BUFFERS):
+            spare.put(page_aligned(CHUNK_BYTES))
+        running: list[Future[None]] = []
+        try:
+            for batch in _windows(work):
+                self._expected(batch)
+                running = _still_running(running)
+                buffer = spare.get()
+                begin, end = batch[0].offset, max(move.offset + move.nbytes for move in batch)
+                with self._profiler.stage(label, FETCH, end - begin):
+                    stream.skip_to(begin)
+                    stream.read_into(buffer[: end - begin])
+                running.append(self._pool.submit(self._run_from_buffer, label, buffer, spare, targets, batch))
+        finally:
+            wait(running)
+        _still_running(running)
+
+    def checksums(self, forms: Iterable[StoredForm]) -> dict[str, tuple[int, ...]]:
+        """The CRC-32 of each stored part of these tensors, all of which this object wrote: name -> one a part."""
+        return {
+            form.source.name: tuple(map(_whole_sum, self._sums.pop(form.source.name), form.parts)) for form in forms
+        }
+
+    def _expected(self, batch: list[Move]) -> list[Move]:
+        """Make room for what a batch will sum, before threads that must not race for it run."""
+        for move in batch:
+            if move.form.source.name not in self._sums:
+                self._sums[move.form.source.name] = tuple([] for _ in move.form.parts)
+        return batch
+
+    def _finish(self, futures: list[Future[None]]) -> None:
+        """Wait for all of them; the first failure stops the rest."""
+        done, pending = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in pending:
+            future.cancel()
+        wait(pending)
+        for future in done:
+            future.result()
+
+    def _run_from_file(self, source: PositionalFile, targets: Mapping[str, Target], batch: list[Move]) -> None:
+        self._watch()
+        for move in batch:
+            buffer = self._own_buffer()[: move.nbytes]
+            with self._profiler.stage(move.layer, READ, move.nbytes):
+                _read(source, buffer, move.offset)
+            self._write(targets[move.layer], move, buffer, aligned=True)
+        tell(BytesDone(source.path.name, sum(move.nbytes for move in batch)))
+
+    def _run_from_buffer(
+        self,
+        label: str,
+        buffer: memoryview,
+        spare: queue.SimpleQueue[memoryview],
+        targets: Mapping[str, Target],
+        batch: list[Move],
+    ) -> None:
+        try:
+            self._watch()
+            for move in batch:
+                at = move.offset - batch[0].offset
+                data = buffer[at : at + move.nbytes]
+                if move.form.scheme is not None and at % TENSOR_ALIGNMENT:  # a kernel wants its values aligned
+                    own = self._own_buffer()[: move.nbytes]
+                    own[:] = data
+                    data = own
+                self._write(targets[move.layer], move, data, aligned=at % durable.DIRECT_ALIGNMENT == 0)
+        finally:
+            spare.put(buffer)
+        tell(BytesDone(label, sum(move.nbytes for move in batch)))
+
+    def _write(self, target: Target, move: Move, data: memoryview, *, aligned: bool) -> None:
+        form = move.form
+        if form.scheme is None:
+            with self._profiler.stage(move.layer, WRITE, move.nbytes):
+                self._put(target, form, 0, move.first, data, aligned=aligned)
+            return
+        if move.nbytes:
+            with self._profiler.stage(move.layer, QUANTISE, move.nbytes):
+                codes, scales = quantise_blocks(form.scheme, data, form.source.dtype, self._quantise_on)
+            with self._profiler.stage(move.layer, WRITE, len(codes) + len(scales)):
+                self._put(target, form, 0, move.first // 2 if form.scheme == "4bit" else move.first, codes)
+                self._put(target, form, 1, move.first // BLOCKS[form.scheme] * SCALE_BYTES, scales)
+        if move.first == 0:
+            fixed = constants(form)
+            for part, placed in enumerate(form.parts):
+                if placed.name in fixed:
+                    self._put(target, form, part, 0, memoryview(fixed[placed.name]))
+
+    def _put(
+        self, target: Target, form: StoredForm, part: int, begin: int, data: memoryview, *, aligned: bool = False
+    ) -> None:
+        """Write a run of a stored part, `begin` bytes into it, and note its sum."""
+        target.file.write_at(data, target.layout.places[form.parts[part].name] + begin, aligned=aligned)
+        self._sums[form.source.name][part].append(_Piece(begin, len(data), zlib.crc32(data)))
+
+    def _own_buffer(self) -> memoryview:
+        """This thread's own page-aligned buffer, made once."""
+        if not hasattr(self._local, "buffer"):
+            self._local.buffer = page_aligned(CHUNK_BYTES)
+        buffer: memoryview = self._local.buffer
+        return buffer
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Piece:
+    """A run of a stored part that was written: where it begins in it, bytes, and its CRC-32."""
+
+    begin: int
+    nbytes: int
+    crc: int
+
+
+def _whole_sum(pieces: list[_Piece], part: Placed) -> int:
+    """The sum of a part from those of its pieces, which must leave nothing out."""
+    at = 0
+    for piece in sorted(pieces):
+        if piece.begin != at:
+            break
+        at += piece.nbytes
+    if at != part.nbytes:  # the shard is deleted on the strength of this
+        raise AssertionError(f"{part.name} was written up to byte {at} of {part.nbytes}")
+    return combine_all((piece.crc, piece.nbytes) for piece in sorted(pieces))
+
+
+def _still_running(futures: list[Future[None]]) -> list[Future[None]]:
+    """Those that are not done; one that failed raises."""
+    for future in futures:
+        if future.done():
+            future.result()
+    return [future for future in futures if not future.done()]
+
+
+def _read(source: PositionalFile, buffer: memoryview, offset: int) -> None:
+    try:
+        got = source.read_into(buffer, offset)
+    except OSError as error:
+        raise CorruptShardError(f"{source.path} cannot be read at byte {offset:,}: {error}.") from error
+    if got != len(buffer):
+        raise CorruptShardError(
+            f"{source.path} ended at byte {offset + got:,}; its header promised {offset + len(buffer):,}."
+        )
+
+
+class ByteStream:
+    """The bytes of a shard in order, as chunks of any size bring them."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks = chunks
+        self._chunk = memoryview(b"")
+        self._at = 0
+
+    def read_into(self, buffer: memoryview) -> None:
+        """Fill `buffer` with the next bytes; there must be as many."""
+        while buffer:
+            piece = self._next(len(buffer))
+            buffer[: len(piece)] = piece
+            buffer = buffer[len(piece) :]
+
+    def skip_to(self, offset: int) -> None:
+        """Go on to a byte that has not passed yet."""
+        while self._at < offset:
+            self._next(offset - self._at)
+
+    def finish(self) -> None:
+        """Take what is left, so that whoever sends it has seen the end."""
+        for _ in self._chunks:
+            pass
+
+    def _next(self, most: int) -> memoryview:
+        while not self._chunk:
+            self._chunk = memoryview(next(self._chunks))
+        piece, self._chunk = self._chunk[:most], self._chunk[most:]
+        self._at += len(piece)
+        return piece
+
+
+def _batches(work: Iterable[Move]) -> Iterator[list[Move]]:
+    """Moves in groups of about one chunk, so that small tensors do not cost a task each."""
+    batch: list[Move] = []
+    size = 0
+    for move in work:
+        batch.append(move)
+        size += move.nbytes
+        if size >= CHUNK_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _windows(work: Iterable[Move]) -> Iterator[list[Move]]:
+    """Moves in groups that lie within one chunk of the shard."""
+    batch: list[Move] = []
+    for move in work:
+        if batch and move.offset + move.nbytes - batch[0].offset > CHUNK_BYTES:
+            yield batch
+            batch = []
+        batch.append(move)
+    if batch:
+        yield batch

@@ -1,0 +1,80 @@
+"""Makes damaged layers of a finished split anew, from only the shards that they need.
+
+The directory becomes an unfinished split whose other shards are used up, and is finished like any other. Knows where
+shards come from no better than the splitter does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from pathlib import Path
+
+from rabbitllm import durable
+from rabbitllm.checkpoints.index import natural_key
+from rabbitllm.errors import SplitMismatchError
+from rabbitllm.layers.layer_file import DONE_SUFFIX
+from rabbitllm.layers.layer_store import MANIFEST_NAME, Manifest
+from rabbitllm.splitter import journal
+from rabbitllm.splitter.plan import SplitPlan
+from rabbitllm.splitter.split import Request, plan_split, quantiser_of, split
+
+logger = logging.getLogger(__name__)
+
+
+def shards_for(manifest: Manifest, layers: Collection[str]) -> list[str]:
+    """The shards that these layers were made from, in numerical order."""
+    return sorted(
+        {shard for record in manifest.layers if record.id in layers for shard in record.shards}, key=natural_key
+    )
+
+
+def repair(request: Request, manifest: Manifest, layers: Collection[str]) -> None:
+    """Make these layers of a finished split anew.
+
+    Args:
+        request: with the source that the split was made from, and its compression.
+        manifest: of the directory.
+        layers: ids of those to make; their files are deleted once it is sure that the source is that one.
+
+    Raises:
+        SplitMismatchError: the source is another one, or would be split otherwise; nothing was touched.
+        CheckpointError, HubError: the source cannot be had; nothing was touched.
+    """
+    folder = request.folder
+    plan = plan_split(request)
+    _refuse_another(plan, manifest, folder)
+    quantiser = quantiser_of(request)
+    if quantiser != manifest.quantiser:
+        logger.warning("The other layers were quantised by %s, these will be by %s.", manifest.quantiser, quantiser)
+    needed = set(shards_for(manifest, layers))
+    journal.begin(folder, plan, manifest.quantiser)
+    opened = journal.Journal(folder)
+    try:
+        for shard in plan.shards:
+            if shard.name not in needed:
+                opened.mark_used(shard.name, {})
+    finally:
+        opened.close()
+    # The damaged files go before the manifest does: a journal beside a manifest counts for nothing, and a manifest that
+    # names a missing file is refused, so a crash at any point here is seen and repaired by the next call.
+    for record in manifest.layers:
+        if record.id in layers:
+            for suffix in (DONE_SUFFIX, ""):
+                durable.remove(folder / (record.file + suffix))
+    durable.sync_folder(folder)
+    durable.remove(folder / MANIFEST_NAME)
+    durable.sync_folder(folder)
+    split(request)
+
+
+def _refuse_another(plan: SplitPlan, manifest: Manifest, folder: Path) -> None:
+    why = manifest.source.differs_from(plan.source)
+    planned = {layer: (layout.file_name, layout.size) for layer, layout in plan.layouts.items()}
+    if why is None and planned != {record.id: (record.file, record.size) for record in manifest.layers}:
+        why = "it would be split into other layer files"
+    if why is not None:
+        raise SplitMismatchError(
+            f"{folder} cannot be repaired from {plan.source.name}: {why}.",
+            "Split again into another folder (layer_shards_saving_path).",
+        )

@@ -1,0 +1,269 @@
+"""The loop over shards: each one's bytes into their places in the layer files, once, and then the shard is given up.
+
+The order of steps for one shard is what makes a crash harmless:
+
+1. its bytes are written into unfinished layer files (`.part`), at places fixed by the plan;
+2. every file it touched is fsynced; those that now have all their tensors get their final name;
+3. the folder is fsynced, then the journal says that the shard is used up, and is fsynced;
+4. only then is the shard released.
+
+A shard that is streamed goes through the same steps; its digest is compared with the hub's between 1 and 2.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rabbitllm import durable
+from rabbitllm.checkpoints.checkpoint import Checkpoint, Disposal, Release
+from rabbitllm.errors import CorruptShardError
+from rabbitllm.formats.safetensors_file import LENGTH_BYTES, Header, header_length, parse_header, read_header
+from rabbitllm.layers.layer_file import DONE_SUFFIX, LayerLayout
+from rabbitllm.options import SplitOptions
+from rabbitllm.profiler import FETCH, SHARD_WAIT, Profiler
+from rabbitllm.progress import LayerDone, ShardDone, ShardStarted, SplitStarted, tell
+from rabbitllm.splitter import journal
+from rabbitllm.splitter.arrivals import Arrivals
+from rabbitllm.splitter.mover import ByteStream, Mover, Target
+from rabbitllm.splitter.plan import Arrival, DiskUse, PlannedShard, SplitPlan, moves
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A split that may be worked on.
+
+    Attributes:
+        plan: what to do.
+        checkpoint: the source.
+        folder: the split directory, with a journal in it.
+        options: the caller's.
+        quantise_on: "cpu" or "cuda:N".
+        arrival: how fetched shards reach the layer files.
+        use: what it takes of the disk.
+        used: shards that an earlier run used up.
+        checksums: tensor -> CRC-32 of each stored part, as far as the journal knows them.
+    """
+
+    plan: SplitPlan
+    checkpoint: Checkpoint
+    folder: Path
+    options: SplitOptions
+    quantise_on: str
+    arrival: Arrival
+    use: DiskUse
+    used: frozenset[str]
+    checksums: Mapping[str, tuple[int, ...]]
+
+
+class ShardLoop:
+    """The loop, with its threads and open files.
+
+    Args:
+        work: what to do.
+        profiler: told of every stage.
+        watch: called often, from any thread; may raise to stop.
+    """
+
+    def __init__(self, work: Work, profiler: Profiler, watch: Callable[[], None]) -> None:
+        self.work = work
+        self.plan = work.plan
+        self.profiler = profiler
+        self.used = set(work.used)
+        self.checksums = dict(work.checksums)
+        self._deletes = work.options.sequential and work.checkpoint.deletable
+        self._journal = journal.Journal(work.folder)
+        self._mover = Mover(work.options.threads, work.quantise_on, profiler, watch)
+        self._arrivals = Arrivals(work.checkpoint, ahead=work.arrival is Arrival.FILE_AHEAD, watch=watch)
+        self._first_seen: dict[str, float] = {}
+
+    def take_shards(self) -> None:
+        """Use up every shard that no earlier run has."""
+        for shard in self.plan.shards:
+            if shard.name in self.used:  # a crash may have come between the journal and the release
+                self._release(shard)
+        waiting = [shard for shard in self.plan.shards if shard.name not in self.used]
+        names = tuple(shard.name for shard in waiting)
+        tell(
+            SplitStarted(
+                self.work.checkpoint.label,
+                names,
+                self.plan.source_bytes,
+                self.plan.output_bytes,
+                self.work.use.added,
+                len(self.used),
+            )
+        )
+        for shard, path in self._arrivals.paths(waiting):
+            number = self.plan.shards.index(shard) + 1
+            tell(ShardStarted(shard.name, number, len(self.plan.shards)))
+            self._use_up(shard, path)
+            release = self._release(shard)
+            disk = disk_in_use(self.work.folder)
+            tell(
+                ShardDone(shard.name, number, len(self.plan.shards), release.disposal.value, disk, self._source_left())
+            )
+
+    def flush_leftovers(self) -> None:
+        """Finish layers whose tensors are all there and which still lack their final name or their marker.
+
+        That happens when a crash came while they were being named.
+        """
+        for layer, layout in self.plan.layouts.items():
+            if not self._is_final(layout):
+                logger.warning("Layer %s was left over by an earlier run and is finished now.", layer)
+                self._finish_layer(layout)
+        markers = [self._path(layout, DONE_SUFFIX) for layout in self.plan.layouts.values()]
+        unmarked = [marker for marker in markers if not marker.exists()]
+        for marker in unmarked:
+            durable.touch(marker)
+        if unmarked:
+            durable.sync_folder(self.work.folder)
+
+    def close(self) -> None:
+        """Stop the threads and close the journal; what is durable stays."""
+        self._arrivals.close()
+        self._mover.close()
+        self._journal.close()
+
+    def _use_up(self, shard: PlannedShard, path: Callable[[], Path]) -> None:
+        layers = [
+            layer
+            for layer in self.plan.layer_map.shard_to_layers.get(shard.name, ())
+            if not self._is_final(self.plan.layouts[layer])
+        ]
+        for layer in layers:
+            self._first_seen.setdefault(layer, time.perf_counter())
+        targets: dict[str, Target] = {}
+        try:
+            if self.work.arrival is Arrival.STREAM and shard.staged:
+                self._open(targets, layers)
+                self._move_stream(shard, targets)
+            else:
+                with self.profiler.stage(shard.name, FETCH, shard.size):
+                    at = path()
+                self._open(targets, layers)
+                self._move_file(shard, at, targets)
+            completed = [
+                targets[layer] for layer in self.plan.layer_map.completed_by(shard.name, self.used) if layer in targets
+            ]
+            for target in completed:
+                target.file.write_at(memoryview(target.layout.header), 0)
+            self._mover.sync(targets.values())
+        finally:
+            for target in targets.values():
+                target.file.close()
+        self._name_layers([target.layout for target in completed])
+        forms = (form for layer in layers for form in self.plan.layouts[layer].forms if form.source.file == shard.name)
+        sums = self._mover.checksums(forms)
+        self._journal.mark_used(shard.name, sums)
+        self.checksums |= sums
+        self.used.add(shard.name)
+
+    def _open(self, targets: dict[str, Target], layers: list[str]) -> None:
+        for layer in layers:
+            layout = self.plan.layouts[layer]
+            targets[layer] = Target(layout, durable.GrowingFile(self._path(layout, durable.PART_SUFFIX), layout.size))
+
+    def _move_file(self, shard: PlannedShard, path: Path, targets: dict[str, Target]) -> None:
+        try:
+            self._compare(shard, read_header(path, shard.name))
+            self._mover.from_file(path, targets, moves(self.plan, shard.name, targets))
+        except CorruptShardError as error:
+            raise CorruptShardError(f"At {path}: {error.problem}", self._advice()) from None
+
+    def _move_stream(self, shard: PlannedShard, targets: dict[str, Target]) -> None:
+        stream = ByteStream(self.work.checkpoint.stream(shard.name))
+        try:
+            self._compare(shard, _streamed_header(stream, shard))
+            self._mover.from_stream(shard.name, stream, targets, moves(self.plan, shard.name, targets))
+        except CorruptShardError as error:
+            raise CorruptShardError(f"{error.problem}", self._advice()) from None
+        stream.finish()
+
+    def _compare(self, shard: PlannedShard, header: Header) -> None:
+        """Refuse a shard that is no longer, or never was, what the plan took it for.
+
+        The plan's header came over the network without a digest, or from a file that somebody may have changed since.
+        """
+        found = {tensor.name: tensor for tensor in header.tensors}
+        other = [tensor.name for tensor in shard.tensors if found.get(tensor.name) != tensor]
+        if other:
+            raise CorruptShardError(
+                f"{shard.name} is not the file that the plan was made from: {other[0]!r} is elsewhere in it, or not "
+                "at all."
+            )
+
+    def _advice(self) -> str:
+        return (
+            f"Layers finished so far are safe in {self.work.folder}. For a repository on the hub make the same call "
+            "again, or delete that folder first. For a local checkpoint put a sound copy at that path and call again; "
+            "delete nothing: other shards may be used up already."
+        )
+
+    def _path(self, layout: LayerLayout, suffix: str = "") -> Path:
+        return self.work.folder / (layout.file_name + suffix)
+
+    def _is_final(self, layout: LayerLayout) -> bool:
+        return self._path(layout).exists() and not self._path(layout, durable.PART_SUFFIX).exists()
+
+    def _finish_layer(self, layout: LayerLayout) -> None:
+        part = self._path(layout, durable.PART_SUFFIX)
+        if part.exists():
+            file = durable.GrowingFile(part, layout.size)
+            try:
+                file.write_at(memoryview(layout.header), 0)
+                file.sync()
+            finally:
+                file.close()
+        self._name_layers([layout])
+
+    def _name_layers(self, layouts: list[LayerLayout]) -> None:
+        """Give synced layer files their final names and their markers, and make all names durable."""
+        for layout in layouts:
+            durable.rename(self._path(layout, durable.PART_SUFFIX), self._path(layout))
+            durable.touch(self._path(layout, DONE_SUFFIX))
+        durable.sync_folder(self.work.folder)
+        for layout in layouts:
+            spans = len(self.plan.layer_map.layer_to_shards[layout.layer.id]) > 1
+            if spans and (since := self._first_seen.get(layout.layer.id)) is not None:
+                self.profiler.add(layout.layer.id, SHARD_WAIT, time.perf_counter() - since)
+            tell(LayerDone(layout.layer.id, layout.file_name, layout.size))
+
+    def _release(self, shard: PlannedShard) -> Release:
+        if not self.work.options.sequential and not shard.staged:
+            return Release(shard.name, Disposal.KEPT)
+        release = self.work.checkpoint.release(shard.name)
+        if release.disposal is Disposal.READ_ONLY:
+            logger.warning("%s is used up but cannot be deleted: its folder is read-only.", shard.name)
+        return release
+
+    def _source_left(self) -> int:
+        left = (s for s in self.plan.shards if not s.staged)
+        return sum(s.size for s in left if not self._deletes or s.name not in self.used)
+
+
+def _streamed_header(stream: ByteStream, shard: PlannedShard) -> Header:
+    prefix = bytearray(LENGTH_BYTES)
+    stream.read_into(memoryview(prefix))
+    raw = bytearray(header_length(bytes(prefix), shard.size, shard.name))
+    stream.read_into(memoryview(raw))
+    return parse_header(bytes(raw), shard.size, shard.name)
+
+
+def disk_in_use(folder: Path) -> int:
+    """Bytes that the files below a folder occupy on the disk; holes count nothing."""
+    return sum(_occupied(path) for path in folder.rglob("*"))
+
+
+def _occupied(path: Path) -> int:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return 0
+    return status.st_blocks * 512 if hasattr(status, "st_blocks") else status.st_size

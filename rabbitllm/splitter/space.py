@@ -1,0 +1,133 @@
+"""Whether a planned split fits, and the way for its shards to arrive that does.
+
+The only module of the splitter that asks how much of a disk is free. A container's quota does not show in that (Kaggle
+reports the host's disk), hence `max_disk`. Writes nothing.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rabbitllm.errors import NotEnoughSpaceException
+from rabbitllm.options import SplitOptions
+from rabbitllm.splitter.plan import Arrival, SplitPlan, disk_use, gib, recompressed
+
+COMPRESSIONS = ("8bit", "4bit")
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What a split stands on.
+
+    Attributes:
+        folder: the split directory, there or not.
+        deletes_shards: whether a local source's shards are deleted when used up.
+        small_files: bytes of what will lie beside the layer files.
+        downloads: bytes that go elsewhere before the split begins (the hub cache, on the standard route), by folder.
+        used: shards that an earlier run used up.
+        in_use: bytes that the folder occupies already.
+    """
+
+    folder: Path
+    deletes_shards: bool
+    small_files: int = 0
+    downloads: tuple[tuple[Path, int], ...] = ()
+    used: frozenset[str] = frozenset()
+    in_use: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """What is lacking: bytes needed, bytes to be had, and where."""
+
+    need: int
+    have: int
+    where: str
+
+
+def candidates(plan: SplitPlan, transfer: str) -> tuple[Arrival, ...]:
+    """The ways for shards to arrive that the caller allows, the best first.
+
+    Args:
+        plan: the split; where it fetches nothing there is only one way.
+        transfer: "auto", "file" or "stream".
+    """
+    if not any(shard.staged for shard in plan.shards):
+        return (Arrival.FILE,)
+    allowed = {
+        "file": (Arrival.FILE_AHEAD, Arrival.FILE),
+        "stream": (Arrival.STREAM,),
+        "auto": (Arrival.FILE_AHEAD, Arrival.FILE, Arrival.STREAM),
+    }
+    return allowed[transfer]
+
+
+def choose_arrival(plan: SplitPlan, ground: Ground, options: SplitOptions) -> Arrival:
+    """The best way for shards to arrive that fits.
+
+    Raises:
+        NotEnoughSpaceException: none does; with what is needed, what there is, and what would fit.
+    """
+    ways = candidates(plan, options.shard_transfer)
+    for way in ways:
+        if shortage(plan, ground, options, way) is None:
+            return way
+    short = shortage(plan, ground, options, ways[-1])
+    assert short is not None
+    raise NotEnoughSpaceException(
+        f"Splitting {plan.source.name} into {ground.folder} needs {gib(short.need)} at its peak; "
+        f"{gib(short.have)} is {short.where}.",
+        _what_would_fit(plan, ground, options, short),
+    )
+
+
+def shortage(plan: SplitPlan, ground: Ground, options: SplitOptions, arrival: Arrival) -> Shortage | None:
+    """What is lacking for a split in which shards arrive this way; None if it fits."""
+    use = disk_use(
+        plan,
+        arrival=arrival,
+        deletes_shards=ground.deletes_shards,
+        small_files=ground.small_files,
+        used=ground.used,
+        in_use=ground.in_use,
+    )
+    if options.max_disk is not None and use.created > options.max_disk:
+        return Shortage(use.created, options.max_disk, f"allowed by max_disk={options.max_disk:,}")
+    for place, need in _by_disk([(ground.folder, use.added), *ground.downloads]):
+        free = shutil.disk_usage(place).free
+        if need and need + options.min_free > free:
+            reserve = f", less {gib(options.min_free)} that stay free (min_free_disk)" if options.min_free else ""
+            return Shortage(need, max(free - options.min_free, 0), f"free on the disk of {place}{reserve}")
+    return None
+
+
+def _by_disk(wants: Iterable[tuple[Path, int]]) -> Sequence[tuple[Path, int]]:
+    """Bytes wanted at several places, summed over those that lie on one disk."""
+    sums: dict[int, tuple[Path, int]] = {}
+    for folder, need in wants:
+        at = folder
+        while not at.exists():
+            at = at.parent
+        place, before = sums.get(at.stat().st_dev, (at, 0))
+        sums[at.stat().st_dev] = (place, before + need)
+    return list(sums.values())
+
+
+def _what_would_fit(plan: SplitPlan, ground: Ground, options: SplitOptions, short: Shortage) -> str:
+    """The flags that would make it fit, or how much is missing."""
+    if options.shard_transfer == "file" and shortage(plan, ground, options, Arrival.STREAM) is None:
+        return "shard_transfer='stream' (or 'auto') would fit: no shard is then on the disk."
+    way = Arrival.FILE if not any(shard.staged for shard in plan.shards) else Arrival.STREAM
+    smaller = COMPRESSIONS[COMPRESSIONS.index(plan.compression) + 1 :] if plan.compression else COMPRESSIONS
+    for compression in () if ground.used else smaller:
+        if shortage(recompressed(plan, compression), ground, options, way) is None:
+            return f"compression='{compression}' would fit."
+    missing = gib(short.need - short.have)
+    place = "allow that much more with max_disk" if "max_disk" in short.where else f"free {missing} there"
+    return (
+        f"{place[0].upper()}{place[1:]}, or name another place with layer_shards_saving_path. No other compression "
+        "fits as it is."
+    )

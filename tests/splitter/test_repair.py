@@ -1,0 +1,191 @@
+"""Damaged layers are made anew from the shards that they need, and from no others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from rabbitllm import prepare
+from rabbitllm.checkpoints import fetch
+from rabbitllm.cli.main import app
+from rabbitllm.durable import observe_steps
+from rabbitllm.errors import HubError, IncompleteSplitError, OptionError, SplitMismatchError
+from rabbitllm.layers.layer_store import LayerStore, Manifest, read_manifest
+from rabbitllm.layers.verify import verify
+from tests.support.builders import cut, llama_tensors, write_shards
+from tests.support.hub_fixtures import HubEnvironment
+from tests.support.local_hub import Faults, LocalHub
+from tests.support.splitting import Counter, contents, names_in, split
+
+REPO = "acme/tiny"
+LAYER = "model.layers.1.safetensors"
+
+
+@pytest.fixture
+def made(tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment) -> Path:
+    write_shards(tmp_path / "hub" / REPO, cut(llama_tensors(layers=6, vocabulary=512), 6))
+    return split(REPO, compression="4bit")
+
+
+def manifest_of(folder: Path) -> Manifest:
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    return manifest
+
+
+def spoil(folder: Path, *files: str) -> None:
+    for file in files:
+        raw = bytearray((folder / file).read_bytes())
+        raw[len(raw) // 2] ^= 4
+        (folder / file).write_bytes(raw)
+
+
+def repair(folder: Path, original: Path | None = None) -> None:
+    damaged = {damage.layer for damage in verify(folder).damaged}
+    assert damaged
+    prepare.repair_split(folder, manifest_of(folder), damaged, original)
+
+
+def test_only_the_shards_that_are_needed_are_fetched(made: Path, local_hub: LocalHub, tmp_path: Path) -> None:
+    whole = contents(made)
+    needed = next(record.shards for record in manifest_of(made).layers if record.file == LAYER)
+    assert 1 <= len(needed) < 6
+    spoil(made, LAYER)
+    local_hub.forget_requests()
+    repair(made)
+    assert contents(made) == whole
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "hub" / REPO).glob("*.safetensors")}
+    twice = {name for name, size in sizes.items() if local_hub.downloads(name) > 1}  # once for its header
+    assert twice == set(needed)
+
+
+def test_missing_layers_come_back(made: Path) -> None:
+    whole = contents(made)
+    for file in (LAYER, "lm_head.safetensors", f"{LAYER}.done"):
+        (made / file).unlink()
+    repair(made)
+    assert contents(made) == whole
+
+
+def test_hub_that_does_not_answer_leaves_all_as_it_was(
+    made: Path, local_hub: LocalHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "_pause", lambda failures: 0.0)
+    spoil(made, LAYER)
+    before = contents(made)
+    local_hub.faults = Faults(status=503, status_times=-1)
+    with pytest.raises(HubError):
+        repair(made)
+    assert contents(made) == before
+
+
+def test_broken_off_anywhere(made: Path) -> None:
+    """After every step the directory is refused, finished by the same call, or seen as damaged and repaired."""
+    whole = contents(made)
+    spoil(made, LAYER)
+    counter = Counter()
+    with observe_steps(counter):
+        repair(made)
+    assert contents(made) == whole
+    for death in range(0, counter.count, max(counter.count // 25, 1)):
+        spoil(made, LAYER)
+        with (
+            observe_steps(Counter(lambda number, step, at=death: _stop(number == at))),
+            pytest.raises(KeyboardInterrupt),
+        ):  # type: ignore[misc]
+            repair(made)
+        if read_manifest(made) is not None and (verify(made).damaged or LAYER not in names_in(made)):
+            if LAYER not in names_in(made):
+                with pytest.raises(IncompleteSplitError, match="is missing"):
+                    LayerStore(made)
+            repair(made)
+        else:
+            assert split(REPO, compression="4bit") == made
+        assert contents(made) == whole, death
+
+
+def _stop(now: bool) -> None:
+    if now:
+        raise KeyboardInterrupt
+
+
+def test_another_source_is_refused(made: Path, tmp_path: Path) -> None:
+    spoil(made, LAYER)
+    before = contents(made)
+    other = write_shards(tmp_path / "other", cut(llama_tensors(layers=6, vocabulary=512), 6))
+    with pytest.raises(SplitMismatchError, match="cannot be repaired from other: it was made from a repository"):
+        repair(made, other)
+    assert contents(made) == before
+
+
+def test_local_split_wants_its_checkpoint_named(tmp_path: Path) -> None:
+    model = write_shards(tmp_path / "model", cut(llama_tensors(), 3))
+    made = split(model, sequential=False)
+    whole = contents(made)
+    spoil(made, LAYER)
+    with pytest.raises(OptionError, match="split from a folder named 'model'"):
+        repair(made)
+    changed = write_shards(tmp_path / "changed" / "model", cut(llama_tensors(seed=3), 3))
+    with pytest.raises(SplitMismatchError, match="has other contents"):
+        repair(made, changed)
+    repair(made, model)
+    assert contents(made) == whole
+    assert len(names_in(model, "*.safetensors")) == 3
+
+
+# The command
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["verify", *arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout
+
+
+def test_command_on_a_sound_directory(made: Path, local_hub: LocalHub) -> None:
+    local_hub.forget_requests()
+    code, text = run(str(made))
+    assert code == 0
+    assert "9 layers, 4bit, of acme/tiny at " in text
+    assert "sound: every checksum, shape and tensor is as written" in text
+    assert local_hub.requests == []
+
+
+def test_command_names_what_is_damaged_and_repairs_it(made: Path) -> None:
+    whole = contents(made)
+    spoil(made, LAYER)
+    code, text = run(str(made))
+    assert code == 1
+    assert "1 of 9 layers are damaged" in text
+    assert f"  {LAYER}: its checksum is " in text
+    shards = len(next(record.shards for record in manifest_of(made).layers if record.file == LAYER))
+    assert f"To repair (fetches {shards} of 6 shards again): rabbitllm verify {made} --repair" in text
+    code, text = run(str(made), "--repair")
+    assert code == 0
+    assert text.endswith("repaired: 1 layers\n")
+    assert contents(made) == whole
+
+
+def test_command_in_json(made: Path) -> None:
+    code, text = run(str(made), "--json")
+    record = json.loads(text)
+    assert (code, record["sound"], record["layers"], record["damaged"]) == (0, True, 9, [])
+    spoil(made, LAYER)
+    code, text = run(str(made), "--json")
+    record = json.loads(text)
+    assert (code, record["sound"], [d["file"] for d in record["damaged"]]) == (1, False, [LAYER])
+
+
+def test_command_on_a_local_split_says_what_it_needs(tmp_path: Path) -> None:
+    model = write_shards(tmp_path / "model", cut(llama_tensors(dtype=torch.float16), 3))
+    made = split(model)
+    spoil(made, LAYER)
+    code, text = run(str(made))
+    assert code == 1
+    assert "To repair, if the checkpoint still has model-00002-of-00003.safetensors" in text
+    assert "it may hold the only copy" in text

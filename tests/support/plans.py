@@ -1,0 +1,51 @@
+"""Plans of checkpoints that exist as headers only, and what a real call's plan says of the disk."""
+
+from __future__ import annotations
+
+from rabbitllm.checkpoints.checkpoint import SourceIdentity
+from rabbitllm.checkpoints.hub import HubCheckpoint
+from rabbitllm.checkpoints.local import LocalCheckpoint
+from rabbitllm.checkpoints.naming import assign_layers
+from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
+from rabbitllm.options import SplitOptions
+from rabbitllm.splitter.plan import Arrival, DiskUse, PlannedShard, SplitPlan, disk_use, make_plan
+from rabbitllm.splitter.split import Request, ground_of, plan_split
+from tests.support.splitting import Call
+
+SOURCE = SourceIdentity("local", "m", None, {})
+MIB = 1 << 20
+
+
+def shard_of(name: str, tensors: dict[str, tuple[str, tuple[int, ...]]], staged: bool = False) -> PlannedShard:
+    """A shard that holds these tensors one after the other: name -> dtype and shape."""
+    specs, at = [], 100
+    for tensor, (dtype, shape) in tensors.items():
+        specs.append(TensorSpec(tensor, dtype, shape, name, at, byte_size(dtype, shape)))
+        at += specs[-1].nbytes
+    return PlannedShard(name, at, "sampled:0", tuple(specs), staged)
+
+
+def plan_of(shards: tuple[PlannedShard, ...], compression: str | None = None) -> SplitPlan:
+    names = [tensor.name for shard in shards for tensor in shard.tensors]
+    return make_plan(SOURCE, shards, assign_layers(names, "llama"), compression)
+
+
+def even(shards: int, nbytes: int, staged: bool = False) -> tuple[PlannedShard, ...]:
+    """Shards with one layer each, of so many bytes in bf16."""
+    return tuple(
+        shard_of(f"shard-{n}", {f"model.layers.{n}.w": ("BF16", (nbytes // 128, 64))}, staged) for n in range(shards)
+    )
+
+
+def uses_of(call: Call) -> dict[Arrival, DiskUse]:
+    """What the disk is planned to take for a sequential call, by the way that shards arrive."""
+    source = call.find()
+    assert source.repository is not None or source.local is not None
+    checkpoint = HubCheckpoint(source.repository) if source.repository else LocalCheckpoint(source.local)  # type: ignore[arg-type]
+    request = Request(checkpoint, source.split_folder, "llama", SplitOptions(call.compression, sequential=True))
+    plan = plan_split(request)
+    ground = ground_of(request, plan)
+    return {
+        way: disk_use(plan, arrival=way, deletes_shards=ground.deletes_shards, small_files=ground.small_files)
+        for way in Arrival
+    }
