@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rabbitllm.errors import OptionError
@@ -35,7 +36,7 @@ class SplitOptions:
             the next one meanwhile where the disk has room), "stream" (none is ever a file), or "auto" (the first of
             them that fits).
         profiling: record where the time of each layer goes.
-        threads: workers that read, quantise and write.
+        threads: workers that read, quantise and write; by default one a core, at least 2.
         min_free: bytes; free disk below which a split stops cleanly, since the machine itself needs some.
     """
 
@@ -44,7 +45,7 @@ class SplitOptions:
     delete_original: bool = False
     max_disk: int | None = None
     profiling: bool = False
-    threads: int = 2
+    threads: int = field(default_factory=lambda: usable_cores())
     shard_transfer: str = "auto"
     min_free: int = 1_000_000_000
 
@@ -78,6 +79,12 @@ class StreamOptions:
     profiling: bool = False
     show_progress: bool = True
     trust_remote_code: bool = False
+
+
+def usable_cores() -> int:
+    """Processor cores that this process may use: at least 2, so that reading and computing overlap, at most 8."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
+    return min(max(allowed, 2), 8)
 
 
 def parse_size(size: int | str, name: str) -> int:

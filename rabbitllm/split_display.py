@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 from rabbitllm import progress
 
 GB = 1e9
+REFRESH_SECONDS = 0.2
 
 
 class SplitDisplay:
@@ -19,6 +21,8 @@ class SplitDisplay:
     def __init__(self) -> None:
         self._bar: Any = None
         self._lock = threading.Lock()
+        self._fetched: dict[str, int] = {}
+        self._shown = 0.0
         self._lines = not (sys.stderr.isatty() or "ipykernel" in sys.modules)
 
     def __call__(self, event: progress.Event) -> None:
@@ -41,7 +45,9 @@ class SplitDisplay:
                     print(text, file=sys.stderr, flush=True)
             case progress.SplitDone():
                 self.close()
-            case progress.LayerDone() | progress.BytesFetched():
+            case progress.BytesFetched():
+                self._show_fetched(event)
+            case progress.LayerDone():
                 pass
 
     def _start(self, event: progress.SplitStarted) -> None:
@@ -50,6 +56,15 @@ class SplitDisplay:
         from tqdm.auto import tqdm
 
         self._bar = tqdm(total=event.source_bytes, unit="B", unit_scale=True, desc="splitting", leave=False)
+
+    def _show_fetched(self, event: progress.BytesFetched) -> None:
+        """What has come of the shard that is waited for; a large one takes minutes in which nothing is split."""
+        with self._lock:
+            self._fetched[event.shard] = self._fetched.get(event.shard, 0) + event.nbytes
+            now = time.monotonic()
+            if self._bar is not None and now - self._shown >= REFRESH_SECONDS:
+                self._shown = now
+                self._bar.set_postfix_str(f"fetched {self._fetched[event.shard] / GB:.2f} GB")
 
     def close(self) -> None:
         """Take the bar away."""

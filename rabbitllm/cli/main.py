@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from rabbitllm.cli.demo import demo
+from rabbitllm.cli.plan import plan_command
 from rabbitllm.cli.verify import verify_command
 from rabbitllm.errors import RabbitLLMError
 from rabbitllm.version import __version__
@@ -33,6 +34,7 @@ def root(
 
 
 app.command(name="demo")(demo)
+app.command(name="plan")(plan_command)
 app.command(name="verify")(verify_command)
 
 

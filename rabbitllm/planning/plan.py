@@ -1,0 +1,253 @@
+"""`rabbitllm.plan`: what a split would take and how long, told from headers and a few measurements.
+
+Asks the disks what is free and the survey what there is, and hands both to `splitter.forecast`. Writes nothing but
+small files into the hub cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from rabbitllm import prepare
+from rabbitllm.checkpoints.hub import HubAccess
+from rabbitllm.errors import OptionError
+from rabbitllm.layers.compression import BLOCKS, check_compression
+from rabbitllm.layers.layer_file import LAYER_SUFFIX
+from rabbitllm.layers.layer_store import MANIFEST_NAME
+from rabbitllm.options import SplitOptions, expand, parse_size
+from rabbitllm.planning.survey import Survey
+from rabbitllm.splitter import forecast, rates
+from rabbitllm.splitter.anatomy import anatomy_of, big_layers, commonest_dtype
+from rabbitllm.splitter.forecast import ROUTES, STANDARD, Choice, Disk, Forecast, Outlook, Rate, Rates, Route
+from rabbitllm.splitter.plan import BLOCK_BYTES, SplitPlan, on_disk
+from rabbitllm.splitter.shard_loop import disk_in_use
+from rabbitllm.splitter.space import Ground, candidates, shortage
+from rabbitllm.splitter.split import ground_of
+
+MIN_FREE_DISK = "1GB"
+CACHE_RECORD_BYTES = 512
+"""What huggingface_hub's cache notes of a file in its listing, at most."""
+
+
+def plan(
+    path_or_repo_id: str | Path,
+    *,
+    compression: str | None = None,
+    layer_shards_saving_path: str | Path | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    max_disk: int | str | None = None,
+    min_free_disk: int | str = MIN_FREE_DISK,
+    bandwidth: int | str | None = None,
+) -> Forecast:
+    """Tell what a split would take of the disk and how long, at each compression and on each route; make none.
+
+    Of a repository only headers and small files are fetched, and up to 8 MiB of a shard to measure the connection.
+
+    Args:
+        path_or_repo_id: as `AutoModel.from_pretrained` takes it, and so are all that follow but the last.
+        compression: None, "8bit" or "4bit"; the one to prefer.
+        layer_shards_saving_path: folder for the split directory.
+        revision: branch, tag or commit of the repository.
+        token: for the hub.
+        cache_dir: the hub cache.
+        max_disk: bytes that the split may occupy, e.g. "57GiB".
+        min_free_disk: bytes of the disk that are to stay free.
+        bandwidth: bytes a second at which shards are fetched (or read, from a folder), e.g. "12MB", instead of a
+            measurement.
+
+    Returns:
+        A record; its `choice` has the best call that fits.
+
+    Raises:
+        RabbitLLMError: an argument that no call could honour, no such source, or one that is malformed.
+    """
+    check_compression(compression)
+    options = SplitOptions(
+        compression=compression,
+        max_disk=None if max_disk is None else parse_size(max_disk, "max_disk"),
+        min_free=parse_size(min_free_disk, "min_free_disk"),
+    )
+    said = None if bandwidth is None else _said_rate(bandwidth)
+    saving_path = expand(layer_shards_saving_path) if layer_shards_saving_path else None
+    access = HubAccess(revision, token, expand(cache_dir) if cache_dir else None)
+    sought = prepare.Sought(str(path_or_repo_id), compression, saving_path, access, only_look=True)
+    source = prepare.find(sought)
+    survey = Survey(source, sought, options)
+    measured = _measure(survey, said)
+    outlooks = tuple(_outlook(survey, choice, measured) for choice in survey.folders)
+    arguments = {
+        "layer_shards_saving_path": str(layer_shards_saving_path) if saving_path is not None else None,
+        "revision": revision,
+        "token": "hf_…" if isinstance(token, str) else token,  # never the token itself
+        "cache_dir": str(cache_dir) if cache_dir else None,
+        "max_disk": max_disk,
+        "min_free_disk": min_free_disk if min_free_disk != MIN_FREE_DISK else None,
+    }
+    return Forecast(
+        source=source.name,
+        kind="hub" if source.repository is not None else "local" if source.local is not None else "split",
+        label=survey.checkpoint.label if survey.checkpoint is not None else source.name,
+        commit=survey.commit,
+        compression=compression,
+        max_disk=options.max_disk,
+        min_free_disk=options.min_free,
+        anatomy=anatomy_of(survey.base, survey.config) if survey.base is not None else None,
+        disks=_disks(survey),
+        outlooks=outlooks,
+        memory_bytes=forecast.MEMORY_BYTES,
+        rates=measured,
+        choice=_choice(source.name, outlooks, compression, arguments),
+        warnings=survey.warnings,
+    )
+
+
+def _said_rate(bandwidth: int | str) -> Rate:
+    said = parse_size(bandwidth, "bandwidth")
+    if not said:
+        raise OptionError("bandwidth=0 would never fetch anything.", "Give bytes a second, such as '12MB'.")
+    return Rate(said)
+
+
+def _measure(survey: Survey, said: Rate | None) -> Rates:
+    """What the estimates rest on; what is not needed is not measured."""
+    device, threads = _quantise_on(), survey.options.threads
+    waiting = [
+        shard for c, plan in survey.feasible.items() for shard in plan.shards if shard.name not in survey.used(c)
+    ]
+    staged = list(dict.fromkeys(shard.name for shard in waiting if shard.staged))
+    here = list(dict.fromkeys(shard.name for shard in waiting if not shard.staged))
+    fetch = said if staged else None
+    read = said if here and not staged else None
+    if staged and fetch is None and survey.source.repository is not None:
+        fetch = rates.fetch_rate(survey.source.repository, staged[0])
+    if here and read is None and survey.checkpoint is not None:
+        read = rates.read_rate([survey.checkpoint.acquire(shard) for shard in here])
+    quantise = {}
+    for scheme in BLOCKS:
+        dtype = commonest_dtype(survey.feasible[scheme]) if scheme in survey.feasible else None
+        if dtype is not None and (rate := rates.quantise_rate(scheme, dtype, threads, device)) is not None:
+            quantise[scheme] = rate
+    return Rates(fetch, read, quantise, threads, device)
+
+
+def _quantise_on() -> str:
+    """Where `from_pretrained` quantises by default: on the first GPU, if there is one."""
+    import torch
+
+    return "cuda:0" if torch.cuda.is_available() else "cpu"
+
+
+def _outlook(survey: Survey, compression: str | None, measured: Rates) -> Outlook:
+    folder, plan = survey.folders[compression], survey.plans.get(compression)
+    manifest = survey.manifests.get(compression)
+    finished = compression in survey.manifests
+    if manifest is not None:
+        output: int | None = sum(record.size for record in manifest.layers)
+    elif finished:
+        output = sum(path.stat().st_size for path in folder.glob(f"*{LAYER_SUFFIX}"))
+    else:
+        output = plan.output_bytes if plan is not None else None
+    routes = _route_names(survey, compression) if compression in survey.feasible else ()
+    return Outlook(
+        compression,
+        folder,
+        "finished" if finished else "unfinished" if compression in survey.journals else "new",
+        output,
+        layers_above_10_gb=big_layers(plan) if plan is not None else (),
+        finished_at=_finished_at(folder) if finished else None,
+        shards_used=len(survey.used(compression)),
+        shards=len(plan.shards) if plan is not None else 0,
+        obstacle=survey.obstacle(compression),
+        routes=tuple(_route(survey, name, compression, measured) for name in routes),
+    )
+
+
+def _finished_at(folder: Path) -> str:
+    """When a split directory became whole; RabbitLLM 1.1's, when its last layer was written."""
+    manifest = folder / MANIFEST_NAME
+    files = [manifest] if manifest.exists() else folder.glob(f"*{LAYER_SUFFIX}")
+    last = max(path.stat().st_mtime for path in files)
+    return datetime.datetime.fromtimestamp(last).astimezone().isoformat(timespec="seconds")
+
+
+def _route_names(survey: Survey, compression: str | None) -> Sequence[str]:
+    """The routes that there are, the one to prefer first.
+
+    The standard one deletes nothing, so it comes first; but a split that was begun on a sequential one goes on there,
+    since for the standard one the shards that are used up would be fetched again.
+    """
+    plan = survey.feasible[compression]
+    ways = candidates(plan, "auto")
+    sequential = [name for name, way in ROUTES.items() if name != STANDARD and way in ways]
+    begun = survey.used(compression) and not all(survey.is_here(shard.name) for shard in plan.shards)
+    return [*sequential, STANDARD] if begun else [STANDARD, *sequential]
+
+
+def _route(survey: Survey, name: str, compression: str | None, measured: Rates) -> Route:
+    plan, used = survey.feasible[compression], survey.used(compression)
+    seconds = forecast.seconds_of(forecast.load_of(plan, used), name, compression, measured)
+    placed, ground = _placed(survey, name, compression)
+    in_use = disk_in_use(ground.folder) if compression in survey.journals else 0
+    ground = dataclasses.replace(ground, used=used, in_use=in_use)
+    lacking = shortage(placed, ground, survey.options, ROUTES[name])
+    return forecast.route_of(name, placed, ground, _into_cache(survey, name, plan), lacking, seconds)
+
+
+def _into_cache(survey: Survey, name: str, plan: SplitPlan) -> int:
+    """What goes into the hub cache: config, tokenizer and the like, and on the standard route the shards."""
+    repository = survey.source.repository
+    if repository is None or survey.checkpoint is None:
+        return 0
+    sizes = [size for file, size in survey.checkpoint.sidecar_sizes().items() if repository.cached(file) is None]
+    sizes += [shard.size for shard in plan.shards if shard.staged] if name == STANDARD else []
+    links = BLOCK_BYTES * len(sizes)  # a long one takes a block
+    return sum(map(on_disk, sizes)) + links + on_disk(CACHE_RECORD_BYTES * (1 + len(repository.files)))
+
+
+def _placed(survey: Survey, name: str, compression: str | None) -> tuple[SplitPlan, Ground]:
+    """The plan and its ground on a route; on the standard one what the hub cache lacks is downloaded there first."""
+    plan, request = survey.feasible[compression], survey.request(compression, sequential=name != STANDARD)
+    if name != STANDARD or survey.source.repository is None:
+        return plan, ground_of(request, plan)
+    missing = sum(on_disk(shard.size) for shard in plan.shards if shard.staged)
+    kept = tuple(dataclasses.replace(shard, staged=False) for shard in plan.shards)
+    downloads = ((survey.source.repository.cache, missing),)
+    return dataclasses.replace(plan, shards=kept), ground_of(request, plan, downloads)
+
+
+def _disks(survey: Survey) -> tuple[Disk, ...]:
+    """The disk of the split directory, and that of the hub cache if it is another one."""
+    places = [survey.folders.get(survey.options.compression, survey.source.split_folder)]
+    if survey.source.repository is not None:
+        places.append(survey.source.repository.cache)
+    return tuple(Disk(at, shutil.disk_usage(at).free) for at in _of_different_disks(places))
+
+
+def _of_different_disks(places: Iterable[Path]) -> tuple[Path, ...]:
+    """The nearest folders that exist, the first on each disk."""
+    found: dict[int, Path] = {}
+    for place in places:
+        at = place
+        while not at.exists():
+            at = at.parent
+        found.setdefault(at.stat().st_dev, at)
+    return tuple(found.values())
+
+
+def _choice(name: str, outlooks: Sequence[Outlook], asked: str | None, given: Mapping[str, object]) -> Choice | None:
+    found = forecast.best(outlooks, asked)
+    if found is None:
+        return None
+    outlook, route = found
+    sequential = True if route is not None and route.name != STANDARD else None
+    # how shards arrive is left to the split: "auto" takes the very way that is preferred here
+    own = {"compression": outlook.compression, "sequential_shard_processing": sequential}
+    return Choice(
+        outlook.compression, route.name if route is not None else None, forecast.call_of(name, {**own, **given})
+    )

@@ -1,0 +1,244 @@
+"""A forecast as text for people: facts, a line for every route, and the call that fits. Decides nothing.
+
+Laid out for 80 columns. On a terminal there is colour and long lines are wrapped; elsewhere each is one plain line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from rich.console import Console
+from rich.text import Text
+
+from rabbitllm.splitter.anatomy import Anatomy, Group
+from rabbitllm.splitter.forecast import Forecast, Outlook, Rate, Route, least, missing_bytes
+from rabbitllm.splitter.plan import gib
+
+LABEL = 14
+"""Columns of the facts' names."""
+GROUPS_SHOWN = 3
+_ROUTES: Mapping[str, str] = {
+    "standard": "standard",
+    "sequential_ahead": "sequential, ahead",
+    "sequential_file": "sequential, file",
+    "sequential_stream": "sequential, stream",
+}
+_CONDITIONS: Mapping[str, str] = {
+    "standard": "",
+    "sequential": " if each shard is deleted when it is used up",
+    "sequential_ahead": " if each shard is deleted when it is used up, with room for the next one meanwhile",
+    "sequential_file": " if each shard is deleted when it is used up, before the next one comes",
+    "sequential_stream": " if shards are streamed into the layer files, so that none is ever on the disk",
+}
+_HEADS: Mapping[bool | None, str] = {
+    True: "tied: the output head uses the input embedding",
+    False: "not tied: the output head has weights of its own",
+    None: "no output head, and the config does not say that it is tied",
+}
+
+_LEGEND = "on the disk: how much fuller it gets than now; it creates: what max_disk bounds"
+
+
+def show(forecast: Forecast, console: Console) -> None:
+    """Print a forecast."""
+    _print(console, Text(_title(forecast), "bold"))
+    for warning in forecast.warnings:
+        _print(console, Text(f"warning: {warning}", "yellow"))
+    console.print()
+    for name, value in _facts(forecast):
+        _show_fact(console, name, value)
+    console.print()
+    if any(outlook.routes for outlook in forecast.outlooks):
+        _print(console, Text(_columns("", "on the disk", "it creates") + f"{'time':>31}", "dim"))
+    for outlook in forecast.outlooks:
+        _show_outlook(console, forecast, outlook)
+    if any(outlook.routes for outlook in forecast.outlooks):
+        _print(console, Text(_LEGEND, "dim"))
+    console.print()
+    _show_choice(console, forecast)
+    if basis := ", ".join(_basis(forecast)):
+        console.print()
+        _print(console, Text(f"Times are estimates, without the writing: {basis}.", "dim"))
+
+
+def _print(console: Console, text: Text) -> None:
+    console.print(text, soft_wrap=not console.is_terminal)
+
+
+def _title(forecast: Forecast) -> str:
+    name = forecast.source if forecast.kind == "hub" else forecast.label
+    return name if forecast.commit is None else f"{name} at commit {forecast.commit}"
+
+
+def _show_fact(console: Console, name: str, value: str) -> None:
+    """Print a fact, its further lines below its first."""
+    width = max(console.width - LABEL, 20) if console.is_terminal else len(value)
+    for number, line in enumerate(Text(value).wrap(console, width)):
+        line.rstrip()
+        lead = Text(f"{'' if number else name:<{LABEL}}", "cyan")
+        console.print(Text.assemble(lead, line), soft_wrap=True)
+
+
+def _facts(forecast: Forecast) -> Iterator[tuple[str, str]]:
+    if forecast.anatomy is not None:
+        yield from _of_anatomy(forecast.anatomy)
+    asked = forecast.at(forecast.compression)
+    if asked is not None and (big := asked.layers_above_10_gb):
+        yield "large layers", f"{len(big)} above 10 GB ({_some(big)}); streaming one needs that much memory"
+    for disk in forecast.disks:
+        stays = f", of which {gib(forecast.min_free_disk)} stay free" if forecast.min_free_disk else ""
+        yield "free disk", f"{gib(disk.free_bytes)} at {disk.folder}{stays}"
+    if forecast.max_disk is not None:
+        yield "max_disk", f"{gib(forecast.max_disk)} for all that the split creates"
+    yield "memory", f"the split itself takes at most {forecast.memory_bytes / 1e6:.0f} MB"
+
+
+def _of_anatomy(anatomy: Anatomy) -> Iterator[tuple[str, str]]:
+    shards = _counted(anatomy.shards, "shard")
+    yield "checkpoint", f"{gib(anatomy.total_bytes)} in {shards}, the largest {gib(anatomy.largest_shard_bytes)}"
+    yield "parameters", f"{_large(anatomy.parameters)} in {_counted(anatomy.tensors, 'tensor')}"
+    largest = f"the largest {anatomy.largest_layer} with {gib(anatomy.largest_layer_bytes)}"
+    spread = f"{anatomy.layers_over_shards} in several shards (at most {anatomy.most_shards_of_a_layer})"
+    yield "layers", f"{anatomy.layers:,}, {largest}" + (f"; {spread}" if anatomy.layers_over_shards else "")
+    yield "embeddings", _HEADS[anatomy.tied_embeddings]
+    if anatomy.never_compressed:
+        yield "kept as is", f"{_groups(anatomy.never_compressed)}, at any compression"
+    if anatomy.not_floating:
+        yield "not floating", _groups(anatomy.not_floating)
+    odd = [(anatomy.empty, "empty tensor"), (anatomy.scalars, "scalar")]
+    if any(count for count, _ in odd):
+        yield "odd shapes", ", ".join(_counted(count, what) for count, what in odd if count)
+
+
+def _groups(groups: Iterable[Group]) -> str:
+    found = list(groups)
+    shown = [f"{group.what} ({_counted(group.count, 'tensor')}, {gib(group.total_bytes)})" for group in found]
+    more = sum(group.count for group in found[GROUPS_SHOWN:])
+    return "; ".join(shown[:GROUPS_SHOWN] + ([f"{more:,} of other kinds"] if more else []))
+
+
+def _columns(route: str, disk: str, created: str) -> str:
+    return f"  {route:<19}{disk:>13}{created:>13}  "
+
+
+def _show_outlook(console: Console, forecast: Forecast, outlook: Outlook) -> None:
+    head = Text(outlook.compression or "uncompressed", "bold")
+    if outlook.output_bytes is not None:
+        head.append(f", {gib(outlook.output_bytes)} of layer files", "not bold")
+    if outlook.finished and outlook.finished_at is not None:
+        head.append(f": finished {outlook.finished_at[:16].replace('T', ' ')} in {outlook.folder}", "not bold green")
+    elif outlook.state == "unfinished":
+        state = f": unfinished, {outlook.shards_used} of {outlook.shards} shards used up; what is left takes"
+        head.append(state, "not bold yellow")
+    _print(console, head)
+    if outlook.obstacle is not None:
+        _print(console, Text(f"  not possible: {outlook.obstacle}", "red"))
+    for route in outlook.routes:
+        _print(console, _row(forecast, outlook, route))
+
+
+def _row(forecast: Forecast, outlook: Outlook, route: Route) -> Text:
+    lacks = f"no, {gib(missing_bytes(route))} {'over' if _is_limited(forecast, route) else 'short'}"
+    verdict, style = ("fits", "green") if route.fits else (lacks, "red")
+    time = "?" if route.seconds is None else duration(route.seconds)
+    lead = _columns(_route_name(outlook, route), gib(route.disk_bytes), gib(route.created_bytes))
+    return Text.assemble(lead, (f"{verdict:<20}", style), f"{time:>11}")
+
+
+def _is_limited(forecast: Forecast, route: Route) -> bool:
+    """Whether it is max_disk that a route does not keep to, rather than the free disk."""
+    return forecast.max_disk is not None and route.created_bytes > forecast.max_disk
+
+
+def _route_name(outlook: Outlook, route: Route) -> str:
+    return "sequential" if _is_alone(outlook, route.name) else _ROUTES[route.name]
+
+
+def _is_alone(outlook: Outlook, route: str) -> bool:
+    """Whether this is the only sequential route, as it is where nothing is fetched."""
+    return route == "sequential_file" and len(outlook.routes) == 2
+
+
+def duration(seconds: float) -> str:
+    """A time as people say it: seconds below a minute, minutes below an hour."""
+    if seconds < 1:
+        return "under 1 s"
+    if round(seconds) < 60:
+        return f"{round(seconds)} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60:02} min"
+
+
+def _show_choice(console: Console, forecast: Forecast) -> None:
+    choice = forecast.choice
+    if choice is None:
+        _print(console, Text(_nothing_fits(forecast), "bold red"))
+        return
+    asked, chosen = forecast.at(forecast.compression), forecast.at(choice.compression)
+    assert chosen is not None
+    if asked is not None and asked is not chosen:
+        why = "fits on no route" if asked.routes else "is not possible"
+        _print(console, Text(f"{_capitalised(asked)} {why}.", "bold red"))
+    if choice.route is None:
+        verdict = "is finished. This loads it"
+    else:
+        verdict = f"fits{_CONDITIONS['sequential' if _is_alone(chosen, choice.route) else choice.route]}"
+    _print(console, Text(f"{_capitalised(chosen)} {verdict}:", "bold green"))
+    if forecast.kind == "local" and choice.route not in (None, "standard"):
+        _print(console, Text(f"This deletes the shards in {forecast.label}, one after the other.", "yellow"))
+    console.print()
+    console.print(Text(choice.call), soft_wrap=True)
+
+
+def _capitalised(outlook: Outlook) -> str:
+    return outlook.compression or "Uncompressed"
+
+
+def _nothing_fits(forecast: Forecast) -> str:
+    nearest = least(forecast.outlooks)
+    if nearest is None:
+        return "Nothing can be split or loaded here."
+    outlook, route = nearest
+    assert route.lacking is not None
+    more = "Allow more with max_disk" if _is_limited(forecast, route) else "Free more there"
+    return (
+        f"Nothing fits. Nearest is {outlook.compression or 'uncompressed'}, {_route_name(outlook, route)}: it needs "
+        f"{gib(route.lacking.need)}; {gib(route.lacking.have)} is {route.lacking.where}. {more}, or name another disk "
+        "(--dir, layer_shards_saving_path)."
+    )
+
+
+def _basis(forecast: Forecast) -> Iterator[str]:
+    rates = forecast.rates
+    if rates.fetch is not None:
+        yield f"{_rate(rates.fetch)} from the hub"
+    if rates.read is not None:
+        yield f"{_rate(rates.read)} from this disk"
+    where = f"on {rates.threads} CPU threads" if rates.quantise_on == "cpu" else f"on {rates.quantise_on}"
+    if rates.quantise:
+        found = " and ".join(
+            f"{scheme} {rate.bytes_per_second / 1e6:,.0f} MB/s" for scheme, rate in rates.quantise.items()
+        )
+        yield f"quantising {found} (measured {where})"
+
+
+def _rate(rate: Rate) -> str:
+    how = f"measured over {gib(rate.measured_bytes)}" if rate.measured_bytes else "as given"
+    speed = rate.bytes_per_second / 1e6
+    return f"{speed:,.0f} MB/s ({how})" if speed >= 10 else f"{speed:,.2f} MB/s ({how})"
+
+
+def _large(count: int) -> str:
+    for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if count >= size:
+            return f"{count / size:.2f} {word}"
+    return f"{count:,}"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' if count != 1 else ''}"
+
+
+def _some(names: Iterable[str]) -> str:
+    found = list(names)
+    return ", ".join(found[:GROUPS_SHOWN]) + (" …" if len(found) > GROUPS_SHOWN else "")

@@ -1,0 +1,135 @@
+"""What a checkpoint is made of, from its plan: sizes, and the tensors that are not like the others. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec
+from rabbitllm.layers.compression import MAX_ROUTER_ROWS, MIN_ELEMENTS, is_compressible
+from rabbitllm.options import BIG_LAYER_BYTES
+from rabbitllm.splitter.plan import SplitPlan
+
+_HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output_layer)\.|^output\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Tensors that have something in common: what, how many they are, and their bytes in the checkpoint."""
+
+    what: str
+    count: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Anatomy:
+    """What a checkpoint is made of.
+
+    Attributes:
+        total_bytes: of all shards.
+        shards, largest_shard_bytes: how many, and the largest.
+        layers, largest_layer, largest_layer_bytes: how many, the largest one's id and its uncompressed layer file.
+        tensors: how many.
+        parameters: elements of floating tensors.
+        tied_embeddings: True if the config says so and there is no output head; False if there is one; None where
+            there is none and the config does not say so.
+        never_compressed: floating tensors of two or more dimensions that compression leaves alone, by reason.
+        not_floating: by dtype.
+        empty, scalars: how many tensors have no element, and no dimension.
+        layers_over_shards, most_shards_of_a_layer: how many layers lie in several shards, and the most that one does.
+    """
+
+    total_bytes: int
+    shards: int
+    largest_shard_bytes: int
+    layers: int
+    largest_layer: str
+    largest_layer_bytes: int
+    tensors: int
+    parameters: int
+    tied_embeddings: bool | None
+    never_compressed: tuple[Group, ...]
+    not_floating: tuple[Group, ...]
+    empty: int
+    scalars: int
+    layers_over_shards: int
+    most_shards_of_a_layer: int
+
+
+def anatomy_of(plan: SplitPlan, config: Mapping[str, Any]) -> Anatomy:
+    """What a checkpoint is made of, from its uncompressed plan and its config."""
+    specs = [tensor for shard in plan.shards for tensor in shard.tensors]
+    sizes = {layer: layout.size for layer, layout in plan.layouts.items()}
+    largest = max(sizes, key=sizes.__getitem__, default="")
+    spread = [len(shards) for shards in plan.layer_map.layer_to_shards.values()]
+    return Anatomy(
+        total_bytes=plan.source_bytes,
+        shards=len(plan.shards),
+        largest_shard_bytes=max((shard.size for shard in plan.shards), default=0),
+        layers=len(sizes),
+        largest_layer=largest,
+        largest_layer_bytes=sizes.get(largest, 0),
+        tensors=len(specs),
+        parameters=sum(spec.elements for spec in specs if is_floating(spec)),
+        tied_embeddings=_is_tied(specs, config),
+        never_compressed=_grouped((why, spec) for spec in specs if (why := why_never_compressed(spec)) is not None),
+        not_floating=_grouped((spec.dtype, spec) for spec in specs if not is_floating(spec)),
+        empty=sum(not spec.elements for spec in specs),
+        scalars=sum(spec.shape == () for spec in specs),
+        layers_over_shards=sum(shards > 1 for shards in spread),
+        most_shards_of_a_layer=max(spread, default=0),
+    )
+
+
+def is_floating(spec: TensorSpec) -> bool:
+    """Whether a tensor's elements are real numbers."""
+    return "float" in DTYPES[spec.dtype].torch_name
+
+
+def why_never_compressed(spec: TensorSpec) -> str | None:
+    """Why compression leaves a floating tensor of two or more dimensions alone; None for every other tensor."""
+    if not is_floating(spec) or len(spec.shape) < 2 or not spec.elements or is_compressible(spec):
+        return None
+    if not DTYPES[spec.dtype].quantisable:
+        return f"{spec.dtype} already"
+    if spec.elements < MIN_ELEMENTS:
+        return f"under {MIN_ELEMENTS:,} elements"
+    if len(spec.shape) > 3:
+        return "more than 3 dimensions"
+    if is_compressible(dataclasses.replace(spec, shape=(MAX_ROUTER_ROWS + 1, MIN_ELEMENTS))):
+        return "expert router"  # the one rule that lets a tensor of that name pass if it has more rows
+    return "convolution" if "conv" in spec.name.lower() else "state-space decay"
+
+
+def _grouped(found: Iterable[tuple[str, TensorSpec]]) -> tuple[Group, ...]:
+    groups: dict[str, list[int]] = {}
+    for what, spec in found:
+        groups.setdefault(what, []).append(spec.nbytes)
+    made = (Group(what, len(sizes), sum(sizes)) for what, sizes in groups.items())
+    return tuple(sorted(made, key=lambda group: (-group.total_bytes, group.what)))
+
+
+def _is_tied(specs: Iterable[TensorSpec], config: Mapping[str, Any]) -> bool | None:
+    if any(_HEAD.search(spec.name) for spec in specs):
+        return False
+    text = config.get("text_config")
+    said = config.get("tie_word_embeddings", text.get("tie_word_embeddings") if isinstance(text, dict) else None)
+    return True if said is True else None
+
+
+def big_layers(plan: SplitPlan) -> tuple[str, ...]:
+    """The layers whose files are so large that the split warns of them."""
+    return tuple(layer for layer, layout in plan.layouts.items() if layout.size > BIG_LAYER_BYTES)
+
+
+def commonest_dtype(plan: SplitPlan) -> str | None:
+    """The dtype of most of the bytes that compression quantises; None if it would touch nothing."""
+    sums: dict[str, int] = {}
+    for shard in plan.shards:
+        for spec in filter(is_compressible, shard.tensors):
+            sums[spec.dtype] = sums.get(spec.dtype, 0) + spec.nbytes
+    return max(sums, key=sums.__getitem__, default=None)

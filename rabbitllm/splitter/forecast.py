@@ -1,0 +1,312 @@
+"""What a split would take, and how long, before any of it is done: records, and the functions that fill them.
+
+Pure: plans, sizes of disks and measured rates come from the caller. Reads no file, asks no hub, prints nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rabbitllm.splitter.anatomy import Anatomy
+from rabbitllm.splitter.plan import Arrival, SplitPlan, disk_use
+from rabbitllm.splitter.space import Ground, Shortage
+
+COMPRESSIONS = (None, "8bit", "4bit")
+"""From the largest output to the smallest."""
+MEMORY_BYTES = 200 * 1000**2
+"""Anonymous memory that a split adds to its process at most, whatever the model (benchmarks/results: up to 187 MB)."""
+STANDARD = "standard"
+"""The route that keeps all shards; the sequential ones are named by how shards arrive, in `ROUTES`."""
+ROUTES: Mapping[str, Arrival] = {
+    STANDARD: Arrival.FILE,
+    "sequential_ahead": Arrival.FILE_AHEAD,
+    "sequential_file": Arrival.FILE,
+    "sequential_stream": Arrival.STREAM,
+}
+"""Every route, the one to prefer first."""
+WIDTH = 76
+"""Columns that a call is laid out for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Bytes a second, and over how many bytes that was measured; `measured_bytes` is 0 where the caller said it."""
+
+    bytes_per_second: float
+    measured_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the estimates of time rest on; None for what is not needed or could not be measured.
+
+    Attributes:
+        fetch: from the hub.
+        read: from the disk.
+        quantise: source bytes, by compression.
+        threads: that quantise.
+        quantise_on: "cpu" or "cuda:N".
+    """
+
+    fetch: Rate | None
+    read: Rate | None
+    quantise: Mapping[str, Rate]
+    threads: int
+    quantise_on: str
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Source bytes that are still to be fetched from the hub, to be read from this disk, and to be quantised."""
+
+    fetched: int
+    read: int
+    quantised: int
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One way to make a split.
+
+    Attributes:
+        name: a key of `ROUTES`.
+        disk_bytes: the most by which this machine's disks are fuller than now, the hub cache included.
+        created_bytes: the most that the split directory occupies; what `max_disk` bounds.
+        cache_bytes: of `disk_bytes`, what goes into the hub cache.
+        lacking: what is missing, as the split itself would say; None if it fits.
+        seconds: estimated; None if a rate for it is not known.
+    """
+
+    name: str
+    disk_bytes: int
+    created_bytes: int
+    cache_bytes: int
+    lacking: Shortage | None
+    seconds: float | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether a split on this route would begin."""
+        return self.lacking is None
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What lies ahead at one compression.
+
+    Attributes:
+        compression: None, "8bit" or "4bit".
+        folder: the split directory, there or not.
+        state: of it, "new", "unfinished" or "finished".
+        output_bytes: of all layer files; None where no header is left to tell.
+        layers_above_10_gb: ids of layers whose file is that large.
+        finished_at: when the split directory became whole, ISO 8601; None if it is not.
+        shards_used: how many an earlier run used up.
+        shards: how many there are in all.
+        obstacle: why there is no way at all: the folder belongs to another model, or shards are gone.
+        routes: those there are, the one to prefer first; none where nothing is left to do, or nothing can be.
+    """
+
+    compression: str | None
+    folder: Path
+    state: str
+    output_bytes: int | None
+    layers_above_10_gb: tuple[str, ...] = ()
+    finished_at: str | None = None
+    shards_used: int = 0
+    shards: int = 0
+    obstacle: str | None = None
+    routes: tuple[Route, ...] = ()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the split directory is whole and of this source."""
+        return self.state == "finished" and self.obstacle is None
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """A disk that a split would write to: a folder on it, and the bytes that are free."""
+
+    folder: Path
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The best that fits: its compression, its route (None for a finished split), and the call that does it."""
+
+    compression: str | None
+    route: str | None
+    call: str
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """All that can be told before a split.
+
+    Attributes:
+        source: as the caller named it.
+        kind: "hub", "local", or "split" where a finished split directory is all there is.
+        label: the folder, or the repository and commit.
+        commit: the pinned commit of a repository.
+        compression: what was asked for.
+        max_disk, min_free_disk: what was allowed, bytes.
+        anatomy: of the checkpoint; None where no header of it is left.
+        disks: the one that the layer files go to first.
+        outlooks: by compression, from the largest output to the smallest.
+        memory_bytes: anonymous memory that the split adds at most.
+        rates: what the times rest on.
+        choice: the best that fits; None if nothing does.
+        warnings: what else to know.
+    """
+
+    source: str
+    kind: str
+    label: str
+    commit: str | None
+    compression: str | None
+    max_disk: int | None
+    min_free_disk: int
+    anatomy: Anatomy | None
+    disks: tuple[Disk, ...]
+    outlooks: tuple[Outlook, ...]
+    memory_bytes: int
+    rates: Rates
+    choice: Choice | None
+    warnings: tuple[str, ...] = ()
+
+    def at(self, compression: str | None) -> Outlook | None:
+        """The outlook at a compression."""
+        return next((outlook for outlook in self.outlooks if outlook.compression == compression), None)
+
+
+def load_of(plan: SplitPlan, used: frozenset[str]) -> Load:
+    """What is still to be done of a plan of which some shards are used up."""
+    waiting = [shard for shard in plan.shards if shard.name not in used]
+    names = {shard.name for shard in waiting}
+    forms = (form for layout in plan.layouts.values() for form in layout.forms)
+    return Load(
+        fetched=sum(shard.size for shard in waiting if shard.staged),
+        read=sum(shard.size for shard in waiting if not shard.staged),
+        quantised=sum(form.source.nbytes for form in forms if form.scheme and form.source.file in names),
+    )
+
+
+def seconds_of(load: Load, route: str, compression: str | None, rates: Rates) -> float | None:
+    """An estimate of how long a split takes, from a few rates.
+
+    Fetching and splitting take turns where each shard is a file and where all are fetched first; they overlap, so that
+    the slower of both decides, where the next shard is fetched meanwhile and where shards are streamed. Writing is not
+    in it: it goes on beside both, and its rate cannot be measured without writing.
+
+    Returns:
+        Seconds; None if a rate that it needs is not known.
+    """
+    quantiser = rates.quantise.get(compression) if compression else None
+    parts = [_seconds(load.fetched, rates.fetch), _seconds(load.read, rates.read), _seconds(load.quantised, quantiser)]
+    if any(part is None for part in parts):
+        return None
+    fetch, read, quantise = (part or 0.0 for part in parts)
+    overlap = ROUTES[route] is not Arrival.FILE
+    return max(fetch, read + quantise) if overlap else fetch + read + quantise
+
+
+def _seconds(nbytes: int, rate: Rate | None) -> float | None:
+    if not nbytes:
+        return 0.0
+    return nbytes / rate.bytes_per_second if rate is not None else None
+
+
+def route_of(
+    name: str, plan: SplitPlan, ground: Ground, cache_bytes: int, lacking: Shortage | None, seconds: float | None
+) -> Route:
+    """What one route takes of the disk.
+
+    Args:
+        name: a key of `ROUTES`.
+        plan: the split, its shards marked as staged or not as they are on that route.
+        ground: what it stands on, on that route.
+        cache_bytes: what goes into the hub cache beside it.
+        lacking: what `space.shortage` says of it.
+        seconds: see `seconds_of`.
+    """
+    use = disk_use(
+        plan,
+        arrival=ROUTES[name],
+        deletes_shards=ground.deletes_shards,
+        small_files=ground.small_files,
+        used=ground.used,
+        in_use=ground.in_use,
+    )
+    return Route(name, use.added + cache_bytes, use.created, cache_bytes, lacking, seconds)
+
+
+def best(outlooks: Sequence[Outlook], asked: str | None) -> tuple[Outlook, Route | None] | None:
+    """The compression and route to take: the compression asked for if it fits, else the least compressed that does.
+
+    Of its routes the first that fits, in their own order; None as a route means that the split is finished. None if
+    nothing fits.
+    """
+    for outlook in sorted(outlooks, key=lambda outlook: outlook.compression != asked):
+        if outlook.finished:
+            return outlook, None
+        for route in outlook.routes:
+            if route.fits:
+                return outlook, route
+    return None
+
+
+def least(outlooks: Sequence[Outlook]) -> tuple[Outlook, Route] | None:
+    """Where nothing fits, what comes nearest: the route that lacks least, and of several the one that takes least."""
+    found = [(outlook, route) for outlook in outlooks for route in outlook.routes if route.lacking is not None]
+    return min(found, key=lambda pair: (missing_bytes(pair[1]), pair[1].disk_bytes), default=None)
+
+
+def missing_bytes(route: Route) -> int:
+    """What a route lacks; 0 if it fits."""
+    return route.lacking.need - route.lacking.have if route.lacking is not None else 0
+
+
+def call_of(source: str, arguments: Mapping[str, object]) -> str:
+    """The Python that makes a split, ready to paste: on one line if that is short enough."""
+    given = [f"{name}={_literal(value)}" for name, value in arguments.items() if value is not None]
+    parts = [_literal(source), *given]
+    lead = "AutoModel.from_pretrained("
+    short = f"model = {lead}{', '.join(parts)})"
+    if len(short) > WIDTH:
+        short = f"model = {lead}\n" + "".join(f"    {part},\n" for part in parts) + ")"
+    return f"from rabbitllm import AutoModel\n\n{short}"
+
+
+def _literal(value: object) -> str:
+    if not isinstance(value, str):
+        return repr(value)
+    quoted = repr(value)
+    return f'"{value}"' if quoted == f"'{value}'" and '"' not in value else quoted
+
+
+def as_json(forecast: Forecast) -> dict[str, Any]:
+    """A forecast as one JSON object: snake_case keys, sizes in bytes, times in seconds."""
+    content: dict[str, Any] = _plain(dataclasses.asdict(forecast))
+    for entry, outlook in zip(content["outlooks"], forecast.outlooks, strict=True):
+        entry["finished"] = outlook.finished
+        entry["fits"] = outlook.finished or any(route.fits for route in outlook.routes)
+        for record, route in zip(entry["routes"], outlook.routes, strict=True):
+            record["fits"] = route.fits
+            if route.lacking is not None:
+                lacking = route.lacking
+                record["lacking"] = {"need_bytes": lacking.need, "have_bytes": lacking.have, "where": lacking.where}
+    return content
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,130 @@
+"""How fast this machine fetches, reads and quantises, measured on small samples; nothing is written.
+
+Each measurement takes a bounded time and gives None where it cannot be made: an estimate is not worth an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from rabbitllm.checkpoints.hub import HubFile, HubRepository
+from rabbitllm.errors import MissingPackageError, RabbitLLMError
+from rabbitllm.formats.positional import PositionalFile, page_aligned
+from rabbitllm.formats.tensor_spec import DTYPES, torch_dtype
+from rabbitllm.layers.compression import quantise_blocks
+from rabbitllm.splitter.forecast import Rate
+from rabbitllm.splitter.plan import CHUNK_BYTES
+
+FETCHED_BYTES = 8 << 20
+"""Of a shard, from its start, at most."""
+READ_BYTES = 64 << 20
+"""Of the shards on this disk, in pieces spread evenly over them, at most."""
+MOST_SECONDS = 3.0
+"""A fetch or a read stops then, and what came until then counts."""
+QUANTISE_SECONDS = 0.3
+
+
+def fetch_rate(repository: HubRepository, shard: str) -> Rate | None:
+    """How fast a shard comes from the hub: one request for its first bytes, kept nowhere."""
+    size = min(repository.files[shard].size, FETCHED_BYTES)
+    # a listing in which the shard ends there, and has no digest to compare
+    sample = dataclasses.replace(repository, files={shard: HubFile(shard, size, None, None)})
+    start = time.perf_counter()
+    arrived: list[tuple[float, int]] = []
+    enough = threading.Event()
+
+    def take() -> None:
+        with contextlib.suppress(RabbitLLMError):
+            for chunk in sample.stream(shard):
+                arrived.append((time.perf_counter() - start, len(chunk)))
+                if enough.is_set():
+                    return
+
+    taker = threading.Thread(target=take, name="fetch-rate", daemon=True)  # a hub may stop answering, and retries pause
+    taker.start()
+    taker.join(MOST_SECONDS)
+    enough.set()
+    return _steady_rate(tuple(arrived))
+
+
+def _steady_rate(arrived: Sequence[tuple[float, int]]) -> Rate | None:
+    """The rate of chunks that came at these seconds, without the wait for the first where that leaves enough of them.
+
+    A request's latency is paid once a shard, and a sample is a thousandth of a shard.
+    """
+    if not arrived:
+        return None
+    total = sum(nbytes for _, nbytes in arrived)
+    (first, head), (last, _) = arrived[0], arrived[-1]
+    if last > first and 2 * head < total:
+        return Rate((total - head) / (last - first), total)
+    return Rate(total / last, total)
+
+
+def read_rate(paths: Sequence[Path]) -> Rate | None:
+    """How fast these files are read; what was brought into the page cache for that is dropped from it again."""
+    buffer = page_aligned(CHUNK_BYTES)
+    done, start = 0, time.perf_counter()
+    try:
+        for path, offset in _pieces(paths):
+            with PositionalFile(path) as file:
+                got = file.read_into(buffer, offset)
+                file.drop_cache(offset, got)
+            done += got
+            if time.perf_counter() - start > MOST_SECONDS:
+                break
+    except OSError:
+        return None
+    seconds = time.perf_counter() - start
+    return Rate(done / seconds, done) if done else None
+
+
+def _pieces(paths: Sequence[Path]) -> Iterator[tuple[Path, int]]:
+    """Where to read: evenly spread over the files, since some of them may be in the page cache; all of small ones."""
+    sizes = [path.stat().st_size for path in paths]
+    if sum(sizes) <= READ_BYTES:
+        for path, size in zip(paths, sizes, strict=True):
+            yield from ((path, offset) for offset in range(0, size, CHUNK_BYTES))
+        return
+    step, at = -(-sum(sizes) // (READ_BYTES // CHUNK_BYTES)), 0
+    for path, size in zip(paths, sizes, strict=True):
+        while at < size:
+            yield path, at
+            at += step
+        at -= size
+
+
+def quantise_rate(scheme: str, dtype: str, threads: int, device: str) -> Rate | None:
+    """How many source bytes a second the quantiser takes, called as a split calls it.
+
+    Args:
+        scheme: "4bit" or "8bit".
+        dtype: of the source, F32, F16 or BF16.
+        threads: that call it at the same time.
+        device: "cpu" or "cuda:N".
+    """
+    import torch
+
+    values = torch.randn(CHUNK_BYTES * 8 // DTYPES[dtype].bits).to(torch_dtype(dtype))
+    chunk = values.view(torch.uint8).numpy().data
+
+    def work(_: int) -> tuple[int, float]:
+        quantise_blocks(scheme, chunk, dtype, device)  # a thread's first call loads kernels and starts threads
+        done, start = 0, time.perf_counter()
+        while time.perf_counter() - start < QUANTISE_SECONDS:
+            quantise_blocks(scheme, chunk, dtype, device)
+            done += len(chunk)
+        return done, time.perf_counter() - start
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="quantise-rate") as pool:
+        try:
+            found = list(pool.map(work, range(threads)))
+        except MissingPackageError:
+            return None
+    return Rate(sum(done / seconds for done, seconds in found), sum(done for done, _ in found))

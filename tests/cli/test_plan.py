@@ -1,0 +1,594 @@
+"""`rabbitllm plan` as a user meets it: on folders and on a local hub, beside the splits that it foretells."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+import rabbitllm
+from rabbitllm.checkpoints.hub import FIRST_READ_BYTES
+from rabbitllm.cli.main import app
+from rabbitllm.errors import CheckpointNotFoundError, NotEnoughSpaceException, OptionError
+from rabbitllm.planning.report import duration, show
+from rabbitllm.splitter.forecast import ROUTES, Forecast, Outlook, Rate, Route
+from rabbitllm.splitter.plan import gib
+from rabbitllm.splitter.rates import FETCHED_BYTES
+from tests.splitter.test_split import LARGE, Peak
+from tests.support.builders import SINGLE_NAME, build_checkpoint, cut, llama_tensors, write_shards
+from tests.support.hub_fixtures import HubEnvironment
+from tests.support.local_hub import LocalHub
+from tests.support.splitting import Call, interrupted, names_in
+from tests.support.tiny_models import one_thread  # noqa: F401  a fixture that applies by itself
+
+REPO = "org/model"
+SHARDS = 6
+PER_FILE = 64 * 1024
+"""What the prediction may exceed the truth by, for every file that a split makes."""
+COMPRESSIONS = [None, "8bit", "4bit"]
+LOCAL_ROUTES = ["standard", "sequential_file"]
+KEYS = {
+    *("source", "kind", "label", "commit", "compression", "max_disk", "min_free_disk", "anatomy", "disks", "outlooks"),
+    *("memory_bytes", "rates", "choice", "warnings"),
+}
+OUTLOOK_KEYS = {
+    *("compression", "folder", "state", "output_bytes", "layers_above_10_gb", "finished_at", "shards_used", "shards"),
+    *("obstacle", "routes", "finished", "fits"),
+}
+ROUTE_KEYS = {"name", "disk_bytes", "created_bytes", "cache_bytes", "lacking", "seconds", "fits"}
+ANATOMY_KEYS = {
+    *("total_bytes", "shards", "largest_shard_bytes", "layers", "largest_layer", "largest_layer_bytes", "tensors"),
+    *("parameters", "tied_embeddings", "never_compressed", "not_floating", "empty", "scalars"),
+    *("layers_over_shards", "most_shards_of_a_layer"),
+}
+
+
+@pytest.fixture(autouse=True)
+def known_quantiser(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring it takes a while, and has tests of its own."""
+    monkeypatch.setattr("rabbitllm.splitter.rates.quantise_rate", lambda *arguments: Rate(50e6, 1))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_shards(tmp_path / "model", cut(llama_tensors(**LARGE), SHARDS))
+
+
+@pytest.fixture
+def repository(tmp_path: Path, hub_environment: HubEnvironment) -> Path:
+    return write_shards(tmp_path / "hub" / REPO, cut(llama_tensors(**LARGE), SHARDS))
+
+
+def run(*arguments: str) -> str:
+    """What the command prints on stdout."""
+    result = CliRunner().invoke(app, ["plan", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def plan(source: Path | str, **options: Any) -> Forecast:
+    return rabbitllm.plan(source, **{"bandwidth": "100MB", **options})  # type: ignore[no-any-return]
+
+
+def at(forecast: Forecast, compression: str | None) -> Outlook:
+    found = forecast.at(compression)
+    assert found is not None
+    return found
+
+
+def routes(forecast: Forecast, compression: str | None) -> dict[str, Route]:
+    return {route.name: route for route in at(forecast, compression).routes}
+
+
+def everything(folder: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of change of all that is below a folder."""
+    paths = sorted(folder.rglob("*"))
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
+
+
+def call_on(route: str, source: str, compression: str | None, **options: Any) -> Call:
+    """The call that takes exactly this route."""
+    transfer = {"sequential_file": "file", "sequential_stream": "stream"}.get(route, "auto")
+    return Call(source, compression=compression, sequential=route != "standard", shard_transfer=transfer, **options)
+
+
+# What it says
+
+
+def test_folder_as_text(folder: Path) -> None:
+    before = everything(folder)
+    text = run(str(folder), "--bandwidth", "100MB")
+    assert everything(folder) == before
+    total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert re.search(rf"checkpoint +{re.escape(gib(total))} in {SHARDS} shards", text)
+    assert re.search(r"layers +8, the largest layers\.\d with", text)
+    assert "100 MB/s (as given) from this disk" in text
+    assert "Times are estimates" in text
+    assert text.count("fits") == 3 * 2 + 1
+    assert f'model = AutoModel.from_pretrained("{folder}")' in text.replace("\n    ", "").replace(",\n)", ")")
+    assert "\x1b" not in text
+
+
+def test_folder_as_json(folder: Path) -> None:
+    found = json.loads(run(str(folder), "--json", "--compression", "4bit", "--max-disk", "1GiB"))
+    assert set(found) == KEYS
+    assert set(found["anatomy"]) == ANATOMY_KEYS
+    assert [entry["compression"] for entry in found["outlooks"]] == COMPRESSIONS
+    for entry in found["outlooks"]:
+        assert set(entry) == OUTLOOK_KEYS
+        assert [route["name"] for route in entry["routes"]] == LOCAL_ROUTES
+        assert all(set(route) == ROUTE_KEYS for route in entry["routes"])
+        assert entry["routes"][0]["seconds"] > 0
+    assert (found["kind"], found["label"], found["commit"]) == ("local", str(folder), None)
+    assert (found["max_disk"], found["min_free_disk"], found["memory_bytes"]) == (1 << 30, 10**9, 200_000_000)
+    assert found["choice"]["compression"] == "4bit"
+    assert found["rates"]["read"]["measured_bytes"] == found["anatomy"]["total_bytes"]
+    assert found["rates"]["fetch"] is None
+    assert set(found["rates"]["quantise"]) == {"4bit", "8bit"}
+
+
+def test_repository_asks_for_headers_and_one_sample(
+    repository: Path, hub_environment: HubEnvironment, local_hub: LocalHub
+) -> None:
+    found = json.loads(run(REPO, "--json"))
+    assert found["label"] == f"{REPO}@{local_hub.commit(REPO)[:8]}"
+    assert found["commit"] == local_hub.commit(REPO)
+    sizes = {path.name: path.stat().st_size for path in repository.glob("*.safetensors")}
+    assert min(sizes.values()) > 8 * FIRST_READ_BYTES
+    first = min(sizes)
+    for name, size in sizes.items():
+        sample = min(size, FETCHED_BYTES) if name == first else 0
+        assert 0 < local_hub.body_bytes(name) <= FIRST_READ_BYTES + sample
+    whole = [request.range for request in local_hub.requests if request.file in sizes and request.method == "GET"]
+    assert whole.count(f"bytes=0-{min(sizes[first], FETCHED_BYTES) - 1}") == 1
+    assert whole.count(f"bytes=0-{FIRST_READ_BYTES - 1}") == len(whole) - 1
+    assert found["rates"]["fetch"]["measured_bytes"] == min(sizes[first], FETCHED_BYTES)
+    assert [route["name"] for route in found["outlooks"][0]["routes"]] == list(ROUTES)
+    # small files of the repository, where huggingface_hub keeps them, and nothing else
+    below = {path.relative_to(hub_environment.home).parts[0] for path in hub_environment.home.rglob("*")}
+    assert below == {"hub"}
+    assert not list(hub_environment.home.rglob("*.safetensors"))
+
+
+def test_given_bandwidth_is_not_measured(
+    repository: Path, hub_environment: HubEnvironment, local_hub: LocalHub
+) -> None:
+    text = run(REPO, "--bandwidth", "2MB")
+    assert "2.00 MB/s (as given) from the hub" in text
+    assert local_hub.body_bytes(".safetensors") == SHARDS * FIRST_READ_BYTES
+    found = plan(REPO, bandwidth="2MB")
+    assert found.rates.read is None
+    total = found.anatomy.total_bytes  # type: ignore[union-attr]
+    times = {name: route.seconds for name, route in routes(found, None).items()}
+    assert times == pytest.approx(dict.fromkeys(ROUTES, total / 2e6))
+
+
+def test_cached_shards_are_read_and_not_fetched(
+    repository: Path, hub_environment: HubEnvironment, local_hub: LocalHub
+) -> None:
+    Call(REPO, sequential=False).make()
+    local_hub.forget_requests()
+    found = rabbitllm.plan(REPO, compression="4bit")
+    assert local_hub.body_bytes(".safetensors") == 0
+    assert [route.name for route in at(found, "4bit").routes] == LOCAL_ROUTES
+    assert found.rates.fetch is None
+    assert found.rates.read is not None
+    assert routes(found, "4bit")["standard"].cache_bytes < 16 * 1024  # a listing of files
+
+
+def test_tied_and_spanning_and_odd(tmp_path: Path) -> None:
+    import torch
+
+    tensors = llama_tensors(layers=2)
+    del tensors["lm_head.weight"]
+    tensors["model.layers.1.conv1d.weight"] = torch.zeros(128, 1, 64)
+    tensors["model.layers.1.steps"] = torch.zeros(3, dtype=torch.int64)
+    tensors["model.layers.1.scale"] = torch.zeros(())
+    tensors["model.layers.1.nothing"] = torch.zeros(0, 4)
+    source = write_shards(tmp_path / "m", cut(tensors, 3))
+    (source / "config.json").write_text('{"model_type": "llama", "tie_word_embeddings": true}')
+    text = run(str(source), "--bandwidth", "1GB")
+    assert re.search(r"embeddings +tied", text)
+    assert re.search(r"kept as is +convolution \(1 tensor, 0\.03 MiB\), at any compression", text)
+    assert re.search(r"not floating +I64 \(1 tensor", text)
+    assert re.search(r"odd shapes +1 empty tensor, 1 scalar", text)
+    assert re.search(r"layers +4, .*; 2 in several shards \(at most 2\)", text)
+
+
+# Whether it is true
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("name", LOCAL_ROUTES)
+def test_peak_of_a_folder(folder: Path, name: str, compression: str | None) -> None:
+    foretold = routes(plan(folder), compression)[name]
+    peak = Peak(folder)
+    made = peak.during(call_on(name, str(folder), compression, max_disk=foretold.created_bytes))
+    assert_bound(foretold.disk_bytes, peak.most, made)
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("name", list(ROUTES))
+def test_peak_of_a_repository(
+    repository: Path, hub_environment: HubEnvironment, name: str, compression: str | None
+) -> None:
+    foretold = routes(plan(REPO), compression)[name]
+    peak = Peak(hub_environment.home)
+    made = peak.during(call_on(name, REPO, compression, max_disk=foretold.created_bytes))
+    if name == "sequential_ahead":  # the next shard may come late
+        assert peak.most <= foretold.disk_bytes
+    else:
+        assert_bound(foretold.disk_bytes, peak.most, made)
+
+
+def assert_bound(foretold: int, most: int, made: Path) -> None:
+    """What was foretold is an upper bound, and close."""
+    files = len([path for path in made.rglob("*") if path.stat().st_size])
+    assert most <= foretold <= most + PER_FILE * files
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("name", ["standard", "sequential_file", "sequential_stream"])
+@pytest.mark.parametrize("kind", ["folder", "repository"])
+def test_what_does_not_fit_is_refused_alike(
+    tmp_path: Path, hub_environment: HubEnvironment, kind: str, name: str, compression: str | None
+) -> None:
+    """One byte less than is needed: the plan says no, and so does the split, with the same numbers."""
+    if kind == "folder" and name not in LOCAL_ROUTES:
+        return
+    where = tmp_path / ("hub" if kind == "repository" else "x") / REPO
+    source = write_shards(where, cut(llama_tensors(), 3))
+    named = REPO if kind == "repository" else str(source)
+    need = routes(plan(named), compression)[name].created_bytes
+    enough, too_little = plan(named, max_disk=need), plan(named, max_disk=need - 1)
+    assert routes(enough, compression)[name].fits
+    lacking = routes(too_little, compression)[name].lacking
+    assert lacking is not None
+    assert (lacking.need, lacking.have) == (need, need - 1)
+    call = call_on(name, named, compression)
+    with pytest.raises(NotEnoughSpaceException, match=f"needs {re.escape(gib(need))} at its peak") as refused:
+        dataclasses.replace(call, max_disk=need - 1).make()
+    assert lacking.where in str(refused.value)
+    made = dataclasses.replace(call, max_disk=need).make()
+    assert (made / "split.json").exists()
+
+
+def test_free_disk_and_what_is_to_stay_free(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    need = routes(plan(folder), "8bit")["standard"].disk_bytes
+    free = [need + 1000]
+    monkeypatch.setattr("shutil.disk_usage", lambda path: os.terminal_size((0, 0)) and _Usage(free[0]))
+    found = plan(folder, min_free_disk=1000)
+    assert routes(found, "8bit")["standard"].fits
+    assert [disk.free_bytes for disk in found.disks] == free
+    lacking = routes(plan(folder, min_free_disk=1001), "8bit")["standard"].lacking
+    assert lacking is not None
+    assert (lacking.need, lacking.have) == (need, need - 1)
+    assert "min_free_disk" in lacking.where
+
+
+@dataclasses.dataclass
+class _Usage:
+    free: int
+
+
+# The call that it proposes
+
+
+def given(call: str) -> dict[str, Any]:
+    """What a proposed call would hand to from_pretrained, by way of running it."""
+    seen: dict[str, Any] = {}
+
+    class Model:
+        @staticmethod
+        def from_pretrained(source: str, **arguments: Any) -> None:
+            seen.update(arguments, source=source)
+
+    exec(call.replace("from rabbitllm import AutoModel", ""), {"AutoModel": Model})
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [
+        ("standard", {}),
+        ("sequential_ahead", {"sequential_shard_processing": True}),
+        ("sequential_file", {"sequential_shard_processing": True}),
+        ("sequential_stream", {"sequential_shard_processing": True}),
+    ],
+)
+def test_choice_is_the_best_route_that_fits(
+    repository: Path,
+    hub_environment: HubEnvironment,
+    monkeypatch: pytest.MonkeyPatch,
+    budget: str,
+    expected: dict[str, Any],
+) -> None:
+    free = routes(plan(REPO), "4bit")[budget].disk_bytes
+    monkeypatch.setattr("shutil.disk_usage", lambda path: _Usage(free))
+    found = plan(REPO, compression="4bit", min_free_disk=0)
+    assert found.choice is not None
+    assert (found.choice.compression, found.choice.route) == ("4bit", budget)
+    assert given(found.choice.call) == {"source": REPO, "compression": "4bit", "min_free_disk": 0, **expected}
+
+
+def test_less_compression_is_proposed_before_more(repository: Path, hub_environment: HubEnvironment) -> None:
+    budget = routes(plan(REPO), "8bit")["sequential_stream"].created_bytes
+    found = plan(REPO, max_disk=budget, revision="main")
+    assert found.choice is not None
+    assert (found.choice.compression, found.choice.route) == ("8bit", "standard")  # which creates layer files alone
+    expected = {"source": REPO, "compression": "8bit", "revision": "main", "max_disk": budget}
+    assert given(found.choice.call) == expected
+    assert plan(REPO, max_disk=1000).choice is None
+    text = run(REPO, "--max-disk", "1000", "--bandwidth", "1GB")
+    assert "Nothing fits. Nearest is 4bit, sequential, stream: it needs" in text
+    assert "is allowed by max_disk=1,000. Allow more with max_disk, or" in text
+
+
+def test_call_can_be_pasted(tmp_path: Path) -> None:
+    source = build_checkpoint(tmp_path / "m", "qwen2", shards=3)
+    need = routes(plan(source), "4bit")["sequential_file"].created_bytes
+    found = plan(source, max_disk=need, layer_shards_saving_path=tmp_path / "out")
+    assert found.choice is not None
+    names: dict[str, Any] = {}
+    exec(found.choice.call, names)
+    assert names["model"].tokenizer is not None
+    assert names_in(tmp_path / "out") == ["splitted_model.4bit"]
+    loads = plan(source, compression="4bit", layer_shards_saving_path=tmp_path / "out").choice
+    assert loads is not None
+    assert loads.route is None
+
+
+def test_token_is_not_printed(repository: Path, hub_environment: HubEnvironment, local_hub: LocalHub) -> None:
+    local_hub.token = "hf_secret"
+    found = plan(REPO, token="hf_secret")
+    assert "hf_secret" not in repr(found)
+    assert found.choice is not None
+    assert given(found.choice.call)["token"] == "hf_…"
+
+
+# What is there already
+
+
+@pytest.mark.parametrize("kind", ["folder", "repository"])
+@pytest.mark.parametrize("compression", [None, "8bit"])
+def test_unfinished_split_is_planned_to_its_end(
+    tmp_path: Path, hub_environment: HubEnvironment, kind: str, compression: str | None
+) -> None:
+    where = tmp_path / ("hub" if kind == "repository" else "x") / REPO
+    source = write_shards(where, cut(llama_tensors(**LARGE), SHARDS))
+    named = REPO if kind == "repository" else str(source)
+    fresh = routes(plan(named), compression)["sequential_file"]
+    call = call_on("sequential_file", named, compression, max_disk=fresh.created_bytes)
+    made = interrupted(call, shards=2)
+    before = everything(made)
+    found = plan(named)
+    assert everything(made) == before
+    outlook = at(found, compression)
+    assert (outlook.state, outlook.shards_used, outlook.shards) == ("unfinished", 2, SHARDS)
+    assert outlook.routes[-1].name == "standard"  # it would fetch shards again that are used up
+    left = routes(found, compression)["sequential_file"]
+    assert left.disk_bytes < fresh.disk_bytes
+    assert left.seconds is not None
+    assert fresh.seconds is not None
+    assert left.seconds < fresh.seconds
+    assert f"unfinished, 2 of {SHARDS} shards used up" in run(named, "--bandwidth", "1GB")
+    others = [at(found, other) for other in COMPRESSIONS if other != compression]
+    if kind == "folder":
+        assert all(f"2 of its {SHARDS} shards are gone" in (other.obstacle or "") for other in others)
+        assert not any(other.routes for other in others)
+    else:
+        assert all(other.obstacle is None and other.routes for other in others)
+    watched = source if kind == "folder" else hub_environment.home
+    peak = Peak(watched)
+    assert peak.during(call) == made
+    assert peak.most <= left.disk_bytes
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+def test_finished_split_is_said_to_be_finished(folder: Path, sequential: bool) -> None:
+    made = Call(str(folder), compression="4bit", sequential=sequential).make()
+    before = everything(folder)
+    found = plan(folder, compression="4bit", max_disk=1)
+    assert everything(folder) == before
+    outlook = at(found, "4bit")
+    assert outlook.finished
+    assert outlook.folder == made
+    assert outlook.output_bytes == sum(path.stat().st_size for path in made.glob("*.safetensors"))
+    assert found.choice is not None
+    assert given(found.choice.call) == {"source": str(folder), "compression": "4bit", "max_disk": 1}
+    assert (at(found, None).obstacle is not None) == sequential  # its shards are gone
+    text = run(str(folder), "--compression", "4bit")
+    assert re.search(r"4bit, .*: finished \d{4}-\d\d-\d\d \d\d:\d\d in ", text)
+    assert "is finished. This loads it:" in text
+
+
+def test_split_directory_itself(folder: Path) -> None:
+    made = Call(str(folder), compression="8bit").make()
+    found = plan(made)
+    assert (found.kind, found.anatomy) == ("split", None)
+    assert [outlook.compression for outlook in found.outlooks] == ["8bit"]
+    assert found.choice is not None
+    assert given(found.choice.call) == {"source": str(made), "compression": "8bit"}
+    text = run(str(made))
+    assert "8bit is finished. This loads it:" in text
+    assert "no route" not in text
+
+
+def test_single_file_that_is_used_up(tmp_path: Path) -> None:
+    source = write_shards(tmp_path / "m", {SINGLE_NAME: llama_tensors()}, index=False)
+    call = Call(str(source), compression="4bit")
+    call.make()
+    assert not (source / SINGLE_NAME).exists()
+    found = plan(source)
+    assert at(found, "4bit").finished
+    assert at(found, None).obstacle == "its shards are gone"
+    assert found.choice is not None
+    assert found.choice.compression == "4bit"
+
+
+def test_split_of_another_model_in_the_way(tmp_path: Path) -> None:
+    first = write_shards(tmp_path / "a" / "model", cut(llama_tensors(seed=1), 3))
+    second = write_shards(tmp_path / "b" / "model", cut(llama_tensors(seed=2), 3))
+    Call(str(first), str(tmp_path / "out"), compression="8bit", sequential=False).make()
+    interrupted(Call(str(first), str(tmp_path / "out"), compression="4bit", sequential=False))
+    found = plan(second, layer_shards_saving_path=tmp_path / "out")
+    assert "of another source: its shard" in (at(found, "8bit").obstacle or "")
+    assert "of another source: its shard" in (at(found, "4bit").obstacle or "")
+    assert not at(found, "8bit").finished
+    assert at(found, None).routes
+    text = run(str(second), "--dir", str(tmp_path / "out"), "--bandwidth", "1GB")
+    assert text.count("not possible: the ") == 2
+
+
+def test_other_commit_with_the_same_weights(
+    repository: Path, hub_environment: HubEnvironment, local_hub: LocalHub
+) -> None:
+    made = Call(REPO, compression="4bit").make()
+    (repository / "README.md").write_text("a new readme")
+    found = plan(REPO, compression="4bit")
+    assert found.commit == local_hub.commit(REPO)
+    assert found.commit not in str(made)
+    assert at(found, "4bit").finished
+    assert at(found, "4bit").folder == made
+
+
+def test_plan_does_not_move_what_offline_calls_find(
+    repository: Path, hub_environment: HubEnvironment, local_hub: LocalHub
+) -> None:
+    made = Call(REPO, compression="4bit").make()
+    write_shards(repository, cut(llama_tensors(seed=5), SHARDS))
+    assert not at(plan(REPO, compression="4bit"), "4bit").finished
+    assert Call(REPO, compression="4bit", local_files_only=True).find().split_folder == made
+
+
+# What is wrong with the source
+
+
+@pytest.mark.parametrize("config", [None, "{ no json", '{"model_type": 7}'])
+def test_config_that_is_no_help(folder: Path, config: str | None) -> None:
+    (folder / "config.json").unlink()
+    if config is not None:
+        (folder / "config.json").write_text(config)
+    found = plan(folder)
+    assert found.anatomy is not None
+    assert found.anatomy.layers == 8
+    assert bool(found.warnings) == (config != '{"model_type": 7}')
+    state = "is missing" if config is None else "cannot be read"
+    assert all(f"config.json {state}" in warning for warning in found.warnings)
+
+
+def test_repository_without_a_config(repository: Path, hub_environment: HubEnvironment) -> None:
+    (repository / "config.json").unlink()
+    found = plan(REPO)
+    assert "config.json is missing" in found.warnings[0]
+    assert found.choice is not None
+
+
+def test_no_such_source(tmp_path: Path, hub_environment: HubEnvironment) -> None:
+    with pytest.raises(CheckpointNotFoundError):
+        plan("org/nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointNotFoundError, match="holds no checkpoint"):
+        plan(tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"bandwidth": 0}, "bandwidth"),
+        ({"bandwidth": "fast"}, "bandwidth"),
+        ({"max_disk": "x"}, "max_disk"),
+        ({"min_free_disk": "-1"}, "min_free_disk"),
+        ({"compression": "2bit"}, "2bit"),
+    ],
+)
+def test_arguments_that_mean_nothing(folder: Path, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(OptionError, match=named):
+        plan(folder, **options)
+
+
+def test_errors_go_to_stderr(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rabbitllm", "plan", str(tmp_path / "nowhere"), "--json"]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert ran.stderr.startswith("error: There is no folder")
+
+
+def test_one_json_object_and_nothing_else_on_stdout(folder: Path) -> None:
+    command = [sys.executable, "-m", "rabbitllm", "plan", str(folder), "--json"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert set(json.loads(ran.stdout)) == KEYS
+
+
+# How it looks
+
+
+@pytest.fixture
+def on_terminal() -> Callable[[Forecast, int], str]:
+    def printed(forecast: Forecast, width: int) -> str:
+        out = io.StringIO()
+        show(forecast, Console(file=out, force_terminal=True, width=width, highlight=False, color_system="standard"))
+        return out.getvalue()
+
+    return printed
+
+
+def test_terminal_of_80_columns_is_enough(
+    repository: Path, hub_environment: HubEnvironment, on_terminal: Callable[[Forecast, int], str]
+) -> None:
+    """No line is broken in the table; a terminal of another width only breaks sentences elsewhere."""
+    found = plan(REPO, max_disk="6MB")
+    coloured = on_terminal(found, 80)
+    plain = re.sub(r"\x1b\[[\d;]*m", "", coloured)
+    assert "\x1b[" in coloured
+    assert max(map(len, plain.splitlines())) <= 80
+    wide = re.sub(r"\x1b\[[\d;]*m", "", on_terminal(found, 120))
+    assert "".join(plain.split()) == "".join(wide.split())
+    rows = [line for line in plain.splitlines() if re.match(r"  (standard|sequential)", line)]
+    assert len(rows) == 12
+    assert all(re.search(r"(fits|no, [\d.]+ [MG]iB (over|short)) +(under )?\d+ (s|min)$", row) for row in rows)
+    assert {line for line in rows if "fits" in line} < set(rows)
+
+
+README = (Path(rabbitllm.__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+MEASURED = re.compile(r"free disk +[\d.]+|[\d.,]+ MB/s|under 1 s|\d+ s|cuda:0|\d+ CPU threads")
+
+
+def test_readme_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but what is measured."""
+    block = re.search(r"```text\n\$ rabbitllm plan ([^\n]*)\n(.*?)```", README, re.DOTALL)
+    assert block is not None
+    monkeypatch.chdir(Path(rabbitllm.__file__).parent.parent)
+    shown, printed = (MEASURED.sub("#", text).split() for text in (block[2], run(*block[1].split())))
+    assert shown == printed
+
+
+def test_markup_in_a_name_is_no_markup(tmp_path: Path) -> None:
+    source = write_shards(tmp_path / "[red]m[/red]", cut(llama_tensors(), 3))
+    assert f"{source}\n" in run(str(source), "--bandwidth", "1GB")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.2, "under 1 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min"),
+        (90 * 60, "1 h 30 min"),
+        (3599, "1 h 00 min"),
+        (100 * 3600, "100 h 00 min"),
+    ],
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

@@ -1,0 +1,165 @@
+"""Measurements on small samples: how much they read, how long they may take, and that their rates are real."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rabbitllm.checkpoints.hub import HubAccess, HubRepository, open_repository
+from rabbitllm.errors import MissingPackageError
+from rabbitllm.splitter import rates
+from rabbitllm.splitter.plan import CHUNK_BYTES
+from tests.support.hub_fixtures import HubEnvironment
+from tests.support.local_hub import GeneratedFile, LocalHub
+from tests.support.plans import MIB
+
+REPO = "org/model"
+SHARD = "model.safetensors"
+
+
+def repository(hub: LocalHub, size: int) -> HubRepository:
+    """A repository with one large file, of which no digest need be computed."""
+    hub.add_generated(REPO, {SHARD: GeneratedFile(size, lambda offset, length: bytes(length), "0" * 64)})
+    opened = open_repository(REPO, HubAccess(), Path())
+    hub.forget_requests()
+    return opened
+
+
+def test_fetch_asks_for_the_sample_alone(hub_environment: HubEnvironment, local_hub: LocalHub) -> None:
+    found = rates.fetch_rate(repository(local_hub, 1 << 40), SHARD)
+    assert found is not None
+    assert found.measured_bytes == rates.FETCHED_BYTES
+    assert [request.range for request in local_hub.requests] == [f"bytes=0-{rates.FETCHED_BYTES - 1}"]
+    assert local_hub.body_bytes() == rates.FETCHED_BYTES
+
+
+def test_fetch_of_a_small_shard(hub_environment: HubEnvironment, local_hub: LocalHub) -> None:
+    found = rates.fetch_rate(repository(local_hub, 1000), SHARD)
+    assert found is not None
+    assert found.measured_bytes == 1000
+
+
+def test_fetch_is_as_fast_as_the_hub(hub_environment: HubEnvironment, local_hub: LocalHub) -> None:
+    """A hub that needs a tenth of a second for each MiB sends at most 10 MiB a second."""
+    opened = repository(local_hub, 1 << 30)
+    local_hub.faults.delay_per_mib = 0.1
+    found = rates.fetch_rate(opened, SHARD)
+    assert found is not None
+    assert 0.5 * MIB < found.bytes_per_second < 12 * MIB
+
+
+def test_fetch_stops_in_time(
+    hub_environment: HubEnvironment,
+    local_hub: LocalHub,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rates, "MOST_SECONDS", 0.5)
+    opened = repository(local_hub, 1 << 30)
+    local_hub.faults.delay_per_mib = 0.2
+    start = time.perf_counter()
+    found = rates.fetch_rate(opened, SHARD)
+    assert time.perf_counter() - start < 1.5
+    assert found is not None
+    assert 0 < found.measured_bytes < rates.FETCHED_BYTES
+
+
+def test_fetch_from_a_hub_that_fails(
+    hub_environment: HubEnvironment,
+    local_hub: LocalHub,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rates, "MOST_SECONDS", 0.3)
+    opened = repository(local_hub, 1 << 30)
+    local_hub.faults.status, local_hub.faults.status_times = 404, -1
+    assert rates.fetch_rate(opened, SHARD) is None
+    local_hub.faults.status = 503
+    start = time.perf_counter()
+    assert rates.fetch_rate(opened, SHARD) is None
+    assert time.perf_counter() - start < 1.3
+
+
+@pytest.mark.parametrize(
+    ("arrived", "expected"),
+    [
+        ([(2.0, 100), (3.0, 400), (4.0, 600)], (1000 / 2, 1100)),  # the wait for the first is no part of the rate
+        ([(2.0, 900), (2.1, 100)], (1000 / 2.1, 1000)),  # too little is left without the first
+        ([(2.0, 100)], (100 / 2, 100)),
+        ([], None),
+    ],
+)
+def test_rate_of_chunks(arrived: list[tuple[float, int]], expected: tuple[float, int] | None) -> None:
+    found = rates._steady_rate(arrived)
+    assert (found and (pytest.approx(found.bytes_per_second), found.measured_bytes)) == expected
+
+
+def files(folder: Path, sizes: list[int]) -> list[Path]:
+    made = [folder / f"{number}.bin" for number in range(len(sizes))]
+    for path, size in zip(made, sizes, strict=True):
+        path.write_bytes(bytes(size))
+    return made
+
+
+def test_small_files_are_read_whole(tmp_path: Path) -> None:
+    found = rates.read_rate(files(tmp_path, [CHUNK_BYTES + 5, 100, 0, 3 * MIB]))
+    assert found is not None
+    assert found.measured_bytes == CHUNK_BYTES + 5 + 100 + 3 * MIB
+    assert found.bytes_per_second > 0
+
+
+def test_of_large_files_pieces_all_over_them_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "READ_BYTES", 4 * CHUNK_BYTES)
+    paths = files(tmp_path, [])
+    for number in range(4):
+        paths.append(tmp_path / f"large-{number}")
+        with paths[-1].open("wb") as file:
+            file.truncate(10 * CHUNK_BYTES)
+    pieces = list(rates._pieces(paths))
+    assert pieces == [(path, 0) for path in paths]
+    assert rates.read_rate(paths).measured_bytes == 4 * CHUNK_BYTES  # type: ignore[union-attr]
+    assert len(list(rates._pieces(paths[:1]))) == 4
+
+
+def test_no_files_have_no_rate(tmp_path: Path) -> None:
+    assert rates.read_rate([]) is None
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    assert rates.read_rate([folder]) is None
+
+
+def test_quantiser_is_called_as_a_split_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[tuple[str, int, str, str]] = set()
+    threads = set()
+
+    def quantise(scheme: str, data: memoryview, dtype: str, device: str) -> tuple[memoryview, memoryview]:
+        seen.add((scheme, len(data), dtype, device))
+        threads.add(threading.get_ident())
+        time.sleep(0.01)
+        return data, data
+
+    monkeypatch.setattr(rates, "quantise_blocks", quantise)
+    monkeypatch.setattr(rates, "QUANTISE_SECONDS", 0.1)
+    found = rates.quantise_rate("4bit", "F32", 3, "cuda:7")
+    assert seen == {("4bit", CHUNK_BYTES, "F32", "cuda:7")}
+    assert len(threads) == 3
+    assert found is not None
+    assert found.bytes_per_second <= 3 * CHUNK_BYTES / 0.01
+    assert found.measured_bytes >= 3 * CHUNK_BYTES
+
+
+@pytest.mark.parametrize("scheme", ["4bit", "8bit"])
+def test_quantiser_itself(scheme: str) -> None:
+    found = rates.quantise_rate(scheme, "BF16", 2, "cpu")
+    assert found is not None
+    assert found.measured_bytes % CHUNK_BYTES == 0
+    assert 1e6 < found.bytes_per_second < 1e12
+
+
+def test_without_bitsandbytes_there_is_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*arguments: object) -> None:
+        raise MissingPackageError("not installed")
+
+    monkeypatch.setattr(rates, "quantise_blocks", missing)
+    assert rates.quantise_rate("8bit", "BF16", 2, "cpu") is None
