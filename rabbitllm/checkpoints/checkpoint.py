@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -154,7 +154,7 @@ class Checkpoint(Protocol):
         """
         ...
 
-    def stream(self, shard: str) -> Iterator[bytes]:
+    def stream(self, shard: str) -> Generator[bytes]:
         """The bytes of a shard that `stages`, in order, without a file of it; to be believed after the last one only.
 
         Raises:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -213,7 +213,7 @@ class HubRepository:
             )
         return listed
 
-    def stream(self, shard: str) -> Iterator[bytes]:
+    def stream(self, shard: str) -> Generator[bytes]:
         """The shard's bytes as they come from the hub, in order; its digest is compared after the last."""
         with translated(self.repo_id):
             yield from fetch.stream(self._remote(shard, self._listed(shard)))
@@ -292,7 +292,7 @@ class HubCheckpoint:
     def acquire(self, shard: str, on_bytes: Callable[[int], None] = ignore_bytes) -> Path:
         return self.repository.acquire(shard, on_bytes)
 
-    def stream(self, shard: str) -> Iterator[bytes]:
+    def stream(self, shard: str) -> Generator[bytes]:
         return self.repository.stream(shard)
 
     def release(self, shard: str) -> Release:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
 
 from rabbitllm import durable
@@ -151,7 +151,7 @@ class LocalCheckpoint:
             "Put the shard at that path, or give the id of the repository it came from.",
         )
 
-    def stream(self, shard: str) -> Iterator[bytes]:
+    def stream(self, shard: str) -> Generator[bytes]:
         assert self._missing_from is not None, "only a shard that would be staged can be streamed"
         self._fetched.add(shard)
         return self._missing_from.stream(shard)

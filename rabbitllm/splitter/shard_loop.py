@@ -12,6 +12,7 @@ A shard that is streamed goes through the same steps; its digest is compared wit
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -178,13 +179,14 @@ class ShardLoop:
             raise CorruptShardError(f"At {path}: {error.problem}", self._advice()) from None
 
     def _move_stream(self, shard: PlannedShard, targets: dict[str, Target]) -> None:
-        stream = ByteStream(self.work.checkpoint.stream(shard.name))
-        try:
-            self._compare(shard, _streamed_header(stream, shard))
-            self._mover.from_stream(shard.name, stream, targets, moves(self.plan, shard.name, targets))
-        except CorruptShardError as error:
-            raise CorruptShardError(f"{error.problem}", self._advice()) from None
-        stream.finish()
+        with contextlib.closing(self.work.checkpoint.stream(shard.name)) as chunks:  # with its connection
+            stream = ByteStream(chunks)
+            try:
+                self._compare(shard, _streamed_header(stream, shard))
+                self._mover.from_stream(shard.name, stream, targets, moves(self.plan, shard.name, targets))
+            except CorruptShardError as error:
+                raise CorruptShardError(error.problem, self._advice()) from None
+            stream.finish()
 
     def _compare(self, shard: PlannedShard, header: Header) -> None:
         """Refuse a shard that is no longer, or never was, what the plan took it for.
