@@ -26,6 +26,7 @@ setup(
         "bitsandbytes>=0.46",
         "huggingface_hub>=1.0",
         "psutil>=5.9",
+        "filelock>=3.16",
         "numba>=0.60",
         "typer>=0.12",  # comes with transformers
         "rich>=13",  # comes with transformers

@@ -69,6 +69,7 @@ class AutoModel:
         local_files_only: bool = False,
         max_memory: Mapping[int | str, int | str] | None = None,
         max_disk: int | str | None = None,
+        min_free_disk: int | str = "1GB",
         shard_transfer: str = "auto",
         trust_remote_code: bool = False,
         **unknown: Any,
@@ -98,6 +99,7 @@ class AutoModel:
             local_files_only: ask the hub for nothing.
             max_memory: device -> bytes for weights, e.g. `{0: "14GiB", "cpu": "24GiB"}`; by default what is free.
             max_disk: bytes that layer files and fetched shards together may occupy, e.g. "57GiB".
+            min_free_disk: bytes that a split leaves free: it is refused, or stops on the way, rather than take them.
             shard_transfer: how a repository's shards arrive on the sequential route: "file" (each is fetched whole, and
                 the next one meanwhile where the disk has room), "stream" (none is ever a file on this disk), or "auto"
                 (the first of them that fits).
@@ -122,6 +124,7 @@ class AutoModel:
             sequential=sequential_shard_processing,
             delete_original=delete_original,
             max_disk=None if max_disk is None else parse_size(max_disk, "max_disk"),
+            min_free=parse_size(min_free_disk, "min_free_disk"),
             shard_transfer=check_transfer(shard_transfer, sequential_shard_processing),
             profiling=profiling_mode,
         )

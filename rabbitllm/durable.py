@@ -232,3 +232,36 @@ def remove_folder(folder: Path) -> None:
         remove(path)
     _announce(Step("remove_folder", folder))
     folder.rmdir()
+
+
+# Scratch: files that say something about a running process and hold no data. They are neither synced nor announced as
+# steps: nothing is lost with them, whatever of them a crash leaves behind is overwritten or ignored, and so there is
+# nothing about them that a test could fail, kill or cut the power at.
+
+
+@contextlib.contextmanager
+def open_scratch(path: Path, *, create: bool = True) -> Iterator[int]:
+    """A descriptor of a scratch file, made empty if it is not there."""
+    flags = os.O_RDWR | (os.O_CREAT if create else 0) | getattr(os, "O_NOFOLLOW", 0)
+    descriptor = os.open(path, flags, 0o644)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def write_scratch(path: Path, data: bytes) -> None:
+    """Write a scratch file; whoever reads it must bear with half of it."""
+    path.write_bytes(data)
+
+
+def remove_scratch(path: Path) -> None:
+    """Remove a scratch file if it is there and can be removed."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def remove_empty_folder(folder: Path) -> None:
+    """Remove a folder if it is there, has nothing in it and can be removed."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()

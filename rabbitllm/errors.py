@@ -15,6 +15,7 @@
     │   └── GatedRepositoryError
     └── SplitError                             the split directory
         ├── NotEnoughSpaceException            refused before the first byte
+        ├── DiskFullError                      stopped on the way, before the disk was full
         ├── SplitMismatchError                 it belongs to another model, revision or compression
         └── IncompleteSplitError               a tensor the model needs is not in it
 
@@ -99,6 +100,10 @@ class NotEnoughSpaceException(SplitError):
 
     The name is RabbitLLM 1.1's, which callers catch.
     """
+
+
+class DiskFullError(SplitError):
+    """Free disk fell below what the machine itself needs; the split stopped where the same call goes on."""
 
 
 class SplitMismatchError(SplitError):

@@ -15,8 +15,6 @@ _UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}}
 _UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
-MIN_FREE_BYTES = 1 << 30
-"""Free disk below which a split warns: the machine itself needs some."""
 TRANSFERS = ("auto", "file", "stream")
 """How shards of a repository may arrive; see `SplitOptions.shard_transfer`."""
 BIG_LAYER_BYTES = 10 * 1000**3

@@ -22,7 +22,7 @@ from rabbitllm.checkpoints.hub import (
 )
 from rabbitllm.checkpoints.index import index_of
 from rabbitllm.checkpoints.json_file import read_json
-from rabbitllm.checkpoints.local import LocalCheckpoint
+from rabbitllm.checkpoints.local import LocalCheckpoint, is_writable
 from rabbitllm.checkpoints.naming import LayerNaming
 from rabbitllm.errors import (
     CheckpointNotFoundError,
@@ -44,6 +44,8 @@ from rabbitllm.layers.layer_store import (
 from rabbitllm.options import SplitOptions, expand
 from rabbitllm.profiler import Profiler
 from rabbitllm.splitter import journal
+from rabbitllm.splitter.interrupted import telling_how_to_go_on
+from rabbitllm.splitter.lock import is_left_over, locked
 from rabbitllm.splitter.repair import repair
 from rabbitllm.splitter.split import (
     STAGING_NAME,
@@ -136,8 +138,27 @@ def _find_local(folder: Path, sought: Sought) -> Source:
         repository = open_repository(sought.repo_id, sought.access, target / STAGING_NAME)
     config = target if not (folder / "config.json").exists() and (target / "config.json").exists() else folder
     if not (finished or sought.only_look or is_legacy(folder)):  # a folder without weights is said to be one
-        _open_folder(folder, repository, target)
+        finished = _finished_while_looking(folder, repository, target)
     return Source(sought.name, target, config, finished, local=folder, missing_from=repository)
+
+
+def _finished_while_looking(folder: Path, repository: HubRepository | None, target: Path) -> bool:
+    """Make sure that a folder holds a checkpoint; True if another process has finished splitting it meanwhile.
+
+    Nothing is locked while looking, so a shard or the journal may go between the question whether it is there and its
+    being read. Each goes only once, so a second look, and a third, find everything or a real lack.
+    """
+    for last in (False, False, True):
+        try:
+            _open_folder(folder, repository, target)
+        except FileNotFoundError:
+            if _is_finished(target):
+                return True
+            if last:
+                raise
+        else:
+            break
+    return False
 
 
 def _find_repository(sought: Sought) -> Source:
@@ -186,12 +207,19 @@ def _same_weights(target: Path, repository: HubRepository, compression: str | No
     if _is_begun(target):
         return target
     for other in filter(_is_begun, locations.of_other_commits(repository.repo_id, repository.commit, compression)):
-        manifest, earlier = read_manifest(other), journal.replay(other)
+        earlier, manifest = _replay(other), read_manifest(other)  # in this order: the one goes when the other is there
         made_from = manifest.source if manifest is not None else earlier.plan.source if earlier is not None else None
         if made_from is not None and not made_from.differs_from(repository.identity(made_from.fingerprints)):
             logger.info("Commit %s has the weights of the split in %s.", repository.commit, other)
             return other
     return target
+
+
+def _replay(folder: Path) -> journal.Replay | None:
+    try:
+        return journal.replay(folder)
+    except FileNotFoundError:  # another process has just finished that split
+        return None
 
 
 def _is_begun(folder: Path) -> bool:
@@ -264,6 +292,8 @@ def ensure_split(
 ) -> Profiler:
     """Make or finish the split directory of a source; with `delete_original`, remove what is left of the original.
 
+    One process and one thread at a time: others wait, and find the split finished, or go on where it stopped.
+
     Returns:
         Where the time went; empty for a split that was finished already.
 
@@ -271,15 +301,30 @@ def ensure_split(
         SplitMismatchError: the directory belongs to another source.
         MissingShardError: shards are gone and no unfinished split has their tensors.
     """
-    if source.finished:
+    if source.finished and not _has_work_left(source.split_folder, options):
         _check_finished(source, options)
         return Profiler(enabled=options.profiling)
-    checkpoint = _open(source, options, naming)
-    request = Request(checkpoint, source.split_folder, _family(source.config_folder), options, naming, quantise_on)
-    try:
-        return split(request)
-    except MissingShardError as error:
-        raise _with_other_splits(error, source) from None
+    with locked(source.split_folder), telling_how_to_go_on(source.split_folder):
+        if _is_finished(source.split_folder):  # asked anew: whoever had the lock before may have done it
+            _check_finished(source, options)
+            return Profiler(enabled=options.profiling)
+        checkpoint = _open(source, options, naming)
+        request = Request(checkpoint, source.split_folder, _family(source.config_folder), options, naming, quantise_on)
+        try:
+            return split(request)
+        except MissingShardError as error:
+            raise _with_other_splits(error, source) from None
+
+
+def _has_work_left(folder: Path, options: SplitOptions) -> bool:
+    """Whether something is to be removed after a finished split: only then does it need the lock.
+
+    One that lies where nothing can be written is never in work, and is loaded without.
+    """
+    if not (folder / MANIFEST_NAME).exists() or not is_writable(folder):
+        return False
+    left = (folder / JOURNAL_NAME).exists() or (folder / STAGING_NAME).exists() or is_left_over(folder)
+    return left or options.delete_original
 
 
 def _open(source: Source, options: SplitOptions, naming: LayerNaming | None) -> Checkpoint:
@@ -343,7 +388,8 @@ def _check_finished(source: Source, options: SplitOptions) -> None:
             f"{options.compression} was asked for.",
             "Split into another folder (layer_shards_saving_path).",
         )
-    clear_away(source.split_folder)
+    if is_writable(source.split_folder):
+        clear_away(source.split_folder)
     if source.repository is not None:
         _refuse_another(source, manifest, source.repository.identity(manifest.source.fingerprints))
     checkpoint = _still_there(source)
@@ -446,4 +492,5 @@ def repair_split(folder: Path, manifest: Manifest, layers: Collection[str], orig
             "Name it with --original, if its shards are still there; otherwise split another copy of the model.",
         )
     options = SplitOptions(compression=manifest.compression, sequential=original is None)
-    repair(Request(checkpoint, folder, _family(folder), options), manifest, layers)
+    with locked(folder), telling_how_to_go_on(folder):
+        repair(Request(checkpoint, folder, _family(folder), options), manifest, layers)

@@ -86,12 +86,23 @@ class ShardDone:
 
 @dataclass(frozen=True, slots=True)
 class SplitDone:
-    """The split directory is whole."""
+    """The split directory is whole.
+
+    Attributes:
+        folder: where it is.
+        layers: how many.
+        output_bytes: of them together.
+        seconds: that this call took.
+        peak_disk_bytes: the most that the folder was seen to occupy.
+        peak_memory_bytes: the most anonymous memory that the process was seen to have above that at the start.
+    """
 
     folder: str
     layers: int
     output_bytes: int
     seconds: float
+    peak_disk_bytes: int = 0
+    peak_memory_bytes: int = 0
 
 
 Event: TypeAlias = SplitStarted | ShardStarted | BytesFetched | BytesDone | LayerDone | ShardDone | SplitDone

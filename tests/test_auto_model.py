@@ -56,6 +56,7 @@ ADDED = {
     "local_files_only": False,
     "max_memory": None,
     "max_disk": None,
+    "min_free_disk": "1GB",
     "shard_transfer": "auto",
     "trust_remote_code": False,
 }
@@ -244,6 +245,18 @@ def test_max_disk_is_a_limit(checkpoint: Path) -> None:
     assert len(list(checkpoint.glob("model-*.safetensors"))) == 3
     assert_same(
         run(AutoModel.from_pretrained(checkpoint, max_disk="10MB", **STREAM)),
+        reference_logits(checkpoint, INPUT, torch.float32),
+    )
+
+
+def test_min_free_disk_is_a_limit(checkpoint: Path) -> None:
+    with pytest.raises(NotEnoughSpaceException, match="min_free_disk"):
+        AutoModel.from_pretrained(checkpoint, min_free_disk="1000TB", **STREAM)
+    with pytest.raises(OptionError, match="min_free_disk='some' is no size"):
+        AutoModel.from_pretrained(checkpoint, min_free_disk="some", **STREAM)
+    assert not (checkpoint / "splitted_model").exists()
+    assert_same(
+        run(AutoModel.from_pretrained(checkpoint, min_free_disk=0, **STREAM)),
         reference_logits(checkpoint, INPUT, torch.float32),
     )
 

@@ -47,7 +47,7 @@ def watching(folder: Path) -> Iterator[Peaks]:
     """Sample disk and memory in a thread while the context is open."""
     import psutil
 
-    from rabbitllm.splitter.shard_loop import disk_in_use
+    from rabbitllm.splitter.watch import disk_bytes
 
     process = psutil.Process()
     peaks = Peaks(memory_before=process.memory_info().rss)
@@ -55,7 +55,7 @@ def watching(folder: Path) -> Iterator[Peaks]:
 
     def sample() -> None:
         while not over.wait(SAMPLE_SECONDS):
-            peaks.disk = max(peaks.disk, disk_in_use(folder))
+            peaks.disk = max(peaks.disk, disk_bytes(folder))
             peaks.memory = max(peaks.memory, process.memory_info().rss)
 
     thread = threading.Thread(target=sample, daemon=True)

@@ -24,9 +24,9 @@ from rabbitllm.splitter import forecast, rates
 from rabbitllm.splitter.anatomy import anatomy_of, big_layers, commonest_dtype
 from rabbitllm.splitter.forecast import ROUTES, STANDARD, Choice, Disk, Forecast, Outlook, Rate, Rates, Route
 from rabbitllm.splitter.plan import BLOCK_BYTES, SplitPlan, on_disk
-from rabbitllm.splitter.shard_loop import disk_in_use
 from rabbitllm.splitter.space import Ground, candidates, shortage
 from rabbitllm.splitter.split import ground_of
+from rabbitllm.splitter.watch import disk_bytes
 
 MIN_FREE_DISK = "1GB"
 CACHE_RECORD_BYTES = 512
@@ -193,7 +193,7 @@ def _route(survey: Survey, name: str, compression: str | None, measured: Rates) 
     plan, used = survey.feasible[compression], survey.used(compression)
     seconds = forecast.seconds_of(forecast.load_of(plan, used), name, compression, measured)
     placed, ground = _placed(survey, name, compression)
-    in_use = disk_in_use(ground.folder) if compression in survey.journals else 0
+    in_use = disk_bytes(ground.folder) if compression in survey.journals else 0
     ground = dataclasses.replace(ground, used=used, in_use=in_use)
     lacking = shortage(placed, ground, survey.options, ROUTES[name])
     return forecast.route_of(name, placed, ground, _into_cache(survey, name, plan), lacking, seconds)

@@ -31,6 +31,7 @@ from rabbitllm.splitter import journal
 from rabbitllm.splitter.arrivals import Arrivals
 from rabbitllm.splitter.mover import ByteStream, Mover, Target
 from rabbitllm.splitter.plan import Arrival, DiskUse, PlannedShard, SplitPlan, moves
+from rabbitllm.splitter.watch import disk_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ class ShardLoop:
             tell(ShardStarted(shard.name, number, len(self.plan.shards)))
             self._use_up(shard, path)
             release = self._release(shard)
-            disk = disk_in_use(self.work.folder)
+            disk = disk_bytes(self.work.folder)
             tell(
                 ShardDone(shard.name, number, len(self.plan.shards), release.disposal.value, disk, self._source_left())
             )
@@ -256,16 +257,3 @@ def _streamed_header(stream: ByteStream, shard: PlannedShard) -> Header:
     raw = bytearray(header_length(bytes(prefix), shard.size, shard.name))
     stream.read_into(memoryview(raw))
     return parse_header(bytes(raw), shard.size, shard.name)
-
-
-def disk_in_use(folder: Path) -> int:
-    """Bytes that the files below a folder occupy on the disk; holes count nothing."""
-    return sum(_occupied(path) for path in folder.rglob("*"))
-
-
-def _occupied(path: Path) -> int:
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return 0
-    return status.st_blocks * 512 if hasattr(status, "st_blocks") else status.st_size

@@ -45,8 +45,9 @@ from rabbitllm.splitter.plan import (
     own_records_bytes,
     tensors_by_shard,
 )
-from rabbitllm.splitter.shard_loop import ShardLoop, Work, disk_in_use
+from rabbitllm.splitter.shard_loop import ShardLoop, Work
 from rabbitllm.splitter.space import Ground, choose_arrival
+from rabbitllm.splitter.watch import Watch, disk_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -88,18 +89,32 @@ def split(request: Request) -> Profiler:
         NotEnoughSpaceException: it would not fit; nothing was touched.
         SplitMismatchError: the folder has layers of another source.
         HubError: fetching failed; the same call goes on where it stopped.
+        DiskFullError: something else took the disk; the same call goes on where it stopped.
     """
     start = time.perf_counter()
     work, quantiser = _begin(request)
     profiler = Profiler(request.options.profiling, f"Split of {request.checkpoint.label}, by stage")
-    loop = ShardLoop(work, profiler, lambda: None)
-    try:
-        loop.take_shards()
-        loop.flush_leftovers()
-    finally:
-        loop.close()
-    _finish(request, work.plan, quantiser, loop.checksums)
-    tell(SplitDone(str(request.folder), len(work.plan.layouts), work.plan.output_bytes, time.perf_counter() - start))
+    with Watch(request.folder, request.options.min_free) as watch:
+        loop = ShardLoop(work, profiler, watch.check)
+        try:
+            loop.take_shards()
+            loop.flush_leftovers()
+        finally:
+            loop.close()
+        _finish(request, work.plan, quantiser, loop.checksums)
+    peaks = watch.peaks
+    logger.info(
+        "Peaks: %s of disk in %s, %s of memory.", gib(peaks.disk_bytes), request.folder, gib(peaks.anonymous_bytes)
+    )
+    done = SplitDone(
+        str(request.folder),
+        len(work.plan.layouts),
+        work.plan.output_bytes,
+        time.perf_counter() - start,
+        peaks.disk_bytes,
+        peaks.anonymous_bytes,
+    )
+    tell(done)
     return profiler
 
 
@@ -148,7 +163,7 @@ def check_before_download(request: Request, cache: Path) -> None:
     kept = dataclasses.replace(plan, shards=tuple(dataclasses.replace(s, staged=False) for s in plan.shards))
     ground = ground_of(request, plan, ((cache, missing),))
     used = earlier.used if earlier is not None else frozenset()
-    in_use = disk_in_use(request.folder) if earlier is not None else 0
+    in_use = disk_bytes(request.folder) if earlier is not None else 0
     choose_arrival(kept, dataclasses.replace(ground, used=used, in_use=in_use), request.options)
 
 
@@ -183,7 +198,7 @@ def _take_up(request: Request, earlier: journal.Replay) -> Work:
     _require_begun_layers(request.folder, earlier)
     logger.info("Going on with %s: %d shards are used up.", request.folder, len(earlier.used))
     plan = _with_places(earlier.plan, checkpoint)
-    ground = dataclasses.replace(ground_of(request, plan), used=earlier.used, in_use=disk_in_use(request.folder))
+    ground = dataclasses.replace(ground_of(request, plan), used=earlier.used, in_use=disk_bytes(request.folder))
     work = _work(request, plan, ground, earlier.checksums)
     if work.arrival is Arrival.STREAM:  # whatever was fetched of a shard, it comes anew
         durable.remove_folder(request.folder / STAGING_NAME)

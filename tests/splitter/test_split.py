@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from rabbitllm.checkpoints import fetch
 from rabbitllm.durable import Step, observe_steps
 from rabbitllm.errors import (
     CorruptShardError,
+    DiskFullError,
     HubError,
     IncompleteSplitError,
     InvalidIndexError,
@@ -806,6 +808,38 @@ def test_failing_disk_leaves_a_state_to_go_on_from(
         made = split(model)
         assert layer_files(made) == files
         assert names_in(made, "*.part") == names_in(made, "*.journal") == []
+
+
+def test_disk_that_others_fill_stops_the_split_before_it_is_full(
+    model: Path, monkeypatch: pytest.MonkeyPatch, expected: Callable[[str | None], dict[str, bytes]]
+) -> None:
+    usage = shutil.disk_usage(model)
+    free = [10**12]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free[0]))
+
+    def fill(event: progress.Event) -> None:
+        if isinstance(event, progress.ShardDone):
+            free[0] = 10**9 - 1
+            time.sleep(0.5)  # the watch looks ten times a second
+
+    with progress.listening(fill), pytest.raises(DiskFullError, match=r"Only 1.00 GB were free") as stopped:
+        split(model)
+    assert "Free some space and make the same call again" in stopped.value.remedy
+    assert names_in(model, "*.safetensors") == list(SHARDS[1:])
+    with pytest.raises(NotEnoughSpaceException):  # nor does it begin again
+        split(model)
+    free[0] = 10**12
+    assert layer_files(split(model)) == expected(None)
+
+
+def test_peaks_are_told_at_the_end(model: Path) -> None:
+    told: list[progress.Event] = []
+    with progress.listening(told.append):
+        made = split(model)
+    done = told[-1]
+    assert isinstance(done, progress.SplitDone)
+    assert done.peak_disk_bytes >= occupied(made) > 0
+    assert 0 <= done.peak_memory_bytes < 200_000_000
 
 
 # The most disk it takes

@@ -1,0 +1,74 @@
+"""What Ctrl-C leaves behind, in two lines on stderr: how far the split came, and how to go on.
+
+Stops nothing itself: the interrupt goes on its way, and the process, if that ends it, is gone within a second. Nothing
+has to be saved at that moment, since the journal always says what is durable; it is only read here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME
+
+
+@contextlib.contextmanager
+def telling_how_to_go_on(folder: Path) -> Iterator[None]:
+    """On a KeyboardInterrupt while the context is open, say on stderr how far the split in `folder` came."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        bar = "\n" if sys.stderr.isatty() else ""  # one may be standing in that line
+        print(f"{bar}{_state(folder)}\n{_way_on()}", file=sys.stderr, flush=True)
+        # The last garbage collection of a process walks through all of torch, which takes more than a second.
+        atexit.register(gc.freeze)
+        raise
+
+
+def _state(folder: Path) -> str:
+    if (folder / MANIFEST_NAME).exists():
+        return f"Interrupted: the layers in {folder} are whole; only clearing away was left to do."
+    if not (folder / JOURNAL_NAME).exists():
+        return f"Interrupted before the first shard was taken; nothing was split into {folder} yet."
+    try:
+        used, of = shards_used(folder)
+    except (OSError, ValueError, KeyError, TypeError):  # no moment to complain about a journal
+        return f"Interrupted: what was done is safe in {folder}."
+    return f"Interrupted: {used} of {of} shards are used up; the layers are in {folder}."
+
+
+def shards_used(folder: Path) -> tuple[int, int]:
+    """How many shards are used up, and of how many, from the journal of an unfinished split.
+
+    Not by `journal.replay`: that plans anew, which takes seconds for a checkpoint of 90,000 tensors.
+    """
+    head, *lines = (folder / JOURNAL_NAME).read_bytes().split(b"\n")
+    used = set()
+    for line in lines:
+        with contextlib.suppress(ValueError, KeyError):  # cut short by a crash, or by the end of the file
+            used.add(json.loads(line)["used"])
+    return len(used), len(json.loads(head)["shards"])
+
+
+def _way_on() -> str:
+    command = command_line()
+    return "The same call goes on from there" + (f": {command}" if command else ".")
+
+
+def command_line() -> str | None:
+    """The command that started this process, as it can be typed again; None in a notebook or at a prompt."""
+    program = sys.argv[0] if sys.argv else ""
+    if not os.path.isfile(program) or hasattr(sys, "ps1") or "ipykernel" in sys.modules:
+        return None
+    name = os.path.basename(program)
+    if name != "__main__.py" and os.access(program, os.X_OK):
+        return shlex.join([name if shutil.which(name) == program else program, *sys.argv[1:]])
+    return shlex.join(sys.orig_argv)  # with the interpreter, and with `-m` if it was that

@@ -1,0 +1,202 @@
+"""One process (and one thread) at a time on a split directory; the others wait, say so once, and take over at once.
+
+The lock is the operating system's, through filelock: flock, and its like on Windows. It ends with whoever holds it, so
+nothing has to be cleaned up after a kill. Knows neither splits nor shards: whoever gets the lock looks at the directory
+anew, since the one before may have finished it.
+
+Invariant: while a caller is inside `locked`, no other one is, and when the last of them has left, nothing of the lock
+is left in the directory, nor the directory itself if it was made for the lock and nothing else came into it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rabbitllm import durable
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
+
+logger = logging.getLogger(__name__)
+
+LOCK_NAME = ".lock"
+HOLDER_NAME = ".lock.holder"
+"""Says who holds the lock. A file of its own: filelock before 3.30 empties the lock file whenever somebody tries it."""
+POLL_SECONDS = 0.1
+SILENT_SECONDS = 0.5
+"""A wait shorter than this is not worth a message; by then the holder has said who it is, too."""
+MAX_RESTARTS = 1000
+"""Times that the folder may vanish under a process that wants to lock it; beyond that something else is wrong."""
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+"""What flock fails with on a file system that has no locks (Lustre mounted without them, some FUSE ones)."""
+
+# Why removing the lock file is safe, although a waiting process may have it open.
+#
+# Unlinking splits the waiting from the coming: one who opened the file before gets a lock on a file without a name, one
+# who comes later makes a new file, and both believe to be alone. Three rules keep that from happening.
+#
+# 1. A lock counts only if its file has the name. filelock does not say which file it locked (before 3.20.4 it does not
+#    look either), so `_try` opens the file first, lets filelock lock whatever has the name, and then looks whether the
+#    name still belongs to the file it opened. A file that lost its name never gets it back, and while it is open no
+#    new one has its inode number, so then filelock opened that file as well. If not, the lock is let go and tried anew.
+# 2. Only one who has the lock removes the file: `_remove_lock_file` takes it once more for that, after filelock has let
+#    go, and leaves the file to whoever was quicker. It cannot be done before: filelock 3.20.4 to 3.29 themselves unlink
+#    on release, by name, and would take away the file that a third process has made and locked in between. Their own
+#    unlink comes while they hold the lock on the file of that name (they do look), so rule 1 covers it.
+# 3. Whoever gets the lock looks at the directory anew: a manifest means that there is nothing left to do.
+#
+# On Windows an open file cannot be removed, so there the last one to have it open removes it.
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Be the only one at work on a split directory while the context is open; waits as long as another one is.
+
+    Makes the folder if it is not there, and removes it again if nothing was put into it (a split that was refused).
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    made: list[Path] = []
+    try:
+        lock = _wait_for(folder, made)
+        try:
+            with contextlib.suppress(OSError):  # a full disk shows elsewhere; the note is only for others to read
+                durable.write_scratch(folder / HOLDER_NAME, json.dumps(_this_process()).encode())
+            yield
+        finally:
+            durable.remove_scratch(folder / HOLDER_NAME)
+            if lock is not None:
+                lock.release()
+            _remove_lock_file(folder / LOCK_NAME, contended=lock is not None)
+    finally:
+        for path in made:
+            durable.remove_empty_folder(path)
+
+
+def is_left_over(folder: Path) -> bool:
+    """Whether files of a lock are in the folder: somebody holds it, or was killed while holding it."""
+    return (folder / LOCK_NAME).exists() or (folder / HOLDER_NAME).exists()
+
+
+def _wait_for(folder: Path, made: list[Path]) -> BaseFileLock | None:
+    """The lock, held; None on a file system that has none. Folders that had to be made are added, innermost first."""
+    tell_from = time.monotonic() + SILENT_SECONDS
+    told, restarts = False, 0
+    while True:
+        made[:0] = [path for path in (folder, *folder.parents) if not path.exists()]
+        try:
+            durable.make_folder(folder)
+            with durable.open_scratch(folder / LOCK_NAME) as descriptor:
+                if not _has_locks(descriptor):
+                    text = "The file system of %s has no locks; make sure that nothing else splits into it meanwhile."
+                    logger.warning(text, folder)
+                    return None
+                lock = _try(folder / LOCK_NAME, descriptor)
+        except _Unlinked:
+            restarts += 1
+            continue
+        except (FileNotFoundError, FileExistsError):  # mkdir says the latter of a folder that goes at that moment
+            restarts += 1
+            if restarts > MAX_RESTARTS:
+                raise
+            continue
+        if lock is not None:
+            if restarts:  # filelock itself may have made the folder in place of the one that went, without a sync
+                durable.sync_folder(folder.parent)
+            return lock
+        if not told and time.monotonic() >= tell_from:
+            _tell(folder)
+            told = True
+        time.sleep(POLL_SECONDS)
+
+
+class _Unlinked(Exception):
+    """What was locked is not, or no longer, the file of that name."""
+
+
+def _try(path: Path, descriptor: int) -> BaseFileLock | None:
+    """The lock on the file that `path` names and `descriptor` has open; None if somebody holds it."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        return None
+    if not _is_named(descriptor, path):
+        lock.release()
+        raise _Unlinked
+    return lock
+
+
+def _is_named(descriptor: int, path: Path) -> bool:
+    """Whether `path` names the file that is open."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _has_locks(descriptor: int) -> bool:
+    """Whether the file system has locks; asked by an unlock of what is not locked, which changes nothing."""
+    if sys.platform == "win32":
+        return True
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True
+
+
+def _remove_lock_file(path: Path, *, contended: bool) -> None:
+    """Remove the lock file unless somebody has the lock by now, who then removes it.
+
+    With `contended` False there are no locks on this file system, and nobody to look out for.
+    """
+    if sys.platform == "win32" or not contended:
+        durable.remove_scratch(path)
+        return
+    import fcntl
+
+    with contextlib.suppress(OSError), durable.open_scratch(path, create=False) as descriptor:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_named(descriptor, path):
+            durable.remove_scratch(path)
+
+
+def _this_process() -> dict[str, object]:
+    since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+    return {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+
+
+def _holder(folder: Path) -> str:
+    """Who holds the lock, in words."""
+    try:
+        note = json.loads((folder / HOLDER_NAME).read_bytes())
+        return f"process {note['pid']} on {note['host']} since {note['since']}"
+    except (OSError, ValueError, KeyError, TypeError):  # half a note, or none
+        return "another process"
+
+
+def _tell(folder: Path) -> None:
+    """Say for whom this process waits."""
+    text = f"{folder} is being worked on by {_holder(folder)}; waiting until it is done."
+    logger.warning("%s", text)
+    if logger.hasHandlers():  # without any, logging itself writes a warning to stderr, and once is enough
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,150 @@
+"""Looks at memory and disk while a split runs: the peaks, for a report, and whether free disk is running out.
+
+A thread samples; whoever moves bytes asks `check()`, which costs a comparison. Knows no shards and no layers.
+
+Invariant: with the context open, free space that stays under the limit for an interval is noticed by the next `check`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rabbitllm.errors import DiskFullError
+
+DISK_SHARE = 0.01
+"""Part of the time that may go into summing the folder's files; with very many of them that is done less often."""
+GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """What was seen.
+
+    Attributes:
+        anonymous_bytes: the most anonymous memory of this process above that at the start. Pages of mapped files do
+            not count, which the kernel takes back at will (where it does not tell them apart, outside Linux, they do).
+        disk_bytes: the most that files below the folder occupied; holes count nothing.
+        lowest_free_bytes: the least that was free on the folder's disk.
+    """
+
+    anonymous_bytes: int
+    disk_bytes: int
+    lowest_free_bytes: int
+
+
+class Watch:
+    """A context manager that samples while it is open.
+
+    Args:
+        folder: the split directory; its disk is watched even before it is there.
+        min_free: bytes of free disk under which `check` raises; 0 for never.
+        interval: seconds between samples.
+    """
+
+    def __init__(self, folder: Path, min_free: int, interval: float = 0.1) -> None:
+        self._folder = folder
+        self._min_free = min_free
+        self._interval = interval
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._sample_on, name="watch", daemon=True)
+        self._process: Any = None
+        self._memory_at_start = 0
+        self._most_memory = 0
+        self._most_disk = 0
+        self._lowest_free = sys.maxsize
+        self._next_disk = 0.0
+
+    def __enter__(self) -> Watch:
+        import psutil
+
+        self._process = psutil.Process()
+        self._memory_at_start = self._most_memory = anonymous_bytes(self._process)
+        self._sample()  # a disk that is too full at the start is seen by the first check
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+        self._next_disk = 0.0
+        self._sample()
+
+    def check(self) -> None:
+        """Stop a split whose disk is running out, while there is still room to stop cleanly.
+
+        Raises:
+            DiskFullError: free space has been below `min_free`.
+        """
+        if self._lowest_free >= self._min_free:
+            return
+        raise DiskFullError(
+            f"Only {self._lowest_free / GB:.2f} GB were free at {self._folder}, less than min_free_disk "
+            f"({self._min_free / GB:.2f} GB). The split stopped; everything done so far is safe.",
+            "Free some space and make the same call again: it goes on where it stopped. Or lower min_free_disk.",
+        )
+
+    @property
+    def peaks(self) -> Peaks:
+        """What was seen so far; final once the context is closed."""
+        return Peaks(self._most_memory - self._memory_at_start, self._most_disk, self._lowest_free)
+
+    def _sample_on(self) -> None:
+        while not self._over.wait(self._interval):
+            self._sample()
+
+    def _sample(self) -> None:
+        self._most_memory = max(self._most_memory, anonymous_bytes(self._process))
+        with contextlib.suppress(OSError):  # the folder may come and go; a thread that dies would watch no more
+            self._lowest_free = min(self._lowest_free, shutil.disk_usage(_existing(self._folder)).free)
+        start = time.perf_counter()
+        if start >= self._next_disk:
+            self._most_disk = max(self._most_disk, disk_bytes(self._folder))
+            end = time.perf_counter()
+            self._next_disk = end + (end - start) / DISK_SHARE
+
+
+def anonymous_bytes(process: Any) -> int:
+    """Memory of a psutil process that is resident and not of a mapped file, as far as the system tells."""
+    found = process.memory_info()
+    return int(found.rss - getattr(found, "shared", 0))
+
+
+def disk_bytes(folder: str | Path) -> int:
+    """Bytes that everything below a folder occupies; holes count nothing."""
+    total = 0
+    for entry in _entries(folder):
+        total += _occupied(entry)
+        if entry.is_dir(follow_symlinks=False):
+            total += disk_bytes(entry.path)
+    return total
+
+
+def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError:
+        return []
+
+
+def _occupied(entry: os.DirEntry[str]) -> int:
+    try:
+        status = entry.stat(follow_symlinks=False)
+    except OSError:  # renamed or deleted meanwhile
+        return 0
+    return status.st_blocks * 512 if hasattr(status, "st_blocks") else status.st_size
+
+
+def _existing(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())

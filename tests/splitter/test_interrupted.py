@@ -1,0 +1,243 @@
+"""Ctrl-C during a split: a real process and a real SIGINT; how soon it ends, what it says, and that it goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rabbitllm.splitter import journal
+from rabbitllm.splitter.interrupted import command_line, shards_used, telling_how_to_go_on
+from tests.support.builders import cut, llama_tensors, write_shards
+from tests.support.hub_fixtures import HubEnvironment
+from tests.support.local_hub import GeneratedFile, LocalHub
+from tests.support.splitting import Call, contents, interrupted, layer_files, names_in, split
+
+ROOT = Path(__file__).parent.parent.parent
+REPO = "acme/tiny"
+SOON = 3.0
+"""Seconds; it takes a fraction of one, and the machine may be loaded."""
+LARGE = {"layers": 4, "hidden": 768, "vocabulary": 2048}
+
+SCRIPT = """
+import sys
+from tests.support.splitting import Call
+print(Call(sys.argv[1], compression=sys.argv[2] or None, shard_transfer=sys.argv[3]).make())
+"""
+
+
+class Interrupted:
+    """What became of a process that was sent a SIGINT: its exit status, its stderr, and how long it went on."""
+
+    def __init__(self, command: list[str], ready: Callable[[], bool]) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            deadline = time.monotonic() + 120
+            while not ready():
+                assert process.poll() is None, process.communicate()[1]
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            start = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            self.stderr = process.communicate(timeout=60)[1]
+            self.seconds = time.monotonic() - start
+            self.status = process.returncode
+        finally:
+            process.kill()
+            process.wait()
+
+    def said(self) -> list[str]:
+        """The two lines about the interrupt; others may warn before, and Python's traceback comes after them."""
+        lines = self.stderr.splitlines()
+        at = next((number for number, line in enumerate(lines) if line.startswith("Interrupted")), None)
+        assert at is not None, self.stderr
+        return lines[at : at + 2]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> list[str]:
+    """The beginning of a command that runs a script of the user's; its path needs quotes."""
+    path = tmp_path / "my split.py"
+    path.write_text(SCRIPT)
+    return [sys.executable, str(path)]
+
+
+def go_on(command: list[str], environment: dict[str, str] | None = None) -> Path:
+    """Make the same call again, to its end, and return the split directory."""
+    whole = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
+    done = subprocess.run(command, env=whole, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.strip())
+
+
+def test_in_the_middle_of_a_split(tmp_path: Path, script: list[str]) -> None:
+    tensors = cut(llama_tensors(**LARGE), 8)
+    model = write_shards(tmp_path / "model", tensors)
+    folder = model / "splitted_model.4bit"
+    command = [*script, str(model), "4bit", "auto"]
+
+    def one_used() -> bool:
+        return (folder / "split.journal").exists() and shards_used(folder)[0] >= 1
+
+    end = Interrupted(command, one_used)
+    assert end.seconds < SOON
+    assert end.status == -signal.SIGINT
+    replayed = journal.replay(folder)
+    assert replayed is not None
+    assert 1 <= len(replayed.used) < 8
+    assert end.said() == [
+        f"Interrupted: {len(replayed.used)} of 8 shards are used up; the layers are in {folder}.",
+        f"The same call goes on from there: {shlex.join(command)}",
+    ]
+    assert not [name for name in names_in(folder) if name.startswith(".")]
+    assert go_on(shlex.split(end.said()[1].partition(": ")[2])) == folder  # as it was printed
+    assert contents(folder) == contents(split(write_shards(tmp_path / "quiet" / "model", tensors), compression="4bit"))
+
+
+class StalledHub:
+    """A repository whose second shard stops coming in its middle, until it is told to come."""
+
+    def __init__(self, hub: LocalHub, model: Path) -> None:
+        self.stalled = threading.Event()
+        self.flows = threading.Event()
+        self._second = sorted(model.glob("*.safetensors"))[1]
+        files = {path.name: GeneratedFile.from_bytes(path.read_bytes()) for path in model.iterdir()}
+        whole = files[self._second.name]
+        files[self._second.name] = GeneratedFile(whole.size, self._read, whole.sha256)
+        hub.add_generated(REPO, files)
+
+    def _read(self, offset: int, length: int) -> bytes:
+        if offset >= 1 << 20 and not self.flows.is_set():  # past the header
+            self.stalled.set()
+            self.flows.wait()
+        with self._second.open("rb") as stream:
+            stream.seek(offset)
+            return stream.read(length)
+
+
+@pytest.fixture
+def stalled(tmp_path: Path, local_hub: LocalHub) -> Iterator[StalledHub]:
+    model = write_shards(tmp_path / "model", cut(llama_tensors(layers=3, hidden=384, vocabulary=2048), 3))
+    hub = StalledHub(local_hub, model)
+    yield hub
+    hub.flows.set()
+
+
+@pytest.mark.parametrize("transfer", ["file", "stream"])
+def test_while_a_shard_is_being_fetched(
+    tmp_path: Path, hub_environment: HubEnvironment, stalled: StalledHub, script: list[str], transfer: str
+) -> None:
+    command = [*script, REPO, "", transfer]
+
+    def one_used_and_one_stalled() -> bool:
+        begun = hub_environment.home.rglob("split.journal")
+        return stalled.stalled.is_set() and any(shards_used(file.parent)[0] == 1 for file in begun)
+
+    end = Interrupted(command, one_used_and_one_stalled)
+    assert end.seconds < SOON
+    assert end.status == -signal.SIGINT
+    said = re.fullmatch(r"Interrupted: 1 of 3 shards are used up; the layers are in (.*)\.", end.said()[0])
+    assert said, end.stderr
+    stalled.flows.set()
+    made = go_on(command)
+    assert str(made) == said[1]
+    assert layer_files(made) == layer_files(split(tmp_path / "model"))
+
+
+# What is said
+
+
+def test_before_anything_was_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyboardInterrupt), telling_how_to_go_on(tmp_path):
+        raise KeyboardInterrupt
+    said = capsys.readouterr().err
+    assert said.startswith(f"Interrupted before the first shard was taken; nothing was split into {tmp_path} yet.\n")
+    assert said.splitlines()[1].startswith("The same call goes on from there")
+
+
+def test_when_all_is_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = split(write_shards(tmp_path / "model", cut(llama_tensors(layers=1), 2)))
+    with pytest.raises(KeyboardInterrupt), telling_how_to_go_on(made):
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err.startswith(f"Interrupted: the layers in {made} are whole;")
+
+
+def test_journal_that_a_crash_cut_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = interrupted(Call(str(write_shards(tmp_path / "model", cut(llama_tensors(), 3)))), shards=2)
+    assert capsys.readouterr().err.startswith("Interrupted: 2 of 3 shards are used up;")
+    with (made / "split.journal").open("ab") as file:
+        file.write(b'{"used":"model-000\n{"us')
+    assert shards_used(made) == (2, 3)
+    (made / "split.journal").write_text("not this")
+    with pytest.raises(KeyboardInterrupt), telling_how_to_go_on(made):
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err.startswith(f"Interrupted: what was done is safe in {made}.\n")
+
+
+def test_nothing_is_said_of_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyError), telling_how_to_go_on(tmp_path):
+        raise KeyError
+    assert capsys.readouterr().err == ""
+
+
+TELL = "from rabbitllm.splitter.interrupted import command_line; print(command_line())"
+
+
+def told_by(command: list[str], folder: Path, **environment: str) -> str:
+    whole = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run(command, cwd=folder, env=whole, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_command_of_a_script(tmp_path: Path) -> None:
+    (tmp_path / "my split.py").write_text(TELL)
+    command = [sys.executable, "-X", "utf8", "my split.py", "a b", "--c=$d"]
+    assert shlex.split(told_by(command, tmp_path)) == command
+
+
+def test_command_of_a_module(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__main__.py").write_text(TELL)
+    command = [sys.executable, "-m", "mine", "x"]
+    assert shlex.split(told_by(command, tmp_path)) == command
+
+
+def test_command_that_is_installed(tmp_path: Path) -> None:
+    program = tmp_path / "mine"
+    program.write_text(f"#!{sys.executable}\n{TELL}\n")
+    program.chmod(0o755)
+    assert told_by([str(program), "x y"], tmp_path) == f"{program} 'x y'"
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    assert told_by(["sh", "-c", "mine 'x y'"], tmp_path, PATH=path) == "mine 'x y'"
+
+
+@pytest.mark.parametrize("how", ["-c", "prompt", "stdin"])
+def test_no_command_at_a_prompt(tmp_path: Path, how: str) -> None:
+    if how == "-c":
+        assert told_by([sys.executable, "-c", TELL], tmp_path) == "None"
+        return
+    flags = ["-i"] if how == "prompt" else []
+    done = subprocess.run(
+        [sys.executable, *flags, "-"],
+        input=TELL,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == "None"
+
+
+def test_no_command_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert command_line() is not None  # that of these tests
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    assert command_line() is None

@@ -1,0 +1,342 @@
+"""The lock on a split directory, between real processes: who waits, who takes over, and what is left of it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from rabbitllm.durable import Step, observe_steps
+from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME, is_left_over, locked
+from tests.support.splitting import contents, names_in
+
+ROOT = Path(__file__).parent.parent.parent
+AT_ONCE = 0.9
+"""Seconds; a waiting process looks ten times a second."""
+
+HOLD = """
+import sys
+from pathlib import Path
+from rabbitllm.splitter.lock import locked
+with locked(Path(sys.argv[1])):
+    print("in", flush=True)
+    sys.stdin.readline()
+print("out", flush=True)
+"""
+
+# Enters again and again; two that are inside at once show by the file that both want to make.
+STRESS = """
+import os, random, sys, time
+from pathlib import Path
+from rabbitllm.splitter.lock import locked
+folder, inside, rounds = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+for number in range(rounds):
+    with locked(folder):
+        os.close(os.open(inside, os.O_CREAT | os.O_EXCL))
+        time.sleep(random.random() * 0.002)
+        inside.unlink()
+    time.sleep(random.random() * 0.002)
+"""
+
+
+class Holder:
+    """A process that enters, and leaves when it is told to. ``stderr`` goes to a file."""
+
+    def __init__(self, folder: Path, stderr: Path) -> None:
+        self._stderr = stderr
+        with stderr.open("wb") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", HOLD, str(folder)],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+            )
+
+    def is_in(self) -> None:
+        assert self._line() == "in", self.said()
+
+    def leaves(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        assert self._line() == "out", self.said()
+        assert self.process.wait(10) == 0
+
+    def said(self) -> str:
+        return self._stderr.read_text()
+
+    def says(self) -> str:
+        """What it says on stderr, as soon as it says something."""
+        deadline = time.monotonic() + 30
+        while not self.said().endswith("\n"):
+            assert time.monotonic() < deadline, "nothing was said"
+            time.sleep(0.01)
+        return self.said()
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+
+@pytest.fixture
+def hold(tmp_path: Path) -> Iterator[Callable[[Path], Holder]]:
+    """Starts processes that hold the lock of a folder, or wait for it."""
+    started: list[Holder] = []
+
+    def start(folder: Path) -> Holder:
+        started.append(Holder(folder, tmp_path / f"stderr-{len(started)}"))
+        return started[-1]
+
+    yield start
+    for holder in started:
+        holder.process.kill()
+        holder.process.wait()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A split directory with something in it."""
+    made = tmp_path / "splitted_model"
+    made.mkdir()
+    (made / "split.journal").write_text("{}")
+    return made
+
+
+# Who waits
+
+
+def test_second_process_waits_and_says_once_for_whom(folder: Path, hold: Callable[[Path], Holder]) -> None:
+    first = hold(folder)
+    first.is_in()
+    second = hold(folder)
+    said = second.says()
+    begin, _, rest = said.partition(" since ")
+    assert begin == f"{folder} is being worked on by process {first.process.pid} on {socket.gethostname()}"
+    since, _, end = rest.partition(";")
+    assert abs(datetime.fromisoformat(since).timestamp() - time.time()) < 60
+    assert end == " waiting until it is done.\n"
+    time.sleep(0.5)
+    assert second.said() == said
+    first.leaves()
+    second.is_in()
+    second.leaves()
+    assert second.said() == said
+    assert first.said() == ""
+
+
+def test_waiting_is_logged_and_said_where_logging_is_set_up(
+    folder: Path,
+    hold: Callable[[Path], Holder],
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    first = hold(folder)
+    first.is_in()
+    timer = threading.Timer(1.0, first.leaves)
+    timer.start()
+    with locked(folder):
+        timer.join()
+    (record,) = caplog.records
+    assert (record.levelno, record.name) == (logging.WARNING, "rabbitllm.splitter.lock")
+    assert f"by process {first.process.pid} on {socket.gethostname()} since 2" in record.message
+    assert capsys.readouterr().err == record.message + "\n"
+
+
+def test_short_wait_is_no_news(folder: Path, hold: Callable[[Path], Holder], caplog: pytest.LogCaptureFixture) -> None:
+    first = hold(folder)
+    first.is_in()
+    timer = threading.Timer(0.1, first.leaves)
+    timer.start()
+    with locked(folder):
+        timer.join()
+    assert caplog.records == []
+
+
+def test_holder_whose_note_cannot_be_read(folder: Path, hold: Callable[[Path], Holder]) -> None:
+    first = hold(folder)
+    first.is_in()
+    (folder / HOLDER_NAME).write_text('{"pid": 12')
+    assert hold(folder).says() == f"{folder} is being worked on by another process; waiting until it is done.\n"
+
+
+def test_threads_exclude_each_other(folder: Path) -> None:
+    inside: list[int] = []
+    most: list[int] = []
+
+    def enter(number: int) -> None:
+        for _ in range(3):
+            with locked(folder):
+                inside.append(number)
+                most.append(len(inside))
+                time.sleep(0.01)
+                inside.remove(number)
+
+    threads = [threading.Thread(target=enter, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] * 9
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["folder stays", "folder comes and goes"])
+def test_never_two_at_once_while_the_lock_file_comes_and_goes(tmp_path: Path, kept: bool) -> None:
+    folder = tmp_path / "some" / "where" / "splitted_model"
+    if kept:
+        folder.mkdir(parents=True)
+    command = [sys.executable, "-c", STRESS, str(folder), str(tmp_path / "inside"), "40"]
+    processes = [subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) for _ in range(4)]
+    told = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, "\n".join(told)
+    # an empty folder may stay where one process made it anew while another one cleared it away
+    assert contents(tmp_path) == {}
+
+
+# Who takes over
+
+
+def test_waiting_process_takes_over_at_once_when_the_holder_is_killed(
+    folder: Path, hold: Callable[[Path], Holder]
+) -> None:
+    first = hold(folder)
+    first.is_in()
+    second = hold(folder)
+    second.says()
+    first.process.kill()
+    start = time.monotonic()
+    second.is_in()
+    assert time.monotonic() - start < AT_ONCE
+    third = hold(folder)
+    assert f"process {second.process.pid} on" in third.says()
+    second.leaves()
+    third.is_in()
+    third.leaves()
+    assert names_in(folder) == ["split.journal"]
+
+
+def test_killed_holder_with_nobody_waiting_is_in_nobodys_way(folder: Path, hold: Callable[[Path], Holder]) -> None:
+    first = hold(folder)
+    first.is_in()
+    first.process.kill()
+    first.process.wait()
+    assert is_left_over(folder)
+    start = time.monotonic()
+    with locked(folder):
+        pass
+    assert time.monotonic() - start < AT_ONCE
+    assert not is_left_over(folder)
+
+
+def test_waiting_process_can_be_interrupted(folder: Path, hold: Callable[[Path], Holder]) -> None:
+    first = hold(folder)
+    first.is_in()
+    second = hold(folder)
+    second.says()
+    second.process.send_signal(signal.SIGINT)
+    assert second.process.wait(3) == -signal.SIGINT
+    assert names_in(folder) == [LOCK_NAME, HOLDER_NAME, "split.journal"]
+    third = hold(folder)
+    assert f"process {first.process.pid} on" in third.says()  # and the lock is still the first one's
+
+
+# What is left
+
+
+def test_nothing_is_left(folder: Path) -> None:
+    before = contents(folder)
+    with locked(folder):
+        assert names_in(folder) == [LOCK_NAME, HOLDER_NAME, "split.journal"]
+    assert contents(folder) == before
+    with pytest.raises(KeyError), locked(folder):
+        raise KeyError
+    assert contents(folder) == before
+
+
+def test_folder_that_was_made_for_nothing_goes_again(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    folder = tmp_path / "there" / "new" / "splitted_model"
+    seen: list[str] = []
+
+    def refuse() -> None:
+        seen.extend(names_in(folder))
+        raise KeyError
+
+    with pytest.raises(KeyError), locked(folder):
+        refuse()
+    assert seen == [LOCK_NAME, HOLDER_NAME]
+    assert names_in(tmp_path / "there") == []
+
+
+def test_folder_stays_if_it_was_there_or_has_something_in_it(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    with locked(tmp_path / "there"):
+        pass
+    assert names_in(tmp_path / "there") == []
+    with locked(tmp_path / "new"):
+        (tmp_path / "new" / "split.journal").touch()
+    assert names_in(tmp_path / "new") == ["split.journal"]
+
+
+def test_steps_are_those_of_making_the_folder(tmp_path: Path) -> None:
+    """Kills and power cuts are tried at steps; the lock is nothing that could be lost."""
+    steps: list[Step] = []
+    with observe_steps(steps.append):
+        with locked(tmp_path / "new"):
+            (tmp_path / "new" / "x").touch()
+        assert [(step.kind, step.path) for step in steps] == [
+            ("make_folder", tmp_path / "new"),
+            ("sync_folder", tmp_path),
+        ]
+        with locked(tmp_path / "new"):
+            pass
+    assert len(steps) == 2
+
+
+def test_full_disk_does_without_the_note(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, data: bytes) -> None:
+        path.touch()  # a name may still fit
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("rabbitllm.durable.write_scratch", full)
+    with locked(folder):
+        assert names_in(folder) == [LOCK_NAME, HOLDER_NAME, "split.journal"]
+    assert names_in(folder) == ["split.journal"]
+
+
+def test_link_in_place_of_the_lock_file_is_not_followed(folder: Path) -> None:
+    (folder / LOCK_NAME).symlink_to(folder / "split.journal")
+    with pytest.raises(OSError, match=os.strerror(errno.ELOOP)), locked(folder):
+        pass
+    assert (folder / "split.journal").read_text() == "{}"
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_file_system_without_locks(
+    folder: Path, code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No such one can be had here, so its answer is put in place of the real one."""
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with locked(folder):
+        pass
+    assert [record.message for record in caplog.records] == [
+        f"The file system of {folder} has no locks; make sure that nothing else splits into it meanwhile."
+    ]
+    assert names_in(folder) == ["split.journal"]
