@@ -239,14 +239,17 @@ def assign_layers(
 
 
 def _distinct_ids(assigned: dict[str, LayerName]) -> dict[str, LayerName]:
-    """Use the stem as id where two stems share an id (`model.norm` and `norm`)."""
-    stems: dict[str, set[str]] = {}
-    for layer in assigned.values():
-        stems.setdefault(layer.id, set()).add(layer.stem)
-    return {
-        tensor: layer if len(stems[layer.id]) == 1 else LayerName(layer.stem, layer.stem)
-        for tensor, layer in assigned.items()
-    }
+    """Use the stem as id where two stems share an id (`model.norm` and `norm`), until no two do."""
+    while True:
+        stems: dict[str, set[str]] = {}
+        for layer in assigned.values():
+            stems.setdefault(layer.id, set()).add(layer.stem)
+        if all(len(sharing) == 1 for sharing in stems.values()):
+            return assigned
+        assigned = {
+            tensor: layer if len(stems[layer.id]) == 1 else LayerName(layer.stem, layer.stem)
+            for tensor, layer in assigned.items()
+        }
 
 
 def layer_order(stem: str) -> tuple[object, ...]:

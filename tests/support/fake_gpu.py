@@ -209,6 +209,12 @@ class _DeviceOfTensors(TorchFunctionMode):
             _Operations.look([args[0]])
             with _disable_current_modes():
                 return func(args[0].clone(), *args[1:], **given)
+        if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], torch.Tensor):  # to where another one is
+            where = _ledger.place(args[1])
+            if where != HOST and _ledger.find(args[0]) is None:
+                result = func(args[0].clone(), *args[1:], **given)
+                _ledger.put(result, where)
+                return result
         result = func(*args, **given)
         if func in _MAKERS and given.get("device") is not None and torch.device(given["device"]).index is not None:
             _ledger.put(result, torch.device(given["device"]))  # the operations below do not show its device

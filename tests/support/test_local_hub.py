@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import (
     HfApi,
+    __version__,
     constants,
     get_hf_file_metadata,
     hf_hub_download,
@@ -35,6 +36,7 @@ from huggingface_hub.hf_api import RepoFile, RepoFolder
 from tests.support.hub_fixtures import HubEnvironment, point_at
 from tests.support.local_hub import Faults, GeneratedFile, LocalHub
 
+HUGGINGFACE_HUB = tuple(int(part) for part in __version__.split(".")[:2])
 REPO = "acme/tiny"
 WEIGHTS = "model.safetensors"
 pytestmark = pytest.mark.usefixtures("hub_environment")
@@ -412,6 +414,7 @@ def test_needed_header_left_out(local_hub: LocalHub, folder: Path, faults: Fault
         hf_hub_download(REPO, "config.json")
 
 
+@pytest.mark.skipif(HUGGINGFACE_HUB < (1, 31), reason="an obstacle to that client")
 def test_length_left_out_is_no_obstacle(local_hub: LocalHub, folder: Path, weights: bytes) -> None:
     local_hub.faults = Faults(omit_length=True)
     assert Path(hf_hub_download(REPO, WEIGHTS)).read_bytes() == weights
