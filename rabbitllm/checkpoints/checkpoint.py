@@ -175,6 +175,10 @@ class Checkpoint(Protocol):
         """Config, tokenizer and the like: relative name -> local path; fetched if need be."""
         ...
 
+    def downloads(self) -> tuple[Path, Mapping[str, int]] | None:
+        """Where asking for the sidecars puts further copies of some, with their sizes in bytes (the hub cache)."""
+        ...
+
     def sidecar_sizes(self) -> Mapping[str, int]:
         """The same files' sizes in bytes, without fetching any."""
         ...

@@ -305,6 +305,10 @@ class HubCheckpoint:
     def sidecars(self) -> Mapping[str, Path]:
         return {name: self.repository.small_file(name) for name in sorted(self.sidecar_sizes())}
 
+    def downloads(self) -> tuple[Path, Mapping[str, int]] | None:
+        wanted = self.sidecar_sizes().items()
+        return self.repository.cache, {name: size for name, size in wanted if self.repository.cached(name) is None}
+
     def sidecar_sizes(self) -> Mapping[str, int]:
         return {name: file.size for name, file in self.repository.files.items() if is_sidecar(name, file.size)}
 

@@ -164,7 +164,8 @@ class LocalCheckpoint:
         if not path.exists():
             if self._missing_from is not None and (shard in self._fetched or self._missing_from.staged(shard).exists()):
                 return self._missing_from.release(shard)
-            return Release(shard, Disposal.DELETED)  # by an earlier run
+            durable.sync_folder(path.parent)  # an earlier run deleted it, and may have died before it did this
+            return Release(shard, Disposal.DELETED)
         size = path.stat().st_size
         if self._snapshot is not None:
             return hub_cache.release_file(self._snapshot, shard)
@@ -193,6 +194,9 @@ class LocalCheckpoint:
         for name in chosen:
             self._check(name)
         return chosen
+
+    def downloads(self) -> tuple[Path, Mapping[str, int]] | None:
+        return None
 
     def sidecar_sizes(self) -> Mapping[str, int]:
         return {name: path.stat().st_size for name, path in self.sidecars().items()}

@@ -92,7 +92,11 @@ class Journal:
         torn = not path.read_bytes().endswith(b"\n")
         self._log = durable.Log(path)
         if torn:  # end the line that a crash cut short, so that the next one stands alone
-            self._log.append("")
+            try:
+                self._log.append("")
+            except BaseException:
+                self._log.close()
+                raise
 
     def mark_used(self, shard: str, checksums: Mapping[str, tuple[int, ...]]) -> None:
         """Declare that everything taken from `shard` is durable. Only then may it be deleted.
@@ -103,6 +107,23 @@ class Journal:
 
     def close(self) -> None:
         self._log.close()
+
+
+def settle(folder: Path) -> None:
+    """Make everything that can be read of an earlier run's journal durable, before a shard is deleted on its word.
+
+    What a process that died had written is visible and may not be durable; after a sync that failed, no later sync
+    alone makes it so (https://wiki.postgresql.org/wiki/Fsync_Errors). So it is written once more, in place, which takes
+    no space.
+    """
+    path = folder / JOURNAL_NAME
+    found = path.read_bytes()
+    file = durable.GrowingFile(path, len(found))
+    try:
+        file.write_at(memoryview(found), 0)
+        file.sync()
+    finally:
+        file.close()
 
 
 def _encode(plan: SplitPlan, quantiser: str | None) -> dict[str, Any]:

@@ -144,6 +144,8 @@ def ground_of(request: Request, plan: SplitPlan, downloads: tuple[tuple[Path, in
     """
     sidecars = sum(on_disk(size) for size in request.checkpoint.sidecar_sizes().values())
     deletes = request.options.sequential and request.checkpoint.deletable
+    if (fetched := request.checkpoint.downloads()) is not None:
+        downloads = (*downloads, (fetched[0], sum(map(on_disk, fetched[1].values()))))
     return Ground(request.folder, deletes, sidecars + own_records_bytes(plan), downloads)
 
 
@@ -200,6 +202,7 @@ def _take_up(request: Request, earlier: journal.Replay) -> Work:
     plan = _with_places(earlier.plan, checkpoint)
     ground = dataclasses.replace(ground_of(request, plan), used=earlier.used, in_use=disk_bytes(request.folder))
     work = _work(request, plan, ground, earlier.checksums)
+    journal.settle(request.folder)
     if work.arrival is Arrival.STREAM:  # whatever was fetched of a shard, it comes anew
         durable.remove_folder(request.folder / STAGING_NAME)
     return work
@@ -343,6 +346,7 @@ def clear_away(folder: Path) -> None:
     """
     journal_path = folder / JOURNAL_NAME
     if journal_path.exists():  # asked first: a finished split may lie on a read-only mount
+        durable.sync_folder(folder)  # the manifest's name: a process that died may have left it uncertain
         durable.remove(journal_path)
     durable.remove_folder(folder / STAGING_NAME)
 

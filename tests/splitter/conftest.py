@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support.crashes import CrashServer
+from tests.support.hub_fixtures import HubEnvironment
+from tests.support.local_hub import LocalHub
+from tests.support.scenes import Route, Scene, scene_in_folder, scene_on_hub
+
+MakeScene = Callable[..., Scene]
+"""(route, tensors=None, beside=None) -> scene"""
 
 
 @pytest.fixture(autouse=True)
@@ -19,8 +27,41 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def swift_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Syncs that only look whether they could be done, and no O_DIRECT: for tests that model what is durable."""
+    monkeypatch.setattr(os, "fsync", os.fstat)
+    monkeypatch.delattr(os, "O_DIRECT", raising=False)
+
+
+KILLS = pytest.StashKey[int]()
+
+
 @pytest.fixture(scope="session")
-def crash_server() -> Iterator[CrashServer]:
+def crash_server(pytestconfig: pytest.Config) -> Iterator[CrashServer]:
     """One server for all tests that kill; it starts when the first of them asks for it."""
     with CrashServer() as server:
         yield server
+        pytestconfig.stash[KILLS] = server.kills
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say how many processes were killed."""
+    if kills := config.stash.get(KILLS, 0):
+        terminalreporter.write_line(f"{kills} processes were killed in the middle of a split")
+
+
+@pytest.fixture
+def make_scene(tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment) -> MakeScene:
+    """Makes the scene of a route, from a folder or from the local hub."""
+
+    def make(
+        route: Route,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        beside: Mapping[str, bytes] | None = None,
+    ) -> Scene:
+        if route.hub:
+            return scene_on_hub(local_hub, hub_environment, tmp_path / "hub", route, tensors, beside)
+        return scene_in_folder(tmp_path, route, tensors, beside)
+
+    return make

@@ -11,27 +11,51 @@ import pytest
 
 from rabbitllm.durable import Step, observe_steps
 from rabbitllm.errors import IncompleteSplitError
-from tests.support.builders import cut, llama_tensors, write_shards
+from tests.splitter.conftest import MakeScene
+from tests.support.dying import dying_at
 from tests.support.power_cut import Recorder
-from tests.support.splitting import contents, split
+from tests.support.scenes import Route, Scene, assert_same, routes, sample, scene_of_one_file
+
+pytestmark = pytest.mark.usefixtures("swift_disk")
 
 LOST, KEPT = "what is uncertain is lost", "what is uncertain is kept"
 WORST = "what was made is lost, what was deleted is gone"
 
 
-class Scene:
-    """A split that was recorded, and what it left."""
+class Recorded:
+    """Calls on a scene that were recorded, and can be replayed up to any step."""
 
     def __init__(
-        self, tmp_path: Path, compression: str | None, *, ignore: Callable[[Step], bool] = lambda step: False
+        self,
+        scene: Scene,
+        *,
+        first_dies_at: int | None = None,
+        sync_fails: bool = False,
+        ignore: Callable[[Step], bool] = lambda step: False,
     ) -> None:
-        self.compression = compression
-        self.again = tmp_path / "again" / "model"
-        recorded = write_shards(tmp_path / "recorded" / "model", cut(llama_tensors(layers=2), 3))
-        self.recorder = Recorder(recorded, ignore=ignore)
+        """Record the call; with ``first_dies_at`` it is made twice, the first time up to that step.
+
+        With ``sync_fails`` it ends there because that step, a sync, fails, and what was to be synced is forgotten.
+        """
+        self.scene = scene
+        scene.reset()
+        self.recorder = Recorder(scene.folder, ignore=ignore)
+        if first_dies_at is not None:
+            with dying_at(first_dies_at, self.recorder) as death:
+                scene.call.make()
+            if sync_fails and death.step is not None and death.step.kind == "sync":
+                self.recorder.lose_sync(death.step)
+        self.begin = len(self.recorder.steps)
         with observe_steps(self.recorder):
-            split(recorded, compression=compression)
-        self.finished = contents(recorded)
+            scene.call.make()
+        self.cache = scene.folder.with_name("cache")
+        if scene.hub:
+            shutil.rmtree(self.cache, ignore_errors=True)
+            shutil.copytree(scene.folder / "hub", self.cache, symlinks=True)
+
+    @property
+    def steps(self) -> int:
+        return len(self.recorder.steps)
 
     def survives_all(self, cuts: Iterable[int], how: str | int) -> None:
         keep = choices(how)
@@ -40,10 +64,15 @@ class Scene:
 
     def survives(self, upto: int, keep: Callable[[Step], bool]) -> None:
         """Cut the power before this step, make the same call, and compare."""
-        shutil.rmtree(self.again, ignore_errors=True)
-        self.recorder.rebuild(self.again, upto, keep)
-        split(self.again, compression=self.compression)
-        assert contents(self.again) == self.finished, f"cut before step {upto} of {len(self.recorder.steps)}"
+        scene = self.scene
+        shutil.rmtree(scene.folder)
+        scene.folder.mkdir()
+        self.recorder.rebuild(scene.folder, upto, keep)
+        if scene.hub and keep(Step("cache", scene.folder)):
+            shutil.copytree(self.cache, scene.folder / "hub", symlinks=True)
+        scene.check()
+        scene.call.make()
+        assert_same(scene.ours(scene.state()), scene.ours(scene.finished))
 
 
 def choices(how: str | int) -> Callable[[Step], bool]:
@@ -55,34 +84,86 @@ def choices(how: str | int) -> Callable[[Step], bool]:
     return lambda step: how == KEPT
 
 
-def test_rebuilding_all_steps_gives_what_was_left(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, "4bit")
-    scene.recorder.rebuild(scene.again, len(scene.recorder.steps), choices(KEPT))
-    found = contents(scene.again)
+@pytest.mark.parametrize("route", routes(sequential=[True], compressions=["4bit"]), ids=str)
+def test_rebuilding_all_steps_gives_what_was_left(make_scene: MakeScene, route: Route) -> None:
+    scene = make_scene(route)
+    recorded = Recorded(scene)
+    shutil.rmtree(scene.folder)
+    scene.folder.mkdir()
+    recorded.recorder.rebuild(scene.folder, recorded.steps, choices(KEPT))
+    found, finished = scene.ours(scene.state()), scene.ours(scene.finished)
     assert {name: data.rstrip(b"\0") for name, data in found.items()} == {
-        name: data.rstrip(b"\0") for name, data in scene.finished.items()
+        name: data.rstrip(b"\0") for name, data in finished.items()
     }
 
 
-@pytest.mark.parametrize("compression", [None, "8bit"])
 @pytest.mark.parametrize("how", [LOST, WORST, 1])
-def test_power_cut(tmp_path: Path, compression: str | None, how: str | int) -> None:
-    scene = Scene(tmp_path, compression)
-    last = len(scene.recorder.steps)
-    scene.survives_all(sorted({*range(0, last, 4 if compression is None else 9), last}), how)
+@pytest.mark.parametrize("route", routes(), ids=str)
+def test_power_cut(make_scene: MakeScene, route: Route, how: str | int) -> None:
+    recorded = Recorded(make_scene(route))
+    recorded.survives_all(sample(recorded.steps + 1, 12), how)
+
+
+@pytest.mark.parametrize("how", [LOST, WORST])
+def test_power_cut_while_a_single_file_is_split(tmp_path: Path, how: str) -> None:
+    recorded = Recorded(scene_of_one_file(tmp_path, Route()))
+    recorded.survives_all(sample(recorded.steps + 1, 12), how)
 
 
 @pytest.mark.parametrize("forgotten", ["sync", "sync_folder"])
-def test_a_sync_that_were_forgotten_would_be_noticed(tmp_path: Path, forgotten: str) -> None:
+def test_a_sync_that_were_forgotten_would_be_noticed(make_scene: MakeScene, forgotten: str) -> None:
     """The negative control: were the steps the same without their syncs, something would be lost somewhere."""
-    scene = Scene(tmp_path, None, ignore=lambda step: step.kind == forgotten)
+    recorded = Recorded(make_scene(Route()), ignore=lambda step: step.kind == forgotten)
     with pytest.raises((AssertionError, FileNotFoundError, IncompleteSplitError)):
-        scene.survives_all(range(0, len(scene.recorder.steps) + 1, 3), WORST)
+        recorded.survives_all(range(0, recorded.steps + 1, 3), WORST)
+
+
+# A crash, the same call again, and then a power cut: the second call must not build on what only looked durable
+
+
+def crash_then_cut(scene: Scene, at: int, how: str, cuts: int | None = None, *, sync_fails: bool = False) -> None:
+    recorded = Recorded(scene, first_dies_at=at, sync_fails=sync_fails)
+    later = recorded.steps + 1 - recorded.begin
+    for number in sample(later, cuts or later):
+        recorded.survives(recorded.begin + number, choices(how))
+
+
+@pytest.mark.parametrize("how", [LOST, WORST])
+def test_power_cut_after_a_crash(make_scene: MakeScene, how: str) -> None:
+    scene = make_scene(Route())
+    for at in sample(scene.steps, 10):
+        crash_then_cut(scene, at, how, 8)
+
+
+@pytest.mark.parametrize("how", [LOST, WORST])
+def test_power_cut_after_a_crash_before_each_sync(make_scene: MakeScene, how: str) -> None:
+    """What was written and not yet synced is seen by the next call."""
+    scene = make_scene(Route())
+    for at in [number for number, kind in enumerate(scene.kinds) if kind in ("sync", "sync_folder")]:
+        crash_then_cut(scene, at, how, 5)
+
+
+def test_power_cut_after_a_sync_that_failed(make_scene: MakeScene) -> None:
+    """The pages that could not be written are clean afterwards: no later sync makes them durable."""
+    scene = make_scene(Route())
+    for at in [number for number, kind in enumerate(scene.kinds) if kind == "sync"]:
+        crash_then_cut(scene, at, WORST, 5, sync_fails=True)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("compression", [None, "4bit", "8bit"])
-@pytest.mark.parametrize("how", [LOST, WORST, KEPT, *range(4)])
-def test_power_cut_at_every_step(tmp_path: Path, compression: str | None, how: str | int) -> None:
-    scene = Scene(tmp_path, compression)
-    scene.survives_all(range(len(scene.recorder.steps) + 1), how)
+@pytest.mark.parametrize("how", [LOST, WORST, 0, 1])
+@pytest.mark.parametrize(
+    "route", [*routes(), *routes(hub=[False], delete=[True]), *routes(hub=[False], compressions=["8bit"])], ids=str
+)
+def test_power_cut_at_every_step(make_scene: MakeScene, route: Route, how: str | int) -> None:
+    recorded = Recorded(make_scene(route))
+    recorded.survives_all(range(recorded.steps + 1), how)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", [LOST, WORST])
+@pytest.mark.parametrize("route", routes(sequential=[True]), ids=str)
+def test_power_cut_at_any_step_after_a_crash_at_any(make_scene: MakeScene, route: Route, how: str) -> None:
+    scene = make_scene(route)
+    for at in range(0, scene.steps, 5 if route.hub else 1):
+        crash_then_cut(scene, at, how, 8)

@@ -29,9 +29,10 @@ _ROOT = Path(__file__).parent.parent.parent
 
 
 class CrashServer:
-    """The server process; a context manager."""
+    """The server process; a context manager. ``kills`` counts the processes that have died so far."""
 
     def __enter__(self) -> CrashServer:
+        self.kills = 0
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.crashes"],
             cwd=_ROOT,
@@ -57,7 +58,9 @@ class CrashServer:
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps([dataclasses.asdict(call), die_at]) + "\n")
         self._process.stdin.flush()
-        return int(self._process.stdout.readline())
+        status = int(self._process.stdout.readline())
+        self.kills += status == KILLED
+        return status
 
 
 def _serve() -> None:

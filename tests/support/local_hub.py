@@ -56,6 +56,12 @@ class Faults:
     """Send the byte at this offset of the file with one bit changed ..."""
     flip_times: int = -1
     """... in this many bodies."""
+    short_by: int | None = None
+    """Leave out this many bytes of a longer body, and send the length of what is left as if it were whole ..."""
+    short_tail: int = 0
+    """... before the last so many bytes, which are right ..."""
+    short_times: int = 1
+    """... for this many bodies."""
     status: int = 0
     """Answer this status instead of a file ..."""
     status_times: int = 1
@@ -67,6 +73,10 @@ class Faults:
     omit_etag: bool = False
     omit_commit: bool = False
     omit_length: bool = False
+    address_uses: int | None = None
+    """How often the address that a redirect leads to can be used before it answers 403 ..."""
+    address_times: int = -1
+    """... for this many addresses."""
     delay_per_mib: float = 0.0
     """Seconds slept for each MiB sent."""
     gated: bool = False
@@ -96,6 +106,23 @@ class Faults:
                 return length
             self.cut_times -= self.cut_times > 0
             return self.cut_after
+
+    def take_gap(self, file: str, start: int, stop: int) -> tuple[int, int]:
+        """The part of a body, by offsets in the file, that is left out; uses up one of the times if there is one."""
+        with self._lock:
+            missing = (self.short_by or 0) + self.short_tail
+            if not self.short_by or not self.short_times or not self.concern(file) or stop - start <= missing:
+                return stop, stop
+            self.short_times -= self.short_times > 0
+            return stop - missing, stop - self.short_tail
+
+    def take_address(self, file: str) -> int | None:
+        """How often the next address can be used, None for always; uses up one of the times."""
+        with self._lock:
+            if self.address_uses is None or not self.address_times or not self.concern(file):
+                return None
+            self.address_times -= self.address_times > 0
+            return self.address_uses
 
     def take_flip(self, file: str, start: int, stop: int) -> int | None:
         """The offset of the byte to damage within this part of the file; uses up one of the times."""
@@ -308,6 +335,7 @@ class LocalHub:
         self._next_key = 0
         self._ports: dict[type[_Handler], int] = {}
         self._servers: list[_Server] = []
+        self._uses_left: dict[str, int] = {}
 
     def __enter__(self) -> LocalHub:
         self.start()
@@ -391,6 +419,24 @@ class LocalHub:
         with self._lock:
             if key in self._log:
                 self._log[key] = replace(self._log[key], bytes_sent=self._log[key].bytes_sent + count)
+
+    def sign(self, file: str) -> str:
+        """What makes an address of the second origin valid, for as often as the faults say."""
+        uses = self.faults.take_address(file)
+        if uses is None:
+            return "local"
+        with self._lock:
+            signature = f"local-{len(self._uses_left)}"
+            self._uses_left[signature] = uses
+            return signature
+
+    def admits(self, signature: str) -> bool:
+        """Whether an address is still valid; uses it once."""
+        with self._lock:
+            left = self._uses_left.get(signature)
+            if left:
+                self._uses_left[signature] = left - 1
+            return left is None or left > 0
 
     def count_get(self, repo: str) -> None:
         """Move ``main`` if this was the last GET before it is due."""
@@ -526,11 +572,17 @@ class _Handler(BaseHTTPRequestHandler):
         if partial:
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{file.size}"
         status = HTTPStatus.PARTIAL_CONTENT if partial else HTTPStatus.OK
-        key = self.begin(status, headers, None if faults.omit_length and concerned else stop - start)
+        gap = faults.take_gap(file.name, start, stop) if self.command == "GET" else (stop, stop)
+        length = stop - start - (gap[1] - gap[0])
+        key = self.begin(status, headers, None if faults.omit_length and concerned else length)
         if self.command != "HEAD":
-            self._send_body(key, file, start, stop, faults.delay_per_mib if concerned else 0.0)
+            delay = faults.delay_per_mib if concerned else 0.0
+            for begin, end in ((start, gap[0]), (gap[1], stop)):
+                if begin < end and not self._send_body(key, file, begin, end, delay):
+                    return
 
-    def _send_body(self, key: int, file: _File, start: int, stop: int, delay_per_mib: float) -> None:
+    def _send_body(self, key: int, file: _File, start: int, stop: int, delay_per_mib: float) -> bool:
+        """Send this part of the file, and say whether all of it was sent."""
         cut = start + self.hub.faults.take_cut(file.name, stop - start)
         damaged = self.hub.faults.take_flip(file.name, start, cut)
         offset = start
@@ -548,6 +600,7 @@ class _Handler(BaseHTTPRequestHandler):
         finally:
             # A body that ends early can only be told by the end of the connection.
             self.close_connection |= offset < stop
+        return offset == stop
 
 
 class _HubHandler(_Handler):
@@ -648,7 +701,8 @@ class _HubHandler(_Handler):
         sha256 = self.hub.repositories.digests.sha256(file)
         headers |= {f"X-Linked-{name}": value for name, value in etag.items()}
         headers |= {"X-Linked-Size": str(file.size)}
-        headers["Location"] = f"{self.hub.cdn_url}/cdn/{repo}/{commit}/{sha256}/{quote(file.name)}?signature=local"
+        address = f"{self.hub.cdn_url}/cdn/{repo}/{commit}/{sha256}/{quote(file.name)}"
+        headers["Location"] = f"{address}?signature={self.hub.sign(file.name)}"
         self.begin(HTTPStatus.FOUND, headers, 0)
 
     def _admitted(self, repo: str, revision: str) -> tuple[str, dict[str, _File]] | None:
@@ -724,6 +778,9 @@ class _CdnHandler(_Handler):
 
     def answer_contents(self, repo: str, commit: str, sha256: str, name: str) -> None:
         self.file = name
+        if not self.hub.admits(parse_qs(self.query).get("signature", [""])[0]):
+            self.refuse(HTTPStatus.FORBIDDEN, "", "Request has expired")
+            return
         found = self.hub.repositories.find(repo, commit)
         file = found[1].get(name) if found else None
         if file is None or self.hub.repositories.digests.sha256(file) != sha256:

@@ -8,7 +8,8 @@ once the file is synced, names once their folder is.
     with observe_steps(recorder): ...
     recorder.rebuild(into, upto=17, keep=lambda step: False)
 
-Knows the steps of ``rabbitllm.durable``, and nothing of splits.
+Several calls may be recorded one after the other: what a killed process has written stays visible to the next one,
+and is not durable for that. Knows the steps of ``rabbitllm.durable``, and nothing of splits.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rabbitllm.durable import Step
+
+LOST_SYNC = "lost sync"
+_BLOCK = 4096
 
 
 @dataclass
@@ -37,6 +41,11 @@ class _File:
                     _write(found, step.offset + begin, data[begin:end])
         return bytes(found)
 
+    def lose(self, keep: Callable[[Step], bool]) -> None:
+        """Decide now what of the writes since the last sync is on the disk; nothing makes the rest durable later."""
+        self.durable = bytearray(self.settle(keep))
+        self.pending.clear()
+
 
 def _write(content: bytearray, offset: int, data: bytes) -> None:
     content.extend(bytes(max(offset + len(data) - len(content), 0)))
@@ -44,7 +53,7 @@ def _write(content: bytearray, offset: int, data: bytes) -> None:
 
 
 class Recorder:
-    """Notes every step below a folder; an observer for ``observe_steps``."""
+    """Notes every step below a folder, whose own name is certain; an observer for ``observe_steps``."""
 
     def __init__(self, root: Path, *, ignore: Callable[[Step], bool] = lambda step: False) -> None:
         self._root = root
@@ -53,13 +62,22 @@ class Recorder:
         self.steps: list[Step] = []
 
     def __call__(self, step: Step) -> None:
-        if not self._ignore(step):
+        below = step.path.is_relative_to(self._root) and (step.path != self._root or step.kind == "sync_folder")
+        if below and not self._ignore(step):
             self.steps.append(Step(step.kind, step.path, step.offset, bytes(step.data), step.target))
+
+    def lose_sync(self, step: Step) -> None:
+        """Note a sync that failed: the kernel forgets what was to be written, and a later sync knows nothing of it.
+
+        https://wiki.postgresql.org/wiki/Fsync_Errors
+        """
+        self.steps.append(Step(LOST_SYNC, step.path))
 
     def rebuild(self, into: Path, upto: int, keep: Callable[[Step], bool]) -> None:
         """Write the files that are found if the power is cut before step ``upto``.
 
-        ``keep`` decides, for every step that is not certain, whether what it did is found.
+        ``keep`` decides, for every step that is not certain, whether what it did is found. ``into`` may be the folder
+        that was recorded; it has to be empty.
         """
         names: dict[Path, _File] = {path: _File(bytearray(data)) for path, data in self._before.items()}
         certain = dict(names)
@@ -81,16 +99,35 @@ class Recorder:
                 change(step, path.parent, _renaming(path, step.target.relative_to(self._root), names[path]))
             elif step.kind == "unlink":
                 change(step, path.parent, _removing(path))
+            elif step.kind == "make_folder":
+                change(step, path.parent, lambda table: None)
+            elif step.kind == LOST_SYNC:
+                names[path].lose(keep)
             elif step.kind == "sync_folder":
                 for _, _, apply in (entry for entry in unsettled if entry[1] == path):
                     apply(certain)
                 unsettled = [entry for entry in unsettled if entry[1] != path]
+        lost_folders = []
         for step, _, apply in unsettled:
             if keep(step):
                 apply(certain)
+            elif step.kind == "make_folder":
+                lost_folders.append(step.path.relative_to(self._root))
         for path, file in certain.items():
+            if any(path.is_relative_to(folder) for folder in lost_folders):
+                continue
             (into / path).parent.mkdir(parents=True, exist_ok=True)
-            (into / path).write_bytes(file.settle(keep))
+            _write_with_holes(into / path, file.settle(keep))
+
+
+def _write_with_holes(path: Path, content: bytes) -> None:
+    """Write a file so that blocks of zeros take no space, as where nothing was ever written."""
+    with path.open("wb") as file:
+        for at in range(0, len(content), _BLOCK):
+            if any(block := content[at : at + _BLOCK]):
+                file.seek(at)
+                file.write(block)
+        file.truncate(len(content))
 
 
 _Change = Callable[[dict[Path, _File]], object]

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from huggingface_hub import (
@@ -419,6 +420,30 @@ def test_length_left_out_is_no_obstacle(local_hub: LocalHub, folder: Path, weigh
     local_hub.faults = Faults(omit_length=True)
     assert Path(hf_hub_download(REPO, WEIGHTS)).read_bytes() == weights
     assert "Content-Length" not in raw(local_hub.url, f"/{REPO}/resolve/main/{WEIGHTS}", "HEAD")[1]
+
+
+@pytest.mark.parametrize("tail", [0, 1000])
+def test_body_that_is_short_and_looks_whole(local_hub: LocalHub, folder: Path, weights: bytes, tail: int) -> None:
+    local_hub.faults = Faults(short_by=70_000, short_tail=tail, only=WEIGHTS)
+    path = f"/{REPO}/resolve/main/{WEIGHTS}"
+    gap = len(weights) - 70_000 - tail
+    status, headers, body = raw(local_hub.url, path, Range="bytes=1000-")
+    assert (status, headers["Content-Range"]) == (206, f"bytes 1000-{len(weights) - 1}/{len(weights)}")
+    assert headers["Content-Length"] == str(len(body))
+    assert body == weights[1000:gap] + weights[gap + 70_000 :]
+    assert raw(local_hub.url, path)[2] == weights
+
+
+def test_address_that_runs_out(local_hub: LocalHub, folder: Path, weights: bytes) -> None:
+    local_hub.redirect = True
+    local_hub.faults = Faults(address_uses=1, address_times=1)
+    path = f"/{REPO}/resolve/main/{WEIGHTS}"
+    first, second = (urlsplit(raw(local_hub.url, path)[1]["Location"]) for _ in range(2))
+    assert first.query != second.query
+    assert raw(local_hub.cdn_url, f"{first.path}?{first.query}")[2] == weights
+    assert raw(local_hub.cdn_url, f"{first.path}?{first.query}")[0] == 403
+    for _ in range(2):
+        assert raw(local_hub.cdn_url, f"{second.path}?{second.query}")[2] == weights
 
 
 def test_delay_slows_the_body_down(local_hub: LocalHub, folder: Path) -> None:

@@ -1,0 +1,137 @@
+"""A disk that fails at any step: a clean error, nothing lost, nothing left open, and the same call goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+
+import pytest
+
+from rabbitllm.durable import observe_steps
+from rabbitllm.layers.layer_store import JOURNAL_NAME
+from tests.splitter.conftest import MakeScene
+from tests.support.failing_disk import FAULTS, Fault, room_for, short_writes
+from tests.support.leftovers import none_left
+from tests.support.scenes import Route, Scene, routes, sample
+from tests.support.splitting import failing, interrupted
+
+SAMPLES = 3
+pytestmark = pytest.mark.usefixtures("swift_disk")
+
+
+def fail_and_go_on(scene: Scene, fault: Fault, at: int) -> None:
+    """Make the call on a disk that fails at a step, look at what is left, and make the call on a sound one."""
+    scene.reset()
+    error = fault.error()
+    with (
+        none_left(scene.folder),
+        observe_steps(fault.observer(at, error)),
+        pytest.raises(OSError, match=os.strerror(fault.code)) as failed,
+    ):
+        scene.call.make()
+    assert error in (failed.value, failed.value.__cause__)
+    scene.check()
+    with none_left(scene.folder):
+        scene.finish()
+
+
+@pytest.mark.parametrize("route", routes(), ids=str)
+def test_failure_at_some_steps(make_scene: MakeScene, route: Route) -> None:
+    scene = make_scene(route)
+    for fault in FAULTS.values():
+        for at in sample(scene.count(fault.kinds), SAMPLES):
+            fail_and_go_on(scene, fault, at)
+
+
+def test_each_file_that_cannot_be_made(make_scene: MakeScene) -> None:
+    """The files of several layers are open at a time; one that cannot be made leaves none of the others open."""
+    scene = make_scene(Route())
+    for at in range(scene.count(("create",))):
+        fail_and_go_on(scene, Fault(errno.ENOSPC, ("create",)), at)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("route", routes(), ids=str)
+def test_failure_at_every_step(make_scene: MakeScene, route: Route, fault: str) -> None:
+    scene, kinds = make_scene(route), FAULTS[fault].kinds
+    for at in range(scene.count(kinds)):
+        fail_and_go_on(scene, FAULTS[fault], at)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("route", routes(), ids=str)
+def test_several_failures_one_after_the_other(make_scene: MakeScene, route: Route) -> None:
+    scene, chance = make_scene(route), random.Random(str(route))
+    for _ in range(30):
+        scene.reset()
+        for _ in range(5):
+            fault = FAULTS[chance.choice(list(FAULTS))]
+            with none_left(scene.folder), observe_steps(fault.observer(chance.randrange(scene.count(fault.kinds)))):
+                try:
+                    scene.call.make()
+                except OSError as error:
+                    if error.errno != fault.code:
+                        raise
+            scene.check()
+        scene.finish()
+
+
+# Writes that take less than they were given
+
+
+@pytest.mark.parametrize("route", routes(), ids=str)
+def test_writes_that_are_short(make_scene: MakeScene, route: Route) -> None:
+    scene, chance = make_scene(route), random.Random(1)
+    scene.reset()
+    with none_left(scene.folder), short_writes(lambda length: chance.randint(1, length)):
+        scene.finish()
+
+
+def fill_and_go_on(scene: Scene, room: int) -> None:
+    """Make the call where only so many bytes can be written, and then on a sound disk."""
+    scene.reset()
+    with (
+        none_left(scene.folder),
+        room_for(room),
+        pytest.raises(OSError, match=os.strerror(errno.ENOSPC)),
+    ):
+        scene.call.make()
+    scene.check()
+    scene.finish()
+
+
+@pytest.mark.parametrize("route", routes(), ids=str)
+def test_write_that_is_cut_short_by_a_full_disk(make_scene: MakeScene, route: Route) -> None:
+    scene, chance = make_scene(route), random.Random(2)
+    for _ in range(SAMPLES):
+        fill_and_go_on(scene, chance.randrange(sum(map(len, scene.truth.layers.values()))))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("route", routes(), ids=str)
+def test_writes_that_are_cut_short_anywhere(make_scene: MakeScene, route: Route) -> None:
+    scene, chance = make_scene(route), random.Random(3)
+    for _ in range(150):
+        fill_and_go_on(scene, chance.randrange(sum(map(len, scene.truth.layers.values()))))
+
+
+def test_line_of_the_journal_that_is_torn_and_cannot_be_ended(make_scene: MakeScene) -> None:
+    """A call that finds a torn line ends it before it writes its own; that may fail too."""
+    scene = make_scene(Route())
+    line = b'{"used":"model-00002-of-00003.safetensors"'
+    for length in (1, len(line) // 2, len(line)):
+        scene.reset()
+        interrupted(scene.call)
+        with (scene.made / JOURNAL_NAME).open("ab") as journal:
+            journal.write(line[:length])
+        error = OSError(errno.EIO, os.strerror(errno.EIO))
+        with (
+            none_left(scene.folder),
+            failing(error, lambda number, step: step.path.name.startswith(JOURNAL_NAME), ("write",)),
+            pytest.raises(OSError, match=os.strerror(errno.EIO)),
+        ):
+            scene.call.make()
+        scene.check()
+        scene.finish()

@@ -1,0 +1,204 @@
+"""Disks that are really full: the predicted peak is enough and less is refused, and a split survives running out."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import functools
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rabbitllm.durable import Step, observe_steps
+from rabbitllm.errors import NotEnoughSpaceException
+from rabbitllm.options import SplitOptions
+from tests.splitter.conftest import MakeScene
+from tests.support import splitting
+from tests.support.builders import llama_tensors
+from tests.support.hub_fixtures import HubEnvironment
+from tests.support.leftovers import none_left
+from tests.support.local_hub import LocalHub
+from tests.support.scenes import Route, Scene, assert_same, routes, sample
+from tests.support.small_disk import NAMESPACE, SmallDisk, namespace_works, small_disk, why_not
+from tests.support.splitting import Counter, contents
+
+MIB = 1 << 20
+LARGE = {"layers": 3, "hidden": 256, "vocabulary": 2048}
+"""Shards far larger than what lies beside the layer files."""
+MARGIN = 64 * 1024
+IN_TURN = routes(sequential=[True])
+PEAKS = [*IN_TURN, *routes(hub=[False], sequential=[False])]
+
+Mount = Callable[[Route], SmallDisk]
+
+
+@pytest.fixture
+def mount(tmp_path: Path, hub_environment: HubEnvironment, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mount]:
+    """Mounts a disk where the scene of a route will lie: the checkpoint's folder, or the Hugging Face home."""
+    if "min_free" in {field.name for field in dataclasses.fields(SplitOptions)}:  # the whole disk may be used
+        monkeypatch.setattr(splitting, "SplitOptions", functools.partial(SplitOptions, min_free=0))
+    folders = {True: hub_environment.home, False: tmp_path / "local"}
+    mounted = []
+
+    def make(route: Route) -> SmallDisk:
+        context = small_disk(folders[route.hub], 64 * MIB)
+        mounted.append(context)
+        return context.__enter__()
+
+    yield make
+    for context in mounted:
+        context.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("route", PEAKS, ids=str)
+def test_predicted_peak_is_enough(make_scene: MakeScene, mount: Mount, route: Route) -> None:
+    disk = mount(route)
+    scene = make_scene(route, llama_tensors(**LARGE))
+    scene.reset()
+    disk.leave(scene.peak + MARGIN)
+    free: list[int] = []
+    with none_left(scene.folder), observe_steps(lambda step: free.append(disk.free)):
+        scene.call.make()
+    if not route.hub:  # nor is more asked for than is needed; what a network has brought by then varies
+        assert min(free) < 2 * MARGIN
+    disk.give_back()
+    scene.finish()
+
+
+def fits(scene: Scene, disk: SmallDisk, hub: LocalHub, free: int) -> bool:
+    """Make the call with so much space: it finishes, or it is refused and has touched nothing."""
+    scene.reset()
+    before = contents(scene.folder)
+    disk.leave(free)
+    hub.forget_requests()
+    with none_left(scene.folder):
+        try:
+            scene.call.make()
+        except NotEnoughSpaceException as refused:
+            assert "free on the disk of" in refused.problem  # noqa: PT017
+            disk.give_back()
+            assert not scene.made.exists()
+            if scene.hub:
+                assert hub.body_bytes(".safetensors") <= len(scene.truth.shards) * (256 << 10)  # their headers
+            else:
+                assert contents(scene.folder) == before
+            return False
+    disk.give_back()
+    assert_same(scene.state(), scene.finished)
+    return True
+
+
+@pytest.mark.parametrize("route", PEAKS, ids=str)
+def test_less_than_the_predicted_peak_is_refused(
+    make_scene: MakeScene, mount: Mount, local_hub: LocalHub, route: Route
+) -> None:
+    disk = mount(route)
+    scene = make_scene(route, llama_tensors(**LARGE))
+    assert not fits(scene, disk, local_hub, scene.peak // 2)
+    if not (route.hub and route.transfer == "file"):  # there less may do, if no shard is fetched ahead
+        assert not fits(scene, disk, local_hub, scene.peak - MARGIN)
+    scene.finish()
+
+
+@pytest.mark.parametrize("route", routes(compressions=[None], sequential=[True]), ids=str)
+def test_tokenizer_is_part_of_the_peak(make_scene: MakeScene, mount: Mount, local_hub: LocalHub, route: Route) -> None:
+    """It is copied into the split directory, and on the way from a hub it comes by the hub cache."""
+    disk = mount(route)
+    scene = make_scene(route, llama_tensors(**LARGE), {"tokenizer.json": b" " * MIB})
+    outcomes = [fits(scene, disk, local_hub, scene.peak + MARGIN + more) for more in range(-MIB, 3 * MIB, MIB // 2)]
+    assert outcomes == sorted(outcomes)
+    assert True in outcomes
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("route", PEAKS, ids=str)
+def test_no_disk_is_too_small_for_what_was_begun(
+    make_scene: MakeScene, mount: Mount, local_hub: LocalHub, route: Route
+) -> None:
+    """Where refusals end, splits succeed: no size lies between."""
+    disk = mount(route)
+    scene = make_scene(route, llama_tensors(**LARGE))
+    refused, enough = 0, scene.peak + MARGIN
+    while enough - refused > 2048:
+        between = (refused + enough) // 2
+        if fits(scene, disk, local_hub, between):
+            enough = between
+        else:
+            refused = between
+    for free in range(enough - 24_000, enough + 24_000, 3000):
+        assert fits(scene, disk, local_hub, free) == (free >= enough) or abs(free - enough) <= 4096  # whole pages
+
+
+# Somebody else takes the space
+
+
+def run_out_and_go_on(scene: Scene, disk: SmallDisk, at: int, left: int) -> bool:
+    """Make the call, take the space before one of its steps, give it back, make the call again; whether it failed."""
+    scene.reset()
+
+    def take(number: int, step: Step) -> None:
+        if number == at:
+            disk.leave(left)
+
+    failed = False
+    with none_left(scene.folder), observe_steps(Counter(take)):
+        try:
+            scene.call.make()
+        except NotEnoughSpaceException:
+            failed = True
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            failed = True
+    disk.give_back()
+    scene.check()
+    scene.finish()
+    return failed
+
+
+@pytest.mark.parametrize("route", routes(), ids=str)
+def test_disk_that_fills_up_in_the_middle(make_scene: MakeScene, mount: Mount, route: Route) -> None:
+    disk = mount(route)
+    scene = make_scene(route)
+    failures = 0
+    for at in sample(scene.steps, 4):
+        for left in (0, 30_000):
+            failures += run_out_and_go_on(scene, disk, at, left)
+    assert failures >= 3
+
+
+@pytest.mark.parametrize("route", IN_TURN, ids=str)
+def test_disk_that_fills_up_in_the_middle_of_a_large_write(make_scene: MakeScene, mount: Mount, route: Route) -> None:
+    disk = mount(route)
+    scene = make_scene(route, llama_tensors(**LARGE))
+    middle = scene.steps // 2
+    assert sum(run_out_and_go_on(scene, disk, middle, left) for left in (0, 5_000, 30_001)) >= 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("left", [0, 4096, 10_000, 30_000, 100_000])
+@pytest.mark.parametrize("route", routes(), ids=str)
+def test_disk_that_fills_up_at_every_step(make_scene: MakeScene, mount: Mount, route: Route, left: int) -> None:
+    disk = mount(route)
+    scene = make_scene(route)
+    failures = sum(run_out_and_go_on(scene, disk, at, left) for at in range(scene.steps))
+    assert failures > scene.steps // 4
+
+
+def test_in_a_namespace_of_its_own() -> None:
+    """Where this process may not mount, another one runs these tests where it may."""
+    reason = why_not()
+    if reason is None:
+        pytest.skip("the tests of this file could mount their disks themselves")
+    if not namespace_works():
+        pytest.skip(f"{reason}; nor is there a namespace to be had")
+    ran = subprocess.run(
+        [*NAMESPACE, sys.executable, "-m", "pytest", "-m", "not long", "-p", "no:cacheprovider", __file__],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:]

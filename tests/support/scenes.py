@@ -1,0 +1,255 @@
+"""Checkpoints that can be put back as they were, the call that splits them, and what must be true at any moment.
+
+    scene = scene_in_folder(tmp_path, Route(compression="4bit"))
+    ...                     # make `scene.call` and let it fail
+    scene.check()           # nothing is lost, and nothing half-made looks whole
+    scene.call.make()
+    assert scene.state() == scene.finished
+
+The routes are data, so that every test of failures can go over all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rabbitllm import progress
+from rabbitllm.durable import PART_SUFFIX, Step, observe_steps
+from rabbitllm.formats.safetensors_file import read_header
+from rabbitllm.layers.layer_store import MANIFEST_NAME
+from rabbitllm.splitter import journal
+from tests.support.builders import SINGLE_NAME, cut, llama_tensors, write_shards
+from tests.support.hub_fixtures import HubEnvironment
+from tests.support.local_hub import LocalHub
+from tests.support.splitting import Call, contents, occupied
+
+REPO = "acme/tiny"
+COMPRESSIONS = (None, "4bit")
+TRANSFERS = ("file", "stream")
+"""How shards come from a hub on the sequential route: values of `shard_transfer`."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """One way from a checkpoint to a split directory."""
+
+    hub: bool = False
+    sequential: bool = True
+    compression: str | None = None
+    transfer: str = TRANSFERS[0]
+    delete_original: bool = False
+
+    def __str__(self) -> str:
+        words = ["hub" if self.hub else "local", "sequential" if self.sequential else "standard", self.compression]
+        if self.hub and self.sequential:
+            words.append(self.transfer)
+        return "-".join([*(str(word) for word in words), *(["delete"] if self.delete_original else [])])
+
+    def call(self, source: str, **where: str) -> Call:
+        """The call that takes this route."""
+        call = Call(
+            source, compression=self.compression, sequential=self.sequential, delete_original=self.delete_original
+        )
+        if self.hub and self.sequential:
+            where["shard_transfer"] = self.transfer
+        return dataclasses.replace(call, **where)  # type: ignore[arg-type]
+
+
+def routes(
+    *,
+    hub: Iterable[bool] = (False, True),
+    sequential: Iterable[bool] = (True, False),
+    compressions: Iterable[str | None] = COMPRESSIONS,
+    delete: Iterable[bool] = (False,),
+) -> list[Route]:
+    """Every combination; each transfer once more where there is one."""
+    return [
+        Route(is_hub, in_turn, compression, transfer, deletes)
+        for is_hub, in_turn, compression, deletes in itertools.product(hub, sequential, compressions, delete)
+        for transfer in (TRANSFERS if is_hub and in_turn else TRANSFERS[:1])
+    ]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes of a layer file that come from one shard."""
+
+    file: str
+    begin: int
+    end: int
+
+
+class Truth:
+    """What an undisturbed split of a checkpoint makes, and from which shard each byte of it comes.
+
+    Args:
+        original: a sound copy of the checkpoint.
+        made: the split directory that was made of one.
+    """
+
+    def __init__(self, original: Path, made: Path) -> None:
+        self.shards = {path.name: path.read_bytes() for path in sorted(original.glob("*.safetensors"))}
+        self.layers = {path.name: path.read_bytes() for path in made.glob("*.safetensors")}
+        self.spans: dict[str, list[Span]] = {shard: [] for shard in self.shards}
+        holder = {tensor.name: shard for shard in self.shards for tensor in read_header(original / shard).tensors}
+        for file in self.layers:
+            for part in read_header(made / file).tensors:
+                tensor = max((name for name in holder if f"{part.name}.".startswith(f"{name}.")), key=len)
+                self.spans[holder[tensor]].append(Span(file, part.offset, part.offset + part.nbytes))
+
+    def check(self, made: Path, source: Path | None) -> None:
+        """Make sure that no layer file has wrong bytes, and that every tensor is to be had.
+
+        Args:
+            made: the split directory, in whatever state, or nothing.
+            source: the folder of the shards; None for a hub, which keeps them.
+        """
+        named = {path.name: path.read_bytes() for path in made.glob("*.safetensors")}
+        wrong = [name for name, data in named.items() if data != self.layers.get(name)]
+        assert not wrong, f"{wrong} have their names, and not their bytes"
+        if (made / MANIFEST_NAME).exists():
+            assert named.keys() == self.layers.keys(), f"the manifest is there, and only {sorted(named)}"
+            return
+        earlier = journal.replay(made)
+        used = earlier.used if earlier is not None else frozenset()
+        for shard, data in self.shards.items():
+            if shard in used:
+                lost = {span.file for span in self.spans[shard] if not self._has(made, span)}
+                assert not lost, f"{shard} is said to be used up, and {sorted(lost)} have not all of it"
+            elif source is not None:
+                assert (source / shard).exists(), f"{shard} is gone, and the journal does not say that it is used up"
+                assert (source / shard).read_bytes() == data
+
+    def _has(self, made: Path, span: Span) -> bool:
+        for name in (span.file, span.file + PART_SUFFIX):
+            if (made / name).exists():
+                with (made / name).open("rb") as file:
+                    file.seek(span.begin)
+                    return file.read(span.end - span.begin) == self.layers[span.file][span.begin : span.end]
+        return False
+
+
+class Scene:
+    """A checkpoint that can be put back as it was, the call that splits it, and what that call makes undisturbed.
+
+    Args:
+        call: the call.
+        original: a sound copy of the checkpoint; for a hub, what it serves.
+        folder: everything that the call may change: the checkpoint's folder, or the Hugging Face home.
+    """
+
+    def __init__(self, call: Call, original: Path, folder: Path) -> None:
+        self.call = call
+        self.original = original
+        self.folder = folder
+        self.hub = bool(call.hub_url)
+        self.reset()
+        self.at_start = occupied(folder)
+        self.kinds: list[str] = []
+        self.peak = 0
+        with observe_steps(self._note_step), progress.listening(self._note_event):
+            self.made = call.make()
+        self.truth = Truth(original, self.made)
+        self.finished = self.state()
+
+    def _note_step(self, step: Step) -> None:
+        self.kinds.append(step.kind)
+
+    def _note_event(self, event: progress.Event) -> None:
+        if isinstance(event, progress.SplitStarted):
+            self.peak = event.peak_bytes
+
+    @property
+    def steps(self) -> int:
+        """How many steps the undisturbed call takes."""
+        return len(self.kinds)
+
+    def count(self, kinds: tuple[str, ...]) -> int:
+        """How many of its steps are of these kinds."""
+        return sum(kind in kinds for kind in self.kinds)
+
+    def reset(self) -> None:
+        """Put everything back as it was before any call."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if not self.hub:
+            shutil.copytree(self.original, self.folder)
+
+    def state(self) -> dict[str, bytes]:
+        """Every file, the finished split's and the source's, but for what a hub cache keeps to itself."""
+        own = (".locks/", "/trees/")
+        return {name: data for name, data in contents(self.folder).items() if not any(part in name for part in own)}
+
+    def ours(self, files: Mapping[str, bytes]) -> dict[str, bytes]:
+        """Those that are not in the user's hub cache, where huggingface_hub writes by its own rules."""
+        return {name: data for name, data in files.items() if not (self.hub and name.startswith("hub/"))}
+
+    def check(self) -> None:
+        """Make sure that nothing is lost and nothing half-made looks whole; true at any moment."""
+        self.truth.check(self.made, None if self.hub else self.folder)
+
+    def finish(self) -> None:
+        """Make the call once more, and make sure that it leaves what an undisturbed one leaves."""
+        assert self.call.make() == self.made
+        assert_same(self.state(), self.finished)
+
+
+def assert_same(found: Mapping[str, bytes], expected: Mapping[str, bytes]) -> None:
+    """Compare files without showing their bytes."""
+    assert sorted(found) == sorted(expected)
+    assert [name for name in expected if found[name] != expected[name]] == []
+
+
+def sample(count: int, wanted: int) -> list[int]:
+    """Numbers below ``count``, spread evenly, the first and the last among them; all of them if so many are wanted."""
+    if wanted >= count:
+        return list(range(count))
+    return sorted({round(number * (count - 1) / (wanted - 1)) for number in range(wanted)})
+
+
+def scene_in_folder(
+    root: Path,
+    route: Route,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    beside: Mapping[str, bytes] | None = None,
+) -> Scene:
+    """A checkpoint of three shards in a folder below ``root``; ``beside`` are further files of it."""
+    original = _write(root / "original", tensors, beside)
+    model = root / "local" / "model"
+    return Scene(route.call(str(model)), original, model)
+
+
+def scene_of_one_file(root: Path, route: Route) -> Scene:
+    """A checkpoint of one file, which is its own index: when it is used up, nothing of it is left."""
+    original = write_shards(root / "original", {SINGLE_NAME: llama_tensors(layers=2)}, index=False)
+    model = root / "single" / "model"
+    return Scene(route.call(str(model)), original, model)
+
+
+def scene_on_hub(
+    hub: LocalHub,
+    environment: HubEnvironment,
+    served: Path,
+    route: Route,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    beside: Mapping[str, bytes] | None = None,
+) -> Scene:
+    """The same checkpoint on a hub that serves the folder ``served``; its log is emptied afterwards."""
+    original = _write(served / REPO, tensors, beside)
+    call = route.call(REPO, hub_url=environment.url, hub_home=str(environment.home))
+    scene = Scene(call, original, environment.home)
+    hub.forget_requests()
+    return scene
+
+
+def _write(folder: Path, tensors: Mapping[str, torch.Tensor] | None, beside: Mapping[str, bytes] | None) -> Path:
+    write_shards(folder, cut(tensors or llama_tensors(layers=2), 3))
+    for name, content in (beside or {}).items():
+        (folder / name).write_bytes(content)
+    return folder
