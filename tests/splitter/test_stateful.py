@@ -496,8 +496,8 @@ def hub_attributes(
 
 def test_hub(hub_attributes: Mapping[str, object]) -> None:
     ends = run(HubMachine, 40, 12, **hub_attributes)
-    assert ends["dies: died"] > 3
-    assert sum(number for end, number in ends.items() if "HubError" in end) > 3
+    assert ends["dies: died"] > 0
+    assert sum(number for end, number in ends.items() if "HubError" in end) > 0
 
 
 @pytest.mark.long

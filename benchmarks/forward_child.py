@@ -1,0 +1,65 @@
+"""One forward pass of a split model on the CPU, in a process of its own; one JSON object on stdout.
+
+    python -m benchmarks.forward_child '{"folder": "..."}'
+
+`{"ready": true}` once everything is imported; then a line on stdin lets it go on. Bytes read are those that the kernel
+fetched from the disk for this process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+PROMPT = (1,)
+
+
+def read_from_disk() -> int:
+    """Bytes, since this process began."""
+    with open("/proc/self/io") as lines:
+        return int(next(line.split()[1] for line in lines if line.startswith("read_bytes:")))
+
+
+def run(folder: Path) -> dict[str, Any]:
+    """Load, and pass one token through all layers."""
+    import torch
+
+    from rabbitllm.engine.load import load_model
+    from rabbitllm.options import StreamOptions
+
+    begun, read = time.perf_counter(), read_from_disk()
+    model = load_model(folder, StreamOptions(device="cpu", show_progress=False))
+    loaded, read_by_load = time.perf_counter(), read_from_disk()
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([PROMPT]), use_cache=False).logits
+    ended, read_by_pass = time.perf_counter(), read_from_disk()
+    return {
+        "load_seconds": loaded - begun,
+        "load_read": read_by_load - read,
+        "token_seconds": ended - loaded,
+        "token_read": read_by_pass - read_by_load,
+        "streamed": model.placement.streamed_bytes,
+        "finite": bool(torch.isfinite(logits).all()),
+        "shape": list(logits.shape),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def main() -> None:
+    """Import, wait, work."""
+    import transformers  # noqa: F401
+
+    import rabbitllm.engine.load
+    import rabbitllm.layers.compression
+
+    rabbitllm.layers.compression.check_compression("4bit")  # imports bitsandbytes
+    print(json.dumps({"ready": True}), flush=True)
+    if sys.stdin.readline():
+        print(json.dumps(run(Path(json.loads(sys.argv[1])["folder"]))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

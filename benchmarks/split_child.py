@@ -1,0 +1,36 @@
+"""The splitting half of `AutoModel.from_pretrained`, for a process that may be killed; events as JSON lines on stdout.
+
+python -m benchmarks.split_child '{"repository": "...", "folder": "...", "mode": "stream", "max_disk": 48318382080}'
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from rabbitllm import prepare, progress
+from rabbitllm.options import SplitOptions
+
+TOLD = (progress.SplitStarted, progress.ShardDone, progress.SplitDone)
+
+
+def say(event: progress.Event) -> None:
+    """Print an event of those kinds, flushed, since the next moment may be the last."""
+    if isinstance(event, TOLD):
+        print(json.dumps({type(event).__name__: asdict(event)}), flush=True)
+
+
+def main() -> None:
+    """Find the source and make, or go on with, its split directory."""
+    job = json.loads(sys.argv[1])
+    options = SplitOptions(compression="4bit", sequential=True, max_disk=job["max_disk"], shard_transfer=job["mode"])
+    source = prepare.find(prepare.Sought(job["repository"], options.compression, Path(job["folder"])))
+    with progress.listening(say):
+        prepare.ensure_split(source, options)
+    print(json.dumps({"folder": str(source.split_folder)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
