@@ -230,8 +230,8 @@ def _fetched_config(repository: HubRepository) -> Path:
     """The folder of the config, and of Python code that may belong to it; whether that is run, the engine decides."""
     for name in repository.files:
         if name.endswith(".py") and "/" not in name:
-            repository.small_file(name)
-    return repository.small_file("config.json").parent
+            repository.download(name)
+    return repository.download("config.json").parent
 
 
 def _is_offline(sought: Sought) -> bool:

@@ -12,6 +12,21 @@ from typing import TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
+class DownloadStarted:
+    """The standard route is about to download what it lacks of a repository, all of it, before it splits.
+
+    Attributes:
+        label: the repository.
+        files: how many it lacks.
+        nbytes: of them together.
+    """
+
+    label: str
+    files: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class SplitStarted:
     """A split begins or goes on.
 
@@ -43,7 +58,10 @@ class ShardStarted:
 
 @dataclass(frozen=True, slots=True)
 class BytesFetched:
-    """Bytes of a shard that have come from the hub, or that an earlier run had fetched; told of from any thread."""
+    """Bytes of a shard that have come from the hub, or that an earlier run had fetched; told of from any thread.
+
+    During a download on the standard route, bytes of any file. Negative where a download starts over.
+    """
 
     shard: str
     nbytes: int
@@ -105,7 +123,9 @@ class SplitDone:
     peak_memory_bytes: int = 0
 
 
-Event: TypeAlias = SplitStarted | ShardStarted | BytesFetched | BytesDone | LayerDone | ShardDone | SplitDone
+Event: TypeAlias = (
+    DownloadStarted | SplitStarted | ShardStarted | BytesFetched | BytesDone | LayerDone | ShardDone | SplitDone
+)
 
 _listeners: list[Callable[[Event], None]] = []
 

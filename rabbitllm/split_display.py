@@ -20,6 +20,7 @@ class SplitDisplay:
 
     def __init__(self) -> None:
         self._bar: Any = None
+        self._downloading = False
         self._lock = threading.Lock()
         self._fetched: dict[str, int] = {}
         self._shown = 0.0
@@ -27,6 +28,8 @@ class SplitDisplay:
 
     def __call__(self, event: progress.Event) -> None:
         match event:
+            case progress.DownloadStarted():
+                self._start_download(event)
             case progress.SplitStarted():
                 self._start(event)
             case progress.BytesDone():
@@ -50,16 +53,32 @@ class SplitDisplay:
             case progress.LayerDone():
                 pass
 
+    def _start_download(self, event: progress.DownloadStarted) -> None:
+        self._downloading = True
+        if self._lines:
+            text = f"downloading {event.files} files of {event.label}, {event.nbytes / GB:.2f} GB"
+            print(text, file=sys.stderr, flush=True)
+        else:
+            self._open(event.nbytes, "downloading")
+
     def _start(self, event: progress.SplitStarted) -> None:
-        if self._lines or not event.shards:
-            return
+        self.close()
+        self._downloading = False
+        if not self._lines and event.shards:
+            self._open(event.source_bytes, "splitting")
+
+    def _open(self, total: int, what: str) -> None:
         from tqdm.auto import tqdm
 
-        self._bar = tqdm(total=event.source_bytes, unit="B", unit_scale=True, desc="splitting", leave=False)
+        self._bar = tqdm(total=total, unit="B", unit_scale=True, desc=what, leave=False)
 
     def _show_fetched(self, event: progress.BytesFetched) -> None:
         """What has come of the shard that is waited for; a large one takes minutes in which nothing is split."""
         with self._lock:
+            if self._downloading:
+                if self._bar is not None:
+                    self._bar.update(event.nbytes)
+                return
             self._fetched[event.shard] = self._fetched.get(event.shard, 0) + event.nbytes
             now = time.monotonic()
             if self._bar is not None and now - self._shown >= REFRESH_SECONDS:

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import io
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from rabbitllm import progress, split_display
-from rabbitllm.progress import BytesDone, BytesFetched, ShardDone, ShardStarted, SplitDone, SplitStarted, tell
+from rabbitllm.progress import (
+    BytesDone,
+    BytesFetched,
+    DownloadStarted,
+    ShardDone,
+    ShardStarted,
+    SplitDone,
+    SplitStarted,
+    tell,
+)
 from rabbitllm.split_display import shown
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.splitting import split
@@ -40,6 +50,23 @@ def test_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         tell(SplitDone("there", 3, 3_000_000_000, 1.0))
     assert "\n" not in terminal.getvalue()
     assert terminal.getvalue().endswith("\r")  # the line is empty again
+
+
+def test_download_of_the_standard_route_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with shown():
+        tell(DownloadStarted("m", 2, 4_000_000_000))
+        tell(BytesFetched("a", 1_000_000_000))
+        tell(BytesFetched("b", 2_000_000_000))
+        tell(BytesFetched("b", -1_000_000_000))  # it starts over
+        time.sleep(0.2)  # a bar is drawn at most ten times a second
+        tell(BytesFetched("b", 1_000_000_000))
+        assert "downloading:  75%" in terminal.getvalue()
+        tell(SplitStarted("m", ("a", "b"), 4_000_000_000, 3_000_000_000, 0, 0))
+        assert terminal.getvalue().rpartition("downloading")[2].count("splitting:   0%") == 1  # one bar at a time
+        tell(SplitDone("there", 3, 3_000_000_000, 1.0))
+    assert terminal.getvalue().endswith("\r")
 
 
 def test_lines_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rabbitllm import durable
 from rabbitllm.checkpoints import fetch, hub_cache
@@ -24,6 +25,7 @@ from rabbitllm.checkpoints.index import (
     index_of,
     read_index,
 )
+from rabbitllm.checkpoints.side_by_side import side_by_side
 from rabbitllm.errors import (
     CheckpointNotFoundError,
     CorruptShardError,
@@ -32,9 +34,12 @@ from rabbitllm.errors import (
     MissingShardError,
 )
 from rabbitllm.formats.safetensors_file import LENGTH_BYTES, Header, header_length, parse_header, read_header
+from rabbitllm.progress import BytesFetched, DownloadStarted, tell
 
 FIRST_READ_BYTES = 256 << 10
 """Fetched at once from the start of a shard; 97 % of headers are shorter, so one request is enough."""
+DOWNLOAD_THREADS = 8
+"""Files that the standard route downloads at the same time; huggingface_hub's own number."""
 
 _DAMAGED = (
     "Make the same call again, in case it was damaged on the way: it goes on where it stopped, and layers that are "
@@ -127,14 +132,25 @@ class HubRepository:
 
         return self.access.cache_dir or Path(constants.HF_HUB_CACHE)
 
-    def small_file(self, name: str) -> Path:
-        """A config, tokenizer or index file, through the user's own hub cache."""
+    def download(self, name: str, bar: type[Any] | None = None) -> Path:
+        """A file in the user's own hub cache, fetched into it by huggingface_hub if it is not there.
+
+        Args:
+            name: of the file.
+            bar: a tqdm class that is shown the download instead of huggingface_hub's own.
+        """
         from huggingface_hub import hf_hub_download
 
+        access = self.access
         with translated(self.repo_id):
             return Path(
                 hf_hub_download(
-                    self.repo_id, name, revision=self.commit, token=self.access.token, cache_dir=self.access.cache_dir
+                    self.repo_id,
+                    name,
+                    revision=self.commit,
+                    token=access.token,
+                    cache_dir=access.cache_dir,
+                    tqdm_class=bar,
                 )
             )
 
@@ -197,14 +213,19 @@ class HubRepository:
         if cached := self.cached(shard):
             hub_cache.check_in_cache(cached[1], cached[0])
             return cached[1]
-        remote = self._remote(shard, self._listed(shard))
+        remote = self._remote(shard, self.listed(shard))
         durable.make_folder(self.staging)
         part = self.staged(shard)
         with translated(self.repo_id):
             fetch.fetch(remote, part, on_bytes)
         return part
 
-    def _listed(self, shard: str) -> HubFile:
+    def listed(self, shard: str) -> HubFile:
+        """What the hub says of a file.
+
+        Raises:
+            MissingShardError: it has none of that name.
+        """
         listed = self.files.get(shard)
         if listed is None:
             raise MissingShardError(
@@ -216,7 +237,7 @@ class HubRepository:
     def stream(self, shard: str) -> Generator[bytes]:
         """The shard's bytes as they come from the hub, in order; its digest is compared after the last."""
         with translated(self.repo_id):
-            yield from fetch.stream(self._remote(shard, self._listed(shard)))
+            yield from fetch.stream(self._remote(shard, self.listed(shard)))
 
     def release(self, shard: str) -> Release:
         """Remove the staged shard, or free the cached one through the hub's own deletion."""
@@ -261,7 +282,7 @@ class HubCheckpoint:
     def _find_index(self) -> CheckpointIndex:
         files = self.repository.files
         if INDEX_NAME in files:
-            return read_index(self.repository.small_file(INDEX_NAME))
+            return read_index(self.repository.download(INDEX_NAME))
         if SINGLE_NAME in files:
             facts = self.repository.facts(SINGLE_NAME)
             assert facts is not None
@@ -303,7 +324,7 @@ class HubCheckpoint:
         return hub_cache.free_rest(cached[0]) if cached else []
 
     def sidecars(self) -> Mapping[str, Path]:
-        return {name: self.repository.small_file(name) for name in sorted(self.sidecar_sizes())}
+        return {name: self.repository.download(name) for name in sorted(self.sidecar_sizes())}
 
     def downloads(self) -> tuple[Path, Mapping[str, int]] | None:
         wanted = self.sidecar_sizes().items()
@@ -327,18 +348,29 @@ def download_all(repository: HubRepository, index: CheckpointIndex) -> Path:
     Returns:
         The snapshot's folder.
     """
-    from huggingface_hub import snapshot_download
+    wanted = {*index.shards, *(name for name, file in repository.files.items() if is_sidecar(name, file.size))}
+    wanted |= {INDEX_NAME} & repository.files.keys()
+    missing = [repository.listed(name) for name in sorted(wanted) if repository.cached(name) is None]
+    if missing:
+        tell(DownloadStarted(repository.label, len(missing), sum(file.size for file in missing)))
 
-    wanted = [*index.shards, *(name for name, file in repository.files.items() if is_sidecar(name, file.size))]
-    if INDEX_NAME in repository.files:
-        wanted.append(INDEX_NAME)
-    with translated(repository.repo_id):
-        return Path(
-            snapshot_download(
-                repository.repo_id,
-                revision=repository.commit,
-                token=repository.access.token,
-                cache_dir=repository.access.cache_dir,
-                allow_patterns=wanted,
-            )
-        )
+    def download(name: str) -> Path:
+        return repository.download(name, _telling_bar(name))
+
+    first, *_ = side_by_side(download, sorted(wanted), DOWNLOAD_THREADS)
+    return first.parents[min(wanted).count("/")]
+
+
+def _telling_bar(file: str) -> type[Any]:
+    """A tqdm class that shows nothing and tells of the bytes of a file."""
+    from tqdm import tqdm
+
+    class TellingBar(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{**options, "disable": True})
+            self.update(options.get("initial", 0))  # what an earlier download left
+
+        def update(self, n: float | None = 1) -> None:
+            tell(BytesFetched(file, int(n or 0)))
+
+    return TellingBar

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from rabbitllm import progress
 from rabbitllm.demo.tasks import KINDS, Problem, exact_match, held_out
+from rabbitllm.splitter.interrupted import starting_afresh
 
 COMPRESSION = "4bit"
 ALLOWED_DROP = 0.02
@@ -122,7 +123,7 @@ def run(folder: Path, problems: int) -> bool:
     )
     start = time.perf_counter()
     shard_table = ShardTable(console)
-    with watching(checkpoint) as peaks, progress.listening(shard_table):
+    with watching(checkpoint) as peaks, progress.listening(shard_table), starting_afresh():
         model = AutoModel.from_pretrained(checkpoint, sequential_shard_processing=True, compression=COMPRESSION)
     ready = time.perf_counter() - start
     surviving = sorted(path.name for path in checkpoint.glob("*.safetensors"))

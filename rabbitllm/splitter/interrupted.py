@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import contextvars
 import gc
 import json
 import os
@@ -19,6 +20,18 @@ from pathlib import Path
 
 from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME
 
+_goes_on = contextvars.ContextVar("goes_on", default=True)
+
+
+@contextlib.contextmanager
+def starting_afresh() -> Iterator[None]:
+    """Say nothing on an interrupt while the context is open: the same call would not go on, but start anew."""
+    before = _goes_on.set(False)
+    try:
+        yield
+    finally:
+        _goes_on.reset(before)
+
 
 @contextlib.contextmanager
 def telling_how_to_go_on(folder: Path) -> Iterator[None]:
@@ -26,10 +39,12 @@ def telling_how_to_go_on(folder: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        bar = "\n" if sys.stderr.isatty() else ""  # one may be standing in that line
-        print(f"{bar}{_state(folder)}\n{_way_on()}", file=sys.stderr, flush=True)
         # The last garbage collection of a process walks through all of torch, which takes more than a second.
         atexit.register(gc.freeze)
+        if not _goes_on.get():
+            raise
+        bar = "\n" if sys.stderr.isatty() else ""  # one may be standing in that line
+        print(f"{bar}{_state(folder)}\n{_way_on()}", file=sys.stderr, flush=True)
         raise
 
 

@@ -11,7 +11,6 @@ import logging
 import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from rabbitllm import durable
 from rabbitllm.checkpoints.checkpoint import Checkpoint, Disposal, ShardFacts
 from rabbitllm.checkpoints.index import natural_key
 from rabbitllm.checkpoints.naming import LayerNaming, assign_layers
+from rabbitllm.checkpoints.side_by_side import side_by_side
 from rabbitllm.errors import IncompleteSplitError, MissingShardError, SplitMismatchError
 from rabbitllm.formats.crc32 import combine_all, crc32_of_file
 from rabbitllm.layers.layer_file import DONE_SUFFIX, LayerLayout
@@ -233,8 +233,7 @@ def _work(request: Request, plan: SplitPlan, ground: Ground, checksums: Mapping[
 
 def _facts(checkpoint: Checkpoint, shards: Sequence[str]) -> dict[str, ShardFacts]:
     """Headers of the shards that are there, in the order given; several at once, since a hub is far away."""
-    with ThreadPoolExecutor(HEADER_THREADS, thread_name_prefix="headers") as pool:
-        found = dict(zip(shards, pool.map(checkpoint.facts, shards), strict=True))
+    found = dict(zip(shards, side_by_side(checkpoint.facts, shards, HEADER_THREADS), strict=True))
     return {shard: facts for shard, facts in found.items() if facts is not None}
 
 

@@ -307,6 +307,22 @@ def test_everything_is_fetched_into_the_cache_and_kept(
     assert snapshot.name == repository.commit
 
 
+def test_download_tells_of_every_byte_once(repository: HubRepository, shards: list[str]) -> None:
+    events: list[progress.Event] = []
+    index = HubCheckpoint(repository).index
+    with progress.listening(events.append):
+        snapshot = download_all(repository, index)
+        download_all(repository, index)
+    wanted = [*shards, "config.json", "tokenizer.json"]  # the index had come before
+    sizes = {name: (snapshot / name).stat().st_size for name in wanted}
+    assert events[0] == progress.DownloadStarted(repository.label, len(wanted), sum(sizes.values()))
+    fetched = dict.fromkeys(wanted, 0)
+    for event in events[1:]:
+        assert isinstance(event, progress.BytesFetched)
+        fetched[event.shard] += event.nbytes
+    assert fetched == sizes
+
+
 # Refusals
 
 
@@ -424,7 +440,7 @@ def test_connection_that_is_lost_after_the_listing(
     local_hub.stop()
     monkeypatch.setattr(time, "sleep", lambda seconds: None)  # huggingface_hub waits too
     with pytest.raises(HubError, match="The hub did not answer for acme/tiny"):
-        repository.small_file("config.json")
+        repository.download("config.json")
     with pytest.raises(HubError, match="could not be read past byte 0"):
         repository.facts(next(name for name in repository.files if name.endswith(".safetensors")))
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.interrupted import command_line, shards_used, telling_how_to_go_on
+from rabbitllm.splitter.interrupted import command_line, shards_used, starting_afresh, telling_how_to_go_on
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import GeneratedFile, LocalHub
@@ -105,9 +105,11 @@ def test_in_the_middle_of_a_split(tmp_path: Path, script: list[str]) -> None:
 
 
 class StalledHub:
-    """A repository whose second shard stops coming in its middle, until it is told to come."""
+    """A repository whose second shard stops coming at a byte, until it is told to come."""
 
     def __init__(self, hub: LocalHub, model: Path) -> None:
+        self.stops_at = 1 << 20
+        """Past the header."""
         self.stalled = threading.Event()
         self.flows = threading.Event()
         self._second = sorted(model.glob("*.safetensors"))[1]
@@ -117,7 +119,7 @@ class StalledHub:
         hub.add_generated(REPO, files)
 
     def _read(self, offset: int, length: int) -> bytes:
-        if offset >= 1 << 20 and not self.flows.is_set():  # past the header
+        if offset >= self.stops_at and not self.flows.is_set():
             self.stalled.set()
             self.flows.wait()
         with self._second.open("rb") as stream:
@@ -154,6 +156,34 @@ def test_while_a_shard_is_being_fetched(
     assert layer_files(made) == layer_files(split(tmp_path / "model"))
 
 
+def test_while_headers_are_asked_for(hub_environment: HubEnvironment, stalled: StalledHub, script: list[str]) -> None:
+    stalled.stops_at = 0
+    end = Interrupted([*script, REPO, "", "file"], stalled.stalled.is_set)
+    assert end.seconds < SOON
+    assert end.status == -signal.SIGINT
+    assert end.said()[0].startswith("Interrupted before the first shard was taken;")
+
+
+STANDARD = """
+import sys
+from tests.support.splitting import Call
+print(Call(sys.argv[1], sequential=False).make())
+"""
+
+
+def test_during_the_download_of_the_standard_route(
+    tmp_path: Path, hub_environment: HubEnvironment, stalled: StalledHub
+) -> None:
+    program = tmp_path / "standard.py"
+    program.write_text(STANDARD)
+    command = [sys.executable, str(program), REPO]
+    end = Interrupted(command, stalled.stalled.is_set)
+    assert end.seconds < SOON
+    assert end.status == -signal.SIGINT
+    stalled.flows.set()
+    assert layer_files(go_on(command)) == layer_files(split(tmp_path / "model"))
+
+
 # What is said
 
 
@@ -182,6 +212,15 @@ def test_journal_that_a_crash_cut_short(tmp_path: Path, capsys: pytest.CaptureFi
     with pytest.raises(KeyboardInterrupt), telling_how_to_go_on(made):
         raise KeyboardInterrupt
     assert capsys.readouterr().err.startswith(f"Interrupted: what was done is safe in {made}.\n")
+
+
+def test_nothing_is_said_of_a_call_that_would_start_afresh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyboardInterrupt), starting_afresh(), telling_how_to_go_on(tmp_path):
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err == ""
+    with pytest.raises(KeyboardInterrupt), telling_how_to_go_on(tmp_path):
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err
 
 
 def test_nothing_is_said_of_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
