@@ -25,10 +25,11 @@ from rabbitllm.planning.report import duration, show
 from rabbitllm.splitter.forecast import ROUTES, Forecast, Outlook, Rate, Route
 from rabbitllm.splitter.plan import gib
 from rabbitllm.splitter.rates import FETCHED_BYTES
-from tests.splitter.test_split import LARGE, Peak
+from tests.splitter.test_split import LARGE
 from tests.support.builders import SINGLE_NAME, build_checkpoint, cut, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
+from tests.support.peak import Peak
 from tests.support.splitting import Call, interrupted, names_in
 from tests.support.tiny_models import one_thread  # noqa: F401  a fixture that applies by itself
 

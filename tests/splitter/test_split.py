@@ -45,6 +45,7 @@ from tests.support.builders import (
 )
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import Faults, LocalHub
+from tests.support.peak import Peak
 from tests.support.plans import uses_of
 from tests.support.splitting import (
     Call,
@@ -843,31 +844,6 @@ def test_peaks_are_told_at_the_end(model: Path) -> None:
 
 
 # The most disk it takes
-
-
-class Peak:
-    """Looks at the disk before every step and at every event."""
-
-    def __init__(self, *folders: Path) -> None:
-        self.folders = folders
-        self.start = occupied(*folders)
-        self.most = 0
-        self.predicted = 0
-        self.told = 0
-
-    def look(self, *_: object) -> None:
-        self.most = max(self.most, occupied(*self.folders) - self.start)
-
-    def listen(self, event: progress.Event) -> None:
-        self.look()
-        if isinstance(event, progress.SplitStarted):
-            self.predicted = event.peak_bytes
-        if isinstance(event, progress.ShardDone):
-            self.told = max(self.told, event.disk_bytes)
-
-    def during(self, call: Call) -> Path:
-        with observe_steps(Counter(self.look)), progress.listening(self.listen):
-            return call.make()
 
 
 LARGE = {"layers": 5, "hidden": 384, "vocabulary": 2048}
