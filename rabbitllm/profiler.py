@@ -10,11 +10,12 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 READ = "read"
 QUANTISE = "quantise"
 WRITE = "write"
+SYNC = "sync"
 SHARD_WAIT = "wait for shards"
 READ_WAIT = "wait for disk"
 UPLOAD = "copy to device"
@@ -30,11 +31,38 @@ OVERLAPPED_STAGES = frozenset({READ})
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """What one stage took over all layers: seconds, number of records, bytes."""
+    """What one stage took.
+
+    Attributes:
+        seconds: of all threads that were in it together, waiting included.
+        count: number of records.
+        nbytes: bytes moved.
+        cpu_seconds: core-seconds of `seconds`; 0 where only the time was told.
+        threads: that were in it.
+    """
 
     seconds: float
     count: int
     nbytes: int
+    cpu_seconds: float = 0.0
+    threads: int = 1
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long it would keep its threads busy if they shared it evenly."""
+        return self.seconds / self.threads
+
+    def plus(self, other: Total) -> Total:
+        """Both together; how many threads that were is not known from here."""
+        return Total(
+            self.seconds + other.seconds,
+            self.count + other.count,
+            self.nbytes + other.nbytes,
+            self.cpu_seconds + other.cpu_seconds,
+        )
+
+
+_NOTHING = Total(0.0, 0, 0)
 
 
 class Profiler:
@@ -50,28 +78,31 @@ class Profiler:
         self.title = title
         self._lock = threading.Lock()
         self._records: dict[tuple[str, str], Total] = {}
+        self._threads: dict[str, set[int]] = {}
 
-    def add(self, layer: str, stage: str, seconds: float, nbytes: int = 0) -> None:
-        """Record that `stage` of `layer` took `seconds` and moved `nbytes`."""
+    def add(self, layer: str, stage: str, seconds: float, nbytes: int = 0, cpu_seconds: float = 0.0) -> None:
+        """Record that `stage` of `layer` took `seconds` of the calling thread and moved `nbytes`."""
         if not self.enabled:
             return
+        new = Total(seconds, 1, nbytes, cpu_seconds)
         with self._lock:
-            old = self._records.get((layer, stage), Total(0.0, 0, 0))
-            self._records[layer, stage] = Total(old.seconds + seconds, old.count + 1, old.nbytes + nbytes)
+            self._records[layer, stage] = self._records.get((layer, stage), _NOTHING).plus(new)
+            self._threads.setdefault(stage, set()).add(threading.get_ident())
 
     @contextlib.contextmanager
     def stage(self, layer: str, stage: str, nbytes: int = 0) -> Iterator[None]:
         """Record the time spent inside the context."""
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.thread_time()
         try:
             yield
         finally:
-            self.add(layer, stage, time.perf_counter() - start, nbytes)
+            self.add(layer, stage, time.perf_counter() - start, nbytes, time.thread_time() - cpu_start)
 
     def clear(self) -> None:
         """Forget everything recorded."""
         with self._lock:
             self._records.clear()
+            self._threads.clear()
 
     @property
     def layers(self) -> Mapping[str, Mapping[str, Total]]:
@@ -84,17 +115,17 @@ class Profiler:
 
     @property
     def stages(self) -> Mapping[str, Total]:
-        """stage -> total over all layers, longest first."""
+        """stage -> total over all layers; the one that kept its threads busy longest first."""
         sums: dict[str, Total] = {}
         with self._lock:
             for (_, stage), total in self._records.items():
-                old = sums.get(stage, Total(0.0, 0, 0))
-                sums[stage] = Total(old.seconds + total.seconds, old.count + total.count, old.nbytes + total.nbytes)
-        return dict(sorted(sums.items(), key=lambda item: -item[1].seconds))
+                sums[stage] = sums.get(stage, _NOTHING).plus(total)
+            found = {stage: replace(total, threads=len(self._threads[stage])) for stage, total in sums.items()}
+        return dict(sorted(found.items(), key=lambda item: -item[1].busy_seconds))
 
     @property
     def bottleneck(self) -> str | None:
-        """The stage that took longest, among those that make the caller wait; None if nothing was recorded."""
+        """The stage that kept its threads busy longest, among those that make the caller wait; None without any."""
         stages = self.stages
         blocking = [s for s in stages if s not in HIDDEN_STAGES]
         if READ_WAIT in stages or COMPUTE in stages:
@@ -111,20 +142,22 @@ class Profiler:
                 else "(no profiling data)"
             )
         limit = self.bottleneck
-        rows = [("stage", "total s", "records", "mean ms", "GB/s", "")]
+        rows = [("stage", "busy s", "threads", "core s", "records", "mean ms", "GB/s", "")]
         for name, total in stages.items():
-            rate = f"{total.nbytes / total.seconds / 1e9:.2f}" if total.nbytes and total.seconds else ""
+            rate = f"{total.nbytes / total.busy_seconds / 1e9:.2f}" if total.nbytes and total.seconds else ""
             mark = "<-- BOTTLENECK" if name == limit else ""
             mean = total.seconds / total.count * 1e3
-            rows.append((name, f"{total.seconds:.3f}", str(total.count), f"{mean:.2f}", rate, mark))
+            cores = f"{total.cpu_seconds:.3f}" if total.cpu_seconds else ""
+            busy, threads = f"{total.busy_seconds:.3f}", str(total.threads)
+            rows.append((name, busy, threads, cores, str(total.count), f"{mean:.2f}", rate, mark))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = [self.title] if self.title else []
         for row in rows:
             cells = [
                 row[0].ljust(widths[0]),
-                *(cell.rjust(width) for cell, width in zip(row[1:5], widths[1:5], strict=True)),
+                *(cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:-1], strict=True)),
             ]
-            lines.append("  ".join([*cells, row[5]]).rstrip())
+            lines.append("  ".join([*cells, row[-1]]).rstrip())
         if limit is not None:
-            lines.append(f"Bottleneck: {limit} ({stages[limit].seconds:.3f} s)")
+            lines.append(f"Bottleneck: {limit} ({stages[limit].busy_seconds:.3f} s)")
         return "\n".join(lines)

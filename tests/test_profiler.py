@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rabbitllm.profiler import COMPUTE, QUANTISE, READ, READ_WAIT, SHARD_WAIT, WRITE, Profiler, Total
+from rabbitllm.profiler import COMPUTE, FETCH, QUANTISE, READ, READ_WAIT, SHARD_WAIT, WRITE, Profiler, Total
 
 
 def test_records_add_up_by_layer_and_stage() -> None:
@@ -78,6 +79,27 @@ def test_bottleneck_is_the_longest_that_makes_the_caller_wait(
     assert profiler.bottleneck == bottleneck
 
 
+def test_stage_of_two_threads_is_the_limit_only_if_both_are_busy_longest() -> None:
+    profiler = Profiler()
+    both = threading.Barrier(2)
+
+    def record() -> None:
+        both.wait(10)
+        profiler.add("layers.0", QUANTISE, 3.0, 8)
+
+    threads = [threading.Thread(target=record) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    profiler.add("layers.0", FETCH, 4.0)
+    assert profiler.stages[QUANTISE] == Total(6.0, 2, 16, threads=2)
+    assert profiler.stages[QUANTISE].busy_seconds == 3.0
+    assert profiler.bottleneck == FETCH
+    profiler.add("layers.1", QUANTISE, 9.0)
+    assert profiler.bottleneck == QUANTISE
+
+
 def test_report_marks_the_bottleneck() -> None:
     profiler = Profiler(title="Split of x, by stage")
     profiler.add("layers.0", READ, 0.5, 10**9)
@@ -87,8 +109,21 @@ def test_report_marks_the_bottleneck() -> None:
     assert (title, limit) == ("Split of x, by stage", "Bottleneck: write (2.000 s)")
     assert head.split("  ")[0] == "stage"
     assert [row.split()[0] for row in rows] == ["wait", "write", "read"]
-    assert rows[1].split() == ["write", "2.000", "1", "2000.00", "0.50", "<--", "BOTTLENECK"]
-    assert rows[2].split() == ["read", "0.500", "1", "500.00", "2.00"]
+    assert rows[1].split() == ["write", "2.000", "1", "1", "2000.00", "0.50", "<--", "BOTTLENECK"]
+    assert rows[2].split() == ["read", "0.500", "1", "1", "500.00", "2.00"]
+
+
+def test_report_has_core_seconds_where_they_were_measured() -> None:
+    profiler = Profiler()
+    with profiler.stage("layers.0", QUANTISE, 10**6):
+        end = time.thread_time() + 0.05
+        while time.thread_time() < end:
+            pass
+    core_seconds = profiler.stages[QUANTISE].cpu_seconds
+    assert 0.05 <= core_seconds <= profiler.stages[QUANTISE].seconds + 0.001
+    head, row, _ = profiler.report().splitlines()
+    assert head.split("  ")[0] == "stage"
+    assert row.split()[3] == f"{core_seconds:.3f}"
 
 
 def test_report_of_nothing_says_how_to_get_one() -> None:

@@ -22,7 +22,7 @@ from rabbitllm.formats.positional import PositionalFile, page_aligned
 from rabbitllm.formats.safetensors_file import Placed
 from rabbitllm.layers.compression import BLOCKS, SCALE_BYTES, StoredForm, constants, quantise_blocks
 from rabbitllm.layers.layer_file import TENSOR_ALIGNMENT, LayerLayout
-from rabbitllm.profiler import FETCH, QUANTISE, READ, WRITE, Profiler
+from rabbitllm.profiler import FETCH, QUANTISE, READ, SYNC, WRITE, Profiler
 from rabbitllm.progress import BytesDone, tell
 from rabbitllm.splitter.plan import CHUNK_BYTES, Move
 
@@ -63,7 +63,11 @@ class Mover:
 
     def sync(self, targets: Iterable[Target]) -> None:
         """Return once everything written to these files is durable."""
-        self._finish([self._pool.submit(target.file.sync) for target in targets])
+        self._finish([self._pool.submit(self._sync, target) for target in targets])
+
+    def _sync(self, target: Target) -> None:
+        with self._profiler.stage(target.layout.layer.id, SYNC):
+            target.file.sync()
 
     def from_file(self, path: Path, targets: Mapping[str, Target], work: Iterable[Move]) -> None:
         """Carry out `work` from a shard that is a file.
