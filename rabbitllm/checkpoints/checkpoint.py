@@ -142,12 +142,13 @@ class Checkpoint(Protocol):
         """Size, fingerprint and header; None if the shard is gone and cannot be fetched. Reads headers only."""
         ...
 
-    def acquire(self, shard: str, on_bytes: Callable[[int], None] = ...) -> Path:
+    def acquire(self, shard: str, on_have: Callable[[Path, int], None] = ...) -> Path:
         """A local path to the whole shard, fetched if need be.
 
         Args:
             shard: its name.
-            on_bytes: told of every run of bytes fetched, and of those an earlier try left; may raise to stop.
+            on_have: told as a shard is fetched into which file, and how many of its first bytes are there, not
+                verified yet; fewer than before if all comes anew. May raise to stop.
 
         Raises:
             MissingShardError: it is neither here nor to be had.
@@ -184,8 +185,8 @@ class Checkpoint(Protocol):
         ...
 
 
-def ignore_bytes(nbytes: int) -> None:
-    """What `acquire` tells of its bytes where nobody wants to know."""
+def ignore_progress(path: Path, have: int) -> None:
+    """What `acquire` tells where nobody wants to know."""
 
 
 def sampled_fingerprint(path: Path, header: Header) -> str:

@@ -82,7 +82,7 @@ def read_range(file: RemoteFile, start: int, length: int) -> bytes:
     return b"".join(_resuming(file, start, stop))
 
 
-def fetch(file: RemoteFile, part: Path, on_bytes: Callable[[int], None] = lambda n: None) -> None:
+def fetch(file: RemoteFile, part: Path, on_have: Callable[[int], None] = lambda have: None) -> None:
     """Bring `part` to the whole content of a remote file, keeping what an earlier try left in it.
 
     `part` is ours alone and never the only copy, so it needs no fsync: what is trusted of it is what was hashed
@@ -91,31 +91,35 @@ def fetch(file: RemoteFile, part: Path, on_bytes: Callable[[int], None] = lambda
     Args:
         file: what to bring.
         part: where to.
-        on_bytes: told of every run of bytes that is there; may raise to stop.
+        on_have: told, before each run of bytes is written and at the end, how many of the first are there; fewer than
+            before if an earlier run's were damaged and all comes anew. May raise to stop.
 
     Raises:
         HubError: the bytes are not those the hub's digest names (`part` is removed), or the hub refused.
     """
     digest = file.new_digest()
     earlier = have = _rehash(part, file.size, digest)
-    on_bytes(have)
     sink = durable.GrowingFile(part, have)
     try:
+        on_have(have)
         for chunk in _resuming(file, have, file.size):
+            on_have(have)
             sink.write_at(memoryview(chunk), have)
             digest.update(chunk)
             have += len(chunk)
-            on_bytes(len(chunk))
+        on_have(have)
     finally:
         sink.close()
     try:
         file.check(digest)
     except HubError:
-        durable.remove(part)
         if not earlier:
+            durable.remove(part)
             raise
         logger.warning("What an earlier run fetched of %s is damaged; it is fetched anew.", file.url)
-        fetch(file, part, on_bytes)
+        on_have(0)
+        durable.remove(part)
+        fetch(file, part, on_have)
 
 
 def stream(file: RemoteFile) -> Iterator[bytes]:

@@ -8,6 +8,7 @@ cache is used there.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 
 from rabbitllm import durable
 from rabbitllm.checkpoints import fetch, hub_cache
-from rabbitllm.checkpoints.checkpoint import Disposal, Release, ShardFacts, SourceIdentity, ignore_bytes, is_sidecar
+from rabbitllm.checkpoints.checkpoint import Disposal, Release, ShardFacts, SourceIdentity, ignore_progress, is_sidecar
 from rabbitllm.checkpoints.index import (
     INDEX_NAME,
     SINGLE_NAME,
@@ -208,7 +209,7 @@ class HubRepository:
         url = hf_hub_url(self.repo_id, shard, revision=self.commit)
         return fetch.RemoteFile(url, listed.size, listed.sha256, self.access.token, listed.blob_id)
 
-    def acquire(self, shard: str, on_bytes: Callable[[int], None] = ignore_bytes) -> Path:
+    def acquire(self, shard: str, on_have: Callable[[Path, int], None] = ignore_progress) -> Path:
         """The shard in the user's cache, or fetched (or fetched to its end) into the staging folder."""
         if cached := self.cached(shard):
             hub_cache.check_in_cache(cached[1], cached[0])
@@ -217,7 +218,7 @@ class HubRepository:
         durable.make_folder(self.staging)
         part = self.staged(shard)
         with translated(self.repo_id):
-            fetch.fetch(remote, part, on_bytes)
+            fetch.fetch(remote, part, functools.partial(on_have, part))
         return part
 
     def listed(self, shard: str) -> HubFile:
@@ -310,8 +311,8 @@ class HubCheckpoint:
         check_shard_name(shard, INDEX_NAME)
         return self.repository.facts(shard)
 
-    def acquire(self, shard: str, on_bytes: Callable[[int], None] = ignore_bytes) -> Path:
-        return self.repository.acquire(shard, on_bytes)
+    def acquire(self, shard: str, on_have: Callable[[Path, int], None] = ignore_progress) -> Path:
+        return self.repository.acquire(shard, on_have)
 
     def stream(self, shard: str) -> Generator[bytes]:
         return self.repository.stream(shard)
@@ -366,6 +367,8 @@ def _telling_bar(file: str) -> type[Any]:
     from tqdm import tqdm
 
     class TellingBar(tqdm):  # type: ignore[misc]
+        monitor_interval = 0  # or each class has a thread that redraws its bars
+
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{**options, "disable": True})
             self.update(options.get("initial", 0))  # what an earlier download left

@@ -19,7 +19,7 @@ from rabbitllm.checkpoints.checkpoint import (
     Release,
     ShardFacts,
     SourceIdentity,
-    ignore_bytes,
+    ignore_progress,
     is_sidecar,
     sampled_fingerprint,
 )
@@ -138,14 +138,14 @@ class LocalCheckpoint:
             return f"sha256:{blob}"  # the cache names the blobs of large files by their sha256
         return sampled_fingerprint(path, header)
 
-    def acquire(self, shard: str, on_bytes: Callable[[int], None] = ignore_bytes) -> Path:
+    def acquire(self, shard: str, on_have: Callable[[Path, int], None] = ignore_progress) -> Path:
         path = self.folder / shard
         if path.exists():
             self._check(shard)  # again: what is opened now may not be what was checked then
             return path
         if self._missing_from is not None:
             self._fetched.add(shard)
-            return self._missing_from.acquire(shard, on_bytes)
+            return self._missing_from.acquire(shard, on_have)
         raise MissingShardError(
             f"{path} is missing; the index says it holds {self._count(shard)} tensors.",
             "Put the shard at that path, or give the id of the repository it came from.",

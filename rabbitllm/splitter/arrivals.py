@@ -1,18 +1,106 @@
-"""Brings the shards of a split to local paths, one at a time and in order, the next one meanwhile where there is room.
+"""Brings the shards of a split to local paths, in order, and lets each be read as far as it has come.
 
-Knows no layers and no journal; what a shard's arrival means for the disk was decided before (`space.choose_arrival`).
+A thread fetches what is not here yet, the next shard as soon as there is room for it; what that means for the disk was
+decided before (`space.choose_arrival`). Knows no layers and no journal.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from pathlib import Path
+from typing import Protocol
 
 from rabbitllm.checkpoints.checkpoint import Checkpoint
 from rabbitllm.progress import BytesFetched, tell
 from rabbitllm.splitter.plan import PlannedShard
+
+LAST_CHUNK_SECONDS = 0.5
+"""How long a fetch that is to stop may go on writing what it has just received."""
+
+
+class StartedOverError(Exception):
+    """What had come of a shard was damaged, and all of it comes anew; what was read of it is not to be used."""
+
+
+class Arriving(Protocol):
+    """A shard that is here or on its way."""
+
+    def until(self, end: int) -> Path:
+        """Wait until a shard's first `end` bytes are in the file, and say where that is; they are not verified yet.
+
+        Raises:
+            StartedOverError: see there.
+            HubError, MissingShardError, CorruptShardError: it cannot be had.
+        """
+        ...
+
+    def whole(self) -> Path:
+        """Wait until all of it is there and verified; raises the same."""
+        ...
+
+
+class _Here:
+    """A shard that needs no fetching."""
+
+    def __init__(self, checkpoint: Checkpoint, shard: str) -> None:
+        self._checkpoint = checkpoint
+        self._shard = shard
+
+    def until(self, end: int) -> Path:
+        return self.whole()
+
+    def whole(self) -> Path:
+        return self._checkpoint.acquire(self._shard)
+
+
+class _Fetched:
+    """A shard that a thread fetches."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._path: Path | None = None
+        self._have = 0
+        self._whole = self._started_over = False
+        self._error: BaseException | None = None
+
+    def until(self, end: int) -> Path:
+        return self._wait(lambda: self._have >= end)
+
+    def whole(self) -> Path:
+        return self._wait(lambda: self._whole)
+
+    def _wait(self, ready: Callable[[], bool]) -> Path:
+        with self._changed:
+            self._changed.wait_for(lambda: ready() or self._started_over or self._error is not None)
+            if self._error is not None:
+                raise self._error
+            if self._started_over:
+                self._started_over = False
+                raise StartedOverError
+            assert self._path is not None
+            return self._path
+
+    def come(self, path: Path, have: int) -> int:
+        """Note that `path` has the first `have` bytes; how many of them are new (negative: it started over)."""
+        with self._changed:
+            new = have - self._have
+            self._path, self._have = path, have
+            self._started_over |= new < 0
+            self._changed.notify_all()
+            return new
+
+    def end(self, path: Path) -> None:
+        """Note that all of it is there and verified."""
+        with self._changed:
+            self._path, self._whole = path, True
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Note that it cannot be had."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
 
 
 class _Stopped(Exception):
@@ -20,57 +108,57 @@ class _Stopped(Exception):
 
 
 class Arrivals:
-    """Hands out each shard's path when it is asked for.
+    """Hands out each shard when it is asked for.
 
     Args:
         checkpoint: where the shards come from.
-        ahead: fetch the next shard while the caller works on the last one handed out.
+        room: fetched shards that may be on the disk at a time; 0 where the caller streams them itself.
         watch: called as bytes arrive; may raise to stop.
     """
 
-    def __init__(self, checkpoint: Checkpoint, *, ahead: bool, watch: Callable[[], None]) -> None:
+    def __init__(self, checkpoint: Checkpoint, room: int, watch: Callable[[], None]) -> None:
         self._checkpoint = checkpoint
-        self._ahead = ahead
         self._watch = watch
         self._stop = threading.Event()
-        self._coming: Future[Path] | None = None
+        self._fetches = room > 0
+        self._room = threading.Semaphore(room)
+        self._thread: threading.Thread | None = None
 
-    def paths(self, shards: Sequence[PlannedShard]) -> Iterator[tuple[PlannedShard, Callable[[], Path]]]:
-        """Each shard with a function that waits for its path; the next fetch begins when that has returned."""
-        for number, shard in enumerate(shards):
-            following = shards[number + 1] if number + 1 < len(shards) else None
-
-            def wait(shard: PlannedShard = shard, following: PlannedShard | None = following) -> Path:
-                path = self._coming.result() if self._coming is not None else self._fetch(shard)
-                self._coming = self._begin(following) if following is not None else None
-                return path
-
-            yield shard, wait
+    def shards(self, wanted: Sequence[PlannedShard]) -> Iterator[tuple[PlannedShard, Arriving]]:
+        """Each shard; one that was fetched must be released when the next one is asked for."""
+        coming = {shard.name: _Fetched() for shard in wanted if shard.staged and self._fetches}
+        if coming:
+            # a daemon, so that a hub that has stopped answering does not keep an interrupted process alive
+            self._thread = threading.Thread(target=self._fetch_all, args=(coming,), name="fetch", daemon=True)
+            self._thread.start()
+        for shard in wanted:
+            yield shard, coming.get(shard.name) or _Here(self._checkpoint, shard.name)
+            if shard.name in coming:
+                self._room.release()
 
     def close(self) -> None:
         """Stop a fetch that is under way; what it has brought stays where it is."""
         self._stop.set()
+        self._room.release()
+        if self._thread is not None:  # afterwards it waits for the hub, and writes nothing when that answers
+            self._thread.join(LAST_CHUNK_SECONDS)
 
-    def _begin(self, shard: PlannedShard) -> Future[Path] | None:
-        if not (self._ahead and shard.staged):
-            return None
-        coming: Future[Path] = Future()
-
-        def fetch() -> None:
+    def _fetch_all(self, coming: dict[str, _Fetched]) -> None:
+        for shard, fetched in coming.items():
+            self._room.acquire()
             try:
-                coming.set_result(self._fetch(shard))
+                fetched.end(self._fetch(shard, fetched))
             except BaseException as error:
-                coming.set_exception(error)
+                fetched.fail(error)
+                return
 
-        # a daemon, so that a hub that has stopped answering does not keep an interrupted process alive
-        threading.Thread(target=fetch, name="fetch", daemon=True).start()
-        return coming
-
-    def _fetch(self, shard: PlannedShard) -> Path:
-        def arrived(nbytes: int) -> None:
+    def _fetch(self, shard: str, fetched: _Fetched) -> Path:
+        def come(path: Path, have: int) -> None:
             if self._stop.is_set():
                 raise _Stopped
             self._watch()
-            tell(BytesFetched(shard.name, nbytes))
+            tell(BytesFetched(shard, fetched.come(path, have)))
 
-        return self._checkpoint.acquire(shard.name, arrived)
+        if self._stop.is_set():
+            raise _Stopped
+        return self._checkpoint.acquire(shard, come)

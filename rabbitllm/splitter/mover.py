@@ -11,7 +11,7 @@ import queue
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,8 @@ from rabbitllm.splitter.plan import CHUNK_BYTES, Move
 
 SPARE_BUFFERS = 2
 """Buffers of a stream beyond one a thread, so that the reader need not wait for the slowest."""
+QUEUED_BATCHES = 4
+"""Batches of a file that are given to the threads ahead of time, for each of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +71,34 @@ class Mover:
         with self._profiler.stage(target.layout.layer.id, SYNC):
             target.file.sync()
 
-    def from_file(self, path: Path, targets: Mapping[str, Target], work: Iterable[Move]) -> None:
-        """Carry out `work` from a shard that is a file.
+    def from_file(
+        self, path: Path, targets: Mapping[str, Target], work: Iterable[Move], arrived: Callable[[int], object]
+    ) -> None:
+        """Carry out `work`, in the shard's own order, from a shard that is a file, or is becoming one.
+
+        Args:
+            path: of the file.
+            targets: layer -> its file.
+            work: what to do.
+            arrived: waits until the file has its first so many bytes; may raise to stop.
 
         Raises:
             CorruptShardError: the file cannot be read, or is shorter than its header said.
         """
+        running: list[Future[None]] = []
         with PositionalFile(path) as source:
             source.advise_sequential()
-            batches = [self._expected(batch) for batch in _batches(work)]
-            self._finish([self._pool.submit(self._run_from_file, source, targets, batch) for batch in batches])
+            try:
+                for batch in _batches(work):
+                    self._expected(batch)
+                    arrived(batch[-1].offset + batch[-1].nbytes)
+                    while len(running) >= QUEUED_BATCHES * self._threads:
+                        wait(running, return_when=FIRST_COMPLETED)
+                        running = _still_running(running)
+                    running.append(self._pool.submit(self._run_from_file, source, targets, batch))
+                self._finish(running)
+            finally:
+                wait(running)
 
     def from_stream(self, label: str, stream: ByteStream, targets: Mapping[str, Target], work: Iterable[Move]) -> None:
         """Carry out `work`, in the shard's own order, from its bytes as they arrive.
@@ -102,6 +122,11 @@ class Mover:
         finally:
             wait(running)
         _still_running(running)
+
+    def forget(self, forms: Iterable[StoredForm]) -> None:
+        """Drop what was summed of these tensors, which are going to be written again."""
+        for form in forms:
+            self._sums.pop(form.source.name, None)
 
     def checksums(self, forms: Iterable[StoredForm]) -> dict[str, tuple[int, ...]]:
         """The CRC-32 of each stored part of these tensors, all of which this object wrote: name -> one a part."""

@@ -7,7 +7,8 @@ The order of steps for one shard is what makes a crash harmless:
 3. the folder is fsynced, then the journal says that the shard is used up, and is fsynced;
 4. only then is the shard released.
 
-A shard that is streamed goes through the same steps; its digest is compared with the hub's between 1 and 2.
+The bytes of a shard that is fetched go the same way as they come, through a file or past it; its digest is compared
+with the hub's between 1 and 2.
 """
 
 from __future__ import annotations
@@ -23,17 +24,21 @@ from rabbitllm import durable
 from rabbitllm.checkpoints.checkpoint import Checkpoint, Disposal, Release
 from rabbitllm.errors import CorruptShardError
 from rabbitllm.formats.safetensors_file import LENGTH_BYTES, Header, header_length, parse_header, read_header
+from rabbitllm.layers.compression import StoredForm
 from rabbitllm.layers.layer_file import DONE_SUFFIX, LayerLayout
 from rabbitllm.options import SplitOptions
 from rabbitllm.profiler import FETCH, SHARD_WAIT, Profiler
 from rabbitllm.progress import LayerDone, ShardDone, ShardStarted, SplitStarted, tell
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.arrivals import Arrivals
+from rabbitllm.splitter.arrivals import Arrivals, Arriving, StartedOverError
 from rabbitllm.splitter.mover import ByteStream, Mover, Target
 from rabbitllm.splitter.plan import Arrival, DiskUse, PlannedShard, SplitPlan, moves
 from rabbitllm.splitter.watch import disk_bytes
 
 logger = logging.getLogger(__name__)
+
+ROOM: Mapping[Arrival, int] = {Arrival.FILE_AHEAD: 2, Arrival.FILE: 1, Arrival.STREAM: 0}
+"""Fetched shards that may be on the disk at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +86,7 @@ class ShardLoop:
         self._deletes = work.options.sequential and work.checkpoint.deletable
         self._journal = journal.Journal(work.folder)
         self._mover = Mover(work.options.threads, work.quantise_on, profiler, watch)
-        self._arrivals = Arrivals(work.checkpoint, ahead=work.arrival is Arrival.FILE_AHEAD, watch=watch)
+        self._arrivals = Arrivals(work.checkpoint, ROOM[work.arrival], watch)
         self._first_seen: dict[str, float] = {}
 
     def take_shards(self) -> None:
@@ -101,10 +106,10 @@ class ShardLoop:
                 len(self.used),
             )
         )
-        for shard, path in self._arrivals.paths(waiting):
+        for shard, arriving in self._arrivals.shards(waiting):
             number = self.plan.shards.index(shard) + 1
             tell(ShardStarted(shard.name, number, len(self.plan.shards)))
-            self._use_up(shard, path)
+            self._use_up(shard, arriving)
             release = self._release(shard)
             disk = disk_bytes(self.work.folder)
             tell(
@@ -133,7 +138,7 @@ class ShardLoop:
         self._mover.close()
         self._journal.close()
 
-    def _use_up(self, shard: PlannedShard, path: Callable[[], Path]) -> None:
+    def _use_up(self, shard: PlannedShard, arriving: Arriving) -> None:
         layers = [
             layer
             for layer in self.plan.layer_map.shard_to_layers.get(shard.name, ())
@@ -147,10 +152,7 @@ class ShardLoop:
                 self._open(targets, layers)
                 self._move_stream(shard, targets)
             else:
-                with self.profiler.stage(shard.name, FETCH, shard.size):
-                    at = path()
-                self._open(targets, layers)
-                self._move_file(shard, at, targets)
+                self._move_file(shard, arriving, targets, layers)
             completed = [
                 targets[layer] for layer in self.plan.layer_map.completed_by(shard.name, self.used) if layer in targets
             ]
@@ -161,23 +163,49 @@ class ShardLoop:
             for target in targets.values():
                 target.file.close()
         self._name_layers([target.layout for target in completed])
-        forms = (form for layer in layers for form in self.plan.layouts[layer].forms if form.source.file == shard.name)
-        sums = self._mover.checksums(forms)
+        sums = self._mover.checksums(self._forms_of(shard, layers))
         self._journal.mark_used(shard.name, sums)
         self.checksums |= sums
         self.used.add(shard.name)
+
+    def _forms_of(self, shard: PlannedShard, layers: list[str]) -> list[StoredForm]:
+        forms = (form for layer in layers for form in self.plan.layouts[layer].forms)
+        return [form for form in forms if form.source.file == shard.name]
 
     def _open(self, targets: dict[str, Target], layers: list[str]) -> None:
         for layer in layers:
             layout = self.plan.layouts[layer]
             targets[layer] = Target(layout, durable.GrowingFile(self._path(layout, durable.PART_SUFFIX), layout.size))
 
-    def _move_file(self, shard: PlannedShard, path: Path, targets: dict[str, Target]) -> None:
-        try:
-            self._compare(shard, read_header(path, shard.name))
-            self._mover.from_file(path, targets, moves(self.plan, shard.name, targets))
-        except CorruptShardError as error:
-            raise CorruptShardError(f"At {path}: {error.problem}", self._advice()) from None
+    def _move_file(
+        self, shard: PlannedShard, arriving: Arriving, targets: dict[str, Target], layers: list[str]
+    ) -> None:
+        """Move what has come of a shard while the rest is coming; nothing of it is believed before it is whole."""
+
+        def arrived(end: int) -> Path:
+            with self.profiler.stage(shard.name, FETCH) if shard.staged else contextlib.nullcontext():
+                return arriving.until(end)
+
+        while True:
+            try:
+                path = arrived(LENGTH_BYTES)
+                if not targets:
+                    self._open(targets, layers)
+                try:
+                    self._compare(shard, _header_so_far(path, shard, arrived))
+                    self._mover.from_file(path, targets, moves(self.plan, shard.name, targets), arrived)
+                except FileNotFoundError:  # it was not what the hub says, and was taken away; if so, this says it too
+                    arriving.whole()
+                    raise
+                except CorruptShardError as error:
+                    arriving.whole()  # the same: nothing was verified yet
+                    raise CorruptShardError(f"At {path}: {error.problem}", self._advice()) from None
+                with self.profiler.stage(shard.name, FETCH) if shard.staged else contextlib.nullcontext():
+                    arriving.whole()
+            except StartedOverError:
+                self._mover.forget(self._forms_of(shard, layers))
+            else:
+                return
 
     def _move_stream(self, shard: PlannedShard, targets: dict[str, Target]) -> None:
         with contextlib.closing(self.work.checkpoint.stream(shard.name)) as chunks:  # with its connection
@@ -249,6 +277,15 @@ class ShardLoop:
     def _source_left(self) -> int:
         left = (s for s in self.plan.shards if not s.staged)
         return sum(s.size for s in left if not self._deletes or s.name not in self.used)
+
+
+def _header_so_far(path: Path, shard: PlannedShard, arrived: Callable[[int], object]) -> Header:
+    if not shard.staged:
+        return read_header(path, shard.name)
+    with path.open("rb") as file:
+        length = header_length(file.read(LENGTH_BYTES), shard.size, shard.name)
+        arrived(LENGTH_BYTES + length)
+        return parse_header(file.read(length), shard.size, shard.name)
 
 
 def _streamed_header(stream: ByteStream, shard: PlannedShard) -> Header:

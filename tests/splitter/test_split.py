@@ -474,7 +474,7 @@ def test_profile_of_each_layer(tmp_path: Path, tensors: Weights, compression: st
     with progress.listening(dawdle):
         _, profiler = Call(str(source), compression=compression, profiling=True).make_with_profile()
     layers = ["embed_tokens", "layers.0", "layers.1", "layers.2", "norm", "lm_head"]
-    assert set(profiler.layers) == {*layers, *SHARDS}
+    assert set(profiler.layers) == set(layers)
     for layer in layers:
         stages = profiler.layers[layer]
         stem = layer if layer == "lm_head" else f"model.{layer}"
@@ -485,10 +485,17 @@ def test_profile_of_each_layer(tmp_path: Path, tensors: Weights, compression: st
         assert (SHARD_WAIT in stages) == layer.startswith("layers.")  # the others are in the third shard alone
     waits = [profiler.layers[layer][SHARD_WAIT] for layer in layers if layer.startswith("layers.")]
     assert all(wait.count == 1 and wait.seconds > 0.09 for wait in waits)  # until the third shard began, twice 0.05 s
-    assert all(set(profiler.layers[shard]) == {FETCH} for shard in SHARDS)
     report = profiler.report()
     assert report.startswith(f"Split of {source}, by stage")
     assert all(stage in report for stage in (READ, WRITE, SHARD_WAIT, "BOTTLENECK"))
+
+
+@pytest.mark.parametrize("transfer", ["file", "stream"])
+def test_profile_of_fetched_shards(repository: Path, hub_environment: HubEnvironment, transfer: str) -> None:
+    _, profiler = Call(REPO, shard_transfer=transfer, profiling=True).make_with_profile()
+    shards = names_in(repository, "*.safetensors")
+    assert {shard for shard, stages in profiler.layers.items() if FETCH in stages} == set(shards)
+    assert all(set(profiler.layers[shard]) == {FETCH} for shard in shards)
 
 
 def test_nothing_is_recorded_unless_asked_for(model: Path) -> None:
