@@ -57,6 +57,7 @@ from tests.support.splitting import (
     occupied,
     split,
 )
+from tests.support.ticks import observe_ticks
 
 REPO = "acme/tiny"
 SHARDS = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
@@ -866,7 +867,7 @@ class Peak:
             self.told = max(self.told, event.disk_bytes)
 
     def during(self, call: Call) -> Path:
-        with observe_steps(Counter(self.look)), progress.listening(self.listen):
+        with observe_ticks(Counter(self.look)), progress.listening(self.listen):
             return call.make()
 
 
