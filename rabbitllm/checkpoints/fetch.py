@@ -206,14 +206,16 @@ def _request(file: RemoteFile, at: int, stop: int) -> AbstractContextManager[tup
     """The client that asks for these bytes, and its response, whose body is still to come."""
     from contextlib import contextmanager
 
+    from huggingface_hub import constants
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
+    silence = constants.HF_HUB_DOWNLOAD_TIMEOUT  # seconds; the session by itself would wait for ever
     headers = build_hf_headers(token=file.token) | {"Range": f"bytes={at}-{stop - 1}", "Accept-Encoding": "identity"}
 
     @contextmanager
     def opened() -> Iterator[tuple[Any, Any]]:
         client = get_session()
-        with client.stream("GET", file.url, headers=headers, follow_redirects=True) as response:
+        with client.stream("GET", file.url, headers=headers, timeout=silence, follow_redirects=True) as response:
             if response.status_code in _RETRIED_STATUS:
                 raise _RetryLater(response.status_code, response.headers.get("retry-after"))
             if response.status_code in (401, 403) and response.history:  # a signed address that has run out

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 from huggingface_hub.utils import close_session, get_session
 
 from rabbitllm.checkpoints import fetch, raw_body
@@ -267,6 +268,26 @@ def test_silence_is_no_longer_waited_out_than_the_client_would(tls: ssl.SSLConte
             take(client, server.url)
         silent.set()
     assert got == CONTENT[:500_000]
+
+
+@BOTH
+def test_server_that_falls_silent_is_asked_again(
+    tls: ssl.SSLContext | None, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 1)
+    numbers, over = itertools.count(), threading.Event()
+
+    def answer(connection: socket.socket, head: bytes, wanted: bytes) -> None:
+        if next(numbers):
+            connection.sendall(head + wanted)
+        else:
+            connection.sendall(head + wanted[: len(wanted) // 2])
+            over.wait(PATIENCE_SECONDS)
+
+    with ScriptedServer(ranged(answer), tls) as server:
+        assert bring(how, remote(server), tmp_path / "part") == CONTENT
+        over.set()
+        assert f"bytes={len(CONTENT) // 2}-" in server.asked[1].head
 
 
 def test_trickle_is_no_silence(past_the_parser: list[int]) -> None:
