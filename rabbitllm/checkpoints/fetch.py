@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import random
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm import durable
+from rabbitllm.checkpoints import raw_body
 from rabbitllm.errors import HubError
 
 logger = logging.getLogger(__name__)
@@ -158,8 +158,8 @@ def _resuming(file: RemoteFile, start: int, stop: int) -> Iterator[bytes]:
     while at < stop:
         before, wanted_pause = at, 0.0
         try:
-            with _request(file, at, stop) as response:
-                for chunk in _body(response, at, stop):
+            with _request(file, at, stop) as (client, response):
+                for chunk in _wanted(raw_body.body(client, response), response.status_code, at, stop):
                     at += len(chunk)
                     yield chunk
         except transport_errors() as error:
@@ -189,11 +189,11 @@ class _RetryLater(Exception):
         self.pause = min(float(retry_after), LONGEST_PAUSE) if retry_after and retry_after.isdecimal() else 0.0
 
 
-def _body(response: Any, at: int, stop: int) -> Iterator[bytes]:
-    """The wanted part of a response to a Range request; a hub that ignores the Range sends all from byte 0."""
-    skip = at if response.status_code == 200 else 0
+def _wanted(body: Iterator[bytes], status: int, at: int, stop: int) -> Iterator[bytes]:
+    """The wanted part of what answers a Range request; a hub that ignores the Range sends all from byte 0."""
+    skip = at if status == 200 else 0
     left = stop - at
-    for chunk in response.iter_bytes():  # as they come: pieces of a given size would lose what a break cuts short
+    for chunk in body:  # as they come: pieces of a given size would lose what a break cuts short
         data = chunk
         if skip:
             dropped = min(skip, len(data))
@@ -206,16 +206,20 @@ def _body(response: Any, at: int, stop: int) -> Iterator[bytes]:
             return
 
 
-def _request(file: RemoteFile, at: int, stop: int) -> AbstractContextManager[Any]:
+def _request(file: RemoteFile, at: int, stop: int) -> AbstractContextManager[tuple[Any, Any]]:
+    """The client that asks for these bytes, and its response, whose body is still to come."""
     from contextlib import contextmanager
 
+    from huggingface_hub import constants
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
+    silence = constants.HF_HUB_DOWNLOAD_TIMEOUT  # seconds; the session by itself would wait for ever
     headers = build_hf_headers(token=file.token) | {"Range": f"bytes={at}-{stop - 1}", "Accept-Encoding": "identity"}
 
     @contextmanager
-    def opened() -> Iterator[Any]:
-        with get_session().stream("GET", file.url, headers=headers, follow_redirects=True) as response:
+    def opened() -> Iterator[tuple[Any, Any]]:
+        client = get_session()
+        with client.stream("GET", file.url, headers=headers, timeout=silence, follow_redirects=True) as response:
             if response.status_code in _RETRIED_STATUS:
                 raise _RetryLater(response.status_code, response.headers.get("retry-after"))
             if response.status_code in (401, 403) and response.history:  # a signed address that has run out
@@ -223,7 +227,7 @@ def _request(file: RemoteFile, at: int, stop: int) -> AbstractContextManager[Any
             if response.status_code >= 400:
                 response.read()
                 hf_raise_for_status(response)
-            yield response
+            yield client, response
 
     return opened()
 
@@ -232,8 +236,7 @@ def transport_errors() -> tuple[type[Exception], ...]:
     """The connection errors of whichever HTTP library this huggingface_hub uses (httpx or httpx2)."""
     from huggingface_hub.utils import get_session
 
-    library = sys.modules[type(get_session()).__module__.split(".")[0]]
-    return (library.TransportError,)
+    return (raw_body.client_library(get_session()).TransportError,)
 
 
 def _pause(failures: int) -> float:

@@ -8,13 +8,13 @@ import random
 
 import pytest
 
-from rabbitllm.durable import observe_steps
 from rabbitllm.layers.layer_store import JOURNAL_NAME
 from tests.splitter.conftest import MakeScene
 from tests.support.failing_disk import FAULTS, Fault, room_for, short_writes
 from tests.support.leftovers import none_left
 from tests.support.scenes import Route, Scene, routes, sample
 from tests.support.splitting import failing, interrupted
+from tests.support.ticks import observe_ticks
 
 SAMPLES = 3
 pytestmark = pytest.mark.usefixtures("swift_disk")
@@ -26,7 +26,7 @@ def fail_and_go_on(scene: Scene, fault: Fault, at: int) -> None:
     error = fault.error()
     with (
         none_left(scene.folder),
-        observe_steps(fault.observer(at, error)),
+        observe_ticks(fault.observer(at, error)),
         pytest.raises(OSError, match=os.strerror(fault.code)) as failed,
     ):
         scene.call.make()
@@ -68,7 +68,7 @@ def test_several_failures_one_after_the_other(make_scene: MakeScene, route: Rout
         scene.reset()
         for _ in range(5):
             fault = FAULTS[chance.choice(list(FAULTS))]
-            with none_left(scene.folder), observe_steps(fault.observer(chance.randrange(scene.count(fault.kinds)))):
+            with none_left(scene.folder), observe_ticks(fault.observer(chance.randrange(scene.count(fault.kinds)))):
                 try:
                     scene.call.make()
                 except OSError as error:

@@ -24,6 +24,7 @@ from tests.support.local_hub import LocalHub
 from tests.support.scenes import Route, Scene, assert_same, routes, sample
 from tests.support.small_disk import NAMESPACE, SmallDisk, namespace_works, small_disk, why_not
 from tests.support.splitting import Counter, contents
+from tests.support.ticks import observe_ticks
 
 MIB = 1 << 20
 LARGE = {"layers": 3, "hidden": 256, "vocabulary": 2048}
@@ -144,7 +145,7 @@ def run_out_and_go_on(scene: Scene, disk: SmallDisk, at: int, left: int) -> bool
             disk.leave(left)
 
     failed = False
-    with none_left(scene.folder), observe_steps(Counter(take)):
+    with none_left(scene.folder), observe_ticks(Counter(take)):
         try:
             scene.call.make()
         except NotEnoughSpaceException:

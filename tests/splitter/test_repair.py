@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 from rabbitllm import prepare
 from rabbitllm.checkpoints import fetch
 from rabbitllm.cli.main import app
-from rabbitllm.durable import observe_steps
 from rabbitllm.errors import HubError, IncompleteSplitError, OptionError, SplitMismatchError
 from rabbitllm.layers.layer_store import LayerStore, Manifest, read_manifest
 from rabbitllm.layers.verify import verify
@@ -20,6 +19,7 @@ from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import Faults, LocalHub
 from tests.support.splitting import Counter, contents, names_in, split
+from tests.support.ticks import observe_ticks
 
 REPO = "acme/tiny"
 LAYER = "model.layers.1.safetensors"
@@ -88,13 +88,13 @@ def test_broken_off_anywhere(made: Path) -> None:
     whole = contents(made)
     spoil(made, LAYER)
     counter = Counter()
-    with observe_steps(counter):
+    with observe_ticks(counter):
         repair(made)
     assert contents(made) == whole
     for death in range(0, counter.count, max(counter.count // 25, 1)):
         spoil(made, LAYER)
         with (
-            observe_steps(Counter(lambda number, step, at=death: _stop(number == at))),
+            observe_ticks(Counter(lambda number, step, at=death: _stop(number == at))),
             pytest.raises(KeyboardInterrupt),
         ):  # type: ignore[misc]
             repair(made)

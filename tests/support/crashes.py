@@ -20,9 +20,9 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from rabbitllm import durable
 from rabbitllm.durable import Step
 from tests.support.splitting import Call, Counter
+from tests.support.ticks import observe_ticks
 
 KILLED = -signal.SIGKILL
 _ROOT = Path(__file__).parent.parent.parent
@@ -90,7 +90,7 @@ def _make_and_die(call: Call, die_at: int) -> None:
         try:
             if call.hub_url:
                 _point_at_hub(call)
-            with durable.observe_steps(Counter(lambda number, step: _die_at(number, step, die_at))):
+            with observe_ticks(Counter(lambda number, step: _die_at(number, step, die_at))):
                 call.make()
             status = 0
         except BaseException:

@@ -14,9 +14,10 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from rabbitllm.durable import Step, observe_steps
+from rabbitllm.durable import Step
 from tests.support.leftovers import wait_for_threads
 from tests.support.splitting import Counter
+from tests.support.ticks import observe_ticks
 
 
 class Death(BaseException):
@@ -54,7 +55,7 @@ def dying_at(at: int, *observers: Callable[[Step], None], kinds: tuple[str, ...]
     lock = threading.Lock()
     counter = Counter(note)
     before = set(threading.enumerate())
-    with observe_steps(watch):
+    with observe_ticks(watch):
         try:
             with contextlib.suppress(Death):
                 yield died

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from rabbitllm import progress
-from rabbitllm.durable import observe_steps
 from tests.support.splitting import Call, Counter, occupied
+from tests.support.ticks import observe_ticks
 
 
 class Peak:
@@ -36,5 +36,5 @@ class Peak:
             self.told = max(self.told, event.disk_bytes)
 
     def during(self, call: Call) -> Path:
-        with observe_steps(Counter(self.look)), progress.listening(self.listen):
+        with observe_ticks(Counter(self.look)), progress.listening(self.listen):
             return call.make()

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from rabbitllm import progress
-from rabbitllm.durable import PART_SUFFIX, Step, observe_steps
+from rabbitllm.durable import PART_SUFFIX, Step
 from rabbitllm.formats.safetensors_file import read_header
 from rabbitllm.layers.layer_store import MANIFEST_NAME
 from rabbitllm.splitter import journal
@@ -29,6 +29,7 @@ from tests.support.builders import SINGLE_NAME, cut, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
 from tests.support.splitting import Call, contents, occupied
+from tests.support.ticks import counts, observe_ticks
 
 REPO = "acme/tiny"
 COMPRESSIONS = (None, "4bit")
@@ -154,13 +155,14 @@ class Scene:
         self.at_start = occupied(folder)
         self.kinds: list[str] = []
         self.peak = 0
-        with observe_steps(self._note_step), progress.listening(self._note_event):
+        with observe_ticks(self._note_step), progress.listening(self._note_event):
             self.made = call.make()
         self.truth = Truth(original, self.made)
         self.finished = self.state()
 
     def _note_step(self, step: Step) -> None:
-        self.kinds.append(step.kind)
+        if counts(step):
+            self.kinds.append(step.kind)
 
     def _note_event(self, event: progress.Event) -> None:
         if isinstance(event, progress.SplitStarted):
@@ -168,7 +170,7 @@ class Scene:
 
     @property
     def steps(self) -> int:
-        """How many steps the undisturbed call takes."""
+        """How many steps that count the undisturbed call takes."""
         return len(self.kinds)
 
     def count(self, kinds: tuple[str, ...]) -> int:

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from rabbitllm import durable, prepare, progress
+from rabbitllm import prepare, progress
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.durable import Step, observe_steps
 from rabbitllm.options import SplitOptions
 from rabbitllm.profiler import Profiler
+from tests.support.ticks import counts, observe_ticks
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def occupied(*folders: Path) -> int:
 
 
 class Counter:
-    """Counts steps, from whichever thread they come; calls ``at`` with each one and its number from 0."""
+    """Counts steps, from whichever thread they come; calls ``at`` with each one that counts and its number from 0."""
 
     def __init__(
         self, at: Callable[[int, Step], None] = lambda number, step: None, kinds: tuple[str, ...] = ()
@@ -105,7 +106,7 @@ class Counter:
         self._lock = threading.Lock()
 
     def __call__(self, step: Step) -> None:
-        if self._kinds and step.kind not in self._kinds:
+        if not counts(step) or (self._kinds and step.kind not in self._kinds):
             return
         with self._lock:
             number = self.count
@@ -121,14 +122,14 @@ def failing(error: OSError, when: Callable[[int, Step], bool], kinds: tuple[str,
         if when(number, step):
             raise error
 
-    with durable.observe_steps(Counter(fail, kinds)):
+    with observe_ticks(Counter(fail, kinds)):
         yield
 
 
 def steps_of(call: Call) -> int:
     """How many steps the call takes on this disk; it is carried out."""
     counter = Counter()
-    with durable.observe_steps(counter):
+    with observe_ticks(counter):
         call.make()
     return counter.count
 

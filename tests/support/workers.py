@@ -20,9 +20,9 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from rabbitllm import durable
 from rabbitllm.durable import Step
 from tests.support.splitting import Call, Counter
+from tests.support.ticks import observe_ticks
 
 _ROOT = Path(__file__).parent.parent.parent
 _PATIENCE = 60.0
@@ -106,7 +106,7 @@ def _serve() -> None:
             _use_one_thread()
         counter = Counter(lambda number, step, at=pause_at: _pause(number, step, at))  # type: ignore[misc]
         try:
-            with durable.observe_steps(counter):
+            with observe_ticks(counter):
                 print(f"made {Call(**fields).make()}", flush=True)
         except Exception as error:
             print(f"{type(error).__name__}: {' '.join(str(error).split())}", flush=True)

@@ -1,0 +1,124 @@
+"""The body of an HTTP response, read from its connection without the client's parser wherever that is sound.
+
+A body whose length is known needs no parsing once the headers are in, yet httpx passes every 64 KiB of it through its
+parser, which costs about as much as the digest does. The connection is at hand as the `network_stream` that httpx
+documents (https://www.python-httpx.org/advanced/extensions/#network_stream); what is not documented is how much of the
+body the parser has taken from it already. It keeps nothing back from the first piece that it gives away, and that is
+tried out, once a process, on the client's own stand-in for a network. Whatever is not as expected leaves the body to
+the client. Knows nothing of files and digests: whoever uses the bytes compares them with a digest.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+LEAST_BYTES = 64 << 10
+MOST_BYTES = 1 << 20
+"""How much a read asks for: twice what the last one brought, between these. Memory is set aside for all of it, so that
+asking for much where little comes (a TLS record holds 16 KiB) costs more than it saves."""
+
+
+def body(client: Any, response: Any) -> Iterator[bytes]:
+    """The bytes of a streamed response, as they come, in pieces of `MOST_BYTES` at most that nobody writes to again.
+
+    A connection that was read from like this is closed: to the client it is within a response. Whoever breaks off
+    closes the response, as with the client's own iterators.
+
+    Args:
+        client: the httpx (or httpx2) client that was asked.
+        response: of its `stream`, unread.
+
+    Raises:
+        TransportError: the client's own, where the connection breaks or is silent for longer than the client waits. A
+            body that ends early raises that or just ends.
+    """
+    length = _plain_length(response)
+    core = _network_library(client, response.extensions.get("network_stream"))
+    if length is None or core is None:
+        yield from response.iter_bytes()
+        return
+    pieces = response.iter_raw()  # to be kept: the connection is closed with it
+    first = next(pieces, b"")
+    yield first
+    if left := length - len(first):
+        yield from _rest(response, core, client_library(client), left)
+    else:
+        yield from pieces  # to the end, which the client has to see
+
+
+def client_library(client: Any) -> ModuleType:
+    """The package that a client is of: httpx or httpx2."""
+    return importlib.import_module(type(client).__module__.partition(".")[0])
+
+
+def _rest(response: Any, core: ModuleType, library: ModuleType, left: int) -> Iterator[bytes]:
+    """So many bytes from the connection, or those until it ends; it is closed."""
+    stream = response.extensions["network_stream"]
+    timeout = response.request.extensions.get("timeout", {}).get("read")
+    most = LEAST_BYTES
+    try:
+        while left and (piece := stream.read(min(most, left), timeout=timeout)):
+            left -= len(piece)
+            most = min(max(2 * len(piece), LEAST_BYTES), MOST_BYTES)
+            yield piece
+    except core.TimeoutException as error:
+        raise library.ReadTimeout(str(error), request=response.request) from error
+    except (core.NetworkError, OSError) as error:
+        raise library.ReadError(str(error), request=response.request) from error
+    finally:
+        stream.close()
+
+
+def _plain_length(response: Any) -> int | None:
+    """The length of a body that is on the connection byte for byte, None of any other (RFC 9112, 6)."""
+    headers = response.headers
+    length = headers.get("content-length", "")
+    as_it_is = headers.get("content-encoding", "identity") == "identity" and "transfer-encoding" not in headers
+    if response.http_version != "HTTP/1.1" or response.status_code not in (200, 206) or not as_it_is:
+        return None
+    return int(length) if length.isascii() and length.isdigit() else None
+
+
+def _network_library(client: Any, stream: Any) -> ModuleType | None:
+    """The package that a client's connections are of, if it is known that a body may be read from them.
+
+    A client or a transport that somebody has made otherwise may read ahead, or not from the network at all.
+    """
+    try:
+        library = client_library(client)
+        core = importlib.import_module(type(stream).__module__.partition(".")[0])
+        transports = [client._transport, *(mounted for mounted in client._mounts.values() if mounted is not None)]
+        made_as_usual = type(client) is library.Client and {type(t) for t in transports} == {library.HTTPTransport}
+        if made_as_usual and isinstance(stream, core.NetworkStream) and keeps_nothing_back(core):
+            return core
+    except (AttributeError, ImportError) as error:
+        logger.debug("Bodies are left to the HTTP client: %s", error)
+    return None
+
+
+@functools.cache
+def keeps_nothing_back(core: ModuleType) -> bool:
+    """Whether the rest of a body is on the connection once its first piece has been handed out, tried out in memory."""
+    first, rest = bytes(100_000), b"rest"
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(first + rest)
+    return all(_hands_out(core, sent, first, rest) for sent in ([head + first, rest], [head, first, rest]))
+
+
+def _hands_out(core: ModuleType, sent: list[bytes], first: bytes, rest: bytes) -> bool:
+    try:
+        with (
+            core.ConnectionPool(network_backend=core.MockBackend(sent)) as pool,
+            pool.stream("GET", "http://localhost/") as response,
+        ):
+            pieces = response.iter_stream()
+            return bool(next(pieces) == first and response.extensions["network_stream"].read(len(rest)) == rest)
+    except Exception as error:  # whatever it is, the client has changed
+        logger.debug("Bodies are left to the HTTP client, which failed the trial: %s", error)
+        return False
