@@ -1,7 +1,7 @@
 """What must be true of a SentencePiece model before the library is given the file.
 
 The library (https://github.com/google/sentencepiece, 0.2.3) makes the checks of pieces and of the charsmap's lengths
-itself; older ones skip some, and read beyond their memory. So each is made here first, and says what was found.
+itself; versions before it skip some. So each is made here first, and says what was found.
 """
 
 from __future__ import annotations
@@ -16,19 +16,27 @@ from rabbitllm.formats.sentencepiece_pieces import Pieces, PieceType
 
 _TRIE_BLOCK_BYTES = 1024
 """The trie of a charsmap (https://github.com/s-yata/darts-clone) is made of blocks of 256 units of 4 bytes."""
+MAX_PIECE_BYTES = 7999
+"""What the library (0.2.3) takes."""
 _BYTE_PIECE = re.compile(rb"<0x[0-9A-F]{2}>")
 
 
 def check_pieces(pieces: Pieces, byte_fallback: bool) -> None:
     """Refuse a vocabulary that the library could not use.
 
+    The library looks at scores, and for an ordinary piece, in unigram models only; here it is done in all, since no
+    trainer makes others.
+
     Raises:
-        ValueError: a piece that is empty, there twice or holds a zero byte; a score that is no finite number; not
-            exactly one unknown piece; byte pieces that are not the 256 that byte fallback needs.
+        ValueError: a piece that is empty, too long, there twice or holds a zero byte; a score that is no finite number;
+            not exactly one unknown piece; no ordinary piece; byte pieces that are not the 256 of byte fallback.
     """
     texts, scores, types = pieces.texts, pieces.scores, pieces.types  # loops run in C: there may be a million pieces
     if not all(texts):
         raise ValueError(f"piece {texts.index(b''):,} is empty")
+    if len(longest := max(texts, key=len, default=b"")) > MAX_PIECE_BYTES:
+        number = texts.index(longest)
+        raise ValueError(f"piece {number:,} has {len(longest):,} bytes; at most {MAX_PIECE_BYTES:,} are allowed")
     if any(map(contains, texts, repeat(0))):
         number = next(number for number, text in enumerate(texts) if 0 in text)
         raise ValueError(f"piece {number:,} holds a zero byte; the library's tries end a piece there")
@@ -37,6 +45,8 @@ def check_pieces(pieces: Pieces, byte_fallback: bool) -> None:
         raise ValueError(f"piece {number:,} has score {scores[number]}; expected a finite number")
     if (count := types.count(PieceType.UNKNOWN)) != 1:
         raise ValueError(f"it has {count:,} pieces of type unknown; expected exactly one")
+    if all(map(pieces.is_reserved, range(len(pieces)))):  # ends at the first that is not
+        raise ValueError("it has none but unknown, control and byte pieces, which no text is split into")
     _check_unique(pieces)
     _check_byte_pieces(pieces, byte_fallback)
 

@@ -4,8 +4,8 @@ Schema: https://github.com/google/sentencepiece/blob/master/src/sentencepiece_mo
 library does the encoding; this is for looking at a file, and for refusing one before the library is given it. It would
 load more than is believed here: ids in the trainer spec that are no piece's, and whatever `protobuf.py` is stricter in.
 
-The size of a vocabulary is its number of pieces, as in the library; `TrainerSpec.vocab_size` is what was asked of the
-trainer. Knows no models and nothing of encoding.
+The size of a vocabulary is its number of pieces, as in the library; `TrainerSpec.vocab_size` may say another. Knows no
+models and nothing of encoding.
 """
 
 from __future__ import annotations
