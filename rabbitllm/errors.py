@@ -9,6 +9,7 @@
     │   ├── UnsafePathError                    a name that points outside its folder
     │   ├── InvalidIndexError                  an index that cannot be believed
     │   ├── CorruptShardError                  a shard whose bytes contradict its header
+    │   ├── CorruptVocabularyError             a tokenizer's vocabulary that cannot be believed
     │   ├── MissingShardError (FileNotFoundError)
     │   └── UnknownArchitectureError
     ├── HubError                               the hub refused or could not be reached
@@ -73,6 +74,10 @@ class InvalidIndexError(CheckpointError):
 
 class CorruptShardError(CheckpointError):
     """A shard is truncated or its header is malformed."""
+
+
+class CorruptVocabularyError(CheckpointError):
+    """A tokenizer's vocabulary is truncated, malformed or contradicts itself."""
 
 
 class MissingShardError(CheckpointError, FileNotFoundError):

@@ -1,0 +1,232 @@
+"""The protobuf wire format, read strictly: fields one after the other, and the values that a schema expects of them.
+
+Format: https://protobuf.dev/programming-guides/encoding/. A message is a run of fields; each has a tag (number and
+wire type) and a value, none of them aligned. Every length is compared with what is left before it is used. An embedded
+message is a span, which whoever knows its schema reads in turn: the depth is the schema's, never the file's.
+
+Stricter than the reference reader, which lets through what no writer makes: groups, a known field with another wire
+type (skipped there), a singular field twice (the last wins there, or both are merged), varints of more than 64 bits,
+enumerators that the schema lacks (the default there), text that is not UTF-8. Knows no messages and no files.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from enum import Enum, IntEnum
+from typing import Any, TypeVar
+
+VARINT, FIXED64, LENGTH_DELIMITED, FIXED32 = 0, 1, 2, 5
+"""Wire types: the low three bits of a tag. 3 and 4 are groups."""
+MAX_VARINT_BYTES = 10
+MAX_FIELD_NUMBER = (1 << 29) - 1
+_FLOAT = struct.Struct("<f")
+_Value = TypeVar("_Value")
+
+
+class WireFormatError(ValueError):
+    """Bytes that no protobuf writer makes, or not for this schema; the message names the byte."""
+
+
+class Kind(Enum):
+    """What a field's value becomes."""
+
+    BOOL = "bool"
+    INT32 = "int32"
+    UINT64 = "uint64"
+    FLOAT = "float"
+    TEXT = "string"
+    SPAN = "bytes"  # or an embedded message: (first byte, byte after the last), nothing is copied
+
+    @property
+    def wire_type(self) -> int:
+        """The wire type that it is stored with."""
+        if self in (Kind.TEXT, Kind.SPAN):
+            return LENGTH_DELIMITED
+        return FIXED32 if self is Kind.FLOAT else VARINT
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One field of a schema.
+
+    Attributes:
+        name: what the value is called in the outcome.
+        kind: what it becomes.
+        repeated: whether it may come more than once; the outcome is then a tuple.
+        values: its enumerators, if it is an enumeration (INT32).
+    """
+
+    name: str
+    kind: Kind
+    repeated: bool = False
+    values: type[IntEnum] | None = None
+
+
+Schema = Mapping[int, Slot]
+"""Field number -> what is expected there."""
+
+FieldRead = tuple[int, int, int]
+"""What `read_fields` gives for each field."""
+
+
+def numbered(
+    number: int, kind: Kind, default: _Value, *, repeated: bool = False, values: type[IntEnum] | None = None
+) -> _Value:
+    """A field of a dataclass that stands for a message, with its number there; `schema_of` collects them."""
+    made: Any = field(default=default, metadata={"number": number, "slot": (kind, repeated, values)})
+    return made  # type: ignore[no-any-return]
+
+
+def schema_of(record: type) -> Schema:
+    """The schema of a dataclass whose fields are `numbered`; the others are not read from a message."""
+    return {
+        entry.metadata["number"]: Slot(entry.name, *entry.metadata["slot"])
+        for entry in fields(record)
+        if "number" in entry.metadata
+    }
+
+
+def read_varint(data: bytes, at: int, end: int) -> tuple[int, int]:
+    """The unsigned number that starts at byte `at`, and the byte after it.
+
+    Raises:
+        WireFormatError: it goes on past byte `end`, has more than 10 bytes, or more than 64 bits.
+    """
+    value = 0
+    for index in range(MAX_VARINT_BYTES):
+        if at + index >= end:
+            raise WireFormatError(f"the varint at byte {at:,} is cut off at byte {end:,}")
+        byte = data[at + index]
+        value |= (byte & 0x7F) << (7 * index)
+        if byte < 0x80:
+            if value >> 64:
+                raise WireFormatError(f"the varint at byte {at:,} has more than 64 bits")
+            return value, at + index + 1
+    raise WireFormatError(f"the varint at byte {at:,} has more than {MAX_VARINT_BYTES} bytes")
+
+
+def read_fields(data: bytes, begin: int, end: int) -> Iterator[FieldRead]:
+    """The fields of the message at bytes `begin` to `end`, each as (tag, value, byte after the field).
+
+    The tag is `number << 3 | wire type`. The value is the unsigned number itself for a varint, else the byte at which
+    the payload starts: the payload is `data[value:byte after the field]`.
+
+    Raises:
+        WireFormatError: a field that is cut off, a group, a wire type or a field number that does not exist.
+    """
+    at = begin
+    while at < end:
+        start, tag = at, data[at]
+        at += 1
+        if tag > 0x7F:
+            tag, at = read_varint(data, start, end)
+        if not 1 <= tag >> 3 <= MAX_FIELD_NUMBER:
+            raise WireFormatError(
+                f"the field at byte {start:,} has number {tag >> 3:,}; expected 1 to {MAX_FIELD_NUMBER:,}"
+            )
+        wire_type = tag & 7
+        if wire_type == LENGTH_DELIMITED:
+            if at < end and data[at] < 0x80:  # nearly every length; a call costs more than the rest of this loop
+                length, at = data[at], at + 1
+            else:
+                length, at = read_varint(data, at, end)
+            value, after = at, at + length
+        elif wire_type == VARINT:
+            value, after = read_varint(data, at, end)
+        elif wire_type == FIXED32:
+            value, after = at, at + 4
+        elif wire_type == FIXED64:
+            value, after = at, at + 8
+        else:
+            raise WireFormatError(
+                f"field {tag >> 3} at byte {start:,} has wire type {wire_type}; "
+                "3 and 4 are groups, which are not read, and 6 and 7 do not exist"
+            )
+        if after > end:
+            raise WireFormatError(
+                f"field {tag >> 3} at byte {start:,} claims {after - at:,} bytes and {end - at:,} are left"
+            )
+        yield tag, value, after
+        at = after
+
+
+def read_message(data: bytes, begin: int, end: int, schema: Schema, max_fields: int) -> dict[str, Any]:
+    """What the message at bytes `begin` to `end` says: slot name -> value, for the fields that are there.
+
+    Raises:
+        WireFormatError: as `read_fields` and `values_of`; more than `max_fields` fields, known or not.
+    """
+    return values_of(data, _at_most(max_fields, read_fields(data, begin, end), begin), schema)
+
+
+def values_of(data: bytes, fields_read: Iterable[FieldRead], schema: Schema) -> dict[str, Any]:
+    """What these fields of `data` say: slot name -> value.
+
+    Fields that the schema lacks are skipped, as the format demands.
+
+    Raises:
+        WireFormatError: a known field with another wire type, a singular one twice, a value that its kind cannot have.
+    """
+    found: dict[str, Any] = {}
+    for tag, value, after in fields_read:
+        slot = schema.get(tag >> 3)
+        if slot is None:
+            continue
+        if tag & 7 != slot.kind.wire_type:
+            raise WireFormatError(
+                f"field {tag >> 3} ({slot.name}) before byte {after:,} has wire type {tag & 7}; "
+                f"expected {slot.kind.wire_type}"
+            )
+        read = _value(data, value, after, slot)
+        if slot.repeated:
+            found.setdefault(slot.name, []).append(read)
+        elif slot.name in found:
+            raise WireFormatError(f"field {tag >> 3} ({slot.name}) before byte {after:,} is there for the second time")
+        else:
+            found[slot.name] = read
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+
+
+def _at_most(limit: int, fields_read: Iterable[FieldRead], begin: int) -> Iterator[FieldRead]:
+    for count, one in enumerate(fields_read):
+        if count == limit:
+            raise WireFormatError(f"the message at byte {begin:,} has more than {limit:,} fields")
+        yield one
+
+
+def read_text(data: bytes, begin: int, end: int, name: str) -> str:
+    """The text at bytes `begin` to `end`; `name` is for the message.
+
+    Raises:
+        WireFormatError: it is not UTF-8.
+    """
+    try:
+        return str(data[begin:end], "utf-8")
+    except UnicodeDecodeError as error:
+        raise WireFormatError(
+            f"the {name} at byte {begin:,} is not UTF-8 ({error.reason} at byte {begin + error.start:,})"
+        ) from None
+
+
+def _value(data: bytes, value: int, after: int, slot: Slot) -> Any:
+    kind = slot.kind
+    if kind is Kind.SPAN:
+        return value, after
+    if kind is Kind.BOOL:
+        return bool(value)
+    if kind is Kind.UINT64:
+        return value
+    if kind is Kind.FLOAT:
+        return _FLOAT.unpack_from(data, value)[0]
+    if kind is Kind.TEXT:
+        return read_text(data, value, after, slot.name)
+    number = (value & 0xFFFFFFFF ^ 0x80000000) - 0x80000000  # the format: cut to 32 bits, as a cast would
+    if slot.values is None:
+        return number
+    try:
+        return slot.values(number)
+    except ValueError:
+        known = ", ".join(f"{entry.value} {entry.name.lower()}" for entry in slot.values)
+        raise WireFormatError(f"the {slot.name} before byte {after:,} is {number}; known ones are {known}") from None

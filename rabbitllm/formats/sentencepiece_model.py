@@ -1,0 +1,263 @@
+"""`tokenizer.model`, the vocabulary that SentencePiece trains: pieces, specs and samples, checked whole.
+
+Schema: https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto, with its defaults. The
+library does the encoding; this is for looking at a file, and for refusing one before the library is given it. It would
+load more than is believed here: ids in the trainer spec that are no piece's, and whatever `protobuf.py` is stricter in.
+
+The size of a vocabulary is its number of pieces, as in the library; `TrainerSpec.vocab_size` may say another. Knows no
+models and nothing of encoding.
+"""
+
+from __future__ import annotations
+
+import re
+import stat
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from rabbitllm.errors import CheckpointNotFoundError, CorruptVocabularyError
+from rabbitllm.formats.protobuf import (
+    Kind,
+    Schema,
+    Slot,
+    numbered,
+    read_message,
+    schema_of,
+    values_of,
+)
+from rabbitllm.formats.sentencepiece_checks import check_charsmap, check_id, check_pieces
+from rabbitllm.formats.sentencepiece_pieces import Pieces, PieceType, read_pieces
+
+MAX_FILE_BYTES = 64 << 20
+"""Gemma's vocabulary of 262,144 pieces takes 5 MB."""
+MAX_SPEC_BYTES = 4 << 20
+"""Of one spec with its charsmap, or of all samples. The charsmaps that the library comes with have up to 0.4 MB."""
+MAX_SPEC_FIELDS = 100_000
+_IDS = {"unk_id", "bos_id", "eos_id", "pad_id"}
+
+
+class ModelType(IntEnum):
+    """How the library splits text into pieces; the numbers are the format's."""
+
+    UNIGRAM = 1
+    BPE = 2
+    WORD = 3
+    CHAR = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSpec:
+    """What the trainer was asked for; fields are documented at the schema.
+
+    Two of them change how text is encoded: `model_type` and `treat_whitespace_as_suffix`. `byte_fallback` says that
+    unknown characters become byte pieces, and the four texts which pieces have a special meaning. The rest is history.
+    """
+
+    input: tuple[str, ...] = numbered(1, Kind.TEXT, (), repeated=True)
+    model_prefix: str = numbered(2, Kind.TEXT, "")
+    model_type: ModelType = numbered(3, Kind.INT32, ModelType.UNIGRAM, values=ModelType)  # noqa: RUF009 (an enumerator)
+    vocab_size: int = numbered(4, Kind.INT32, 8000)
+    accept_language: tuple[str, ...] = numbered(5, Kind.TEXT, (), repeated=True)
+    self_test_sample_size: int = numbered(6, Kind.INT32, 0)
+    input_format: str = numbered(7, Kind.TEXT, "")
+    character_coverage: float = numbered(10, Kind.FLOAT, 0.9995)
+    input_sentence_size: int = numbered(11, Kind.UINT64, 0)
+    seed_sentencepiece_size: int = numbered(14, Kind.INT32, 1_000_000)
+    shrinking_factor: float = numbered(15, Kind.FLOAT, 0.75)
+    num_threads: int = numbered(16, Kind.INT32, 16)
+    num_sub_iterations: int = numbered(17, Kind.INT32, 2)
+    max_sentence_length: int = numbered(18, Kind.INT32, 4192)
+    shuffle_input_sentence: bool = numbered(19, Kind.BOOL, True)
+    max_sentencepiece_length: int = numbered(20, Kind.INT32, 16)
+    split_by_unicode_script: bool = numbered(21, Kind.BOOL, True)
+    split_by_whitespace: bool = numbered(22, Kind.BOOL, True)
+    split_by_number: bool = numbered(23, Kind.BOOL, True)
+    treat_whitespace_as_suffix: bool = numbered(24, Kind.BOOL, False)
+    split_digits: bool = numbered(25, Kind.BOOL, False)
+    allow_whitespace_only_pieces: bool = numbered(26, Kind.BOOL, False)
+    control_symbols: tuple[str, ...] = numbered(30, Kind.TEXT, (), repeated=True)
+    user_defined_symbols: tuple[str, ...] = numbered(31, Kind.TEXT, (), repeated=True)
+    vocabulary_output_piece_score: bool = numbered(32, Kind.BOOL, True)
+    hard_vocab_limit: bool = numbered(33, Kind.BOOL, True)
+    use_all_vocab: bool = numbered(34, Kind.BOOL, False)
+    byte_fallback: bool = numbered(35, Kind.BOOL, False)
+    required_chars: str = numbered(36, Kind.TEXT, "")
+    unk_id: int = numbered(40, Kind.INT32, 0)
+    bos_id: int = numbered(41, Kind.INT32, 1)
+    eos_id: int = numbered(42, Kind.INT32, 2)
+    pad_id: int = numbered(43, Kind.INT32, -1)
+    unk_surface: str = numbered(44, Kind.TEXT, " \u2047 ")
+    unk_piece: str = numbered(45, Kind.TEXT, "<unk>")
+    bos_piece: str = numbered(46, Kind.TEXT, "<s>")
+    eos_piece: str = numbered(47, Kind.TEXT, "</s>")
+    pad_piece: str = numbered(48, Kind.TEXT, "<pad>")
+    train_extremely_large_corpus: bool = numbered(49, Kind.BOOL, False)
+    pretokenization_delimiter: str = numbered(53, Kind.TEXT, "")
+    seed_sentencepieces_file: str = numbered(54, Kind.TEXT, "")
+
+
+@dataclass(frozen=True, slots=True)
+class NormalizerSpec:
+    """What is done to a text before it is split, or after it is put together (the denormaliser).
+
+    Attributes:
+        name: of the rule, such as `nmt_nfkc` or `identity`.
+        precompiled_charsmap_bytes: length of the compiled rule, 0 for none; the rule itself stays in the file.
+        add_dummy_prefix: a space is put before the text.
+        remove_extra_whitespaces: leading, trailing and repeated ones.
+        escape_whitespaces: spaces become U+2581.
+        normalization_rule_tsv: the rule as its author wrote it, if it is a custom one.
+    """
+
+    name: str = numbered(1, Kind.TEXT, "")
+    precompiled_charsmap_bytes: int = numbered(2, Kind.SPAN, 0)
+    add_dummy_prefix: bool = numbered(3, Kind.BOOL, True)
+    remove_extra_whitespaces: bool = numbered(4, Kind.BOOL, True)
+    escape_whitespaces: bool = numbered(5, Kind.BOOL, True)
+    normalization_rule_tsv: str = numbered(6, Kind.TEXT, "")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A text and its pieces, with a space between them, as the trainer's library split it."""
+
+    input: str = numbered(1, Kind.TEXT, "")
+    expected: str = numbered(2, Kind.TEXT, "")
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialIds:
+    """The ids that the library gives for the pieces with a special meaning; -1 where there is none."""
+
+    unk: int
+    bos: int
+    eos: int
+    pad: int
+
+
+@dataclass(frozen=True, slots=True)
+class SentencePieceModel:
+    """All of a `tokenizer.model`. A spec that is not in the file has its defaults; the denormaliser is then None."""
+
+    pieces: Pieces
+    trainer: TrainerSpec
+    normalizer: NormalizerSpec
+    denormalizer: NormalizerSpec | None
+    samples: tuple[Sample, ...]
+
+    def special_ids(self) -> SpecialIds:
+        """What the library's `unk_id()`, `bos_id()`, `eos_id()` and `pad_id()` give.
+
+        They come from the texts in the trainer spec; the ids there, the library ignores.
+        """
+        unknown = self.pieces.types.index(PieceType.UNKNOWN)
+
+        def id_of(text: str, default: str, wanted: PieceType) -> int:
+            found = self.pieces.id_of(text or default)
+            number = unknown if found is None else found
+            return number if self.pieces.types[number] == wanted else -1
+
+        return SpecialIds(
+            unk=id_of(self.trainer.unk_piece, "<unk>", PieceType.UNKNOWN),
+            bos=id_of(self.trainer.bos_piece, "<s>", PieceType.CONTROL),
+            eos=id_of(self.trainer.eos_piece, "</s>", PieceType.CONTROL),
+            pad=id_of(self.trainer.pad_piece, "<pad>", PieceType.CONTROL),
+        )
+
+
+_MODEL = {
+    1: Slot("pieces", Kind.SPAN, repeated=True),  # only those of another wire type get here, and are refused
+    2: Slot("trainer_spec", Kind.SPAN),
+    3: Slot("normalizer_spec", Kind.SPAN),
+    4: Slot("self_test_data", Kind.SPAN),
+    5: Slot("denormalizer_spec", Kind.SPAN),
+}
+_TRAINER, _NORMALIZER, _SAMPLE = schema_of(TrainerSpec), schema_of(NormalizerSpec), schema_of(Sample)
+_SAMPLES = {1: Slot("samples", Kind.SPAN, repeated=True)}
+
+
+def read_model(path: Path, file: str | None = None) -> SentencePieceModel:
+    """Read and check a local `tokenizer.model`.
+
+    Args:
+        path: the file.
+        file: the name for messages; the file's own by default.
+
+    Raises:
+        CheckpointNotFoundError: there is no such file.
+        CorruptVocabularyError: as `parse_model`; or it is no regular file, or has more than 64 MiB.
+    """
+    name = file or path.name
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(f"There is no vocabulary {path}.", "Name the tokenizer.model itself.") from None
+    if not stat.S_ISREG(found.st_mode):  # a pipe would wait for whoever writes into it
+        raise _corrupt(name, "it is no regular file")
+    if found.st_size > MAX_FILE_BYTES:
+        raise _corrupt(name, f"it has {found.st_size:,} bytes; at most {MAX_FILE_BYTES:,} are read")
+    with path.open("rb") as stream:
+        return parse_model(stream.read(MAX_FILE_BYTES), name)
+
+
+def parse_model(data: bytes, file: str) -> SentencePieceModel:
+    """Read and check a whole serialised `ModelProto`.
+
+    Raises:
+        CorruptVocabularyError: anything a vocabulary that the library can use does not have.
+    """
+    try:
+        return _parse(data)
+    except ValueError as error:
+        raise _corrupt(file, str(error) + _looks_like(data)) from None
+
+
+def _parse(data: bytes) -> SentencePieceModel:
+    pieces, others = read_pieces(data)
+    found = values_of(data, others, _MODEL)
+    for name, (begin, end) in found.items():
+        if end - begin > MAX_SPEC_BYTES:
+            raise ValueError(f"its {name} has {end - begin:,} bytes; at most {MAX_SPEC_BYTES:,} are read")
+    told = _message(data, found.get("trainer_spec"), _TRAINER)
+    trainer = TrainerSpec(**told)
+    check_pieces(pieces, trainer.byte_fallback)
+    for name in sorted(_IDS & told.keys()):
+        check_id(name, told[name], len(pieces))
+    denormalizer = found.get("denormalizer_spec")
+    samples = _message(data, found.get("self_test_data"), _SAMPLES).get("samples", ())
+    return SentencePieceModel(
+        pieces,
+        trainer,
+        _normalizer(data, found.get("normalizer_spec")),
+        denormalizer and _normalizer(data, denormalizer),
+        tuple(Sample(**_message(data, span, _SAMPLE)) for span in samples),
+    )
+
+
+def _message(data: bytes, span: tuple[int, int] | None, schema: Schema) -> dict[str, Any]:
+    return read_message(data, *span, schema, MAX_SPEC_FIELDS) if span else {}
+
+
+def _normalizer(data: bytes, span: tuple[int, int] | None) -> NormalizerSpec:
+    found = _message(data, span, _NORMALIZER)
+    begin, end = found.get("precompiled_charsmap_bytes", (0, 0))
+    check_charsmap(data, begin, end)
+    return NormalizerSpec(**{**found, "precompiled_charsmap_bytes": end - begin})
+
+
+def _looks_like(data: bytes) -> str:
+    """What else a file of this name often is."""
+    if data.startswith(b"version https://git-lfs"):
+        return " (it is a git-lfs pointer, not the file itself)"
+    if re.match(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\n", data):
+        return " (it looks like a tiktoken vocabulary, as Llama 3's is)"
+    return ""
+
+
+def _corrupt(file: str, what: str) -> CorruptVocabularyError:
+    return CorruptVocabularyError(
+        f"{file} is not a sound SentencePiece model: {what}.",
+        "Fetch the file again from where the model was published, and compare its sha256 with the one given there.",
+    )
