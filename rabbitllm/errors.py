@@ -9,6 +9,7 @@
     │   ├── UnsafePathError                    a name that points outside its folder
     │   ├── InvalidIndexError                  an index that cannot be believed
     │   ├── CorruptShardError                  a shard whose bytes contradict its header
+    │   ├── UnsafePickleError                  a pickle that asks for more than tensors and plain values
     │   ├── MissingShardError (FileNotFoundError)
     │   └── UnknownArchitectureError
     ├── HubError                               the hub refused or could not be reached
@@ -73,6 +74,10 @@ class InvalidIndexError(CheckpointError):
 
 class CorruptShardError(CheckpointError):
     """A shard is truncated or its header is malformed."""
+
+
+class UnsafePickleError(CheckpointError):
+    """A pickle holds a global, an opcode or a structure that no checkpoint of tensors needs; nothing of it was run."""
 
 
 class MissingShardError(CheckpointError, FileNotFoundError):

@@ -41,6 +41,11 @@ class PositionalFile:
             done += got
         return done
 
+    def read_at(self, offset: int, length: int) -> bytes:
+        """The bytes of a range, fewer only at the end of the file. `length` (bytes) is allocated, so check it first."""
+        buffer = bytearray(length)
+        return bytes(memoryview(buffer)[: self.read_into(memoryview(buffer), offset)])
+
     def _read_some(self, buffer: memoryview, offset: int) -> int:
         if hasattr(os, "preadv"):
             return os.preadv(self._descriptor, [buffer], offset)
