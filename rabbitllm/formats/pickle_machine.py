@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-MAX_MEMO = 1_000_000
+MAX_MEMO = 500_000
+"""A tensor takes about 12."""
 MAX_STACK = 200_000
 MAX_MARKS = 1_000
 """How deep a pickler's own recursion goes."""
@@ -59,8 +60,12 @@ class Machine:
         self.at += length
         return taken
 
-    def number(self, layout: str) -> int:
-        value: int = struct.unpack("<" + layout, self.take(struct.calcsize("<" + layout)))[0]
+    def number(self, layout: struct.Struct) -> int:
+        begin = self.at
+        self.at += layout.size
+        if self.at > len(self.data):
+            raise CutOffError(f"wants {layout.size} bytes, and {len(self.data) - begin} are left")
+        value: int = layout.unpack_from(self.data, begin)[0]
         return value
 
     def line(self) -> str:

@@ -25,6 +25,9 @@ from rabbitllm.formats.pickle_machine import (
     describe,
 )
 
+_U8, _U16, _U32, _U64, _I32 = (struct.Struct("<" + code) for code in "BHIQi")
+_DOUBLE = struct.Struct(">d")
+
 
 def _mark(machine: Machine) -> None:
     if len(machine.marks) >= MAX_MARKS:
@@ -46,11 +49,11 @@ def _bounded_push(machine: Machine, value: object) -> None:
     machine.stack.append(value)
 
 
-def _integer(layout: str) -> Callable[[Machine], None]:
+def _integer(layout: struct.Struct) -> Callable[[Machine], None]:
     return lambda machine: _bounded_push(machine, machine.number(layout))
 
 
-def _long(layout: str) -> Callable[[Machine], None]:
+def _long(layout: struct.Struct) -> Callable[[Machine], None]:
     def step(machine: Machine) -> None:
         length = machine.number(layout)
         if not 0 <= length <= MAX_NUMBER_BYTES:
@@ -61,22 +64,19 @@ def _long(layout: str) -> Callable[[Machine], None]:
 
 
 def _float(machine: Machine) -> None:
-    _bounded_push(machine, struct.unpack(">d", machine.take(8))[0])
+    _bounded_push(machine, _DOUBLE.unpack(machine.take(8))[0])
 
 
-def _text(layout: str) -> Callable[[Machine], None]:
+def _text(layout: struct.Struct) -> Callable[[Machine], None]:
     return lambda machine: _bounded_push(machine, _sized(machine, layout).decode("utf-8"))
 
 
-def _bytes(layout: str) -> Callable[[Machine], None]:
+def _bytes(layout: struct.Struct) -> Callable[[Machine], None]:
     return lambda machine: _bounded_push(machine, _sized(machine, layout))
 
 
-def _sized(machine: Machine, layout: str) -> bytes:
-    length = machine.number(layout)
-    if length < 0:
-        raise RefusedValueError(f"has a length of {length}")
-    return machine.take(length)
+def _sized(machine: Machine, layout: struct.Struct) -> bytes:
+    return machine.take(machine.number(layout))
 
 
 def _tuple(length: int) -> Callable[[Machine], None]:
@@ -124,7 +124,7 @@ def _store(table: dict[Any, object], key: object, value: object) -> None:
     table[key] = value
 
 
-def _put(layout: str | None) -> Callable[[Machine], None]:
+def _put(layout: struct.Struct | None) -> Callable[[Machine], None]:
     def step(machine: Machine) -> None:
         number = len(machine.memo) if layout is None else machine.number(layout)
         if len(machine.memo) >= MAX_MEMO:
@@ -136,7 +136,7 @@ def _put(layout: str | None) -> Callable[[Machine], None]:
     return step
 
 
-def _get(layout: str) -> Callable[[Machine], None]:
+def _get(layout: struct.Struct) -> Callable[[Machine], None]:
     def step(machine: Machine) -> None:
         number = machine.number(layout)
         if number not in machine.memo:
@@ -188,7 +188,7 @@ def _persistent(machine: Machine) -> None:
 
 
 def _frame(machine: Machine) -> None:
-    length = machine.number("Q")
+    length = machine.number(_U64)
     if length > len(machine.data) - machine.at:
         raise CutOffError(f"announces {length:,} bytes, and {len(machine.data) - machine.at:,} are left")
 
@@ -202,20 +202,20 @@ _BY_NAME: dict[str, Callable[[Machine], None]] = {
     "EMPTY_LIST": _made(list),
     "EMPTY_SET": _made(list),
     "EMPTY_DICT": _made(dict),
-    "BININT": _integer("i"),
-    "BININT1": _integer("B"),
-    "BININT2": _integer("H"),
-    "LONG1": _long("B"),
-    "LONG4": _long("i"),
+    "BININT": _integer(_I32),
+    "BININT1": _integer(_U8),
+    "BININT2": _integer(_U16),
+    "LONG1": _long(_U8),
+    "LONG4": _long(_I32),
     "BINFLOAT": _float,
-    "SHORT_BINUNICODE": _text("B"),
-    "BINUNICODE": _text("I"),
-    "BINUNICODE8": _text("Q"),
-    "SHORT_BINSTRING": _text("B"),
-    "SHORT_BINBYTES": _bytes("B"),
-    "BINBYTES": _bytes("I"),
-    "BINBYTES8": _bytes("Q"),
-    "BYTEARRAY8": _bytes("Q"),
+    "SHORT_BINUNICODE": _text(_U8),
+    "BINUNICODE": _text(_U32),
+    "BINUNICODE8": _text(_U64),
+    "SHORT_BINSTRING": _text(_U8),
+    "SHORT_BINBYTES": _bytes(_U8),
+    "BINBYTES": _bytes(_U32),
+    "BINBYTES8": _bytes(_U64),
+    "BYTEARRAY8": _bytes(_U64),
     "TUPLE": _tuple_of_marked,
     "TUPLE1": _tuple(1),
     "TUPLE2": _tuple(2),
@@ -225,11 +225,11 @@ _BY_NAME: dict[str, Callable[[Machine], None]] = {
     "ADDITEMS": _extend,
     "SETITEM": _set_item,
     "SETITEMS": _set_items,
-    "BINPUT": _put("B"),
-    "LONG_BINPUT": _put("I"),
+    "BINPUT": _put(_U8),
+    "LONG_BINPUT": _put(_U32),
     "MEMOIZE": _put(None),
-    "BINGET": _get("B"),
-    "LONG_BINGET": _get("I"),
+    "BINGET": _get(_U8),
+    "LONG_BINGET": _get(_U32),
     "GLOBAL": _global,
     "STACK_GLOBAL": _stack_global,
     "REDUCE": _reduce,

@@ -23,9 +23,9 @@ from rabbitllm.formats.pickle_machine import MAX_NUMBER_BYTES, CutOffError, Know
 from rabbitllm.formats.pickle_opcodes import STEPS
 
 MAX_PICKLE_BYTES = 32 << 20
-MAX_OPCODES = 2_000_000
+MAX_OPCODES = 1_000_000
 """A tensor takes about 35."""
-MAX_LISTED = 2_000_000
+MAX_LISTED = 1_000_000
 MAX_ARGUMENT = 80
 """Characters of an opcode's argument in a listing."""
 _PROTO, _STOP = 0x80, ord(".")

@@ -202,10 +202,10 @@ def _listed(raw: bytes, count: int, file: str) -> Iterator[_Listed]:
 
 def _placed(listed: Sequence[_Listed], directory: int, file: str) -> Iterator[ZipEntry]:
     """Where each entry's data is, given that nothing lies between one entry and the next."""
-    if listed and listed[0].header:
+    if not listed:
+        raise corrupt_zip(file, "it has no entries")
+    if listed[0].header:
         raise corrupt_zip(file, f"its first entry starts at byte {listed[0].header:,}; expected byte 0")
-    if not listed and directory:
-        raise corrupt_zip(file, f"it has {directory:,} bytes and no entries")
     nexts = [entry.header for entry in listed[1:]] + [directory]
     for entry, following in zip(listed, nexts, strict=True):
         end = following - entry.descriptor

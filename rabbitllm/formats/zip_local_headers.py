@@ -67,7 +67,9 @@ def _check_local(raw: bytes, entry: ZipEntry, file: str) -> None:
             f"expected byte {entry.begin:,}",
         )
     zip64 = zip64_field(raw[LOCAL.size + name_length :], entry.name, file)
-    if zip64 not in (b"", entry.zip64, struct.pack("<2Q", entry.size, entry.size)):
+    # torch writes the size, nothing for the packed size, and the rest as in the directory; zipfile both sizes
+    as_torch = entry.zip64[:8] + bytes(8) + entry.zip64[16:]
+    if zip64 not in (b"", entry.zip64, as_torch, struct.pack("<2Q", entry.size, entry.size)):
         raise corrupt_zip(
             file, f"the zip64 field in the local header of entry {entry.name!r} differs from the directory's"
         )
