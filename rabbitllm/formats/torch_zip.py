@@ -10,7 +10,6 @@ has been compared with the size of the file. Knows no models.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,7 +115,7 @@ def read_torch_zip(path: Path, file: str | None = None) -> TorchZip:
         UnsafePickleError: the pickle asks for more than tensors and plain values.
     """
     with PositionalFile(path) as opened:
-        return parse_torch_zip(opened.read_at, os.stat(path).st_size, file or path.name)
+        return parse_torch_zip(opened.read_at, opened.size(), file or path.name)
 
 
 def parse_torch_zip(read: ReadAt, size: int, file: str, *, local_headers: bool = True) -> TorchZip:
@@ -148,7 +147,7 @@ def pickle_of(path: Path) -> bytes:
         CorruptShardError: the zip is malformed, or the pickle too large.
     """
     with PositionalFile(path) as opened:
-        entries = read_entries(opened.read_at, os.stat(path).st_size, path.name)
+        entries = read_entries(opened.read_at, opened.size(), path.name)
         check_local_headers(opened.read_at, entries, path.name)
         return read_pickle_bytes(opened.read_at, _records(entries, path.name), path.name)
 

@@ -257,6 +257,69 @@ def rebuild_as_a_class_of_its_own(_: Path) -> bytes:
     return pickled(Call(torch._tensor._rebuild_from_type_v2, torch._utils._rebuild_tensor_v2, Member, (), {}))
 
 
+@attack("is given the text 'x'; expected the class of a plain tensor")
+def rebuild_as_a_text(_: Path) -> bytes:
+    return pickled(Call(torch._tensor._rebuild_from_type_v2, torch._utils._rebuild_tensor_v2, "x", (), {}))
+
+
+@attack("is given a list of 0; expected a tuple")
+def rebuild_with_a_list(_: Path) -> bytes:
+    return pickled(Call(torch._tensor._rebuild_from_type_v2, torch._utils._rebuild_tensor_v2, torch.Tensor, [], {}))
+
+
+@attack("_rebuild_parameter, which is given the text 'x'; expected a tensor")
+def parameter_of_a_text(_: Path) -> bytes:
+    return pickled(Call(torch._utils._rebuild_parameter, "x", False, OrderedDict()))
+
+
+@attack("is given the text 'float32' as a dtype|is given None as a dtype")
+def dtype_as_a_text(_: Path) -> bytes:
+    held = storage(kind=torch.UntypedStorage, elements=16)
+    call = Call(torch._utils._rebuild_tensor_v3, held, 0, (4,), (1,), False, OrderedDict(), "float32")
+    return pickled({"w": call})
+
+
+@attack("is given a storage of F32; expected one of bytes")
+def dtype_other_than_the_storages(_: Path) -> bytes:
+    call = Call(torch._utils._rebuild_tensor_v3, storage(), 0, (4,), (1,), False, OrderedDict(), torch.int32)
+    return pickled({"w": call})
+
+
+@attack("is given None as a dtype")
+def storage_of_bytes_without_a_dtype(_: Path) -> bytes:
+    return tensor_pickle(storage(kind=torch.UntypedStorage, elements=16))
+
+
+@attack("is given the text 'conj' as metadata")
+def metadata_as_a_text(_: Path) -> bytes:
+    return tensor_pickle(None, 0, (4,), (1,), False, OrderedDict(), "conj")
+
+
+@attack("torch.device, which is given the number 7; expected a device's name")
+def device_of_a_number(_: Path) -> bytes:
+    return b"\x80\x02ctorch\ndevice\nK\x07\x85R."
+
+
+@attack("torch.Size, which is given the text 'x'; expected a tuple")
+def size_of_a_text(_: Path) -> bytes:
+    return b"\x80\x02ctorch\nSize\n" + text("x") + b"\x85R."
+
+
+@attack("_codecs.encode, which is given the text 'x' and the text 'rot13'")
+def another_codec(_: Path) -> bytes:
+    return b"\x80\x02c_codecs\nencode\n" + text("x") + text("rot13") + b"\x86R."
+
+
+@attack("is given text that is no Latin-1")
+def bytes_of_no_latin_1(_: Path) -> bytes:
+    return b"\x80\x02c_codecs\nencode\n" + text("😀") + text("latin1") + b"\x86R."
+
+
+@attack("builtins.complex, which is given other than two numbers")
+def complex_of_texts(_: Path) -> bytes:
+    return b"\x80\x02c__builtin__\ncomplex\n" + text("1") + text("2") + b"\x86R."
+
+
 @attack("PERSID is not among the opcodes")
 def persistent_id_as_a_line(_: Path) -> bytes:
     return b"\x80\x02P../../etc/passwd\n."
@@ -308,6 +371,11 @@ def no_stop(_: Path) -> bytes:
 @attack("wants 2 bytes, and 0 are left", CorruptShardError)
 def empty(_: Path) -> bytes:
     return b""
+
+
+@attack("wants 4 bytes, and 2 are left", CorruptShardError)
+def length_cut_off(_: Path) -> bytes:
+    return b"\x80\x02X\x01\x00"
 
 
 @attack("finds nothing on the stack", CorruptShardError)

@@ -330,6 +330,26 @@ def two_zip64_fields() -> bytes:
     return pack(changed(archive(), "data/0", central={"size": 0xFFFFFFFF, "extra": twice}))
 
 
+@attack("zip64 locator stands where no zip64 record fits")
+def zip64_locator_at_the_beginning() -> bytes:
+    return pack([], zip64={})[-42:]
+
+
+@attack("entry 3 of its directory reaches beyond the directory")
+def directory_whose_last_entry_has_no_end() -> bytes:
+    content = bytearray(pack(archive()))
+    at = content.rindex(b"PK\x01\x02") + 32  # the length of its comment
+    content[at : at + 2] = b"\xff\xff"
+    return bytes(content)
+
+
+@attack("there is no local header at byte")
+def local_header_without_its_signature() -> bytes:
+    content = pack(archive())
+    at = content.rindex(b"PK\x03\x04")
+    return content[:at] + b"PK\x03\x05" + content[at + 4 :]
+
+
 # names
 
 

@@ -224,6 +224,11 @@ def test_listing_is_bounded() -> None:
     assert next(op for op in list_opcodes(huge, "x") if op.name == "LONG4").argument == "a number of 8,388,601 bits"
 
 
+def test_a_pickle_that_is_too_large_is_not_read() -> None:
+    with pytest.raises(UnsafePickleError, match="at most 33,554,432 are read"):
+        value_of(bytes(MAX_PICKLE_BYTES + 1))
+
+
 def test_listing_of_a_damaged_pickle() -> None:
     listing = list_opcodes(b"\x80\x02]\xff", "x")
     assert [next(listing).name, next(listing).name] == ["PROTO", "EMPTY_LIST"]
@@ -250,7 +255,7 @@ made_up = st.lists(st.sampled_from([bytes([code]) for code in CODES]) | st.binar
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Python's own listing, at a strange text
-@settings(max_examples=1500, deadline=2000, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=800, deadline=2000, suppress_health_check=[HealthCheck.too_slow])
 @given(mutated() | made_up.map(lambda parts: b"\x80\x04" + b"".join(parts) + b"."))
 def test_only_our_errors(data: bytes) -> None:
     with contextlib.suppress(CheckpointError):

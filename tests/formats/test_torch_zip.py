@@ -101,6 +101,7 @@ def views() -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol 3")
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_every_dtype(tmp_path: Path, protocol: int) -> None:
     tensors = every_dtype()
@@ -111,6 +112,7 @@ def test_every_dtype(tmp_path: Path, protocol: int) -> None:
         assert {name: bits(value) for name, value in loaded.items()} == {n: bits(v) for n, v in tensors.items()}
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol 3")
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_views_and_shared_storages(tmp_path: Path, protocol: int) -> None:
     path = tmp_path / "x.pth"
@@ -249,6 +251,25 @@ def test_without_the_local_headers(tmp_path: Path) -> None:
     assert len(asked) == 4
 
 
+def test_a_file_that_ends_inside_its_pickle(tmp_path: Path) -> None:
+    """Seen by its size as whole, and cut off when it is read."""
+    content = pack(archive())
+    at = content.index(b"\x80\x02")
+
+    def read(offset: int, length: int) -> bytes:
+        return content[offset : offset + length][: 10 if offset == at else None]
+
+    with pytest.raises(CorruptShardError, match=r"it ended inside its data\.pkl"):
+        parse_torch_zip(read, len(content), "x.bin", local_headers=False)
+
+
+def test_two_values_of_four_bits_are_no_scalar(tmp_path: Path) -> None:
+    scalar = torch.zeros(1, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)[0]
+    (record,) = saved(tmp_path / "x.bin", {"w": scalar}).tensors
+    with pytest.raises(ValueError, match="is a scalar of F4"):
+        record.spec()
+
+
 GIANT = """
 import resource, sys, time
 from pathlib import Path
@@ -372,6 +393,7 @@ def test_the_builder_makes_what_torch_loads(tmp_path: Path) -> None:
             assert loaded["w"].tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_torch_itself_takes_some_of_them(tmp_path: Path) -> None:
     """So these tests are of more than what torch refuses anyway."""
     taken = set()

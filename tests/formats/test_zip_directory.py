@@ -163,7 +163,7 @@ def test_a_file_that_shrinks_meanwhile() -> None:
 SOUND = [pack(archive()), pack(changed(archive(), "data/0", described=True), zip64={})]
 
 
-@settings(max_examples=1500, deadline=2000)
+@settings(max_examples=800, deadline=2000)
 @given(
     st.sampled_from(SOUND),
     st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 4), st.binary(max_size=8)), min_size=1, max_size=4),
