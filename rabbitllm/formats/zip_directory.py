@@ -44,6 +44,12 @@ _FLAG_MEANINGS = {0: "encrypted", 5: "patch data", 6: "strongly encrypted", 13: 
 _SENTINEL_16, SENTINEL_32 = 0xFFFF, 0xFFFFFFFF
 _MAX_EXTRA = 0xFFFF
 
+_SPECIAL = 0x18
+"""A directory or a volume label by its DOS attributes: miniz, and so torch, then reads nothing and leaves what was in
+memory as the data."""
+_REGULAR = 0o10
+"""The type in a Unix mode (st_mode >> 12); zero where none is given."""
+
 _ZIP64 = 0x0001
 _HARMLESS_EXTRAS = {0x4246, 0x5455, 0x7875}
 """torch's padding ("FB"), and the times and owners that Info-ZIP adds. Others can change a name or hide data."""
@@ -180,7 +186,7 @@ def _listed(raw: bytes, count: int, file: str) -> Iterator[_Listed]:
         if len(raw) - at < _CENTRAL.size or raw[at : at + 4] != b"PK\x01\x02":
             raise corrupt_zip(file, f"its directory claims {count:,} entries and has {number:,}")
         fields = _CENTRAL.unpack_from(raw, at)
-        _, _, _, flags, method, _, _, crc, packed, size, *lengths, disk, _, _, header = fields
+        _, _, _, flags, method, _, _, crc, packed, size, *lengths, disk, _, attributes, header = fields
         at += _CENTRAL.size
         ends = [at := at + length for length in lengths]
         if ends[-1] > len(raw):
@@ -190,6 +196,8 @@ def _listed(raw: bytes, count: int, file: str) -> Iterator[_Listed]:
         if lengths[2]:
             raise corrupt_zip(file, f"entry {name!r} has a comment")
         _check_stored(flags, method, name, file)
+        if attributes & _SPECIAL or attributes >> 28 not in (0, _REGULAR):
+            raise corrupt_zip(file, f"entry {name!r} is marked as other than a file (attributes {attributes:#010x})")
         wide = _widened((size, packed, header, disk), zip64, name, file)
         if wide[0] != wide[1]:
             raise corrupt_zip(file, f"entry {name!r} holds {wide[1]:,} bytes that claim to become {wide[0]:,}")

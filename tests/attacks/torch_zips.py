@@ -223,6 +223,22 @@ def entry_on_another_disk() -> bytes:
     return pack(changed(archive(), "data/0", central={"disk": 1}))
 
 
+@attack(r"marked as other than a file \(attributes 0x00000010\)")
+def storage_marked_as_a_directory() -> bytes:
+    """torch reads nothing of it, and gives out memory that was never written."""
+    return pack(changed(archive(), "data/0", central={"attributes": 0x10}))
+
+
+@attack(r"marked as other than a file \(attributes 0xa1ff0000\)")
+def entry_marked_as_a_symbolic_link() -> bytes:
+    return pack(changed(archive(), "data.pkl", central={"attributes": 0o120777 << 16}))
+
+
+@attack(r"marked as other than a file \(attributes 0x41ed0000\)")
+def entry_marked_as_a_directory_by_its_mode() -> bytes:
+    return pack(changed(archive(), "data/0", central={"attributes": 0o040755 << 16}))
+
+
 @attack("does not end with a zip's end record")
 def cut_off() -> bytes:
     return pack(archive())[:-30]

@@ -376,7 +376,10 @@ def test_zip_attacks_take_no_memory(tmp_path: Path) -> None:
 def test_pickle_attacks_in_a_file(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     for attack in pickles.ATTACKS:
-        (tmp_path / "x.bin").write_bytes(pack(archive(attack.build(marker))))
+        data = attack.build(marker)
+        if len(data) > 10_000:  # what takes long is tried without a file
+            continue
+        (tmp_path / "x.bin").write_bytes(pack(archive(data)))
         with pytest.raises((CorruptShardError, UnsafePickleError)):
             read_torch_zip(tmp_path / "x.bin")
         assert not marker.exists(), attack.name

@@ -94,6 +94,11 @@ def test_what_is_packed_here(described: bool, zip64: dict[str, int] | None) -> N
     assert [entry.size for entry in entries] == [3, 0, 1]
 
 
+@pytest.mark.parametrize("attributes", [0, 0x20, 0o600 << 16, 0o100644 << 16])
+def test_attributes_of_ordinary_files(attributes: int) -> None:
+    agrees_with_zipfile(pack(changed(archive(), "data/0", central={"attributes": attributes})))
+
+
 def test_an_order_in_the_directory_other_than_in_the_file() -> None:
     content = pack(archive())
     begin = content.index(b"PK\x01\x02")

@@ -74,7 +74,7 @@ def _fields(member: Member, changes: Mapping[str, Any]) -> dict[str, Any]:
     size = len(member.data)
     flags = 0x808 if member.described else 0x800
     known = {"name": member.name.encode(), "flags": flags, "method": 0, "crc": zlib.crc32(member.data)}
-    return {**known, "packed": size, "size": size, "extra": b"", "comment": b"", "disk": 0, **changes}
+    return {**known, "packed": size, "size": size, "extra": b"", "comment": b"", "disk": 0, "attributes": 0, **changes}
 
 
 def _local(member: Member) -> bytes:
@@ -91,7 +91,7 @@ def _central(member: Member, at: int) -> bytes:
     f = {"header": at, **_fields(member, member.central)}
     head = struct.pack(
         "<4s6H3I5H2I", b"PK\x01\x02", 0, 0, f["flags"], f["method"], 0, 0, f["crc"], f["packed"], f["size"],
-        len(f["name"]), len(f["extra"]), len(f["comment"]), f["disk"], 0, 0, f["header"],
+        len(f["name"]), len(f["extra"]), len(f["comment"]), f["disk"], 0, f["attributes"], f["header"],
     )  # fmt: skip
     return head + f["name"] + f["extra"] + f["comment"]
 
