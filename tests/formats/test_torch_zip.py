@@ -40,8 +40,9 @@ ROOT = Path(__file__).parent.parent.parent
 
 def bits(value: torch.Tensor) -> bytes:
     """A tensor's bytes in row-major order."""
-    flat = value.detach().contiguous().reshape(-1)
-    return bytes(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else b""
+    flat = torch.empty(value.numel(), dtype=value.dtype)
+    flat.view(value.shape).copy_(value.detach())
+    return bytes(flat.view(torch.uint8).numpy().tobytes())
 
 
 def bytes_of(path: Path, record: TorchTensor, chunk: int = 1 << 20) -> bytes:
