@@ -231,7 +231,7 @@ def _placed(listed: Sequence[_Listed], directory: int, file: str) -> Iterator[Zi
 
 def _check_stored(flags: int, method: int, name: str, file: str) -> None:
     if method:
-        raise corrupt_zip(file, f"entry {name!r} is compressed (method {method}); torch stores entries as they are")
+        raise corrupt_zip(file, f"entry {name!r} is compressed (method {method}); torch.save compresses nothing")
     for bit in range(16):
         if flags >> bit & 1 and 1 << bit not in (DESCRIBED, _UTF8):
             raise corrupt_zip(

@@ -389,7 +389,8 @@ def test_pickle_attacks_in_a_file(tmp_path: Path) -> None:
 def test_the_builder_makes_what_torch_loads(tmp_path: Path) -> None:
     """The control of the attacks: without its one change, each file is sound."""
     path = tmp_path / "x.bin"
-    for members in (archive(), changed(archive(), "data/0", described=True), archive(root="model")):
+    of_torch_1 = [member for member in archive() if not member.name.endswith("byteorder")]
+    for members in (archive(), changed(archive(), "data/0", described=True), archive(root="model"), of_torch_1):
         for zip64 in (None, {}):
             path.write_bytes(pack(members, zip64=zip64))
             loaded = torch.load(path, weights_only=True)
