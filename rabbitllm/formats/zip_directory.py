@@ -24,7 +24,7 @@ from rabbitllm.errors import CorruptShardError
 ReadAt = Callable[[int, int], bytes]
 """Reads (offset, length), both in bytes; what comes is shorter only at the end of the file."""
 
-MAX_ENTRIES = 50_000
+MAX_ENTRIES = 32_768
 """A shard has some hundred, the largest mixtures of experts some thousand."""
 MAX_DIRECTORY_BYTES = 16 << 20
 MAX_NAME_BYTES = 1024
