@@ -10,6 +10,7 @@
     │   ├── InvalidIndexError                  an index that cannot be believed
     │   ├── CorruptShardError                  a shard whose bytes contradict its header
     │   ├── CorruptVocabularyError             a tokenizer's vocabulary that cannot be believed
+    │   ├── UnsafePickleError                  a pickle that asks for more than tensors and plain values
     │   ├── MissingShardError (FileNotFoundError)
     │   └── UnknownArchitectureError
     ├── HubError                               the hub refused or could not be reached
@@ -78,6 +79,10 @@ class CorruptShardError(CheckpointError):
 
 class CorruptVocabularyError(CheckpointError):
     """A tokenizer's vocabulary is truncated, malformed or contradicts itself."""
+
+
+class UnsafePickleError(CheckpointError):
+    """A pickle holds a global, an opcode or a structure that no checkpoint of tensors needs; nothing of it was run."""
 
 
 class MissingShardError(CheckpointError, FileNotFoundError):

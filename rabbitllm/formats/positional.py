@@ -41,6 +41,15 @@ class PositionalFile:
             done += got
         return done
 
+    def size(self) -> int:
+        """Length of the file in bytes, as it is now."""
+        return os.fstat(self._descriptor).st_size
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        """The bytes of a range, fewer only at the end of the file. `length` (bytes) is allocated, so check it first."""
+        buffer = bytearray(length)
+        return bytes(memoryview(buffer)[: self.read_into(memoryview(buffer), offset)])
+
     def _read_some(self, buffer: memoryview, offset: int) -> int:
         if hasattr(os, "preadv"):
             return os.preadv(self._descriptor, [buffer], offset)

@@ -39,6 +39,13 @@ def test_read_past_the_end_says_how_much_came(file: Path, offset: int, got: int)
     assert buffer == CONTENT[offset:] + b"\xaa" * (10 - got)
 
 
+def test_bytes_of_a_range(file: Path) -> None:
+    with PositionalFile(file) as opened:
+        assert opened.size() == len(CONTENT)
+        assert opened.read_at(7, 20) == CONTENT[7:27]
+        assert opened.read_at(len(CONTENT) - 3, 20) == CONTENT[-3:]
+
+
 def test_threads_do_not_disturb_each_other(file: Path) -> None:
     with PositionalFile(file) as opened, ThreadPoolExecutor(8) as pool:
 

@@ -1,0 +1,150 @@
+"""Pickles read by an allow-list: what a pickle names is looked up in a table, never imported, and nothing is called but
+the functions of that table.
+
+Format: the opcodes as CPython's `pickletools` documents them (https://github.com/python/cpython/blob/main/Lib/pickletools.py),
+protocols 2 to 5. Of them, those that build numbers, text, bytes, tuples, lists, sets and dicts, refer to the memo, name
+a global, call it (REDUCE), set attributes (BUILD) and refer to a storage (BINPERSID). What else there is (instances,
+the extension registry, out-of-band buffers, protocol 0's text forms) no checkpoint needs, and it is refused.
+
+Values are plain Python ones; a set is a list, since hashing what a file made can take for ever. Keys of dicts are text
+or whole numbers, each once. Building never recurses, so nesting costs nothing here; who walks the result must bound it.
+Knows nothing of torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickletools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from rabbitllm.errors import CorruptShardError, UnsafePickleError
+from rabbitllm.formats.pickle_machine import MAX_NUMBER_BYTES, CutOffError, Known, Machine, RefusedValueError
+from rabbitllm.formats.pickle_opcodes import STEPS
+
+MAX_PICKLE_BYTES = 32 << 20
+MAX_OPCODES = 1_000_000
+"""A tensor takes about 35."""
+MAX_LISTED = 1_000_000
+MAX_ARGUMENT = 80
+"""Characters of an opcode's argument in a listing."""
+_PROTO, _STOP = 0x80, ord(".")
+
+_REMEDY = (
+    "Nothing of it was run. If you trust whoever made the file, load it with torch where it can do no harm and save "
+    "its tensors as safetensors; if you do not, delete it."
+)
+
+
+def read_pickle(
+    data: bytes, known: Mapping[tuple[str, str], Known], persistent: Callable[[object], object], file: str
+) -> object:
+    """The value a pickle describes.
+
+    Args:
+        data: the whole pickle; at most `MAX_PICKLE_BYTES`.
+        known: the globals it may name, by module and name.
+        persistent: makes a value of a persistent id; raises RefusedValueError for one it does not know.
+        file: name for messages.
+
+    Raises:
+        UnsafePickleError: an opcode, a global or a value that is not on the list, or more of something than the limits
+            allow; with its name and byte position.
+        CorruptShardError: the pickle is cut off, or is none.
+    """
+    _check_size(data, file)
+    machine = Machine(data, known, persistent)
+    begin, opcode = 0, -1
+    try:
+        _start(machine)
+        for _ in range(MAX_OPCODES):
+            begin = machine.at
+            opcode = machine.take(1)[0]
+            if opcode == _STOP:
+                return _finish(machine)
+            step = STEPS.get(opcode)
+            if step is None:
+                raise RefusedValueError("is not among the opcodes that are read")
+            step(machine)
+        raise RefusedValueError(f"is one more than the {MAX_OPCODES:,} opcodes that are read")
+    except RefusedValueError as refusal:
+        raise UnsafePickleError(
+            f"The pickle of {file} is refused at byte {begin:,}: {_opcode_name(opcode)} {refusal}.", _REMEDY
+        ) from None
+    except (CutOffError, UnicodeDecodeError) as error:
+        raise CorruptShardError(
+            f"The pickle of {file} is not sound at byte {begin:,}: {_opcode_name(opcode)} {error}.",
+            "Fetch or copy the file again.",
+        ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Opcode:
+    """One opcode of a listing: where it stands (bytes), its name, and its argument as text, cut short."""
+
+    position: int
+    name: str
+    argument: str
+
+
+def list_opcodes(data: bytes, file: str, most: int = MAX_LISTED) -> Iterator[Opcode]:
+    """The opcodes of any pickle up to its STOP, refused ones too, for people to look at. Runs nothing.
+
+    Args:
+        data: the whole pickle; at most `MAX_PICKLE_BYTES`.
+        file: name for messages.
+        most: stop after so many.
+
+    Raises:
+        UnsafePickleError: it is too large.
+        CorruptShardError: the bytes are no pickle from some place on; what precedes it has been yielded.
+    """
+    _check_size(data, file)
+    listing = pickletools.genops(data)
+    position = 0
+    try:
+        for opcode, argument, at in itertools.islice(listing, most):
+            position = at or 0
+            yield Opcode(position, opcode.name, _shortened(argument))
+    except (ValueError, OverflowError) as error:
+        raise CorruptShardError(
+            f"The pickle of {file} cannot be listed beyond byte {position:,}: {str(error)[:200]}.",
+            "Fetch or copy the file again.",
+        ) from None
+
+
+def _shortened(argument: object) -> str:
+    if argument is None:
+        return ""
+    if isinstance(argument, int) and argument.bit_length() > 8 * MAX_NUMBER_BYTES:
+        return f"a number of {argument.bit_length():,} bits"
+    text = repr(argument[: MAX_ARGUMENT + 1] if isinstance(argument, str | bytes | bytearray) else argument)
+    return text if len(text) <= MAX_ARGUMENT else text[: MAX_ARGUMENT - 3] + "..."
+
+
+def _check_size(data: bytes, file: str) -> None:
+    if len(data) > MAX_PICKLE_BYTES:
+        raise UnsafePickleError(
+            f"The pickle of {file} has {len(data):,} bytes; at most {MAX_PICKLE_BYTES:,} are read.", _REMEDY
+        )
+
+
+def _opcode_name(code: int) -> str:
+    """The name of an opcode as `pickletools` gives it, or its number."""
+    known = next((op.name for op in pickletools.opcodes if op.code == chr(code)), None) if code >= 0 else None
+    return known if known else (f"opcode {code:#04x}" if code >= 0 else "its beginning")
+
+
+def _start(machine: Machine) -> None:
+    head = machine.take(2)
+    if head[0] != _PROTO or not 2 <= head[1] <= 5:
+        raise RefusedValueError(f"is {head!r}; expected protocol 2, 3, 4 or 5")
+
+
+def _finish(machine: Machine) -> object:
+    value = machine.pop()
+    if machine.stack or machine.marks:
+        raise RefusedValueError(f"leaves {len(machine.stack):,} values on the stack")
+    if machine.at != len(machine.data):
+        raise RefusedValueError(f"is followed by {len(machine.data) - machine.at:,} bytes")
+    return value

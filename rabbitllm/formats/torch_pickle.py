@@ -1,0 +1,277 @@
+"""What torch puts into a pickle, as records: storages and tensors by their places, dtypes and devices by their names.
+
+Source: `torch.save` and what `torch.load(weights_only=True)` allows
+(https://github.com/pytorch/pytorch, torch/serialization.py, torch/_weights_only_unpickler.py, torch/_utils.py). Less is
+allowed here: no sparse, quantised, nested or distributed tensors, no subclasses, and no element type that safetensors
+does not have. torch itself is never imported.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rabbitllm.formats.pickle_machine import Attributed, Known, RefusedValueError, describe
+from rabbitllm.formats.pickle_reader import read_pickle
+from rabbitllm.formats.tensor_spec import DTYPES
+
+MAX_DIMENSIONS = 64
+"""torch's own limit."""
+MAX_SIZE = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A run of bytes that tensors view: the entry `data/<key>`.
+
+    Attributes:
+        key: digits.
+        dtype: a key of `DTYPES`, or None for bytes that each tensor gives a dtype of its own.
+        nbytes: its length.
+    """
+
+    key: str
+    dtype: str | None
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PickledTensor:
+    """A tensor as the pickle describes it; whether it lies within its storage has been checked.
+
+    Attributes:
+        storage: what it views.
+        dtype: a key of `DTYPES`.
+        first: its first element, counted in elements from the start of the storage.
+        shape: as torch counts it (two F4 values are one element).
+        strides: in elements, one a dimension, none negative.
+    """
+
+    storage: Storage
+    dtype: str
+    first: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def read_torch_pickle(data: bytes, file: str) -> tuple[object, Mapping[str, Storage]]:
+    """The value that `torch.save` was given, with records in place of its tensors, and the storages it names by key.
+
+    Args:
+        data: the whole pickle.
+        file: name for messages.
+
+    Raises:
+        UnsafePickleError, CorruptShardError: see `read_pickle`.
+    """
+    storages: dict[str, Storage] = {}
+
+    def persistent(identity: object) -> Storage:
+        storage = _storage(identity)
+        if storages.setdefault(storage.key, storage) != storage:
+            raise RefusedValueError(f"names storage {storage.key} again, with another type or size")
+        return storage
+
+    return read_pickle(data, _KNOWN, persistent, file), storages
+
+
+def element_bytes(dtype: str) -> int:
+    """Bytes of one element as torch counts them."""
+    return max(1, DTYPES[dtype].bits // 8)
+
+
+def _storage(identity: object) -> Storage:
+    if type(identity) is not tuple or len(identity) != 5 or identity[0] != "storage":
+        raise RefusedValueError(f"refers to {describe(identity)}; expected a storage's type, key, place and size")
+    _, kind, key, place, elements = identity
+    if not isinstance(kind, Known) or kind.name not in _STORAGE_DTYPES:
+        raise RefusedValueError(f"refers to a storage of type {describe(kind)}")
+    if type(key) is not str or not (key.isascii() and key.isdigit()) or len(key) > 20:
+        raise RefusedValueError(f"refers to a storage by {describe(key)}; expected digits")
+    if type(place) is not str:
+        raise RefusedValueError(f"refers to a storage on {describe(place)}; expected a device's name")
+    dtype = _STORAGE_DTYPES[kind.name]
+    return Storage(key, dtype, _natural(elements, "a storage's size") * (element_bytes(dtype) if dtype else 1))
+
+
+def _natural(value: object, what: str) -> int:
+    if type(value) is not int or not 0 <= value < MAX_SIZE:
+        raise RefusedValueError(f"has {describe(value)} as {what}; expected a natural number")
+    return value
+
+
+def _naturals(value: object, what: str) -> tuple[int, ...]:
+    if type(value) is not tuple or len(value) > MAX_DIMENSIONS:
+        raise RefusedValueError(f"has {describe(value)} as {what}; expected at most {MAX_DIMENSIONS} natural numbers")
+    return tuple(_natural(part, what) for part in value)
+
+
+def _tensor(arguments: tuple[Any, ...], dtype: object, metadata: object) -> PickledTensor:
+    """A tensor from (storage, first element, shape, strides), checked to lie within its storage."""
+    storage = arguments[0]
+    if not isinstance(storage, Storage):
+        raise RefusedValueError(f"is given {describe(storage)} as a storage")
+    if not isinstance(dtype, str):
+        raise RefusedValueError(f"is given {describe(dtype)} as a dtype")
+    if metadata:  # torch keeps a conjugate or a negative by marking it; the bytes are then not the values
+        raise RefusedValueError("makes a conjugated or negated view, whose bytes are not its values")
+    first = _natural(arguments[1], "its first element")
+    shape, strides = _naturals(arguments[2], "a shape"), _naturals(arguments[3], "strides")
+    if len(shape) != len(strides):
+        raise RefusedValueError(f"has {len(shape)} sizes and {len(strides)} strides")
+    if math.prod(size or 1 for size in shape) >= MAX_SIZE:
+        raise RefusedValueError(f"has shape {shape}; no tensor is that large")
+    held = storage.nbytes // element_bytes(dtype)
+    elements = math.prod(shape)
+    if elements > held:
+        raise RefusedValueError(f"makes {elements:,} elements of a storage that holds {held:,}")
+    last = first + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if elements else -1
+    if max(last + 1, first) > held:
+        raise RefusedValueError(f"reaches element {max(last, first):,} of a storage that holds {held:,}")
+    return PickledTensor(storage, dtype, first, shape, strides)
+
+
+def _rebuild_tensor_v2(arguments: tuple[Any, ...]) -> PickledTensor:
+    """storage, first element, shape, strides, requires_grad, hooks, [metadata]"""
+    _count(arguments, 6, 7)
+    storage = arguments[0]
+    return _tensor(arguments, storage.dtype if isinstance(storage, Storage) else None, _rest(arguments, 6))
+
+
+def _rebuild_tensor_v3(arguments: tuple[Any, ...]) -> PickledTensor:
+    """storage, first element, shape, strides, requires_grad, hooks, dtype, [metadata]"""
+    _count(arguments, 7, 8)
+    storage, dtype = arguments[0], arguments[6]
+    if isinstance(storage, Storage) and storage.dtype is not None:
+        raise RefusedValueError(f"is given a storage of {storage.dtype}; expected one of bytes")
+    return _tensor(arguments, _DTYPE_NAMES.get(dtype.name) if isinstance(dtype, Known) else None, _rest(arguments, 7))
+
+
+def _rest(arguments: tuple[Any, ...], at: int) -> object:
+    """The optional metadata, of which only what says nothing is taken."""
+    metadata = arguments[at] if len(arguments) > at else None
+    if metadata is not None and type(metadata) is not dict:
+        raise RefusedValueError(f"is given {describe(metadata)} as metadata")
+    return metadata
+
+
+def _rebuild_parameter(arguments: tuple[Any, ...]) -> PickledTensor:
+    """tensor, requires_grad, hooks, [state]"""
+    _count(arguments, 3, 4)
+    if not isinstance(arguments[0], PickledTensor):
+        raise RefusedValueError(f"is given {describe(arguments[0])}; expected a tensor")
+    return arguments[0]
+
+
+def _rebuild_from_type(arguments: tuple[Any, ...]) -> object:
+    """function, class, its arguments, attributes (which are dropped)"""
+    _count(arguments, 4, 4)
+    function, kind, inner, _ = arguments
+    if not isinstance(function, Known) or not function.name.startswith("torch._utils.") or function.call is None:
+        raise RefusedValueError(f"is given {describe(function)}; expected what rebuilds a tensor")
+    if not isinstance(kind, Known) or kind.name not in ("torch.Tensor", "torch.nn.parameter.Parameter"):
+        raise RefusedValueError(f"is given {describe(kind)}; expected the class of a plain tensor")
+    if type(inner) is not tuple:
+        raise RefusedValueError(f"is given {describe(inner)}; expected a tuple")
+    return function.call(inner)
+
+
+def _ordered(arguments: tuple[Any, ...]) -> Attributed:
+    _count(arguments, 0, 0)
+    return Attributed()
+
+
+def _same(kind: type, default: Callable[[], object]) -> Callable[[tuple[Any, ...]], object]:
+    """A constructor that takes one value of a kind and is kept as that value."""
+
+    def call(arguments: tuple[Any, ...]) -> object:
+        _count(arguments, 0, 1)
+        if arguments and type(arguments[0]) is not kind:
+            raise RefusedValueError(f"is given {describe(arguments[0])}; expected a {kind.__name__}")
+        return arguments[0] if arguments else default()
+
+    return call
+
+
+def _device(arguments: tuple[Any, ...]) -> str:
+    _count(arguments, 1, 2)
+    if type(arguments[0]) is not str or any(type(number) is not int for number in arguments[1:]):
+        raise RefusedValueError(f"is given {describe(arguments[0])}; expected a device's name")
+    return ":".join(str(part) for part in arguments)
+
+
+def _encoded(arguments: tuple[Any, ...]) -> bytes:
+    """Bytes, as protocol 2 writes them: Latin-1 text to be encoded."""
+    _count(arguments, 2, 2)
+    text, encoding = arguments
+    if type(text) is not str or encoding != "latin1":
+        raise RefusedValueError(f"is given {describe(text)} and {describe(encoding)}; expected text and 'latin1'")
+    try:
+        return text.encode("latin-1")
+    except UnicodeEncodeError:
+        raise RefusedValueError("is given text that is no Latin-1") from None
+
+
+def _complex(arguments: tuple[Any, ...]) -> complex:
+    _count(arguments, 2, 2)
+    if not all(type(part) is float for part in arguments):
+        raise RefusedValueError("is given other than two numbers")
+    return complex(*arguments)
+
+
+def _count(arguments: tuple[Any, ...], least: int, most: int) -> None:
+    if not least <= len(arguments) <= most:
+        raise RefusedValueError(f"is given {len(arguments)} arguments; expected {least} to {most}")
+
+
+_STORAGE_DTYPES: Mapping[str, str | None] = {
+    "torch.DoubleStorage": "F64",
+    "torch.FloatStorage": "F32",
+    "torch.HalfStorage": "F16",
+    "torch.BFloat16Storage": "BF16",
+    "torch.LongStorage": "I64",
+    "torch.IntStorage": "I32",
+    "torch.ShortStorage": "I16",
+    "torch.CharStorage": "I8",
+    "torch.ByteStorage": "U8",
+    "torch.BoolStorage": "BOOL",
+    "torch.ComplexFloatStorage": "C64",
+    "torch.storage.UntypedStorage": None,
+}
+_DTYPE_NAMES = {f"torch.{dtype.torch_name}": name for name, dtype in DTYPES.items()}
+
+_CALLS: Mapping[str, Callable[[tuple[Any, ...]], object] | None] = {
+    "collections.OrderedDict": _ordered,
+    "collections.Counter": _same(dict, dict),
+    "builtins.set": _same(list, list),
+    "builtins.bytes": _same(bytes, bytes),
+    "builtins.bytearray": _same(bytes, bytes),
+    "builtins.complex": _complex,
+    "_codecs.encode": _encoded,
+    "torch.Size": _same(tuple, tuple),
+    "torch.device": _device,
+    "torch.Tensor": None,
+    "torch.nn.parameter.Parameter": None,
+    "torch._utils._rebuild_tensor_v2": _rebuild_tensor_v2,
+    "torch._utils._rebuild_tensor_v3": _rebuild_tensor_v3,
+    "torch._utils._rebuild_parameter": _rebuild_parameter,
+    "torch._utils._rebuild_parameter_with_state": _rebuild_parameter,
+    "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
+    **dict.fromkeys(_STORAGE_DTYPES),
+    **dict.fromkeys(_DTYPE_NAMES),
+}
+
+
+def _table() -> dict[tuple[str, str], Known]:
+    table = {}
+    for full, call in _CALLS.items():
+        module, _, name = full.rpartition(".")
+        table[module, name] = Known(full, call)
+        if module == "builtins":  # as protocol 2 names it
+            table["__builtin__", name] = table[module, name]
+    return table
+
+
+_KNOWN = _table()

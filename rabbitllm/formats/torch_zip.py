@@ -1,0 +1,255 @@
+"""The files of `torch.save` since torch 1.6, read as safetensors files are: every tensor's name, dtype, shape and place
+from what stands around the data, and its bytes only when they are used.
+
+Format: a zip of stored entries under one folder, `data.pkl` with the pickle and `data/<key>` with the storages
+(https://github.com/pytorch/pytorch, torch/serialization.py; caffe2/serialize/inline_container.cc). The zip is read by
+`zip_directory.py`, the pickle by `pickle_reader.py`: nothing is imported, nothing is run, and no size is used before it
+has been compared with the size of the file. Knows no models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rabbitllm.errors import CorruptShardError
+from rabbitllm.formats.pickle_reader import MAX_PICKLE_BYTES
+from rabbitllm.formats.positional import PositionalFile
+from rabbitllm.formats.strided import Strided, is_contiguous, read_row_major
+from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, byte_size
+from rabbitllm.formats.torch_names import name_tensors
+from rabbitllm.formats.torch_pickle import PickledTensor, Storage, element_bytes, read_torch_pickle
+from rabbitllm.formats.zip_directory import ReadAt, ZipEntry, corrupt_zip, read_entries
+from rabbitllm.formats.zip_local_headers import check_local_headers
+
+CHUNK_BYTES = 4 << 20
+PICKLE = "data.pkl"
+_MAX_RECORD_BYTES = 256
+_RECORDS = {"version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id"}
+"""What else torch writes: small texts, of which only the byte order has a bearing on the tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchTensor:
+    """One tensor of a torch zip.
+
+    Attributes:
+        name: the checkpoint's name for it. Never a path.
+        dtype: a key of `DTYPES`.
+        shape: elements along each dimension as torch counts them (two F4 values are one element).
+        strides: in elements, one a dimension.
+        file: name of the shard, relative to the checkpoint.
+        storage: the key of its storage; tensors with one key share bytes.
+        storage_begin, storage_end: the storage, bytes from the start of the file.
+        offset: its first element, bytes from the start of the file.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    file: str
+    storage: str
+    storage_begin: int
+    storage_end: int
+    offset: int
+
+    @property
+    def elements(self) -> int:
+        """Number of elements, as torch counts them."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes, in row-major order."""
+        return self.elements * element_bytes(self.dtype)
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether its bytes lie in the file in row-major order: from `offset`, `nbytes` of them."""
+        return is_contiguous(self.shape, self.strides)
+
+    def spec(self) -> TensorSpec:
+        """The same tensor as one of a safetensors file; for a tensor that is contiguous.
+
+        Raises:
+            ValueError: it is not contiguous.
+        """
+        if not self.contiguous:
+            raise ValueError(f"{self.name} is not contiguous, so no run of bytes of {self.file} is it")
+        shape = self.shape
+        if DTYPES[self.dtype].bits < 8:
+            if not shape:
+                raise ValueError(f"{self.name} is a scalar of {self.dtype}, which safetensors cannot describe")
+            shape = (*shape[:-1], shape[-1] * 8 // DTYPES[self.dtype].bits)
+        assert byte_size(self.dtype, shape) == self.nbytes
+        return TensorSpec(self.name, self.dtype, shape, self.file, self.offset, self.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchZip:
+    """What a torch zip holds.
+
+    Attributes:
+        tensors: in the pickle's order.
+        left_out: keys of a training checkpoint beside its state dict, which hold no weights.
+        size: of the file, bytes.
+    """
+
+    tensors: tuple[TorchTensor, ...]
+    left_out: tuple[str, ...]
+    size: int
+
+
+def read_torch_zip(path: Path, file: str | None = None) -> TorchZip:
+    """Read and check all of a local torch zip but its data.
+
+    Args:
+        path: the file.
+        file: the name to put into the records; the file's own name by default.
+
+    Raises:
+        CorruptShardError: the zip or the pickle is malformed, or a tensor does not lie where it could.
+        UnsafePickleError: the pickle asks for more than tensors and plain values.
+    """
+    with PositionalFile(path) as opened:
+        return parse_torch_zip(opened.read_at, opened.size(), file or path.name)
+
+
+def parse_torch_zip(read: ReadAt, size: int, file: str, *, local_headers: bool = True) -> TorchZip:
+    """The same of any file that can be read in ranges.
+
+    Args:
+        read: reads (offset, length), bytes.
+        size: of the whole file, bytes.
+        file: name for the records and for messages.
+        local_headers: compare every entry's own header too, a read each; without, the places that follow from the
+            directory alone are to be confirmed by `check_local_headers` before the data is believed.
+    """
+    entries = read_entries(read, size, file)
+    if local_headers:
+        check_local_headers(read, entries, file)
+    records = _records(entries, file)
+    _check_byte_order(read, records, file)
+    root, storages = read_torch_pickle(read_pickle_bytes(read, records, file), file)
+    places = _places(records, storages, file)
+    named = name_tensors(root, file)
+    tensors = tuple(_placed(name, tensor, places, file) for name, tensor in named.tensors.items())
+    return TorchZip(tensors, named.left_out, size)
+
+
+def pickle_of(path: Path) -> bytes:
+    """The pickle of a local torch zip as it stands, for a listing; the zip is checked, the pickle is not.
+
+    Raises:
+        CorruptShardError: the zip is malformed, or the pickle too large.
+    """
+    with PositionalFile(path) as opened:
+        entries = read_entries(opened.read_at, opened.size(), path.name)
+        check_local_headers(opened.read_at, entries, path.name)
+        return read_pickle_bytes(opened.read_at, _records(entries, path.name), path.name)
+
+
+def row_major_chunks(file: PositionalFile, tensor: TorchTensor, chunk: int = CHUNK_BYTES) -> Iterator[memoryview]:
+    """A tensor's bytes in row-major order, contiguous or not.
+
+    Each chunk is overwritten by the next; beside it at most `strided.STAGING_BYTES` are held.
+
+    Args:
+        file: the open shard.
+        tensor: one of its tensors.
+        chunk: bytes of a chunk, a multiple of 8.
+
+    Raises:
+        CorruptShardError: the file has become shorter.
+    """
+    buffer = memoryview(bytearray(min(chunk, tensor.nbytes)))
+    for begin in range(0, tensor.nbytes, chunk):
+        piece = buffer[: min(chunk, tensor.nbytes - begin)]
+        read_tensor_bytes(file, tensor, begin, piece)
+        yield piece
+
+
+def read_tensor_bytes(file: PositionalFile, tensor: TorchTensor, begin: int, buffer: memoryview) -> None:
+    """Fill `buffer` with bytes `begin` and on of a tensor in row-major order; both are multiples of its element's size.
+
+    Raises:
+        CorruptShardError: the file has become shorter.
+    """
+    place = Strided(tensor.offset, element_bytes(tensor.dtype), tensor.shape, tensor.strides)
+    got = read_row_major(file, place, begin, buffer)
+    if got != len(buffer):
+        raise corrupt_zip(
+            tensor.file, f"it ended inside tensor {tensor.name!r}, {begin + got:,} of {tensor.nbytes:,} bytes into it"
+        )
+
+
+def _records(entries: tuple[ZipEntry, ...], file: str) -> dict[str, ZipEntry]:
+    """The entries by their names within the one folder they must lie in."""
+    root = entries[0].name.partition("/")[0] if entries else ""
+    records = {}
+    for entry in entries:
+        folder, _, name = entry.name.partition("/")
+        if folder != root or not _is_torchs(name):
+            raise corrupt_zip(
+                file, f"entry {entry.name!r} is none that torch.save writes; a TorchScript archive or another zip?"
+            )
+        records[name] = entry
+    if PICKLE not in records:
+        raise corrupt_zip(file, f"it has no {PICKLE} among its {len(entries):,} entries")
+    return records
+
+
+def _is_torchs(name: str) -> bool:
+    key = name.removeprefix("data/")
+    return name == PICKLE or name in _RECORDS or (key != name and key.isascii() and key.isdigit())
+
+
+def _check_byte_order(read: ReadAt, records: Mapping[str, ZipEntry], file: str) -> None:
+    for name in _RECORDS & records.keys():
+        if records[name].size > _MAX_RECORD_BYTES:
+            raise corrupt_zip(file, f"its {name} has {records[name].size:,} bytes; expected a few")
+    if entry := records.get("byteorder"):
+        order = read(entry.begin, entry.size)
+        if order != b"little":
+            raise CorruptShardError(
+                f"{file} was written with byte order {order[:20]!r}; only 'little' is read.",
+                "Load it with torch and save it anew on a little-endian machine.",
+            )
+
+
+def read_pickle_bytes(read: ReadAt, records: Mapping[str, ZipEntry], file: str) -> bytes:
+    """The bytes of the pickle, whose size is checked first."""
+    entry = records[PICKLE]
+    if entry.size > MAX_PICKLE_BYTES:
+        raise corrupt_zip(file, f"its {PICKLE} has {entry.size:,} bytes; at most {MAX_PICKLE_BYTES:,} are read")
+    data = read(entry.begin, entry.size)
+    if len(data) != entry.size:
+        raise corrupt_zip(file, f"it ended inside its {PICKLE}")
+    return data
+
+
+def _places(
+    records: Mapping[str, ZipEntry], storages: Mapping[str, Storage], file: str
+) -> Mapping[str, tuple[int, int]]:
+    """Where each storage lies in the file (bytes); each must have an entry of its size, and no entry may be left."""
+    places = {}
+    for key, storage in storages.items():
+        entry = records.get(f"data/{key}")
+        if entry is None:
+            raise corrupt_zip(file, f"its pickle names storage {key}, and there is no entry data/{key}")
+        if entry.size != storage.nbytes:
+            raise corrupt_zip(file, f"storage {key} has {entry.size:,} bytes; its pickle says {storage.nbytes:,}")
+        places[key] = (entry.begin, entry.end)
+    for name in records:
+        if name.startswith("data/") and name.removeprefix("data/") not in places:
+            raise corrupt_zip(file, f"entry {name} belongs to no tensor")
+    return places
+
+
+def _placed(name: str, tensor: PickledTensor, places: Mapping[str, tuple[int, int]], file: str) -> TorchTensor:
+    begin, end = places[tensor.storage.key]
+    offset = begin + tensor.first * element_bytes(tensor.dtype)
+    return TorchTensor(name, tensor.dtype, tensor.shape, tensor.strides, file, tensor.storage.key, begin, end, offset)

@@ -1,0 +1,286 @@
+"""The directory of a zip whose entries are stored, believed only where every reader would read it alike.
+
+Format: PKWARE's APPNOTE (https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT); what torch writes of it is in
+miniz (https://github.com/pytorch/pytorch, third_party/miniz-3.0.2/miniz.c and caffe2/serialize/inline_container.cc).
+
+Readers disagree about which end-of-directory record counts, which of two names, what precedes the first entry. So all
+of a file must be accounted for: entry follows entry from byte 0, each is a local header, its data and, where a flag
+says so, a data descriptor; then the central directory; then the end records; then nothing. It follows that the place of
+every entry's data is known from the central directory alone, and `zip_local_headers.py` compares each with its local
+header. Python's `zipfile` is not used: it looks for the directory, and skips what it does not understand.
+
+Checksums are not compared: torch writes zeros for them if asked to (`torch.serialization.set_crc32_options`).
+Knows nothing of torch.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rabbitllm.errors import CorruptShardError
+
+ReadAt = Callable[[int, int], bytes]
+"""Reads (offset, length), both in bytes; what comes is shorter only at the end of the file."""
+
+MAX_ENTRIES = 32_768
+"""A shard has some hundred, the largest mixtures of experts some thousand."""
+MAX_DIRECTORY_BYTES = 16 << 20
+MAX_NAME_BYTES = 1024
+
+LOCAL = struct.Struct("<4s5H3I2H")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_END = struct.Struct("<4s4H2IH")
+_LOCATOR = struct.Struct("<4sIQI")
+_END_64 = struct.Struct("<4sQ2H2I4Q")
+DESCRIPTOR = struct.Struct("<4s3I")
+DESCRIPTOR_64 = struct.Struct("<4sI2Q")
+
+DESCRIBED = 1 << 3
+"""The sizes stand behind the data, in a data descriptor."""
+_UTF8 = 1 << 11
+_FLAG_MEANINGS = {0: "encrypted", 5: "patch data", 6: "strongly encrypted", 13: "with masked local headers"}
+_SENTINEL_16, SENTINEL_32 = 0xFFFF, 0xFFFFFFFF
+_MAX_EXTRA = 0xFFFF
+
+_SPECIAL = 0x18
+"""A directory or a volume label by its DOS attributes: miniz, and so torch, then reads nothing and leaves what was in
+memory as the data."""
+_REGULAR = 0o10
+"""The type in a Unix mode (st_mode >> 12); zero where none is given."""
+
+_ZIP64 = 0x0001
+_HARMLESS_EXTRAS = {0x4246, 0x5455, 0x7875}
+"""torch's padding ("FB"), and the times and owners that Info-ZIP adds. Others can change a name or hide data."""
+
+_REMEDY = (
+    "Fetch or copy the file again. One that another program packed can be written anew: load it where it can do no "
+    "harm, and save the tensors as safetensors."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ZipEntry:
+    """One stored entry.
+
+    Attributes:
+        name: with `/` between the parts; relative, and without `.` and `..`.
+        header: where its local header starts, bytes from the start of the file.
+        begin: where its data starts.
+        end: where its data ends.
+        descriptor: bytes of the data descriptor that follows.
+        crc: the checksum it claims; not compared with the data.
+        flags: bit 3 and bit 11 at most.
+        zip64: its zip64 field in the central directory, as it stands there.
+    """
+
+    name: str
+    header: int
+    begin: int
+    end: int
+    descriptor: int
+    crc: int
+    flags: int
+    zip64: bytes
+
+    @property
+    def size(self) -> int:
+        """Length of the data in bytes."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """An entry as the central directory lists it."""
+
+    name: str
+    header: int
+    size: int
+    crc: int
+    flags: int
+    zip64: bytes
+
+    @property
+    def descriptor(self) -> int:
+        if not self.flags & DESCRIBED:
+            return 0
+        return DESCRIPTOR_64.size if self.zip64 else DESCRIPTOR.size
+
+
+def read_entries(read: ReadAt, file_size: int, file: str) -> tuple[ZipEntry, ...]:
+    """The entries in the order of their data, from the end records and the central directory alone.
+
+    Args:
+        read: reads the file; at most `MAX_DIRECTORY_BYTES` at once.
+        file_size: bytes.
+        file: name for messages.
+
+    Raises:
+        CorruptShardError: the file is no zip, is one that not every reader reads alike, or has entries that are not
+            stored as they are.
+    """
+    count, begin, end = _directory_span(read, file_size, file)
+    listed = list(_listed(read(begin, end - begin), count, file))
+    seen: set[str] = set()
+    for entry in listed:
+        if entry.name in seen:
+            raise corrupt_zip(file, f"two of its entries are named {entry.name!r}")
+        seen.add(entry.name)
+    return tuple(_placed(sorted(listed, key=lambda entry: entry.header), begin, file))
+
+
+def _directory_span(read: ReadAt, file_size: int, file: str) -> tuple[int, int, int]:
+    """How many entries there are, and where the central directory begins and ends."""
+    longest = _END.size + _LOCATOR.size + _END_64.size
+    start = max(0, file_size - longest)
+    tail = read(start, file_size - start)
+    if file_size < _END.size or len(tail) != file_size - start or tail[-_END.size :][:4] != b"PK\x05\x06":
+        raise corrupt_zip(file, "it does not end with a zip's end record; it is cut off, or has bytes behind its end")
+    _, disk, first_disk, here, count, size, offset, comment = _END.unpack(tail[-_END.size :])
+    if comment or disk or first_disk or here != count:
+        raise corrupt_zip(file, "its end record has a comment, or speaks of several disks; a checkpoint has neither")
+    end = file_size - _END.size
+    locator = tail[-_END.size - _LOCATOR.size : -_END.size]
+    if locator[:4] == b"PK\x06\x07":
+        end -= _LOCATOR.size + _END_64.size
+        claimed = (count, size, offset)
+        count, size, offset = _end_64(tail[: -_END.size], end, file)
+        limits = (_SENTINEL_16, SENTINEL_32, SENTINEL_32)
+        for old, new, limit in zip(claimed, (count, size, offset), limits, strict=True):
+            if old not in (new, limit):
+                raise corrupt_zip(file, f"its end record says {old:,} where its zip64 record says {new:,}")
+    elif count == _SENTINEL_16 or SENTINEL_32 in (size, offset):
+        raise corrupt_zip(file, "its end record refers to a zip64 record, and there is none before it")
+    if count > MAX_ENTRIES or size > MAX_DIRECTORY_BYTES:
+        raise corrupt_zip(
+            file,
+            f"its directory claims {count:,} entries in {size:,} bytes; "
+            f"at most {MAX_ENTRIES:,} in {MAX_DIRECTORY_BYTES:,} bytes are read",
+        )
+    if offset + size != end:
+        raise corrupt_zip(
+            file, f"its directory should end at byte {end:,} and claims bytes {offset:,} to {offset + size:,}"
+        )
+    return count, offset, end
+
+
+def _end_64(tail: bytes, at: int, file: str) -> tuple[int, int, int]:
+    """Count, size and offset of the central directory from the zip64 record, which must stand at `at`."""
+    if len(tail) < _LOCATOR.size + _END_64.size:
+        raise corrupt_zip(file, "its zip64 locator stands where no zip64 record fits before it")
+    _, disk, record_at, disks = _LOCATOR.unpack(tail[-_LOCATOR.size :])
+    record = tail[-_LOCATOR.size - _END_64.size : -_LOCATOR.size]
+    signature, length, _, _, number, first_disk, here, count, size, offset = _END_64.unpack(record)
+    if record_at != at or signature != b"PK\x06\x06" or length != _END_64.size - 12:
+        raise corrupt_zip(file, f"its zip64 locator points to byte {record_at:,}; expected the record at byte {at:,}")
+    if disk or disks > 1 or number or first_disk or here != count:
+        raise corrupt_zip(file, "its zip64 record speaks of several disks")
+    return count, size, offset
+
+
+def _listed(raw: bytes, count: int, file: str) -> Iterator[_Listed]:
+    """The records of the central directory, which must be exactly `count` and fill it."""
+    at = 0
+    for number in range(count):
+        if len(raw) - at < _CENTRAL.size or raw[at : at + 4] != b"PK\x01\x02":
+            raise corrupt_zip(file, f"its directory claims {count:,} entries and has {number:,}")
+        fields = _CENTRAL.unpack_from(raw, at)
+        _, _, _, flags, method, _, _, crc, packed, size, *lengths, disk, _, attributes, header = fields
+        at += _CENTRAL.size
+        ends = [at := at + length for length in lengths]
+        if ends[-1] > len(raw):
+            raise corrupt_zip(file, f"entry {number:,} of its directory reaches beyond the directory")
+        name = _name(raw[ends[0] - lengths[0] : ends[0]], flags, file)
+        zip64 = zip64_field(raw[ends[0] : ends[1]], name, file)
+        if lengths[2]:
+            raise corrupt_zip(file, f"entry {name!r} has a comment")
+        _check_stored(flags, method, name, file)
+        if attributes & _SPECIAL or attributes >> 28 not in (0, _REGULAR):
+            raise corrupt_zip(file, f"entry {name!r} is marked as other than a file (attributes {attributes:#010x})")
+        wide = _widened((size, packed, header, disk), zip64, name, file)
+        if wide[0] != wide[1]:
+            raise corrupt_zip(file, f"entry {name!r} holds {wide[1]:,} bytes that claim to become {wide[0]:,}")
+        if wide[3]:
+            raise corrupt_zip(file, f"entry {name!r} claims to be on another disk")
+        yield _Listed(name, wide[2], wide[0], crc, flags, zip64)
+    if at != len(raw):
+        raise corrupt_zip(file, f"its directory has {len(raw) - at:,} bytes behind its last entry")
+
+
+def _placed(listed: Sequence[_Listed], directory: int, file: str) -> Iterator[ZipEntry]:
+    """Where each entry's data is, given that nothing lies between one entry and the next."""
+    if not listed:
+        raise corrupt_zip(file, "it has no entries")
+    if listed[0].header:
+        raise corrupt_zip(file, f"its first entry starts at byte {listed[0].header:,}; expected byte 0")
+    nexts = [entry.header for entry in listed[1:]] + [directory]
+    for entry, following in zip(listed, nexts, strict=True):
+        end = following - entry.descriptor
+        begin = end - entry.size
+        extra = begin - entry.header - LOCAL.size - len(entry.name.encode())
+        if not 0 <= extra <= _MAX_EXTRA:
+            where = "overlaps what follows it" if extra < 0 else "is followed by bytes that belong to no entry"
+            raise corrupt_zip(
+                file,
+                f"entry {entry.name!r} of {entry.size:,} bytes {where}: it starts at byte {entry.header:,}, "
+                f"the next one at byte {following:,}",
+            )
+        yield ZipEntry(entry.name, entry.header, begin, end, entry.descriptor, entry.crc, entry.flags, entry.zip64)
+
+
+def _check_stored(flags: int, method: int, name: str, file: str) -> None:
+    if method:
+        raise corrupt_zip(file, f"entry {name!r} is compressed (method {method}); torch.save compresses nothing")
+    for bit in range(16):
+        if flags >> bit & 1 and 1 << bit not in (DESCRIBED, _UTF8):
+            raise corrupt_zip(
+                file, f"entry {name!r} is {_FLAG_MEANINGS.get(bit, 'marked with an unknown flag')} (bit {bit})"
+            )
+
+
+def _name(raw: bytes, flags: int, file: str) -> str:
+    """An entry's name, which must be a relative path that can mean one thing only."""
+    try:
+        name = raw.decode("utf-8" if flags & _UTF8 else "ascii")
+    except UnicodeDecodeError:
+        raise corrupt_zip(file, f"the name {raw[:80]!r} of an entry is not valid text") from None
+    parts = name.split("/")
+    if len(raw) > MAX_NAME_BYTES or not name.isprintable() or "\\" in name or {"", ".", ".."} & set(parts):
+        raise corrupt_zip(file, f"the name {name[:80]!r} of an entry is not a plain relative path")
+    return name
+
+
+def zip64_field(extra: bytes, name: str, file: str) -> bytes:
+    """The payload of the zip64 field among extra fields, empty if there is none; others must be harmless."""
+    found, at = b"", 0
+    while at < len(extra):
+        kind, length = struct.unpack_from("<2H", extra, at) if len(extra) - at >= 4 else (0, _MAX_EXTRA)
+        payload = extra[at + 4 : at + 4 + length]
+        if len(payload) != length:
+            raise corrupt_zip(file, f"the extra fields of entry {name!r} do not end where they say")
+        if kind == _ZIP64:
+            if found or not payload:
+                raise corrupt_zip(file, f"entry {name!r} has two zip64 fields, or an empty one")
+            found = payload
+        elif kind not in _HARMLESS_EXTRAS:
+            raise corrupt_zip(
+                file, f"entry {name!r} has an extra field of kind {kind:#06x}, which could change its meaning"
+            )
+        at += 4 + length
+    return found
+
+
+def _widened(fields: tuple[int, int, int, int], zip64: bytes, name: str, file: str) -> tuple[int, ...]:
+    """Size, packed size, header and disk, with those that a zip64 field replaces; it must hold exactly those."""
+    limits = (SENTINEL_32, SENTINEL_32, SENTINEL_32, _SENTINEL_16)
+    wanted = [number for number, limit in enumerate(limits) if fields[number] == limit]
+    layout = struct.Struct("<" + "".join("I" if number == 3 else "Q" for number in wanted))
+    if layout.size != len(zip64):
+        raise corrupt_zip(file, f"the zip64 field of entry {name!r} has {len(zip64)} bytes; expected {layout.size}")
+    values = dict(zip(wanted, layout.unpack(zip64), strict=True))
+    return tuple(values.get(number, field) for number, field in enumerate(fields))
+
+
+def corrupt_zip(file: str, what: str) -> CorruptShardError:
+    return CorruptShardError(f"{file} is not a sound torch zip: {what}.", _REMEDY)

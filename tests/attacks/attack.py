@@ -1,0 +1,29 @@
+"""What an attack is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Attack:
+    """One way to write a file that must be refused.
+
+    Attributes:
+        build: makes the bytes; given the path of a marker that no reader may bring into being.
+        error: the class that must be raised.
+        message: a pattern that its text must match.
+        live: whether `pickle.loads` of the same bytes does touch the marker, so that a reader that ran it would show.
+    """
+
+    build: Callable[[Path], bytes]
+    error: type[Exception]
+    message: str
+    live: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its builder's name, in words."""
+        return self.build.__name__.strip("_").replace("_", " ")

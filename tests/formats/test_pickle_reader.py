@@ -1,0 +1,265 @@
+"""Pickles that are read, pickles that are refused with a name and a place, and that nothing in them is ever run."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import pickle
+import pickletools
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rabbitllm.errors import CheckpointError, CorruptShardError, UnsafePickleError
+from rabbitllm.formats.pickle_machine import Known, RefusedValueError
+from rabbitllm.formats.pickle_opcodes import STEPS
+from rabbitllm.formats.pickle_reader import MAX_PICKLE_BYTES, Opcode, list_opcodes, read_pickle
+from rabbitllm.formats.torch_names import name_tensors
+from rabbitllm.formats.torch_pickle import read_torch_pickle
+from tests.attacks.attack import Attack
+from tests.attacks.pickles import ATTACKS
+from tests.support.torch_files import pickled, tensor_pickle
+
+ROOT = Path(__file__).parent.parent.parent
+PROTOCOLS = (2, 3, 4, 5)
+
+
+def read(data: bytes) -> Any:
+    """A pickle as torch's would be read, with its tensors named."""
+    root, _ = read_torch_pickle(data, "data.pkl")
+    return name_tensors(root, "data.pkl").tensors
+
+
+def value_of(data: bytes) -> Any:
+    return read_torch_pickle(data, "data.pkl")[0]
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
+def test_attack(tmp_path: Path, attack: Attack) -> None:
+    marker = tmp_path / "marker"
+    data = attack.build(marker)
+    modules = set(sys.modules)
+    began = time.process_time()
+    with pytest.raises(attack.error, match=attack.message) as caught:
+        read(data)
+    assert time.process_time() - began < 3  # a second on an idle machine
+    assert type(caught.value) is attack.error
+    assert caught.value.remedy
+    assert not marker.exists()
+    assert set(sys.modules) == modules, "a module was imported"
+
+
+@pytest.mark.parametrize("attack", [a for a in ATTACKS if a.live], ids=lambda attack: attack.name)
+def test_a_reader_that_ran_it_would_show(tmp_path: Path, attack: Attack) -> None:
+    """The control: `pickle` itself does what our reader refuses to."""
+    marker = tmp_path / "marker"
+    with contextlib.suppress(pickle.UnpicklingError, TypeError, AttributeError):  # some run their payload and then fail
+        pickle.loads(attack.build(marker))
+    assert marker.exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss in kilobytes")
+def test_the_most_memory_that_an_attack_takes(tmp_path: Path) -> None:
+    code = """
+import resource, sys
+from pathlib import Path
+from rabbitllm.errors import CheckpointError
+from tests.attacks.pickles import ATTACKS
+from tests.formats.test_pickle_reader import read
+idle = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+refused = 0
+for attack in ATTACKS:
+    try:
+        read(attack.build(Path(sys.argv[1])))
+    except CheckpointError:
+        refused += 1
+print(refused, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - idle) * 1024)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "marker")]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    refused, most = map(int, ran.stdout.split())
+    assert refused == len(ATTACKS)
+    assert most < 256_000_000
+
+
+def test_a_refusal_names_the_global_the_opcode_and_the_byte() -> None:
+    data = b"\x80\x02}X\x01\x00\x00\x00xcos\nsystem\n)Rs."
+    with pytest.raises(UnsafePickleError) as caught:
+        value_of(data)
+    at = data.index(b"cos")
+    assert f"at byte {at}: GLOBAL names the global 'os' 'system'" in caught.value.problem
+    assert "Nothing of it was run" in str(caught.value)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_plain_values(protocol: int) -> None:
+    value = {
+        "none": None,
+        "truths": [True, False],
+        "numbers": [0, 255, 256, 65_536, -1, -(1 << 31), 1 << 31, 10**30, -(10**30)],
+        "floats": [0.0, -1.5, float("inf")],
+        "text": ["", "ä", "😀", "x" * 300, "x" * 70_000],
+        "bytes": [b"", b"\x00\xff", b"x" * 300, b"x" * 70_000],
+        "tuples": [(), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4)],
+        "deep": [[[[{}]]]],
+        7: {"x": 1, -7: 2},
+    }
+    assert value_of(pickled(value, protocol)) == value
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_other_containers(protocol: int) -> None:
+    ordered: Any = collections.OrderedDict(a=1, b=2)
+    ordered._metadata = collections.OrderedDict({"": {"version": 1}})
+    value = {
+        "ordered": ordered,
+        "counter": collections.Counter("aab"),
+        "set": {5},
+        "bytearray": bytearray(b"xyz"),
+        "complex": 1 + 2j,
+    }
+    read = value_of(pickled(value, protocol))
+    assert read == {
+        "ordered": {"a": 1, "b": 2},
+        "counter": {"a": 2, "b": 1},
+        "set": [5],
+        "bytearray": b"xyz",
+        "complex": 1 + 2j,
+    }
+
+
+def test_one_value_in_two_places_is_one_value() -> None:
+    shared: list[int] = [1]
+    read = value_of(pickled({"a": shared, "b": shared}))
+    assert read["a"] is read["b"]
+
+
+def test_python_2_text() -> None:
+    assert value_of(b"\x80\x02U\x03abc.") == "abc"
+
+
+def test_the_table_is_all_that_is_called() -> None:
+    calls = []
+
+    def call(arguments: tuple[Any, ...]) -> str:
+        calls.append(arguments)
+        if arguments == (3,):
+            raise RefusedValueError("does not take 3")
+        return "made"
+
+    known = {("shop", "bread"): Known("shop.bread", call), ("shop", "sign"): Known("shop.sign")}
+    made = read_pickle(b"\x80\x02cshop\nbread\nK\x02\x85R.", known, lambda _: None, "x")
+    assert (made, calls) == ("made", [(2,)])
+    with pytest.raises(UnsafePickleError, match=r"at byte 17: REDUCE calls shop.bread, which does not take 3"):
+        read_pickle(b"\x80\x02cshop\nbread\nK\x03\x85R.", known, lambda _: None, "x")
+    with pytest.raises(UnsafePickleError, match=r"calls the global shop.sign, which cannot be called"):
+        read_pickle(b"\x80\x02cshop\nsign\n)R.", known, lambda _: None, "x")
+
+
+def test_every_opcode_is_read_or_refused_by_name() -> None:
+    assert len(STEPS) == 42
+    for opcode in pickletools.opcodes:
+        if opcode.name in ("PROTO", "STOP") or ord(opcode.code) in STEPS:
+            continue
+        with pytest.raises(UnsafePickleError, match=f"at byte 2: {opcode.name} is not among the opcodes"):
+            value_of(b"\x80\x02" + opcode.code.encode("latin-1") + b"\0" * 16)
+    unknown = set(range(256)) - {ord(opcode.code) for opcode in pickletools.opcodes}
+    assert len(unknown) > 100
+    for code in unknown:
+        with pytest.raises(UnsafePickleError, match=f"opcode {code:#04x} is not among"):
+            value_of(bytes([0x80, 2, code]))
+
+
+def test_every_opcode_that_picklers_write_is_tried() -> None:
+    """So that a slip in one step of the table cannot hide: what is on the list and never written is named here."""
+    written = set()
+    for protocol in PROTOCOLS:
+        many = {f"n{number}": [number] for number in range(300)}
+        value = [None, True, False, (), {}, set(), {1}, 1.5, many, "x" * 300, b"x", b"x" * 300, bytearray(b"x"), 10**9]
+        value += [300, 70_000, 10**30, 1 << 31, tuple("ab"), tuple("abc"), tuple("abcd"), [1, 2], ["z"], {"z": 1}]
+        ordered: Any = collections.OrderedDict(a=1)
+        ordered._metadata = 1
+        data = pickled({"value": value, "ordered": ordered}, protocol)
+        assert len(value_of(data)["value"]) == len(value)
+        written |= {opcode.name for opcode, _, _ in pickletools.genops(data)}
+        written |= {opcode.name for opcode, _, _ in pickletools.genops(tensor_pickle())}
+    reads = {opcode.name for opcode in pickletools.opcodes if ord(opcode.code) in STEPS}
+    assert reads - written == {"LONG4", "BINUNICODE8", "BINBYTES8", "SHORT_BINSTRING"}
+
+
+def test_what_picklers_only_write_for_giants() -> None:
+    assert value_of(b"\x80\x04\x8d\x01\0\0\0\0\0\0\0x.") == "x"
+    assert value_of(b"\x80\x04\x8e\x01\0\0\0\0\0\0\0x.") == b"x"
+    assert value_of(b"\x80\x02\x8b\x01\0\0\0\xff.") == -1
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_listing(protocol: int) -> None:
+    data = tensor_pickle() if protocol == 2 else pickled({"w": [1, "x" * 200, 10**100]}, protocol)
+    listed = list(list_opcodes(data, "x"))
+    expected = list(pickletools.genops(data))
+    assert [(op.position, op.name) for op in listed] == [(at, op.name) for op, _, at in expected]
+    assert listed[0] == Opcode(0, "PROTO", str(protocol))
+    assert listed[-1] == Opcode(len(data) - 1, "STOP", "")
+    assert max(len(op.argument) for op in listed) <= 80
+
+
+def test_listing_shows_what_is_refused() -> None:
+    listed = list(list_opcodes(b"\x80\x02cos\nsystem\nX\x02\0\0\0id\x85R.", "x"))
+    assert ("GLOBAL", "'os system'") in [(op.name, op.argument) for op in listed]
+    assert "REDUCE" in [op.name for op in listed]
+
+
+def test_listing_is_bounded() -> None:
+    assert len(list(list_opcodes(b"\x80\x02" + b"]" * 100 + b".", "x", most=10))) == 10
+    with pytest.raises(UnsafePickleError, match="at most 33,554,432 are read"):
+        next(list_opcodes(bytes(MAX_PICKLE_BYTES + 1), "x"))
+    huge = b"\x80\x02\x8b" + (1 << 20).to_bytes(4, "little") + b"\x01" * (1 << 20) + b"."
+    assert next(op for op in list_opcodes(huge, "x") if op.name == "LONG4").argument == "a number of 8,388,601 bits"
+
+
+def test_a_pickle_that_is_too_large_is_not_read() -> None:
+    with pytest.raises(UnsafePickleError, match="at most 33,554,432 are read"):
+        value_of(bytes(MAX_PICKLE_BYTES + 1))
+
+
+def test_listing_of_a_damaged_pickle() -> None:
+    listing = list_opcodes(b"\x80\x02]\xff", "x")
+    assert [next(listing).name, next(listing).name] == ["PROTO", "EMPTY_LIST"]
+    with pytest.raises(CorruptShardError, match="cannot be listed beyond byte 2"):
+        next(listing)
+
+
+GOOD = [tensor_pickle(), *(pickled({"a": [1, (2, "x")], "b": {"c": b"y", 4: 1.5}}, p) for p in PROTOCOLS)]
+CODES = bytes(STEPS) + b"\x80.0125iob\x81\x82\x92\x97\x98"
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> bytes:
+    """A good pickle with some bytes changed, taken out or put in."""
+    data = bytearray(draw(st.sampled_from(GOOD)))
+    for _ in range(draw(st.integers(1, 6))):
+        at = draw(st.integers(0, len(data)))
+        cut = draw(st.integers(0, 4))
+        data[at : at + cut] = draw(st.binary(max_size=4) | st.sampled_from([bytes([code]) for code in CODES]))
+    return bytes(data)
+
+
+made_up = st.lists(st.sampled_from([bytes([code]) for code in CODES]) | st.binary(max_size=3), max_size=60)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Python's own listing, at a strange text
+@settings(max_examples=800, deadline=2000, suppress_health_check=[HealthCheck.too_slow])
+@given(mutated() | made_up.map(lambda parts: b"\x80\x04" + b"".join(parts) + b"."))
+def test_only_our_errors(data: bytes) -> None:
+    with contextlib.suppress(CheckpointError):
+        read(data)
+    with contextlib.suppress(CorruptShardError):
+        for _ in list_opcodes(data, "x"):
+            pass
