@@ -22,7 +22,8 @@ from benchmarks.counters import Counters, Sent
 from benchmarks.generated import Content, digests
 from benchmarks.generated_hub import GeneratedHub, parse_range
 from benchmarks.hub_process import HubProcess
-from benchmarks.published import MODELS, Checkpoint, Model, checkpoint, max_disk
+from benchmarks.models import MODELS
+from benchmarks.published import Checkpoint, Model, checkpoint, max_disk
 from benchmarks.sampler import Sample, SeriesSampler, thinned
 from tests.support.hub_fixtures import HubEnvironment, _forget_connections_and_listings, point_at
 from tests.support.splitting import split
