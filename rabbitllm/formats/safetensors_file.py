@@ -202,12 +202,9 @@ def encode_header(tensors: Iterable[Placed]) -> tuple[bytes, tuple[int, ...]]:
     begins, at = [], 0
     for tensor in tensors:
         begins.append(at)
-        entries[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [at, at + tensor.nbytes],
-        }
-        at += tensor.nbytes
+        end = at + tensor.nbytes
+        entries[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (at, end)}
+        at = end
     raw = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     data_start = math.ceil((LENGTH_BYTES + len(raw)) / DATA_ALIGNMENT) * DATA_ALIGNMENT
     padded = raw.ljust(data_start - LENGTH_BYTES)

@@ -205,8 +205,8 @@ def _bytes_from(plan: SplitPlan, shard: PlannedShard, seen: set[str]) -> int:
         layout = plan.layouts[layer]
         if layer not in seen:
             seen.add(layer)
-            total += len(layout.header) + BLOCK_BYTES
-        total += sum(part.nbytes for form in layout.forms if form.source.file == shard.name for part in form.parts)
+            total += layout.header_bytes + BLOCK_BYTES
+        total += layout.shard_bytes[shard.name]
     return total
 
 
