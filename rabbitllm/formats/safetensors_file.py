@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rabbitllm.collection import uncollected
 from rabbitllm.errors import CorruptShardError
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, byte_size, torch_dtype
 
@@ -80,6 +81,7 @@ def header_length(prefix: bytes, file_size: int, file: str) -> int:
     return length
 
 
+@uncollected()
 def parse_header(raw: bytes, file_size: int, file: str) -> Header:
     """Check a whole JSON header against the size of its file and turn it into specs.
 
