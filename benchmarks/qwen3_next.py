@@ -15,8 +15,9 @@ from benchmarks.published import Config, Tensor
 def tensors(config: Config) -> Iterator[Tensor]:
     """Names and shapes as transformers' `Qwen3NextForCausalLM` saves them.
 
-    The order is derived, since no index says it: within a layer the experts come last. Packed so, the shards have the
-    published sizes, of the first (3,999,619,288 bytes) and of all (159,358,031,480), which other orders do not give.
+    Their order is derived, not published: with the experts last in each layer the first shard has its published size
+    (3,999,619,288 bytes), and so have all together (159,358,031,480) and the index (6,759,619). Which shard a tensor is
+    in may still differ: the digest of the published index does.
     """
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     yield Tensor("model.embed_tokens.weight", (vocabulary, hidden))
