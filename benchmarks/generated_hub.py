@@ -29,7 +29,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from benchmarks.counters import Counters
 from benchmarks.generated import PIECE_BYTES, Content, digests
-from benchmarks.published import MODELS, Checkpoint, Shard, checkpoint
+from benchmarks.models import MODELS
+from benchmarks.published import Checkpoint, Shard, checkpoint
 
 DIGESTS_NAME = "kaggle-72b-digests.json"
 _RATE_STEP_SECONDS = 0.02

@@ -14,8 +14,9 @@ from typing import Any
 import psutil
 
 from benchmarks.counters import Counters, Sent
+from benchmarks.models import MODELS
 from benchmarks.peers import REPOSITORY
-from benchmarks.published import MODELS, Checkpoint
+from benchmarks.published import Checkpoint
 
 _COUNTERS_NAME = "kaggle-72b-sent"
 _QUIET_SECONDS = 5

@@ -1,15 +1,18 @@
-"""A rehearsal of what the README promises: Qwen2.5-72B split to 4bit within 45 GiB of disk, killed on the way.
+"""A rehearsal of what the README promises: a model of 150 GB split to 4bit on a Kaggle disk, killed on the way.
 
-A hub in a process of its own serves a checkpoint with the published config, names and shapes (145 GB in 37 shards) and
-weights that are made while they are sent. The splitting half of `AutoModel` takes it one shard at a time, in a process
+A hub in a process of its own serves a checkpoint with the published config, names and shapes (Qwen2.5-72B: 145 GB in 37
+shards, 45 GiB of disk; Qwen3-Coder-Next: 159 GB in 40 shards with 74,000 matrices of experts, 48 GiB) and weights that
+are made while they are sent. The splitting half of `AutoModel` takes it one shard at a time, in a process
 that is killed with SIGKILL at random moments and started again with the same call. Disk and memory are sampled ten
 times a second. Afterwards every layer file is verified, and a sample of every tensor is compared with what bitsandbytes
 itself makes of the weights.
 
-    python -m benchmarks.kaggle_72b [--scale 0.05] [--modes file,stream] [--kills 5] [--forward] [--work-dir FOLDER]
+    python -m benchmarks.kaggle_72b [--model coder-next] [--scale 0.05] [--modes file,stream] [--kills 5] [--forward]
+                                    [--work-dir FOLDER]
 
 `--scale` leaves out decoder layers, and with them their share of the allowed disk, but changes no shape; embeddings and
-head alone are 5 GB. The whole wants 51 GB of free disk. The first run of a scale hashes every shard once.
+head alone are 5 GB of the 72B model and 1.2 GB of the other. The whole wants 51 or 54 GB of free disk. The first run of
+a scale hashes every shard once.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ from benchmarks import report, spot_check
 from benchmarks.generated import Content
 from benchmarks.hub_process import HubProcess
 from benchmarks.measure import Sampler, drop_cached
-from benchmarks.published import MODELS, Checkpoint, checkpoint, max_disk
+from benchmarks.models import MODELS
+from benchmarks.published import Checkpoint, checkpoint, max_disk
 from benchmarks.rehearsal import RehearsalError, Setting, rehearse
 from benchmarks.rehearsal_report import Outcome, Surroundings, notes_on, write
 from rabbitllm.layers.verify import verify
@@ -47,12 +51,12 @@ _HERE = Path(__file__).resolve().parent
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line, with what follows from it; refuses what cannot work."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=list(MODELS), default=DEFAULT_MODEL, help="tiny: try it out")
+    parser.add_argument("--model", choices=list(MODELS), default=DEFAULT_MODEL, help="tiny, tiny-moe: try it out")
     parser.add_argument("--scale", type=float, default=1.0, help="how many times the model's layers (at least one)")
     parser.add_argument("--modes", default="file,stream", help=f"of {', '.join(MODES)} (default: %(default)s)")
     parser.add_argument("--kills", type=int, default=5, help="in each mode (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills (default: %(default)s)")
-    parser.add_argument("--max-disk", help="for the split (default: 45GiB, less what layers left out would take)")
+    parser.add_argument("--max-disk", help="for the split (default: see above, less what layers left out would take)")
     parser.add_argument("--rate", type=float, help="MB/s of each of the hub's connections (default: all it can)")
     parser.add_argument("--forward", action="store_true", help="one forward pass on the CPU, when the split is whole")
     parser.add_argument("--work-dir", type=Path, default=_HERE / "work", help="for splits and digests")
@@ -71,7 +75,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.made = checkpoint(model, options.scale)
     asked = options.max_disk
     options.max_disk = parse_size(asked, "--max-disk") if asked else max_disk(model, options.made)
-    options.trial = options.scale < 1 or options.model == "tiny"
+    options.trial = options.scale < 1 or options.model.startswith("tiny")
     options.work_dir = options.work_dir.resolve()
     options.work_dir.mkdir(parents=True, exist_ok=True)
     for mode in options.modes:  # what a run that was broken off has left there

@@ -19,8 +19,12 @@ from benchmarks.generated import Content
 from benchmarks.published import ELEMENT_BYTES, Checkpoint, Placed, Shard
 
 BLOCK = 64
-PIECE_ELEMENTS = (1 << 20) // ELEMENT_BYTES
-END_ELEMENTS = (64 << 10) // ELEMENT_BYTES
+SAMPLE_BYTES = 1 << 30
+"""Of a checkpoint's weights, about, since bitsandbytes takes a second for every 67 MB."""
+PIECE_BYTES = (16 << 10, 1 << 20)
+"""Least and most of a matrix in one piece."""
+END_BYTES = 64 << 10
+"""At most, of what a matrix ends with."""
 _MOST_NAMED = 5
 
 
@@ -53,17 +57,24 @@ def check(made: Checkpoint, content: Content, folder: Path, seed: int) -> SpotCh
     for file, opened in files.items():
         where.update(dict.fromkeys(opened.keys(), file))
     chance, nbytes, wrong = random.Random(seed), 0, []
+    piece = piece_elements(sum(len(shard.tensors) for shard in made.shards))
     for shard in made.shards:
         for placed in shard.tensors:
             name = placed.tensor.name
             if name not in where:
                 wrong.append(f"{name} is in no layer file")
                 continue
-            compared, problem = _compare(files[where[name]], shard, placed, content, chance)
+            compared, problem = _compare(files[where[name]], shard, placed, content, chance, piece)
             nbytes += compared
             if problem is not None:
                 wrong.append(f"{name} in {where[name]}: {problem}")
     return SpotCheck(sum(len(shard.tensors) for shard in made.shards), nbytes, tuple(wrong))
+
+
+def piece_elements(tensors: int) -> int:
+    """How much of each matrix is compared at a random place: many small ones are sampled more thinly than a few."""
+    least, most = PIECE_BYTES
+    return min(max(SAMPLE_BYTES // max(tensors, 1), least), most) // ELEMENT_BYTES // BLOCK * BLOCK
 
 
 def named(wrong: tuple[str, ...]) -> str:
@@ -73,7 +84,7 @@ def named(wrong: tuple[str, ...]) -> str:
 
 
 def _compare(
-    opened: Any, shard: Shard, placed: Placed, content: Content, chance: random.Random
+    opened: Any, shard: Shard, placed: Placed, content: Content, chance: random.Random, piece: int
 ) -> tuple[int, str | None]:
     """Bytes compared, and what is wrong."""
     import torch
@@ -86,9 +97,9 @@ def _compare(
     if (problem := _constants(opened, tensor.name, tensor.shape)) is not None:
         return 0, problem
     blocks = -(-tensor.elements // BLOCK)
-    pieces = min(PIECE_ELEMENTS, tensor.elements)
-    starts = {chance.randrange(blocks - pieces // BLOCK + 1) * BLOCK: pieces}
-    starts[max(blocks - END_ELEMENTS // BLOCK, 0) * BLOCK] = END_ELEMENTS
+    piece, end = min(piece, tensor.elements), min(piece, END_BYTES // ELEMENT_BYTES)
+    starts = {chance.randrange(blocks - piece // BLOCK + 1) * BLOCK: piece}
+    starts[max(blocks - end // BLOCK, 0) * BLOCK] = end
     compared = 0
     for first, most in starts.items():
         count = min(most, tensor.elements - first)

@@ -38,7 +38,7 @@ PUBLIC = {
 
 FLOORS = (
     ("version",),
-    ("errors", "durable", "profiler", "progress"),
+    ("errors", "durable", "profiler", "progress", "collection"),
     ("options",),
     ("formats",),
     ("checkpoints",),

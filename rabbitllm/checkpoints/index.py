@@ -37,7 +37,10 @@ class CheckpointIndex:
 
 def natural_key(name: str) -> tuple[object, ...]:
     """A sort key that puts `shard-2` before `shard-10`, whatever the padding."""
-    return tuple((0, int(part), part) if part.isdecimal() else (1, part) for part in _DIGITS.split(name))
+    pieces = _DIGITS.split(name)  # text and digits in turns, text first
+    key: list[object] = [*pieces]
+    key[1::2] = [(int(digits), digits) for digits in pieces[1::2]]
+    return tuple(key)
 
 
 def index_of(weight_map: Mapping[str, str]) -> CheckpointIndex:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rabbitllm.collection import uncollected
 from rabbitllm.errors import CorruptShardError
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, byte_size, torch_dtype
 
@@ -80,6 +81,7 @@ def header_length(prefix: bytes, file_size: int, file: str) -> int:
     return length
 
 
+@uncollected()
 def parse_header(raw: bytes, file_size: int, file: str) -> Header:
     """Check a whole JSON header against the size of its file and turn it into specs.
 
@@ -202,12 +204,9 @@ def encode_header(tensors: Iterable[Placed]) -> tuple[bytes, tuple[int, ...]]:
     begins, at = [], 0
     for tensor in tensors:
         begins.append(at)
-        entries[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [at, at + tensor.nbytes],
-        }
-        at += tensor.nbytes
+        end = at + tensor.nbytes
+        entries[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (at, end)}
+        at = end
     raw = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     data_start = math.ceil((LENGTH_BYTES + len(raw)) / DATA_ALIGNMENT) * DATA_ALIGNMENT
     padded = raw.ljust(data_start - LENGTH_BYTES)

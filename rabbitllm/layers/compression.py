@@ -112,38 +112,35 @@ def stored_form(spec: TensorSpec, compression: str | None) -> StoredForm:
     """How a layer file holds a tensor under `compression`."""
     if compression is None or not is_compressible(spec):
         return StoredForm(spec, None, (Placed(spec.name, spec.dtype, spec.shape),))
-    name, n = spec.name, spec.elements
-    if compression == "4bit":
-        state = _nf4_state(spec)
-        parts = (
-            Placed(name, "U8", ((n + 1) // 2, 1)),
-            Placed(f"{name}.4bit.absmax", "F32", (math.ceil(n / NF4_BLOCK),)),
-            Placed(f"{name}.4bit.quant_map", "F32", (16,)),
-            Placed(name + NF4_STATE, "U8", (len(state),)),
-        )
-        return StoredForm(spec, "4bit", parts)
-    int8_parts = (
-        Placed(name, "U8", spec.shape),
-        Placed(name + INT8_SCALES, "F32", (math.ceil(n / INT8_BLOCK),)),
-        Placed(f"{name}.8bit.code", "F32", (256,)),
-    )
-    return StoredForm(spec, "8bit", int8_parts)
+    stored = zip(part_names(spec.name, compression), _part_shapes(compression, spec.dtype, spec.shape), strict=True)
+    return StoredForm(spec, compression, tuple(Placed(name, dtype, shape) for name, (dtype, shape) in stored))
+
+
+@functools.lru_cache(maxsize=1024)
+def _part_shapes(scheme: str, dtype: str, shape: tuple[int, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Dtype and shape of each stored part of such a tensor; experts have the same ones in their ten thousands."""
+    n = math.prod(shape)
+    if scheme == "4bit":
+        state = ("U8", (len(_nf4_state(dtype, shape)),))
+        return ("U8", ((n + 1) // 2, 1)), ("F32", (math.ceil(n / NF4_BLOCK),)), ("F32", (16,)), state
+    return ("U8", shape), ("F32", (math.ceil(n / INT8_BLOCK),)), ("F32", (256,))
 
 
 def constants(form: StoredForm) -> Mapping[str, bytes]:
     """The bytes of the parts that do not depend on the weights: stored key -> content."""
     if form.scheme == "4bit":
-        return {form.parts[2].name: _nf4_map(), form.parts[3].name: _nf4_state(form.source)}
+        return {form.parts[2].name: _nf4_map(), form.parts[3].name: _nf4_state(form.source.dtype, form.source.shape)}
     return {form.parts[2].name: _int8_code()} if form.scheme == "8bit" else {}
 
 
-def _nf4_state(spec: TensorSpec) -> bytes:
+@functools.lru_cache(maxsize=1024)
+def _nf4_state(dtype: str, shape: tuple[int, ...]) -> bytes:
     """The JSON that bitsandbytes' QuantState packs into a tensor, byte for byte as it writes it."""
     state = {
         "quant_type": "nf4",
         "blocksize": NF4_BLOCK,
-        "dtype": DTYPES[spec.dtype].torch_name,
-        "shape": list(spec.shape),
+        "dtype": DTYPES[dtype].torch_name,
+        "shape": list(shape),
     }
     return json.dumps(state).encode()
 

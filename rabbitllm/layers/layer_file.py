@@ -8,6 +8,7 @@ in which shards arrive, so every route makes the same bytes. Pure: opens nothing
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -35,16 +36,26 @@ class LayerLayout:
     Attributes:
         layer: its id and stem.
         forms: its tensors as they are stored.
-        header: the file's leading bytes, padded so that the data starts on a multiple of 4096.
+        packed_header: the file's leading bytes, compressed: of a layer with hundreds of experts they are a megabyte,
+            and are wanted once.
+        header_bytes: their length, a multiple of 4096, where the data starts.
         places: stored key -> absolute offset, bytes.
         size: of the whole file, bytes.
+        shard_bytes: shard -> what its tensors take in the file.
     """
 
     layer: LayerName
     forms: tuple[StoredForm, ...]
-    header: bytes
+    packed_header: bytes
+    header_bytes: int
     places: Mapping[str, int]
     size: int
+    shard_bytes: Mapping[str, int]
+
+    @property
+    def header(self) -> bytes:
+        """The file's leading bytes."""
+        return zlib.decompress(self.packed_header)
 
     @property
     def file_name(self) -> str:
@@ -72,13 +83,17 @@ def lay_out(layer: LayerName, forms: Iterable[StoredForm]) -> LayerLayout:
     header, offsets = encode_header(ordered)
     end = offsets[-1] + ordered[-1].nbytes if ordered else len(header)
     places = {part.name: offset for part, offset in zip(ordered, offsets, strict=True)}
-    return LayerLayout(layer, stored, header, places, end)
+    shard_bytes: Counter[str] = Counter()
+    for form in stored:
+        shard_bytes[form.source.file] += sum(part.nbytes for part in form.parts)
+    return LayerLayout(layer, stored, zlib.compress(header, 1), len(header), places, end, shard_bytes)
 
 
 def _turn(part: Placed) -> tuple[object, ...]:
-    if part.nbytes % DIRECT_ALIGNMENT == 0:
+    nbytes = part.nbytes
+    if nbytes % DIRECT_ALIGNMENT == 0:
         rank = 0
-    elif part.nbytes % TENSOR_ALIGNMENT == 0:
+    elif nbytes % TENSOR_ALIGNMENT == 0:
         rank = 1
     else:
         rank = 2

@@ -81,6 +81,7 @@ def plan(
     survey = Survey(source, sought, options)
     measured = _measure(survey, said)
     outlooks = tuple(_outlook(survey, choice, measured) for choice in survey.folders)
+    anatomy = anatomy_of(survey.base, survey.config) if survey.base is not None else None
     arguments = {
         "layer_shards_saving_path": str(layer_shards_saving_path) if saving_path is not None else None,
         "revision": revision,
@@ -97,10 +98,10 @@ def plan(
         compression=compression,
         max_disk=options.max_disk,
         min_free_disk=options.min_free,
-        anatomy=anatomy_of(survey.base, survey.config) if survey.base is not None else None,
+        anatomy=anatomy,
         disks=_disks(survey),
         outlooks=outlooks,
-        memory_bytes=forecast.MEMORY_BYTES,
+        memory_bytes=forecast.memory_bytes(anatomy.tensors if anatomy is not None else 0),
         rates=measured,
         choice=_choice(source.name, outlooks, compression, arguments),
         warnings=survey.warnings,

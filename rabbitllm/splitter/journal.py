@@ -17,6 +17,7 @@ from typing import Any
 from rabbitllm import durable
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.naming import LayerName
+from rabbitllm.collection import uncollected
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.layers.layer_store import JOURNAL_NAME
@@ -48,6 +49,7 @@ def begin(folder: Path, plan: SplitPlan, quantiser: str | None) -> None:
     durable.write_whole(folder / JOURNAL_NAME, (line + "\n").encode())
 
 
+@uncollected()
 def replay(folder: Path) -> Replay | None:
     """Read the journal of an unfinished split; None if there is none.
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from rabbitllm.checkpoints.checkpoint import ShardFacts, SourceIdentity
 from rabbitllm.checkpoints.index import CheckpointIndex
 from rabbitllm.checkpoints.naming import LayerName
+from rabbitllm.collection import uncollected
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec
 from rabbitllm.layers.compression import BLOCKS, StoredForm, stored_form
@@ -76,6 +77,7 @@ class SplitPlan:
         return sum(shard.size for shard in self.shards)
 
 
+@uncollected()
 def tensors_by_shard(index: CheckpointIndex, facts: Iterable[ShardFacts]) -> dict[str, tuple[TensorSpec, ...]]:
     """The tensors that each shard contributes, by index and headers together.
 
@@ -87,12 +89,14 @@ def tensors_by_shard(index: CheckpointIndex, facts: Iterable[ShardFacts]) -> dic
     """
     owner = dict(index.weight_map)
     chosen: dict[str, tuple[TensorSpec, ...]] = {}
+    promised: dict[str, set[str]] = {}
+    for name, holder in index.weight_map.items():
+        promised.setdefault(holder, set()).add(name)
     for shard in facts:
         for tensor in shard.header.tensors:
             owner.setdefault(tensor.name, shard.name)
         chosen[shard.name] = tuple(t for t in shard.header.tensors if owner[t.name] == shard.name)
-        promised = {tensor for tensor, holder in index.weight_map.items() if holder == shard.name}
-        absent = sorted(promised - {t.name for t in chosen[shard.name]})
+        absent = sorted(promised.get(shard.name, set()) - {t.name for t in chosen[shard.name]})
         if absent:
             raise InvalidIndexError(
                 f"The index puts {absent[0]!r}{f' and {len(absent) - 1} more' if len(absent) > 1 else ''} into "
@@ -102,6 +106,7 @@ def tensors_by_shard(index: CheckpointIndex, facts: Iterable[ShardFacts]) -> dic
     return chosen
 
 
+@uncollected()
 def make_plan(
     source: SourceIdentity,
     shards: tuple[PlannedShard, ...],
@@ -205,8 +210,8 @@ def _bytes_from(plan: SplitPlan, shard: PlannedShard, seen: set[str]) -> int:
         layout = plan.layouts[layer]
         if layer not in seen:
             seen.add(layer)
-            total += len(layout.header) + BLOCK_BYTES
-        total += sum(part.nbytes for form in layout.forms if form.source.file == shard.name for part in form.parts)
+            total += layout.header_bytes + BLOCK_BYTES
+        total += layout.shard_bytes[shard.name]
     return total
 
 

@@ -20,16 +20,20 @@ import pytest
 from benchmarks import curve, generated, hub_speed, kaggle_72b, rehearsal, spot_check
 from benchmarks.counters import Counters, Sent
 from benchmarks.generated import Content, digests
-from benchmarks.generated_hub import GeneratedHub, parse_range
+from benchmarks.generated_hub import GeneratedHub, files_of, parse_range
 from benchmarks.hub_process import HubProcess
-from benchmarks.published import MODELS, Checkpoint, Model, checkpoint, max_disk
+from benchmarks.models import MODELS
+from benchmarks.published import Checkpoint, Model, checkpoint, max_disk
 from benchmarks.sampler import Sample, SeriesSampler, thinned
+from rabbitllm.formats.tensor_spec import TensorSpec
+from rabbitllm.layers.compression import is_compressible
 from tests.support.hub_fixtures import HubEnvironment, _forget_connections_and_listings, point_at
 from tests.support.splitting import split
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the benchmarks read /proc")
 
 BIG, TINY = MODELS["qwen2.5-72b"], MODELS["tiny"]
+CODER, TINY_MOE = MODELS["coder-next"], MODELS["tiny-moe"]
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +63,50 @@ def test_the_published_checkpoint() -> None:
     assert max_disk(BIG, made) == 45 << 30
 
 
+def test_the_published_checkpoint_of_experts() -> None:
+    """Sizes and digests as the repository of Qwen3-Coder-Next on the hub has them."""
+    made = checkpoint(CODER, 1)
+    index = made.index()
+    assert len(made.shards) == 40
+    assert index["metadata"] == {"total_size": 159_348_782_592}
+    assert len(index["weight_map"]) == 74_391
+    assert sum(".experts." in name for name in index["weight_map"]) == 48 * 512 * 3
+    assert made.shards[0].size == 3_999_619_288
+    assert made.nbytes == 159_358_031_480
+    assert {index["weight_map"][name] for name in ("lm_head.weight", "model.norm.weight")} == {made.shards[-1].name}
+    assert max_disk(CODER, made) == CODER.max_disk
+    published = {
+        "config.json": (1178, "a7b8098d3b05777f12bb5677a26bf1240a1bb09def1b06b29e6be86cae2e84f8"),
+        "generation_config.json": (214, "37a3c1ef63516ca489c575f0db1c0405ddc0c3dbaca9ed987344c966c37aeef5"),
+    }
+    files = files_of(made, dict.fromkeys((shard.name for shard in made.shards), ""))
+    assert {name: (files[name].size, files[name].digest) for name in published} == published
+    assert files["model.safetensors.index.json"].size == 6_759_619
+
+
+@pytest.mark.parametrize("model", [CODER, TINY_MOE], ids=["published", "tiny"])
+def test_names_and_shapes_of_experts_are_those_that_transformers_saves(model: Model) -> None:
+    """Few experts and both kinds of layers; the modules have their experts fused, what is saved has not."""
+    import torch
+    import transformers
+    from transformers.core_model_loading import revert_weight_conversion
+
+    config = {**model.config, "num_experts": 3, "num_hidden_layers": 4}
+    with torch.device("meta"):
+        real = transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**config))
+    saved = revert_weight_conversion(real, real.state_dict())
+    ours = {tensor.name: tensor.shape for tensor in model.tensors(config)}
+    assert ours == {name: tuple(tensor.shape) for name, tensor in saved.items()}
+    assert len(ours) == 3 * (7 + 16) + 6 + 16 + 3
+
+
+@pytest.mark.parametrize("model", [BIG, CODER, TINY, TINY_MOE], ids=["72b", "coder-next", "tiny", "tiny-moe"])
+def test_what_is_quantised_is_what_the_package_quantises(model: Model) -> None:
+    for tensor in model.tensors({**model.config, "num_hidden_layers": 4}):
+        spec = TensorSpec(tensor.name, "BF16", tensor.shape, "shard", 0, tensor.nbytes)
+        assert is_compressible(spec) is tensor.is_quantised, tensor
+
+
 @pytest.mark.parametrize("model", [BIG, TINY], ids=["published", "tiny"])
 def test_names_and_shapes_are_those_of_transformers(model: Model) -> None:
     import torch
@@ -72,15 +120,16 @@ def test_names_and_shapes_are_those_of_transformers(model: Model) -> None:
     assert ours == {name: tuple(tensor.shape) for name, tensor in real.items()}
 
 
-def test_a_part_has_fewer_layers_and_the_same_shapes() -> None:
-    full, part = checkpoint(BIG, 1), checkpoint(BIG, 0.05)
+@pytest.mark.parametrize(("model", "scale"), [(BIG, 0.05), (CODER, 4 / 48)], ids=["72b", "coder-next"])
+def test_a_part_has_fewer_layers_and_the_same_shapes(model: Model, scale: float) -> None:
+    full, part = checkpoint(model, 1), checkpoint(model, scale)
     assert part.config["num_hidden_layers"] == part.layers == 4
     assert part.shards[0].header == full.shards[0].header
     shapes = {placed.tensor for shard in full.shards for placed in shard.tensors}
     assert {placed.tensor for shard in part.shards for placed in shard.tensors} < shapes
-    assert checkpoint(BIG, 0.001).layers == 1
+    assert checkpoint(model, 0.001).layers == 1
     left_out = full.nbytes_4bit - part.nbytes_4bit
-    assert max_disk(BIG, part) == (45 << 30) - left_out
+    assert max_disk(model, part) == model.max_disk - left_out
 
 
 def test_a_shard_is_a_safetensors_file(content: Content, tiny: Checkpoint, tmp_path: Path) -> None:
@@ -365,6 +414,12 @@ def test_layer_files_beside_bitsandbytes(layers: Path, content: Content, tiny: C
     assert spot_check.named(("a",) * 7) == "a; a; a; a; a; and 2 more"
 
 
+def test_many_small_matrices_are_sampled_more_thinly() -> None:
+    assert spot_check.piece_elements(963) == spot_check.piece_elements(1) == (1 << 20) // 2
+    assert spot_check.piece_elements(10_000) == (1 << 30) // 10_000 // 2 // 64 * 64
+    assert spot_check.piece_elements(74_391) == (16 << 10) // 2
+
+
 def test_refusals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def parse(*arguments: str) -> SimpleNamespace:
         return kaggle_72b.parse(["--work-dir", str(tmp_path), *arguments])  # type: ignore[return-value]
@@ -426,6 +481,18 @@ def test_a_tiny_rehearsal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert {path.name for path in (tmp_path / "w").iterdir()} == {"kaggle-72b-digests.json"}
 
 
+def test_a_tiny_rehearsal_of_experts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Both kinds of layers, shards as files, to its end and through the model."""
+    monkeypatch.setattr(kaggle_72b, "hub_speed", lambda *arguments: (SPEED, HASHED))
+    arguments = ["--model", "tiny-moe", "--modes", "file", "--kills", "0", "--forward"]
+    folders = ["--work-dir", str(tmp_path / "w"), "--results", str(tmp_path / "r" / "moe")]
+    assert kaggle_72b.main([*arguments, *folders]) == 0
+    found = json.loads((tmp_path / "r" / "moe-file.json").read_text())
+    assert all(found["checks"].values())
+    assert len(found["checks"]) == 5
+    assert found["compared"]["tensors"] == 3 * (7 + 7 + 48) + (6 + 7 + 48) + 3
+
+
 @pytest.mark.long
 def test_one_layer_of_the_published_shapes(tmp_path: Path) -> None:
     """7 GB through each mode (and what a kill of a stream costs), below 7 GB of disk."""
@@ -441,4 +508,20 @@ def test_one_layer_of_the_published_shapes(tmp_path: Path) -> None:
         assert (found["peaks"]["fetched_shards"] > 3 * 10**9) is (mode == "file")
         assert [kill["used_shards"] for kill in found["rehearsal"]["kills"]] == [0, 1]
     assert made["file"]["rehearsal"]["again"] < made["stream"]["rehearsal"]["again"]
+    assert "yes: the layer files have the checksums of those of 'file'" in made["stream"]["notes"]
+
+
+@pytest.mark.long
+def test_two_layers_of_the_published_experts(tmp_path: Path) -> None:
+    """8 GB in 3,103 tensors through each mode, killed twice."""
+    arguments = ["--model", "coder-next", "--scale", "0.05", "--kills", "2"]
+    folders = ["--work-dir", str(tmp_path / "w"), "--results", str(tmp_path / "r" / "two")]
+    assert kaggle_72b.main([*arguments, *folders]) == 0
+    made = {mode: json.loads((tmp_path / "r" / f"two-{mode}.json").read_text()) for mode in ("file", "stream")}
+    for mode, found in made.items():
+        assert all(found["checks"].values())
+        assert found["checkpoint"]["layers"] == 2
+        assert found["compared"]["tensors"] == 2 * 1550 + 3
+        assert found["peaks"]["anonymous"] < 1 << 30
+        assert (found["peaks"]["fetched_shards"] > 3 * 10**9) is (mode == "file")
     assert "yes: the layer files have the checksums of those of 'file'" in made["stream"]["notes"]

@@ -173,4 +173,4 @@ def test_every_way_to_arrive_is_a_route() -> None:
 
 
 def test_the_memory_that_is_told_is_the_one_that_is_tested() -> None:
-    assert forecast.MEMORY_BYTES == MOST
+    assert forecast.memory_bytes(0) == forecast.MEMORY_BYTES == MOST
