@@ -27,8 +27,6 @@ READ_ONLY_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM)
 """What an unlink fails with where nothing may be deleted."""
 DIRECT_ALIGNMENT = 4096
 """Offset, length and memory alignment that an O_DIRECT write needs, bytes."""
-WRITE_BACK_BYTES = 32 << 20
-"""What may wait in the page cache for a file before the kernel is asked to begin writing it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +80,6 @@ class GrowingFile:
         self._descriptor = os.open(path, flags, 0o644)
         self._direct: int | None = None
         self._direct_refused = False
-        self._waiting = 0
         if os.fstat(self._descriptor).st_size != size:
             os.ftruncate(self._descriptor, size)
 
@@ -99,21 +96,6 @@ class GrowingFile:
             data, offset = data[written:], offset + written
         if data:
             _write_all(self._descriptor, data, offset, self._lock)
-            self._begin_write_back(len(data))
-
-    def _begin_write_back(self, written: int) -> None:
-        """Have the kernel begin to write once enough waits, so that `sync` has little left to wait for.
-
-        That is how Linux takes this advice (posix_fadvise(2), and `generic_fadvise` in mm/fadvise.c): writing begins,
-        nobody waits for it, and pages that are on the disk already are given up.
-        """
-        with self._lock:
-            self._waiting += written
-            if self._waiting < WRITE_BACK_BYTES:
-                return
-            self._waiting = 0
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _write_direct(self, data: memoryview, offset: int) -> int:
         """Write the leading whole blocks of `data` with O_DIRECT; return how many bytes went."""
