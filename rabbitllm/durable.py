@@ -12,7 +12,9 @@ replayed later). Without a callback a step costs one `is None`.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import functools
 import os
 import sys
 import threading
@@ -27,6 +29,8 @@ READ_ONLY_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM)
 """What an unlink fails with where nothing may be deleted."""
 DIRECT_ALIGNMENT = 4096
 """Offset, length and memory alignment that an O_DIRECT write needs, bytes."""
+WRITE_BACK_BYTES = 32 << 20
+"""What may wait in the page cache for a file before the kernel is asked to begin writing it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +73,17 @@ class GrowingFile:
     """An open file that is filled in place, in any order, by several threads.
 
     Opened without truncation, so that a resumed run goes on with the bytes already there.
+
+    Args:
+        path: of the file, made if it is not there.
+        size: bytes that it is made to have.
+        write_back: have the kernel write as the file is filled, so that `sync` has little left to wait for.
     """
 
-    def __init__(self, path: Path, size: int) -> None:
+    def __init__(self, path: Path, size: int, *, write_back: bool = False) -> None:
         self.path = path
+        self._write_back = _write_back_call() if write_back else None
+        self._waiting = 0
         self._lock = threading.Lock()
         if not path.exists():
             _announce(Step("create", path))
@@ -96,6 +107,17 @@ class GrowingFile:
             data, offset = data[written:], offset + written
         if data:
             _write_all(self._descriptor, data, offset, self._lock)
+            if self._write_back is not None:
+                self._begin_write_back(len(data))
+
+    def _begin_write_back(self, written: int) -> None:
+        with self._lock:
+            self._waiting += written
+            if self._waiting < WRITE_BACK_BYTES:
+                return
+            self._waiting = 0
+        assert self._write_back is not None
+        self._write_back(self._descriptor)
 
     def _write_direct(self, data: memoryview, offset: int) -> int:
         """Write the leading whole blocks of `data` with O_DIRECT; return how many bytes went."""
@@ -127,6 +149,24 @@ class GrowingFile:
         if self._direct is not None:
             os.close(self._direct)
             self._direct = None
+
+
+@functools.cache
+def _write_back_call() -> Callable[[int], object] | None:
+    """What makes Linux begin to write what a file has in the page cache, and does not wait: sync_file_range(2).
+
+    Not `posix_fadvise(…, POSIX_FADV_DONTNEED)`, which begins that too: it also walks through every page of the file and
+    drops what is on the disk already.
+    """
+    if sys.platform != "linux":
+        return None
+    try:
+        call = ctypes.CDLL(None).sync_file_range
+    except (OSError, AttributeError):
+        return None
+    call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    begin_only, whole_file = 2, 0  # SYNC_FILE_RANGE_WRITE; a length of 0 is to the end
+    return lambda descriptor: call(descriptor, 0, whole_file, begin_only)
 
 
 def _write_all(descriptor: int, data: memoryview, offset: int, lock: threading.Lock | None) -> None:

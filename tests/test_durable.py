@@ -6,6 +6,7 @@ import ast
 import contextlib
 import errno
 import os
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -327,3 +328,32 @@ def changes_the_disk(call: ast.Call) -> bool:
     if name.split(".")[0] == "durable":
         return False
     return call.func.attr in WRITING_CALLS or name in WRITING_FUNCTIONS
+
+
+# Writing back
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sync_file_range is Linux's")
+def test_kernel_takes_the_advice_to_begin_writing(tmp_path: Path) -> None:
+    begin = durable._write_back_call()
+    assert begin is not None
+    with (tmp_path / "file").open("wb") as file:
+        file.write(b"x" * 100_000)
+        file.flush()
+        assert begin(file.fileno()) == 0
+    assert begin(2**20) == -1  # no file of that number is open
+
+
+def test_writing_begins_each_time_enough_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+    monkeypatch.setattr(durable, "_write_back_call", lambda: begun.append)
+    monkeypatch.setattr(durable, "WRITE_BACK_BYTES", 1000)
+    data = bytes(range(250))
+    for write_back in (True, False):
+        file = GrowingFile(tmp_path / str(write_back), 5000, write_back=write_back)
+        for number in range(20):
+            file.write_at(memoryview(data), number * 250)
+        file.sync()
+        file.close()
+        assert (tmp_path / str(write_back)).read_bytes() == data * 20
+        assert len(begun) == 5

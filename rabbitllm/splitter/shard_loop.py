@@ -175,7 +175,8 @@ class ShardLoop:
     def _open(self, targets: dict[str, Target], layers: list[str]) -> None:
         for layer in layers:
             layout = self.plan.layouts[layer]
-            targets[layer] = Target(layout, durable.GrowingFile(self._path(layout, durable.PART_SUFFIX), layout.size))
+            part = self._path(layout, durable.PART_SUFFIX)
+            targets[layer] = Target(layout, durable.GrowingFile(part, layout.size, write_back=True))
 
     def _move_file(
         self, shard: PlannedShard, arriving: Arriving, targets: dict[str, Target], layers: list[str]
