@@ -52,12 +52,11 @@ def drawing(title: str, points: Sequence[Point], levels: Sequence[Level], marks:
         _area(frame, [(p.seconds, p.layers, p.layers + p.other) for p in points], "#e8a33d"),
         _area(frame, [(p.seconds, 0, p.layers) for p in points], "#3b76b5"),
     ]
-    for number, level in enumerate(levels):  # by turns above on the left and below on the right: they may be close
-        y = frame.y(level.nbytes)
-        at, above, anchor = (WIDTH - _RIGHT - 6, 14, "end") if number % 2 else (_LEFT + 6, -5, "start")
+    for number, level in enumerate(levels):  # by turns above and below, since they may be close; on the left, where
+        y, at, above = frame.y(level.nbytes), _LEFT + 6, 14 if number % 2 else -5  # the disk is empty yet
         body.append(f'<path d="M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}" stroke="{level.colour}" stroke-dasharray="6 3"/>')
         label = escape(level.label)
-        body.append(f'<text x="{at}" y="{y + above:.1f}" text-anchor="{anchor}" fill="{level.colour}">{label}</text>')
+        body.append(f'<text x="{at}" y="{y + above:.1f}" fill="{level.colour}">{label}</text>')
     for seconds in marks:
         x = frame.x(seconds)
         body.append(f'<path d="M{x:.1f} {_TOP}V{HEIGHT - _BOTTOM}" stroke="#b03030" stroke-dasharray="2 3"/>')

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report, spot_check
+from benchmarks.disk_speed import read_speed
 from benchmarks.generated import Content
 from benchmarks.hub_process import HubProcess
 from benchmarks.measure import Sampler, drop_cached
@@ -44,7 +45,7 @@ DEFAULT_MODEL = "qwen2.5-72b"
 SPARE_BYTES = 2 * 1000**3
 """Beside what the split may take: what stays free during it, the hub cache, logs."""
 SPEED_BYTES = 2 * 1000**3
-"""Read from the hub, in each way, to say how fast it is by itself."""
+"""Read from the hub, in each way, and from the disk, to say how fast they are by themselves."""
 _HERE = Path(__file__).resolve().parent
 
 
@@ -143,6 +144,7 @@ def _forward(folder: Path, variables: Mapping[str, str]) -> dict[str, Any]:
         assert child.stdout is not None
         child.stdout.readline()
         drop_cached(folder)
+        disk = read_speed(sorted(folder.glob("*.safetensors")), SPEED_BYTES)
         with Sampler([], child.pid) as sampler:
             child.stdin.write("go\n")
             child.stdin.flush()
@@ -150,7 +152,12 @@ def _forward(folder: Path, variables: Mapping[str, str]) -> dict[str, Any]:
         child.stdin.close()
     if not said:
         return {"error": f"exit status {child.returncode}"}
-    return {**json.loads(said), "anonymous_peak": sampler.anonymous_peak, "file_peak": sampler.file_peak}
+    return {
+        **json.loads(said),
+        "disk_bytes_per_second": disk,
+        "anonymous_peak": sampler.anonymous_peak,
+        "file_peak": sampler.file_peak,
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

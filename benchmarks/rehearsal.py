@@ -101,6 +101,8 @@ class Rehearsal:
         hub_cpu_seconds: of the hub meanwhile.
         sent, again, probed: by the hub, see `counters.Sent`.
         planned_peak: what the first process said that it would add to the disk.
+        added_memory: anonymous memory of the last process, above that when its split began.
+        stages: of the last process, as the profiler has them.
         samples: disk is of (split directory, Hugging Face home), the part is that of fetched shards.
         longest_gap: between two samples.
     """
@@ -114,6 +116,8 @@ class Rehearsal:
     again: int
     probed: int
     planned_peak: int
+    added_memory: int
+    stages: dict[str, dict[str, float]]
     samples: list[Sample]
     longest_gap: float
 
@@ -153,6 +157,8 @@ def rehearse(setting: Setting, hub: HubProcess) -> Rehearsal:
         after.again - before.again,
         after.probed - before.probed,
         done.planned_peak,
+        done.added_memory,
+        done.stages,
         sampler.samples,
         sampler.longest_gap,
     )
@@ -168,6 +174,8 @@ class _Progress:
     kills: list[Kill] = field(default_factory=list)
     cpu_seconds: float = 0.0
     planned_peak: int = 0
+    added_memory: int = 0
+    stages: dict[str, dict[str, float]] = field(default_factory=dict)
     folder: Path | None = None
     _runs: int = 0
 
@@ -200,7 +208,8 @@ class _Progress:
             said_last = _last_words(errors.read_text(errors="replace"))
             raise RehearsalError(f"the split ended with exit status {process.returncode}; last said: {said_last}")
         else:
-            self.folder = Path(events[-1]["folder"])
+            self.folder, self.stages = Path(events[-1]["folder"]), events[-1]["stages"]
+            self.added_memory = next(e["SplitDone"]["peak_memory_bytes"] for e in events if "SplitDone" in e)
 
     def _watch(self, pid: int, sampler: SeriesSampler, sent_before: int) -> Kill | None:
         """Wait until a process has ended, and kill it when that is due."""

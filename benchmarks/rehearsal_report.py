@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import curve, report
+from benchmarks.disk_speed import THREADS
 from benchmarks.rehearsal import Rehearsal, Setting, layer_bytes
 from benchmarks.sampler import INTERVAL_SECONDS, peak_of, thinned
 from benchmarks.spot_check import SpotCheck, named
@@ -110,6 +111,7 @@ def figures(outcome: Outcome) -> report.Table:
         ("… allowed (max_disk)", _size(outcome.setting.max_disk)),
         ("… that the standard route would need", _size(outcome.standard_route)),
         ("peak anonymous memory", f"{peaks['anonymous'] / 2**20:.0f} MiB"),
+        ("… above that when the split began (last process)", f"{took.added_memory / 2**20:.0f} MiB"),
         ("peak resident memory, mapped libraries too", f"{peaks['resident'] / 2**20:.0f} MiB"),
         ("sent by the hub", f"{took.sent / 1e9:.2f} GB, {took.again / 1e6:.1f} MB of it again"),
         ("… to look at headers", f"{took.probed / 1e6:.1f} MB"),
@@ -124,10 +126,15 @@ def _of_forward(forward: Mapping[str, Any] | None) -> list[tuple[str, str]]:
         return []
     if "error" in forward:
         return [("forward pass", f"failed: {forward['error']}")]
-    read, seconds = forward["token_read"], forward["token_seconds"]
+    read, seconds, disk = forward["token_read"], forward["token_seconds"], forward["disk_bytes_per_second"]
     return [
         ("forward pass of one token", f"{seconds:.2f} s on {forward['threads']} threads"),
         ("… read from the disk", f"{read / 1e9:.2f} GB, {read / seconds / 1e9:.2f} GB/s"),
+        *(
+            [("… of what the disk gives", f"{100 * read / seconds / disk:.0f} % of {disk / 1e9:.2f} GB/s")]
+            if disk
+            else []
+        ),
         ("… streamed", f"{forward['streamed'] / 1e9:.2f} GB"),
         ("… loading before it", f"{forward['load_seconds']:.1f} s, {forward['load_read'] / 1e9:.2f} GB read"),
         ("… peak anonymous memory", f"{forward['anonymous_peak'] / 2**30:.2f} GiB"),
@@ -150,6 +157,22 @@ def kills(outcome: Outcome) -> report.Table:
     return report.Table(("kill", "at GB", "at s", "shards used up", "MB sent again", "s lost"), rows)
 
 
+def stages(outcome: Outcome) -> report.Table:
+    """A line for each stage of the last process, which no kill cut short."""
+    found = outcome.rehearsal.stages
+    taken = max((stage["nbytes"] for stage in found.values()), default=0) or 1
+    rows = [
+        (
+            name,
+            f"{stage['seconds'] / stage['threads']:.1f}",
+            f"{stage['threads']:.0f}",
+            f"{stage['cpu_seconds'] / taken * 1e9:.2f}" if stage["cpu_seconds"] else "",
+        )
+        for name, stage in found.items()
+    ]
+    return report.Table((f"stage, of {taken / 1e9:.1f} GB", "busy s", "threads", "core-s a GB"), rows)
+
+
 def _size(nbytes: int) -> str:
     return f"{nbytes / 1e9:.2f} GB ({nbytes / 2**30:.2f} GiB)"
 
@@ -166,11 +189,14 @@ def notes_on(outcome: Outcome, around: Surroundings, others: Sequence[Outcome]) 
         f"{setting.kills} equal parts of the checkpoint (seed {setting.seed}).",
         "s lost: from a kill until the layer files grew beyond what they were; the start of Python and its libraries "
         "is in it.",
+        "Stages: of the process that finished. What fetches in the background shows as the wait for it; busy s is what "
+        "the threads of a stage spent in it, each, waiting included.",
         f"Disk and memory were sampled every {INTERVAL_SECONDS} s; the longest time between two samples was "
         f"{outcome.rehearsal.longest_gap:.3f} s.",
         f"The hub by itself: {raw['mb_per_second']:.0f} MB/s to a client that drops the bytes, "
         f"{through['mb_per_second']:.0f} MB/s through fetch.stream, digest and all "
         f"({raw['core_seconds_per_gb']:.2f} and {through['core_seconds_per_gb']:.2f} core-seconds a GB){limited}.",
+        f"The disk by itself: whole chunks of 4 MiB of layer files, read with O_DIRECT in {THREADS} threads.",
         f"Digests: {hashed['hashed'] / 1e9:.1f} GB were hashed before, by {hashed['threads']} threads in "
         f"{hashed['seconds']:.1f} s; the rest was known.",
         f"Load average at the start: {outcome.load_average:.2f}.",
@@ -184,7 +210,7 @@ def notes_on(outcome: Outcome, around: Surroundings, others: Sequence[Outcome]) 
 
 def write(base: Path, title: str, outcome: Outcome, around: Surroundings, notes: Sequence[str]) -> None:
     """Print the tables; write them to `base`.md, the curve to `base`.svg, and everything to `base`.json."""
-    tables = (figures(outcome), kills(outcome))
+    tables = (figures(outcome), kills(outcome), stages(outcome))
     described = "; ".join(f"{name.replace('_', ' ')}: {value}" for name, value in around.machine.items())
     print("\n\n".join(["", title, described, *(table.text() for table in tables), "\n".join(notes)]))
     base.parent.mkdir(parents=True, exist_ok=True)

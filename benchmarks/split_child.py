@@ -5,6 +5,7 @@ python -m benchmarks.split_child '{"repository": "...", "folder": "...", "mode":
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from dataclasses import asdict
@@ -13,6 +14,7 @@ from pathlib import Path
 from rabbitllm import prepare, progress
 from rabbitllm.options import SplitOptions
 
+LIBRARIES = ("torch", "bitsandbytes.functional", "rabbitllm.layers.cpu_kernels")
 TOLD = (progress.SplitStarted, progress.ShardDone, progress.SplitDone)
 
 
@@ -23,13 +25,18 @@ def say(event: progress.Event) -> None:
 
 
 def main() -> None:
-    """Find the source and make, or go on with, its split directory."""
+    """Find the source and make, or go on with, its split directory; with its libraries imported, as in `AutoModel`."""
+    for library in LIBRARIES:
+        importlib.import_module(library)
     job = json.loads(sys.argv[1])
-    options = SplitOptions(compression="4bit", sequential=True, max_disk=job["max_disk"], shard_transfer=job["mode"])
+    options = SplitOptions(
+        compression="4bit", sequential=True, max_disk=job["max_disk"], shard_transfer=job["mode"], profiling=True
+    )
     source = prepare.find(prepare.Sought(job["repository"], options.compression, Path(job["folder"])))
     with progress.listening(say):
-        prepare.ensure_split(source, options)
-    print(json.dumps({"folder": str(source.split_folder)}), flush=True)
+        profiler = prepare.ensure_split(source, options)
+    stages = {stage: asdict(total) for stage, total in profiler.stages.items()}
+    print(json.dumps({"folder": str(source.split_folder), "stages": stages}), flush=True)
 
 
 if __name__ == "__main__":
