@@ -92,10 +92,11 @@ class Surroundings:
     rate: float | None
 
 
-def figures(outcome: Outcome) -> report.Table:
-    """A line for each figure."""
+def figures(outcome: Outcome, cores: int) -> report.Table:
+    """A line for each figure; `cores` that the split and the hub had."""
     took, made, peaks = outcome.rehearsal, outcome.setting.made, outcome.peaks()
     uninterrupted = took.seconds - sum(kill.lost_seconds for kill in took.kills)
+    shared = (took.cpu_seconds + took.hub_cpu_seconds) / cores
     rows = [
         ("checkpoint", f"{made.nbytes / 1e9:.1f} GB in {len(made.shards)} shards"),
         ("layer files", f"{outcome.verification.nbytes / 1e9:.2f} GB in {outcome.verification.files}"),
@@ -104,6 +105,7 @@ def figures(outcome: Outcome) -> report.Table:
         ("… without the seconds that kills cost", f"{made.nbytes / max(uninterrupted, 1e-9) / 1e6:.0f} MB/s"),
         ("core-seconds a GB of the checkpoint", f"{took.cpu_seconds / made.nbytes * 1e9:.2f}"),
         ("… of the hub beside it", f"{took.hub_cpu_seconds / made.nbytes * 1e9:.2f}"),
+        ("wall time without kills / (both / cores)", f"{uninterrupted / max(shared, 1e-9):.2f}"),
         ("peak disk, split directory", _size(peaks["split_directory"])),
         ("… of it fetched shards, at their own peak", _size(peaks["fetched_shards"])),
         ("… with the hub cache", _size(peaks["split_directory_and_hub_cache"])),
@@ -210,7 +212,7 @@ def notes_on(outcome: Outcome, around: Surroundings, others: Sequence[Outcome]) 
 
 def write(base: Path, title: str, outcome: Outcome, around: Surroundings, notes: Sequence[str]) -> None:
     """Print the tables; write them to `base`.md, the curve to `base`.svg, and everything to `base`.json."""
-    tables = (figures(outcome), kills(outcome), stages(outcome))
+    tables = (figures(outcome, int(around.machine["cores"])), kills(outcome), stages(outcome))
     described = "; ".join(f"{name.replace('_', ' ')}: {value}" for name, value in around.machine.items())
     print("\n\n".join(["", title, described, *(table.text() for table in tables), "\n".join(notes)]))
     base.parent.mkdir(parents=True, exist_ok=True)
