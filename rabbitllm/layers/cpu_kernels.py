@@ -214,10 +214,11 @@ def _nf4_floats(floats, midpoints, codes, scales):  # type: ignore[no-untyped-de
 def _nf4_halves(bits, kind, infinity, midpoints, thresholds, codes, scales):  # type: ignore[no-untyped-def]
     values = np.empty(NF4_BLOCK, np.float32)
     ranks = np.empty(NF4_BLOCK, np.uint8)
-    keys = np.empty(NF4_BLOCK, np.int16)
     above = np.empty(NF4_BLOCK, np.int16)
-    one = np.empty(1, np.float32)
+    pairs = above.view(np.uint32)  # the even one in the low half: little-endian, as every machine that numba runs on
     edges = np.empty(15, np.int16)
+    largest_bits = np.empty(1, np.uint16)
+    one = np.empty(1, np.float32)
     whole = bits.size // NF4_BLOCK
     for block in range(whole):
         first = block * NF4_BLOCK
@@ -228,20 +229,19 @@ def _nf4_halves(bits, kind, infinity, midpoints, thresholds, codes, scales):  # 
             _widen(bits, kind, first, NF4_BLOCK, values)
             scales[block] = _nf4_block(values, midpoints, ranks, codes, block * (NF4_BLOCK // 2))
             continue
-        for i in range(NF4_BLOCK):
-            magnitude = np.int16(bits[first + i] & np.uint16(0x7FFF))
-            keys[i] = -magnitude if bits[first + i] >> np.uint16(15) else magnitude
-            above[i] = 0
         for j in range(15):
             edges[j] = thresholds[largest, j]
-        for j in range(15):
-            edge = edges[j]
-            for i in range(NF4_BLOCK):
-                above[i] += np.int16(keys[i] > edge)
+        for i in range(NF4_BLOCK):
+            magnitude = np.int16(bits[first + i] & np.uint16(0x7FFF))
+            key = np.int16(-magnitude) if bits[first + i] >> np.uint16(15) else magnitude
+            rank = np.int16(0)
+            for j in range(15):  # unrolled, so that a value stays in its register for all of them
+                rank = np.int16(rank + np.int16(key > edges[j]))
+            above[i] = rank
         for i in range(NF4_BLOCK // 2):
-            codes[block * (NF4_BLOCK // 2) + i] = np.uint8(above[2 * i] << 4) | np.uint8(above[2 * i + 1])
-        keys[0] = np.int16(largest)
-        _widen(keys.view(np.uint16), kind, 0, 1, one)
+            codes[block * (NF4_BLOCK // 2) + i] = np.uint8((pairs[i] << np.uint32(4)) | (pairs[i] >> np.uint32(16)))
+        largest_bits[0] = largest
+        _widen(largest_bits, kind, 0, 1, one)
         scales[block] = one[0]
     rest = bits.size - whole * NF4_BLOCK
     if rest:
