@@ -250,41 +250,49 @@ def _nf4_halves(bits, kind, infinity, midpoints, thresholds, codes, scales):  # 
 
 
 @_compiled
-def _int8_block(values, count, bins, codes, at, places):  # type: ignore[no-untyped-def]
-    """One block of float32, whole or short; returns its scale."""
-    scale = np.float32(0)
-    for i in range(count):
-        scale = max(scale, abs(values[i]))
+def _int8_block(values, words, count, bins, codes, at, places):  # type: ignore[no-untyped-def]
+    """One block of float32, whole or short, and the same as bits; returns its scale."""
+    largest = np.uint32(0)
+    for i in range(count):  # magnitudes sort as their bits do, and integers are compared many at a time
+        largest = max(largest, words[i] & np.uint32(0x7FFFFFFF))
+    scale = np.uint32(largest).view(np.float32)
+    if largest >= np.uint32(0x7F800000):  # of infinities and NaNs it is whichever the comparisons leave
+        scale = np.float32(0)
+        for i in range(count):
+            scale = max(scale, abs(values[i]))
     if scale == 0:
         codes[at : at + count] = 0
         return scale
     inverse = np.float32(1) / scale
     for i in range(count):
         y = min(max(values[i] * inverse, np.float32(-1)), np.float32(1))
-        places[i] = np.int32((y + np.float32(1)) * np.float32(0.5) * np.float32(65535) + np.float32(0.5))
+        place = np.int32((y + np.float32(1)) * np.float32(0.5) * np.float32(65535) + np.float32(0.5))
+        places[i] = np.uint16(place)
     for i in range(count):
-        codes[at + i] = bins[places[i] & 0xFFFF]
+        codes[at + i] = bins[places[i]]
     return scale
 
 
 @_compiled
 def _int8_floats(floats, bins, codes, scales):  # type: ignore[no-untyped-def]
     values = np.empty(INT8_BLOCK, np.float32)
-    places = np.empty(INT8_BLOCK, np.int32)
+    words = values.view(np.uint32)
+    places = np.empty(INT8_BLOCK, np.uint16)
     for block in range(scales.size):
         first = block * INT8_BLOCK
         count = min(INT8_BLOCK, floats.size - first)
         for i in range(count):
             values[i] = floats[first + i]
-        scales[block] = _int8_block(values, count, bins, codes, first, places)
+        scales[block] = _int8_block(values, words, count, bins, codes, first, places)
 
 
 @_compiled
 def _int8_halves(bits, kind, bins, codes, scales):  # type: ignore[no-untyped-def]
     values = np.empty(INT8_BLOCK, np.float32)
-    places = np.empty(INT8_BLOCK, np.int32)
+    words = values.view(np.uint32)
+    places = np.empty(INT8_BLOCK, np.uint16)
     for block in range(scales.size):
         first = block * INT8_BLOCK
         count = min(INT8_BLOCK, bits.size - first)
         _widen(bits, kind, first, count, values)
-        scales[block] = _int8_block(values, count, bins, codes, first, places)
+        scales[block] = _int8_block(values, words, count, bins, codes, first, places)
