@@ -39,6 +39,7 @@ class PlannedShard:
         name, size, fingerprint: as in `ShardFacts`.
         tensors: those that this shard gives to layer files.
         staged: fetched by us, so it costs disk of ours while it is used.
+        header_first: its header stands before its data, so that it can be used as it comes.
     """
 
     name: str
@@ -46,6 +47,7 @@ class PlannedShard:
     fingerprint: str
     tensors: tuple[TensorSpec, ...]
     staged: bool
+    header_first: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,11 @@ class SplitPlan:
     def source_bytes(self) -> int:
         """Of all shards."""
         return sum(shard.size for shard in self.shards)
+
+    @property
+    def unstreamable(self) -> tuple[str, ...]:
+        """The shards that are fetched and have to be whole on the disk before they are used."""
+        return tuple(shard.name for shard in self.shards if shard.staged and not shard.header_first)
 
 
 @uncollected()
@@ -233,10 +240,10 @@ class Move:
 
     Attributes:
         form: the tensor.
-        first: its first element in this run.
-        elements: how many.
-        offset: where they start in the shard, bytes.
-        nbytes: their length in the shard.
+        first: its first element in this run, in row-major order; of a tensor that is stored as it is, its first byte.
+        elements: how many; or bytes.
+        offset: where they start in the shard, bytes; of a tensor with strides, where they would without.
+        nbytes: their length, bytes.
     """
 
     layer: str
@@ -245,6 +252,11 @@ class Move:
     elements: int
     offset: int
     nbytes: int
+
+    @property
+    def begin(self) -> int:
+        """Bytes of the tensor, in row-major order, before this run."""
+        return self.offset - self.form.source.offset
 
 
 def moves(plan: SplitPlan, shard: str, layers: Iterable[str]) -> Iterator[Move]:

@@ -23,7 +23,8 @@ from pathlib import Path
 from rabbitllm import durable
 from rabbitllm.checkpoints.checkpoint import Checkpoint, Disposal, Release
 from rabbitllm.errors import CorruptShardError
-from rabbitllm.formats.safetensors_file import LENGTH_BYTES, Header, header_length, parse_header, read_header
+from rabbitllm.formats.safetensors_file import LENGTH_BYTES, Header, header_length, parse_header
+from rabbitllm.formats.shard_header import read_shard_header
 from rabbitllm.layers.compression import StoredForm
 from rabbitllm.layers.layer_file import DONE_SUFFIX, LayerLayout
 from rabbitllm.options import SplitOptions
@@ -181,11 +182,14 @@ class ShardLoop:
     def _move_file(
         self, shard: PlannedShard, arriving: Arriving, targets: dict[str, Target], layers: list[str]
     ) -> None:
-        """Move what has come of a shard while the rest is coming; nothing of it is believed before it is whole."""
+        """Move what has come of a shard while the rest is coming; nothing of it is believed before it is whole.
+
+        One whose header does not come first is waited for.
+        """
 
         def arrived(end: int) -> Path:
             with self.profiler.stage(shard.name, FETCH) if shard.staged else contextlib.nullcontext():
-                return arriving.until(end)
+                return arriving.until(end) if shard.header_first else arriving.whole()
 
         while True:
             try:
@@ -281,8 +285,8 @@ class ShardLoop:
 
 
 def _header_so_far(path: Path, shard: PlannedShard, arrived: Callable[[int], object]) -> Header:
-    if not shard.staged:
-        return read_header(path, shard.name)
+    if not (shard.staged and shard.header_first):
+        return read_shard_header(path, shard.name)
     with path.open("rb") as file:
         length = header_length(file.read(LENGTH_BYTES), shard.size, shard.name)
         arrived(LENGTH_BYTES + length)
