@@ -17,6 +17,7 @@ from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec
 from rabbitllm.layers.compression import BLOCKS, StoredForm, stored_form
 from rabbitllm.layers.layer_file import LayerLayout, lay_out
+from rabbitllm.splitter.gaps import can_be_kept
 from rabbitllm.splitter.layer_map import LayerMap, build_layer_map
 
 CHUNK_BYTES = 4 << 20
@@ -39,7 +40,7 @@ class PlannedShard:
         name, size, fingerprint: as in `ShardFacts`.
         tensors: those that this shard gives to layer files.
         staged: fetched by us, so it costs disk of ours while it is used.
-        header_first: its header stands before its data, so that it can be used as it comes.
+        header_first: its header stands before its data.
     """
 
     name: str
@@ -48,6 +49,11 @@ class PlannedShard:
     tensors: tuple[TensorSpec, ...]
     staged: bool
     header_first: bool = True
+
+    @property
+    def streams(self) -> bool:
+        """Whether it can be used as it comes: its header is seen first, or is confirmed by what is kept until then."""
+        return self.header_first or can_be_kept(self.tensors, self.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +87,7 @@ class SplitPlan:
     @property
     def unstreamable(self) -> tuple[str, ...]:
         """The shards that are fetched and have to be whole on the disk before they are used."""
-        return tuple(shard.name for shard in self.shards if shard.staged and not shard.header_first)
+        return tuple(shard.name for shard in self.shards if shard.staged and not shard.streams)
 
 
 @uncollected()

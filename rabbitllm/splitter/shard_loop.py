@@ -24,7 +24,8 @@ from rabbitllm import durable
 from rabbitllm.checkpoints.checkpoint import Checkpoint, Disposal, Release
 from rabbitllm.errors import CorruptShardError
 from rabbitllm.formats.safetensors_file import LENGTH_BYTES, Header, header_length, parse_header
-from rabbitllm.formats.shard_header import read_shard_header
+from rabbitllm.formats.shard_header import header_of_torch_zip, read_shard_header
+from rabbitllm.formats.torch_zip import parse_torch_zip
 from rabbitllm.layers.compression import StoredForm
 from rabbitllm.layers.layer_file import DONE_SUFFIX, LayerLayout
 from rabbitllm.options import SplitOptions
@@ -32,6 +33,7 @@ from rabbitllm.profiler import FETCH, SHARD_WAIT, Profiler
 from rabbitllm.progress import LayerDone, ShardDone, ShardStarted, SplitStarted, tell
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.arrivals import Arrivals, Arriving, StartedOverError
+from rabbitllm.splitter.gaps import Gaps
 from rabbitllm.splitter.mover import ByteStream, Mover, Target
 from rabbitllm.splitter.plan import Arrival, DiskUse, PlannedShard, SplitPlan, moves
 from rabbitllm.splitter.watch import disk_bytes
@@ -184,12 +186,14 @@ class ShardLoop:
     ) -> None:
         """Move what has come of a shard while the rest is coming; nothing of it is believed before it is whole.
 
-        One whose header does not come first is waited for.
+        Where the header does not come first, the places are the plan's and are compared when all is there.
         """
+        as_it_comes = shard.streams
+        early = shard.header_first or not (shard.staged and as_it_comes)
 
         def arrived(end: int) -> Path:
             with self.profiler.stage(shard.name, FETCH) if shard.staged else contextlib.nullcontext():
-                return arriving.until(end) if shard.header_first else arriving.whole()
+                return arriving.until(end) if as_it_comes else arriving.whole()
 
         while True:
             try:
@@ -197,8 +201,11 @@ class ShardLoop:
                 if not targets:
                     self._open(targets, layers)
                 try:
-                    self._compare(shard, _header_so_far(path, shard, arrived))
+                    if early:
+                        self._compare(shard, _header_so_far(path, shard, arrived))
                     self._mover.from_file(path, targets, moves(self.plan, shard.name, targets), arrived)
+                    if not early:
+                        self._compare(shard, read_shard_header(arriving.whole(), shard.name))
                 except FileNotFoundError:  # it was not what the hub says, and was taken away; if so, this says it too
                     arriving.whole()
                     raise
@@ -214,13 +221,17 @@ class ShardLoop:
 
     def _move_stream(self, shard: PlannedShard, targets: dict[str, Target]) -> None:
         with contextlib.closing(self.work.checkpoint.stream(shard.name)) as chunks:  # with its connection
-            stream = ByteStream(chunks)
+            gaps = None if shard.header_first else Gaps(shard.tensors, shard.size)
+            stream = ByteStream(chunks if gaps is None else gaps.watching(chunks))
             try:
-                self._compare(shard, _streamed_header(stream, shard))
+                if gaps is None:
+                    self._compare(shard, _streamed_header(stream, shard))
                 self._mover.from_stream(shard.name, stream, targets, moves(self.plan, shard.name, targets))
+                stream.finish()
+                if gaps is not None:  # the digest is right, so this says whether the plan was
+                    self._compare(shard, header_of_torch_zip(parse_torch_zip(gaps.read_at, shard.size, shard.name)))
             except CorruptShardError as error:
                 raise CorruptShardError(error.problem, self._advice()) from None
-            stream.finish()
 
     def _compare(self, shard: PlannedShard, header: Header) -> None:
         """Refuse a shard that is no longer, or never was, what the plan took it for.

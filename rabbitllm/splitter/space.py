@@ -66,7 +66,8 @@ def candidates(plan: SplitPlan, transfer: str) -> tuple[Arrival, ...]:
     if transfer == "stream":
         raise OptionError(
             f"shard_transfer='stream' is not possible for {plan.source.name}: {plan.unstreamable[0]} is a file of "
-            "torch.save, whose directory stands behind its data, so it can only be used when all of it is here.",
+            "torch.save with tensors that share bytes, lie at strides or are a part of more, so it can only be used "
+            "when all of it is here.",
             "Leave shard_transfer out (or 'file'): one such shard at a time is then on the disk. Or use a revision of "
             "this model with safetensors weights.",
         )

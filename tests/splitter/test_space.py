@@ -12,6 +12,7 @@ import pytest
 
 from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.errors import NotEnoughSpaceException, OptionError, SplitError
+from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.options import SplitOptions
 from rabbitllm.splitter.plan import Arrival, SplitPlan, disk_use, gib
 from rabbitllm.splitter.space import Ground, choose_arrival
@@ -154,8 +155,15 @@ def test_file_that_does_not_fit_names_the_stream_that_does(tmp_path: Path, free:
         choose(plan, tmp_path, None, deletes=True, transfer="file")
 
 
+def transposed(tensor: TensorSpec) -> TensorSpec:
+    return dataclasses.replace(tensor, strides=(1, tensor.shape[0]))
+
+
 def test_shards_that_must_be_whole_are_never_streamed(tmp_path: Path, free: list[int]) -> None:
-    whole = [dataclasses.replace(shard, header_first=False) for shard in even(4, MIB, staged=True)]
+    whole = [
+        dataclasses.replace(shard, header_first=False, tensors=tuple(map(transposed, shard.tensors)))
+        for shard in even(4, MIB, staged=True)
+    ]
     plan = plan_of((*whole[:1], *even(4, MIB, staged=True)[1:]), "4bit")  # one is enough
     assert plan.unstreamable == ("shard-0",)
     needs = {way: disk_use(plan, arrival=way, deletes_shards=True).created for way in Arrival}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ from rabbitllm.errors import (
     NotEnoughSpaceException,
     OptionError,
     UnreadableFormatError,
+    UnsafePathError,
     UnsafePickleError,
 )
 from rabbitllm.formats.shard_header import read_shard_header
@@ -38,6 +40,7 @@ from tests.support.builders import (
     cut,
     laid_out_oddly,
     llama_tensors,
+    plain_torch_files,
     torch_files,
     write_shards,
     write_torch,
@@ -86,6 +89,11 @@ def write_single(folder: Path, tensors: Weights, name: str = TORCH_SINGLE_NAME, 
 
 def write_sharded(folder: Path, tensors: Weights) -> Path:
     return write_torch(folder, torch_files(cut(tensors, 3)), index=True)
+
+
+def write_plain(folder: Path, tensors: Weights) -> Path:
+    """Shards of tensors with a storage each, which can be used as they come."""
+    return write_torch(folder, plain_torch_files(cut(tensors, 3)), index=True)
 
 
 def test_the_odd_layouts_are_in_the_files(tmp_path: Path, tensors: Weights) -> None:
@@ -203,18 +211,19 @@ def test_used_up_files_and_another_model_elsewhere(tmp_path: Path, tensors: Weig
 # Going on
 
 
-@pytest.mark.parametrize("hub", [False, True], ids=["local", "hub"])
+@pytest.mark.parametrize("way", ["local", "file", "stream"])
 def test_killed_at_some_steps(
     tmp_path: Path,
     hub_environment: HubEnvironment,
     crash_server: CrashServer,
     tensors: Weights,
     expected: dict[str | None, dict[str, bytes]],
-    hub: bool,
+    way: str,
 ) -> None:
-    original = write_sharded(tmp_path / "hub" / REPO, tensors)
+    hub, write = way != "local", write_plain if way == "stream" else write_sharded
+    original = write(tmp_path / "hub" / REPO, tensors)
     model = tmp_path / "local" / "model"
-    home = {"hub_url": hub_environment.url, "hub_home": str(hub_environment.home)} if hub else {}
+    home = {"hub_url": hub_environment.url, "hub_home": str(hub_environment.home), "shard_transfer": way} if hub else {}
     call = Call(REPO if hub else str(model), compression="4bit", **home)  # type: ignore[arg-type]
 
     def reset() -> None:
@@ -224,7 +233,7 @@ def test_killed_at_some_steps(
 
     reset()
     steps = steps_of(call)
-    for death in sample(steps, 4 if hub else 6):
+    for death in sample(steps, 4 if hub else 5):
         reset()
         assert crash_server.run(call, death) == KILLED
         made = call.make()
@@ -332,13 +341,84 @@ def test_planning_fetches_no_weights(
         assert sum(request.bytes_sent for request in asked) <= (1 if index else 2) * (48 << 10) < size // 20
 
 
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("transfer", ["stream", "file"])
+def test_plain_tensors_are_used_as_they_come(
+    tmp_path: Path,
+    local_hub: LocalHub,
+    hub_environment: HubEnvironment,
+    expected: dict[str | None, dict[str, bytes]],
+    tensors: Weights,
+    compression: str | None,
+    shards: int,
+    transfer: str,
+) -> None:
+    files = plain_torch_files(cut(tensors, 3) if shards > 1 else {SINGLE_NAME: tensors})
+    served = write_torch(tmp_path / "hub" / REPO, files, index=shards > 1)
+    staged: list[Path] = []
+    with observe_steps(lambda step: staged.extend([step.path] if ".staging" in str(step.path) else [])):
+        made = split(REPO, compression=compression, shard_transfer=transfer)
+    assert layer_files(made) == expected[compression]
+    assert bool(staged) == (transfer == "file")
+    for shard in files:  # its directory for the plan, and its body once
+        bodies = [r for r in local_hub.requests if r.file == shard and r.bytes_sent == (served / shard).stat().st_size]
+        assert len([r for r in bodies if r.range is not None and r.range.endswith(f"-{r.bytes_sent - 1}")]) >= 1
+
+
+def test_budget_below_one_shard_streams_by_itself(
+    tmp_path: Path, hub_environment: HubEnvironment, tensors: Weights, expected: dict[str | None, dict[str, bytes]]
+) -> None:
+    write_plain(tmp_path / "hub" / REPO, tensors)
+    call = Call(REPO, compression="4bit")
+    staged: list[Path] = []
+    with observe_steps(lambda step: staged.extend([step.path] if ".staging" in str(step.path) else [])):
+        made = split(REPO, compression="4bit", max_disk=uses_of(call)[Arrival.STREAM].created)
+    assert staged == []
+    assert layer_files(made) == expected["4bit"]
+
+
+@pytest.mark.parametrize("transfer", ["stream", "file"])
+def test_places_that_were_wrong_on_the_way_are_noticed_at_the_end(
+    tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment, tensors: Weights, transfer: str
+) -> None:
+    """What the plan rests on has no digest of its own: two tensors of one shape change places in what came."""
+    names = ["model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.q_proj.weight"]
+    served = write_torch(tmp_path / "hub" / REPO, plain_torch_files({SINGLE_NAME: {n: tensors[n] for n in names}}))
+    at = (served / TORCH_SINGLE_NAME).read_bytes().index(b"k_proj")
+    local_hub.faults = Faults(only=TORCH_SINGLE_NAME, flip_byte=at, flip_times=2)  # for the index made up, and the plan
+    with pytest.raises(CorruptShardError, match="is not the file that the plan was made from") as refused:
+        split(REPO, shard_transfer=transfer)
+    assert "delete that folder" in refused.value.remedy
+    made = Call(REPO).find().split_folder
+    assert names_in(made, "*.safetensors") == []
+
+
+@pytest.mark.parametrize("transfer", ["stream", "file"])
+def test_plain_tensors_with_a_wrong_byte(
+    tmp_path: Path,
+    local_hub: LocalHub,
+    hub_environment: HubEnvironment,
+    tensors: Weights,
+    expected: dict[str | None, dict[str, bytes]],
+    transfer: str,
+) -> None:
+    served = write_plain(tmp_path / "hub" / REPO, tensors)
+    header = read_shard_header(served / SHARDS[1])
+    local_hub.faults = Faults(only=SHARDS[1], flip_byte=header.tensors[2].offset + 7)
+    with pytest.raises(rabbitllm.errors.HubError, match="arrived with sha256"):
+        split(REPO, shard_transfer=transfer)
+    local_hub.faults = Faults()
+    assert layer_files(split(REPO, shard_transfer=transfer)) == expected[None]
+
+
 def test_streaming_is_refused_with_the_reason(
     tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment, tensors: Weights
 ) -> None:
     write_sharded(tmp_path / "hub" / REPO, tensors)
     with pytest.raises(OptionError) as refused:
         split(REPO, shard_transfer="stream")
-    assert f"{SHARDS[0]} is a file of torch.save, whose directory stands behind its data" in refused.value.problem
+    assert f"{SHARDS[0]} is a file of torch.save with tensors that share bytes, lie at strides" in refused.value.problem
     assert "Leave shard_transfer out" in refused.value.remedy
     assert not list(hub_environment.home.rglob("split.journal"))
     least = uses_of(Call(REPO))[Arrival.FILE].created
@@ -347,14 +427,16 @@ def test_streaming_is_refused_with_the_reason(
     assert "stream" not in short.value.remedy
 
 
+@pytest.mark.parametrize("write", [write_sharded, write_plain])
 def test_damaged_bytes_of_an_earlier_run_are_noticed(
     tmp_path: Path,
     local_hub: LocalHub,
     hub_environment: HubEnvironment,
     tensors: Weights,
     expected: dict[str | None, dict[str, bytes]],
+    write: Any,
 ) -> None:
-    served = write_sharded(tmp_path / "hub" / REPO, tensors)
+    served = write(tmp_path / "hub" / REPO, tensors)
     made = Call(REPO).find().split_folder
     (made / ".staging").mkdir(parents=True)
     for shard in SHARDS:
@@ -422,6 +504,22 @@ def test_hostile_pickle_in_one_shard_of_a_repository(
         split(REPO)
     assert not marker.exists()
     assert not list(hub_environment.home.rglob("split.journal"))
+
+
+@pytest.mark.parametrize("name", ["../precious.bin", "/etc/passwd", "a/../../precious.bin", "a\\b"])
+@pytest.mark.parametrize("hub", [False, True], ids=["local", "hub"])
+def test_index_that_leads_out(
+    tmp_path: Path, hub_environment: HubEnvironment, tensors: Weights, name: str, hub: bool
+) -> None:
+    source = write_sharded(tmp_path / "hub" / REPO, tensors)
+    shutil.copy(source / SHARDS[1], source.parent / "precious.bin")
+    index = json.loads((source / TORCH_INDEX_NAME).read_text())
+    index["weight_map"]["model.norm.weight"] = name
+    (source / TORCH_INDEX_NAME).write_text(json.dumps(index))
+    before = contents(tmp_path / "hub")
+    with pytest.raises(UnsafePathError, match="expected a plain file name inside the checkpoint's own folder"):
+        split(REPO if hub else source)
+    assert contents(tmp_path / "hub") == before
 
 
 @pytest.mark.parametrize(

@@ -296,8 +296,13 @@ def write_torch(
 
 def torch_files(shards: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
     """The same shards under the names of torch's files, each with its tensors laid out as ``laid_out_oddly`` says."""
-    names = {name: name.replace("model", "pytorch_model", 1).replace(".safetensors", ".bin") for name in shards}
-    return {names[name]: laid_out_oddly(tensors) for name, tensors in shards.items()}
+    return {name: laid_out_oddly(tensors) for name, tensors in plain_torch_files(shards).items()}
+
+
+def plain_torch_files(shards: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Mapping[str, torch.Tensor]]:
+    """The same shards under the names of torch's files, each tensor in a storage of its own."""
+    renamed = {name: name.replace("model", "pytorch_model", 1).replace(".safetensors", ".bin") for name in shards}
+    return {renamed[name]: tensors for name, tensors in shards.items()}
 
 
 def laid_out_oddly(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
