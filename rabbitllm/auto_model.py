@@ -77,7 +77,8 @@ class AutoModel:
         """Split a checkpoint into layer files, unless that is done, and load the model from them.
 
         Args:
-            path_or_repo_id: a folder with a safetensors checkpoint, a split directory, or a repository on the hub.
+            path_or_repo_id: a folder with a checkpoint (safetensors, or files of torch.save), a split directory, or a
+                repository on the hub.
             device: "cuda:N", "cpu", or "auto" for every GPU; "cuda:0" falls back to the CPU where there is no GPU.
             dtype: a floating torch dtype or its name; by default the config's, or float16 for bfloat16 on a GPU that
                 has none.

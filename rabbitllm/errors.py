@@ -9,6 +9,7 @@
     │   ├── UnsafePathError                    a name that points outside its folder
     │   ├── InvalidIndexError                  an index that cannot be believed
     │   ├── CorruptShardError                  a shard whose bytes contradict its header
+    │   ├── UnreadableFormatError              weights in a format that this version does not read
     │   ├── CorruptVocabularyError             a tokenizer's vocabulary that cannot be believed
     │   ├── UnsafePickleError                  a pickle that asks for more than tensors and plain values
     │   ├── MissingShardError (FileNotFoundError)
@@ -75,6 +76,10 @@ class InvalidIndexError(CheckpointError):
 
 class CorruptShardError(CheckpointError):
     """A shard is truncated or its header is malformed."""
+
+
+class UnreadableFormatError(CheckpointError):
+    """A file of weights is in a format that this version does not read."""
 
 
 class CorruptVocabularyError(CheckpointError):

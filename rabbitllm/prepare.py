@@ -20,9 +20,9 @@ from rabbitllm.checkpoints.hub import (
     download_all,
     open_repository,
 )
-from rabbitllm.checkpoints.index import index_of
+from rabbitllm.checkpoints.index import index_of, is_index
 from rabbitllm.checkpoints.json_file import read_json
-from rabbitllm.checkpoints.local import LocalCheckpoint, is_writable
+from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any, is_writable
 from rabbitllm.checkpoints.naming import LayerNaming
 from rabbitllm.errors import (
     CheckpointNotFoundError,
@@ -366,15 +366,22 @@ def open_weights(source: Source, folders: Iterable[Path]) -> Checkpoint | None:
 
 
 def _open_folder(folder: Path, missing_from: HubRepository | None, split_folder: Path) -> LocalCheckpoint:
-    """The checkpoint in a folder; one whose only file is used up is known by the journal of its split."""
+    """The checkpoint in a folder; one whose only file is used up is known by the journal of its split.
+
+    Beside that file another may lie, with the same weights in another format or with none of them.
+    """
+    shards = journal.shards_of(split_folder) if folder.is_dir() else None
     try:
-        return LocalCheckpoint(folder, missing_from)
+        if shards is None or begins_with_any(folder, shards):
+            return LocalCheckpoint(folder, missing_from)
     except CheckpointNotFoundError:
-        earlier = journal.replay(split_folder)
-        if earlier is None:
+        if shards is None:
             raise
-        held = {tensor.name: shard.name for shard in earlier.plan.shards for tensor in shard.tensors}
-        return LocalCheckpoint(folder, missing_from, index_of(held))
+    earlier = journal.replay(split_folder)
+    if earlier is None:  # another process has finished it meanwhile
+        return LocalCheckpoint(folder, missing_from)
+    held = {tensor.name: shard.name for shard in earlier.plan.shards for tensor in shard.tensors}
+    return LocalCheckpoint(folder, missing_from, index_of(held))
 
 
 def _check_finished(source: Source, options: SplitOptions) -> None:
@@ -392,7 +399,7 @@ def _check_finished(source: Source, options: SplitOptions) -> None:
         clear_away(source.split_folder)
     if source.repository is not None:
         _refuse_another(source, manifest, source.repository.identity(manifest.source.fingerprints))
-    checkpoint = _still_there(source)
+    checkpoint = _still_there(source, manifest)
     if checkpoint is None:
         return
     found = [facts for shard in checkpoint.index.shards if (facts := _present(checkpoint, shard)) is not None]
@@ -425,21 +432,29 @@ def _refuse_without_evidence(source: Source, manifest: Manifest, found: list[Sha
         )
 
 
-def _still_there(source: Source) -> Checkpoint | None:
-    if source.repository is not None:
-        return HubCheckpoint(source.repository) if _index_is_cached(source.repository) else None
-    if source.local is None:
-        return None
+def _still_there(source: Source, manifest: Manifest) -> Checkpoint | None:
+    """The weights that a finished split was made from, as far as they are here; None if they are used up.
+
+    Another form of them may lie beside, which is none of the split's business: it is not opened, and never discarded.
+    """
+    shards = manifest.source.fingerprints
     try:
-        return LocalCheckpoint(source.local)
+        if source.repository is not None:
+            remote = HubCheckpoint(source.repository) if _index_is_cached(source.repository) else None
+            return remote if remote is not None and not shards.keys().isdisjoint(remote.index.shards) else None
+        if source.local is None:
+            return None
+        if begins_with_any(source.local, shards):
+            return LocalCheckpoint(source.local)
     except CheckpointNotFoundError:
-        return None  # used up
+        return None
+    _refuse_without_evidence(source, manifest, [])
+    return None
 
 
 def _index_is_cached(repository: HubRepository) -> bool:
-    from rabbitllm.checkpoints.index import INDEX_NAME
-
-    return repository.cached(INDEX_NAME) is not None
+    entry = repository.entry()
+    return is_index(entry) and repository.cached(entry) is not None
 
 
 def _present(checkpoint: Checkpoint, shard: str) -> ShardFacts | None:

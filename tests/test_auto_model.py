@@ -19,7 +19,16 @@ from safetensors.torch import save_file
 from rabbitllm import AutoModel
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import IncompleteSplitError, NotEnoughSpaceException, OptionError, UnknownArchitectureError
-from tests.support.builders import SINGLE_NAME, build_checkpoint, make_tokenizer, reference_logits
+from tests.support.builders import (
+    SINGLE_NAME,
+    build_checkpoint,
+    cut,
+    make_tokenizer,
+    read_tensors,
+    reference_logits,
+    torch_files,
+    write_torch,
+)
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
 from tests.support.tiny_models import INPUT, assert_same, dequantised, plain_model, run, tiers
@@ -183,6 +192,24 @@ def test_an_attention_that_does_not_exist(checkpoint: Path) -> None:
     with pytest.raises(OptionError, match="attn_implementation='flush'"):
         AutoModel.from_pretrained(checkpoint, attn_implementation="flush", **STREAM)
     assert not (checkpoint / "splitted_model").exists(), "refused only after the split"
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("sequential", [False, True])
+def test_files_of_torch(tmp_path: Path, shards: int, sequential: bool) -> None:
+    """The same logits as transformers' own, which reads those files too."""
+    folder = build_checkpoint(tmp_path / "model", "llama", shards=shards, tied=shards == 1)
+    tensors = read_tensors(folder)
+    parts = {SINGLE_NAME: tensors} if shards == 1 else cut(tensors, shards)
+    for old in folder.glob("*.safetensors*"):
+        old.unlink()
+    config = (folder / "config.json").read_bytes()
+    write_torch(folder, torch_files(parts), index=shards > 1)
+    (folder / "config.json").write_bytes(config)
+    expected = reference_logits(folder, INPUT, torch.float32)
+    model = AutoModel.from_pretrained(folder, sequential_shard_processing=sequential, **STREAM)
+    assert_same(run(model), expected)
+    assert len(list(folder.glob("*.bin"))) == (0 if sequential else shards)
 
 
 def test_saving_path(checkpoint: Path, tmp_path: Path) -> None:

@@ -598,7 +598,7 @@ def test_shard_that_goes_while_this_one_looks(single: Path, monkeypatch: pytest.
         path.unlink()
         return path.read_bytes()
 
-    monkeypatch.setattr("rabbitllm.checkpoints.local.read_header", read_too_late)
+    monkeypatch.setattr("rabbitllm.checkpoints.local.read_shard_header", read_too_late)
     assert not Call(str(single)).find().finished
     assert split(single)
 

@@ -212,8 +212,8 @@ def _samples(header: Header, size: int) -> Iterator[tuple[int, int]]:
     yield 0, min(header.data_start, WHOLE_BYTES)
     step = -(-len(header.tensors) // MAX_SAMPLES)
     for tensor in header.tensors[::step]:
-        length = min(SAMPLE_BYTES, tensor.nbytes)
-        yield tensor.offset + (tensor.nbytes - length) // 2, length
+        length = min(SAMPLE_BYTES, tensor.extent)
+        yield tensor.offset + (tensor.extent - length) // 2, length
 
 
 def is_sidecar(name: str, size: int) -> bool:

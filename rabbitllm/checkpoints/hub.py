@@ -19,13 +19,14 @@ from rabbitllm import durable
 from rabbitllm.checkpoints import fetch, hub_cache
 from rabbitllm.checkpoints.checkpoint import Disposal, Release, ShardFacts, SourceIdentity, ignore_progress, is_sidecar
 from rabbitllm.checkpoints.index import (
-    INDEX_NAME,
-    SINGLE_NAME,
     CheckpointIndex,
     check_shard_name,
+    entry_of,
     index_of,
+    is_index,
     read_index,
 )
+from rabbitllm.checkpoints.remote_header import read_remote_header
 from rabbitllm.checkpoints.side_by_side import side_by_side
 from rabbitllm.errors import (
     CheckpointNotFoundError,
@@ -34,11 +35,10 @@ from rabbitllm.errors import (
     HubError,
     MissingShardError,
 )
-from rabbitllm.formats.safetensors_file import LENGTH_BYTES, Header, header_length, parse_header, read_header
+from rabbitllm.formats.safetensors_file import Header
+from rabbitllm.formats.shard_header import read_shard_header
 from rabbitllm.progress import BytesFetched, DownloadStarted, tell
 
-FIRST_READ_BYTES = 256 << 10
-"""Fetched at once from the start of a shard; 97 % of headers are shorter, so one request is enough."""
 DOWNLOAD_THREADS = 8
 """Files that the standard route downloads at the same time; huggingface_hub's own number."""
 
@@ -181,6 +181,10 @@ class HubRepository:
         """Whether a shard is fetched into the staging folder, because it is not in the user's cache."""
         return self.cached(shard) is None
 
+    def entry(self) -> str:
+        """The file that its checkpoint begins with; raises what `entry_of` raises."""
+        return entry_of((name for name in self.files if "/" not in name), self.label)
+
     def facts(self, shard: str) -> ShardFacts | None:
         """Size, digest and header of a shard, from the cache or by range requests."""
         listed = self.files.get(shard)
@@ -188,20 +192,15 @@ class HubRepository:
             return None
         cached = self.cached(shard)
         try:
-            header = read_header(cached[1], shard) if cached else self._remote_header(shard, listed)
+            header = read_shard_header(cached[1], shard) if cached else self._remote_header(shard, listed)
         except CorruptShardError as error:
             where, remedy = (cached[1].parent, hub_cache.DAMAGED) if cached else (self.label, _DAMAGED)
-            raise CorruptShardError(f"In {where}: {error.problem}", remedy) from None
+            raise CorruptShardError(f"In {where}: {error.problem}", f"{error.remedy} {remedy}".strip()) from None
         return ShardFacts(shard, listed.size, listed.fingerprint, header, staged=cached is None)
 
     def _remote_header(self, shard: str, listed: HubFile) -> Header:
-        remote = self._remote(shard, listed)
         with translated(self.repo_id):
-            first = fetch.read_range(remote, 0, FIRST_READ_BYTES)
-            length = header_length(first[:LENGTH_BYTES], listed.size, shard)
-            have = first[LENGTH_BYTES : LENGTH_BYTES + length]
-            have += fetch.read_range(remote, LENGTH_BYTES + len(have), length - len(have))
-        return parse_header(have, listed.size, shard)
+            return read_remote_header(self._remote(shard, listed), shard)
 
     def _remote(self, shard: str, listed: HubFile) -> fetch.RemoteFile:
         from huggingface_hub import hf_hub_url
@@ -281,18 +280,12 @@ class HubCheckpoint:
         self.index = self._find_index()
 
     def _find_index(self) -> CheckpointIndex:
-        files = self.repository.files
-        if INDEX_NAME in files:
-            return read_index(self.repository.download(INDEX_NAME))
-        if SINGLE_NAME in files:
-            facts = self.repository.facts(SINGLE_NAME)
-            assert facts is not None
-            return index_of({tensor.name: SINGLE_NAME for tensor in facts.header.tensors})
-        raise CheckpointNotFoundError(
-            f"{self.label} holds no safetensors checkpoint: looked for {INDEX_NAME} and {SINGLE_NAME} among its "
-            f"{len(files)} files.",
-            "Look for a repository or revision of this model with safetensors weights.",
-        )
+        entry = self.repository.entry()
+        if is_index(entry):
+            return read_index(self.repository.download(entry))
+        facts = self.repository.facts(entry)
+        assert facts is not None
+        return index_of({tensor.name: entry for tensor in facts.header.tensors})
 
     @property
     def deletable(self) -> bool:
@@ -308,7 +301,7 @@ class HubCheckpoint:
         return self.repository.stages(shard)
 
     def facts(self, shard: str) -> ShardFacts | None:
-        check_shard_name(shard, INDEX_NAME)
+        check_shard_name(shard, self.label)
         return self.repository.facts(shard)
 
     def acquire(self, shard: str, on_have: Callable[[Path, int], None] = ignore_progress) -> Path:
@@ -321,7 +314,7 @@ class HubCheckpoint:
         return self.repository.release(shard)
 
     def discard_rest(self) -> list[Path]:
-        cached = self.repository.cached("config.json") or self.repository.cached(INDEX_NAME)
+        cached = self.repository.cached("config.json") or self.repository.cached(self.repository.entry())
         return hub_cache.free_rest(cached[0]) if cached else []
 
     def sidecars(self) -> Mapping[str, Path]:
@@ -350,7 +343,7 @@ def download_all(repository: HubRepository, index: CheckpointIndex) -> Path:
         The snapshot's folder.
     """
     wanted = {*index.shards, *(name for name, file in repository.files.items() if is_sidecar(name, file.size))}
-    wanted |= {INDEX_NAME} & repository.files.keys()
+    wanted.add(repository.entry())
     missing = [repository.listed(name) for name in sorted(wanted) if repository.cached(name) is None]
     if missing:
         tell(DownloadStarted(repository.label, len(missing), sum(file.size for file in missing)))

@@ -1,4 +1,5 @@
-"""The index of a checkpoint: tensor name -> shard, from `*.index.json` or made up for a single file.
+"""The index of a checkpoint: tensor name -> shard, from `*.index.json` or made up for a single file; and which file of
+a folder it begins with.
 
 Format: the `weight_map` that transformers writes beside sharded weights
 (https://huggingface.co/docs/transformers/big_models#sharded-checkpoints). An index comes with the
@@ -8,15 +9,29 @@ download, so its shard names are checked before anything is opened, let alone de
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from rabbitllm.checkpoints.json_file import read_json
-from rabbitllm.errors import InvalidIndexError, UnsafePathError
+from rabbitllm.errors import CheckpointNotFoundError, InvalidIndexError, UnsafePathError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+TORCH_INDEX_NAME = "pytorch_model.bin.index.json"
+TORCH_SINGLE_NAME = "pytorch_model.bin"
+ENTRY_NAMES = (INDEX_NAME, SINGLE_NAME, TORCH_INDEX_NAME, TORCH_SINGLE_NAME)
+"""What a checkpoint may begin with, the one to prefer first, as transformers does."""
+TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+"""How the files of `torch.save` are named; what they are shows in their first bytes."""
+
+_WEIGHTS_SUFFIXES = (".safetensors", *TORCH_SUFFIXES, ".gguf")
+_NO_MODEL = re.compile(
+    r"(?:optimizer|optim|scheduler|scaler|rng_state|random_states|training_args|trainer_state|adapter_model)(?:[._-].*)?"
+)
+"""What training leaves beside the weights: state of the optimizer and the like, arguments, adapters."""
+_META = re.compile(r"consolidated\.\d+\.pth")
+_META_PARAMETERS = "params.json"
 
 _SEGMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _DIGITS = re.compile(r"(\d+)")
@@ -33,6 +48,66 @@ class CheckpointIndex:
 
     weight_map: Mapping[str, str]
     shards: tuple[str, ...]
+
+
+def entry_of(names: Iterable[str], where: str) -> str:
+    """The file that a checkpoint begins with: its index, or the one file that all of its tensors are in.
+
+    Args:
+        names: of the files in the folder.
+        where: what to call the folder in messages.
+
+    Raises:
+        CheckpointNotFoundError: none is there; or several files of torch and nothing that says which; or they are
+            Meta's own, which are no checkpoint of transformers.
+    """
+    found = set(names)
+    for name in ENTRY_NAMES:
+        if name in found:
+            return name
+    torch_files = sorted((name for name in found if _is_torch_file(name)), key=natural_key)
+    if _META_PARAMETERS in found and (ranks := [name for name in torch_files if _META.fullmatch(name)]):
+        raise CheckpointNotFoundError(
+            f"{where} holds {_some(ranks)} and {_META_PARAMETERS}: weights in Meta's own format, which this version "
+            "does not read.",
+            "Give the same model in transformers' format, from the hub or made with transformers' conversion script.",
+        )
+    if len(torch_files) == 1:
+        return torch_files[0]
+    if torch_files:
+        raise CheckpointNotFoundError(
+            f"{where} holds {len(torch_files)} files of weights and no index that says which tensor is in which: "
+            f"{_some(torch_files)}.",
+            f"Leave one in the folder, name it {TORCH_SINGLE_NAME}, or put a {TORCH_INDEX_NAME} beside them.",
+        )
+    raise _nothing_there(found, where)
+
+
+def is_index(entry: str) -> bool:
+    """Whether what a checkpoint begins with is an index, and not the weights themselves."""
+    return entry.endswith(".index.json")
+
+
+def _is_torch_file(name: str) -> bool:
+    stem = next((name.removesuffix(suffix) for suffix in TORCH_SUFFIXES if name.endswith(suffix)), "")
+    return bool(_SEGMENT.fullmatch(name)) and bool(stem) and not _NO_MODEL.fullmatch(stem)
+
+
+def _nothing_there(found: Collection[str], where: str) -> CheckpointNotFoundError:
+    weights = sorted(name for name in found if name.endswith(_WEIGHTS_SUFFIXES))
+    what = f"the weights {_some(weights)}" if weights else f"{len(found)} other files"
+    return CheckpointNotFoundError(
+        f"{where} holds no checkpoint: looked for {', '.join(ENTRY_NAMES)} and a single file of torch.save, "
+        f"found {what}.",
+        "Give the whole model, as safetensors or as torch saves it; adapters are applied to it afterwards."
+        if weights
+        else "Give the folder that holds the weights, or a repository id.",
+    )
+
+
+def _some(names: Collection[str]) -> str:
+    shown = ", ".join([*names][:5])
+    return f"{shown} and more" if len(names) > 5 else shown
 
 
 def natural_key(name: str) -> tuple[object, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from pathlib import Path
 
 from rabbitllm import durable
@@ -24,16 +24,10 @@ from rabbitllm.checkpoints.checkpoint import (
     sampled_fingerprint,
 )
 from rabbitllm.checkpoints.hub import HubRepository
-from rabbitllm.checkpoints.index import (
-    INDEX_NAME,
-    SINGLE_NAME,
-    CheckpointIndex,
-    check_inside,
-    index_of,
-    read_index,
-)
+from rabbitllm.checkpoints.index import CheckpointIndex, check_inside, entry_of, index_of, is_index, read_index
 from rabbitllm.errors import CheckpointNotFoundError, CorruptShardError, MissingShardError
-from rabbitllm.formats.safetensors_file import Header, read_header
+from rabbitllm.formats.safetensors_file import Header
+from rabbitllm.formats.shard_header import read_shard_header
 
 logger = logging.getLogger(__name__)
 
@@ -44,16 +38,16 @@ _DAMAGED = (
 
 
 class LocalCheckpoint:
-    """A folder of safetensors shards.
+    """A folder of shards, safetensors or files of `torch.save`.
 
     Args:
-        folder: holds `model.safetensors.index.json` and its shards, or one `model.safetensors`.
+        folder: holds an index and its shards, or one file of weights; see `entry_of`.
         missing_from: a repository to fetch shards from that the index names and the folder lacks.
         index: what an unfinished split knows of a folder whose own index is gone (a single file is its index).
 
     Raises:
         CheckpointNotFoundError: no folder, or no weights in it.
-        InvalidIndexError, UnsafePathError, CorruptShardError: see `read_index` and `read_header`.
+        InvalidIndexError, UnsafePathError, CheckpointError: see `read_index` and `read_shard_header`.
     """
 
     def __init__(
@@ -69,29 +63,17 @@ class LocalCheckpoint:
         self._snapshot = hub_cache.snapshot_of(folder)
         self._missing_from = missing_from
         self._fetched: set[str] = set()
+        self._entry: str | None = None
         self.index = index or self._find_index()
         for shard in self.index.shards:
             self._check(shard)
 
     def _find_index(self) -> CheckpointIndex:
-        index = self.folder / INDEX_NAME
-        if index.is_file():
-            return read_index(index)
-        single = self.folder / SINGLE_NAME
-        if single.is_file():
-            self._check(SINGLE_NAME)
-            return index_of({tensor.name: SINGLE_NAME for tensor in self._header(SINGLE_NAME).tensors})
-        found = sorted(path.name for path in self.folder.iterdir())
-        weights = [name for name in found if name.endswith((".safetensors", ".bin", ".pth", ".pt", ".gguf"))]
-        raise CheckpointNotFoundError(
-            f"{self.folder} holds no checkpoint: looked for {INDEX_NAME} and {SINGLE_NAME}, found "
-            + (f"the weights {', '.join(weights[:5])}" if weights else f"{len(found)} other files")
-            + (" and more." if len(weights) > 5 else "."),
-            "Give a folder of safetensors weights; other formats can be converted with "
-            "transformers' from_pretrained(...).save_pretrained(folder)."
-            if weights
-            else "Give the folder that holds the weights, or a repository id.",
-        )
+        entry = self._entry = entry_in(self.folder)
+        if is_index(entry):
+            return read_index(self.folder / entry)
+        self._check(entry)
+        return index_of({tensor.name: entry for tensor in self._header(entry).tensors})
 
     def _check(self, shard: str) -> None:
         path = self.folder / shard
@@ -127,10 +109,10 @@ class LocalCheckpoint:
     def _header(self, shard: str) -> Header:
         """The header of a shard, or what to do about one that is damaged."""
         try:
-            return read_header(self.folder / shard, shard)
+            return read_shard_header(self.folder / shard, shard)
         except CorruptShardError as error:
             remedy = hub_cache.DAMAGED if self._snapshot else _DAMAGED
-            raise CorruptShardError(f"In {self.folder}: {error.problem}", remedy) from None
+            raise CorruptShardError(f"In {self.folder}: {error.problem}", f"{error.remedy} {remedy}".strip()) from None
 
     def _fingerprint(self, path: Path, header: Header) -> str:
         blob = path.resolve().name
@@ -181,8 +163,10 @@ class LocalCheckpoint:
     def discard_rest(self) -> list[Path]:
         if self._snapshot is not None:
             return hub_cache.free_rest(self._snapshot)
-        index = self.folder / INDEX_NAME
-        if not index.exists() or not is_writable(self.folder):
+        if self._entry is None or not is_index(self._entry) or not is_writable(self.folder):
+            return []
+        index = self.folder / self._entry
+        if not index.exists():
             return []
         durable.remove(index)
         return [index]
@@ -200,6 +184,25 @@ class LocalCheckpoint:
 
     def sidecar_sizes(self) -> Mapping[str, int]:
         return {name: path.stat().st_size for name, path in self.sidecars().items()}
+
+
+def entry_in(folder: Path) -> str:
+    """The file that the checkpoint in a folder begins with; raises what `entry_of` raises."""
+    return entry_of((path.name for path in folder.iterdir() if path.is_file()), str(folder))
+
+
+def begins_with_any(folder: Path, shards: Collection[str]) -> bool:
+    """Whether the checkpoint that a folder begins with has any of these shards.
+
+    It has not where they are used up and another form of the weights lay beside them, or another model's: nothing of
+    that is opened here.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        InvalidIndexError, UnsafePathError: see `read_index`.
+    """
+    entry = entry_in(folder)
+    return any(shard in shards for shard in (read_index(folder / entry).shards if is_index(entry) else [entry]))
 
 
 def is_writable(folder: Path) -> bool:

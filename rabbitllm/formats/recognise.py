@@ -31,6 +31,9 @@ class Weights(enum.Enum):
 
 def recognise(head: bytes) -> Weights:
     """The format of a file that begins with `head`, its first `HEAD_BYTES` bytes or all it has."""
+    # first, since the length of a header may begin like a pickle: 128 is 0x80, as is 640
+    if head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= _MAX_HEADER_BYTES:
+        return Weights.SAFETENSORS
     if head.startswith(b"PK\x03\x04"):
         return Weights.TORCH_ZIP
     if head.startswith(b"GGUF"):
@@ -40,8 +43,6 @@ def recognise(head: bytes) -> Weights:
         return Weights.TORCH_LEGACY if _LEGACY_PICKLE in head[2:32] else Weights.PICKLE
     if head[257:262] == b"ustar":
         return Weights.TORCH_TAR
-    if head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= _MAX_HEADER_BYTES:
-        return Weights.SAFETENSORS
     return Weights.UNKNOWN
 
 

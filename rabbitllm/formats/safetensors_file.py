@@ -38,11 +38,19 @@ DATA_ALIGNMENT = 4096
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A checked header: the tensors in file order, the file's metadata, and where the data starts (bytes)."""
+    """A checked header, or what another format has in place of one.
+
+    Attributes:
+        tensors: in file order.
+        metadata: the file's own.
+        data_start: where the data starts, bytes.
+        comes_first: whether all of it stands before the data, so that the file can be used as it comes.
+    """
 
     tensors: tuple[TensorSpec, ...]
     metadata: Mapping[str, str]
     data_start: int
+    comes_first: bool = True
 
 
 def read_header(path: Path, file: str | None = None) -> Header:

@@ -52,15 +52,17 @@ The sub-byte F6 types are left out: torch has no dtype to give their bytes.
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of one file, row-major and contiguous.
+    """One tensor of one file: a run of its bytes in row-major order, or elements at strides.
 
     Attributes:
         name: the checkpoint's name for it. Never a path.
         dtype: a key of `DTYPES`.
         shape: elements along each dimension; `()` is a scalar.
         file: name of the shard, relative to the checkpoint.
-        offset: first byte, from the start of the file.
-        nbytes: length in bytes.
+        offset: first byte of its first element, from the start of the file.
+        nbytes: length in bytes, in row-major order.
+        strides: in elements, one a dimension, none negative; None where its bytes lie one after the other. Only a
+            dtype of whole bytes has any.
     """
 
     name: str
@@ -69,11 +71,20 @@ class TensorSpec:
     file: str
     offset: int
     nbytes: int
+    strides: tuple[int, ...] | None = None
 
     @property
     def elements(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def extent(self) -> int:
+        """Bytes of the file from the first of its elements to the end of the last."""
+        if self.strides is None:
+            return self.nbytes
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return (last + 1) * DTYPES[self.dtype].bits // 8
 
 
 def byte_size(dtype: str, shape: tuple[int, ...]) -> int:

@@ -72,20 +72,24 @@ class TorchTensor:
         return is_contiguous(self.shape, self.strides)
 
     def spec(self) -> TensorSpec:
-        """The same tensor as one of a safetensors file; for a tensor that is contiguous.
+        """The same tensor as a safetensors file would describe it, but for the strides of one that is not contiguous.
 
         Raises:
-            ValueError: it is not contiguous.
+            CorruptShardError: a scalar or a strided tensor of a dtype smaller than a byte, which no format describes.
         """
-        if not self.contiguous:
-            raise ValueError(f"{self.name} is not contiguous, so no run of bytes of {self.file} is it")
         shape = self.shape
         if DTYPES[self.dtype].bits < 8:
-            if not shape:
-                raise ValueError(f"{self.name} is a scalar of {self.dtype}, which safetensors cannot describe")
+            if not shape or not self.contiguous:
+                what = "strided" if shape else "a scalar"
+                raise CorruptShardError(
+                    f"{self.file} has a tensor {self.name!r} of {self.dtype} that is {what}; elements smaller than a "
+                    "byte are only read where they lie one after the other.",
+                    "Save it again as a contiguous tensor of one dimension or more.",
+                )
             shape = (*shape[:-1], shape[-1] * 8 // DTYPES[self.dtype].bits)
         assert byte_size(self.dtype, shape) == self.nbytes
-        return TensorSpec(self.name, self.dtype, shape, self.file, self.offset, self.nbytes)
+        strides = None if self.contiguous else self.strides
+        return TensorSpec(self.name, self.dtype, shape, self.file, self.offset, self.nbytes, strides)
 
 
 @dataclass(frozen=True, slots=True)

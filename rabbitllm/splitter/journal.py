@@ -75,6 +75,15 @@ def replay(folder: Path) -> Replay | None:
     return Replay(plan, quantiser, frozenset(shard for shard, _ in entries), checksums)
 
 
+def shards_of(folder: Path) -> frozenset[str] | None:
+    """The shards that an unfinished split is made from; None if there is none, or its journal cannot be read back."""
+    try:
+        with (folder / JOURNAL_NAME).open("rb") as file:
+            return frozenset(shard["name"] for shard in json.loads(file.readline())["shards"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+
+
 def _entry(line: bytes) -> tuple[str, dict[str, tuple[int, ...]]] | None:
     """The shard that a line declares used up, and its tensors' checksums; None for a line that a crash cut short."""
     try:
@@ -141,7 +150,8 @@ def _encode(plan: SplitPlan, quantiser: str | None) -> dict[str, Any]:
                 "size": shard.size,
                 "fingerprint": shard.fingerprint,
                 "staged": shard.staged,
-                "tensors": [[t.name, t.dtype, t.shape, t.offset, t.nbytes] for t in shard.tensors],
+                "tensors": [_tensor(tensor) for tensor in shard.tensors],
+                **({} if shard.header_first else {"header_first": False}),
             }
             for shard in plan.shards
         ],
@@ -150,6 +160,12 @@ def _encode(plan: SplitPlan, quantiser: str | None) -> dict[str, Any]:
             for layer, name in plan.layer_map.layers.items()
         ],
     }
+
+
+def _tensor(tensor: TensorSpec) -> list[object]:
+    """Strides come last, and only where there are any."""
+    strides = [] if tensor.strides is None else [tensor.strides]
+    return [tensor.name, tensor.dtype, tensor.shape, tensor.offset, tensor.nbytes, *strides]
 
 
 def _decode(content: dict[str, Any]) -> tuple[SplitPlan, str | None]:
@@ -161,10 +177,13 @@ def _decode(content: dict[str, Any]) -> tuple[SplitPlan, str | None]:
             shard["size"],
             shard["fingerprint"],
             tuple(
-                TensorSpec(name, dtype, tuple(shape), shard["name"], offset, nbytes)
-                for name, dtype, shape, offset, nbytes in shard["tensors"]
+                TensorSpec(
+                    name, dtype, tuple(shape), shard["name"], offset, nbytes, tuple(strides[0]) if strides else None
+                )
+                for name, dtype, shape, offset, nbytes, *strides in shard["tensors"]
             ),
             shard["staged"],
+            shard.get("header_first", True),
         )
         for shard in content["shards"]
     )

@@ -20,6 +20,8 @@ from rabbitllm.errors import CorruptShardError
 from rabbitllm.formats.crc32 import combine_all
 from rabbitllm.formats.positional import PositionalFile, page_aligned
 from rabbitllm.formats.safetensors_file import Placed
+from rabbitllm.formats.strided import Strided, read_row_major
+from rabbitllm.formats.tensor_spec import DTYPES
 from rabbitllm.layers.compression import BLOCKS, SCALE_BYTES, StoredForm, constants, quantise_blocks
 from rabbitllm.layers.layer_file import TENSOR_ALIGNMENT, LayerLayout
 from rabbitllm.profiler import FETCH, QUANTISE, READ, SYNC, WRITE, Profiler
@@ -28,6 +30,8 @@ from rabbitllm.splitter.plan import CHUNK_BYTES, Move
 
 SPARE_BUFFERS = 2
 """Buffers of a stream beyond one a thread, so that the reader need not wait for the slowest."""
+STRIDED_READERS = 2
+"""Threads that rearrange elements at a time: each holds up to `strided.STAGING_BYTES` beside its buffer."""
 QUEUED_BATCHES = 4
 """Batches of a file that are given to the threads ahead of time, for each of them."""
 
@@ -57,6 +61,7 @@ class Mover:
         self._profiler = profiler
         self._watch = watch
         self._local = threading.local()
+        self._strided = threading.Semaphore(STRIDED_READERS)
         self._sums: dict[str, tuple[list[_Piece], ...]] = {}
 
     def close(self) -> None:
@@ -155,9 +160,27 @@ class Mover:
         for move in batch:
             buffer = self._own_buffer()[: move.nbytes]
             with self._profiler.stage(move.layer, READ, move.nbytes):
-                _read(source, buffer, move.offset)
+                self._read(source, buffer, move)
             self._write(targets[move.layer], move, buffer, aligned=True)
         tell(BytesDone(source.path.name, sum(move.nbytes for move in batch)))
+
+    def _read(self, source: PositionalFile, buffer: memoryview, move: Move) -> None:
+        spec = move.form.source
+        try:
+            if spec.strides is None:
+                got = source.read_into(buffer, move.offset)
+            else:
+                place = Strided(spec.offset, DTYPES[spec.dtype].bits // 8, spec.shape, spec.strides)
+                with self._strided:
+                    got = read_row_major(source, place, move.begin, buffer)
+        except OSError as error:
+            raise CorruptShardError(f"{source.path} cannot be read at byte {move.offset:,}: {error}.") from error
+        if got == len(buffer):
+            return
+        if spec.strides is None:
+            at, end = move.offset + got, move.offset + move.nbytes
+            raise CorruptShardError(f"{source.path} ended at byte {at:,}; its header promised {end:,}.")
+        raise CorruptShardError(f"{source.path} ended inside {spec.name!r}, whose elements lie at strides in it.")
 
     def _run_from_buffer(
         self,
@@ -241,17 +264,6 @@ def _still_running(futures: list[Future[None]]) -> list[Future[None]]:
         if future.done():
             future.result()
     return [future for future in futures if not future.done()]
-
-
-def _read(source: PositionalFile, buffer: memoryview, offset: int) -> None:
-    try:
-        got = source.read_into(buffer, offset)
-    except OSError as error:
-        raise CorruptShardError(f"{source.path} cannot be read at byte {offset:,}: {error}.") from error
-    if got != len(buffer):
-        raise CorruptShardError(
-            f"{source.path} ended at byte {offset + got:,}; its header promised {offset + len(buffer):,}."
-        )
 
 
 class ByteStream:

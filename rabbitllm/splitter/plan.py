@@ -17,6 +17,7 @@ from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec
 from rabbitllm.layers.compression import BLOCKS, StoredForm, stored_form
 from rabbitllm.layers.layer_file import LayerLayout, lay_out
+from rabbitllm.splitter.gaps import can_be_kept
 from rabbitllm.splitter.layer_map import LayerMap, build_layer_map
 
 CHUNK_BYTES = 4 << 20
@@ -39,6 +40,7 @@ class PlannedShard:
         name, size, fingerprint: as in `ShardFacts`.
         tensors: those that this shard gives to layer files.
         staged: fetched by us, so it costs disk of ours while it is used.
+        header_first: its header stands before its data.
     """
 
     name: str
@@ -46,6 +48,12 @@ class PlannedShard:
     fingerprint: str
     tensors: tuple[TensorSpec, ...]
     staged: bool
+    header_first: bool = True
+
+    @property
+    def streams(self) -> bool:
+        """Whether it can be used as it comes: its header is seen first, or is confirmed by what is kept until then."""
+        return self.header_first or can_be_kept(self.tensors, self.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +83,11 @@ class SplitPlan:
     def source_bytes(self) -> int:
         """Of all shards."""
         return sum(shard.size for shard in self.shards)
+
+    @property
+    def unstreamable(self) -> tuple[str, ...]:
+        """The shards that are fetched and have to be whole on the disk before they are used."""
+        return tuple(shard.name for shard in self.shards if shard.staged and not shard.streams)
 
 
 @uncollected()
@@ -233,10 +246,10 @@ class Move:
 
     Attributes:
         form: the tensor.
-        first: its first element in this run.
-        elements: how many.
-        offset: where they start in the shard, bytes.
-        nbytes: their length in the shard.
+        first: its first element in this run, in row-major order; of a tensor that is stored as it is, its first byte.
+        elements: how many; or bytes.
+        offset: where they start in the shard, bytes; of a tensor with strides, where they would without.
+        nbytes: their length, bytes.
     """
 
     layer: str
@@ -245,6 +258,11 @@ class Move:
     elements: int
     offset: int
     nbytes: int
+
+    @property
+    def begin(self) -> int:
+        """Bytes of the tensor, in row-major order, before this run."""
+        return self.offset - self.form.source.offset
 
 
 def moves(plan: SplitPlan, shard: str, layers: Iterable[str]) -> Iterator[Move]:

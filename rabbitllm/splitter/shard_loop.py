@@ -23,7 +23,9 @@ from pathlib import Path
 from rabbitllm import durable
 from rabbitllm.checkpoints.checkpoint import Checkpoint, Disposal, Release
 from rabbitllm.errors import CorruptShardError
-from rabbitllm.formats.safetensors_file import LENGTH_BYTES, Header, header_length, parse_header, read_header
+from rabbitllm.formats.safetensors_file import LENGTH_BYTES, Header, header_length, parse_header
+from rabbitllm.formats.shard_header import header_of_torch_zip, read_shard_header
+from rabbitllm.formats.torch_zip import parse_torch_zip
 from rabbitllm.layers.compression import StoredForm
 from rabbitllm.layers.layer_file import DONE_SUFFIX, LayerLayout
 from rabbitllm.options import SplitOptions
@@ -31,6 +33,7 @@ from rabbitllm.profiler import FETCH, SHARD_WAIT, Profiler
 from rabbitllm.progress import LayerDone, ShardDone, ShardStarted, SplitStarted, tell
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.arrivals import Arrivals, Arriving, StartedOverError
+from rabbitllm.splitter.gaps import Gaps
 from rabbitllm.splitter.mover import ByteStream, Mover, Target
 from rabbitllm.splitter.plan import Arrival, DiskUse, PlannedShard, SplitPlan, moves
 from rabbitllm.splitter.watch import disk_bytes
@@ -181,11 +184,16 @@ class ShardLoop:
     def _move_file(
         self, shard: PlannedShard, arriving: Arriving, targets: dict[str, Target], layers: list[str]
     ) -> None:
-        """Move what has come of a shard while the rest is coming; nothing of it is believed before it is whole."""
+        """Move what has come of a shard while the rest is coming; nothing of it is believed before it is whole.
+
+        Where the header does not come first, the places are the plan's and are compared when all is there.
+        """
+        as_it_comes = shard.streams
+        early = shard.header_first or not (shard.staged and as_it_comes)
 
         def arrived(end: int) -> Path:
             with self.profiler.stage(shard.name, FETCH) if shard.staged else contextlib.nullcontext():
-                return arriving.until(end)
+                return arriving.until(end) if as_it_comes else arriving.whole()
 
         while True:
             try:
@@ -193,8 +201,11 @@ class ShardLoop:
                 if not targets:
                     self._open(targets, layers)
                 try:
-                    self._compare(shard, _header_so_far(path, shard, arrived))
+                    if early:
+                        self._compare(shard, _header_so_far(path, shard, arrived))
                     self._mover.from_file(path, targets, moves(self.plan, shard.name, targets), arrived)
+                    if not early:
+                        self._compare(shard, read_shard_header(arriving.whole(), shard.name))
                 except FileNotFoundError:  # it was not what the hub says, and was taken away; if so, this says it too
                     arriving.whole()
                     raise
@@ -210,13 +221,17 @@ class ShardLoop:
 
     def _move_stream(self, shard: PlannedShard, targets: dict[str, Target]) -> None:
         with contextlib.closing(self.work.checkpoint.stream(shard.name)) as chunks:  # with its connection
-            stream = ByteStream(chunks)
+            gaps = None if shard.header_first else Gaps(shard.tensors, shard.size)
+            stream = ByteStream(chunks if gaps is None else gaps.watching(chunks))
             try:
-                self._compare(shard, _streamed_header(stream, shard))
+                if gaps is None:
+                    self._compare(shard, _streamed_header(stream, shard))
                 self._mover.from_stream(shard.name, stream, targets, moves(self.plan, shard.name, targets))
+                stream.finish()
+                if gaps is not None:  # the digest is right, so this says whether the plan was
+                    self._compare(shard, header_of_torch_zip(parse_torch_zip(gaps.read_at, shard.size, shard.name)))
             except CorruptShardError as error:
                 raise CorruptShardError(error.problem, self._advice()) from None
-            stream.finish()
 
     def _compare(self, shard: PlannedShard, header: Header) -> None:
         """Refuse a shard that is no longer, or never was, what the plan took it for.
@@ -281,8 +296,8 @@ class ShardLoop:
 
 
 def _header_so_far(path: Path, shard: PlannedShard, arrived: Callable[[int], object]) -> Header:
-    if not shard.staged:
-        return read_header(path, shard.name)
+    if not (shard.staged and shard.header_first):
+        return read_shard_header(path, shard.name)
     with path.open("rb") as file:
         length = header_length(file.read(LENGTH_BYTES), shard.size, shard.name)
         arrived(LENGTH_BYTES + length)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rabbitllm.errors import NotEnoughSpaceException
+from rabbitllm.errors import NotEnoughSpaceException, OptionError
 from rabbitllm.options import SplitOptions
 from rabbitllm.splitter.plan import Arrival, SplitPlan, disk_use, gib, recompressed
 
@@ -49,20 +49,29 @@ class Shortage:
 
 
 def candidates(plan: SplitPlan, transfer: str) -> tuple[Arrival, ...]:
-    """The ways for shards to arrive that the caller allows, the best first.
+    """The ways for shards to arrive that the caller and the shards allow, the best first.
 
     Args:
         plan: the split; where it fetches nothing there is only one way.
         transfer: "auto", "file" or "stream".
+
+    Raises:
+        OptionError: "stream" where shards cannot be streamed.
     """
     if not any(shard.staged for shard in plan.shards):
         return (Arrival.FILE,)
-    allowed = {
-        "file": (Arrival.FILE_AHEAD, Arrival.FILE),
-        "stream": (Arrival.STREAM,),
-        "auto": (Arrival.FILE_AHEAD, Arrival.FILE, Arrival.STREAM),
-    }
-    return allowed[transfer]
+    files = (Arrival.FILE_AHEAD, Arrival.FILE)
+    if not plan.unstreamable:
+        return {"file": files, "stream": (Arrival.STREAM,), "auto": (*files, Arrival.STREAM)}[transfer]
+    if transfer == "stream":
+        raise OptionError(
+            f"shard_transfer='stream' is not possible for {plan.source.name}: {plan.unstreamable[0]} is a file of "
+            "torch.save with tensors that share bytes, lie at strides or are a part of more, so it can only be used "
+            "when all of it is here.",
+            "Leave shard_transfer out (or 'file'): one such shard at a time is then on the disk. Or use a revision of "
+            "this model with safetensors weights.",
+        )
+    return files
 
 
 def choose_arrival(plan: SplitPlan, ground: Ground, options: SplitOptions) -> Arrival:
@@ -70,6 +79,7 @@ def choose_arrival(plan: SplitPlan, ground: Ground, options: SplitOptions) -> Ar
 
     Raises:
         NotEnoughSpaceException: none does; with what is needed, what there is, and what would fit.
+        OptionError: see `candidates`.
     """
     ways = candidates(plan, options.shard_transfer)
     for way in ways:
@@ -118,9 +128,9 @@ def _by_disk(wants: Iterable[tuple[Path, int]]) -> Sequence[tuple[Path, int]]:
 
 def _what_would_fit(plan: SplitPlan, ground: Ground, options: SplitOptions, short: Shortage) -> str:
     """The flags that would make it fit, or how much is missing."""
-    if options.shard_transfer == "file" and shortage(plan, ground, options, Arrival.STREAM) is None:
+    way = candidates(plan, "auto")[-1]
+    if options.shard_transfer == "file" and way is Arrival.STREAM and shortage(plan, ground, options, way) is None:
         return "shard_transfer='stream' (or 'auto') would fit: no shard is then on the disk."
-    way = Arrival.FILE if not any(shard.staged for shard in plan.shards) else Arrival.STREAM
     smaller = COMPRESSIONS[COMPRESSIONS.index(plan.compression) + 1 :] if plan.compression else COMPRESSIONS
     for compression in () if ground.used else smaller:
         if shortage(recompressed(plan, compression), ground, options, way) is None:

@@ -128,7 +128,10 @@ def plan_split(request: Request) -> SplitPlan:
     facts = _facts(checkpoint, checkpoint.index.shards)
     _require(checkpoint.index.shards, facts, checkpoint)
     tensors = tensors_by_shard(checkpoint.index, facts.values())
-    shards = tuple(PlannedShard(f.name, f.size, f.fingerprint, tensors[f.name], f.staged) for f in facts.values())
+    shards = tuple(
+        PlannedShard(f.name, f.size, f.fingerprint, tensors[f.name], f.staged, f.header.comes_first)
+        for f in facts.values()
+    )
     names = [tensor.name for shard in shards for tensor in shard.tensors]
     assigned = assign_layers(names, request.family, request.naming)
     return make_plan(checkpoint.identity(facts.values()), shards, assigned, request.options.compression)

@@ -10,8 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rabbitllm.checkpoints.index import check_inside, check_shard_name, index_of, natural_key, read_index
-from rabbitllm.errors import InvalidIndexError, UnsafePathError
+from rabbitllm.checkpoints.index import (
+    ENTRY_NAMES,
+    check_inside,
+    check_shard_name,
+    entry_of,
+    index_of,
+    is_index,
+    natural_key,
+    read_index,
+)
+from rabbitllm.errors import CheckpointNotFoundError, InvalidIndexError, UnsafePathError
 
 
 def write(folder: Path, content: object) -> Path:
@@ -100,6 +109,46 @@ def test_names_that_pass_stay_in_their_folder(shard: str) -> None:
     assert path.parts[:2] == ("/", "base")
     assert ".." not in path.parts
     assert path.as_posix() == f"/base/{shard}"
+
+
+# What a checkpoint begins with
+
+
+def test_entries_in_the_order_that_transformers_has() -> None:
+    beside = ["config.json", "last.ckpt", "consolidated.00.pth", "params.json"]
+    for number, name in enumerate(ENTRY_NAMES):
+        assert entry_of([*beside, *reversed(ENTRY_NAMES[number:])], "here") == name
+    assert [is_index(name) for name in ENTRY_NAMES] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("name", ["model.bin", "a.pt", "step_100.pth", "last-v1.ckpt", "x.pkl", "consolidated.00.pth"])
+def test_one_file_of_torch_is_a_checkpoint_whatever_its_name(name: str) -> None:
+    left = ["optimizer.pt", "optimizer_1.bin", "scheduler.pt", "scaler.pt", "training_args.bin", "rng_state.pth"]
+    left += ["rng_state_3.pth", "random_states_0.pkl", "adapter_model.bin", "optim.pth", "notes.txt", "sub/other.pt"]
+    assert entry_of([*left, name], "here") == name
+
+
+def test_several_files_of_torch() -> None:
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"here holds 2 files of weights .*: a-2\.pth, a-10\.pth\."
+    ) as bad:
+        entry_of(["a-10.pth", "a-2.pth", "optimizer.pt"], "here")
+    assert "name it pytorch_model.bin" in bad.value.remedy
+    with pytest.raises(CheckpointNotFoundError, match=r"4\.pt and more\."):
+        entry_of([f"{n}.pt" for n in range(9)], "here")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_meta_s_own_format(ranks: int) -> None:
+    names = [f"consolidated.{rank:02}.pth" for rank in range(ranks)]
+    with pytest.raises(CheckpointNotFoundError, match=r"consolidated\.00\.pth.* and params\.json: weights in Meta's"):
+        entry_of([*names, "params.json", "tokenizer.model"], "here")
+
+
+@pytest.mark.parametrize("name", ["..pt", ".pt", "-x.pt", "a b.bin", "adapter_model.bin", "model.safetensors.bin/x.pt"])
+def test_names_that_are_no_checkpoint(name: str) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="holds no checkpoint"):
+        entry_of([name], "here")
 
 
 def test_shards_are_in_numerical_order() -> None:

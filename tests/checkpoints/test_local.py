@@ -130,7 +130,8 @@ def test_no_such_folder(tmp_path: Path) -> None:
     [
         ([], "found 0 other files."),
         (["config.json", "tokenizer.json"], "found 2 other files."),
-        (["pytorch_model.bin", "config.json"], "found the weights pytorch_model.bin."),
+        (["optimizer.pt", "training_args.bin"], "found the weights optimizer.pt, training_args.bin."),
+        (["adapter_model.bin", "config.json"], "found the weights adapter_model.bin."),
         (["model.gguf"], "found the weights model.gguf."),
         (
             [f"{n}.safetensors" for n in range(7)],
@@ -143,10 +144,11 @@ def test_no_checkpoint_in_the_folder(tmp_path: Path, files: list[str], found: st
         (tmp_path / file).touch()
     with pytest.raises(
         CheckpointNotFoundError,
-        match=rf"holds no checkpoint: looked for model.safetensors.index.json and model.safetensors, {found}",
+        match="holds no checkpoint: looked for model.safetensors.index.json, model.safetensors, "
+        rf"pytorch_model.bin.index.json, pytorch_model.bin and a single file of torch.save, {found}",
     ) as refused:
         LocalCheckpoint(tmp_path)
-    remedy = "converted" if "weights" in found else "the folder that holds the weights"
+    remedy = "as safetensors or as torch saves it" if "weights" in found else "the folder that holds the weights"
     assert remedy in refused.value.remedy
 
 

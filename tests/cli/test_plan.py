@@ -18,7 +18,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import rabbitllm
-from rabbitllm.checkpoints.hub import FIRST_READ_BYTES
+from rabbitllm.checkpoints.remote_header import FIRST_READ_BYTES
 from rabbitllm.cli.main import app
 from rabbitllm.errors import CheckpointNotFoundError, NotEnoughSpaceException, OptionError
 from rabbitllm.planning.report import duration, show

@@ -51,6 +51,8 @@ def test_other_formats(tmp_path: Path) -> None:
         (b"<!DOCTYPE html>", Weights.UNKNOWN),
         (b"version https://git-lfs.github.com/spec/v1\n", Weights.UNKNOWN),
         (b"\x02\0\0\0\0\0\0\0{}", Weights.SAFETENSORS),
+        (b"\x80\x00\0\0\0\0\0\0{}", Weights.SAFETENSORS),  # headers whose length begins like a pickle
+        (b"\x80\x05\0\0\0\0\0\0{}", Weights.SAFETENSORS),
         (b"\xff\xff\xff\xff\xff\xff\xff\xff{}", Weights.UNKNOWN),
     ],
 )

@@ -136,18 +136,20 @@ def test_chunks_of_any_size(tmp_path: Path, chunk: int) -> None:
         assert bytes_of(path, record, chunk) == bits(views()[record.name])
 
 
-def test_contiguous_tensors_are_specs_like_those_of_safetensors(tmp_path: Path) -> None:
+def test_tensors_are_specs_like_those_of_safetensors_but_for_their_strides(tmp_path: Path) -> None:
     path = tmp_path / "x.bin"
     tensors = every_dtype() | views()
     read = saved(path, tensors)
     content = path.read_bytes()
     for record in read.tensors:
-        if not record.contiguous:
-            with pytest.raises(ValueError, match="is not contiguous"):
-                record.spec()
-            continue
         spec = record.spec()
         assert isinstance(spec, TensorSpec)
+        assert (spec.name, spec.file, spec.nbytes) == (record.name, "x.bin", record.nbytes)
+        assert record.storage_begin <= spec.offset <= spec.offset + spec.extent <= record.storage_end
+        if not record.contiguous:
+            assert (spec.shape, spec.strides) == (record.shape, record.strides)
+            continue
+        assert spec.strides is None
         data = memoryview(bytearray(content[spec.offset : spec.offset + spec.nbytes]))
         made = view_bytes(data, spec)
         assert made.shape == tensors[record.name].shape
@@ -264,11 +266,12 @@ def test_a_file_that_ends_inside_its_pickle(tmp_path: Path) -> None:
         parse_torch_zip(read, len(content), "x.bin", local_headers=False)
 
 
-def test_two_values_of_four_bits_are_no_scalar(tmp_path: Path) -> None:
-    scalar = torch.zeros(1, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)[0]
-    (record,) = saved(tmp_path / "x.bin", {"w": scalar}).tensors
-    with pytest.raises(ValueError, match="is a scalar of F4"):
-        record.spec()
+def test_values_of_four_bits_are_no_scalars_and_have_no_strides(tmp_path: Path) -> None:
+    pairs = torch.zeros(6, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    for value, what in ((pairs[0], "a scalar"), (pairs.view(2, 3).t(), "strided")):
+        (record,) = saved(tmp_path / "x.bin", {"w": value}).tensors
+        with pytest.raises(CorruptShardError, match=rf"x\.bin has a tensor 'w' of F4 that is {what}"):
+            record.spec()
 
 
 GIANT = """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rabbitllm import durable
+from rabbitllm import durable, progress
 from rabbitllm.checkpoints.hub import HubAccess, HubCheckpoint, HubRepository, open_repository
 from rabbitllm.durable import Step, observe_steps
 from rabbitllm.errors import HubError
@@ -17,7 +17,7 @@ from rabbitllm.formats.safetensors_file import read_header
 from rabbitllm.splitter.arrivals import Arrivals, StartedOverError
 from rabbitllm.splitter.plan import PlannedShard
 from rabbitllm.splitter.split import STAGING_NAME
-from tests.support.builders import cut, llama_tensors, write_shards
+from tests.support.builders import cut, llama_tensors, plain_torch_files, write_shards, write_torch
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import Faults, GeneratedFile, LocalHub
 from tests.support.splitting import Call, layer_files, names_in, split
@@ -79,6 +79,31 @@ def test_layers_are_written_before_the_last_bytes_of_a_shard_come(
     assert gate.reached.is_set()
     assert gate.in_time
     assert layer_files(made) == layer_files(split(model, compression=compression))
+
+
+def test_a_file_of_torch_is_used_while_it_comes_too(
+    tmp_path: Path, model: Path, local_hub: LocalHub, hub_environment: HubEnvironment
+) -> None:
+    """Its directory comes last, but the plan knows it by then."""
+    torch_model = write_torch(tmp_path / "torch", plain_torch_files(cut(llama_tensors(**LARGE), 2)), index=True)
+    first = names_in(torch_model, "*.bin")[0]
+    gate = Gate(local_hub, torch_model, first, (torch_model / first).stat().st_size - 100_000)
+
+    def look(step: Step) -> None:
+        if step.kind == "write" and step.path.suffix == ".part" and step.path.parent.name != STAGING_NAME:
+            gate.opens.set()
+
+    def listen(event: progress.Event) -> None:
+        if isinstance(event, progress.SplitStarted):
+            gate.reached.clear()
+            gate.opens.clear()
+
+    gate.opens.set()  # while the plan asks for the end of it
+    with observe_steps(look), progress.listening(listen):
+        made = split(REPO, shard_transfer="file")
+    assert gate.reached.is_set()
+    assert gate.in_time
+    assert layer_files(made) == layer_files(split(model))
 
 
 def positions(header_end: int, have: int) -> dict[str, int]:

@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from rabbitllm.formats.safetensors_file import Placed, encode_header
+from tests.support.torch_files import Member, archive, pickled, storage, tensor, write_with_hole
 
 MOST = 200_000_000
 ROOT = Path(__file__).parent.parent.parent
@@ -51,6 +53,17 @@ def embedding(folder: Path, rows: int) -> Path:
     return folder
 
 
+def embedding_of_torch(folder: Path, rows: int, *, transposed: bool) -> Path:
+    """The same as a file of torch.save."""
+    folder.mkdir()
+    held = storage("0", rows * 4096, torch.BFloat16Storage)
+    weights = tensor(held, 0, (rows, 4096), (1, rows) if transposed else (4096, 1))
+    members = archive(pickled({"model.embed_tokens.weight": weights}), {})
+    write_with_hole(folder / "model.pth", [*members, Member("archive/data/0", b"")], rows * 4096 * 2)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    return folder
+
+
 def over_idle(source: Path, saving_path: Path, compression: str | None) -> int:
     command = [sys.executable, "-c", SPLIT_AND_WATCH, str(source), str(saving_path), compression or "none"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -62,6 +75,14 @@ def over_idle(source: Path, saving_path: Path, compression: str | None) -> int:
 def test_memory_for_a_tensor_larger_than_the_bound(tmp_path: Path, compression: str | None) -> None:
     source = embedding(tmp_path / "model", 60_000)
     assert (source / "model.safetensors").stat().st_size > 2 * MOST
+    assert over_idle(source, tmp_path / "out", compression) < MOST
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("compression", "transposed"), [(None, False), ("4bit", True)])
+def test_memory_for_a_file_of_torch(tmp_path: Path, compression: str | None, transposed: bool) -> None:
+    source = embedding_of_torch(tmp_path / "model", 60_000, transposed=transposed)
+    assert (source / "model.pth").stat().st_size > 2 * MOST
     assert over_idle(source, tmp_path / "out", compression) < MOST
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 from collections import namedtuple
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from rabbitllm.checkpoints.local import LocalCheckpoint
-from rabbitllm.errors import NotEnoughSpaceException, SplitError
+from rabbitllm.errors import NotEnoughSpaceException, OptionError, SplitError
+from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.options import SplitOptions
 from rabbitllm.splitter.plan import Arrival, SplitPlan, disk_use, gib
 from rabbitllm.splitter.space import Ground, choose_arrival
@@ -151,6 +153,34 @@ def test_file_that_does_not_fit_names_the_stream_that_does(tmp_path: Path, free:
     free[0] = disk_use(plan, arrival=Arrival.STREAM, deletes_shards=True).created
     with pytest.raises(NotEnoughSpaceException, match="would fit: no shard is then on the disk"):
         choose(plan, tmp_path, None, deletes=True, transfer="file")
+
+
+def transposed(tensor: TensorSpec) -> TensorSpec:
+    return dataclasses.replace(tensor, strides=(1, tensor.shape[0]))
+
+
+def test_shards_that_must_be_whole_are_never_streamed(tmp_path: Path, free: list[int]) -> None:
+    whole = [
+        dataclasses.replace(shard, header_first=False, tensors=tuple(map(transposed, shard.tensors)))
+        for shard in even(4, MIB, staged=True)
+    ]
+    plan = plan_of((*whole[:1], *even(4, MIB, staged=True)[1:]), "4bit")  # one is enough
+    assert plan.unstreamable == ("shard-0",)
+    needs = {way: disk_use(plan, arrival=way, deletes_shards=True).created for way in Arrival}
+    for way in (Arrival.FILE_AHEAD, Arrival.FILE):
+        for transfer in ("auto", "file"):
+            free[0] = needs[way]
+            assert choose(plan, tmp_path, None, deletes=True, transfer=transfer) is way
+    free[0] -= 1
+    for transfer in ("auto", "file"):
+        with pytest.raises(NotEnoughSpaceException, match=re.escape(gib(needs[Arrival.FILE]))) as short:
+            choose(plan, tmp_path, None, deletes=True, transfer=transfer)
+        assert "stream" not in short.value.remedy
+    with pytest.raises(OptionError, match=r"shard_transfer='stream' is not possible for m: shard-0 is a file of torch"):
+        choose(plan, tmp_path, None, deletes=True, transfer="stream")
+    here = plan_of(tuple(dataclasses.replace(shard, staged=False) for shard in whole))
+    free[0] = 10**15
+    assert choose(here, tmp_path, None, deletes=True, transfer="stream") is Arrival.FILE
 
 
 def test_local_shards_arrive_one_way(tmp_path: Path, free: list[int]) -> None:

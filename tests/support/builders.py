@@ -23,6 +23,8 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+TORCH_INDEX_NAME = "pytorch_model.bin.index.json"
+TORCH_SINGLE_NAME = "pytorch_model.bin"
 SHARD_PATTERN = "model-{i:05d}-of-{n:05d}.safetensors"
 
 Assignment = Callable[[str], int] | Sequence[Sequence[str]]
@@ -271,6 +273,67 @@ def write_shards(
         (folder / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     return folder
+
+
+def write_torch(
+    folder: Path,
+    files: Mapping[str, Mapping[str, Any]],
+    model_type: str = "llama",
+    *,
+    index: bool = False,
+    protocol: int = 2,
+) -> Path:
+    """Write each value by ``torch.save`` into the file of that name, with a config; with ``index``, of plain dicts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, value in files.items():
+        torch.save(dict(value), folder / file, pickle_protocol=protocol)
+    if index:
+        weight_map = {name: file for file, tensors in files.items() for name in tensors}
+        (folder / TORCH_INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    return folder
+
+
+def torch_files(shards: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
+    """The same shards under the names of torch's files, each with its tensors laid out as ``laid_out_oddly`` says."""
+    return {name: laid_out_oddly(tensors) for name, tensors in plain_torch_files(shards).items()}
+
+
+def plain_torch_files(shards: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Mapping[str, torch.Tensor]]:
+    """The same shards under the names of torch's files, each tensor in a storage of its own."""
+    renamed = {name: name.replace("model", "pytorch_model", 1).replace(".safetensors", ".bin") for name in shards}
+    return {renamed[name]: tensors for name, tensors in shards.items()}
+
+
+def laid_out_oddly(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Equal tensors that lie in memory, and so in a file of torch's, in all the ways that a tensor can.
+
+    In turns: transposed, every second column of a wider one, as it is, a view into the middle of more, a parameter, and
+    in one storage with an earlier one of its shape. What is no matrix has no strides.
+    """
+    made: dict[str, torch.Tensor] = {}
+    plain: dict[torch.Size, str] = {}
+    counts = {True: 0, False: 2}
+    for name, tensor in tensors.items():
+        way = counts[tensor.ndim == 2] % 6
+        counts[tensor.ndim == 2] += 1
+        if way == 0 and tensor.ndim == 2:
+            made[name] = tensor.t().contiguous().t()
+        elif way == 1 and tensor.ndim == 2:
+            made[name] = torch.stack([tensor, -tensor], dim=2)[:, :, 0]
+        elif way == 3:
+            whole = torch.zeros(tensor.numel() + 12, dtype=tensor.dtype)
+            made[name] = whole[5 : 5 + tensor.numel()].view(tensor.shape)
+            made[name].copy_(tensor)
+        elif way == 4 and tensor.is_floating_point():
+            made[name] = torch.nn.Parameter(tensor.clone())
+        elif way == 5 and (earlier := plain.pop(tensor.shape, None)) is not None:
+            made[earlier], made[name] = torch.stack([made[earlier], tensor])
+        else:
+            made[name] = tensor.clone()
+            plain[tensor.shape] = name
+    assert all(torch.equal(made[name], tensor) for name, tensor in tensors.items())
+    return made
 
 
 def llama_tensors(

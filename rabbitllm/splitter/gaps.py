@@ -1,0 +1,72 @@
+"""What lies between the tensors of a shard, kept as the shard passes by.
+
+A file whose directory stands behind its data can be moved as it comes, by the places that the plan knows; whether they
+are right shows at the end, from what was kept. Knows no formats.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+
+from rabbitllm.formats.tensor_spec import TensorSpec
+
+MAX_BYTES = 16 << 20
+"""What is kept at most of a shard: more than a directory and a pickle of 30,000 tensors."""
+
+
+def can_be_kept(tensors: Iterable[TensorSpec], size: int) -> bool:
+    """Whether a file of `size` bytes is these tensors one after the other, and little else."""
+    at = beside = 0
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.nbytes)):
+        if tensor.strides is not None or tensor.offset < at:
+            return False
+        beside += tensor.offset - at
+        at = tensor.offset + tensor.nbytes
+    return at <= size and beside + size - at <= MAX_BYTES
+
+
+class Gaps:
+    """The bytes of a shard that belong to none of its tensors.
+
+    Args:
+        tensors: for which `can_be_kept` is true.
+        size: of the shard, bytes.
+    """
+
+    def __init__(self, tensors: Iterable[TensorSpec], size: int) -> None:
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+        at = 0
+        for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.nbytes)):
+            self._add(at, tensor.offset)
+            at = tensor.offset + tensor.nbytes
+        self._add(at, size)
+        self._kept = [bytearray() for _ in self._begins]
+
+    def _add(self, begin: int, end: int) -> None:
+        if begin < end:
+            self._begins.append(begin)
+            self._ends.append(end)
+
+    def watching(self, chunks: Iterable[bytes]) -> Iterator[bytes]:
+        """The same chunks, all bytes of the shard in order; what lies in a gap is kept as they pass."""
+        at = gap = 0
+        for chunk in chunks:
+            end = at + len(chunk)
+            while gap < len(self._begins) and self._begins[gap] < end:
+                begin = max(self._begins[gap], at)
+                self._kept[gap] += chunk[begin - at : min(self._ends[gap], end) - at]
+                if self._ends[gap] > end:
+                    break
+                gap += 1
+            at = end
+            yield chunk
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        """The bytes of a range that lies within a gap; fewer, or none, if it does not."""
+        gap = bisect_right(self._begins, offset) - 1
+        if gap < 0:
+            return b""
+        start = offset - self._begins[gap]
+        return bytes(self._kept[gap][start : start + length])
