@@ -186,7 +186,7 @@ def test_disk_that_fills_up_at_every_step(make_scene: MakeScene, mount: Mount, r
     disk = mount(route)
     scene = make_scene(route)
     failures = sum(run_out_and_go_on(scene, disk, at, left) for at in range(scene.steps))
-    assert failures > scene.steps // 4
+    assert failures > (scene.steps // 4 if left < 100_000 else 0)  # which is nearly all that some routes take
 
 
 def test_in_a_namespace_of_its_own() -> None:

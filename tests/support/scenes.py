@@ -185,7 +185,7 @@ class Scene:
 
     def state(self) -> dict[str, bytes]:
         """Every file, the finished split's and the source's, but for what a hub cache keeps to itself."""
-        own = (".locks/", "/trees/")
+        own = (".locks/", "/trees/", "hub/CACHEDIR.TAG")  # the last is left empty where the disk is full
         return {name: data for name, data in contents(self.folder).items() if not any(part in name for part in own)}
 
     def ours(self, files: Mapping[str, bytes]) -> dict[str, bytes]:
