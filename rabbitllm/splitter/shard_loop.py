@@ -211,7 +211,7 @@ class ShardLoop:
                     raise
                 except CorruptShardError as error:
                     arriving.whole()  # the same: nothing was verified yet
-                    raise CorruptShardError(f"At {path}: {error.problem}", self._advice()) from None
+                    raise CorruptShardError(f"At {path}: {error.problem}", self._advice(shard)) from None
                 with self.profiler.stage(shard.name, FETCH) if shard.staged else contextlib.nullcontext():
                     arriving.whole()
             except StartedOverError:
@@ -231,7 +231,7 @@ class ShardLoop:
                 if gaps is not None:  # the digest is right, so this says whether the plan was
                     self._compare(shard, header_of_torch_zip(parse_torch_zip(gaps.read_at, shard.size, shard.name)))
             except CorruptShardError as error:
-                raise CorruptShardError(error.problem, self._advice()) from None
+                raise CorruptShardError(error.problem, self._advice(shard)) from None
 
     def _compare(self, shard: PlannedShard, header: Header) -> None:
         """Refuse a shard that is no longer, or never was, what the plan took it for.
@@ -246,11 +246,17 @@ class ShardLoop:
                 "at all."
             )
 
-    def _advice(self) -> str:
+    def _advice(self, shard: PlannedShard) -> str:
+        safe = f"Layers finished so far are safe in {self.work.folder}."
+        if shard.staged:
+            return (
+                f"Make the same call again, in case it was damaged on the way. {safe} If it stays so, what the hub said "
+                "of it when the split was planned was damaged: delete that folder, and call again."
+            )
         return (
-            f"Layers finished so far are safe in {self.work.folder}. For a repository on the hub make the same call "
-            "again, or delete that folder first. For a local checkpoint put a sound copy at that path and call again; "
-            "delete nothing: other shards may be used up already."
+            f"{safe} For a repository on the hub make the same call again, or delete that folder first. For a local "
+            "checkpoint put a sound copy at that path and call again; delete nothing: other shards may be used up "
+            "already."
         )
 
     def _path(self, layout: LayerLayout, suffix: str = "") -> Path:
