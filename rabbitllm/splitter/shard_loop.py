@@ -250,8 +250,8 @@ class ShardLoop:
         safe = f"Layers finished so far are safe in {self.work.folder}."
         if shard.staged:
             return (
-                f"Make the same call again, in case it was damaged on the way. {safe} If it stays so, what the hub said "
-                "of it when the split was planned was damaged: delete that folder, and call again."
+                f"Make the same call again, in case it was damaged on the way. {safe} If it stays so, what the hub "
+                "said of it when the split was planned was damaged: delete that folder, and call again."
             )
         return (
             f"{safe} For a repository on the hub make the same call again, or delete that folder first. For a local "
