@@ -1,4 +1,4 @@
-"""What a shard on a hub says of its tensors, by range requests: its header, or a torch zip's directory and pickle.
+"""What a shard on a hub says of its tensors, by range requests: its header, or a torch file's directory and pickles.
 
 Nothing is fetched for the sake of the data; what comes with a range that was asked for is thrown away. Knows no
 repositories.
@@ -7,10 +7,9 @@ repositories.
 from __future__ import annotations
 
 from rabbitllm.checkpoints import fetch
-from rabbitllm.formats.recognise import Weights, recognise
+from rabbitllm.formats.recognise import recognise
 from rabbitllm.formats.safetensors_file import LENGTH_BYTES, Header, header_length, parse_header
-from rabbitllm.formats.shard_header import check_readable, header_of_torch_zip
-from rabbitllm.formats.torch_zip import parse_torch_zip
+from rabbitllm.formats.shard_header import TORCH, check_readable, parse_torch_header
 
 FIRST_READ_BYTES = 256 << 10
 """Fetched at once from the start of a shard; 97 % of headers are shorter, so one request is enough."""
@@ -21,8 +20,8 @@ TAIL_READ_BYTES = 256 << 10
 def read_remote_header(file: fetch.RemoteFile, shard: str) -> Header:
     """Read and check all that a shard says of its tensors.
 
-    The local headers of a torch zip stand between its storages and are not asked for: their places follow from the
-    directory. They are compared when the shard is here.
+    What stands between the storages of a torch file is not asked for: where they are follows without. It is compared
+    when the shard is here.
 
     Args:
         file: where it is.
@@ -35,9 +34,8 @@ def read_remote_header(file: fetch.RemoteFile, shard: str) -> Header:
     first = fetch.read_range(file, 0, FIRST_READ_BYTES)
     kind = recognise(first)
     check_readable(kind, shard)
-    if kind is Weights.TORCH_ZIP:
-        ranges = _Ranges(file, first)
-        return header_of_torch_zip(parse_torch_zip(ranges.read_at, file.size, shard, local_headers=False))
+    if kind in TORCH:
+        return parse_torch_header(_Ranges(file, first).read_at, file.size, shard, scattered=False)
     length = header_length(first[:LENGTH_BYTES], file.size, shard)
     have = first[LENGTH_BYTES : LENGTH_BYTES + length]
     have += fetch.read_range(file, LENGTH_BYTES + len(have), length - len(have))

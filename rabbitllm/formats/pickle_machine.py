@@ -72,6 +72,8 @@ class Machine:
         """Text up to a newline."""
         end = self.data.find(b"\n", self.at, self.at + MAX_NAME + 1)
         if end < 0:
+            if len(self.data) - self.at <= MAX_NAME:
+                raise CutOffError("wants the rest of a name, and nothing is left")
             raise RefusedValueError(f"has a name that does not end within {MAX_NAME} bytes")
         text = self.take(end - self.at + 1)[:-1]
         return text.decode("utf-8")

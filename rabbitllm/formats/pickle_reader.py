@@ -52,16 +52,43 @@ def read_pickle(
             allow; with its name and byte position.
         CorruptShardError: the pickle is cut off, or is none.
     """
+    value, _ = _read(data, 0, known, persistent, file, alone=True)
+    return value
+
+
+def read_leading_pickle(
+    data: bytes,
+    begin: int,
+    known: Mapping[tuple[str, str], Known],
+    persistent: Callable[[object], object],
+    file: str,
+) -> tuple[object, int]:
+    """The value of a pickle that begins at byte `begin` and is followed by something else, and where that begins.
+
+    Args and errors: see `read_pickle`. One that goes on behind the end of `data` is a CorruptShardError.
+    """
+    return _read(data, begin, known, persistent, file, alone=False)
+
+
+def _read(
+    data: bytes,
+    at: int,
+    known: Mapping[tuple[str, str], Known],
+    persistent: Callable[[object], object],
+    file: str,
+    *,
+    alone: bool,
+) -> tuple[object, int]:
     _check_size(data, file)
-    machine = Machine(data, known, persistent)
-    begin, opcode = 0, -1
+    machine = Machine(data, known, persistent, at)
+    begin, opcode = at, -1
     try:
         _start(machine)
         for _ in range(MAX_OPCODES):
             begin = machine.at
             opcode = machine.take(1)[0]
             if opcode == _STOP:
-                return _finish(machine)
+                return _finish(machine, alone=alone), machine.at
             step = STEPS.get(opcode)
             if step is None:
                 raise RefusedValueError("is not among the opcodes that are read")
@@ -141,10 +168,10 @@ def _start(machine: Machine) -> None:
         raise RefusedValueError(f"is {head!r}; expected protocol 2, 3, 4 or 5")
 
 
-def _finish(machine: Machine) -> object:
+def _finish(machine: Machine, *, alone: bool) -> object:
     value = machine.pop()
     if machine.stack or machine.marks:
         raise RefusedValueError(f"leaves {len(machine.stack):,} values on the stack")
-    if machine.at != len(machine.data):
+    if alone and machine.at != len(machine.data):
         raise RefusedValueError(f"is followed by {len(machine.data) - machine.at:,} bytes")
     return value

@@ -11,9 +11,9 @@ from pathlib import Path
 HEAD_BYTES = 512
 """How much of a file `recognise` wants to see."""
 
-_LEGACY_NUMBER = 0x1950A86A20F9469CFC6C
+LEGACY_NUMBER = 0x1950A86A20F9469CFC6C
 """The files of `torch.save` began with a pickle of this before torch 1.6 (torch/serialization.py, MAGIC_NUMBER)."""
-_LEGACY_PICKLE = b"\x8a\x0a" + _LEGACY_NUMBER.to_bytes(10, "little") + b"."
+_LEGACY_PICKLE = b"\x8a\x0a" + LEGACY_NUMBER.to_bytes(10, "little") + b"."
 _MAX_HEADER_BYTES = 100_000_000
 
 
@@ -50,8 +50,3 @@ def recognise_file(path: Path) -> Weights:
     """The format of a local file."""
     with path.open("rb") as stream:
         return recognise(stream.read(HEAD_BYTES))
-
-
-def is_legacy_torch(path: Path) -> bool:
-    """Whether a file is in the non-zip format of `torch.save`, which only torch's own loader reads, whole."""
-    return recognise_file(path) in (Weights.TORCH_LEGACY, Weights.TORCH_TAR)

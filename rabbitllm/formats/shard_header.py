@@ -8,17 +8,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from rabbitllm.errors import UnreadableFormatError
-from rabbitllm.formats.recognise import Weights, recognise_file
+from rabbitllm.formats.positional import PositionalFile
+from rabbitllm.formats.recognise import HEAD_BYTES, Weights, recognise, recognise_file
 from rabbitllm.formats.safetensors_file import Header, read_header
-from rabbitllm.formats.torch_zip import TorchZip, read_torch_zip
+from rabbitllm.formats.torch_legacy import parse_legacy_torch
+from rabbitllm.formats.torch_tensor import TorchFile
+from rabbitllm.formats.torch_zip import parse_torch_zip
+from rabbitllm.formats.zip_directory import ReadAt
 
-_RESAVE = (
-    "If you trust the file, load it with torch.load(path, weights_only=True), save the result with safetensors' "
-    "save_file or with torch.save under another name, and give the folder of that."
-)
+TORCH = (Weights.TORCH_ZIP, Weights.TORCH_LEGACY)
+"""The formats of `torch.save`: what says where the tensors are is not all in front of them."""
 _REMEDIES = {
-    Weights.TORCH_LEGACY: _RESAVE,
-    Weights.TORCH_TAR: _RESAVE,
+    Weights.TORCH_TAR: "If you trust the file, load it with torch.load, save the result with safetensors' save_file or "
+    "with torch.save under another name, and give the folder of that.",
     Weights.PICKLE: "Save the tensors with torch.save or as safetensors, and give the folder of that file.",
     Weights.GGUF: "Give the original weights: safetensors, or files of torch.save.",
     Weights.UNKNOWN: "Fetch the file again; what is there may be a web page, or the pointer of a large file.",
@@ -40,7 +42,28 @@ def read_shard_header(path: Path, file: str | None = None) -> Header:
     name = file or path.name
     kind = recognise_file(path)
     check_readable(kind, name)
-    return header_of_torch_zip(read_torch_zip(path, name)) if kind is Weights.TORCH_ZIP else read_header(path, name)
+    if kind not in TORCH:
+        return read_header(path, name)
+    with PositionalFile(path) as opened:
+        return parse_torch_header(opened.read_at, opened.size(), name)
+
+
+def parse_torch_header(read: ReadAt, size: int, file: str, *, scattered: bool = True) -> Header:
+    """What a file of `torch.save` holds, of either format, as the header of a safetensors file has it, strides apart.
+
+    Args:
+        read: reads (offset, length), bytes.
+        size: of the whole file, bytes.
+        file: name for the specs and for messages.
+        scattered: read what stands between the storages too and compare it; without, the places are to be confirmed by
+            another call before the data is believed.
+
+    Raises:
+        CorruptShardError, UnsafePickleError: see `read_shard_header`.
+    """
+    if recognise(read(0, min(HEAD_BYTES, size))) is Weights.TORCH_LEGACY:
+        return _header(parse_legacy_torch(read, size, file, counts=scattered))
+    return _header(parse_torch_zip(read, size, file, local_headers=scattered))
 
 
 def check_readable(kind: Weights, file: str) -> None:
@@ -53,18 +76,13 @@ def check_readable(kind: Weights, file: str) -> None:
         UnreadableFormatError: with what the file is, and what to do about it.
     """
     named = kind is Weights.UNKNOWN and file.endswith(".safetensors")
-    if kind not in (Weights.SAFETENSORS, Weights.TORCH_ZIP) and not named:
+    if kind is not Weights.SAFETENSORS and kind not in TORCH and not named:
         raise UnreadableFormatError(
-            f"{file} is {kind.value}; safetensors and the files of torch.save since torch 1.6 are read.",
+            f"{file} is {kind.value}; safetensors and the files of torch.save are read.",
             _REMEDIES[kind],
         )
 
 
-def header_of_torch_zip(read: TorchZip) -> Header:
-    """What a torch zip holds, as the header of a safetensors file has it, its strides apart.
-
-    Raises:
-        CorruptShardError: see `TorchTensor.spec`.
-    """
+def _header(read: TorchFile) -> Header:
     specs = sorted((tensor.spec() for tensor in read.tensors), key=lambda spec: (spec.offset, spec.nbytes))
     return Header(tuple(specs), {}, specs[0].offset if specs else read.size, comes_first=False)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rabbitllm.formats.pickle_machine import Attributed, Known, RefusedValueError, describe
-from rabbitllm.formats.pickle_reader import read_pickle
+from rabbitllm.formats.pickle_reader import read_leading_pickle, read_pickle
 from rabbitllm.formats.tensor_spec import DTYPES
 
 MAX_DIMENSIONS = 64
@@ -24,7 +24,7 @@ MAX_SIZE = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A run of bytes that tensors view: the entry `data/<key>`.
+    """A run of bytes that tensors view: in a zip, the entry `data/<key>`.
 
     Attributes:
         key: digits.
@@ -67,14 +67,47 @@ def read_torch_pickle(data: bytes, file: str) -> tuple[object, Mapping[str, Stor
         UnsafePickleError, CorruptShardError: see `read_pickle`.
     """
     storages: dict[str, Storage] = {}
+    return read_pickle(data, _KNOWN, _noting(storages, _storage), file), storages
 
+
+def read_legacy_torch_pickle(data: bytes, begin: int, file: str) -> tuple[object, Mapping[str, Storage], int]:
+    """The same of the pickle in a file from before torch 1.6, which others follow; and where the next one begins.
+
+    Args:
+        data: the beginning of the file.
+        begin: where in it the pickle begins, bytes.
+        file: name for messages.
+    """
+    storages: dict[str, Storage] = {}
+    root, end = read_leading_pickle(data, begin, _KNOWN, _noting(storages, _legacy_storage), file)
+    return root, storages, end
+
+
+def read_plain_pickle(data: bytes, begin: int, file: str) -> tuple[object, int]:
+    """A pickle of plain values that names nothing, and where the bytes behind it begin."""
+    return read_leading_pickle(data, begin, {}, _no_storage, file)
+
+
+def _noting(storages: dict[str, Storage], read: Callable[[object], Storage]) -> Callable[[object], Storage]:
     def persistent(identity: object) -> Storage:
-        storage = _storage(identity)
+        storage = read(identity)
         if storages.setdefault(storage.key, storage) != storage:
             raise RefusedValueError(f"names storage {storage.key} again, with another type or size")
         return storage
 
-    return read_pickle(data, _KNOWN, persistent, file), storages
+    return persistent
+
+
+def _no_storage(identity: object) -> Storage:
+    raise RefusedValueError(f"refers to {describe(identity)}; expected plain values")
+
+
+def _legacy_storage(identity: object) -> Storage:
+    if type(identity) is not tuple or len(identity) != 6:
+        raise RefusedValueError(f"refers to {describe(identity)}; expected a storage's type, key, place, size and view")
+    if identity[5] is not None:
+        raise RefusedValueError("refers to a part of a storage, as torch wrote it before 0.4")
+    return _storage(identity[:5])
 
 
 def element_bytes(dtype: str) -> int:
@@ -131,6 +164,12 @@ def _tensor(arguments: tuple[Any, ...], dtype: object, metadata: object) -> Pick
     if max(last + 1, first) > held:
         raise RefusedValueError(f"reaches element {max(last, first):,} of a storage that holds {held:,}")
     return PickledTensor(storage, dtype, first, shape, strides)
+
+
+def _rebuild_tensor(arguments: tuple[Any, ...]) -> PickledTensor:
+    """storage, first element, shape, strides"""
+    _count(arguments, 4, 4)
+    return _rebuild_tensor_v2((*arguments, False, None))
 
 
 def _rebuild_tensor_v2(arguments: tuple[Any, ...]) -> PickledTensor:
@@ -254,6 +293,7 @@ _CALLS: Mapping[str, Callable[[tuple[Any, ...]], object] | None] = {
     "torch.device": _device,
     "torch.Tensor": None,
     "torch.nn.parameter.Parameter": None,
+    "torch._utils._rebuild_tensor": _rebuild_tensor,
     "torch._utils._rebuild_tensor_v2": _rebuild_tensor_v2,
     "torch._utils._rebuild_tensor_v3": _rebuild_tensor_v3,
     "torch._utils._rebuild_parameter": _rebuild_parameter,

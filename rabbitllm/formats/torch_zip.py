@@ -9,18 +9,16 @@ has been compared with the size of the file. Knows no models.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from rabbitllm.errors import CorruptShardError
 from rabbitllm.formats.pickle_reader import MAX_PICKLE_BYTES
 from rabbitllm.formats.positional import PositionalFile
-from rabbitllm.formats.strided import Strided, is_contiguous, read_row_major
-from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, byte_size
+from rabbitllm.formats.strided import Strided, read_row_major
 from rabbitllm.formats.torch_names import name_tensors
-from rabbitllm.formats.torch_pickle import PickledTensor, Storage, element_bytes, read_torch_pickle
+from rabbitllm.formats.torch_pickle import Storage, element_bytes, read_torch_pickle
+from rabbitllm.formats.torch_tensor import TorchFile, TorchTensor, placed
 from rabbitllm.formats.zip_directory import ReadAt, ZipEntry, corrupt_zip, read_entries
 from rabbitllm.formats.zip_local_headers import check_local_headers
 
@@ -31,83 +29,7 @@ _RECORDS = {"version", "byteorder", ".format_version", ".storage_alignment", ".d
 """What else torch writes: small texts, of which only the byte order has a bearing on the tensors."""
 
 
-@dataclass(frozen=True, slots=True)
-class TorchTensor:
-    """One tensor of a torch zip.
-
-    Attributes:
-        name: the checkpoint's name for it. Never a path.
-        dtype: a key of `DTYPES`.
-        shape: elements along each dimension as torch counts them (two F4 values are one element).
-        strides: in elements, one a dimension.
-        file: name of the shard, relative to the checkpoint.
-        storage: the key of its storage; tensors with one key share bytes.
-        storage_begin, storage_end: the storage, bytes from the start of the file.
-        offset: its first element, bytes from the start of the file.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    file: str
-    storage: str
-    storage_begin: int
-    storage_end: int
-    offset: int
-
-    @property
-    def elements(self) -> int:
-        """Number of elements, as torch counts them."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Length in bytes, in row-major order."""
-        return self.elements * element_bytes(self.dtype)
-
-    @property
-    def contiguous(self) -> bool:
-        """Whether its bytes lie in the file in row-major order: from `offset`, `nbytes` of them."""
-        return is_contiguous(self.shape, self.strides)
-
-    def spec(self) -> TensorSpec:
-        """The same tensor as a safetensors file would describe it, but for the strides of one that is not contiguous.
-
-        Raises:
-            CorruptShardError: a scalar or a strided tensor of a dtype smaller than a byte, which no format describes.
-        """
-        shape = self.shape
-        if DTYPES[self.dtype].bits < 8:
-            if not shape or not self.contiguous:
-                what = "strided" if shape else "a scalar"
-                raise CorruptShardError(
-                    f"{self.file} has a tensor {self.name!r} of {self.dtype} that is {what}; elements smaller than a "
-                    "byte are only read where they lie one after the other.",
-                    "Save it again as a contiguous tensor of one dimension or more.",
-                )
-            shape = (*shape[:-1], shape[-1] * 8 // DTYPES[self.dtype].bits)
-        assert byte_size(self.dtype, shape) == self.nbytes
-        strides = None if self.contiguous else self.strides
-        return TensorSpec(self.name, self.dtype, shape, self.file, self.offset, self.nbytes, strides)
-
-
-@dataclass(frozen=True, slots=True)
-class TorchZip:
-    """What a torch zip holds.
-
-    Attributes:
-        tensors: in the pickle's order.
-        left_out: keys of a training checkpoint beside its state dict, which hold no weights.
-        size: of the file, bytes.
-    """
-
-    tensors: tuple[TorchTensor, ...]
-    left_out: tuple[str, ...]
-    size: int
-
-
-def read_torch_zip(path: Path, file: str | None = None) -> TorchZip:
+def read_torch_zip(path: Path, file: str | None = None) -> TorchFile:
     """Read and check all of a local torch zip but its data.
 
     Args:
@@ -122,7 +44,7 @@ def read_torch_zip(path: Path, file: str | None = None) -> TorchZip:
         return parse_torch_zip(opened.read_at, opened.size(), file or path.name)
 
 
-def parse_torch_zip(read: ReadAt, size: int, file: str, *, local_headers: bool = True) -> TorchZip:
+def parse_torch_zip(read: ReadAt, size: int, file: str, *, local_headers: bool = True) -> TorchFile:
     """The same of any file that can be read in ranges.
 
     Args:
@@ -140,8 +62,8 @@ def parse_torch_zip(read: ReadAt, size: int, file: str, *, local_headers: bool =
     root, storages = read_torch_pickle(read_pickle_bytes(read, records, file), file)
     places = _places(records, storages, file)
     named = name_tensors(root, file)
-    tensors = tuple(_placed(name, tensor, places, file) for name, tensor in named.tensors.items())
-    return TorchZip(tensors, named.left_out, size)
+    tensors = tuple(placed(name, tensor, *places[tensor.storage.key], file) for name, tensor in named.tensors.items())
+    return TorchFile(tensors, named.left_out, size)
 
 
 def pickle_of(path: Path) -> bytes:
@@ -251,9 +173,3 @@ def _places(
         if name.startswith("data/") and name.removeprefix("data/") not in places:
             raise corrupt_zip(file, f"entry {name} belongs to no tensor")
     return places
-
-
-def _placed(name: str, tensor: PickledTensor, places: Mapping[str, tuple[int, int]], file: str) -> TorchTensor:
-    begin, end = places[tensor.storage.key]
-    offset = begin + tensor.first * element_bytes(tensor.dtype)
-    return TorchTensor(name, tensor.dtype, tensor.shape, tensor.strides, file, tensor.storage.key, begin, end, offset)

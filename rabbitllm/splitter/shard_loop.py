@@ -24,8 +24,7 @@ from rabbitllm import durable
 from rabbitllm.checkpoints.checkpoint import Checkpoint, Disposal, Release
 from rabbitllm.errors import CorruptShardError
 from rabbitllm.formats.safetensors_file import LENGTH_BYTES, Header, header_length, parse_header
-from rabbitllm.formats.shard_header import header_of_torch_zip, read_shard_header
-from rabbitllm.formats.torch_zip import parse_torch_zip
+from rabbitllm.formats.shard_header import parse_torch_header, read_shard_header
 from rabbitllm.layers.compression import StoredForm
 from rabbitllm.layers.layer_file import DONE_SUFFIX, LayerLayout
 from rabbitllm.options import SplitOptions
@@ -229,7 +228,7 @@ class ShardLoop:
                 self._mover.from_stream(shard.name, stream, targets, moves(self.plan, shard.name, targets))
                 stream.finish()
                 if gaps is not None:  # the digest is right, so this says whether the plan was
-                    self._compare(shard, header_of_torch_zip(parse_torch_zip(gaps.read_at, shard.size, shard.name)))
+                    self._compare(shard, parse_torch_header(gaps.read_at, shard.size, shard.name))
             except CorruptShardError as error:
                 raise CorruptShardError(error.problem, self._advice(shard)) from None
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rabbitllm.formats.recognise import Weights, is_legacy_torch, recognise, recognise_file
+from rabbitllm.formats.recognise import Weights, recognise, recognise_file
 from tests.support.torch_files import pickled
 
 TENSORS = {"w": torch.arange(4.0)}
@@ -21,10 +21,8 @@ def test_what_torch_writes(tmp_path: Path, name: str, protocol: int) -> None:
     path = tmp_path / name
     torch.save(TENSORS, path, pickle_protocol=protocol)
     assert recognise_file(path) is Weights.TORCH_ZIP
-    assert not is_legacy_torch(path)
     torch.save(TENSORS, path, pickle_protocol=protocol, _use_new_zipfile_serialization=False)
     assert recognise_file(path) is Weights.TORCH_LEGACY
-    assert is_legacy_torch(path)
 
 
 def test_other_formats(tmp_path: Path) -> None:
@@ -34,7 +32,6 @@ def test_other_formats(tmp_path: Path) -> None:
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
         tar.add(__file__, "pickle")
     assert recognise_file(path) is Weights.TORCH_TAR
-    assert is_legacy_torch(path)
     path.write_bytes(pickled({"x": 1}, 4))
     assert recognise_file(path) is Weights.PICKLE
 

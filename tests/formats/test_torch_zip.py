@@ -22,9 +22,8 @@ from rabbitllm.formats.pickle_reader import list_opcodes
 from rabbitllm.formats.positional import PositionalFile
 from rabbitllm.formats.safetensors_file import view_bytes
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
+from rabbitllm.formats.torch_tensor import TorchFile, TorchTensor
 from rabbitllm.formats.torch_zip import (
-    TorchTensor,
-    TorchZip,
     parse_torch_zip,
     pickle_of,
     read_torch_zip,
@@ -50,12 +49,12 @@ def bytes_of(path: Path, record: TorchTensor, chunk: int = 1 << 20) -> bytes:
         return b"".join(bytes(piece) for piece in row_major_chunks(file, record, chunk))
 
 
-def saved(path: Path, value: Any, protocol: int = 2, **options: Any) -> TorchZip:
+def saved(path: Path, value: Any, protocol: int = 2, **options: Any) -> TorchFile:
     torch.save(value, path, pickle_protocol=protocol, **options)
     return read_torch_zip(path)
 
 
-def assert_equal(path: Path, read: TorchZip, tensors: Mapping[str, torch.Tensor]) -> None:
+def assert_equal(path: Path, read: TorchFile, tensors: Mapping[str, torch.Tensor]) -> None:
     """The records are exactly these tensors, down to the bits, the strides, and which share a storage."""
     assert [record.name for record in read.tensors] == list(tensors)
     for record in read.tensors:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -81,19 +82,31 @@ def tied(tensors: Weights) -> dict[str, torch.Tensor]:
     return made | {"lm_head.weight": made["model.embed_tokens.weight"]}
 
 
-def write_single(folder: Path, tensors: Weights, name: str = TORCH_SINGLE_NAME, protocol: int = 2) -> Path:
+def write_single(
+    folder: Path, tensors: Weights, name: str = TORCH_SINGLE_NAME, protocol: int = 2, *, legacy: bool = False
+) -> Path:
     """One file, of a training checkpoint with its state dict in a wrapper."""
     beside = {"optimizer": {"state": {0: {"exp_avg": torch.ones(300)}}}, "epoch": 3}
-    return write_torch(folder, {name: {"state_dict": tied(tensors), **beside}}, protocol=protocol)
+    return write_torch(folder, {name: {"state_dict": tied(tensors), **beside}}, protocol=protocol, legacy=legacy)
 
 
 def write_sharded(folder: Path, tensors: Weights) -> Path:
     return write_torch(folder, torch_files(cut(tensors, 3)), index=True)
 
 
-def write_plain(folder: Path, tensors: Weights) -> Path:
+def write_plain(folder: Path, tensors: Weights, *, legacy: bool = False) -> Path:
     """Shards of tensors with a storage each, which can be used as they come."""
-    return write_torch(folder, plain_torch_files(cut(tensors, 3)), index=True)
+    return write_torch(folder, plain_torch_files(cut(tensors, 3)), index=True, legacy=legacy)
+
+
+def write_old_single(folder: Path, tensors: Weights) -> Path:
+    """As `write_single`, in the format from before torch 1.6."""
+    return write_single(folder, tensors, legacy=True)
+
+
+def write_old_plain(folder: Path, tensors: Weights) -> Path:
+    """As `write_plain`, in the format from before torch 1.6."""
+    return write_plain(folder, tensors, legacy=True)
 
 
 def test_the_odd_layouts_are_in_the_files(tmp_path: Path, tensors: Weights) -> None:
@@ -109,7 +122,7 @@ def test_the_odd_layouts_are_in_the_files(tmp_path: Path, tensors: Weights) -> N
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("sequential", [True, False], ids=["sequential", "standard"])
 @pytest.mark.parametrize("hub", [False, True], ids=["local", "hub"])
-@pytest.mark.parametrize("write", [write_single, write_sharded])
+@pytest.mark.parametrize("write", [write_single, write_sharded, write_old_single, write_old_plain])
 def test_every_route_makes_the_bytes_of_safetensors(
     tmp_path: Path,
     hub_environment: HubEnvironment,
@@ -130,10 +143,16 @@ def test_every_route_makes_the_bytes_of_safetensors(
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol 3")
 @pytest.mark.parametrize("protocol", [3, 4, 5])
 @pytest.mark.parametrize("name", ["model.pt", "weights.pth", "last.ckpt", "any.bin", "model.pkl"])
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 def test_a_single_file_of_any_name(
-    tmp_path: Path, tensors: Weights, expected: dict[str | None, dict[str, bytes]], name: str, protocol: int
+    tmp_path: Path,
+    tensors: Weights,
+    expected: dict[str | None, dict[str, bytes]],
+    name: str,
+    protocol: int,
+    legacy: bool,
 ) -> None:
-    source = write_single(tmp_path, tensors, name, protocol)
+    source = write_single(tmp_path, tensors, name, protocol, legacy=legacy)
     for beside in ("optimizer.pt", "scheduler.pt", "training_args.bin", "rng_state_0.pth", "scaler.pt"):
         (source / beside).write_bytes(b"none of the model's")
     assert layer_files(split(source)) == expected[None]
@@ -142,17 +161,19 @@ def test_a_single_file_of_any_name(
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 def test_strided_tensors_larger_than_a_chunk(
-    tmp_path: Path, compression: str | None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, compression: str | None, legacy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensors = llama_tensors(layers=2, hidden=256, vocabulary=1003, dtype=torch.float32)
     plain = split(write_shards(tmp_path / "a", cut(tensors, 2)), compression=compression)
-    source = write_torch(tmp_path / "b", torch_files(cut(tensors, 2)), index=True)
+    source = write_torch(tmp_path / "b", torch_files(cut(tensors, 2)), index=True, legacy=legacy)
     monkeypatch.setattr("rabbitllm.splitter.plan.CHUNK_BYTES", 24_576)
     assert layer_files(split(source, compression=compression)) == layer_files(plain)
 
 
-def test_other_dtypes_and_empty_tensors(tmp_path: Path) -> None:
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+def test_other_dtypes_and_empty_tensors(tmp_path: Path, legacy: bool) -> None:
     made = torch.Generator().manual_seed(1)
     tensors = {
         f"model.layers.0.{dtype}".replace(".torch.", ".").replace("torch", "x"): torch.randint(
@@ -162,7 +183,8 @@ def test_other_dtypes_and_empty_tensors(tmp_path: Path) -> None:
     }
     tensors |= {"model.layers.1.empty": torch.zeros(0, 3), "model.layers.1.scalar": torch.tensor(2.5)}
     plain = split(write_shards(tmp_path / "a", {SINGLE_NAME: tensors}, index=False))
-    odd = write_torch(tmp_path / "b", {TORCH_SINGLE_NAME: {n: t.t().contiguous().t() for n, t in tensors.items()}})
+    transposed = {name: tensor.t().contiguous().t() for name, tensor in tensors.items()}
+    odd = write_torch(tmp_path / "b", {TORCH_SINGLE_NAME: transposed}, legacy=legacy)
     assert layer_files(split(odd)) == layer_files(plain)
 
 
@@ -211,7 +233,7 @@ def test_used_up_files_and_another_model_elsewhere(tmp_path: Path, tensors: Weig
 # Going on
 
 
-@pytest.mark.parametrize("way", ["local", "file", "stream"])
+@pytest.mark.parametrize("way", ["local", "file", "stream", "legacy stream"])
 def test_killed_at_some_steps(
     tmp_path: Path,
     hub_environment: HubEnvironment,
@@ -220,10 +242,15 @@ def test_killed_at_some_steps(
     expected: dict[str | None, dict[str, bytes]],
     way: str,
 ) -> None:
-    hub, write = way != "local", write_plain if way == "stream" else write_sharded
+    write = {"stream": write_plain, "legacy stream": write_old_plain}.get(way, write_sharded)
+    hub, transfer = way != "local", way.split()[-1]
     original = write(tmp_path / "hub" / REPO, tensors)
     model = tmp_path / "local" / "model"
-    home = {"hub_url": hub_environment.url, "hub_home": str(hub_environment.home), "shard_transfer": way} if hub else {}
+    home = (
+        {"hub_url": hub_environment.url, "hub_home": str(hub_environment.home), "shard_transfer": transfer}
+        if hub
+        else {}
+    )
     call = Call(REPO if hub else str(model), compression="4bit", **home)  # type: ignore[arg-type]
 
     def reset() -> None:
@@ -323,13 +350,21 @@ def test_peak_of_the_disk_is_what_the_plan_says(
 
 
 @pytest.mark.parametrize("index", [True, False], ids=["sharded", "single"])
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 def test_planning_fetches_no_weights(
-    tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment, monkeypatch: pytest.MonkeyPatch, index: bool
+    tmp_path: Path,
+    local_hub: LocalHub,
+    hub_environment: HubEnvironment,
+    monkeypatch: pytest.MonkeyPatch,
+    index: bool,
+    legacy: bool,
 ) -> None:
+    monkeypatch.setattr("rabbitllm.formats.torch_legacy.READS", (8 << 10, 12 << 10, 32 << 10))
     monkeypatch.setattr(remote_header, "FIRST_READ_BYTES", 8 << 10)
     monkeypatch.setattr(remote_header, "TAIL_READ_BYTES", 8 << 10)
     files = torch_files(cut(llama_tensors(**LARGE), 3 if index else 1))
-    served = write_torch(tmp_path / "hub" / REPO, files if index else {"model.pth": tied(*files.values())}, index=index)
+    chosen = files if index else {"model.pth": tied(*files.values())}
+    served = write_torch(tmp_path / "hub" / REPO, chosen, index=index, legacy=legacy)
     names = names_in(served, "*.bin") + names_in(served, "*.pth")
     plan = uses_of(Call(REPO))
     assert plan[Arrival.FILE].created > 0
@@ -344,6 +379,7 @@ def test_planning_fetches_no_weights(
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("transfer", ["stream", "file"])
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 def test_plain_tensors_are_used_as_they_come(
     tmp_path: Path,
     local_hub: LocalHub,
@@ -353,9 +389,10 @@ def test_plain_tensors_are_used_as_they_come(
     compression: str | None,
     shards: int,
     transfer: str,
+    legacy: bool,
 ) -> None:
     files = plain_torch_files(cut(tensors, 3) if shards > 1 else {SINGLE_NAME: tensors})
-    served = write_torch(tmp_path / "hub" / REPO, files, index=shards > 1)
+    served = write_torch(tmp_path / "hub" / REPO, files, index=shards > 1, legacy=legacy)
     staged: list[Path] = []
     with observe_steps(lambda step: staged.extend([step.path] if ".staging" in str(step.path) else [])):
         made = split(REPO, compression=compression, shard_transfer=transfer)
@@ -379,12 +416,14 @@ def test_budget_below_one_shard_streams_by_itself(
 
 
 @pytest.mark.parametrize("transfer", ["stream", "file"])
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 def test_places_that_were_wrong_on_the_way_are_noticed_at_the_end(
-    tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment, tensors: Weights, transfer: str
+    tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment, tensors: Weights, transfer: str, legacy: bool
 ) -> None:
     """What the plan rests on has no digest of its own: two tensors of one shape change places in what came."""
     names = ["model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.q_proj.weight"]
-    served = write_torch(tmp_path / "hub" / REPO, plain_torch_files({SINGLE_NAME: {n: tensors[n] for n in names}}))
+    files = plain_torch_files({SINGLE_NAME: {n: tensors[n] for n in names}})
+    served = write_torch(tmp_path / "hub" / REPO, files, legacy=legacy)
     at = (served / TORCH_SINGLE_NAME).read_bytes().index(b"k_proj")
     local_hub.faults = Faults(only=TORCH_SINGLE_NAME, flip_byte=at, flip_times=2)  # for the index made up, and the plan
     with pytest.raises(CorruptShardError, match="is not the file that the plan was made from") as refused:
@@ -395,15 +434,17 @@ def test_places_that_were_wrong_on_the_way_are_noticed_at_the_end(
 
 
 @pytest.mark.parametrize("transfer", ["stream", "file"])
+@pytest.mark.parametrize("write", [write_plain, write_old_plain])
 def test_plain_tensors_with_a_wrong_byte(
     tmp_path: Path,
     local_hub: LocalHub,
     hub_environment: HubEnvironment,
     tensors: Weights,
     expected: dict[str | None, dict[str, bytes]],
+    write: Any,
     transfer: str,
 ) -> None:
-    served = write_plain(tmp_path / "hub" / REPO, tensors)
+    served = write(tmp_path / "hub" / REPO, tensors)
     header = read_shard_header(served / SHARDS[1])
     local_hub.faults = Faults(only=SHARDS[1], flip_byte=header.tensors[2].offset + 7)
     with pytest.raises(rabbitllm.errors.HubError, match="arrived with sha256"):
@@ -522,16 +563,21 @@ def test_index_that_leads_out(
     assert contents(tmp_path / "hub") == before
 
 
+def write_tar(path: Path) -> None:
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        tar.add(__file__, "pickle")
+
+
 @pytest.mark.parametrize(
     ("write", "says"),
     [
-        (lambda path: torch.save({"w": torch.ones(2)}, path, _use_new_zipfile_serialization=False), "before torch 1.6"),
+        (write_tar, "a torch file in a tar archive, from before torch 0.1.10"),
         (lambda path: path.write_bytes(pickles.pickled({"w": 1})), "is a bare pickle"),
         (lambda path: path.write_bytes(b"GGUF\3\0\0\0"), "is GGUF"),
         (lambda path: path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n"), "of no format known here"),
         (lambda path: path.write_bytes(b""), "of no format known here"),
     ],
-    ids=["legacy", "pickle", "gguf", "pointer", "empty"],
+    ids=["tar", "pickle", "gguf", "pointer", "empty"],
 )
 @pytest.mark.parametrize("hub", [False, True], ids=["local", "hub"])
 def test_formats_that_are_not_read(

@@ -282,11 +282,15 @@ def write_torch(
     *,
     index: bool = False,
     protocol: int = 2,
+    legacy: bool = False,
 ) -> Path:
-    """Write each value by ``torch.save`` into the file of that name, with a config; with ``index``, of plain dicts."""
+    """Write each value by ``torch.save`` into the file of that name, with a config; with ``index``, of plain dicts.
+
+    ``legacy``: in the format from before torch 1.6.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for file, value in files.items():
-        torch.save(dict(value), folder / file, pickle_protocol=protocol)
+        torch.save(dict(value), folder / file, pickle_protocol=protocol, _use_new_zipfile_serialization=not legacy)
     if index:
         weight_map = {name: file for file, tensors in files.items() for name in tensors}
         (folder / TORCH_INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))

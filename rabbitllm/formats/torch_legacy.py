@@ -1,0 +1,130 @@
+"""The files of `torch.save` before torch 1.6, read as those since are: every tensor's name, dtype, shape and place from
+what precedes the data, and its bytes only when they are used.
+
+Format: five pickles (a number that marks the format, its version, the machine it was written on, the value that was
+saved, the keys of its storages), and then each storage in the order of the keys: the number of its elements, 8 bytes,
+and their bytes (https://github.com/pytorch/pytorch, torch/serialization.py, `_legacy_save` and `_legacy_load`). torch
+itself reads such a file whole; nothing in the format asks for that. The pickles are read by `pickle_reader.py`: nothing
+is imported, and nothing is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rabbitllm.errors import CorruptShardError
+from rabbitllm.formats.pickle_machine import describe
+from rabbitllm.formats.pickle_reader import MAX_PICKLE_BYTES
+from rabbitllm.formats.positional import PositionalFile
+from rabbitllm.formats.recognise import LEGACY_NUMBER
+from rabbitllm.formats.torch_names import Named, name_tensors
+from rabbitllm.formats.torch_pickle import (
+    Storage,
+    element_bytes,
+    read_legacy_torch_pickle,
+    read_plain_pickle,
+)
+from rabbitllm.formats.torch_tensor import TorchFile, placed
+from rabbitllm.formats.zip_directory import ReadAt
+
+PROTOCOL = 1001
+"""The only version there ever was."""
+COUNT_BYTES = 8
+READS = (256 << 10, 4 << 20, MAX_PICKLE_BYTES)
+"""How much of the beginning is read until the pickles are all in it. A tensor takes about 200 bytes."""
+
+
+def read_legacy_torch(path: Path, file: str | None = None) -> TorchFile:
+    """Read and check all of a local file but its data.
+
+    Args:
+        path: the file.
+        file: the name to put into the records; the file's own name by default.
+
+    Raises:
+        CorruptShardError: a pickle is malformed, or the storages are not those that it names, or not all there.
+        UnsafePickleError: a pickle asks for more than tensors and plain values.
+    """
+    with PositionalFile(path) as opened:
+        return parse_legacy_torch(opened.read_at, opened.size(), file or path.name)
+
+
+def parse_legacy_torch(read: ReadAt, size: int, file: str, *, counts: bool = True) -> TorchFile:
+    """The same of any file that can be read in ranges.
+
+    Args:
+        read: reads (offset, length), bytes.
+        size: of the whole file, bytes.
+        file: name for the records and for messages.
+        counts: compare the number before each storage with what the pickle says, a read each; without, the places that
+            follow from the pickles alone are to be confirmed by another call before the data is believed.
+    """
+    named, storages, keys, at = _pickles(read, size, file)
+    places = _places(storages, keys, at, file)
+    end = max((place[1] for place in places.values()), default=at)
+    if end != size:
+        raise corrupt_legacy(file, f"its storages end at byte {end:,}, and it has {size:,}")
+    if counts:
+        for key, (begin, _) in places.items():
+            _check_count(read(begin - COUNT_BYTES, COUNT_BYTES), storages[key], file)
+    tensors = tuple(placed(name, tensor, *places[tensor.storage.key], file) for name, tensor in named.tensors.items())
+    return TorchFile(tensors, named.left_out, size)
+
+
+def corrupt_legacy(file: str, what: str) -> CorruptShardError:
+    """A file of this format that is not sound."""
+    return CorruptShardError(
+        f"{file} is no sound torch file from before torch 1.6: {what}.", "Fetch or copy the file again."
+    )
+
+
+def _pickles(read: ReadAt, size: int, file: str) -> tuple[Named, Mapping[str, Storage], tuple[str, ...], int]:
+    """What the pickles say: the tensors, their storages, the storages' order, and where the first one begins."""
+    for length in READS:
+        data = read(0, min(length, size))
+        try:
+            return _parse(data, file)
+        except CorruptShardError:
+            if length >= size or length == READS[-1]:
+                raise
+    raise AssertionError("the last length returns or raises")
+
+
+def _parse(data: bytes, file: str) -> tuple[Named, Mapping[str, Storage], tuple[str, ...], int]:
+    number, at = read_plain_pickle(data, 0, file)
+    version, at = read_plain_pickle(data, at, file)
+    if number != LEGACY_NUMBER or version != PROTOCOL:
+        raise corrupt_legacy(file, f"its version is {describe(version)}; expected {PROTOCOL}")
+    machine, at = read_plain_pickle(data, at, file)
+    if not isinstance(machine, dict) or machine.get("little_endian") is not True:
+        raise CorruptShardError(
+            f"{file} was not written on a little-endian machine, or does not say so; only that byte order is read.",
+            "Load it with torch and save it anew on a little-endian machine.",
+        )
+    root, storages, at = read_legacy_torch_pickle(data, at, file)
+    keys, at = read_plain_pickle(data, at, file)
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+        raise corrupt_legacy(file, "the keys of its storages are no list of text")
+    if len(set(keys)) != len(keys) or set(keys) != storages.keys():
+        raise corrupt_legacy(file, f"it lists {len(keys):,} storages that are not the {len(storages):,} it refers to")
+    return name_tensors(root, file), storages, tuple(keys), at
+
+
+def _places(
+    storages: Mapping[str, Storage], keys: tuple[str, ...], at: int, file: str
+) -> Mapping[str, tuple[int, int]]:
+    """Where each storage lies, bytes from the start of the file, in the order in which they follow each other."""
+    places = {}
+    for key in keys:
+        begin = at + COUNT_BYTES
+        at = begin + storages[key].nbytes
+        places[key] = (begin, at)
+    return places
+
+
+def _check_count(count: bytes, storage: Storage, file: str) -> None:
+    elements = storage.nbytes // (element_bytes(storage.dtype) if storage.dtype else 1)
+    found = int.from_bytes(count, "little", signed=True)
+    if found != elements:
+        raise corrupt_legacy(file, f"storage {storage.key} has {found:,} elements; its pickle says {elements:,}")
