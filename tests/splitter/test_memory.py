@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from rabbitllm.formats.safetensors_file import Placed, encode_header
+from tests.attacks import legacy_torch_files
 from tests.support.torch_files import Member, archive, pickled, storage, tensor, write_with_hole
 
 MOST = 200_000_000
@@ -64,6 +66,19 @@ def embedding_of_torch(folder: Path, rows: int, *, transposed: bool) -> Path:
     return folder
 
 
+def embedding_of_old_torch(folder: Path, rows: int) -> Path:
+    """The same in torch's format from before 1.6, transposed."""
+    folder.mkdir()
+    held = legacy_torch_files.storage("0", rows * 4096, torch.BFloat16Storage)
+    weights = tensor(held, 0, (rows, 4096), (1, rows))
+    with (folder / "model.pth").open("wb") as file:
+        file.write(legacy_torch_files.parts({"model.embed_tokens.weight": weights}, storages=[]))
+        file.write(struct.pack("<q", rows * 4096))
+        file.truncate(file.tell() + rows * 4096 * 2)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    return folder
+
+
 def over_idle(source: Path, saving_path: Path, compression: str | None) -> int:
     command = [sys.executable, "-c", SPLIT_AND_WATCH, str(source), str(saving_path), compression or "none"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -86,6 +101,14 @@ def test_memory_for_a_file_of_torch(tmp_path: Path, compression: str | None, tra
     source = embedding_of_torch(tmp_path / "model", 60_000, transposed=transposed)
     assert (source / "model.pth").stat().st_size > 2 * MOST
     assert over_idle(source, tmp_path / "out", compression) < MOST
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_for_a_file_of_torch_before_1_6(tmp_path: Path) -> None:
+    """torch itself would hold all of it."""
+    source = embedding_of_old_torch(tmp_path / "model", 60_000)
+    assert (source / "model.pth").stat().st_size > 2 * MOST
+    assert over_idle(source, tmp_path / "out", "4bit") < MOST
 
 
 @pytest.mark.long
