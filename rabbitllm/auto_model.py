@@ -72,6 +72,7 @@ class AutoModel:
         min_free_disk: int | str = "1GB",
         shard_transfer: str = "auto",
         trust_remote_code: bool = False,
+        exact: bool = False,
         **unknown: Any,
     ) -> Any:
         """Split a checkpoint into layer files, unless that is done, and load the model from them.
@@ -105,6 +106,8 @@ class AutoModel:
                 the next one meanwhile where the disk has room), "stream" (none is ever a file on this disk), or "auto"
                 (the first of them that fits).
             trust_remote_code: run Python code that comes with the model.
+            exact: on the CPU, compute 4bit and 8bit with the very matrices that dequantising gives, to the last bit
+                as an ordinary model of those would; several times slower than with their codes, and no better.
             max_seq_len, persister, use_gds, kv_cache_dir, offload_small_layers_use_cpu_cache: accepted without effect.
 
         Returns:
@@ -141,6 +144,7 @@ class AutoModel:
             profiling=profiling_mode,
             show_progress=show_layer_progress,
             trust_remote_code=trust_remote_code,
+            exact=exact,
         )
         access = HubAccess(
             revision,

@@ -64,6 +64,8 @@ class StreamOptions:
         profiling: record where the time of each layer goes.
         show_progress: a bar over the layers of a slow pass.
         trust_remote_code: allow the model's own Python code.
+        exact: compute with the very matrices that 4bit and 8bit stand for, also where products with their codes are
+            faster (on the CPU).
     """
 
     device: str = "cuda:0"
@@ -77,6 +79,7 @@ class StreamOptions:
     profiling: bool = False
     show_progress: bool = True
     trust_remote_code: bool = False
+    exact: bool = False
 
 
 def usable_cores() -> int:

@@ -68,9 +68,10 @@ ADDED = {
     "min_free_disk": "1GB",
     "shard_transfer": "auto",
     "trust_remote_code": False,
+    "exact": False,
 }
-STREAM = {"device": "cpu", "max_memory": {"cpu": 0}, "show_layer_progress": False}
-"""Arguments under which all that can be streamed is."""
+STREAM = {"device": "cpu", "max_memory": {"cpu": 0}, "show_layer_progress": False, "exact": True}
+"""Arguments under which all that can be streamed is, and compression has the bits of the dequantised model."""
 
 
 @pytest.fixture
@@ -671,6 +672,7 @@ def test_a_compressed_golden_folder(golden: Path, tmp_path: Path, compression: s
         compression=compression,
         device="cpu",
         max_memory={"cpu": budget},
+        exact=True,
     )
     directory = home / f"splitted_model.{compression}"
     reference = checkpoint_of_golden(directory, golden / "model-2-shards", tmp_path / "reference")

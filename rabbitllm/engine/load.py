@@ -80,7 +80,8 @@ def load_model(
     attention = _attention(options.attn_implementation, config, chosen, dtype)
     model = skeleton.build_skeleton(home, config, dtype, attention, options.trust_remote_code)
     weights = map_weights(model, store.tensors, str(folder))
-    sources = {unit.name: source_of(unit, weights, store) for unit in find_units(model)}
+    packs = not options.exact and all(device.shares_host_memory for device in chosen)
+    sources = {unit.name: source_of(unit, weights, store, packs=packs) for unit in find_units(model)}
     placement = _place(model, sources, chosen, options)
     if config.model_type in SCALES_IN_PLACE and not placement.is_resident:
         raise RabbitLLMError(

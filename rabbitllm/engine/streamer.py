@@ -167,9 +167,8 @@ class Streamer:
             self._profiler.add(unit, COMPUTE, time.perf_counter() - started)
 
     def _unbind(self, source: UnitSource, device: Device) -> None:
-        for job in source.jobs:
-            for _, place in job.places:
-                place.bind_placeholder(device.torch_device)
+        for place in source.places:
+            place.bind_placeholder(device.torch_device)
 
     def _uploaded(self, source: UnitSource, device: Device) -> PartReader:
         """A unit's stored bytes, copied to its device for good."""

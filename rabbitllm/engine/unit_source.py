@@ -5,12 +5,13 @@ Everything is decided once, when the model is built; a pass only reads and makes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
+from rabbitllm.engine.packed_weight import PackedWeight
 from rabbitllm.engine.units import Place, Unit
 from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.formats.positional import PositionalFile
@@ -18,6 +19,7 @@ from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
 from rabbitllm.layers.compression import dequantise
 from rabbitllm.layers.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.layers.layer_store import LayerStore, StoredTensor
+from rabbitllm.layers.packed_products import multiplies
 
 BUFFER_ALIGNMENT = 4096
 READ_BYTES = 32 << 20
@@ -42,10 +44,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe and the places of the unit that its targets go to: (target made, place)."""
+    """A recipe and the places of the unit that its targets go to: (target made, place); `packed` are those that get
+    its one stored tensor as it is stored."""
 
     recipe: Recipe
     places: tuple[tuple[str, Place], ...]
+    packed: tuple[Place, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,13 @@ class UnitSource:
     is_view: bool
 
     @property
+    def places(self) -> Iterator[Place]:
+        """Where its parameters are bound."""
+        for job in self.jobs:
+            yield from (place for _, place in job.places)
+            yield from job.packed
+
+    @property
     def stored_bytes(self) -> int:
         """Of its tensors, on disk."""
         return sum(tensor.nbytes for tensor in self.stored.values())
@@ -88,6 +99,10 @@ class UnitSource:
             memo: recipe key -> what it made; filled, and used by tied units that stay bound.
         """
         for job in self.jobs:
+            for place in job.packed:
+                place.bind(self._packed(job.recipe, part))
+            if not job.places:
+                continue
             made = memo.get(job.recipe.key) if memo is not None else None
             if made is None:
                 made = job.recipe.make(model, lambda name, dtype: self._checkpoint_tensor(name, dtype, part))
@@ -95,6 +110,12 @@ class UnitSource:
                     memo[job.recipe.key] = made
             for target, place in job.places:
                 place.bind(made[target])
+
+    def _packed(self, recipe: Recipe, part: PartReader) -> PackedWeight:
+        stored = self.stored[recipe.sources[0][1]]
+        assert stored.quantised is not None
+        payload, absmax, table = (part(spec) for spec in stored.parts[:3])
+        return PackedWeight(stored.quantised, payload, absmax, table, recipe.dtype)
 
     def _checkpoint_tensor(self, name: str, dtype: torch.dtype, part: PartReader) -> torch.Tensor:
         tensor = self.stored[name]
@@ -147,21 +168,38 @@ def mapped_part(store: LayerStore) -> PartReader:
     return read
 
 
-def source_of(unit: Unit, weights: WeightMap, store: LayerStore) -> UnitSource:
-    """Decide what a unit is made from."""
-    by_key: dict[str, tuple[Recipe, list[tuple[str, Place]]]] = {}
+def source_of(unit: Unit, weights: WeightMap, store: LayerStore, *, packs: bool = False) -> UnitSource:
+    """Decide what a unit is made from.
+
+    Args:
+        unit: the module and its places.
+        weights: which stored tensors make which parameters.
+        store: where they are.
+        packs: whether weights of Linears may stay as they are stored, where there is a kernel for them.
+    """
+    by_key: dict[str, tuple[Recipe, list[tuple[str, Place]], list[Place]]] = {}
     for place in unit.places:
         recipe = weights.recipe(place.target)
         if recipe is None:
             continue  # absent, and allowed to be: it was given its initial value
         made_as = place.target if place.target in recipe.targets else weights.ties[place.target]
-        by_key.setdefault(recipe.key, (recipe, []))[1].append((made_as, place))
-    jobs = tuple(Job(recipe, tuple(places)) for recipe, places in by_key.values())
+        _, made, packed = by_key.setdefault(recipe.key, (recipe, [], []))
+        if packs and _stays_packed(place, recipe, store.tensors):
+            packed.append(place)
+        else:
+            made.append((made_as, place))
+    jobs = tuple(Job(recipe, tuple(made), tuple(packed)) for recipe, made, packed in by_key.values())
     stored = {name: store.tensors[name] for job in jobs for _, name in job.recipe.sources}
     spans, positions, size = _layout(stored)
     ready = sum(place.shape.numel() * place.dtype.itemsize for job in jobs for _, place in job.places)
-    is_view = all(_is_view(job.recipe, stored) for job in jobs)
+    ready += sum(stored[job.recipe.sources[0][1]].nbytes for job in jobs if job.packed)
+    is_view = all(_is_view(job.recipe, stored) for job in jobs if job.places)
     return UnitSource(unit, jobs, stored, spans, positions, size, ready, is_view)
+
+
+def _stays_packed(place: Place, recipe: Recipe, tensors: Mapping[str, StoredTensor]) -> bool:
+    form = tensors[recipe.sources[0][1]].quantised
+    return place.is_linear_weight and recipe.converter is None and form is not None and multiplies(form)
 
 
 def _is_view(recipe: Recipe, stored: Mapping[str, StoredTensor]) -> bool:

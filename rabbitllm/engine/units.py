@@ -27,6 +27,7 @@ class Place:
         leaf: the key in it.
         target: the full name in the model.
         shape, dtype: of the tensor that belongs there.
+        is_linear_weight: whether it is only multiplied with, by `torch.nn.functional.linear`.
     """
 
     table: MutableMapping[str, Any]
@@ -34,6 +35,7 @@ class Place:
     target: str
     shape: torch.Size
     dtype: torch.dtype
+    is_linear_weight: bool = False
 
     def bind(self, tensor: torch.Tensor) -> None:
         """Put a tensor there; as a parameter if parameters live there.
@@ -117,11 +119,12 @@ def _places(module: nn.Module, path: str, *, recurse: bool) -> Iterator[Place]:
         prefix = ".".join(part for part in (path, inner) if part)
         for leaf, parameter in owner._parameters.items():
             if parameter is not None:
-                yield _place(owner._parameters, leaf, prefix, parameter)
+                yield _place(owner, owner._parameters, leaf, prefix, parameter)
         for leaf, buffer in owner._buffers.items():
             if buffer is not None and leaf not in owner._non_persistent_buffers_set:
-                yield _place(owner._buffers, leaf, prefix, buffer)
+                yield _place(owner, owner._buffers, leaf, prefix, buffer)
 
 
-def _place(table: MutableMapping[str, Any], leaf: str, prefix: str, tensor: torch.Tensor) -> Place:
-    return Place(table, leaf, f"{prefix}.{leaf}" if prefix else leaf, tensor.shape, tensor.dtype)
+def _place(owner: nn.Module, table: MutableMapping[str, Any], leaf: str, prefix: str, tensor: torch.Tensor) -> Place:
+    multiplied = leaf == "weight" and type(owner).forward is nn.Linear.forward
+    return Place(table, leaf, f"{prefix}.{leaf}" if prefix else leaf, tensor.shape, tensor.dtype, multiplied)

@@ -49,8 +49,8 @@ def split(folder: Path, compression: str | None = None) -> Path:
 
 
 def load(folder: Path, budget: int = ALL, **options: Any) -> Any:
-    """A model from a split directory, on the CPU, with so many bytes for its weights."""
-    settings = {"device": "cpu", "max_memory": {"cpu": budget}, "show_progress": False, **options}
+    """A model from a split directory, on the CPU, with so many bytes for its weights; computing exactly."""
+    settings = {"device": "cpu", "max_memory": {"cpu": budget}, "show_progress": False, "exact": True, **options}
     return load_model(folder, StreamOptions(**settings))
 
 

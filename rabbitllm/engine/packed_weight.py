@@ -1,0 +1,115 @@
+"""The weight of a Linear that stays as it is stored, at 4bit or 8bit, and is multiplied without being made.
+
+To a model it is a parameter of the ordinary shape and dtype. `torch.nn.functional.linear` is answered from the codes;
+whatever else is asked of it is answered by the dequantised matrix, made for that one question. On the CPU only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from rabbitllm.layers.compression import Quantised, dequantise
+from rabbitllm.layers.packed_products import linear
+
+
+class PackedWeight(torch.Tensor):
+    """A matrix by its codes.
+
+    Args:
+        form: its shape and scheme; one for which `packed_products.multiplies` is true.
+        payload, absmax, table: its stored parts; nothing is copied.
+        dtype: what it says it has, and gets where it is dequantised.
+    """
+
+    form: Quantised
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+    @staticmethod
+    def __new__(
+        cls, form: Quantised, payload: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor, dtype: torch.dtype
+    ) -> PackedWeight:
+        made: PackedWeight = torch.Tensor._make_wrapper_subclass(cls, form.shape, dtype=dtype)
+        return made
+
+    def __init__(
+        self, form: Quantised, payload: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor, dtype: torch.dtype
+    ) -> None:
+        self.form = form
+        self.parts = (payload, absmax, table)
+
+    def again(self) -> PackedWeight:
+        """Another tensor of the same parts."""
+        payload, absmax, table = self.parts
+        return PackedWeight(self.form, payload, absmax, table, self.dtype)
+
+    def dequantised(self) -> torch.Tensor:
+        """The matrix, an ordinary tensor of its own."""
+        payload, absmax, table = self.parts
+        return dequantise(self.form, payload, absmax, table, self.dtype)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"PackedWeight({tuple(self.shape)}, {self.dtype}, stored at {self.form.scheme})"
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.nn.functional.linear:
+            return _linear(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():  # or its results would be said to be packed too
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:  # what nn.Parameter does with what it is given
+            return args[0].again()
+        if func is torch.ops.aten.clone.default:
+            whole = args[0]
+            payload, absmax, table = (part.clone() for part in whole.parts)
+            return PackedWeight(whole.form, payload, absmax, table, whole.dtype)
+        plain = tree_map(lambda value: value.dequantised() if isinstance(value, PackedWeight) else value, args)
+        named = tree_map(lambda value: value.dequantised() if isinstance(value, PackedWeight) else value, kwargs or {})
+        return func(*plain, **named)
+
+
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """As `torch.nn.functional.linear`, whose arguments may be given by name."""
+    if isinstance(input, PackedWeight) or not isinstance(weight, PackedWeight):
+        plain = [value.dequantised() if isinstance(value, PackedWeight) else value for value in (input, weight, bias)]
+        return torch.nn.functional.linear(*plain)  # type: ignore[arg-type]
+    if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
+        return _Differentiable.apply(input, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
+    return linear(input, weight.form, *weight.parts, bias)
+
+
+class _Differentiable(torch.autograd.Function):
+    """The same with gradients for its inputs; the codes have none."""
+
+    @staticmethod
+    def forward(context: Any, input: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        context.weight = weight
+        return linear(input, weight.form, *weight.parts, bias)
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        of_input = of_bias = None
+        if context.needs_input_grad[0]:
+            of_input = gradient @ context.weight.dequantised().to(gradient.dtype)
+        if context.needs_input_grad[2]:
+            of_bias = gradient.flatten(0, -2).sum(0)
+        return of_input, None, of_bias

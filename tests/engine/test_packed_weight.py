@@ -1,0 +1,136 @@
+"""Models whose Linears are multiplied from their codes: near to what float32 makes of the same matrices, and models."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from rabbitllm.engine import packed_weight, unit_source
+from rabbitllm.engine.packed_weight import PackedWeight
+from rabbitllm.engine.placement import Tier
+from rabbitllm.layers import packed_kernels
+from tests.layers.test_packed_products import error, matrix, meant
+from tests.support.builders import FAMILIES, build_checkpoint, reference_logits
+from tests.support.tiny_models import ALL, INPUT, dequantised, load, one_thread, run, split, tiers
+
+__all__ = ["one_thread"]
+pytestmark = pytest.mark.skipif(
+    not (packed_kernels.lanes("4bit") and packed_kernels.lanes("8bit")), reason="no vectors of a kind that is used here"
+)
+WIDE = {"hidden_size": 128, "intermediate_size": 192}
+
+
+def weight(
+    scheme: str = "4bit", rows: int = 32, columns: int = 128, dtype: torch.dtype = torch.float32
+) -> PackedWeight:
+    form, payload, absmax, table = matrix(scheme, rows, columns, dtype=dtype)
+    return PackedWeight(form, payload, absmax, table, dtype)
+
+
+@pytest.mark.parametrize("scheme", ["4bit", "8bit"])
+def test_a_linear_has_it_like_any_other_weight(scheme: str) -> None:
+    packed = weight(scheme)
+    module = nn.Linear(128, 32)
+    module._parameters["weight"] = nn.Parameter(packed, requires_grad=False)
+    assert isinstance(module.weight, nn.Parameter)
+    assert (module.weight.shape, module.weight.dtype, module.weight.device.type) == ((32, 128), torch.float32, "cpu")
+    assert sum(parameter.numel() for parameter in module.parameters()) == 32 * 128 + 32
+    x = torch.randn(2, 5, 128)
+    with torch.no_grad():
+        expected = x.double() @ packed.dequantised().double().T + module.bias.double()
+        assert error(module(x), expected) < 1e-6
+        assert error(nn.functional.linear(input=x, weight=module.weight, bias=module.bias), expected) < 1e-6
+    assert "PackedWeight((32, 128), torch.float32, stored at " + scheme in repr(module.weight)
+
+
+def test_whatever_else_is_asked_gets_the_matrix() -> None:
+    packed = weight()
+    plain = packed.dequantised()
+    assert torch.equal(packed + 1, plain + 1)
+    assert torch.equal(packed[3:5], plain[3:5])
+    assert torch.equal(torch.cat([packed, plain]), torch.cat([plain, plain]))
+    assert torch.equal(packed.T @ packed, plain.T @ plain)
+    assert torch.equal(packed.to(torch.float64), plain.double())
+    assert torch.equal(nn.functional.linear(packed, plain), nn.functional.linear(plain, plain))
+    for copied in (copy.deepcopy(packed), packed.clone(), packed.detach()):
+        assert isinstance(copied, PackedWeight)
+        assert torch.equal(copied * 1, plain)
+
+
+def test_gradients_of_inputs_and_bias_are_those_of_the_matrix() -> None:
+    packed = weight()
+    x, bias = torch.randn(3, 128, requires_grad=True), torch.randn(32, requires_grad=True)
+    nn.functional.linear(x, packed, bias).square().sum().backward()
+    of_x, of_bias = x.grad, bias.grad
+    assert of_x is not None
+    assert of_bias is not None
+    x2, bias2 = x.detach().clone().requires_grad_(), bias.detach().clone().requires_grad_()
+    nn.functional.linear(x2, packed.dequantised(), bias2).square().sum().backward()
+    torch.testing.assert_close(of_x, x2.grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(of_bias, bias2.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("compression", ["4bit", "8bit"])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family_is_near_to_its_dequantised_self(tmp_path: Path, family: str, compression: str) -> None:
+    folder = build_checkpoint(tmp_path / "model", family, tied=FAMILIES[family].ties[0], dtype=torch.float32)
+    plain = reference_logits(
+        dequantised(folder, tmp_path / "reference", compression, torch.float32), INPUT, torch.float32
+    )
+    directory = split(folder, compression)
+    for budget in (ALL, 0):
+        found = run(load(directory, budget, exact=False))
+        assert error(found.logits, plain.logits.double()) < 1e-4
+        assert torch.equal(found.tokens, plain.tokens)
+
+
+@pytest.mark.parametrize("compression", ["4bit", "8bit"])
+def test_resident_and_streamed_have_the_same_bits(tmp_path: Path, compression: str) -> None:
+    directory = split(build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16, **WIDE), compression)
+    resident, streamed = load(directory, exact=False), load(directory, 0, exact=False)
+    assert Tier.STREAMED in tiers(streamed).values()
+    one, other = run(resident), run(streamed)
+    assert torch.equal(one.logits, other.logits)
+    assert torch.equal(one.tokens, other.tokens)
+
+
+def test_nothing_is_dequantised_when_a_token_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is kept is what is stored: the model fits where its dense matrices would not."""
+    folder = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16, **WIDE)
+    directory = split(folder, "4bit")
+    exact = load(directory)
+    stored = sum(placed.stored for placed in exact.placement.units)
+    embedding = exact.get_input_embeddings().weight.nbytes
+    model = load(directory, stored + embedding, exact=False)
+    assert model.placement.is_resident
+
+    def refuse(*_: object) -> torch.Tensor:
+        raise AssertionError("a matrix was dequantised")
+
+    monkeypatch.setattr(packed_weight, "dequantise", refuse)
+    monkeypatch.setattr(unit_source, "dequantise", refuse)
+    with torch.inference_mode():
+        model(INPUT[:, :1])
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    assert linears
+    assert all(isinstance(module._parameters["weight"], PackedWeight) for module in linears)
+
+
+def test_exact_has_the_bits_of_the_dequantised_model(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16, **WIDE)
+    expected = reference_logits(
+        dequantised(folder, tmp_path / "reference", "4bit", torch.bfloat16), INPUT, torch.bfloat16
+    )
+    exact, default = (run(load(split(folder, "4bit"), exact=exact)) for exact in (True, False))
+    assert torch.equal(exact.logits, expected.logits)
+    assert not torch.equal(default.logits, expected.logits)
+
+
+def test_meant_is_what_dequantising_gives() -> None:
+    """The referee of these tests agrees with bitsandbytes."""
+    parts = matrix("4bit", 16, 128, dtype=torch.float32)
+    assert error(weight("4bit", 16, 128).dequantised(), meant(parts)) < 1e-6

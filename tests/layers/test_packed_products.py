@@ -1,0 +1,175 @@
+"""Products with codes against the matrices that they stand for, in double precision."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rabbitllm.layers import packed_kernels, packed_products
+from rabbitllm.layers.compression import BLOCKS, Quantised, _bitsandbytes, dequantise
+from rabbitllm.layers.packed_products import MOST_INPUTS, linear, multiplies
+
+SCHEMES = ("4bit", "8bit")
+needs_kernel = pytest.mark.skipif(
+    not (packed_kernels.lanes("4bit") and packed_kernels.lanes("8bit")), reason="no vectors of a kind that is used here"
+)
+Parts = tuple[Quantised, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def matrix(scheme: str, rows: int, columns: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Parts:
+    """A matrix as bitsandbytes quantises it."""
+    functional = _bitsandbytes()
+    values = (torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 0.02).to(dtype)
+    name = str(dtype).removeprefix("torch.")
+    if scheme == "4bit":
+        codes, state = functional.quantize_4bit(values, blocksize=64, quant_type="nf4")
+        return Quantised("4bit", (rows, columns), name), codes, state.absmax, state.code
+    codes, state = functional.quantize_blockwise(values, blocksize=2048)
+    return Quantised("8bit", (rows, columns), None), codes, state.absmax, state.code
+
+
+def meant(parts: Parts) -> torch.Tensor:
+    """Code value times scale, float64, by indexing alone."""
+    form, payload, absmax, table = parts
+    codes = payload.view(-1)
+    if form.scheme == "4bit":
+        codes = torch.stack([codes >> 4, codes & 15], 1).view(-1)
+    scales = absmax.double().repeat_interleave(BLOCKS[form.scheme])[: math.prod(form.shape)]
+    return (table.double()[codes.long()] * scales).view(form.shape)
+
+
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got.double() - expected).norm() / expected.norm())
+
+
+def inputs(count: int, columns: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(count, columns, generator=torch.Generator().manual_seed(9)).to(dtype)
+
+
+@needs_kernel
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 8, MOST_INPUTS, MOST_INPUTS + 1, 100])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 64), (3, 192), (37, 1024), (130, 4096), (64, 5120)])
+def test_any_number_of_inputs_and_rows(scheme: str, count: int, rows: int, columns: int) -> None:
+    parts = matrix(scheme, rows, columns, dtype=torch.float32)
+    x = inputs(count, columns)
+    assert multiplies(parts[0])
+    got = linear(x, *parts, None)
+    assert got.shape == (count, rows)
+    assert error(got, x.double() @ meant(parts).T) < 1e-6
+
+
+@needs_kernel
+@pytest.mark.parametrize("scheme", SCHEMES)
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 70), st.integers(1, 40), st.integers(1, 20), st.integers(0, 1 << 30))
+def test_shapes_of_all_kinds(scheme: str, rows: int, segments: int, count: int, seed: int) -> None:
+    parts = matrix(scheme, rows, 64 * segments, seed, torch.float32)
+    x, whole = inputs(count, 64 * segments), meant(parts)
+    off = (linear(x, *parts, None).double() - x.double() @ whole.T).abs()
+    assert bool((off <= 1e-6 * (x.double().abs() @ whole.abs().T)).all())  # of the terms: a sum of them may be small
+
+
+@pytest.mark.parametrize(("scheme", "width"), list(packed_kernels._FUNCTIONS))
+def test_every_kernel_that_this_processor_can_run(scheme: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if packed_kernels.lanes(scheme) < width:
+        pytest.skip("needs wider vectors")
+    monkeypatch.setattr(packed_kernels, "lanes", lambda _: width)
+    for rows, columns, count in ((1, 64, 1), (9, 2048, 4), (70, 704, 11)):
+        parts = matrix(scheme, rows, columns)
+        x = inputs(count, columns)
+        assert error(linear(x, *parts, None), x.double() @ meant(parts).T) < 1e-6
+
+
+def test_which_processors_have_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_features(*names: str) -> tuple[int, int]:
+        monkeypatch.setattr(packed_kernels, "features", lambda: frozenset(names))
+        return packed_kernels.lanes("4bit"), packed_kernels.lanes("8bit")
+
+    assert with_features("avx512f", "avx512bw", "avx2", "fma") == (16, 16)
+    assert with_features("avx512f", "avx2", "fma") == (16, 0)
+    assert with_features("avx2", "fma") == (8, 0)
+    assert with_features("avx2") == with_features("neon") == (0, 0)
+
+
+@needs_kernel
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("count", [1, 6, 40])
+def test_inputs_of_every_dtype_and_a_bias(scheme: str, dtype: torch.dtype, count: int) -> None:
+    parts = matrix(scheme, 48, 512)
+    x = inputs(count, 512, dtype)
+    bias = torch.linspace(-1, 1, 48).to(dtype)
+    got = linear(x, *parts, bias)
+    assert got.dtype == dtype
+    expected = x.double() @ meant(parts).T + bias.double()
+    rounding = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 1e-6}[dtype]
+    if count > MOST_INPUTS and scheme == "4bit":
+        rounding = 4e-3  # of the matrix, which was bfloat16
+    assert error(got, expected) < rounding
+
+
+@needs_kernel
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_few_inputs_are_nearer_than_the_rounded_matrix(scheme: str) -> None:
+    parts = matrix(scheme, 256, 4096)
+    x = inputs(1, 4096, torch.bfloat16)
+    expected = x.double() @ meant(parts).T
+    rounded = torch.nn.functional.linear(x, dequantise(*parts, torch.bfloat16))
+    assert error(linear(x, *parts, None), expected) < error(rounded, expected)
+
+
+@needs_kernel
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_any_number_of_threads_gives_the_same_bits(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = matrix(scheme, 777, 1024)
+    x = inputs(3, 1024)
+    before = torch.get_num_threads()
+    monkeypatch.setattr(packed_products, "WORTH_A_THREAD", 1 << 10)
+    try:
+        found = []
+        for threads in (1, 2, 3, 8):
+            torch.set_num_threads(threads)
+            found.append(linear(x, *parts, None))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+@needs_kernel
+def test_inputs_of_other_forms() -> None:
+    parts = matrix("4bit", 32, 128)
+    x = torch.randn(2, 3, 256)[..., ::2]
+    assert error(linear(x, *parts, None), x.double() @ meant(parts).T) < 1e-6
+    assert linear(x[:0], *parts, None).shape == (0, 3, 32)
+    assert linear(x[0, 0], *parts, None).shape == (32,)
+
+
+@needs_kernel
+def test_what_is_not_a_number_stays_so() -> None:
+    form, payload, absmax, table = matrix("4bit", 8, 128)
+    absmax = absmax.clone()
+    absmax[5] = math.nan  # of the second block of the third row
+    got = linear(torch.ones(1, 128), form, payload, absmax, table, None)[0]
+    assert torch.isnan(got).tolist() == [False, False, True, False, False, False, False, False]
+
+
+def test_matrices_without_a_kernel() -> None:
+    for shape in ((8, 100), (8, 32), (128,), (2, 8, 64), (0, 64), (8, 0)):
+        assert not multiplies(Quantised("4bit", shape, "bfloat16"))
+
+
+def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    right = packed_products._from_codes
+    monkeypatch.setattr(packed_products, "_from_codes", lambda *arguments: right(*arguments) * 1.001)
+    packed_products._kernel_agrees.cache_clear()
+    try:
+        assert not multiplies(Quantised("4bit", (8, 64), "bfloat16"))
+        if packed_kernels.lanes("4bit"):
+            assert "is off by 1.0e-03 here and is not used" in caplog.text
+    finally:
+        packed_products._kernel_agrees.cache_clear()
