@@ -60,7 +60,7 @@ class Column:
     Attributes:
         name: its head.
         right: whether its values stand on the right.
-        rank: where the table is too wide, the columns with the highest go first; one of 0 stays.
+        rank: where not all fit, those with the lowest are taken as long as there is room; one of 0 is always there.
     """
 
     name: str
@@ -83,18 +83,25 @@ def put_table(console: Console, columns: Sequence[Column], rows: Sequence[Sequen
         max([cell_len(column.name), *(cell_len(row[at]) for row in rows)], default=0)
         for at, column in enumerate(columns)
     ]
-    shown = list(range(len(columns)))
-    while console.is_terminal and sum(widths[at] + len(GAP) for at in shown) - len(GAP) > console.width:
-        dispensable = [at for at in shown if columns[at].rank]
-        if not dispensable:
-            break
-        shown.remove(max(dispensable, key=lambda at: columns[at].rank))
+    shown = _fitting(columns, widths, console.width if console.is_terminal else None)
     head = _line([columns[at].name for at in shown], [columns[at] for at in shown], [widths[at] for at in shown])
     console.print(Text(head, "dim"), soft_wrap=True)
     kept, fitting = [columns[at] for at in shown], [widths[at] for at in shown]
     for row in rows:  # not through rich, which takes seconds for a vocabulary
         console.file.write(_line([row[at] for at in shown], kept, fitting) + "\n")
     return tuple(column.name for at, column in enumerate(columns) if at not in shown)
+
+
+def _fitting(columns: Sequence[Column], widths: Sequence[int], room: int | None) -> list[int]:
+    """The numbers of the columns that are shown, from left to right."""
+    shown: list[int] = []
+    taken = -len(GAP)
+    for at in sorted(range(len(columns)), key=lambda at: columns[at].rank):
+        needed = widths[at] + len(GAP)
+        if room is None or not columns[at].rank or taken + needed <= room:
+            shown.append(at)
+            taken += needed
+    return sorted(shown)
 
 
 def _line(values: Sequence[str], columns: Sequence[Column], widths: Sequence[int]) -> str:

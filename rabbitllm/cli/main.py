@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from rabbitllm.cli.demo import demo
+from rabbitllm.cli.inspect import inspect_command
 from rabbitllm.cli.plan import plan_command
 from rabbitllm.cli.verify import verify_command
 from rabbitllm.errors import RabbitLLMError
@@ -34,6 +35,7 @@ def root(
 
 
 app.command(name="demo")(demo)
+app.command(name="inspect")(inspect_command)
 app.command(name="plan")(plan_command)
 app.command(name="verify")(verify_command)
 
