@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from rabbitllm.cli.convert import convert_command
 from rabbitllm.cli.demo import demo
 from rabbitllm.cli.inspect import inspect_command
 from rabbitllm.cli.plan import plan_command
@@ -34,6 +35,7 @@ def root(
     """Options that come before a subcommand."""
 
 
+app.command(name="convert")(convert_command)
 app.command(name="demo")(demo)
 app.command(name="inspect")(inspect_command)
 app.command(name="plan")(plan_command)
