@@ -39,6 +39,13 @@ def large(count: int) -> str:
     return f"{count:,}"
 
 
+def size(nbytes: int) -> str:
+    """Bytes as people read them: to the byte below 1 MiB, then in MiB or GiB."""
+    if nbytes < 1 << 20:
+        return counted(nbytes, "byte")
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:.2f} MiB"
+
+
 def put(console: Console, text: Text) -> None:
     """Print a paragraph: wrapped on a terminal, one plain line elsewhere."""
     console.print(text, soft_wrap=not console.is_terminal)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from rabbitllm.terminal import Column, counted, harmless, large, put_fact, put_table
+from rabbitllm.terminal import Column, counted, harmless, large, put_fact, put_table, size
 
 
 def console(width: int | None = None) -> Console:
@@ -82,4 +82,6 @@ def test_numbers_in_words() -> None:
         "1.50 million",
         "2.00 trillion",
     ]
+    sizes = [size(nbytes) for nbytes in (0, 1, 1_048_575, 1 << 20, 13_476_929_273)]
+    assert sizes == ["0 bytes", "1 byte", "1,048,575 bytes", "1.00 MiB", "12.55 GiB"]
     assert (counted(1, "shard"), counted(1234, "shard")) == ("1 shard", "1,234 shards")

@@ -28,10 +28,12 @@ def convert_command(
 
     Example: rabbitllm convert pytorch-model -o safetensors-model
     """
+    from rich.console import Console
+    from rich.text import Text
+
     from rabbitllm.convert import convert
     from rabbitllm.split_display import shown
-    from rabbitllm.splitter.plan import gib
-    from rabbitllm.terminal import counted
+    from rabbitllm.terminal import counted, harmless, put, put_fact, size
 
     start = time.perf_counter()
     with shown():
@@ -44,10 +46,12 @@ def convert_command(
             max_disk=max_disk,
             min_free_disk=min_free_disk,
         )
-    how = "is whole already" if made.before else f"is whole after {time.perf_counter() - start:.1f} s"
-    tensors = f"{counted(made.tensors, 'tensor')}, {gib(made.nbytes)}, in {counted(made.shards, 'shard')}"
-    print(f"{made.folder} {how}: {tensors}")
+    seconds = time.perf_counter() - start
+    console = Console(highlight=False)
+    put(console, Text(str(made.folder), "bold"))
+    put_fact(console, "tensors", f"{made.tensors:,}, {size(made.nbytes)}, in {counted(made.shards, 'shard')}")
     if made.beside:
-        print(f"beside them {', '.join(made.beside)}")
+        put_fact(console, "beside them", ", ".join(map(harmless, made.beside)))
     if "config.json" not in made.beside:
-        print("There was no config.json, so these are the weights alone: transformers needs one to load them.")
+        put_fact(console, "config", "there was none: these are the weights alone, and transformers needs one")
+    put_fact(console, "time", "none, it was whole already" if made.before else f"{seconds:.1f} s")

@@ -28,8 +28,7 @@ from rabbitllm.inspection.facts import (
     Tensors,
     Vocabulary,
 )
-from rabbitllm.splitter.plan import gib
-from rabbitllm.terminal import Column, counted, harmless, large, put, put_fact, put_table
+from rabbitllm.terminal import Column, counted, harmless, large, put, put_fact, put_table, size
 
 ON_A_TERMINAL = 50
 """Rows that are shown there unless the user says how many."""
@@ -56,7 +55,8 @@ def show(found: Inspection, choice: Choice, console: Console) -> None:
 def _facts(found: Inspection) -> Iterator[tuple[str, str]]:
     yield "format", found.format
     files = f" in {counted(len(found.shards), 'file')}" if found.shards else ""
-    yield "size", f"{_size(found.size)}{files}"
+    exactly = f" ({found.size:,} bytes)" if found.size >= 1 << 20 else ""
+    yield "size", f"{size(found.size)}{exactly}{files}"
     if found.absent:
         yield "missing", f"{counted(len(found.absent), 'shard')}: {_some(found.absent)}"
     match found.content:
@@ -76,14 +76,9 @@ def _facts(found: Inspection) -> Iterator[tuple[str, str]]:
         yield "refused", "what is wrong is said below"
 
 
-def _size(nbytes: int) -> str:
-    return f"{nbytes:,} bytes" if nbytes < 1 << 20 else f"{gib(nbytes)} ({nbytes:,} bytes)"
-
-
 def _of_tensors(tensors: Tensors) -> Iterator[tuple[str, str]]:
     kinds = ", ".join(f"{count:,} {dtype}" for dtype, count in tensors.dtypes.items())
-    size = "" if not tensors.tensors else f", {_short_size(tensors.nbytes)}"
-    yield "tensors", f"{len(tensors.tensors):,}{size}" + (f": {kinds}" if kinds else "")
+    yield "tensors", f"{len(tensors.tensors):,}, {size(tensors.nbytes)}: {kinds}" if kinds else "0"
     yield "parameters", large(tensors.parameters)
     yield "layers", f"{len(tensors.layers):,}: {_some(runs(tensors.layers))}" if tensors.layers else "0"
     if tensors.sharing:
@@ -94,10 +89,6 @@ def _of_tensors(tensors: Tensors) -> Iterator[tuple[str, str]]:
         yield "left out", f"{_some(tensors.left_out)}: beside the weights, and no weights"
     if tensors.metadata:
         yield "metadata", _some([f"{key}={value}" for key, value in tensors.metadata.items()])
-
-
-def _short_size(nbytes: int) -> str:
-    return f"{nbytes:,} bytes" if nbytes < 1 << 20 else gib(nbytes)
 
 
 def runs(layers: Iterable[str]) -> list[str]:

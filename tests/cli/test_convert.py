@@ -99,7 +99,7 @@ def test_a_checkpoint_of_safetensors(tmp_path: Path, tied: bool, shards: int) ->
     text = run(folder, "-o", tmp_path / "new")
     assert contents(folder) == before
     check(tmp_path / "new", read_tensors(folder))
-    assert f"{len(read_tensors(folder))} tensors" in text
+    assert f"tensors       {len(read_tensors(folder))}, " in text
     assert "config.json" in text
     beside = {name: data for name, data in before.items() if "safetensors" not in name}
     assert {name: (tmp_path / "new" / name).read_bytes() for name in beside} == beside
@@ -153,7 +153,7 @@ def test_a_file_alone_is_its_weights_alone(tmp_path: Path, name: str) -> None:
     text = run(tmp_path / "downloads" / name, "-o", tmp_path / "new")
     check(tmp_path / "new", tensors)
     assert len(names_in(tmp_path / "new")) == 13 + 1
-    assert "There was no config.json" in text
+    assert "there was none: these are the weights alone" in text
 
 
 def test_a_file_among_others_beside_a_config(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_repository_without_a_config(tmp_path: Path, hub_environment: HubEnvir
     folder.mkdir(parents=True)
     tensors = llama_tensors()
     torch.save(tensors, folder / "weights.pth")
-    assert "There was no config.json" in run(REPO, "-o", tmp_path / "new")
+    assert "there was none: these are the weights alone" in run(REPO, "-o", tmp_path / "new")
     check(tmp_path / "new", tensors)
 
 
