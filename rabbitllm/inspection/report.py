@@ -151,13 +151,20 @@ def _of_shard_map(index: ShardMap) -> Iterator[tuple[str, str]]:
 
 def _of_pickles(pickles: Pickles) -> Iterator[tuple[str, str]]:
     for pickle in pickles.pickles:
-        named = [opcode.argument for opcode in pickle.opcodes if opcode.name == "GLOBAL"]
-        globals_ = [argument.strip("'\"").replace(" ", ".") for argument in dict.fromkeys(named)]
         yield "pickle", f"{harmless(pickle.name)}: {counted(len(pickle.opcodes), 'opcode')}, nothing of it is run"
-        if globals_:
-            yield "names", _some(globals_)
+        if named := list(_globals(pickle)):
+            yield "names", _some(named)
     if not pickles.pickles:
         yield "pickle", "none can be told from the rest of the file"
+
+
+def _globals(pickle: Pickle) -> Iterator[str]:
+    """What it would import, each once; how much of that comes from the stack, where only running it would tell."""
+    told = (opcode.argument for opcode in pickle.opcodes if opcode.name in ("GLOBAL", "INST"))
+    for argument in dict.fromkeys(told):
+        yield argument.strip("'\"").replace(" ", ".")
+    if hidden := sum(opcode.name == "STACK_GLOBAL" for opcode in pickle.opcodes):
+        yield f"{hidden:,} from the stack (STACK_GLOBAL)"
 
 
 def _some(texts: Sequence[str]) -> str:
@@ -181,7 +188,9 @@ def _show_content(content: Content, choice: Choice, console: Console) -> None:
         case ShardMap():
             _show_pairs(content.weight_map, ("name", "file"), choice, console)
         case Pickles():
-            for pickle in content.pickles:
+            for number, pickle in enumerate(content.pickles):
+                if len(content.pickles) > 1:
+                    put(console, Text(("\n" if number else "") + harmless(pickle.name), "bold"))
                 _show_opcodes(pickle, choice, console)
 
 
@@ -262,7 +271,7 @@ def _table(
 ) -> None:
     """A table, and in a line below it what of all there is it does not show."""
     if choice.name is not None:
-        put(console, Text(f"{counted(matching, what)} of {total:,} with {harmless(choice.name)!r} in the name", "dim"))
+        put(console, Text(f"{harmless(choice.name)!r} matches {counted(matching, what)} of {total:,}", "dim"))
     if not rows and matching:
         put(console, Text(f"--skip {choice.skip:,} leaves none of {counted(matching, what)}", "dim"))
         return
