@@ -179,6 +179,16 @@ def test_a_split_directory_and_its_layer_files(tmp_path: Path, compression: str 
     assert {name for name in tensors if ".layers.1." in name} <= names
 
 
+@pytest.mark.parametrize("how", ["none", "8bit", "4bit"])
+def test_a_split_directory_of_rabbitllm_1_1(how: str) -> None:
+    golden = ROOT / "tests" / "golden" / f"rabbitllm-1.1.0-{how}"
+    (folder,) = golden.glob("splitted_model*")
+    found = record(folder)
+    assert found["format"] == f"a split directory, {'uncompressed' if how == 'none' else how}, RabbitLLM 1.1's"
+    assert (found["tensor_count"], found["parameters"]) == (27, 94_784)
+    assert found["layers"] == ["embed_tokens", "layers.0", "layers.1", "norm", "lm_head"]
+
+
 def test_an_unfinished_split(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "model", cut(llama_tensors(), 3))
     made = interrupted(Call(str(folder)))
