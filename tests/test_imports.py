@@ -38,7 +38,7 @@ PUBLIC = {
 
 FLOORS = (
     ("version",),
-    ("errors", "durable", "profiler", "progress", "collection"),
+    ("errors", "durable", "profiler", "progress", "collection", "terminal"),
     ("options",),
     ("formats",),
     ("checkpoints",),
@@ -46,7 +46,7 @@ FLOORS = (
     ("locations", "split_display"),
     ("splitter", "engine"),
     ("prepare",),
-    ("auto_model", "planning"),
+    ("auto_model", "planning", "inspection", "convert"),
     ("rabbitllm_1_names",),
     ("demo",),
     ("cli",),

@@ -200,6 +200,14 @@ def naming_for(family: str | None) -> LayerNaming | None:
     return naming(family, FAMILIES[family]) if family in FAMILIES else None
 
 
+def guessed_naming() -> LayerNaming:
+    """Patterns for tensors of a family that nobody has named, to look at them: anything that is like a stack of layers.
+
+    A split does not guess so much, see `assign_layers`.
+    """
+    return naming("guessed", _TOWERS)
+
+
 def assign_layers(
     tensors: Sequence[str], family: str | None, chosen: LayerNaming | None = None
 ) -> dict[str, LayerName]:

@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
+from rabbitllm.cli.convert import convert_command
 from rabbitllm.cli.demo import demo
+from rabbitllm.cli.inspect import inspect_command
 from rabbitllm.cli.plan import plan_command
 from rabbitllm.cli.verify import verify_command
 from rabbitllm.errors import RabbitLLMError
@@ -33,7 +35,9 @@ def root(
     """Options that come before a subcommand."""
 
 
+app.command(name="convert")(convert_command)
 app.command(name="demo")(demo)
+app.command(name="inspect")(inspect_command)
 app.command(name="plan")(plan_command)
 app.command(name="verify")(verify_command)
 

@@ -13,9 +13,8 @@ from rich.text import Text
 from rabbitllm.splitter.anatomy import Anatomy, Group
 from rabbitllm.splitter.forecast import Forecast, Outlook, Rate, Route, least, missing_bytes
 from rabbitllm.splitter.plan import gib
+from rabbitllm.terminal import counted, large, put, put_fact
 
-LABEL = 14
-"""Columns of the facts' names."""
 GROUPS_SHOWN = 3
 _ROUTES: Mapping[str, str] = {
     "standard": "standard",
@@ -41,42 +40,29 @@ _LEGEND = "on the disk: how much fuller it gets than now; it creates: what max_d
 
 def show(forecast: Forecast, console: Console) -> None:
     """Print a forecast."""
-    _print(console, Text(_title(forecast), "bold"))
+    put(console, Text(_title(forecast), "bold"))
     for warning in forecast.warnings:
-        _print(console, Text(f"warning: {warning}", "yellow"))
+        put(console, Text(f"warning: {warning}", "yellow"))
     console.print()
     for name, value in _facts(forecast):
-        _show_fact(console, name, value)
+        put_fact(console, name, value)
     console.print()
     if any(outlook.routes for outlook in forecast.outlooks):
-        _print(console, Text(_columns("", "on the disk", "it creates") + f"{'time':>31}", "dim"))
+        put(console, Text(_columns("", "on the disk", "it creates") + f"{'time':>31}", "dim"))
     for outlook in forecast.outlooks:
         _show_outlook(console, forecast, outlook)
     if any(outlook.routes for outlook in forecast.outlooks):
-        _print(console, Text(_LEGEND, "dim"))
+        put(console, Text(_LEGEND, "dim"))
     console.print()
     _show_choice(console, forecast)
     if basis := ", ".join(_basis(forecast)):
         console.print()
-        _print(console, Text(f"Times are estimates, without the writing: {basis}.", "dim"))
-
-
-def _print(console: Console, text: Text) -> None:
-    console.print(text, soft_wrap=not console.is_terminal)
+        put(console, Text(f"Times are estimates, without the writing: {basis}.", "dim"))
 
 
 def _title(forecast: Forecast) -> str:
     name = forecast.source if forecast.kind == "hub" else forecast.label
     return name if forecast.commit is None else f"{name} at commit {forecast.commit}"
-
-
-def _show_fact(console: Console, name: str, value: str) -> None:
-    """Print a fact, its further lines below its first."""
-    width = max(console.width - LABEL, 20) if console.is_terminal else len(value)
-    for number, line in enumerate(Text(value).wrap(console, width)):
-        line.rstrip()
-        lead = Text(f"{'' if number else name:<{LABEL}}", "cyan")
-        console.print(Text.assemble(lead, line), soft_wrap=True)
 
 
 def _facts(forecast: Forecast) -> Iterator[tuple[str, str]]:
@@ -94,9 +80,9 @@ def _facts(forecast: Forecast) -> Iterator[tuple[str, str]]:
 
 
 def _of_anatomy(anatomy: Anatomy) -> Iterator[tuple[str, str]]:
-    shards = _counted(anatomy.shards, "shard")
+    shards = counted(anatomy.shards, "shard")
     yield "checkpoint", f"{gib(anatomy.total_bytes)} in {shards}, the largest {gib(anatomy.largest_shard_bytes)}"
-    yield "parameters", f"{_large(anatomy.parameters)} in {_counted(anatomy.tensors, 'tensor')}"
+    yield "parameters", f"{large(anatomy.parameters)} in {counted(anatomy.tensors, 'tensor')}"
     largest = f"the largest {anatomy.largest_layer} with {gib(anatomy.largest_layer_bytes)}"
     spread = f"{anatomy.layers_over_shards} in several shards (at most {anatomy.most_shards_of_a_layer})"
     yield "layers", f"{anatomy.layers:,}, {largest}" + (f"; {spread}" if anatomy.layers_over_shards else "")
@@ -107,12 +93,12 @@ def _of_anatomy(anatomy: Anatomy) -> Iterator[tuple[str, str]]:
         yield "not floating", _groups(anatomy.not_floating)
     odd = [(anatomy.empty, "empty tensor"), (anatomy.scalars, "scalar")]
     if any(count for count, _ in odd):
-        yield "odd shapes", ", ".join(_counted(count, what) for count, what in odd if count)
+        yield "odd shapes", ", ".join(counted(count, what) for count, what in odd if count)
 
 
 def _groups(groups: Iterable[Group]) -> str:
     found = list(groups)
-    shown = [f"{group.what} ({_counted(group.count, 'tensor')}, {gib(group.total_bytes)})" for group in found]
+    shown = [f"{group.what} ({counted(group.count, 'tensor')}, {gib(group.total_bytes)})" for group in found]
     more = sum(group.count for group in found[GROUPS_SHOWN:])
     return "; ".join(shown[:GROUPS_SHOWN] + ([f"{more:,} of other kinds"] if more else []))
 
@@ -130,11 +116,11 @@ def _show_outlook(console: Console, forecast: Forecast, outlook: Outlook) -> Non
     elif outlook.state == "unfinished":
         state = f": unfinished, {outlook.shards_used} of {outlook.shards} shards used up; what is left takes"
         head.append(state, "not bold yellow")
-    _print(console, head)
+    put(console, head)
     if outlook.obstacle is not None:
-        _print(console, Text(f"  not possible: {outlook.obstacle}", "red"))
+        put(console, Text(f"  not possible: {outlook.obstacle}", "red"))
     for route in outlook.routes:
-        _print(console, _row(forecast, outlook, route))
+        put(console, _row(forecast, outlook, route))
 
 
 def _row(forecast: Forecast, outlook: Outlook, route: Route) -> Text:
@@ -172,20 +158,20 @@ def duration(seconds: float) -> str:
 def _show_choice(console: Console, forecast: Forecast) -> None:
     choice = forecast.choice
     if choice is None:
-        _print(console, Text(_nothing_fits(forecast), "bold red"))
+        put(console, Text(_nothing_fits(forecast), "bold red"))
         return
     asked, chosen = forecast.at(forecast.compression), forecast.at(choice.compression)
     assert chosen is not None
     if asked is not None and asked is not chosen:
         why = "fits on no route" if asked.routes else "is not possible"
-        _print(console, Text(f"{_capitalised(asked)} {why}.", "bold red"))
+        put(console, Text(f"{_capitalised(asked)} {why}.", "bold red"))
     if choice.route is None:
         verdict = "is finished. This loads it"
     else:
         verdict = f"fits{_CONDITIONS['sequential' if _is_alone(chosen, choice.route) else choice.route]}"
-    _print(console, Text(f"{_capitalised(chosen)} {verdict}:", "bold green"))
+    put(console, Text(f"{_capitalised(chosen)} {verdict}:", "bold green"))
     if forecast.kind == "local" and choice.route not in (None, "standard"):
-        _print(console, Text(f"This deletes the shards in {forecast.label}, one after the other.", "yellow"))
+        put(console, Text(f"This deletes the shards in {forecast.label}, one after the other.", "yellow"))
     console.print()
     console.print(Text(choice.call), soft_wrap=True)
 
@@ -226,17 +212,6 @@ def _rate(rate: Rate) -> str:
     how = f"measured over {gib(rate.measured_bytes)}" if rate.measured_bytes else "as given"
     speed = rate.bytes_per_second / 1e6
     return f"{speed:,.0f} MB/s ({how})" if speed >= 10 else f"{speed:,.2f} MB/s ({how})"
-
-
-def _large(count: int) -> str:
-    for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
-        if count >= size:
-            return f"{count / size:.2f} {word}"
-    return f"{count:,}"
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count:,} {what}{'s' if count != 1 else ''}"
 
 
 def _some(names: Iterable[str]) -> str:

@@ -1,0 +1,57 @@
+"""`rabbitllm convert`: any checkpoint that can be split, as sharded safetensors."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def convert_command(
+    source: Annotated[str, typer.Argument(help="A file, a folder, or a repository as organisation/name.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write to: empty, or not there yet.")],
+    sequential: Annotated[
+        bool, typer.Option("--sequential", help="One shard at a time, each deleted when it is used up.")
+    ] = False,
+    delete_original: Annotated[
+        bool, typer.Option("--delete-original", help="Remove the original when the new folder is whole.")
+    ] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the repository.")] = None,
+    max_disk: Annotated[str | None, typer.Option(help="What this may occupy, e.g. 57GiB.")] = None,
+    min_free_disk: Annotated[str, typer.Option(help="What is to stay free of the disk.")] = "1GB",
+) -> None:
+    """Write a checkpoint anew as safetensors, a shard a layer, with index, config and tokenizer.
+
+    The original stays as it is unless you say otherwise. Killed or interrupted, the same call goes on.
+
+    Example: rabbitllm convert pytorch-model -o safetensors-model
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    from rabbitllm.convert import convert
+    from rabbitllm.split_display import shown
+    from rabbitllm.terminal import counted, harmless, put, put_fact, size
+
+    start = time.perf_counter()
+    with shown():
+        made = convert(
+            source,
+            output,
+            sequential=sequential,
+            delete_original=delete_original,
+            revision=revision,
+            max_disk=max_disk,
+            min_free_disk=min_free_disk,
+        )
+    seconds = time.perf_counter() - start
+    console = Console(highlight=False)
+    put(console, Text(str(made.folder), "bold"))
+    put_fact(console, "tensors", f"{made.tensors:,}, {size(made.nbytes)}, in {counted(made.shards, 'shard')}")
+    if made.beside:
+        put_fact(console, "beside them", ", ".join(map(harmless, made.beside)))
+    if "config.json" not in made.beside:
+        put_fact(console, "config", "there was none: these are the weights alone, and transformers needs one")
+    put_fact(console, "time", "none, it was whole already" if made.before else f"{seconds:.1f} s")

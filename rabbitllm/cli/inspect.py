@@ -1,0 +1,58 @@
+"""`rabbitllm inspect`: what a file, a folder or a repository holds; reads no weights and runs no pickle."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+
+def inspect_command(
+    source: Annotated[str, typer.Argument(help="A file, a folder, or a repository as organisation/name.")],
+    name: Annotated[
+        str | None, typer.Option(help="Only what has this in its name; with * or ? a pattern for the whole name.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Rows to show; 0 for all. By default 50 on a terminal, else all.", min=0)
+    ] = None,
+    skip: Annotated[int, typer.Option(help="Rows to leave out before these.", min=0)] = 0,
+    opcodes: Annotated[
+        bool, typer.Option("--opcodes", help="The opcodes of a file's pickle instead, even of one that is refused.")
+    ] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the repository.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Show the tensors, the vocabulary, the settings or the pickle of a file, of a checkpoint or of a split directory.
+
+    Reads headers only and runs nothing; of a repository, headers by range requests. Exits with 1 for what is refused.
+
+    Example: rabbitllm inspect consolidated.00.pth --name attention.wq
+    """
+    from huggingface_hub.utils import disable_progress_bars
+    from rich.console import Console
+
+    from rabbitllm.inspection.choice import Choice
+    from rabbitllm.inspection.look import look
+    from rabbitllm.inspection.record import as_record
+    from rabbitllm.inspection.report import ON_A_TERMINAL, show
+
+    disable_progress_bars()  # an index or a config is fetched at most
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a piece that the terminal has no letters for is shown as an escape
+        sys.stdout.reconfigure(errors="backslashreplace")
+    console = Console(highlight=False)
+    with Console(stderr=True).status("reading headers …"):
+        found = look(source, revision=revision, opcodes=opcodes)
+    if limit is None and console.is_terminal and not as_json:
+        limit = ON_A_TERMINAL
+    choice = Choice(name, skip, limit or None)
+    if as_json:
+        json.dump(as_record(found, choice), sys.stdout, indent=1)
+        print()
+    else:
+        show(found, choice, console)
+    if found.refusal is not None:
+        sys.stdout.flush()
+        raise found.refusal

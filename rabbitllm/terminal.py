@@ -1,0 +1,122 @@
+"""What the reports of commands share: facts with their names, tables that fit a width, and text that does no harm.
+
+What a file says is printed as text and never as markup, and every character that a terminal might act upon (escape
+sequences, line breaks, marks that turn the writing round) stands there as an escape. Knows nothing of what is reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console
+from rich.text import Text
+
+LABEL = 14
+"""Columns of the facts' names."""
+GAP = "  "
+
+
+def harmless(text: str, most: int = 200) -> str:
+    """Text of a file for a terminal: one line of printable characters, at most so many and a mark where more follow."""
+    cut = text[:most]
+    if not cut.isprintable():
+        cut = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in cut)
+    return cut if len(text) <= most else cut + "…"
+
+
+def counted(count: int, what: str) -> str:
+    """`1 shard`, `2 shards`."""
+    return f"{count:,} {what}{'s' if count != 1 else ''}"
+
+
+def large(count: int) -> str:
+    """A number as people say it: `6.74 billion`."""
+    for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if count >= size:
+            return f"{count / size:.2f} {word}"
+    return f"{count:,}"
+
+
+def size(nbytes: int) -> str:
+    """Bytes as people read them: to the byte below 1 MiB, then in MiB or GiB."""
+    if nbytes < 1 << 20:
+        return counted(nbytes, "byte")
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:.2f} MiB"
+
+
+def put(console: Console, text: Text) -> None:
+    """Print a paragraph: wrapped on a terminal, one plain line elsewhere."""
+    console.print(text, soft_wrap=not console.is_terminal)
+
+
+def put_fact(console: Console, name: str, value: str) -> None:
+    """Print a fact, its further lines below its first."""
+    width = max(console.width - LABEL, 20) if console.is_terminal else len(value)
+    for number, line in enumerate(Text(value).wrap(console, width)):
+        line.rstrip()
+        lead = Text(f"{'' if number else name:<{LABEL}}", "cyan")
+        console.print(Text.assemble(lead, line), soft_wrap=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        name: its head.
+        right: whether its values stand on the right.
+        rank: where not all fit, those with the lowest are taken as long as there is room; one of 0 is always there.
+    """
+
+    name: str
+    right: bool = False
+    rank: int = 0
+
+
+def put_table(console: Console, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Print a table; on a terminal, without the columns that do not fit its width.
+
+    Args:
+        console: where to.
+        columns: from left to right.
+        rows: a value for each column, harmless already.
+
+    Returns:
+        The names of the columns that were left out.
+    """
+    widths = [
+        max([cell_len(column.name), *(cell_len(row[at]) for row in rows)], default=0)
+        for at, column in enumerate(columns)
+    ]
+    shown = _fitting(columns, widths, console.width if console.is_terminal else None)
+    head = _line([columns[at].name for at in shown], [columns[at] for at in shown], [widths[at] for at in shown])
+    console.print(Text(head, "dim"), soft_wrap=True)
+    kept, fitting = [columns[at] for at in shown], [widths[at] for at in shown]
+    for row in rows:  # not through rich, which takes seconds for a vocabulary
+        console.file.write(_line([row[at] for at in shown], kept, fitting) + "\n")
+    return tuple(column.name for at, column in enumerate(columns) if at not in shown)
+
+
+def _fitting(columns: Sequence[Column], widths: Sequence[int], room: int | None) -> list[int]:
+    """The numbers of the columns that are shown, from left to right."""
+    shown: list[int] = []
+    taken = -len(GAP)
+    for at in sorted(range(len(columns)), key=lambda at: columns[at].rank):
+        needed = widths[at] + len(GAP)
+        if room is None or not columns[at].rank or taken + needed <= room:
+            shown.append(at)
+            taken += needed
+    return sorted(shown)
+
+
+def _line(values: Sequence[str], columns: Sequence[Column], widths: Sequence[int]) -> str:
+    padded = [_padded(value, column, width) for value, column, width in zip(values, columns, widths, strict=True)]
+    return GAP.join(padded).rstrip()
+
+
+def _padded(value: str, column: Column, width: int) -> str:
+    if value.isascii():
+        return value.rjust(width) if column.right else value.ljust(width)
+    return " " * (width - cell_len(value)) + value if column.right else set_cell_size(value, width)

@@ -1,0 +1,391 @@
+"""`rabbitllm convert` as a user meets it: whatever can be split, as safetensors that transformers loads bit for bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from typer.testing import CliRunner
+
+from rabbitllm import convert as module
+from rabbitllm.cli.main import app
+from rabbitllm.convert import WORK_NAME, Conversion, convert
+from rabbitllm.durable import Step
+from rabbitllm.errors import (
+    CheckpointNotFoundError,
+    NotEnoughSpaceException,
+    OptionError,
+    SplitMismatchError,
+    UnsafePickleError,
+)
+from tests.support.builders import (
+    INDEX_NAME,
+    TORCH_SINGLE_NAME,
+    build_checkpoint,
+    cut,
+    llama_tensors,
+    read_tensors,
+    write_shards,
+    write_torch,
+)
+from tests.support.crashes import KILLED
+from tests.support.hub_fixtures import HubEnvironment
+from tests.support.local_hub import LocalHub
+from tests.support.scenes import sample
+from tests.support.splitting import Counter, contents, names_in, split
+from tests.support.ticks import observe_ticks
+from tests.support.tiny_models import one_thread  # noqa: F401  a fixture that applies by itself
+from tests.support.torch_files import archive, pack
+
+ROOT = Path(__file__).parent.parent.parent
+REPO = "org/model"
+
+
+def run(*arguments: object) -> str:
+    result = CliRunner().invoke(app, ["convert", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def check(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """The folder has exactly these tensors, by its index and by its files."""
+    index = json.loads((folder / INDEX_NAME).read_text())
+    found: dict[str, torch.Tensor] = {}
+    files = names_in(folder, "*.safetensors")
+    assert files == [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
+    for file in files:
+        with safe_open(folder / file, framework="pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+            for name in opened.keys():  # noqa: SIM118  it is no mapping
+                assert index["weight_map"][name] == file
+                found[name] = opened.get_tensor(name)
+    assert found.keys() == tensors.keys() == index["weight_map"].keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype is tensor.dtype
+        assert found[name].shape == tensor.shape
+        assert torch.equal(raw(found[name]), raw(tensor))
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors.values()]
+    assert index["metadata"]["total_size"] == sum(sizes)
+    assert index["metadata"]["total_parameters"] == sum(tensor.numel() for tensor in tensors.values())
+    assert not [name for name in names_in(folder) if name.startswith(".") or "split" in name or name.endswith(".done")]
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def loaded(folder: Path) -> dict[str, torch.Tensor]:
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    return dict(model.state_dict())
+
+
+# what comes out
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_checkpoint_of_safetensors(tmp_path: Path, tied: bool, shards: int) -> None:
+    folder = build_checkpoint(tmp_path / "model", "qwen3", tied=tied, shards=shards, dtype=torch.bfloat16)
+    before = contents(folder)
+    text = run(folder, "-o", tmp_path / "new")
+    assert contents(folder) == before
+    check(tmp_path / "new", read_tensors(folder))
+    assert f"tensors       {len(read_tensors(folder))}, " in text
+    assert "config.json" in text
+    beside = {name: data for name, data in before.items() if "safetensors" not in name}
+    assert {name: (tmp_path / "new" / name).read_bytes() for name in beside} == beside
+    expected, found = loaded(folder), loaded(tmp_path / "new")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "new")
+    assert (
+        tokenizer.decode(tokenizer("What is a rabbit?")["input_ids"], skip_special_tokens=True) == "What is a rabbit?"
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gpt_oss", "mamba2"])
+def test_families(tmp_path: Path, family: str) -> None:
+    folder = build_checkpoint(tmp_path / "model", family, dtype=torch.float32, shards=2)
+    convert(folder, tmp_path / "new")
+    check(tmp_path / "new", read_tensors(folder))
+    expected, found = loaded(folder), loaded(tmp_path / "new")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_checkpoint_of_torch_with_tensors_that_share_bytes(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "plain", "llama", tied=True, dtype=torch.float16)
+    tensors = read_tensors(folder)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = tensors[name].t().contiguous().t()
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / TORCH_SINGLE_NAME)
+    convert(folder, tmp_path / "new")
+    check(tmp_path / "new", tensors)
+    expected, found = loaded(folder), loaded(tmp_path / "new")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("name", ["consolidated.00.pth", "x.safetensors"])
+def test_a_file_alone_is_its_weights_alone(tmp_path: Path, name: str) -> None:
+    """What else lies in its folder is nobody's business."""
+    tensors = {
+        "tok_embeddings.weight": torch.randn(8, 4),
+        **{f"layers.{n}.attention.wq.weight": torch.randn(4, 4) for n in range(12)},
+    }
+    (tmp_path / "downloads").mkdir()
+    for other in ("notes.txt", "package.json", "LICENSE"):
+        (tmp_path / "downloads" / other).write_text("{}")
+    if name.endswith(".pth"):
+        torch.save({"model": tensors, "epoch": 3}, tmp_path / "downloads" / name)
+    else:
+        write_shards(tmp_path / "downloads", {name: tensors}, index=False)
+        (tmp_path / "downloads" / "config.json").unlink()
+    text = run(tmp_path / "downloads" / name, "-o", tmp_path / "new")
+    check(tmp_path / "new", tensors)
+    assert len(names_in(tmp_path / "new")) == 13 + 1
+    assert "there was none: these are the weights alone" in text
+
+
+def test_a_file_among_others_beside_a_config(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "model", {"model.safetensors": llama_tensors()}, index=False)
+    other = llama_tensors(seed=1)
+    torch.save(other, folder / "other.pth")
+    convert(folder / "other.pth", tmp_path / "new")
+    check(tmp_path / "new", other)
+    assert (tmp_path / "new" / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+    convert(folder, tmp_path / "first")
+    check(tmp_path / "first", llama_tensors())
+
+
+@pytest.mark.parametrize("options", [{}, {"sequential": True}])
+def test_a_repository(
+    tmp_path: Path, hub_environment: HubEnvironment, local_hub: LocalHub, options: dict[str, Any]
+) -> None:
+    folder = build_checkpoint(tmp_path / "hub" / REPO, "llama", shards=3)
+    made = convert(REPO, tmp_path / "new", **options)
+    check(tmp_path / "new", read_tensors(folder))
+    expected, found = loaded(folder), loaded(tmp_path / "new")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert json.loads((tmp_path / "new" / INDEX_NAME).read_text())["metadata"]["converted_from"]["name"] == REPO
+    assert dataclass_without_time(convert(REPO, tmp_path / "new", **options)) == dataclass_without_time(made)
+    with pytest.raises(SplitMismatchError, match=f"is the conversion of {REPO}, not of"):
+        convert(folder, tmp_path / "new")
+
+
+def dataclass_without_time(made: Conversion) -> tuple[Any, ...]:
+    return made.folder, made.shards, made.tensors, made.nbytes, made.beside
+
+
+def test_a_repository_without_a_config(tmp_path: Path, hub_environment: HubEnvironment) -> None:
+    folder = tmp_path / "hub" / REPO
+    folder.mkdir(parents=True)
+    tensors = llama_tensors()
+    torch.save(tensors, folder / "weights.pth")
+    assert "there was none: these are the weights alone" in run(REPO, "-o", tmp_path / "new")
+    check(tmp_path / "new", tensors)
+
+
+def test_chat_templates_in_a_folder_of_their_own(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "model", "llama")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool.jinja").write_text("{{ messages }}")
+    made = convert(folder, tmp_path / "new")
+    assert "additional_chat_templates/tool.jinja" in made.beside
+    assert (tmp_path / "new" / "additional_chat_templates" / "tool.jinja").read_text() == "{{ messages }}"
+    assert not (tmp_path / "new" / WORK_NAME).exists()
+
+
+# the original
+
+
+def test_the_original_goes_only_if_asked(tmp_path: Path) -> None:
+    tensors = llama_tensors()
+    folder = write_shards(tmp_path / "model", cut(tensors, 3))
+    convert(folder, tmp_path / "sequential", sequential=True)
+    assert names_in(folder) == ["config.json", INDEX_NAME]
+    check(tmp_path / "sequential", tensors)
+    again = write_shards(tmp_path / "again", cut(tensors, 3))
+    convert(again, tmp_path / "deleted", delete_original=True)
+    assert names_in(again) == ["config.json"]
+    check(tmp_path / "deleted", tensors)
+    torch.save(tensors, tmp_path / "alone.pth")
+    convert(tmp_path / "alone.pth", tmp_path / "file", sequential=True)
+    assert not (tmp_path / "alone.pth").exists()
+    check(tmp_path / "file", tensors)
+    # made again, the very same calls have nothing left to do
+    assert convert(folder, tmp_path / "sequential", sequential=True).before
+    assert convert(again, tmp_path / "deleted", delete_original=True).before
+    assert convert(tmp_path / "alone.pth", tmp_path / "file", sequential=True).before
+
+
+# what is refused
+
+
+def test_a_folder_with_something_in_it(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "model", cut(llama_tensors(), 2))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("years of work")
+    with pytest.raises(OptionError, match=r"has 1 other files or folders in it, 'thesis.txt' among them"):
+        convert(folder, tmp_path / "full")
+    assert contents(tmp_path / "full") == {"thesis.txt": b"years of work"}
+    before = contents(folder)
+    with pytest.raises(OptionError, match="holds a checkpoint that was not converted here"):
+        convert(folder, folder)
+    assert contents(folder) == before
+    with pytest.raises(OptionError, match="is a file"):
+        convert(folder, tmp_path / "full" / "thesis.txt")
+
+
+def test_another_checkpoint_in_a_folder_that_is_whole(tmp_path: Path) -> None:
+    one = write_shards(tmp_path / "one", cut(llama_tensors(), 2))
+    two = write_shards(tmp_path / "two", cut(llama_tensors(seed=1), 2))
+    convert(one, tmp_path / "new")
+    before = contents(tmp_path / "new")
+    assert convert(one, tmp_path / "new").before
+    with pytest.raises(SplitMismatchError, match=r"is the conversion of one, not of .*two: its shard .* has other"):
+        convert(two, tmp_path / "new")
+    assert contents(tmp_path / "new") == before
+
+
+def test_what_cannot_be_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_shards(tmp_path / "model", cut(llama_tensors(), 2))
+    new = tmp_path / "new"
+    with pytest.raises(OptionError, match="is one of the 2 shards of a checkpoint"):
+        convert(folder / "model-00001-of-00002.safetensors", new)
+    with pytest.raises(OptionError, match="is an index"):
+        convert(folder / INDEX_NAME, new)
+    with pytest.raises(OptionError, match="is a split directory"):
+        convert(split(folder, tmp_path / "layers", sequential=False), new)
+    with pytest.raises(CheckpointNotFoundError, match="There is no file"):
+        convert(tmp_path / "nothing.pth", new)
+    with pytest.raises(NotEnoughSpaceException):
+        convert(folder, new, max_disk=1000)
+    (tmp_path / "evil.pth").write_bytes(pack(archive(b"\x80\x02cos\nsystem\n.")))
+    with pytest.raises(UnsafePickleError):
+        convert(tmp_path / "evil.pth", new)
+    assert not new.exists()
+    assert len(names_in(folder, "*.safetensors")) == 2
+
+
+# crashes
+
+
+SOURCES = {
+    "a folder": lambda folder: write_shards(folder, cut(llama_tensors(2), 3)),
+    "a torch folder": lambda folder: write_torch(folder, {TORCH_SINGLE_NAME: llama_tensors(2)}),
+}
+
+
+OPTIONS = [{}, {"sequential": True}, {"delete_original": True}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("kind", SOURCES)
+def test_broken_off_at_some_steps(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+    check_broken_off(tmp_path, kind, options, samples=8)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("kind", SOURCES)
+def test_broken_off_at_every_step(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+    check_broken_off(tmp_path, kind, options)
+
+
+def check_broken_off(tmp_path: Path, kind: str, options: dict[str, Any], samples: int | None = None) -> None:
+    """The same call finishes, with the same files."""
+    source, new = tmp_path / "model", tmp_path / "new"
+    counter = Counter()
+    SOURCES[kind](source)
+    with observe_ticks(counter):
+        convert(source, new, **options)
+    expected, left = contents(new), contents(source)
+    check(new, llama_tensors(2))
+    steps = (
+        range(counter.count) if samples is None else {*sample(counter.count, samples), *range(counter.count)[-40::6]}
+    )
+    for at in steps:
+        for folder in (source, new):
+            shutil.rmtree(folder)
+        SOURCES[kind](source)
+
+        def stop(number: int, step: Step, at: int = at) -> None:
+            if number >= at:  # whatever tries to tidy up fails too, as it would in a process that is gone
+                raise KeyboardInterrupt
+
+        with observe_ticks(Counter(stop)), pytest.raises(KeyboardInterrupt):
+            convert(source, new, **options)
+        assert (new / INDEX_NAME).exists() <= ({*contents(new)} >= {*expected})
+        convert(source, new, **options)
+        assert contents(new) == expected
+        assert contents(source) == left
+
+
+KILL = """
+import os, signal, sys
+from rabbitllm.convert import convert
+from tests.support.splitting import Counter
+from tests.support.ticks import observe_ticks
+
+def die(number, step):
+    if number == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+with observe_ticks(Counter(die)):
+    convert(sys.argv[1], sys.argv[2], sequential=True)
+"""
+
+
+def test_killed(tmp_path: Path) -> None:
+    """A process that is gone at once leaves its locks as well."""
+    tensors = llama_tensors(2)
+    counter = Counter()
+    with observe_ticks(counter):
+        convert(write_torch(tmp_path / "first", {"x.pth": tensors}) / "x.pth", tmp_path / "whole", sequential=True)
+    expected = contents(tmp_path / "whole")
+    for at in (3, counter.count // 2, counter.count - 25, counter.count - 12, counter.count - 3):
+        folder, new = tmp_path / f"model{at}", tmp_path / f"new{at}"
+        path = write_torch(folder, {"x.pth": tensors}) / "x.pth"
+        command = [sys.executable, "-c", KILL, str(path), str(new), str(at)]
+        assert subprocess.run(command, cwd=ROOT).returncode == KILLED
+        convert(path, new, sequential=True)
+        assert contents(new) == expected
+        assert names_in(folder) == ["config.json"]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_another_checkpoint_while_one_is_unfinished(tmp_path: Path, options: dict[str, Any]) -> None:
+    two = write_shards(tmp_path / "two", cut(llama_tensors(seed=1), 2))
+    untouched = contents(two)
+    stopped_at = {"split": "split.json.part", "moved": f"{INDEX_NAME}.part"}
+    for moment, name in stopped_at.items():
+        new = tmp_path / moment / "new"
+
+        def stop(number: int, step: Step, name: str = name) -> None:
+            if step.kind == "rename" and step.path.name == name:
+                raise KeyboardInterrupt
+
+        one = write_shards(tmp_path / moment / "one", cut(llama_tensors(), 2))
+        with observe_ticks(Counter(stop)), pytest.raises(KeyboardInterrupt):
+            convert(one, new, **options)
+        before = contents(new)
+        with pytest.raises(SplitMismatchError):
+            convert(two, new, **options)
+        assert contents(new) == before
+        assert contents(two) == untouched
+        convert(one, new, **options)
+        check(new, llama_tensors())
+
+
+def test_names_of_shards() -> None:
+    assert module.shard_names(2) == ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

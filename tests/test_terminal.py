@@ -1,0 +1,87 @@
+"""Text from files on a terminal: harmless, in columns, and never read as markup."""
+
+from __future__ import annotations
+
+import io
+import unicodedata
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
+
+from rabbitllm.terminal import Column, counted, harmless, large, put_fact, put_table, size
+
+
+def console(width: int | None = None) -> Console:
+    """One of a terminal of that width, or of a file."""
+    return Console(file=io.StringIO(), width=width, force_terminal=width is not None, color_system=None)
+
+
+def printed(made: Console) -> str:
+    assert isinstance(made.file, io.StringIO)
+    return made.file.getvalue()
+
+
+HOSTILE = [
+    ("\x1b[2J\x1b]0;title\x07", r"\x1b[2J\x1b]0;title\x07"),
+    ("a\rb\nc\td", r"a\rb\nc\td"),
+    ("gpj.\u202eexe", r"gpj.\u202eexe"),
+    ("zero\u200bwidth\ufeff", r"zero\u200bwidth\ufeff"),
+    ("\x9b31m", r"\x9b31m"),
+    ("\ud800", r"\ud800"),
+    ("[bold red]no markup[/]", "[bold red]no markup[/]"),
+    ("▁동 ång", "▁동 ång"),
+]
+
+
+@pytest.mark.parametrize(("text", "shown"), HOSTILE)
+def test_harmless(text: str, shown: str) -> None:
+    assert harmless(text) == shown
+    made = console(60)
+    put_fact(made, "name", harmless(text))
+    put_table(made, [Column("name")], [(harmless(text),)])
+    assert printed(made).count(shown) == 2
+
+
+@given(st.text(alphabet=st.characters(codec=None)))
+def test_no_character_that_a_terminal_acts_upon_gets_through(text: str) -> None:
+    shown = harmless(text)
+    assert not {unicodedata.category(c) for c in shown} & {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
+    assert harmless(shown) == shown or len(shown) > 200
+
+
+def test_a_long_name_is_cut() -> None:
+    assert harmless("x" * 300) == "x" * 200 + "…"
+    assert harmless("x" * 200) == "x" * 200
+
+
+COLUMNS = [Column("name"), Column("middle", rank=2), Column("number", right=True, rank=1), Column("wide", rank=3)]
+ROWS = [("동동", "m", "7", "w" * 30), ("x", "", "12,345", "")]
+
+
+def test_a_table_takes_the_columns_that_fit() -> None:
+    wide = console()
+    assert put_table(wide, COLUMNS, ROWS) == ()
+    head, first, second = printed(wide).splitlines()
+    assert head.split() == ["name", "middle", "number", "wide"]
+    assert [cell_len(line[: line.index(word)]) for line, word in ((first, "m"), (head, "middle"))] == [6, 6]
+    assert second == "x             12,345"
+    narrow = console(20)
+    assert put_table(narrow, COLUMNS, ROWS) == ("wide",)
+    assert all(cell_len(line) <= 20 for line in printed(narrow).splitlines())
+    assert put_table(console(12), COLUMNS, ROWS) == ("middle", "wide")
+    assert put_table(console(3), COLUMNS, ROWS) == ("middle", "number", "wide")
+
+
+def test_numbers_in_words() -> None:
+    assert [large(n) for n in (7, 6_738_415_616, 1_500_000, 2 * 10**12)] == [
+        "7",
+        "6.74 billion",
+        "1.50 million",
+        "2.00 trillion",
+    ]
+    sizes = [size(nbytes) for nbytes in (0, 1, 1_048_575, 1 << 20, 13_476_929_273)]
+    assert sizes == ["0 bytes", "1 byte", "1,048,575 bytes", "1.00 MiB", "12.55 GiB"]
+    assert (counted(1, "shard"), counted(1234, "shard")) == ("1 shard", "1,234 shards")
