@@ -16,9 +16,11 @@ from rabbitllm.checkpoints.naming import assign_layers, guessed_naming, layer_or
 from rabbitllm.errors import CheckpointError, CheckpointNotFoundError
 from rabbitllm.formats.recognise import HEAD_BYTES, Weights, recognise
 from rabbitllm.formats.sentencepiece_model import read_model
-from rabbitllm.formats.shard_header import read_shard_header
+from rabbitllm.formats.shard_header import TORCH, read_shard_header
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.formats.torch_zip import TorchTensor, read_torch_zip
+from rabbitllm.formats.torch_legacy import read_legacy_torch
+from rabbitllm.formats.torch_tensor import TorchTensor
+from rabbitllm.formats.torch_zip import read_torch_zip
 from rabbitllm.inspection.facts import (
     Content,
     Entries,
@@ -103,11 +105,13 @@ def _read_text(path: Path) -> Content:
 
 def _read_weights(path: Path, kind: Weights | Text) -> Tensors:
     family = family_in(path.parent)
-    if kind is Weights.TORCH_ZIP:
-        read = read_torch_zip(path)
+    if kind in TORCH:
+        read = read_torch_zip(path) if kind is Weights.TORCH_ZIP else read_legacy_torch(path)
         layers, order = layers_of((tensor.name for tensor in read.tensors), family)
         return Tensors(
-            tuple(_of_torch(tensor, layers[tensor.name]) for tensor in read.tensors), order, left_out=read.left_out
+            tuple(_of_torch(tensor, layers[tensor.name], zipped=kind is Weights.TORCH_ZIP) for tensor in read.tensors),
+            order,
+            left_out=read.left_out,
         )
     header = read_shard_header(path)
     layers, order = layers_of((spec.name for spec in header.tensors), family)
@@ -137,7 +141,7 @@ def of_spec(spec: TensorSpec, layer: str) -> TensorFact:
     return TensorFact(spec.name, spec.dtype, spec.shape, strides, spec.offset, spec.nbytes, layer, spec.file)
 
 
-def _of_torch(tensor: TorchTensor, layer: str) -> TensorFact:
+def _of_torch(tensor: TorchTensor, layer: str, *, zipped: bool) -> TensorFact:
     return TensorFact(
         tensor.name,
         tensor.dtype,
@@ -147,5 +151,5 @@ def _of_torch(tensor: TorchTensor, layer: str) -> TensorFact:
         tensor.nbytes,
         layer,
         tensor.file,
-        f"data/{tensor.storage}",
+        f"data/{tensor.storage}" if zipped else tensor.storage,
     )

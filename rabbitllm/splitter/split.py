@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rabbitllm import durable
-from rabbitllm.checkpoints.checkpoint import Checkpoint, Disposal, ShardFacts
+from rabbitllm.checkpoints.checkpoint import Checkpoint, Disposal, ShardFacts, SourceIdentity
 from rabbitllm.checkpoints.index import natural_key
 from rabbitllm.checkpoints.naming import LayerNaming, assign_layers
 from rabbitllm.checkpoints.side_by_side import side_by_side
@@ -191,9 +191,12 @@ def _begin(request: Request) -> tuple[Work, str | None]:
 def _take_up(request: Request, earlier: journal.Replay) -> Work:
     """Go on with an earlier run's plan, once it is sure that source and folder are still those."""
     checkpoint = request.checkpoint
-    facts = _facts(checkpoint, [shard for shard in checkpoint.index.shards if shard not in earlier.used])
+    # used-up ones that are still here too: they are given up without another look
+    shards = [s for s in checkpoint.index.shards if s not in earlier.used or not checkpoint.stages(s)]
+    facts = _facts(checkpoint, shards)
     identity = checkpoint.identity(facts.values())
-    if (why := earlier.plan.source.differs_from(identity)) is not None:
+    why = earlier.plan.source.differs_from(identity) or _no_evidence(request, earlier.plan.source, identity)
+    if why is not None:
         raise SplitMismatchError(
             f"{request.folder} holds an unfinished split of {earlier.plan.source.name}, not of {identity.name}: {why}.",
             "Split into another folder (layer_shards_saving_path). If that other model is intact, the folder may be "
@@ -232,6 +235,19 @@ def _work(request: Request, plan: SplitPlan, ground: Ground, checksums: Mapping[
         ground.used,
         checksums,
     )
+
+
+def _no_evidence(request: Request, known: SourceIdentity, found: SourceIdentity) -> str | None:
+    """Why a folder of another name that has none of the known shards is not to be taken for the same one."""
+    if (
+        known.kind != "local"
+        or known.name == found.name
+        or not known.fingerprints.keys().isdisjoint(found.fingerprints)
+    ):
+        return None
+    if request.folder.is_relative_to(request.checkpoint.label):  # a folder that was renamed, and its split with it
+        return None
+    return "it has another name, and none of the shards by which to tell"
 
 
 def _facts(checkpoint: Checkpoint, shards: Sequence[str]) -> dict[str, ShardFacts]:

@@ -665,6 +665,32 @@ def test_unfinished_split_of_another_folder(model: Path, tmp_path: Path) -> None
     assert split(other, saving_path)
 
 
+@pytest.mark.parametrize(("sequential", "delete"), [(True, False), (False, True)])
+@pytest.mark.parametrize("alike", [True, False], ids=["shards of the same names", "of other names"])
+def test_split_that_only_lacks_its_last_step_takes_no_other_folder(
+    model: Path, tmp_path: Path, sequential: bool, delete: bool, alike: bool
+) -> None:
+    """Every shard of the first is used up; those of the second were never read."""
+    other, saving_path = another(tmp_path), tmp_path / "splits"
+    interrupted(Call(str(other), str(saving_path), sequential=sequential, delete_original=delete), shards=3)
+    if not alike:
+        model = write_shards(tmp_path / "one file", {"model.safetensors": llama_tensors()}, index=False)
+    before = contents(tmp_path)
+    with pytest.raises(SplitMismatchError, match="holds an unfinished split of another, not of") as bad:
+        split(model, saving_path, sequential=sequential, delete_original=delete)
+    assert ("its shard" in bad.value.problem) == alike
+    assert contents(tmp_path) == before
+    assert split(other, saving_path, sequential=sequential, delete_original=delete)
+
+
+def test_unfinished_split_beside_a_folder_that_was_renamed(
+    model: Path, tmp_path: Path, expected: Callable[[str | None], dict[str, bytes]]
+) -> None:
+    interrupted(Call(str(model)), shards=3)
+    model.rename(tmp_path / "renamed")
+    assert layer_files(split(tmp_path / "renamed")) == expected(None)
+
+
 def test_unfinished_split_of_a_folder_is_no_repositorys(
     model: Path, repository: Path, tmp_path: Path, local_hub: LocalHub
 ) -> None:
