@@ -50,9 +50,10 @@ def bytes_at(path: Path, tensor: TensorFact) -> torch.Tensor:
     return held.as_strided(tensor.shape, tensor.strides)
 
 
-def test_every_fact_of_a_torch_zip_is_what_torch_loads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+def test_every_fact_of_a_torch_file_is_what_torch_loads(tmp_path: Path, legacy: bool) -> None:
     path = tmp_path / "x.pth"
-    torch.save(views(), path)
+    torch.save(views(), path, _use_new_zipfile_serialization=not legacy)
     found = tensors_of(path)
     assert [tensor.name for tensor in found.tensors] == list(views())
     for tensor in found.tensors:
