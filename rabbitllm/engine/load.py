@@ -12,10 +12,11 @@ from accelerate.utils import send_to_device
 from torch import nn
 
 from rabbitllm.engine import skeleton
-from rabbitllm.engine.devices import Device, resolve_devices, suits_bf16
+from rabbitllm.engine.devices import Device, available_ram, resolve_devices, suits_bf16
 from rabbitllm.engine.embedding_rows import can_bring_rows
 from rabbitllm.engine.pass_bar import PassBar
-from rabbitllm.engine.placement import Budget, Placement, UnitCost, place
+from rabbitllm.engine.placement import Budget, Placement, Tier, UnitCost, place
+from rabbitllm.engine.span_reader import Way, choose_way
 from rabbitllm.engine.streamed_model import adopt
 from rabbitllm.engine.streamer import Streamer
 from rabbitllm.engine.unit_source import UnitSource, source_of
@@ -101,6 +102,7 @@ def load_model(
             by_name,
             store,
             profiler,
+            way=_way(sources, placement, by_name, store),
             prefetching=options.prefetching,
             cached_layers=cached,
         )
@@ -188,6 +190,16 @@ def _place(
         for device in devices
     ]
     return place(costs, budgets, small_first=options.small_layers_resident, cached_layers=options.cache_layers or 0)
+
+
+def _way(
+    sources: Mapping[str, UnitSource], placement: Placement, devices: Mapping[str, Device], store: LayerStore
+) -> Way:
+    """How what is streamed is read, by whether the page cache could hold it beside what stays in host memory."""
+    spans = [span for p in placement.units if p.tier is Tier.STREAMED for span in sources[p.unit].spans]
+    on_host = [p for p in placement.units if devices[p.device].shares_host_memory]
+    kept = sum(p.stored for p in on_host if p.tier is not Tier.STREAMED)
+    return choose_way(store, spans, available_ram() - kept)
 
 
 def _default_budget(device: Device) -> int:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from rabbitllm.engine.devices import Device
+from rabbitllm.engine.span_reader import SpanReader
 from rabbitllm.engine.unit_source import UnitSource
-from rabbitllm.layers.layer_store import LayerStore
 from rabbitllm.profiler import READ, READ_WAIT, UPLOAD, Profiler
 
 
@@ -45,17 +45,17 @@ class Loader:
 
     Args:
         sources: the streamed units, by name.
-        store: where their bytes are.
+        disk: reads their bytes.
         device: where they go.
         profiler: records reading and waiting.
         slots: buffers; each as large as the largest unit.
     """
 
     def __init__(
-        self, sources: Mapping[str, UnitSource], store: LayerStore, device: Device, profiler: Profiler, slots: int
+        self, sources: Mapping[str, UnitSource], disk: SpanReader, device: Device, profiler: Profiler, slots: int
     ) -> None:
         self._sources = sources
-        self._store = store
+        self._disk = disk
         self._device = device
         self._profiler = profiler
         self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
@@ -73,7 +73,7 @@ class Loader:
         """Read a unit's bytes once and copy them from host memory from then on."""
         source = self._sources[unit]
         kept = self._device.host_buffer(source.buffer_bytes)
-        source.read(self._store, _bytes(kept))
+        self._disk.read(source.spans, _bytes(kept))
         self._kept[unit] = kept
 
     def request(self, unit: str) -> None:
@@ -130,7 +130,7 @@ class Loader:
         if host is None:
             host = slot.host[:n]
             with self._profiler.stage(unit, READ, source.stored_bytes):
-                source.read(self._store, _bytes(host))
+                self._disk.read(source.spans, _bytes(host))
         if self._device.shares_host_memory:
             if host.data_ptr() != slot.host.data_ptr():
                 slot.host[:n].copy_(host)

@@ -21,6 +21,7 @@ from rabbitllm.engine.devices import Device
 from rabbitllm.engine.embedding_rows import EmbeddingRows
 from rabbitllm.engine.loader import Loaded, Loader
 from rabbitllm.engine.placement import SLOTS, Placement, Tier
+from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, SpanReader, Way
 from rabbitllm.engine.unit_source import Memo, PartReader, UnitSource, mapped_part
 from rabbitllm.layers.layer_store import LayerStore
 from rabbitllm.profiler import COMPUTE, DEQUANTISE, Profiler
@@ -46,6 +47,7 @@ class Streamer:
         devices: by name.
         store: the split directory.
         profiler: where time is recorded.
+        way: how streamed units are read.
         prefetching: bring the next unit while this one computes.
         cached_layers: streamed decoder layers whose bytes to keep in host memory, the first ones.
     """
@@ -59,6 +61,7 @@ class Streamer:
         store: LayerStore,
         profiler: Profiler,
         *,
+        way: Way = THROUGH_THE_CACHE,
         prefetching: bool = True,
         cached_layers: int = 0,
     ) -> None:
@@ -78,7 +81,7 @@ class Streamer:
                 for placed in placement.units
                 if placed.device == name and placed.tier is Tier.STREAMED
             }
-            lane = DeviceLane(device, Loader(streamed, store, device, profiler, SLOTS))
+            lane = DeviceLane(device, Loader(streamed, SpanReader(store, way), device, profiler, SLOTS))
             order = list(streamed)
             lane.follower = dict(zip(order, order[1:] + order[:1], strict=True))
             if not device.shares_host_memory:  # else the placement kept them
@@ -174,7 +177,7 @@ class Streamer:
         """A unit's stored bytes, copied to its device for good."""
         buffer = device.device_buffer(source.buffer_bytes)
         host = torch.empty(source.buffer_bytes, dtype=torch.uint8)
-        source.read(self._store, host.numpy().data.cast("B"))
+        SpanReader(self._store, THROUGH_THE_CACHE).read(source.spans, host.numpy().data.cast("B"))
         ticket = device.upload(host, buffer, device.leave())
         device.landed(ticket)
         device.arrive(ticket)

@@ -12,34 +12,20 @@ import torch
 from transformers import PreTrainedModel
 
 from rabbitllm.engine.packed_weight import PackedWeight
+from rabbitllm.engine.span_reader import BLOCK, Span
 from rabbitllm.engine.units import Place, Unit
 from rabbitllm.engine.weights import Recipe, WeightMap
-from rabbitllm.formats.positional import PositionalFile
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
 from rabbitllm.layers.compression import dequantise
 from rabbitllm.layers.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.layers.layer_store import LayerStore, StoredTensor
 from rabbitllm.layers.packed_products import multiplies
 
-BUFFER_ALIGNMENT = 4096
-READ_BYTES = 32 << 20
-"""Bytes asked of the system at a time."""
-
 PartReader = Callable[[TensorSpec], torch.Tensor]
 """A stored part -> its tensor, on the device where the unit is made."""
 
 Memo = dict[str, dict[str, torch.Tensor]]
 """Recipe key -> target -> tensor, of recipes that were carried out for good."""
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A run of bytes of one layer file, and where it goes in a unit's buffer (bytes)."""
-
-    file: str
-    offset: int
-    nbytes: int
-    at: int
 
 
 @dataclass(frozen=True)
@@ -125,16 +111,6 @@ class UnitSource:
         plain = part(tensor.parts[0])
         return plain.to(dtype) if plain.is_floating_point() else plain
 
-    def read(self, store: LayerStore, buffer: memoryview) -> None:
-        """Read every span into `buffer` (bytes, at least `buffer_bytes`)."""
-        for span in self.spans:
-            with PositionalFile(store.path(span.file)) as file:
-                for at in range(0, span.nbytes, READ_BYTES):
-                    length = min(READ_BYTES, span.nbytes - at)
-                    got = file.read_into(buffer[span.at + at : span.at + at + length], span.offset + at)
-                    if got != length:
-                        raise OSError(f"{store.path(span.file)} ended at byte {span.offset + at + got:,}")
-
     def part_of(self, buffer: torch.Tensor) -> PartReader:
         """A reader of parts that are views of a buffer that `read` filled (or a device copy of it)."""
 
@@ -213,7 +189,7 @@ def _is_view(recipe: Recipe, stored: Mapping[str, StoredTensor]) -> bool:
 
 
 def _layout(stored: Mapping[str, StoredTensor]) -> tuple[tuple[Span, ...], dict[tuple[str, int], int], int]:
-    """Spans of parts that touch each other in their file, each span on a page boundary of one buffer."""
+    """Spans of parts that touch each other in their file, in one buffer, each in blocks of its own."""
     parts = sorted(
         {part for tensor in stored.values() for part in tensor.parts if part.nbytes},
         key=lambda part: (part.file, part.offset),
@@ -226,9 +202,8 @@ def _layout(stored: Mapping[str, StoredTensor]) -> tuple[tuple[Span, ...], dict[
             positions[part.file, part.offset] = last.at + last.nbytes
             spans[-1] = Span(last.file, last.offset, last.nbytes + part.nbytes, last.at)
             continue
-        end = last.at + last.nbytes if last is not None else 0
-        at = -(-end // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT
+        at = (last.end if last is not None else 0) + part.offset % BLOCK
         positions[part.file, part.offset] = at
         spans.append(Span(part.file, part.offset, part.nbytes, at))
-    size = spans[-1].at + spans[-1].nbytes if spans else 0
+    size = spans[-1].end if spans else 0
     return tuple(spans), positions, size

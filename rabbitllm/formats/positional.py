@@ -14,12 +14,19 @@ HUGE_PAGE = 2 << 20
 
 
 class PositionalFile:
-    """A file open for reading at any offset. A context manager."""
+    """A file open for reading at any offset. A context manager.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: of the file.
+        direct: past the page cache, where the system has O_DIRECT; offsets, lengths and addresses must then be
+            multiples of the file system's block, or reads fail with EINVAL. Opening may fail so too.
+    """
+
+    def __init__(self, path: Path, *, direct: bool = False) -> None:
         self.path = path
         self._lock = threading.Lock()
-        self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        past_the_cache = getattr(os, "O_DIRECT", 0) if direct else 0
+        self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | past_the_cache)
 
     def advise_sequential(self) -> None:
         """Tell the kernel that the file is read from front to back, so that it reads ahead more."""

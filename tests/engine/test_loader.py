@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from rabbitllm.engine import skeleton
 from rabbitllm.engine.devices import CpuDevice
 from rabbitllm.engine.loader import Loaded, Loader
+from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, SpanReader, Way
 from rabbitllm.engine.unit_source import UnitSource, source_of
 from rabbitllm.engine.units import find_units
 from rabbitllm.engine.weights import map_weights
@@ -36,8 +37,9 @@ class Opened:
         self.sources = {unit.name: source_of(unit, weights, self.store) for unit in find_units(model)}
         self.profiler = Profiler()
 
-    def loader(self, slots: int = 2) -> Loader:
-        return Loader({name: self.sources[name] for name in LAYERS}, self.store, CpuDevice(), self.profiler, slots)
+    def loader(self, slots: int = 2, way: Way = THROUGH_THE_CACHE) -> Loader:
+        streamed = {name: self.sources[name] for name in LAYERS}
+        return Loader(streamed, SpanReader(self.store, way), CpuDevice(), self.profiler, slots)
 
     def file(self, unit: str) -> Path:
         (name,) = {span.file for span in self.sources[unit].spans}

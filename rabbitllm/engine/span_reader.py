@@ -1,0 +1,133 @@
+"""Runs of bytes of layer files -> memory of ours, through the page cache or past it.
+
+A model that is streamed because it does not fit would push itself, and the layers that stay, out of the page cache on
+every pass; so it is read past it (O_DIRECT), in whole blocks, or through it and dropped behind, whichever the disk does
+sooner. What fits beside everything else is read through the cache, and comes from memory the next time. Knows no units.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rabbitllm.formats.positional import PositionalFile, page_aligned
+from rabbitllm.layers.layer_store import LayerStore
+
+logger = logging.getLogger(__name__)
+
+BLOCK = 4096
+"""Offsets, lengths and addresses of reads past the cache are multiples of this."""
+READ_BYTES = 32 << 20
+"""Bytes asked of the system at a time."""
+PROBE_BYTES = 64 << 20
+"""What is read in either way to compare them: 20 to 60 ms of a fast disk."""
+_SHARE_OF_ROOM = 0.8
+"""Of the memory that is free: what is streamed from the page cache must not fill all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A run of bytes of one layer file, and where it goes in a buffer (bytes), at the same distance from a block."""
+
+    file: str
+    offset: int
+    nbytes: int
+    at: int
+
+    @property
+    def lead(self) -> int:
+        """Bytes of the block it begins in that are before it, in the file and in the buffer."""
+        return self.offset % BLOCK
+
+    @property
+    def end(self) -> int:
+        """The end, in the buffer, of the block it ends in."""
+        return -(-(self.at + self.nbytes) // BLOCK) * BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How to read: past the page cache, or through it and dropped from it behind."""
+
+    direct: bool = False
+    drop: bool = False
+
+
+THROUGH_THE_CACHE = Way()
+
+
+class SpanReader:
+    """Reads spans of a split directory's files.
+
+    Args:
+        store: the split directory.
+        way: how; changed once and for all where a file system has none of it.
+    """
+
+    def __init__(self, store: LayerStore, way: Way) -> None:
+        self._store = store
+        self.way = way
+
+    def read(self, spans: Iterable[Span], buffer: memoryview) -> None:
+        """Fill `buffer`, which begins on a page and ends on or behind the last span's block.
+
+        Raises:
+            OSError: a file ended early, or could not be read.
+        """
+        for span in spans:
+            try:
+                self._read(span, buffer)
+            except OSError as error:
+                if not self.way.direct or error.errno != errno.EINVAL:
+                    raise
+                logger.info("%s cannot be read past the page cache; it is read through it.", span.file)
+                self.way = Way(drop=True)
+                self._read(span, buffer)
+
+    def _read(self, span: Span, buffer: memoryview) -> None:
+        way = self.way
+        lead = span.lead if way.direct else 0
+        begin, wanted = span.at - lead, span.nbytes + lead
+        asked = span.end - begin if way.direct else wanted
+        with PositionalFile(self._store.path(span.file), direct=way.direct) as file:
+            for at in range(0, asked, READ_BYTES):
+                length = min(READ_BYTES, asked - at)
+                got = file.read_into(buffer[begin + at : begin + at + length], span.offset - lead + at)
+                if got < min(length, wanted - at):
+                    raise OSError(f"{file.path} ended at byte {span.offset - lead + at + got:,}")
+            if way.drop:
+                file.drop_cache(span.offset, span.nbytes)
+
+
+def choose_way(store: LayerStore, spans: Iterable[Span], room: int) -> Way:
+    """How these spans, which are read again and again, are best read on this machine.
+
+    Args:
+        store: where they are.
+        spans: all that is streamed.
+        room: bytes of memory that the page cache may take, beside what stays in memory.
+    """
+    chosen = list(spans)
+    if sum(span.nbytes for span in chosen) <= room * _SHARE_OF_ROOM:
+        return THROUGH_THE_CACHE
+    longest = max(chosen, key=lambda span: span.nbytes)
+    past, through = (_seconds(store, longest, way) for way in (Way(direct=True), Way(drop=True)))
+    logger.info("64 MiB past the page cache take %.3f s, through it %.3f s.", past, through)
+    return Way(direct=True) if past <= through else Way(drop=True)
+
+
+def _seconds(store: LayerStore, span: Span, way: Way) -> float:
+    """What reading the beginning of a span takes that is not in the page cache; infinite where it cannot be read so."""
+    nbytes = min(span.nbytes, PROBE_BYTES)
+    probe = Span(span.file, span.offset, nbytes, span.lead)
+    buffer = page_aligned(probe.end)
+    reader = SpanReader(store, way)
+    with PositionalFile(store.path(span.file)) as file:
+        file.drop_cache(span.offset, nbytes)
+    begun = time.perf_counter()
+    reader.read([probe], buffer)
+    taken = time.perf_counter() - begun
+    return taken if reader.way == way else float("inf")

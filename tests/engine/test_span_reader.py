@@ -1,0 +1,146 @@
+"""Layer files read past the page cache and through it: the same bytes, and a choice between the two."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rabbitllm.engine import span_reader
+from rabbitllm.engine.placement import Tier
+from rabbitllm.engine.span_reader import BLOCK, READ_BYTES, THROUGH_THE_CACHE, Span, SpanReader, Way, choose_way
+from rabbitllm.formats.positional import PositionalFile, page_aligned
+from rabbitllm.layers.layer_store import LayerStore
+from tests.support.builders import build_checkpoint
+from tests.support.tiny_models import assert_same, load, one_thread, run, split, tiers
+
+__all__ = ["one_thread"]
+WAYS = [THROUGH_THE_CACHE, Way(drop=True), Way(direct=True)]
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="O_DIRECT")
+
+
+class Folder:
+    """What a `SpanReader` asks of a split directory."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def path(self, name: str) -> Path:
+        return self.root / name
+
+
+def folder(root: Path, nbytes: int) -> LayerStore:
+    (root / "x").write_bytes(os.urandom(nbytes))
+    return Folder(root)  # type: ignore[return-value]
+
+
+def span(offset: int, nbytes: int, after: int = 0) -> Span:
+    return Span("x", offset, nbytes, after + offset % BLOCK)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["through", "dropped behind", "past"])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.integers(0, 39_999), st.integers(1, 20_000)), min_size=1, max_size=4))
+def test_spans_anywhere_in_a_file(tmp_path: Path, way: Way, places: list[tuple[int, int]]) -> None:
+    store = folder(tmp_path, 40_001)  # its last block is a part of one
+    content = (tmp_path / "x").read_bytes()
+    spans: list[Span] = []
+    for offset, nbytes in places:
+        spans.append(span(offset, min(nbytes, len(content) - offset), spans[-1].end if spans else 0))
+    buffer = page_aligned(spans[-1].end)
+    reader = SpanReader(store, way)
+    reader.read(spans, buffer)
+    for one in spans:
+        assert bytes(buffer[one.at : one.at + one.nbytes]) == content[one.offset : one.offset + one.nbytes]
+    assert reader.way == way
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["through", "dropped behind", "past"])
+def test_a_span_of_several_reads(tmp_path: Path, way: Way) -> None:
+    store = folder(tmp_path, READ_BYTES + 70_000)
+    one = span(4096 + 64, READ_BYTES + 5000)
+    buffer = page_aligned(one.end)
+    SpanReader(store, way).read([one], buffer)
+    content = (tmp_path / "x").read_bytes()
+    assert bytes(buffer[one.at : one.at + one.nbytes]) == content[one.offset : one.offset + one.nbytes]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["through", "dropped behind", "past"])
+def test_a_file_that_ends_early(tmp_path: Path, way: Way) -> None:
+    store = folder(tmp_path, 10_000)
+    with pytest.raises(OSError, match="ended at byte 10,000"):
+        SpanReader(store, way).read([span(5000, 6000)], page_aligned(5 * BLOCK))
+
+
+@on_linux
+def test_memory_that_is_not_aligned_is_filled_through_the_cache(tmp_path: Path) -> None:
+    store = folder(tmp_path, 20_000)
+    reader = SpanReader(store, Way(direct=True))
+    buffer = page_aligned(6 * BLOCK)[8:]
+    reader.read([span(4096, 8192)], buffer)
+    assert bytes(buffer[:8192]) == (tmp_path / "x").read_bytes()[4096:12288]
+    assert reader.way == Way(drop=True)
+
+
+@on_linux
+def test_a_direct_read_leaves_nothing_in_the_page_cache(tmp_path: Path) -> None:
+    store = folder(tmp_path, 1 << 20)
+    with PositionalFile(tmp_path / "x") as file:
+        os.sync()
+        file.drop_cache(0, 1 << 20)
+    before = _cached_pages(tmp_path / "x")
+    SpanReader(store, Way(direct=True)).read([span(0, 1 << 20)], page_aligned(1 << 20))
+    assert _cached_pages(tmp_path / "x") == before
+    SpanReader(store, THROUGH_THE_CACHE).read([span(0, 1 << 20)], page_aligned(1 << 20))
+    assert _cached_pages(tmp_path / "x") == (1 << 20) // BLOCK
+
+
+def _cached_pages(path: Path) -> int:
+    import ctypes
+    import mmap
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    size = path.stat().st_size
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE) as m,
+    ):
+        states = (ctypes.c_ubyte * (size // BLOCK))()
+        address = ctypes.addressof(ctypes.c_char.from_buffer(m))
+        assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), states) == 0
+        del address
+        return sum(state & 1 for state in states)
+
+
+def test_what_fits_beside_the_rest_is_read_through_the_cache(tmp_path: Path) -> None:
+    store = folder(tmp_path, 100_000)
+    assert choose_way(store, [], 0) == THROUGH_THE_CACHE
+    assert choose_way(store, [span(0, 80_000)], 100_000) == THROUGH_THE_CACHE
+    assert choose_way(store, [span(0, 80_001)], 100_000) != THROUGH_THE_CACHE
+    assert choose_way(store, [span(0, 1)], -5) != THROUGH_THE_CACHE
+
+
+@pytest.mark.parametrize(("past", "through", "chosen"), [(1, 2, Way(direct=True)), (2, 1, Way(drop=True))])
+def test_the_sooner_way_is_taken(
+    tmp_path: Path, past: float, through: float, chosen: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = folder(tmp_path, 100_000)
+    monkeypatch.setattr(span_reader, "_seconds", lambda _store, _span, way: past if way.direct else through)
+    assert choose_way(store, [span(0, 50_000), span(0, 100)], 0) == chosen
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["through", "dropped behind", "past"])
+@pytest.mark.parametrize("compression", [None, "4bit"])
+def test_a_model_has_the_same_bits_either_way(
+    tmp_path: Path, way: Way, compression: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = split(build_checkpoint(tmp_path / "model", "llama"), compression)
+    expected = run(load(directory))
+    monkeypatch.setattr("rabbitllm.engine.load.choose_way", lambda *_: way)
+    model = load(directory, 0)
+    assert Tier.STREAMED in tiers(model).values()
+    assert_same(run(model), expected)
