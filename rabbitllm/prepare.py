@@ -5,12 +5,15 @@ Knows the sources and the splitter, not the engine.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
-from collections.abc import Collection, Iterable
+import tempfile
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rabbitllm import locations
+from rabbitllm import durable, locations
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardFacts, SourceIdentity
 from rabbitllm.checkpoints.hub import (
     HubAccess,
@@ -20,9 +23,10 @@ from rabbitllm.checkpoints.hub import (
     download_all,
     open_repository,
 )
-from rabbitllm.checkpoints.index import index_of, is_index
+from rabbitllm.checkpoints.index import index_of, is_index, is_meta
 from rabbitllm.checkpoints.json_file import read_json
 from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any, is_writable
+from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME, GENERATION_NAME, names_a_model
 from rabbitllm.checkpoints.naming import LayerNaming
 from rabbitllm.errors import (
     CheckpointNotFoundError,
@@ -182,7 +186,7 @@ def _find_repository(sought: Sought) -> Source:
     if not _is_finished(target) and (legacy := _legacy_in_snapshot(sought, repository.commit)) is not None:
         return legacy
     finished = _is_finished(target)
-    if sought.only_look and "config.json" not in repository.files:
+    if "config.json" not in repository.files and (sought.only_look or is_meta(repository.entry())):
         return Source(sought.name, target, target, finished, repository=repository)
     config = target if finished else _fetched_config(repository)
     return Source(sought.name, target, config, finished, repository=repository)
@@ -309,7 +313,8 @@ def ensure_split(
             _check_finished(source, options)
             return Profiler(enabled=options.profiling)
         checkpoint = _open(source, options, naming)
-        request = Request(checkpoint, source.split_folder, _family(source.config_folder), options, naming, quantise_on)
+        family = _family(source.config_folder, checkpoint)
+        request = Request(checkpoint, source.split_folder, family, options, naming, quantise_on)
         try:
             return split(request)
         except MissingShardError as error:
@@ -332,7 +337,7 @@ def _open(source: Source, options: SplitOptions, naming: LayerNaming | None) -> 
         remote = HubCheckpoint(source.repository)
         if options.sequential:
             return remote
-        family = _family(source.config_folder)
+        family = _family(source.config_folder, remote)
         check_before_download(Request(remote, source.split_folder, family, options, naming), source.repository.cache)
         return LocalCheckpoint(download_all(source.repository, remote.index))
     assert source.local is not None
@@ -373,7 +378,7 @@ def _open_folder(folder: Path, missing_from: HubRepository | None, split_folder:
     shards = journal.shards_of(split_folder) if folder.is_dir() else None
     try:
         if shards is None or begins_with_any(folder, shards):
-            return LocalCheckpoint(folder, missing_from)
+            return LocalCheckpoint(folder, missing_from, known_shards=shards or ())
     except CheckpointNotFoundError:
         if shards is None:
             raise
@@ -445,7 +450,7 @@ def _still_there(source: Source, manifest: Manifest) -> Checkpoint | None:
         if source.local is None:
             return None
         if begins_with_any(source.local, shards):
-            return LocalCheckpoint(source.local)
+            return LocalCheckpoint(source.local, known_shards=shards)
     except CheckpointNotFoundError:
         return None
     _refuse_without_evidence(source, manifest, [])
@@ -464,9 +469,34 @@ def _present(checkpoint: Checkpoint, shard: str) -> ShardFacts | None:
     return checkpoint.facts(shard)
 
 
-def _family(config_folder: Path) -> str | None:
-    path = config_folder / "config.json"
-    family = read_json(path).get("model_type") if path.exists() else None
+@contextlib.contextmanager
+def config_folder(source: Source) -> Iterator[Path]:
+    """A folder with the model's config, before there is a split directory; a scratch one where the config is derived.
+
+    Raises:
+        CheckpointError: what it would be derived from cannot be believed.
+    """
+    derived: Mapping[str, bytes] = {}
+    if not source.finished and not names_a_model(source.config_folder / CONFIG_NAME):
+        checkpoint = open_weights(source, [source.split_folder])
+        derived = checkpoint.derived() if checkpoint is not None else {}
+    if CONFIG_NAME not in derived:
+        yield source.config_folder
+        return
+    with tempfile.TemporaryDirectory(prefix="rabbitllm-config-") as folder:
+        for name in filter(derived.__contains__, (CONFIG_NAME, GENERATION_NAME)):
+            durable.write_scratch(Path(folder) / name, derived[name])
+        yield Path(folder)
+
+
+def _family(config_folder: Path, checkpoint: Checkpoint | None = None) -> str | None:
+    """The model type by the config in a folder, or by that which a checkpoint derives."""
+    path = config_folder / CONFIG_NAME
+    derived = checkpoint.derived() if checkpoint is not None else {}
+    if CONFIG_NAME in derived:
+        family = json.loads(derived[CONFIG_NAME]).get("model_type")
+    else:
+        family = read_json(path).get("model_type") if path.exists() else None
     return family if isinstance(family, str) else None
 
 
