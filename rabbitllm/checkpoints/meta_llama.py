@@ -122,7 +122,9 @@ def shapes_of(header: Header, params: MetaParams, ranks: int, file: str) -> Shap
 def _check_ranks(found: Mapping[str, TensorSpec], params: MetaParams, ranks: int, file: str) -> None:
     """Refuse ranks that are too few or too many, before every shape looks wrong for that reason."""
     query = _required(found, "layers.0.attention.wq.weight", file)
-    rows = query.shape[0] if query.shape else 0
+    if len(query.shape) != 2 or query.shape[1] != params.dim:
+        raise _contradiction(query, file, f"({params.dim // ranks}, {params.dim})")
+    rows = query.shape[0]
     real = params.dim // rows if rows and params.dim % rows == 0 else 0
     if real > ranks:
         missing = ", ".join(f"consolidated.{number:02}.pth" for number in range(ranks, real))
