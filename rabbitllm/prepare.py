@@ -23,12 +23,13 @@ from rabbitllm.checkpoints.hub import (
     download_all,
     open_repository,
 )
-from rabbitllm.checkpoints.index import index_of, is_index, is_meta
+from rabbitllm.checkpoints.index import META_PARAMETERS, index_of, is_index, is_meta
 from rabbitllm.checkpoints.json_file import read_json
 from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any, is_writable
 from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME, GENERATION_NAME, names_a_model
 from rabbitllm.checkpoints.naming import LayerNaming
 from rabbitllm.errors import (
+    CheckpointError,
     CheckpointNotFoundError,
     GatedRepositoryError,
     HubError,
@@ -140,7 +141,7 @@ def _find_local(folder: Path, sought: Sought) -> Source:
     repository = None
     if sought.repo_id is not None and not finished:
         repository = open_repository(sought.repo_id, sought.access, target / STAGING_NAME)
-    config = target if not (folder / "config.json").exists() and (target / "config.json").exists() else folder
+    config = target if not names_a_model(folder / CONFIG_NAME) and (target / CONFIG_NAME).exists() else folder
     if not (finished or sought.only_look or is_legacy(folder)):  # a folder without weights is said to be one
         finished = _finished_while_looking(folder, repository, target)
     return Source(sought.name, target, config, finished, local=folder, missing_from=repository)
@@ -353,16 +354,18 @@ def open_weights(source: Source, folders: Iterable[Path]) -> Checkpoint | None:
 
     Raises:
         CheckpointNotFoundError: there are no weights, and no finished split either.
+        MissingShardError: the same, of a part of them (in Meta's own format, which has no index).
     """
     if source.repository is not None:
         return HubCheckpoint(source.repository)
     if source.local is None:
         return None
-    absent, finished = [], False
+    absent: list[CheckpointError] = []
+    finished = False
     for folder in folders:
         try:
             return _open_folder(source.local, source.missing_from, folder)
-        except CheckpointNotFoundError as error:
+        except (CheckpointNotFoundError, MissingShardError) as error:
             absent.append(error)
             finished = finished or _is_finished(folder)
     if not finished:
@@ -378,7 +381,7 @@ def _open_folder(folder: Path, missing_from: HubRepository | None, split_folder:
     shards = journal.shards_of(split_folder) if folder.is_dir() else None
     try:
         if shards is None or begins_with_any(folder, shards):
-            return LocalCheckpoint(folder, missing_from, known_shards=shards or ())
+            return LocalCheckpoint(folder, missing_from, None, shards or ())
     except CheckpointNotFoundError:
         if shards is None:
             raise
@@ -477,16 +480,29 @@ def config_folder(source: Source) -> Iterator[Path]:
         CheckpointError: what it would be derived from cannot be believed.
     """
     derived: Mapping[str, bytes] = {}
-    if not source.finished and not names_a_model(source.config_folder / CONFIG_NAME):
-        checkpoint = open_weights(source, [source.split_folder])
-        derived = checkpoint.derived() if checkpoint is not None else {}
+    home = source.config_folder
+    if not source.finished and _may_derive(source) and not names_a_model(home / CONFIG_NAME):
+        try:
+            checkpoint = open_weights(source, [source.split_folder])
+            derived = checkpoint.derived() if checkpoint is not None else {}
+        except FileNotFoundError:  # another process has finished the split meanwhile, or something is missing
+            if not _is_finished(source.split_folder):
+                raise
+            home = source.split_folder
     if CONFIG_NAME not in derived:
-        yield source.config_folder
+        yield home
         return
     with tempfile.TemporaryDirectory(prefix="rabbitllm-config-") as folder:
         for name in filter(derived.__contains__, (CONFIG_NAME, GENERATION_NAME)):
             durable.write_scratch(Path(folder) / name, derived[name])
         yield Path(folder)
+
+
+def _may_derive(source: Source) -> bool:
+    """Whether there is what a config is derived from."""
+    if source.repository is not None:
+        return META_PARAMETERS in source.repository.files
+    return source.local is not None and (source.local / META_PARAMETERS).exists()
 
 
 def _family(config_folder: Path, checkpoint: Checkpoint | None = None) -> str | None:

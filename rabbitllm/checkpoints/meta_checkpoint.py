@@ -133,5 +133,11 @@ def read_meta(params: Path, ranks: tuple[str, ...]) -> MetaCheckpoint:
 
 
 def names_a_model(config: Path) -> bool:
-    """Whether a config.json is one of transformers'; Meta's repositories may hold another, or none."""
-    return config.is_file() and isinstance(read_json(config).get("model_type"), str)
+    """Whether a config.json is one of transformers'; Meta's repositories may hold another, or none.
+
+    A damaged one may have been: whoever reads it is to say so.
+    """
+    try:
+        return config.is_file() and isinstance(read_json(config).get("model_type"), str)
+    except InvalidIndexError:
+        return True

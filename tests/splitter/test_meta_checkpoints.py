@@ -457,3 +457,22 @@ def test_safetensors_beside_come_first(tmp_path: Path, model: Any, expected: Exp
     assert layer_files(split(source, delete_original=True)) == expected[None]
     assert names_in(source, "*.pth") == [RANK.format(0), RANK.format(1)]
     assert params_of(model)["dim"] == 64
+
+
+def test_plan_of_a_split_that_was_interrupted(tmp_path: Path, model: Any) -> None:
+    source = write_meta(tmp_path, model, 4, 1)
+    interrupted(Call(str(source), compression="8bit"), used=2)
+    foreseen = rabbitllm.plan(source, compression="8bit").at("8bit")
+    assert foreseen is not None
+    assert (foreseen.state, foreseen.shards_used, foreseen.shards, foreseen.obstacle) == ("unfinished", 2, 4, None)
+    assert foreseen.routes
+
+
+def test_a_model_loads_while_its_ranks_are_half_used_up(tmp_path: Path, model: Any) -> None:
+    source = write_meta(tmp_path, model, 4, 1)
+    (source / "config.json").write_text('{"downloads": 7}')
+    interrupted(Call(str(source)), used=2)
+    for _ in range(2):
+        loaded = rabbitllm.AutoModel.from_pretrained(source, device="cpu", sequential_shard_processing=True)
+        assert not loaded.unused_tensors
+    assert names_in(source, "*.pth") == []
