@@ -46,6 +46,7 @@ from tests.support.meta_files import (
 )
 from tests.support.peak import Peak
 from tests.support.plans import uses_of
+from tests.support.power_cut import Recorder
 from tests.support.scenes import sample
 from tests.support.splitting import Call, contents, layer_files, names_in, split, steps_of
 
@@ -476,3 +477,63 @@ def test_a_model_loads_while_its_ranks_are_half_used_up(tmp_path: Path, model: A
         loaded = rabbitllm.AutoModel.from_pretrained(source, device="cpu", sequential_shard_processing=True)
         assert not loaded.unused_tensors
     assert names_in(source, "*.pth") == []
+
+
+# A power cut: what was not synced may be gone
+
+
+def cut_the_power(
+    folder: Path, original: Path, call: Call, wanted: dict[str, bytes], crash: int | None, cuts: int
+) -> int:
+    """Record the call, or one that crashes and then the same again, and go on from what a power cut may leave of it.
+
+    Returns:
+        How many steps the last of the calls took.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(original, folder)
+    recorder = Recorder(folder)
+    if crash is not None:
+        with dying_at(crash, recorder):
+            call.make()
+    begin = len(recorder.steps)
+    with observe_steps(recorder):
+        call.make()
+    for number in sample(len(recorder.steps) + 1 - begin, cuts):
+        for kept in ("", "unlink"):  # nothing that is uncertain; or of that only what was deleted
+            shutil.rmtree(folder)
+            folder.mkdir()
+            recorder.rebuild(folder, begin + number, lambda step, kept=kept: step.kind == kept)  # type: ignore[misc]
+            made = call.make()
+            assert layer_files(made) == wanted, (crash, number, kept)
+            assert not verify(made).damaged
+            assert names_in(made, "*.part") == names_in(made, "*.pieces") == []
+    return len(recorder.steps) - begin
+
+
+@pytest.fixture(scope="module")
+def small() -> Any:
+    return tiny_llama(layers=1, heads=2, kv_heads=2, hidden=64, intermediate=128, vocabulary=128)
+
+
+@pytest.mark.usefixtures("swift_disk")
+@pytest.mark.parametrize("compression", [None, "8bit"])
+def test_power_cut(tmp_path: Path, small: Any, compression: str | None) -> None:
+    wanted = layer_files(split(write_as_transformers(tmp_path / "hf", small), compression=compression))
+    original = write_meta(tmp_path / "original", small, 2, 1)
+    call = Call(str(tmp_path / "model"), compression=compression)
+    steps = cut_the_power(tmp_path / "model", original, call, wanted, None, 16)
+    for crash in sample(steps, 4):
+        cut_the_power(tmp_path / "model", original, call, wanted, crash, 4)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("swift_disk")
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_power_cut_at_every_step(tmp_path: Path, small: Any, compression: str | None) -> None:
+    wanted = layer_files(split(write_as_transformers(tmp_path / "hf", small), compression=compression))
+    original = write_meta(tmp_path / "original", small, 2, 1)
+    call = Call(str(tmp_path / "model"), compression=compression)
+    steps = cut_the_power(tmp_path / "model", original, call, wanted, None, 10**6)
+    for crash in range(0, steps, 3):
+        cut_the_power(tmp_path / "model", original, call, wanted, crash, 6)
