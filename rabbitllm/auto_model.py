@@ -78,8 +78,8 @@ class AutoModel:
         """Split a checkpoint into layer files, unless that is done, and load the model from them.
 
         Args:
-            path_or_repo_id: a folder with a checkpoint (safetensors, or files of torch.save), a split directory, or a
-                repository on the hub.
+            path_or_repo_id: a folder with a checkpoint (safetensors, files of torch.save, or Llama as Meta publishes
+                it), a split directory, or a repository on the hub.
             device: "cuda:N", "cpu", or "auto" for every GPU; "cuda:0" falls back to the CPU where there is no GPU.
             dtype: a floating torch dtype or its name; by default the config's, or float16 for bfloat16 on a GPU that
                 has none.
@@ -164,7 +164,8 @@ def _load(sought: prepare.Sought, split_options: SplitOptions, stream_options: S
 
     devices = resolve_devices(stream_options.device, stream_options.max_memory, stream_options.pin_memory)
     source = prepare.find(sought)
-    load.check(source.config_folder, stream_options, devices)
+    with prepare.config_folder(source) as config_folder:
+        load.check(config_folder, stream_options, devices)
     quantise_on = next((device.name for device in devices if device.torch_device.type == "cuda"), "cpu")
     with split_display.shown(stream_options.show_progress):
         profile = prepare.ensure_split(source, split_options, quantise_on)

@@ -5,12 +5,15 @@ Knows the sources and the splitter, not the engine.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
-from collections.abc import Collection, Iterable
+import tempfile
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rabbitllm import locations
+from rabbitllm import durable, locations
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardFacts, SourceIdentity
 from rabbitllm.checkpoints.hub import (
     HubAccess,
@@ -20,11 +23,13 @@ from rabbitllm.checkpoints.hub import (
     download_all,
     open_repository,
 )
-from rabbitllm.checkpoints.index import index_of, is_index
+from rabbitllm.checkpoints.index import META_PARAMETERS, index_of, is_index, is_meta
 from rabbitllm.checkpoints.json_file import read_json
 from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any, is_writable
+from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME, GENERATION_NAME, names_a_model
 from rabbitllm.checkpoints.naming import LayerNaming
 from rabbitllm.errors import (
+    CheckpointError,
     CheckpointNotFoundError,
     GatedRepositoryError,
     HubError,
@@ -136,7 +141,7 @@ def _find_local(folder: Path, sought: Sought) -> Source:
     repository = None
     if sought.repo_id is not None and not finished:
         repository = open_repository(sought.repo_id, sought.access, target / STAGING_NAME)
-    config = target if not (folder / "config.json").exists() and (target / "config.json").exists() else folder
+    config = target if not names_a_model(folder / CONFIG_NAME) and (target / CONFIG_NAME).exists() else folder
     if not (finished or sought.only_look or is_legacy(folder)):  # a folder without weights is said to be one
         finished = _finished_while_looking(folder, repository, target)
     return Source(sought.name, target, config, finished, local=folder, missing_from=repository)
@@ -182,7 +187,7 @@ def _find_repository(sought: Sought) -> Source:
     if not _is_finished(target) and (legacy := _legacy_in_snapshot(sought, repository.commit)) is not None:
         return legacy
     finished = _is_finished(target)
-    if sought.only_look and "config.json" not in repository.files:
+    if "config.json" not in repository.files and (sought.only_look or is_meta(repository.entry())):
         return Source(sought.name, target, target, finished, repository=repository)
     config = target if finished else _fetched_config(repository)
     return Source(sought.name, target, config, finished, repository=repository)
@@ -309,7 +314,8 @@ def ensure_split(
             _check_finished(source, options)
             return Profiler(enabled=options.profiling)
         checkpoint = _open(source, options, naming)
-        request = Request(checkpoint, source.split_folder, _family(source.config_folder), options, naming, quantise_on)
+        family = _family(source.config_folder, checkpoint)
+        request = Request(checkpoint, source.split_folder, family, options, naming, quantise_on)
         try:
             return split(request)
         except MissingShardError as error:
@@ -332,7 +338,7 @@ def _open(source: Source, options: SplitOptions, naming: LayerNaming | None) -> 
         remote = HubCheckpoint(source.repository)
         if options.sequential:
             return remote
-        family = _family(source.config_folder)
+        family = _family(source.config_folder, remote)
         check_before_download(Request(remote, source.split_folder, family, options, naming), source.repository.cache)
         return LocalCheckpoint(download_all(source.repository, remote.index))
     assert source.local is not None
@@ -348,16 +354,18 @@ def open_weights(source: Source, folders: Iterable[Path]) -> Checkpoint | None:
 
     Raises:
         CheckpointNotFoundError: there are no weights, and no finished split either.
+        MissingShardError: the same, of a part of them (in Meta's own format, which has no index).
     """
     if source.repository is not None:
         return HubCheckpoint(source.repository)
     if source.local is None:
         return None
-    absent, finished = [], False
+    absent: list[CheckpointError] = []
+    finished = False
     for folder in folders:
         try:
             return _open_folder(source.local, source.missing_from, folder)
-        except CheckpointNotFoundError as error:
+        except (CheckpointNotFoundError, MissingShardError) as error:
             absent.append(error)
             finished = finished or _is_finished(folder)
     if not finished:
@@ -373,7 +381,7 @@ def _open_folder(folder: Path, missing_from: HubRepository | None, split_folder:
     shards = journal.shards_of(split_folder) if folder.is_dir() else None
     try:
         if shards is None or begins_with_any(folder, shards):
-            return LocalCheckpoint(folder, missing_from)
+            return LocalCheckpoint(folder, missing_from, None, shards or ())
     except CheckpointNotFoundError:
         if shards is None:
             raise
@@ -445,7 +453,7 @@ def _still_there(source: Source, manifest: Manifest) -> Checkpoint | None:
         if source.local is None:
             return None
         if begins_with_any(source.local, shards):
-            return LocalCheckpoint(source.local)
+            return LocalCheckpoint(source.local, known_shards=shards)
     except CheckpointNotFoundError:
         return None
     _refuse_without_evidence(source, manifest, [])
@@ -464,9 +472,47 @@ def _present(checkpoint: Checkpoint, shard: str) -> ShardFacts | None:
     return checkpoint.facts(shard)
 
 
-def _family(config_folder: Path) -> str | None:
-    path = config_folder / "config.json"
-    family = read_json(path).get("model_type") if path.exists() else None
+@contextlib.contextmanager
+def config_folder(source: Source) -> Iterator[Path]:
+    """A folder with the model's config, before there is a split directory; a scratch one where the config is derived.
+
+    Raises:
+        CheckpointError: what it would be derived from cannot be believed.
+    """
+    derived: Mapping[str, bytes] = {}
+    home = source.config_folder
+    if not source.finished and _may_derive(source) and not names_a_model(home / CONFIG_NAME):
+        try:
+            checkpoint = open_weights(source, [source.split_folder])
+            derived = checkpoint.derived() if checkpoint is not None else {}
+        except FileNotFoundError:  # another process has finished the split meanwhile, or something is missing
+            if not _is_finished(source.split_folder):
+                raise
+            home = source.split_folder
+    if CONFIG_NAME not in derived:
+        yield home
+        return
+    with tempfile.TemporaryDirectory(prefix="rabbitllm-config-") as folder:
+        for name in filter(derived.__contains__, (CONFIG_NAME, GENERATION_NAME)):
+            durable.write_scratch(Path(folder) / name, derived[name])
+        yield Path(folder)
+
+
+def _may_derive(source: Source) -> bool:
+    """Whether there is what a config is derived from."""
+    if source.repository is not None:
+        return META_PARAMETERS in source.repository.files
+    return source.local is not None and (source.local / META_PARAMETERS).exists()
+
+
+def _family(config_folder: Path, checkpoint: Checkpoint | None = None) -> str | None:
+    """The model type by the config in a folder, or by that which a checkpoint derives."""
+    path = config_folder / CONFIG_NAME
+    derived = checkpoint.derived() if checkpoint is not None else {}
+    if CONFIG_NAME in derived:
+        family = json.loads(derived[CONFIG_NAME]).get("model_type")
+    else:
+        family = read_json(path).get("model_type") if path.exists() else None
     return family if isinstance(family, str) else None
 
 

@@ -142,6 +142,14 @@ class Checkpoint(Protocol):
         """Size, fingerprint and header; None if the shard is gone and cannot be fetched. Reads headers only."""
         ...
 
+    def taken_from(self, shard: str, header: Header) -> Header:
+        """What a split takes of a shard whose file says `header`: the same, unless the checkpoint has names of its own.
+
+        Raises:
+            CheckpointError: it is not what the rest of the checkpoint says.
+        """
+        ...
+
     def acquire(self, shard: str, on_have: Callable[[Path, int], None] = ...) -> Path:
         """A local path to the whole shard, fetched if need be.
 
@@ -176,12 +184,20 @@ class Checkpoint(Protocol):
         """Config, tokenizer and the like: relative name -> local path; fetched if need be."""
         ...
 
+    def derived(self) -> Mapping[str, bytes]:
+        """Config, tokenizer and the like that the checkpoint lacks and that follow from what it has: name -> content.
+
+        Raises:
+            CheckpointError: what they would follow from cannot be believed.
+        """
+        ...
+
     def downloads(self) -> tuple[Path, Mapping[str, int]] | None:
         """Where asking for the sidecars puts further copies of some, with their sizes in bytes (the hub cache)."""
         ...
 
     def sidecar_sizes(self) -> Mapping[str, int]:
-        """The same files' sizes in bytes, without fetching any."""
+        """The sizes in bytes of both, without fetching what is only copied."""
         ...
 
 

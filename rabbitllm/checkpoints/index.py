@@ -30,8 +30,9 @@ _NO_MODEL = re.compile(
     r"(?:optimizer|optim|scheduler|scaler|rng_state|random_states|training_args|trainer_state|adapter_model)(?:[._-].*)?"
 )
 """What training leaves beside the weights: state of the optimizer and the like, arguments, adapters."""
-_META = re.compile(r"consolidated\.\d+\.pth")
-_META_PARAMETERS = "params.json"
+META_PARAMETERS = "params.json"
+"""What a checkpoint in Meta's own format begins with."""
+_RANK = re.compile(r"consolidated\.\d{1,4}\.pth")
 
 _SEGMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _DIGITS = re.compile(r"(\d+)")
@@ -51,29 +52,30 @@ class CheckpointIndex:
 
 
 def entry_of(names: Iterable[str], where: str) -> str:
-    """The file that a checkpoint begins with: its index, or the one file that all of its tensors are in.
+    """The file that a checkpoint begins with: its index, or the one file that all of its tensors are in, or Meta's
+    params.json, if weights in Meta's format are beside it.
 
     Args:
         names: of the files in the folder.
         where: what to call the folder in messages.
 
     Raises:
-        CheckpointNotFoundError: none is there; or several files of torch and nothing that says which; or they are
-            Meta's own, which are no checkpoint of transformers.
+        CheckpointNotFoundError: none is there; or several files of torch and nothing that says which.
     """
     found = set(names)
     for name in ENTRY_NAMES:
         if name in found:
             return name
     torch_files = sorted((name for name in found if _is_torch_file(name)), key=natural_key)
-    if _META_PARAMETERS in found and (ranks := [name for name in torch_files if _META.fullmatch(name)]):
-        raise CheckpointNotFoundError(
-            f"{where} holds {_some(ranks)} and {_META_PARAMETERS}: weights in Meta's own format, which this version "
-            "does not read.",
-            "Give the same model in transformers' format, from the hub or made with transformers' conversion script.",
-        )
+    if META_PARAMETERS in found and any(map(is_rank, torch_files)):
+        return META_PARAMETERS
     if len(torch_files) == 1:
         return torch_files[0]
+    if len([name for name in torch_files if is_rank(name)]) > 1:
+        raise CheckpointNotFoundError(
+            f"{where} holds {_some(torch_files)}, weights in Meta's own format, without their {META_PARAMETERS}.",
+            f"Put the {META_PARAMETERS} beside them that was published with them.",
+        )
     if torch_files:
         raise CheckpointNotFoundError(
             f"{where} holds {len(torch_files)} files of weights and no index that says which tensor is in which: "
@@ -86,6 +88,16 @@ def entry_of(names: Iterable[str], where: str) -> str:
 def is_index(entry: str) -> bool:
     """Whether what a checkpoint begins with is an index, and not the weights themselves."""
     return entry.endswith(".index.json")
+
+
+def is_meta(entry: str) -> bool:
+    """Whether a checkpoint that begins with this file is in Meta's own format."""
+    return entry == META_PARAMETERS
+
+
+def is_rank(name: str) -> bool:
+    """Whether a file is named as a part of a checkpoint in Meta's own format."""
+    return _RANK.fullmatch(name) is not None
 
 
 def _is_torch_file(name: str) -> bool:

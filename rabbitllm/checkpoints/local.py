@@ -6,6 +6,8 @@ fetched from a repository, if the caller names one.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
 import os
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
@@ -24,7 +26,25 @@ from rabbitllm.checkpoints.checkpoint import (
     sampled_fingerprint,
 )
 from rabbitllm.checkpoints.hub import HubRepository
-from rabbitllm.checkpoints.index import CheckpointIndex, check_inside, entry_of, index_of, is_index, read_index
+from rabbitllm.checkpoints.index import (
+    META_PARAMETERS,
+    CheckpointIndex,
+    check_inside,
+    entry_of,
+    index_of,
+    is_index,
+    is_meta,
+    is_rank,
+    read_index,
+)
+from rabbitllm.checkpoints.meta_checkpoint import (
+    CONFIG_NAME,
+    VOCABULARY_NAME,
+    MetaCheckpoint,
+    names_a_model,
+    ranks_of,
+    read_meta,
+)
 from rabbitllm.errors import CheckpointNotFoundError, CorruptShardError, MissingShardError
 from rabbitllm.formats.safetensors_file import Header
 from rabbitllm.formats.shard_header import read_shard_header
@@ -38,12 +58,14 @@ _DAMAGED = (
 
 
 class LocalCheckpoint:
-    """A folder of shards, safetensors or files of `torch.save`.
+    """A folder of shards, safetensors or files of `torch.save`, Meta's own among these.
 
     Args:
         folder: holds an index and its shards, or one file of weights; see `entry_of`.
         missing_from: a repository to fetch shards from that the index names and the folder lacks.
         index: what an unfinished split knows of a folder whose own index is gone (a single file is its index).
+        known_shards: those that an earlier split was made from. In Meta's own format nothing else says how many there
+            were, once some are used up.
 
     Raises:
         CheckpointNotFoundError: no folder, or no weights in it.
@@ -51,7 +73,11 @@ class LocalCheckpoint:
     """
 
     def __init__(
-        self, folder: Path, missing_from: HubRepository | None = None, index: CheckpointIndex | None = None
+        self,
+        folder: Path,
+        missing_from: HubRepository | None = None,
+        index: CheckpointIndex | None = None,
+        known_shards: Collection[str] = (),
     ) -> None:
         if not folder.is_dir():
             raise CheckpointNotFoundError(
@@ -64,16 +90,40 @@ class LocalCheckpoint:
         self._missing_from = missing_from
         self._fetched: set[str] = set()
         self._entry: str | None = None
-        self.index = index or self._find_index()
+        self._meta: MetaCheckpoint | None = None
+        if index is not None:
+            self.index = index
+            if all(map(is_rank, index.shards)) and (folder / META_PARAMETERS).is_file():
+                self._meta = self._read_meta(index.shards)
+        else:
+            self.index = self._find_index(known_shards)
         for shard in self.index.shards:
             self._check(shard)
 
-    def _find_index(self) -> CheckpointIndex:
+    def _find_index(self, known_shards: Collection[str]) -> CheckpointIndex:
         entry = self._entry = entry_in(self.folder)
         if is_index(entry):
             return read_index(self.folder / entry)
         self._check(entry)
+        if is_meta(entry):
+            elsewhere = self._missing_from.files if self._missing_from is not None else ()
+            here = (path.name for path in self.folder.iterdir() if path.is_file())
+            ranks = ranks_of({*here, *elsewhere, *known_shards}, self.label)
+            self._meta = self._read_meta(ranks)
+            header, shard = self._any_rank()
+            return self._meta.index(header, shard)
         return index_of({tensor.name: entry for tensor in self._header(entry).tensors})
+
+    def _read_meta(self, ranks: tuple[str, ...]) -> MetaCheckpoint:
+        self._check(META_PARAMETERS)
+        return read_meta(self.folder / META_PARAMETERS, ranks)
+
+    def _any_rank(self) -> tuple[Header, str]:
+        """What the first rank that is here says, as it says it, and its name; all have the same names and shapes."""
+        assert self._meta is not None
+        shard = next(rank for rank in self._meta.ranks if (self.folder / rank).exists())
+        self._check(shard)
+        return self._header(shard), shard
 
     def _check(self, shard: str) -> None:
         path = self.folder / shard
@@ -101,10 +151,14 @@ class LocalCheckpoint:
     def facts(self, shard: str) -> ShardFacts | None:
         path = self.folder / shard
         if not path.exists():
-            return self._missing_from.facts(shard) if self._missing_from is not None else None
+            found = self._missing_from.facts(shard) if self._missing_from is not None else None
+            return found and dataclasses.replace(found, header=self.taken_from(shard, found.header))
         size = path.stat().st_size
         header = self._header(shard)
-        return ShardFacts(shard, size, self._fingerprint(path, header), header)
+        return ShardFacts(shard, size, self._fingerprint(path, header), self.taken_from(shard, header))
+
+    def taken_from(self, shard: str, header: Header) -> Header:
+        return header if self._meta is None else self._meta.taken_from(shard, header)
 
     def _header(self, shard: str) -> Header:
         """The header of a shard, or what to do about one that is damaged."""
@@ -179,11 +233,25 @@ class LocalCheckpoint:
             self._check(name)
         return chosen
 
+    @functools.cached_property
+    def _derived(self) -> Mapping[str, bytes]:
+        if self._meta is None or not any((self.folder / rank).exists() for rank in self._meta.ranks):
+            return {}
+        beside = set(self.sidecars())
+        vocabulary = self.folder / VOCABULARY_NAME if VOCABULARY_NAME in beside else None
+        if not names_a_model(self.folder / CONFIG_NAME):
+            beside.discard(CONFIG_NAME)
+        return self._meta.derived(*self._any_rank(), vocabulary, beside)
+
+    def derived(self) -> Mapping[str, bytes]:
+        return self._derived
+
     def downloads(self) -> tuple[Path, Mapping[str, int]] | None:
         return None
 
     def sidecar_sizes(self) -> Mapping[str, int]:
-        return {name: path.stat().st_size for name, path in self.sidecars().items()}
+        copied = {name: path.stat().st_size for name, path in self.sidecars().items()}
+        return {**copied, **{name: len(content) for name, content in self.derived().items()}}
 
 
 def entry_in(folder: Path) -> str:
@@ -202,6 +270,8 @@ def begins_with_any(folder: Path, shards: Collection[str]) -> bool:
         InvalidIndexError, UnsafePathError: see `read_index`.
     """
     entry = entry_in(folder)
+    if is_meta(entry):
+        return any(is_rank(shard) and (folder / shard).exists() for shard in shards)
     return any(shard in shards for shard in (read_index(folder / entry).shards if is_index(entry) else [entry]))
 
 

@@ -51,6 +51,23 @@ The sub-byte F6 types are left out: torch has no dtype to give their bytes.
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """Which part of a larger tensor, cut along one dimension, a tensor is.
+
+    Attributes:
+        of: the larger tensor's name.
+        shape: of the larger tensor.
+        dim: the dimension it is cut along.
+        begin: the first index along that dimension which is in this piece.
+    """
+
+    of: str
+    shape: tuple[int, ...]
+    dim: int
+    begin: int
+
+
+@dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One tensor of one file: a run of its bytes in row-major order, or elements at strides.
 
@@ -63,6 +80,9 @@ class TensorSpec:
         nbytes: length in bytes, in row-major order.
         strides: in elements, one a dimension, none negative; None where its bytes lie one after the other. Only a
             dtype of whole bytes has any.
+        view: the sizes that the strides belong to, where those are not the shape's: the same elements in the same
+            row-major order, counted along other dimensions. None where they are.
+        piece: which part of a larger tensor it is; None for a tensor of its own.
     """
 
     name: str
@@ -72,6 +92,8 @@ class TensorSpec:
     offset: int
     nbytes: int
     strides: tuple[int, ...] | None = None
+    view: tuple[int, ...] | None = None
+    piece: Piece | None = None
 
     @property
     def elements(self) -> int:
@@ -83,8 +105,21 @@ class TensorSpec:
         """Bytes of the file from the first of its elements to the end of the last."""
         if self.strides is None:
             return self.nbytes
-        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        last = sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
         return (last + 1) * DTYPES[self.dtype].bits // 8
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """What the strides belong to: the view, or the shape."""
+        return self.shape if self.view is None else self.view
+
+    @property
+    def whole(self) -> TensorSpec:
+        """The tensor that this is a piece of, as far as it is known without the others; itself if it is none."""
+        if self.piece is None:
+            return self
+        shape = self.piece.shape
+        return TensorSpec(self.piece.of, self.dtype, shape, self.file, 0, byte_size(self.dtype, shape))
 
 
 def byte_size(dtype: str, shape: tuple[int, ...]) -> int:

@@ -56,7 +56,8 @@ class StoredForm:
     Attributes:
         source: the tensor in its shard.
         scheme: None, "4bit" or "8bit".
-        parts: what is stored; the payload, under the tensor's own name, comes first, the scales second.
+        parts: what is stored; the payload, under the tensor's own name, comes first, the scales second. A piece has no
+            more than these.
     """
 
     source: TensorSpec
@@ -110,10 +111,15 @@ def is_compressible(spec: TensorSpec) -> bool:
 
 def stored_form(spec: TensorSpec, compression: str | None) -> StoredForm:
     """How a layer file holds a tensor under `compression`."""
-    if compression is None or not is_compressible(spec):
+    return form_in(spec, compression if is_compressible(spec) else None)
+
+
+def form_in(spec: TensorSpec, scheme: str | None) -> StoredForm:
+    """A tensor as it is (None), or at "4bit" or "8bit", whether or not compression would touch it."""
+    if scheme is None:
         return StoredForm(spec, None, (Placed(spec.name, spec.dtype, spec.shape),))
-    stored = zip(part_names(spec.name, compression), _part_shapes(compression, spec.dtype, spec.shape), strict=True)
-    return StoredForm(spec, compression, tuple(Placed(name, dtype, shape) for name, (dtype, shape) in stored))
+    stored = zip(part_names(spec.name, scheme), _part_shapes(scheme, spec.dtype, spec.shape), strict=True)
+    return StoredForm(spec, scheme, tuple(Placed(name, dtype, shape) for name, (dtype, shape) in stored))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -127,7 +133,9 @@ def _part_shapes(scheme: str, dtype: str, shape: tuple[int, ...]) -> tuple[tuple
 
 
 def constants(form: StoredForm) -> Mapping[str, bytes]:
-    """The bytes of the parts that do not depend on the weights: stored key -> content."""
+    """The bytes of the parts that do not depend on the weights: stored key -> content; a piece has none."""
+    if form.source.piece is not None:
+        return {}
     if form.scheme == "4bit":
         return {form.parts[2].name: _nf4_map(), form.parts[3].name: _nf4_state(form.source.dtype, form.source.shape)}
     return {form.parts[2].name: _int8_code()} if form.scheme == "8bit" else {}

@@ -7,11 +7,12 @@ in which shards arrive, so every route makes the same bytes. Pure: opens nothing
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from urllib.parse import quote
 
 from rabbitllm.checkpoints.index import natural_key
@@ -20,9 +21,12 @@ from rabbitllm.durable import DIRECT_ALIGNMENT
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.safetensors_file import Placed, encode_header
 from rabbitllm.layers.compression import StoredForm
+from rabbitllm.layers.pieces import Joined, forms_in_scratch, scratch_places
 
 LAYER_SUFFIX = ".safetensors"
 DONE_SUFFIX = ".done"
+SCRATCH_SUFFIX = ".pieces"
+"""Of the file beside an unfinished layer file that pieces of its tensors lie in until all are there."""
 TENSOR_ALIGNMENT = 64
 """A kernel may give other last bits on weights aligned to less than 16 bytes; 64 is a cache line."""
 MAX_STEM = 180
@@ -35,13 +39,17 @@ class LayerLayout:
 
     Attributes:
         layer: its id and stem.
-        forms: its tensors as they are stored.
+        forms: its tensors as they are stored, and the pieces of those that are cut.
         packed_header: the file's leading bytes, compressed: of a layer with hundreds of experts they are a megabyte,
             and are wanted once.
         header_bytes: their length, a multiple of 4096, where the data starts.
-        places: stored key -> absolute offset, bytes.
+        places: stored key -> absolute offset, bytes; of a piece that goes straight into the file, too.
         size: of the whole file, bytes.
-        shard_bytes: shard -> what its tensors take in the file.
+        shard_bytes: shard -> what its tensors take in the file, or in the scratch file.
+        scratch_places: stored key of a piece that goes into the scratch file -> its offset there, bytes.
+        scratch_bytes: of the scratch file; 0 where there is none.
+        joins: what is read from the scratch file when all pieces are there.
+        fixed: tensors whose constants no form brings.
     """
 
     layer: LayerName
@@ -51,6 +59,10 @@ class LayerLayout:
     places: Mapping[str, int]
     size: int
     shard_bytes: Mapping[str, int]
+    scratch_places: Mapping[str, int] = field(default_factory=dict)
+    scratch_bytes: int = 0
+    joins: tuple[StoredForm, ...] = ()
+    fixed: tuple[StoredForm, ...] = ()
 
     @property
     def header(self) -> bytes:
@@ -62,18 +74,40 @@ class LayerLayout:
         """The layer file's final name."""
         return layer_file_name(self.layer.stem)
 
+    @property
+    def scratch_name(self) -> str:
+        """The scratch file's name."""
+        return self.file_name + SCRATCH_SUFFIX
 
-def lay_out(layer: LayerName, forms: Iterable[StoredForm]) -> LayerLayout:
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The tensors' names, those of cut ones once."""
+        sources = (form.source for form in self.forms)
+        return tuple(dict.fromkeys(s.name if s.piece is None else s.piece.of for s in sources))
+
+    @property
+    def joined_bytes(self) -> int:
+        """What the file grows by when the pieces are joined."""
+        return sum(part.nbytes for form in self.joins for part in form.parts)
+
+
+def lay_out(layer: LayerName, forms: Iterable[StoredForm], joined: Sequence[Joined] = ()) -> LayerLayout:
     """Fix the place of every tensor of a layer.
 
     The format allows no holes, so alignment comes from the order: what fills whole 4096-byte blocks first (it can
     then be written past the page cache), then multiples of 64 bytes, then the rest; by name within each.
 
+    Args:
+        layer: its id and stem.
+        forms: its tensors that are whole in their shards.
+        joined: those that are cut into pieces; they make the same file.
+
     Raises:
         InvalidIndexError: a tensor is named like a part of another one's stored form.
     """
-    stored = tuple(forms)
-    ordered = sorted((part for form in stored for part in form.parts), key=_turn)
+    whole = tuple(forms)
+    stored = (*whole, *(piece for one in joined for piece in one.pieces))
+    ordered = sorted((part for form in (*whole, *(one.whole for one in joined)) for part in form.parts), key=_turn)
     twice = next((name for name, times in Counter(part.name for part in ordered).items() if times > 1), None)
     if twice is not None:
         raise InvalidIndexError(
@@ -86,7 +120,22 @@ def lay_out(layer: LayerName, forms: Iterable[StoredForm]) -> LayerLayout:
     shard_bytes: Counter[str] = Counter()
     for form in stored:
         shard_bytes[form.source.file] += sum(part.nbytes for part in form.parts)
-    return LayerLayout(layer, stored, zlib.compress(header, 1), len(header), places, end, shard_bytes)
+    layout = LayerLayout(layer, stored, zlib.compress(header, 1), len(header), places, end, shard_bytes)
+    return _with_pieces(layout, joined) if joined else layout
+
+
+def _with_pieces(layout: LayerLayout, joined: Sequence[Joined]) -> LayerLayout:
+    straight = {part: layout.places[within] + at for one in joined for part, (within, at) in one.straight.items()}
+    waiting = [one for one in joined if not one.straight]
+    in_scratch, nbytes = scratch_places(waiting)
+    return dataclasses.replace(
+        layout,
+        places={**layout.places, **straight},
+        scratch_places=in_scratch,
+        scratch_bytes=nbytes,
+        joins=tuple(form for one in waiting for form in forms_in_scratch(one, layout.scratch_name, in_scratch)),
+        fixed=tuple(one.whole for one in joined if one.pieces[0].scheme is not None),
+    )
 
 
 def _turn(part: Placed) -> tuple[object, ...]:

@@ -205,7 +205,8 @@ def _into_cache(survey: Survey, name: str, plan: SplitPlan) -> int:
     repository = survey.source.repository
     if repository is None or survey.checkpoint is None:
         return 0
-    sizes = [size for file, size in survey.checkpoint.sidecar_sizes().items() if repository.cached(file) is None]
+    fetched = survey.checkpoint.downloads()
+    sizes = [*fetched[1].values()] if fetched is not None else []
     sizes += [shard.size for shard in plan.shards if shard.staged] if name == STANDARD else []
     links = BLOCK_BYTES * len(sizes)  # a long one takes a block
     return sum(map(on_disk, sizes)) + links + on_disk(CACHE_RECORD_BYTES * (1 + len(repository.files)))

@@ -6,6 +6,7 @@ Reads, each thing once, and judges what can still be done; measures nothing and 
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -66,6 +67,10 @@ class Survey:
     def config(self) -> dict[str, Any]:
         """The source's config, or nothing where it is absent or damaged."""
         path = self.source.config_folder / "config.json"
+        derived = self.checkpoint.derived() if self.checkpoint is not None else {}
+        if "config.json" in derived:
+            found: dict[str, Any] = json.loads(derived["config.json"])
+            return found
         try:
             return read_json(path) if path.exists() else {}
         except InvalidIndexError:

@@ -62,7 +62,7 @@ class Anatomy:
 
 def anatomy_of(plan: SplitPlan, config: Mapping[str, Any]) -> Anatomy:
     """What a checkpoint is made of, from its uncompressed plan and its config."""
-    specs = [tensor for shard in plan.shards for tensor in shard.tensors]
+    specs = plan.tensors
     sizes = {layer: layout.size for layer, layout in plan.layouts.items()}
     largest = max(sizes, key=sizes.__getitem__, default="")
     spread = [len(shards) for shards in plan.layer_map.layer_to_shards.values()]
@@ -129,7 +129,6 @@ def big_layers(plan: SplitPlan) -> tuple[str, ...]:
 def commonest_dtype(plan: SplitPlan) -> str | None:
     """The dtype of most of the bytes that compression quantises; None if it would touch nothing."""
     sums: dict[str, int] = {}
-    for shard in plan.shards:
-        for spec in filter(is_compressible, shard.tensors):
-            sums[spec.dtype] = sums.get(spec.dtype, 0) + spec.nbytes
+    for spec in filter(is_compressible, plan.tensors):
+        sums[spec.dtype] = sums.get(spec.dtype, 0) + spec.nbytes
     return max(sums, key=sums.__getitem__, default=None)

@@ -196,11 +196,13 @@ def load_of(plan: SplitPlan, used: frozenset[str]) -> Load:
     """What is still to be done of a plan of which some shards are used up."""
     waiting = [shard for shard in plan.shards if shard.name not in used]
     names = {shard.name for shard in waiting}
-    forms = (form for layout in plan.layouts.values() for form in layout.forms)
+    forms = [form for layout in plan.layouts.values() for form in layout.forms if form.source.file in names]
+    open_layers = (layer for layer, shards in plan.layer_map.layer_to_shards.items() if not shards.isdisjoint(names))
+    joins = [form for layer in open_layers for form in plan.layouts[layer].joins]
     return Load(
         fetched=sum(shard.size for shard in waiting if shard.staged),
-        read=sum(shard.size for shard in waiting if not shard.staged),
-        quantised=sum(form.source.nbytes for form in forms if form.scheme and form.source.file in names),
+        read=sum(shard.size for shard in waiting if not shard.staged) + sum(form.source.nbytes for form in joins),
+        quantised=sum(form.source.nbytes for form in (*forms, *joins) if form.scheme),
     )
 
 

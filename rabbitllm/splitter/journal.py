@@ -19,7 +19,7 @@ from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.collection import uncollected
 from rabbitllm.errors import IncompleteSplitError
-from rabbitllm.formats.tensor_spec import TensorSpec
+from rabbitllm.formats.tensor_spec import Piece, TensorSpec
 from rabbitllm.layers.layer_store import JOURNAL_NAME
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan
 
@@ -163,9 +163,29 @@ def _encode(plan: SplitPlan, quantiser: str | None) -> dict[str, Any]:
 
 
 def _tensor(tensor: TensorSpec) -> list[object]:
-    """Strides come last, and only where there are any."""
-    strides = [] if tensor.strides is None else [tensor.strides]
-    return [tensor.name, tensor.dtype, tensor.shape, tensor.offset, tensor.nbytes, *strides]
+    """What few tensors have comes last, and only where there is any: strides, their view, the piece it is."""
+    piece = tensor.piece
+    cut = None if piece is None else [piece.of, piece.shape, piece.dim, piece.begin]
+    rest = [tensor.strides, tensor.view, cut]
+    while rest and rest[-1] is None:
+        rest.pop()
+    return [tensor.name, tensor.dtype, tensor.shape, tensor.offset, tensor.nbytes, *rest]
+
+
+def _tensor_of(shard: str, content: list[Any]) -> TensorSpec:
+    name, dtype, shape, offset, nbytes, *rest = content
+    strides, view, cut = (*rest, None, None, None)[:3]
+    return TensorSpec(
+        name,
+        dtype,
+        tuple(shape),
+        shard,
+        offset,
+        nbytes,
+        None if strides is None else tuple(strides),
+        None if view is None else tuple(view),
+        None if cut is None else Piece(cut[0], tuple(cut[1]), cut[2], cut[3]),
+    )
 
 
 def _decode(content: dict[str, Any]) -> tuple[SplitPlan, str | None]:
@@ -176,12 +196,7 @@ def _decode(content: dict[str, Any]) -> tuple[SplitPlan, str | None]:
             shard["name"],
             shard["size"],
             shard["fingerprint"],
-            tuple(
-                TensorSpec(
-                    name, dtype, tuple(shape), shard["name"], offset, nbytes, tuple(strides[0]) if strides else None
-                )
-                for name, dtype, shape, offset, nbytes, *strides in shard["tensors"]
-            ),
+            tuple(_tensor_of(shard["name"], tensor) for tensor in shard["tensors"]),
             shard["staged"],
             shard.get("header_first", True),
         )

@@ -38,10 +38,32 @@ QUEUED_BATCHES = 4
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A layer file that is being filled: what goes where in it, and the file."""
+    """A layer file that is being filled: what goes where in it, the file, and its scratch file if it has one."""
 
     layout: LayerLayout
     file: durable.GrowingFile
+    scratch: durable.GrowingFile | None = None
+
+    def write(self, part: str, begin: int, data: memoryview, *, aligned: bool = False) -> None:
+        """Write a run of a stored part, `begin` bytes into it, to where that part has its place."""
+        at = self.layout.scratch_places.get(part)
+        if at is None:
+            self.file.write_at(data, self.layout.places[part] + begin, aligned=aligned)
+        else:
+            assert self.scratch is not None
+            self.scratch.write_at(data, at + begin, aligned=aligned)
+
+    def sync(self) -> None:
+        """Return once everything that was written would survive a power cut."""
+        self.file.sync()
+        if self.scratch is not None:
+            self.scratch.sync()
+
+    def close(self) -> None:
+        """Close the files; does not sync."""
+        self.file.close()
+        if self.scratch is not None:
+            self.scratch.close()
 
 
 class Mover:
@@ -74,10 +96,16 @@ class Mover:
 
     def _sync(self, target: Target) -> None:
         with self._profiler.stage(target.layout.layer.id, SYNC):
-            target.file.sync()
+            target.sync()
 
     def from_file(
-        self, path: Path, targets: Mapping[str, Target], work: Iterable[Move], arrived: Callable[[int], object]
+        self,
+        path: Path,
+        targets: Mapping[str, Target],
+        work: Iterable[Move],
+        arrived: Callable[[int], object],
+        *,
+        quietly: bool = False,
     ) -> None:
         """Carry out `work`, in the shard's own order, from a shard that is a file, or is becoming one.
 
@@ -86,6 +114,7 @@ class Mover:
             targets: layer -> its file.
             work: what to do.
             arrived: waits until the file has its first so many bytes; may raise to stop.
+            quietly: tell nobody of the bytes, which are not the source's.
 
         Raises:
             CorruptShardError: the file cannot be read, or is shorter than its header said.
@@ -100,7 +129,7 @@ class Mover:
                     while len(running) >= QUEUED_BATCHES * self._threads:
                         wait(running, return_when=FIRST_COMPLETED)
                         running = _still_running(running)
-                    running.append(self._pool.submit(self._run_from_file, source, targets, batch))
+                    running.append(self._pool.submit(self._run_from_file, source, targets, batch, quietly))
                 self._finish(running)
             finally:
                 wait(running)
@@ -155,14 +184,17 @@ class Mover:
         for future in done:
             future.result()
 
-    def _run_from_file(self, source: PositionalFile, targets: Mapping[str, Target], batch: list[Move]) -> None:
+    def _run_from_file(
+        self, source: PositionalFile, targets: Mapping[str, Target], batch: list[Move], quietly: bool
+    ) -> None:
         self._watch()
         for move in batch:
             buffer = self._own_buffer()[: move.nbytes]
             with self._profiler.stage(move.layer, READ, move.nbytes):
                 self._read(source, buffer, move)
             self._write(targets[move.layer], move, buffer, aligned=True)
-        tell(BytesDone(source.path.name, sum(move.nbytes for move in batch)))
+        if not quietly:
+            tell(BytesDone(source.path.name, sum(move.nbytes for move in batch)))
 
     def _read(self, source: PositionalFile, buffer: memoryview, move: Move) -> None:
         spec = move.form.source
@@ -170,7 +202,7 @@ class Mover:
             if spec.strides is None:
                 got = source.read_into(buffer, move.offset)
             else:
-                place = Strided(spec.offset, DTYPES[spec.dtype].bits // 8, spec.shape, spec.strides)
+                place = Strided(spec.offset, DTYPES[spec.dtype].bits // 8, spec.sizes, spec.strides)
                 with self._strided:
                     got = read_row_major(source, place, move.begin, buffer)
         except OSError as error:
@@ -226,7 +258,7 @@ class Mover:
         self, target: Target, form: StoredForm, part: int, begin: int, data: memoryview, *, aligned: bool = False
     ) -> None:
         """Write a run of a stored part, `begin` bytes into it, and note its sum."""
-        target.file.write_at(data, target.layout.places[form.parts[part].name] + begin, aligned=aligned)
+        target.write(form.parts[part].name, begin, data, aligned=aligned)
         self._sums[form.source.name][part].append(_Piece(begin, len(data), zlib.crc32(data)))
 
     def _own_buffer(self) -> memoryview:

@@ -17,6 +17,7 @@ from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec
 from rabbitllm.layers.compression import BLOCKS, StoredForm, stored_form
 from rabbitllm.layers.layer_file import LayerLayout, lay_out
+from rabbitllm.layers.pieces import join
 from rabbitllm.splitter.gaps import can_be_kept
 from rabbitllm.splitter.layer_map import LayerMap, build_layer_map
 
@@ -80,6 +81,12 @@ class SplitPlan:
         return sum(layout.size for layout in self.layouts.values())
 
     @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """Of the model: those that are cut into pieces once, as a whole."""
+        found = (tensor.whole for shard in self.shards for tensor in shard.tensors)
+        return tuple({tensor.name: tensor for tensor in found}.values())
+
+    @property
     def source_bytes(self) -> int:
         """Of all shards."""
         return sum(shard.size for shard in self.shards)
@@ -131,10 +138,21 @@ def make_plan(
     specs = {tensor.name: tensor for shard in shards for tensor in shard.tensors}
     layer_map = build_layer_map(weight_map, assigned)
     layouts = {
-        layer: lay_out(name, (stored_form(specs[tensor], compression) for tensor in layer_map.layer_to_tensors[layer]))
+        layer: _layout(name, [specs[tensor] for tensor in layer_map.layer_to_tensors[layer]], compression)
         for layer, name in layer_map.layers.items()
     }
     return SplitPlan(source, compression, shards, layer_map, layouts)
+
+
+def _layout(name: LayerName, specs: Iterable[TensorSpec], compression: str | None) -> LayerLayout:
+    whole: list[StoredForm] = []
+    cut: dict[str, list[TensorSpec]] = {}
+    for spec in specs:
+        if spec.piece is None:
+            whole.append(stored_form(spec, compression))
+        else:
+            cut.setdefault(spec.piece.of, []).append(spec)
+    return lay_out(name, whole, [join(pieces, compression) for pieces in cut.values()])
 
 
 class Arrival(enum.Enum):
@@ -182,18 +200,38 @@ def disk_use(
     written = small_files
     freed = created = added = 0
     seen: set[str] = set()
+    processed: set[str] = set()
     waiting = [shard for shard in plan.shards if shard.name not in used]
     following = dict(zip((shard.name for shard in waiting), [*waiting[1:], None], strict=False))
     for shard in plan.shards:
         written += _bytes_from(plan, shard, seen)
+        most, written = _joining(plan, shard, processed, written)
+        processed.add(shard.name)
         if shard.name in used:
             continue
         there = _staged_bytes(shard, following[shard.name], arrival)
-        created = max(created, written + there)
-        added = max(added, written + there - freed - in_use)
+        created = max(created, most + there)
+        added = max(added, most + there - freed - in_use)
         if deletes_shards and not shard.staged:
             freed += shard.size
     return DiskUse(max(created, written), added)
+
+
+def _joining(plan: SplitPlan, shard: PlannedShard, processed: set[str], written: int) -> tuple[int, int]:
+    """The most that is written at a time while the layers that this shard completes are joined, and what is then."""
+    most = written
+    for layer in plan.layer_map.completed_by(shard.name, processed):
+        layout = plan.layouts[layer]
+        if layout.scratch_bytes:
+            written += layout.joined_bytes
+            most = max(most, written)
+            written -= layout.scratch_bytes + _scratch_slack(layout)
+    return most, written
+
+
+def _scratch_slack(layout: LayerLayout) -> int:
+    """Of blocks that are begun: where pieces end in the scratch file, and around what the layer file lacks as yet."""
+    return 3 * BLOCK_BYTES * (len(layout.joins) + 1) if layout.scratch_bytes else 0
 
 
 def _staged_bytes(shard: PlannedShard, following: PlannedShard | None, arrival: Arrival) -> int:
@@ -223,7 +261,7 @@ def _bytes_from(plan: SplitPlan, shard: PlannedShard, seen: set[str]) -> int:
         layout = plan.layouts[layer]
         if layer not in seen:
             seen.add(layer)
-            total += layout.header_bytes + BLOCK_BYTES
+            total += layout.header_bytes + BLOCK_BYTES + _scratch_slack(layout)
         total += layout.shard_bytes[shard.name]
     return total
 
@@ -272,13 +310,17 @@ def moves(plan: SplitPlan, shard: str, layers: Iterable[str]) -> Iterator[Move]:
     one empty run, so that its constants are written all the same.
     """
     wanted = set(layers)
-    forms = [
+    return moves_of(
         (layer, form)
         for layer in plan.layer_map.shard_to_layers.get(shard, ())
         if layer in wanted
         for form in plan.layouts[layer].forms
         if form.source.file == shard
-    ]
+    )
+
+
+def moves_of(forms: Iterable[tuple[str, StoredForm]]) -> Iterator[Move]:
+    """The runs of some tensors of one file, each given with its layer; see `moves`."""
     for layer, form in sorted(forms, key=lambda item: item[1].source.offset):
         spec = form.source
         if form.scheme is None:  # plain bytes: elements do not matter, and may be smaller than a byte

@@ -2,8 +2,10 @@
 
 The order of steps for one shard is what makes a crash harmless:
 
-1. its bytes are written into unfinished layer files (`.part`), at places fixed by the plan;
-2. every file it touched is fsynced; those that now have all their tensors get their final name;
+1. its bytes are written into unfinished layer files (`.part`), at places fixed by the plan; or into a scratch file
+   beside one, if they are a piece of a tensor that has to wait for its other pieces;
+2. every file it touched is fsynced; those that now have all their tensors get their final name; where some of them lie
+   in pieces, these are joined first, one layer after the other, and the scratch file goes when the name is durable;
 3. the folder is fsynced, then the journal says that the shard is used up, and is fsynced;
 4. only then is the shard released.
 
@@ -25,8 +27,8 @@ from rabbitllm.checkpoints.checkpoint import Checkpoint, Disposal, Release
 from rabbitllm.errors import CorruptShardError
 from rabbitllm.formats.safetensors_file import LENGTH_BYTES, Header, header_length, parse_header
 from rabbitllm.formats.shard_header import parse_torch_header, read_shard_header
-from rabbitllm.layers.compression import StoredForm
-from rabbitllm.layers.layer_file import DONE_SUFFIX, LayerLayout
+from rabbitllm.layers.compression import StoredForm, constants
+from rabbitllm.layers.layer_file import DONE_SUFFIX, SCRATCH_SUFFIX, LayerLayout
 from rabbitllm.options import SplitOptions
 from rabbitllm.profiler import FETCH, SHARD_WAIT, Profiler
 from rabbitllm.progress import LayerDone, ShardDone, ShardStarted, SplitStarted, tell
@@ -34,7 +36,7 @@ from rabbitllm.splitter import journal
 from rabbitllm.splitter.arrivals import Arrivals, Arriving, StartedOverError
 from rabbitllm.splitter.gaps import Gaps
 from rabbitllm.splitter.mover import ByteStream, Mover, Target
-from rabbitllm.splitter.plan import Arrival, DiskUse, PlannedShard, SplitPlan, moves
+from rabbitllm.splitter.plan import Arrival, DiskUse, PlannedShard, SplitPlan, moves, moves_of
 from rabbitllm.splitter.watch import disk_bytes
 
 logger = logging.getLogger(__name__)
@@ -127,6 +129,7 @@ class ShardLoop:
             if not self._is_final(layout):
                 logger.warning("Layer %s was left over by an earlier run and is finished now.", layer)
                 self._finish_layer(layout)
+            self._drop_scratch(layout)
         markers = [self._path(layout, DONE_SUFFIX) for layout in self.plan.layouts.values()]
         unmarked = [marker for marker in markers if not marker.exists()]
         for marker in unmarked:
@@ -155,20 +158,53 @@ class ShardLoop:
                 self._move_stream(shard, targets)
             else:
                 self._move_file(shard, arriving, targets, layers)
-            completed = [
-                targets[layer] for layer in self.plan.layer_map.completed_by(shard.name, self.used) if layer in targets
-            ]
-            for target in completed:
-                target.file.write_at(memoryview(target.layout.header), 0)
+            completed = [layer for layer in self.plan.layer_map.completed_by(shard.name, self.used) if layer in targets]
+            in_pieces = [layer for layer in completed if targets[layer].scratch is not None]
+            whole = [layer for layer in completed if layer not in in_pieces]
+            for layer in whole:
+                self._write_fixed(targets[layer])
             self._mover.sync(targets.values())
+            for layer in [*targets]:
+                if layer not in in_pieces:
+                    targets.pop(layer).close()
+            self._name_layers([self.plan.layouts[layer] for layer in whole])
+            sums = self._mover.checksums(self._forms_of(shard, layers))
+            for layer in in_pieces:
+                layout = self.plan.layouts[layer]
+                self._join(targets[layer])
+                targets.pop(layer).close()
+                self._name_layers([layout])
+                self._drop_scratch(layout)
+                sums |= self._mover.checksums(layout.joins)
         finally:
             for target in targets.values():
-                target.file.close()
-        self._name_layers([target.layout for target in completed])
-        sums = self._mover.checksums(self._forms_of(shard, layers))
+                target.close()
         self._journal.mark_used(shard.name, sums)
         self.checksums |= sums
         self.used.add(shard.name)
+
+    def _write_fixed(self, target: Target) -> None:
+        """What of a layer file comes from no shard: its header, and constants of tensors that came in pieces."""
+        target.file.write_at(memoryview(target.layout.header), 0)
+        for form in target.layout.fixed:
+            for part, content in constants(form).items():
+                target.write(part, 0, memoryview(content))
+
+    def _join(self, target: Target) -> None:
+        """Put the pieces in a synced scratch file to their places in the layer file, which is whole and synced then."""
+        layout = target.layout
+        work = moves_of((layout.layer.id, form) for form in layout.joins)
+        self._mover.from_file(
+            self._path(layout, SCRATCH_SUFFIX), {layout.layer.id: target}, work, lambda end: None, quietly=True
+        )
+        self._write_fixed(target)
+        self._mover.sync([target])
+
+    def _drop_scratch(self, layout: LayerLayout) -> None:
+        """Remove the scratch file of a layer that has its final name, durably; an earlier run may have left it."""
+        if layout.scratch_bytes and self._path(layout, SCRATCH_SUFFIX).exists():
+            durable.remove(self._path(layout, SCRATCH_SUFFIX))
+            durable.sync_folder(self.work.folder)
 
     def _forms_of(self, shard: PlannedShard, layers: list[str]) -> list[StoredForm]:
         forms = (form for layer in layers for form in self.plan.layouts[layer].forms)
@@ -177,8 +213,18 @@ class ShardLoop:
     def _open(self, targets: dict[str, Target], layers: list[str]) -> None:
         for layer in layers:
             layout = self.plan.layouts[layer]
-            part = self._path(layout, durable.PART_SUFFIX)
-            targets[layer] = Target(layout, durable.GrowingFile(part, layout.size, write_back=True))
+            targets[layer] = self._target(layout)
+
+    def _target(self, layout: LayerLayout) -> Target:
+        file = durable.GrowingFile(self._path(layout, durable.PART_SUFFIX), layout.size, write_back=True)
+        if not layout.scratch_bytes:
+            return Target(layout, file)
+        try:
+            scratch = durable.GrowingFile(self._path(layout, SCRATCH_SUFFIX), layout.scratch_bytes, write_back=True)
+        except BaseException:
+            file.close()
+            raise
+        return Target(layout, file, scratch)
 
     def _move_file(
         self, shard: PlannedShard, arriving: Arriving, targets: dict[str, Target], layers: list[str]
@@ -237,7 +283,8 @@ class ShardLoop:
 
         The plan's header came over the network without a digest, or from a file that somebody may have changed since.
         """
-        found = {tensor.name: tensor for tensor in header.tensors}
+        taken = self.work.checkpoint.taken_from(shard.name, header)
+        found = {tensor.name: tensor for tensor in taken.tensors}
         other = [tensor.name for tensor in shard.tensors if found.get(tensor.name) != tensor]
         if other:
             raise CorruptShardError(
@@ -267,12 +314,17 @@ class ShardLoop:
     def _finish_layer(self, layout: LayerLayout) -> None:
         part = self._path(layout, durable.PART_SUFFIX)
         if part.exists():
-            file = durable.GrowingFile(part, layout.size)
+            joined = not self._path(layout, SCRATCH_SUFFIX).exists()  # it goes when all of it is in the layer file
+            target = Target(layout, durable.GrowingFile(part, layout.size)) if joined else self._target(layout)
             try:
-                file.write_at(memoryview(layout.header), 0)
-                file.sync()
+                if layout.scratch_bytes and not joined:
+                    self._join(target)
+                    self._mover.forget(layout.joins)  # the journal is closed to them; the file is summed as a whole
+                else:
+                    self._write_fixed(target)
+                    target.sync()
             finally:
-                file.close()
+                target.close()
         self._name_layers([layout])
 
     def _name_layers(self, layouts: list[LayerLayout]) -> None:

@@ -21,7 +21,8 @@ from rabbitllm.checkpoints.naming import LayerNaming, assign_layers
 from rabbitllm.checkpoints.side_by_side import side_by_side
 from rabbitllm.errors import IncompleteSplitError, MissingShardError, SplitMismatchError
 from rabbitllm.formats.crc32 import combine_all, crc32_of_file
-from rabbitllm.layers.layer_file import DONE_SUFFIX, LayerLayout
+from rabbitllm.layers.compression import constants
+from rabbitllm.layers.layer_file import DONE_SUFFIX, SCRATCH_SUFFIX, LayerLayout
 from rabbitllm.layers.layer_store import (
     JOURNAL_NAME,
     MANIFEST_NAME,
@@ -271,7 +272,10 @@ def _require_begun_layers(folder: Path, earlier: journal.Replay) -> None:
     for layer, layout in earlier.plan.layouts.items():
         begun = earlier.plan.layer_map.layer_to_shards[layer] & earlier.used
         file = folder / layout.file_name
-        if begun and not file.exists() and not file.with_name(file.name + durable.PART_SUFFIX).exists():
+        unfinished = [file.with_name(file.name + durable.PART_SUFFIX)]
+        if layout.scratch_bytes:
+            unfinished.append(folder / layout.scratch_name)
+        if begun and not file.exists() and not all(path.exists() for path in unfinished):
             raise IncompleteSplitError(
                 f"{file} is gone, finished or not; it held tensors of {', '.join(sorted(begun, key=natural_key))}, "
                 "which earlier runs used up.",
@@ -294,12 +298,15 @@ def _warn_of_big_layers(plan: SplitPlan) -> None:
 
 def _copy_sidecars(request: Request) -> None:
     """Config, tokenizer and the like, so that the folder loads alone once the original is gone."""
+    derived = request.checkpoint.derived()
     for name, path in request.checkpoint.sidecars().items():
-        if name in (MANIFEST_NAME, JOURNAL_NAME):
+        if name in (MANIFEST_NAME, JOURNAL_NAME) or name in derived:
             continue
         target = request.folder / name
         durable.make_folder(target.parent)
         durable.write_whole(target, path.read_bytes())
+    for name, content in derived.items():
+        durable.write_whole(request.folder / name, content)
 
 
 def _clear_stale(folder: Path, plan: SplitPlan) -> None:
@@ -308,7 +315,7 @@ def _clear_stale(folder: Path, plan: SplitPlan) -> None:
     Every shard is there at this point, so nothing in them is the only copy.
     """
     for layout in plan.layouts.values():
-        for suffix in (DONE_SUFFIX, "", durable.PART_SUFFIX):
+        for suffix in (DONE_SUFFIX, "", durable.PART_SUFFIX, SCRATCH_SUFFIX):
             stale = folder / (layout.file_name + suffix)
             if stale.exists():
                 durable.remove(stale)
@@ -332,7 +339,7 @@ def _finish(request: Request, plan: SplitPlan, quantiser: str | None, checksums:
                 layout.layer.stem,
                 layout.file_name,
                 layout.size,
-                plan.layer_map.layer_to_tensors[layer],
+                layout.tensors,
                 _checksum(layout, checksums, request.folder),
                 tuple(sorted(plan.layer_map.layer_to_shards[layer], key=natural_key)),
             )
@@ -347,12 +354,15 @@ def _finish(request: Request, plan: SplitPlan, quantiser: str | None, checksums:
 def _checksum(layout: LayerLayout, checksums: Mapping[str, tuple[int, ...]], folder: Path) -> int:
     """The CRC-32 of a layer file, from what was summed as it was written."""
     parts: dict[int, tuple[int, int]] = {}
-    for form in layout.forms:
+    for form in (*layout.forms, *layout.joins):
         if form.source.name not in checksums:  # a crash came between the file's name and the journal's line
             return crc32_of_file(folder / layout.file_name)
         for part, crc in zip(form.parts, checksums[form.source.name], strict=True):
-            if part.nbytes:
+            if part.nbytes and part.name in layout.places:  # else it was in the scratch file
                 parts[layout.places[part.name]] = (crc, part.nbytes)
+    for form in layout.fixed:
+        for name, content in constants(form).items():
+            parts[layout.places[name]] = (zlib.crc32(content), len(content))
     pieces = [(zlib.crc32(layout.header), len(layout.header)), *(parts[at] for at in sorted(parts))]
     return combine_all(pieces)
 

@@ -17,6 +17,7 @@ from rabbitllm.checkpoints.index import (
     entry_of,
     index_of,
     is_index,
+    is_meta,
     natural_key,
     read_index,
 )
@@ -141,8 +142,15 @@ def test_several_files_of_torch() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_meta_s_own_format(ranks: int) -> None:
     names = [f"consolidated.{rank:02}.pth" for rank in range(ranks)]
-    with pytest.raises(CheckpointNotFoundError, match=r"consolidated\.00\.pth.* and params\.json: weights in Meta's"):
-        entry_of([*names, "params.json", "tokenizer.model"], "here")
+    entry = entry_of([*names, "params.json", "tokenizer.model"], "here")
+    assert is_meta(entry)
+    assert not is_index(entry)
+
+
+def test_meta_s_own_format_without_its_parameters() -> None:
+    with pytest.raises(CheckpointNotFoundError, match=r"Meta's own format, without their params\.json") as refused:
+        entry_of(["consolidated.00.pth", "consolidated.01.pth"], "here")
+    assert "published with them" in refused.value.remedy
 
 
 @pytest.mark.parametrize("name", ["..pt", ".pt", "-x.pt", "a b.bin", "adapter_model.bin", "model.safetensors.bin/x.pt"])

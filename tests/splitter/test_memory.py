@@ -12,6 +12,7 @@ import torch
 
 from rabbitllm.formats.safetensors_file import Placed, encode_header
 from tests.attacks import legacy_torch_files
+from tests.support.meta_files import tiny_llama, write_meta
 from tests.support.torch_files import Member, archive, pickled, storage, tensor, write_with_hole
 
 MOST = 200_000_000
@@ -120,3 +121,15 @@ def test_memory_for_a_tensor_of_2_5_gb(tmp_path: Path, compression: str | None) 
     assert over_idle(source, tmp_path / "out", compression) < MOST
     for path in (tmp_path / "out").rglob("*.safetensors"):
         path.unlink()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("compression", [None, "8bit"])
+def test_memory_for_pieces_of_a_tensor_larger_than_the_bound(tmp_path: Path, compression: str | None) -> None:
+    """Cut along the columns, so that the whole is read from a scratch file at strides."""
+    model = tiny_llama(hidden=1024, intermediate=1024, layers=1, vocabulary=200_000)
+    source = write_meta(tmp_path / "model", model, 2, 1, ffn_dim_multiplier=0.25)
+    del model
+    assert 2 * MOST < 200_000 * 1024 * 2
+    assert over_idle(source, tmp_path / "out", compression) < MOST

@@ -1,0 +1,348 @@
+"""The weights of Llama as Meta publishes them, in transformers' words: names, shapes, places, and the config.
+
+Format: `consolidated.NN.pth`, one file for each of the processes that the model was trained to run on ("ranks"), with
+the same names in each (https://github.com/meta-llama/llama, llama/model.py). A matrix is cut along its output, the
+attention's and the feed-forward's last ones along their input, the embedding along either; norms are in every rank.
+
+Meta turns neighbouring elements of a head by one angle (https://arxiv.org/abs/2104.09864, as complex numbers),
+transformers an element of the first half and one of the second. So the rows of each head of Q and K go elsewhere:
+row `2 i + j` becomes row `j * half + i`. That is a view of the same bytes at other strides, and costs no copy.
+
+Pure: opens nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rabbitllm.checkpoints.index import CheckpointIndex, index_of
+from rabbitllm.checkpoints.meta_params import MetaParams
+from rabbitllm.errors import InvalidIndexError, MissingShardError, UnreadableFormatError
+from rabbitllm.formats.safetensors_file import Header
+from rabbitllm.formats.tensor_spec import DTYPES, Piece, TensorSpec
+
+_LAYER = re.compile(r"layers\.(0|[1-9]\d{0,5})\.(.+)\.weight")
+_IN_LAYER: Mapping[str, tuple[str, int | None]] = {
+    "attention.wq": ("self_attn.q_proj", 0),
+    "attention.wk": ("self_attn.k_proj", 0),
+    "attention.wv": ("self_attn.v_proj", 0),
+    "attention.wo": ("self_attn.o_proj", 1),
+    "feed_forward.w1": ("mlp.gate_proj", 0),
+    "feed_forward.w2": ("mlp.down_proj", 1),
+    "feed_forward.w3": ("mlp.up_proj", 0),
+    "attention_norm": ("input_layernorm", None),
+    "ffn_norm": ("post_attention_layernorm", None),
+}
+"""Meta's module -> transformers', and the dimension along which ranks cut it; None where each has all of it."""
+_EMBEDDING, _HEAD, _NORM = "tok_embeddings.weight", "output.weight", "norm.weight"
+_LEFT_OUT = {"rope.freqs"}
+"""Follows from the parameters."""
+_FLOATING = ("F32", "F16", "BF16")
+PIECE_MARK = "#"
+"""Between the name of a tensor and the number of the rank that a piece of it comes from."""
+LLAMA_3_VOCABULARY = 128_000
+"""That of Llama 3 is larger, those of Llama 1 and 2 (and of Code Llama) are smaller."""
+_OTHER = "Put together the files that were published together: params.json, and every consolidated.NN.pth."
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """What only the tensors say of a model.
+
+    Attributes:
+        vocab_size, intermediate: rows of the whole embedding, and of a whole feed-forward matrix.
+        embedding_dim: along which dimension ranks cut the embedding.
+        dtype: of the embedding, a key of `DTYPES`.
+        tied: whether there is no output head, or it is the embedding itself.
+    """
+
+    vocab_size: int
+    intermediate: int
+    embedding_dim: int
+    dtype: str
+    tied: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What the tokenizer says of a model.
+
+    Attributes:
+        llama_3: whether it is of Llama 3's kind.
+        size: ids, special tokens included.
+        bos: the id that a text begins with.
+        stops: ids that end a text.
+    """
+
+    llama_3: bool
+    size: int
+    bos: int
+    stops: tuple[int, ...]
+
+
+def shapes_of(header: Header, params: MetaParams, ranks: int, file: str) -> Shapes:
+    """Read off one rank's tensors what params.json leaves open, and compare what it does not.
+
+    Raises:
+        InvalidIndexError, MissingShardError, UnreadableFormatError: as `translated`.
+    """
+    found = {tensor.name: tensor for tensor in header.tensors}
+    _check_ranks(found, params, ranks, file)
+    embedding = _required(found, _EMBEDDING, file)
+    gate = _required(found, "layers.0.feed_forward.w1.weight", file)
+    if len(embedding.shape) != 2 or embedding.shape[1] * ranks not in (params.dim, params.dim * ranks):
+        one = f"(any, {params.dim})"
+        raise _contradiction(embedding, file, one if ranks == 1 else f"{one} or (any, {params.dim // ranks})")
+    by_rows = embedding.shape[1] == params.dim
+    vocab_size = embedding.shape[0] * (ranks if by_rows else 1)
+    if params.vocab_size is not None and params.vocab_size != vocab_size:
+        raise InvalidIndexError(
+            f"{file} has {_EMBEDDING!r} of shape {embedding.shape}, a vocabulary of {vocab_size:,} over {ranks} ranks; "
+            f"params.json says {params.vocab_size:,}.",
+            _OTHER,
+        )
+    intermediate = gate.shape[0] * ranks if gate.shape else 0
+    if params.intermediate is not None and params.intermediate != intermediate:
+        raise InvalidIndexError(
+            f"{file} has {gate.name!r} of shape {gate.shape}, feed-forward layers of {intermediate:,} rows over "
+            f"{ranks} ranks; multiple_of and ffn_dim_multiplier in params.json say {params.intermediate:,}.",
+            _OTHER,
+        )
+    head = found.get(_HEAD)
+    place = embedding.offset, embedding.strides, embedding.shape, embedding.dtype
+    tied = head is None or (head.offset, head.strides, head.shape, head.dtype) == place
+    return Shapes(vocab_size, intermediate, 0 if by_rows else 1, embedding.dtype, tied)
+
+
+def _check_ranks(found: Mapping[str, TensorSpec], params: MetaParams, ranks: int, file: str) -> None:
+    """Refuse ranks that are too few or too many, before every shape looks wrong for that reason."""
+    query = _required(found, "layers.0.attention.wq.weight", file)
+    if len(query.shape) != 2 or query.shape[1] != params.dim:
+        raise _contradiction(query, file, f"({params.dim // ranks}, {params.dim})")
+    rows = query.shape[0]
+    real = params.dim // rows if rows and params.dim % rows == 0 else 0
+    if real > ranks:
+        missing = ", ".join(f"consolidated.{number:02}.pth" for number in range(ranks, real))
+        raise MissingShardError(
+            f"{file} is one of {real} ranks by the shape of {query.name!r}, {query.shape}; found {ranks}: {missing} "
+            "missing.",
+            "Put them beside the others. Nothing was touched.",
+        )
+    if real and real < ranks:
+        raise InvalidIndexError(
+            f"{file} is one of {real} ranks by the shape of {query.name!r}, {query.shape}; found {ranks}.", _OTHER
+        )
+    if params.n_kv_heads % ranks or params.n_heads % ranks:
+        raise UnreadableFormatError(
+            f"{file} is one of {ranks} ranks, among which {params.n_heads} heads and {params.n_kv_heads} key and value "
+            "heads cannot be shared out whole.",
+            "Give the same model in transformers' format, or Meta's files for fewer ranks.",
+        )
+
+
+def _required(found: Mapping[str, TensorSpec], name: str, file: str) -> TensorSpec:
+    if name not in found:
+        raise InvalidIndexError(f"{file} has no tensor {name!r}; expected those of a Llama in Meta's format.", _OTHER)
+    return found[name]
+
+
+def translated(header: Header, params: MetaParams, rank: int, ranks: int, file: str) -> Header:
+    """What a split takes of one rank: tensors under transformers' names, cut ones as pieces, Q and K at strides.
+
+    Args:
+        header: of the rank's file.
+        params: of the model.
+        rank: the file's number, from 0.
+        ranks: how many there are.
+        file: its name, for messages.
+
+    Raises:
+        InvalidIndexError: a tensor is missing, or has another shape than params.json says.
+        MissingShardError: by their shapes there are more ranks.
+        UnreadableFormatError: a tensor is none of a dense Llama's, or is no floating one.
+    """
+    shapes = shapes_of(header, params, ranks, file)
+    expected = _expected_shapes(params, shapes, ranks)
+    found = {tensor.name: tensor for tensor in header.tensors if tensor.name not in _LEFT_OUT}
+    for name, tensor in found.items():
+        if name not in expected:
+            raise UnreadableFormatError(
+                f"{file} has a tensor {name!r}, which a Llama of {params.n_layers} layers has not; in Meta's own "
+                "format the dense text models Llama 1 to 3 are read.",
+                "Give the same model in transformers' format, from the hub.",
+            )
+        if tensor.dtype not in _FLOATING:
+            raise UnreadableFormatError(
+                f"{file} has {name!r} in {tensor.dtype}: weights that are quantised already; expected one of "
+                f"{', '.join(_FLOATING)}.",
+                "Name the model's unquantised checkpoint; compression='4bit' or '8bit' makes it small.",
+            )
+        if tensor.shape != expected[name][1]:
+            raise _contradiction(tensor, file, str(expected[name][1]))
+    for name in expected:
+        if name != _HEAD or not shapes.tied:
+            _required(found, name, file)
+    taken = []
+    for name, tensor in found.items():
+        own, _, dim = expected[name]
+        if (name == _HEAD and shapes.tied) or (dim is None and rank > 0):
+            continue
+        own_heads = {"attention.wq": params.n_heads, "attention.wk": params.n_kv_heads}.get(_module(name))
+        turned = tensor if own_heads is None else _halves_first(tensor, own_heads // ranks)
+        taken.append(_as_piece(turned, own, dim, rank, ranks))
+    return dataclasses.replace(header, tensors=tuple(taken))
+
+
+def _module(name: str) -> str:
+    match = _LAYER.fullmatch(name)
+    return match[2] if match else name
+
+
+def _expected_shapes(
+    params: MetaParams, shapes: Shapes, ranks: int
+) -> dict[str, tuple[str, tuple[int, ...], int | None]]:
+    """Meta's name -> transformers', the shape in one rank, and the dimension along which ranks cut it."""
+    dim, rows = params.dim, shapes.intermediate // ranks
+    queries, keys = dim // ranks, params.n_kv_heads * params.head_dim // ranks
+    in_layer = {
+        "attention.wq": (queries, dim),
+        "attention.wk": (keys, dim),
+        "attention.wv": (keys, dim),
+        "attention.wo": (dim, queries),
+        "feed_forward.w1": (rows, dim),
+        "feed_forward.w2": (dim, rows),
+        "feed_forward.w3": (rows, dim),
+    }
+    whole = shapes.vocab_size, dim
+    embedding = tuple(size // ranks if at == shapes.embedding_dim else size for at, size in enumerate(whole))
+    expected: dict[str, tuple[str, tuple[int, ...], int | None]] = {
+        _EMBEDDING: ("model.embed_tokens.weight", embedding, shapes.embedding_dim),
+        _NORM: ("model.norm.weight", (dim,), None),
+        _HEAD: ("lm_head.weight", (shapes.vocab_size // ranks, dim), 0),
+    }
+    for layer in range(params.n_layers):
+        for module, (own, cut) in _IN_LAYER.items():
+            name = f"layers.{layer}.{module}.weight"
+            expected[name] = f"model.layers.{layer}.{own}.weight", in_layer.get(module, (dim,)), cut
+    return expected
+
+
+def _halves_first(tensor: TensorSpec, heads: int) -> TensorSpec:
+    """The same bytes with the even rows of each head before its odd ones."""
+    rows, columns = tensor.shape
+    row, column = tensor.strides or (columns, 1)
+    half = rows // heads // 2
+    view, strides = (heads, 2, half, columns), (2 * half * row, row, 2 * row, column)
+    return dataclasses.replace(tensor, strides=strides, view=view)
+
+
+def _as_piece(tensor: TensorSpec, name: str, dim: int | None, rank: int, ranks: int) -> TensorSpec:
+    if dim is None or ranks == 1:
+        return dataclasses.replace(tensor, name=name)
+    shape = tuple(size * ranks if at == dim else size for at, size in enumerate(tensor.shape))
+    piece = Piece(name, shape, dim, rank * tensor.shape[dim])
+    return dataclasses.replace(tensor, name=f"{name}{PIECE_MARK}{rank}", piece=piece)
+
+
+def _contradiction(tensor: TensorSpec, file: str, expected: str) -> InvalidIndexError:
+    return InvalidIndexError(
+        f"{file} has {tensor.name!r} of shape {tensor.shape}; params.json says {expected}.", _OTHER
+    )
+
+
+def index_from(header: Header, params: MetaParams, ranks: tuple[str, ...], file: str) -> CheckpointIndex:
+    """Which rank each tensor, or piece of one, is in; from any one rank, since all have the same names.
+
+    Raises:
+        CheckpointError: as `translated`.
+    """
+    weight_map = {}
+    for rank, name in enumerate(ranks):
+        for tensor in translated(header, params, rank, len(ranks), file).tensors:
+            weight_map[tensor.name] = name
+    return index_of(weight_map)
+
+
+def config_of(params: MetaParams, shapes: Shapes, vocabulary: Vocabulary | None) -> dict[str, Any]:
+    """The config.json of the same model for transformers.
+
+    The rotary base is params.json's; where it says none, 10,000 (Llama 1 and 2), or 500,000 (Llama 3). Where the
+    frequencies are scaled and nothing says by how much, it is by 8, and by 32 in the two small models of Llama 3.2, up
+    to 3,072 wide: the values in the configs that Meta publishes at https://huggingface.co/meta-llama.
+    """
+    llama_3 = is_llama_3(params, shapes, vocabulary)
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": shapes.vocab_size,
+        "hidden_size": params.dim,
+        "intermediate_size": shapes.intermediate,
+        "num_hidden_layers": params.n_layers,
+        "num_attention_heads": params.n_heads,
+        "num_key_value_heads": params.n_kv_heads,
+        "head_dim": params.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rms_norm_eps": params.norm_eps,
+        "max_position_embeddings": context_length(params, shapes, vocabulary),
+        "rope_theta": params.rope_theta or (500_000.0 if llama_3 else 10_000.0),
+        "tie_word_embeddings": shapes.tied,
+        "dtype": DTYPES[shapes.dtype].torch_name,
+        **token_ids(llama_3, shapes, vocabulary),
+    }
+    if params.scaled_rope:
+        config["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": params.rope_factor or (32.0 if params.dim <= 3072 else 8.0),
+            "low_freq_factor": 1.0,
+            "high_freq_factor": params.rope_high_freq or 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+    return config
+
+
+def is_llama_3(params: MetaParams, shapes: Shapes, vocabulary: Vocabulary | None) -> bool:
+    """Which generation it is, by its tokenizer, or else by the size of its vocabulary."""
+    if vocabulary is not None:
+        return vocabulary.llama_3
+    return params.scaled_rope or shapes.vocab_size >= LLAMA_3_VOCABULARY
+
+
+def token_ids(llama_3: bool, shapes: Shapes, vocabulary: Vocabulary | None) -> dict[str, Any]:
+    """The ids that begin and end a text; without a tokenizer, those of the published ones."""
+    if vocabulary is not None:
+        stops = list(vocabulary.stops)
+        return {"bos_token_id": vocabulary.bos, "eos_token_id": stops if len(stops) > 1 else stops[0]}
+    if llama_3 and shapes.vocab_size > LLAMA_3_VOCABULARY:
+        return {"bos_token_id": LLAMA_3_VOCABULARY, "eos_token_id": LLAMA_3_VOCABULARY + 1}
+    return {"bos_token_id": 1, "eos_token_id": 2}
+
+
+def context_length(params: MetaParams, shapes: Shapes, vocabulary: Vocabulary | None) -> int:
+    """`max_position_embeddings`, which no file of Meta's says: that of the generation, in tokens.
+
+    131,072 where the rotary frequencies are scaled (from Llama 3.1 on) and else 8,192 for Llama 3, as its model cards
+    say. Of the others, 16,384 where the rotary base is above 10,000 (Code Llama, https://arxiv.org/abs/2308.12950);
+    4,096 for Llama 2 (https://arxiv.org/abs/2307.09288) and 2,048 for Llama 1 (https://arxiv.org/abs/2302.13971). Llama
+    1 was published in float16 with norm_eps 1e-6, without grouped heads or a multiplier for its feed-forward layers;
+    Llama 2 differs in one of these. It bounds nothing that is computed: transformers warns beyond it.
+    """
+    if params.scaled_rope:
+        return 131_072
+    if is_llama_3(params, shapes, vocabulary):
+        return 8192
+    if (params.rope_theta or 0) > 10_000:
+        return 16_384
+    first = shapes.dtype == "F16" and params.norm_eps <= 1e-6 and params.n_kv_heads == params.n_heads
+    return 2048 if first else 4096
+
+
+def as_json(content: Mapping[str, Any]) -> bytes:
+    """A derived file as it is written."""
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()

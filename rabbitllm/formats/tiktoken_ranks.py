@@ -1,0 +1,103 @@
+"""The vocabulary files of tiktoken: a line for each token, its bytes in base64 and its rank, which is its id.
+
+Format: https://github.com/openai/tiktoken, tiktoken/load.py. Special tokens and the rule by which text is cut are not
+in the file. Stricter than that reader: ranks run from 0 without a gap, and no token is there twice. Knows no models.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+import stat
+from pathlib import Path
+
+from rabbitllm.errors import CheckpointNotFoundError, CorruptVocabularyError
+
+MAX_FILE_BYTES = 64 << 20
+"""That of Llama 3, with 128,000 tokens, has 2 MB."""
+MAX_TOKENS = 1 << 20
+MAX_TOKEN_BYTES = 1024
+"""The longest of Llama 3 are runs of 128 spaces."""
+_LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) (0|[1-9][0-9]{0,7})\r?")
+_LONGEST_LINE = MAX_TOKEN_BYTES * 4 // 3 + 16
+
+
+def looks_like_ranks(head: bytes) -> bool:
+    """Whether a file that begins with `head` is of this format; a SentencePiece model begins with a line feed."""
+    return _LINE.fullmatch(head.partition(b"\n")[0]) is not None
+
+
+def read_ranks(path: Path, file: str | None = None) -> tuple[bytes, ...]:
+    """The tokens of a file, each at its rank.
+
+    Args:
+        path: the file.
+        file: the name for messages; the file's own by default.
+
+    Raises:
+        CheckpointNotFoundError: there is no such file.
+        CorruptVocabularyError: as `parse_ranks`; or it is no regular file, or has more than 64 MiB.
+    """
+    name = file or path.name
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(f"There is no vocabulary {path}.", "Name the tokenizer.model itself.") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise _corrupt(name, "it is no regular file")
+    if found.st_size > MAX_FILE_BYTES:
+        raise _corrupt(name, f"it has {found.st_size:,} bytes; at most {MAX_FILE_BYTES:,} are read")
+    return parse_ranks(path.read_bytes(), name)
+
+
+def parse_ranks(data: bytes, file: str) -> tuple[bytes, ...]:
+    """The same of a file's bytes.
+
+    Raises:
+        CorruptVocabularyError: a line that is no token and rank, a token that is too long or there twice, a rank that
+            is there twice or missing, a byte that is no token by itself, or more than 1,048,576 lines.
+    """
+    lines = data.split(b"\n", MAX_TOKENS + 1)
+    if lines and not lines[-1]:
+        lines.pop()
+    if len(lines) > MAX_TOKENS:
+        raise _corrupt(file, f"it has more than {MAX_TOKENS:,} lines")
+    by_rank: dict[int, bytes] = {}
+    for number, line in enumerate(lines, 1):
+        if len(line) > _LONGEST_LINE:
+            raise _corrupt(file, f"line {number:,} has {len(line):,} bytes; a token has at most {MAX_TOKEN_BYTES:,}")
+        match = _LINE.fullmatch(line)
+        if match is None:
+            raise _corrupt(file, f"line {number:,} is {line[:40]!r}; expected a token in base64 and its rank")
+        try:
+            token = base64.b64decode(match[1], validate=True)
+        except binascii.Error as error:
+            raise _corrupt(file, f"line {number:,} is {line[:40]!r}, which is no base64: {error}") from None
+        rank = int(match[2])
+        if rank in by_rank:
+            raise _corrupt(file, f"rank {rank:,} is there twice, again in line {number:,}")
+        by_rank[rank] = token
+    missing = next((rank for rank in range(len(by_rank)) if rank not in by_rank), None)
+    if missing is not None:
+        raise _corrupt(file, f"of its {len(by_rank):,} ranks {missing:,} is missing; expected them without a gap")
+    tokens = tuple(by_rank[rank] for rank in range(len(by_rank)))
+    _check_tokens(tokens, file)
+    return tokens
+
+
+def _check_tokens(tokens: tuple[bytes, ...], file: str) -> None:
+    seen: dict[bytes, int] = {}
+    for rank, token in enumerate(tokens):
+        if seen.setdefault(token, rank) != rank:
+            raise _corrupt(file, f"the token {token[:40]!r} is there twice, at ranks {seen[token]:,} and {rank:,}")
+    alone = next((byte for byte in range(256) if bytes([byte]) not in seen), None)
+    if alone is not None:
+        raise _corrupt(file, f"the byte {alone} is no token, so there is text that it has no tokens for")
+
+
+def _corrupt(file: str, what: str) -> CorruptVocabularyError:
+    return CorruptVocabularyError(
+        f"{file} is no sound vocabulary of tiktoken's: {what}.",
+        "Fetch it again from where the model was published, and compare its size.",
+    )

@@ -1,0 +1,539 @@
+"""Llama as Meta publishes it goes every way that safetensors go, and the layer files are the same to the bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rabbitllm
+from rabbitllm import prepare, progress
+from rabbitllm.checkpoints.local import LocalCheckpoint
+from rabbitllm.durable import observe_steps
+from rabbitllm.errors import (
+    CorruptShardError,
+    HubError,
+    InvalidIndexError,
+    MissingShardError,
+    NotEnoughSpaceException,
+    OptionError,
+    SplitMismatchError,
+)
+from rabbitllm.formats.tensor_spec import TensorSpec
+from rabbitllm.layers.layer_store import read_manifest
+from rabbitllm.layers.verify import verify
+from rabbitllm.splitter import journal
+from rabbitllm.splitter.plan import Arrival
+from tests.support.crashes import KILLED, CrashServer
+from tests.support.dying import dying_at
+from tests.support.hub_fixtures import HubEnvironment
+from tests.support.local_hub import Faults, LocalHub
+from tests.support.meta_files import (
+    RANK,
+    params_of,
+    ranks_of_model,
+    tiktoken_file,
+    tiny_llama,
+    write_as_transformers,
+    write_meta,
+)
+from tests.support.peak import Peak
+from tests.support.plans import uses_of
+from tests.support.power_cut import Recorder
+from tests.support.scenes import sample
+from tests.support.splitting import Call, contents, layer_files, names_in, split, steps_of
+
+REPO = "acme/tiny"
+COMPRESSIONS = [None, "4bit", "8bit"]
+CUTS = [(1, 0), (2, 1), (4, 0), (4, 1), (8, 1)]
+"""Ranks, and the dimension along which they cut the embedding."""
+
+Expected = Mapping[str | None, Any]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_llama(intermediate=256)
+
+
+@pytest.fixture(scope="module")
+def transformers_split(model: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Path]:
+    """The split directories that the same weights give as transformers saves them, by compression."""
+    root = tmp_path_factory.mktemp("transformers")
+    folders = {c: write_as_transformers(root / str(c), model) for c in COMPRESSIONS}
+    return {c: split(folder, compression=c) for c, folder in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def expected(transformers_split: Mapping[str | None, Path]) -> Expected:
+    return {c: layer_files(made) for c, made in transformers_split.items()}
+
+
+def interrupted(call: Call, used: int = 1) -> Path:
+    """Make the call, break it off when so many ranks are used up, and return the split directory."""
+
+    def listen(event: progress.Event) -> None:
+        if isinstance(event, progress.ShardStarted) and event.number == used + 1:
+            raise KeyboardInterrupt
+
+    with progress.listening(listen), pytest.raises(KeyboardInterrupt):
+        call.make()
+    return call.find().split_folder
+
+
+def records(made: Path) -> dict[str, tuple[Any, ...]]:
+    """What the manifest says of each layer, but for the shards it came from."""
+    manifest = read_manifest(made)
+    assert manifest is not None
+    return {r.id: (r.stem, r.file, r.size, frozenset(r.tensors), r.crc32) for r in manifest.layers}
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize(("ranks", "embedding_dim"), CUTS)
+@pytest.mark.parametrize("sequential", [True, False], ids=["sequential", "standard"])
+def test_every_cut_makes_the_bytes_of_safetensors(
+    tmp_path: Path,
+    model: Any,
+    expected: Expected,
+    transformers_split: Mapping[str | None, Path],
+    ranks: int,
+    embedding_dim: int,
+    compression: str | None,
+    sequential: bool,
+) -> None:
+    source = write_meta(tmp_path, model, ranks, embedding_dim)
+    made = split(source, compression=compression, sequential=sequential)
+    assert layer_files(made) == expected[compression]
+    assert records(made) == records(transformers_split[compression])
+    assert not verify(made).damaged
+    assert names_in(source, "*.pth") == ([] if sequential else [RANK.format(number) for number in range(ranks)])
+    assert names_in(made, "*.pieces") == names_in(made, "*.part") == []
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_grouped_heads(tmp_path: Path, kv_heads: int, compression: str | None) -> None:
+    made = tiny_llama(kv_heads=kv_heads, heads=4, hidden=96, intermediate=160, vocabulary=330)
+    plain = split(write_as_transformers(tmp_path / "hf", made), compression=compression)
+    for ranks in {1, min(kv_heads, 2)}:
+        source = write_meta(tmp_path / str(ranks), made, ranks, 1)
+        assert layer_files(split(source, compression=compression)) == layer_files(plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
+    made = tiny_llama(dtype=dtype, seed=3)
+    plain = split(write_as_transformers(tmp_path / "hf", made), compression="4bit")
+    assert layer_files(split(write_meta(tmp_path / "m", made, 2), compression="4bit")) == layer_files(plain)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_tensors_larger_than_a_chunk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None, ranks: int
+) -> None:
+    made = tiny_llama(hidden=256, intermediate=704, vocabulary=1001 * 2, layers=1, kv_heads=4)
+    plain = split(write_as_transformers(tmp_path / "hf", made), compression=compression)
+    monkeypatch.setattr("rabbitllm.splitter.plan.CHUNK_BYTES", 24_576)
+    assert layer_files(split(write_meta(tmp_path / "m", made, ranks, 1), compression=compression)) == layer_files(plain)
+
+
+@pytest.mark.parametrize("way", ["transposed", "shared"])
+def test_ranks_whose_tensors_lie_oddly(tmp_path: Path, model: Any, expected: Expected, way: str) -> None:
+    """Those of Llama 1 share storages; Q and K are then at strides of strides."""
+    source = write_meta(tmp_path, model, 2)
+    for number, tensors in enumerate(ranks_of_model(model, 2)):
+        if way == "transposed":
+            odd = {name: t.t().contiguous().t() if t.ndim == 2 else t for name, t in tensors.items()}
+        else:
+            del tensors["rope.freqs"]
+            whole = torch.cat([t.reshape(-1) for t in tensors.values()])
+            parts = whole.split([t.numel() for t in tensors.values()])
+            odd = {name: part.view(tensors[name].shape) for name, part in zip(tensors, parts, strict=True)}
+        torch.save(odd, source / RANK.format(number))
+    assert layer_files(split(source)) == expected[None]
+
+
+@pytest.mark.parametrize("missing", [True, False], ids=["missing", "shared"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tied_embeddings(tmp_path: Path, ranks: int, missing: bool) -> None:
+    tied = tiny_llama(tie_word_embeddings=True)
+    plain = split(write_as_transformers(tmp_path / "hf", tied))
+    source = write_meta(tmp_path / "m", tied, ranks, 0)
+    if not missing:
+        for number, tensors in enumerate(ranks_of_model(tied, ranks)):
+            torch.save(tensors | {"output.weight": tensors["tok_embeddings.weight"]}, source / RANK.format(number))
+    made = split(source)
+    assert layer_files(made) == layer_files(plain)
+    assert json.loads((made / "config.json").read_text())["tie_word_embeddings"] is True
+
+
+# Repositories
+
+
+@pytest.mark.parametrize("compression", [None, "8bit"])
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("sequential", [True, False], ids=["sequential", "standard"])
+def test_a_repository(
+    tmp_path: Path,
+    hub_environment: HubEnvironment,
+    model: Any,
+    expected: Expected,
+    ranks: int,
+    compression: str | None,
+    sequential: bool,
+) -> None:
+    write_meta(tmp_path / "hub" / REPO, model, ranks, 1, tokenizer=None)
+    made = split(REPO, compression=compression, sequential=sequential)
+    assert layer_files(made) == expected[compression]
+    assert {"config.json", "params.json"} <= {*names_in(made)}
+    assert bool(names_in(hub_environment.cache, "**/*.pth")) == (not sequential)
+    assert split(REPO, compression=compression, sequential=sequential) == made
+
+
+def test_a_repository_is_not_streamed(tmp_path: Path, hub_environment: HubEnvironment, model: Any) -> None:
+    write_meta(tmp_path / "hub" / REPO, model, 2)
+    with pytest.raises(OptionError, match="shard_transfer='stream' is not possible"):
+        split(REPO, shard_transfer="stream")
+
+
+def test_a_wrong_byte_from_the_hub(
+    tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment, model: Any, expected: Expected
+) -> None:
+    served = write_meta(tmp_path / "hub" / REPO, model, 2)
+    local_hub.faults = Faults(only=RANK.format(1), flip_byte=(served / RANK.format(1)).stat().st_size // 2)
+    with pytest.raises(HubError, match="arrived with sha256"):
+        split(REPO)
+    local_hub.faults = Faults()
+    assert layer_files(split(REPO)) == expected[None]
+
+
+def test_ranks_that_a_folder_lacks_come_from_a_repository(
+    tmp_path: Path, hub_environment: HubEnvironment, model: Any, expected: Expected
+) -> None:
+    served = write_meta(tmp_path / "hub" / REPO, model, 4)
+    source = tmp_path / "local"
+    shutil.copytree(served, source)
+    (source / RANK.format(1)).unlink()
+    (source / RANK.format(3)).unlink()
+    assert layer_files(split(source, repo_id=REPO)) == expected[None]
+
+
+# Going on
+
+
+@pytest.mark.parametrize("compression", ["4bit", "8bit"])
+def test_killed_at_some_steps(
+    tmp_path: Path, model: Any, expected: Expected, crash_server: CrashServer, compression: str
+) -> None:
+    original = write_meta(tmp_path / "original", model, 2, 1)
+    folder = tmp_path / "model"
+    call = Call(str(folder), compression=compression)
+    shutil.copytree(original, folder)
+    steps = steps_of(call)
+    for death in sample(steps, 5):
+        shutil.rmtree(folder)
+        shutil.copytree(original, folder)
+        assert crash_server.run(call, death) == KILLED
+        made = call.make()
+        assert layer_files(made) == expected[compression]
+        assert names_in(made, "*.part") == names_in(made, "*.journal") == names_in(made, "*.pieces") == []
+
+
+def died_everywhere(tmp_path: Path, call: Call, original: Path, wanted: dict[str, bytes], every: int) -> int:
+    """Let the call die at every so many steps, each time on a fresh copy, and go on; how often it died."""
+    folder = Path(call.source)
+    for deaths, at in enumerate(itertools.count(0, every)):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(original, folder)
+        with dying_at(at) as died:
+            call.make()
+        made = call.make()
+        assert layer_files(made) == wanted, at
+        assert not verify(made).damaged
+        assert names_in(made, "*.part") == names_in(made, "*.journal") == names_in(made, "*.pieces") == [], at
+        if died.step is None:
+            return deaths
+    raise AssertionError
+
+
+@pytest.mark.parametrize("compression", [None, "8bit"])
+def test_dying_while_pieces_are_joined(tmp_path: Path, model: Any, expected: Expected, compression: str | None) -> None:
+    original = write_meta(tmp_path / "original", model, 2, 1)
+    call = Call(str(tmp_path / "model"), compression=compression)
+    assert died_everywhere(tmp_path, call, original, expected[compression], 17) > 5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_dying_at_every_step(tmp_path: Path, compression: str | None, ranks: int) -> None:
+    small = tiny_llama(layers=1, heads=3, kv_heads=3, hidden=96, intermediate=192, vocabulary=288)
+    plain = layer_files(split(write_as_transformers(tmp_path / "hf", small), compression=compression))
+    original = write_meta(tmp_path / "original", small, ranks, 1)
+    call = Call(str(tmp_path / "model"), compression=compression)
+    assert died_everywhere(tmp_path, call, original, plain, 1) > 40
+
+
+def test_ranks_that_are_used_up_are_known_by_the_journal(tmp_path: Path, model: Any, expected: Expected) -> None:
+    source = write_meta(tmp_path, model, 4, 1)
+    interrupted(Call(str(source), compression="4bit"), used=2)
+    assert names_in(source, "*.pth") == [RANK.format(2), RANK.format(3)]
+    assert layer_files(split(source, compression="4bit")) == expected["4bit"]
+
+
+def test_a_rank_that_is_gone_before_it_was_used(tmp_path: Path, model: Any) -> None:
+    source = write_meta(tmp_path, model, 4, 1)
+    interrupted(Call(str(source)))
+    (source / RANK.format(2)).unlink()
+    with pytest.raises(MissingShardError, match=r"lacks 1 of the shards its index names: consolidated\.02\.pth"):
+        split(source)
+
+
+def test_pieces_that_are_gone(tmp_path: Path, model: Any) -> None:
+    source = write_meta(tmp_path, model, 2, 1)
+    made = interrupted(Call(str(source)))
+    (made / "model.layers.0.safetensors.pieces").unlink()
+    with pytest.raises(rabbitllm.errors.IncompleteSplitError, match=r"layers\.0\.safetensors is gone"):
+        split(source)
+
+
+def test_journal_keeps_views_and_pieces(tmp_path: Path, model: Any) -> None:
+    source = write_meta(tmp_path, model, 2, 1)
+    made = interrupted(Call(str(source)))
+    replayed = journal.replay(made)
+    assert replayed is not None
+    facts = LocalCheckpoint(source, known_shards=[RANK.format(0), RANK.format(1)]).facts(RANK.format(1))
+    assert facts is not None
+    kept: tuple[TensorSpec, ...] = replayed.plan.shards[1].tensors
+    assert set(kept) == set(facts.header.tensors)
+    assert any(tensor.view is not None and tensor.piece is not None for tensor in kept)
+
+
+def test_a_rank_of_another_model(tmp_path: Path, model: Any) -> None:
+    source = write_meta(tmp_path, model, 2)
+    other = write_meta(tmp_path / "other", tiny_llama(intermediate=256, seed=8), 2)
+    interrupted(Call(str(source)))
+    shutil.copy(other / RANK.format(1), source / RANK.format(1))
+    with pytest.raises(SplitMismatchError, match=r"its shard consolidated\.01\.pth has other contents"):
+        split(source)
+
+
+def test_a_finished_split_is_found_again(tmp_path: Path, model: Any) -> None:
+    for sequential in (True, False):
+        source = write_meta(tmp_path / str(sequential), model, 2)
+        made = split(source, sequential=sequential)
+        before = contents(made)
+        changed: list[Any] = []
+        with observe_steps(changed.append):
+            assert split(source, sequential=sequential) == made
+        assert contents(made) == before
+        assert changed == []
+    (source / RANK.format(0)).unlink()  # one alone is no whole checkpoint, and is compared all the same
+    assert split(source, sequential=False) == made
+
+
+def test_delete_original(tmp_path: Path, model: Any, expected: Expected) -> None:
+    source = write_meta(tmp_path, model, 2, tokenizer=tiktoken_file(0))
+    with pytest.raises(InvalidIndexError, match=r"tokenizer\.model has 512 tokens, the weights beside it have 320"):
+        split(source, delete_original=True)
+    (source / "tokenizer.model").unlink()
+    assert layer_files(split(source, sequential=False, delete_original=True)) == expected[None]
+    assert names_in(source) == ["params.json", "splitted_model"]
+
+
+@pytest.mark.parametrize("compression", [None, "8bit"])
+def test_repair(tmp_path: Path, model: Any, expected: Expected, compression: str | None) -> None:
+    source = write_meta(tmp_path, model, 2, 1)
+    made = split(source, compression=compression, sequential=False)
+    (made / "model.layers.1.safetensors").write_bytes(b"damaged")
+    manifest = read_manifest(made)
+    assert manifest is not None
+    prepare.repair_split(made, manifest, {"layers.1"}, source)
+    assert layer_files(made) == expected[compression]
+    assert not verify(made).damaged
+
+
+def test_a_rank_that_changes_on_the_way(tmp_path: Path, model: Any) -> None:
+    source = write_meta(tmp_path, model, 2)
+    other = tmp_path / "other"
+    torch.save(dict(reversed(ranks_of_model(model, 2)[1].items())), other)
+
+    def listen(event: progress.Event) -> None:
+        if isinstance(event, progress.ShardDone) and event.number == 1:
+            (source / RANK.format(1)).write_bytes(other.read_bytes())
+
+    with progress.listening(listen), pytest.raises(CorruptShardError, match="is not the file that the plan was made"):
+        split(source)
+
+
+# Plans
+
+
+LARGE: dict[str, Any] = {"layers": 6, "hidden": 512, "intermediate": 1408, "vocabulary": 2048}
+BOOKKEEPING = 64 * 1024
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("hub", [False, True], ids=["local", "hub"])
+def test_peak_of_the_disk_is_what_the_plan_says(
+    tmp_path: Path, hub_environment: HubEnvironment, compression: str | None, hub: bool
+) -> None:
+    """Not more, and less only by what files round up to: pieces, the largest rank, and one joined layer."""
+    source = write_meta(tmp_path / ("hub" if hub else "x") / REPO, tiny_llama(**LARGE), 4, 1)
+    call = Call(REPO if hub else str(source), compression=compression)
+    if hub:
+        call = dataclasses.replace(call, max_disk=uses_of(call)[Arrival.FILE].created)
+    made = call.find().split_folder
+    peak = Peak(made) if hub else Peak(source)
+    assert peak.during(call) == made
+    assert peak.most <= peak.predicted + BOOKKEEPING
+    assert peak.most >= peak.predicted * 0.8
+    plan = rabbitllm.plan(call.source, compression=compression)
+    outlook = plan.at(compression)
+    assert outlook is not None
+    assert outlook.output_bytes == sum(path.stat().st_size for path in made.glob("*.safetensors"))
+
+
+def test_what_does_not_fit_is_refused_and_what_the_plan_says_fits(tmp_path: Path) -> None:
+    source = write_meta(tmp_path, tiny_llama(**LARGE), 4, 1)
+    before = contents(tmp_path)
+    foreseen = rabbitllm.plan(source, compression="8bit").at("8bit")
+    assert foreseen is not None
+    route = next(route for route in foreseen.routes if route.name == "sequential_file")
+    with pytest.raises(NotEnoughSpaceException):
+        split(source, compression="8bit", max_disk=route.created_bytes - 1)
+    assert contents(tmp_path) == before
+    assert split(source, compression="8bit", max_disk=route.created_bytes)
+
+
+def test_plan_of_a_repository_fetches_no_weights(
+    tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment
+) -> None:
+    served = write_meta(tmp_path / "hub" / REPO, tiny_llama(**LARGE), 4, 1, tokenizer=tiktoken_file())
+    plan = rabbitllm.plan(REPO, compression="4bit", bandwidth="12MB")
+    assert plan.choice is not None
+    assert plan.anatomy is not None
+    assert plan.anatomy.tensors == 3 + 9 * LARGE["layers"]
+    assert plan.warnings == ()
+    assert names_in(hub_environment.cache, "**/*.pth") == []
+    assert all((served / RANK.format(number)).stat().st_size > 256 << 10 for number in range(4))
+
+
+# What is refused
+
+
+def test_missing_ranks_are_named(tmp_path: Path, hub_environment: HubEnvironment, model: Any) -> None:
+    source = write_meta(tmp_path / "hub" / REPO, model, 4)
+    (source / RANK.format(2)).unlink()
+    before = contents(source)
+    for named in (str(source), REPO):
+        with pytest.raises(MissingShardError, match=r"lacks consolidated\.02\.pth; found consolidated\.00\.pth, "):
+            split(named)
+    (source / RANK.format(3)).unlink()
+    with pytest.raises(MissingShardError, match=r"one of 4 ranks .* found 2: consolidated\.02\.pth, consolid"):
+        split(source)
+    assert contents(source).keys() == before.keys() - {RANK.format(3)}
+
+
+def test_ranks_of_two_models(tmp_path: Path, model: Any) -> None:
+    source = write_meta(tmp_path, model, 2)
+    other = write_meta(tmp_path / "other", tiny_llama(intermediate=256, dtype=torch.float16), 2)
+    shutil.copy(other / RANK.format(1), source / RANK.format(1))
+    with pytest.raises(InvalidIndexError, match=r"do not belong together: consolidated\.00\.pth has BF16 .* has F16"):
+        split(source)
+    assert names_in(source, "*.pth") == [RANK.format(0), RANK.format(1)]
+
+
+def test_safetensors_beside_come_first(tmp_path: Path, model: Any, expected: Expected) -> None:
+    source = write_meta(tmp_path, tiny_llama(seed=5), 2)
+    write_as_transformers(source, model)
+    assert layer_files(split(source, delete_original=True)) == expected[None]
+    assert names_in(source, "*.pth") == [RANK.format(0), RANK.format(1)]
+    assert params_of(model)["dim"] == 64
+
+
+def test_plan_of_a_split_that_was_interrupted(tmp_path: Path, model: Any) -> None:
+    source = write_meta(tmp_path, model, 4, 1)
+    interrupted(Call(str(source), compression="8bit"), used=2)
+    foreseen = rabbitllm.plan(source, compression="8bit").at("8bit")
+    assert foreseen is not None
+    assert (foreseen.state, foreseen.shards_used, foreseen.shards, foreseen.obstacle) == ("unfinished", 2, 4, None)
+    assert foreseen.routes
+
+
+def test_a_model_loads_while_its_ranks_are_half_used_up(tmp_path: Path, model: Any) -> None:
+    source = write_meta(tmp_path, model, 4, 1)
+    (source / "config.json").write_text('{"downloads": 7}')
+    interrupted(Call(str(source)), used=2)
+    for _ in range(2):
+        loaded = rabbitllm.AutoModel.from_pretrained(source, device="cpu", sequential_shard_processing=True)
+        assert not loaded.unused_tensors
+    assert names_in(source, "*.pth") == []
+
+
+# A power cut: what was not synced may be gone
+
+
+def cut_the_power(
+    folder: Path, original: Path, call: Call, wanted: dict[str, bytes], crash: int | None, cuts: int
+) -> int:
+    """Record the call, or one that crashes and then the same again, and go on from what a power cut may leave of it.
+
+    Returns:
+        How many steps the last of the calls took.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(original, folder)
+    recorder = Recorder(folder)
+    if crash is not None:
+        with dying_at(crash, recorder):
+            call.make()
+    begin = len(recorder.steps)
+    with observe_steps(recorder):
+        call.make()
+    for number in sample(len(recorder.steps) + 1 - begin, cuts):
+        for kept in ("", "unlink"):  # nothing that is uncertain; or of that only what was deleted
+            shutil.rmtree(folder)
+            folder.mkdir()
+            recorder.rebuild(folder, begin + number, lambda step, kept=kept: step.kind == kept)  # type: ignore[misc]
+            made = call.make()
+            assert layer_files(made) == wanted, (crash, number, kept)
+            assert not verify(made).damaged
+            assert names_in(made, "*.part") == names_in(made, "*.pieces") == []
+    return len(recorder.steps) - begin
+
+
+@pytest.fixture(scope="module")
+def small() -> Any:
+    return tiny_llama(layers=1, heads=2, kv_heads=2, hidden=64, intermediate=128, vocabulary=128)
+
+
+@pytest.mark.usefixtures("swift_disk")
+@pytest.mark.parametrize("compression", [None, "8bit"])
+def test_power_cut(tmp_path: Path, small: Any, compression: str | None) -> None:
+    wanted = layer_files(split(write_as_transformers(tmp_path / "hf", small), compression=compression))
+    original = write_meta(tmp_path / "original", small, 2, 1)
+    call = Call(str(tmp_path / "model"), compression=compression)
+    steps = cut_the_power(tmp_path / "model", original, call, wanted, None, 16)
+    for crash in sample(steps, 4):
+        cut_the_power(tmp_path / "model", original, call, wanted, crash, 4)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("swift_disk")
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_power_cut_at_every_step(tmp_path: Path, small: Any, compression: str | None) -> None:
+    wanted = layer_files(split(write_as_transformers(tmp_path / "hf", small), compression=compression))
+    original = write_meta(tmp_path / "original", small, 2, 1)
+    call = Call(str(tmp_path / "model"), compression=compression)
+    steps = cut_the_power(tmp_path / "model", original, call, wanted, None, 10**6)
+    for crash in range(0, steps, 3):
+        cut_the_power(tmp_path / "model", original, call, wanted, crash, 6)
