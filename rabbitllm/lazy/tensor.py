@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
 from rabbitllm.lazy.shard_file import ShardFile
@@ -142,11 +141,7 @@ class LazyTensor(torch.Tensor):
             if func is torch.Tensor.__getitem__ and (rows := first._rows(args[1])) is not None:
                 return rows
         used: dict[int, tuple[LazyTensor, torch.Tensor]] = {}
-
-        def ordinary(lazy: LazyTensor) -> torch.Tensor:
-            return used.setdefault(id(lazy), (lazy, lazy._ordinary()))[1]
-
-        args, kwargs = tree_map_only(LazyTensor, ordinary, (args, dict(kwargs)))
+        args, kwargs = _ordinary_in(args, used), _ordinary_in(kwargs, used)
         result = func(*args, **kwargs)
         for lazy, tensor in used.values():
             if func not in _COPYING or tensor._version or result is tensor:
@@ -226,3 +221,16 @@ def _described(spec: TensorSpec, file: ShardFile) -> torch.Tensor:
     if spec.strides is None or not file.viewable(spec):
         return torch.empty(shape, dtype=dtype, device="meta")
     return torch.empty_strided(shape, spec.strides, dtype=dtype, device="meta")
+
+
+def _ordinary_in(value: Any, used: dict[int, tuple[LazyTensor, torch.Tensor]]) -> Any:
+    """The value with ordinary tensors in place of lazy ones, however deep; notes which in `used`."""
+    if isinstance(value, LazyTensor):
+        if id(value) not in used:
+            used[id(value)] = (value, value._ordinary())
+        return used[id(value)][1]
+    if type(value) in (tuple, list):
+        return type(value)(_ordinary_in(item, used) for item in value)
+    if type(value) is dict:
+        return {key: _ordinary_in(item, used) for key, item in value.items()}
+    return value
