@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 from rabbitllm.checkpoints import hub_cache
 from rabbitllm.checkpoints.index import check_inside, is_index, read_index
 from rabbitllm.checkpoints.local import entry_in
+from rabbitllm.collection import uncollected
 from rabbitllm.errors import (
     CheckpointNotFoundError,
     InvalidIndexError,
@@ -151,6 +152,7 @@ def _open_split(folder: Path, mapped: bool) -> LazyCheckpoint:
     return _open(folder, {file: store.path(file) for file in dict.fromkeys(files.values())}, files, mapped)
 
 
+@uncollected()
 def _open(path: Path, paths: Mapping[str, Path], wanted: Mapping[str, str] | None, mapped: bool) -> LazyCheckpoint:
     """Open files, name -> path; `wanted` says which of their tensors, and where they must be."""
     files: dict[str, ShardFile] = {}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lazy_load import ROWS, STAGES, LazyRun, ratios, same_sums
+from benchmarks.lazy_load import ROWS, STAGES, LazyRun, ratios, same_bits
 
 ROOT = Path(__file__).parent.parent.parent
 OWN_ROWS = [row for row in ROWS if row != "torchhacks"]  # which would be fetched
@@ -35,8 +35,8 @@ def test_all_read_the_same_and_the_figures_are_written(tmp_path: Path) -> None:
     for run in runs:
         assert list(run["seconds"]) == list(run["cpu"]) == list(STAGES)
         assert run["seconds"]["open"] <= run["seconds"]["first"] <= run["seconds"]["all"]
-    sums = [run["sums"] for run in runs if run["turn"] == 0]
-    assert all(len(found) == 30 and found == sums[0] for found in sums)
+    assert len({run["bits"] for run in runs if run["turn"] == 0}) == 1
+    assert len(runs[0]["bits"]) == 64
     text = base.with_suffix(".md").read_text()
     assert "All rows read the same bits: yes." in text
     assert "lazy_load, safetensors, to one tensor, beside safe_open:" in text
@@ -45,7 +45,7 @@ def test_all_read_the_same_and_the_figures_are_written(tmp_path: Path) -> None:
 
 def test_ratios_are_of_the_same_turn() -> None:
     runs = [
-        LazyRun(row, turn, seconds={"open": seconds}, cpu={"open": 2 * seconds}, sums={"w": turn})
+        LazyRun(row, turn, seconds={"open": seconds}, cpu={"open": 2 * seconds}, bits=str(turn))
         for row, turn, seconds in (("a", 0, 1.0), ("b", 0, 4.0), ("a", 1, 6.0), ("b", 1, 2.0), ("a", 2, 9.0))
     ]
     found = ratios(runs, "a", "b", "open")
@@ -53,5 +53,5 @@ def test_ratios_are_of_the_same_turn() -> None:
     assert (found.low, found.high) == (0.25, 3.0)
     assert ratios(runs, "a", "b", "open", "cpu") == found
     assert ratios(runs, "a", "c", "open") is None
-    assert not same_sums(runs)
-    assert same_sums(runs[:2])
+    assert not same_bits(runs)
+    assert same_bits(runs[:2])
