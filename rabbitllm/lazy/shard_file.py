@@ -93,6 +93,25 @@ class ShardFile:
             flat = torch.frombuffer(view, dtype=torch.uint8).view(torch_dtype(spec.dtype))
             return flat.as_strided(spec.shape, spec.strides)
 
+    def fill(self, spec: TensorSpec, buffer: memoryview) -> bool:
+        """Read a tensor's bytes in row-major order into memory that is to hold them, without a view.
+
+        Args:
+            spec: of a tensor of this file.
+            buffer: writable, `spec.nbytes` long; of no use after an error.
+
+        Returns:
+            False, with nothing done, while there are views, through which the tensor may have been written to.
+
+        Raises:
+            ClosedCheckpointError, CorruptShardError: as `tensor`.
+        """
+        with self._lock:
+            if self._map is not None and self._map() is not None:
+                return False
+        self._read_into(spec, buffer)
+        return True
+
     def hold_mapping(self) -> None:
         """A tensor that was made is to stay, and may be written to: later views are to see that."""
         with self._lock:
@@ -124,6 +143,10 @@ class ShardFile:
         import torch
 
         buffer = memoryview(torch.empty(spec.nbytes, dtype=torch.uint8).numpy().data)
+        self._read_into(spec, buffer)
+        return buffer
+
+    def _read_into(self, spec: TensorSpec, buffer: memoryview) -> None:
         with self._open() as file:
             if spec.strides is None:
                 got = file.read_into(buffer, spec.offset)
@@ -132,7 +155,6 @@ class ShardFile:
                 got = read_row_major(file, place, 0, buffer)
             if got != len(buffer) or file.identity() != self._identity:
                 raise self._changed()
-        return buffer
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[PositionalFile]:

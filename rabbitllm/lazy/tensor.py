@@ -140,6 +140,8 @@ class LazyTensor(torch.Tensor):
                     return func(*args, **kwargs)
             if func is torch.Tensor.__getitem__ and (rows := first._rows(args[1])) is not None:
                 return rows
+        if func is torch.Tensor.copy_ and len(args) > 1 and isinstance(args[1], LazyTensor) and args[1]._fill(first):
+            return first
         used: dict[int, tuple[LazyTensor, torch.Tensor]] = {}
         args, kwargs = _ordinary_in(args, used), _ordinary_in(kwargs, used)
         result = func(*args, **kwargs)
@@ -149,6 +151,25 @@ class LazyTensor(torch.Tensor):
         if isinstance(first, LazyTensor) and func in (torch.Tensor.detach, torch.detach):
             return LazyTensor(first.spec, first._file, result)  # `Parameter` asks for the same type; see `_is_param`
         return next((lazy for lazy, tensor in used.values() if result is tensor), result)
+
+    def _fill(self, target: Any) -> bool:
+        """Read the bytes straight into an ordinary tensor that is to be a copy, as the parameters of a model are: that
+        is several times as fast as touching the pages of a mapping. False where torch has to convert or to record."""
+        if self._kept is not None or (self._made is not None and self._made() is not None):
+            return False
+        if type(target) not in (torch.Tensor, torch.nn.Parameter) or target.device.type != "cpu":
+            return False
+        if (target.dtype, target.shape) != (self.dtype, self.shape) or not target.is_contiguous() or target.is_neg():
+            return False
+        if target.is_conj() or target.is_inference() or (target.requires_grad and torch.is_grad_enabled()):
+            return False
+        if not self.spec.nbytes:
+            return False
+        buffer = target.detach().view(-1).view(torch.uint8).numpy().data
+        if not self._file.fill(self.spec, memoryview(buffer)):
+            return False
+        torch.autograd.graph.increment_version(target)
+        return True
 
     def _rows(self, index: object) -> torch.Tensor | None:
         """What an index of the first dimension picks, where reading less than all is possible and needed: a tensor

@@ -249,6 +249,54 @@ def test_filling_a_model_holds_one_tensor_at_a_time(path: Path) -> None:
     assert "not read" not in repr(tensors["w"])
 
 
+def test_a_copy_is_read_straight_into_its_memory(lazy: LazyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("made a tensor")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ShardFile, "tensor", never)
+        for name, expected in TENSORS.items():
+            target = torch.zeros_like(expected)
+            assert target.copy_(lazy[name]) is target
+            assert torch.equal(target, expected)
+            assert target._version > 0
+        parameter = torch.nn.Parameter(torch.zeros(8, 6))
+        with torch.no_grad():
+            parameter.copy_(lazy["w"])
+    assert torch.equal(parameter, TENSORS["w"])
+
+
+def test_a_copy_that_torch_has_to_make(lazy: LazyCheckpoint) -> None:
+    w = TENSORS["w"]
+    assert torch.equal(torch.zeros(8, 6, dtype=torch.float64).copy_(lazy["w"]), w.double())
+    assert torch.equal(torch.zeros(2, 8, 6).copy_(lazy["w"]), w.expand(2, 8, 6))
+    assert torch.equal(torch.zeros(6, 8).t().copy_(lazy["w"]), w)
+    with torch.inference_mode():
+        assert torch.equal(torch.zeros(8, 6).copy_(lazy["w"]), w)
+    target = torch.zeros(8, 6, requires_grad=True) * 1
+    assert target.copy_(lazy["w"]).grad_fn is not None
+    conjugated = torch.zeros(4, dtype=torch.complex64).conj()
+    assert torch.equal(conjugated.copy_(lazy["complex"]), TENSORS["complex"])
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        torch.zeros(8, 6, requires_grad=True).copy_(lazy["w"])
+    with pytest.raises(RuntimeError, match="must match"):
+        torch.zeros(7, 6).copy_(lazy["w"])
+    saved_for_backward = torch.zeros(8, 6)
+    result = (saved_for_backward * torch.ones(8, 6, requires_grad=True)).sum()
+    saved_for_backward.copy_(lazy["w"])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.backward()
+
+
+def test_a_copy_sees_what_was_written(path: Path) -> None:
+    lazy = rabbitllm.lazy_load(path)
+    kept = lazy["w"].zero_()
+    target = torch.ones(8, 6).copy_(kept)
+    assert not target.any()
+    if kept._file.viewable(kept.spec):
+        assert not torch.ones(8, 6).copy_(lazy["w"]).any()
+
+
 def test_copies_and_pickles_are_ordinary_tensors(lazy: LazyCheckpoint) -> None:
     for made in (pickle.loads(pickle.dumps(lazy["w"])), copy.deepcopy(lazy["w"]), copy.copy(lazy["w"])):
         assert type(made) is torch.Tensor
