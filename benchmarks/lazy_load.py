@@ -190,6 +190,10 @@ def notes(runs: Sequence[LazyRun], rows: Sequence[str], nbytes: Mapping[str, int
             if other != ours and found is not None:
                 goal = report.reach(f"{ours}, {words}, beside {other}", found.median, 1.0, at_most=True)
                 lines.append(f"{goal}; {report.shown(found)}, of processor time {report.shown(cpu)}.")
+    lines.append(
+        "safe_open is compiled; torchhacks leaves the pickle to Python's own unpickler, which imports what the file "
+        "names. lazy_load checks every entry of a header, and interprets the pickle, in Python."
+    )
     return lines + failures(runs) + versions(runs)
 
 

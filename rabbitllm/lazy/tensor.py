@@ -8,8 +8,9 @@ memory without it, such as an extension in C++, fails as with any meta tensor.
 The first function makes the tensor, and the lazy tensor keeps it and is that tensor from then on, so that it can be
 written to in place and viewed as any other. (What was written to could not be told afterwards: batch normalisation
 changes its buffers without a trace.) Functions that are known to copy are the exception: what is made for them is
-dropped after them, so that filling a model from a checkpoint holds one tensor at a time. Nothing else is cached: the
-mapping makes a new lazy tensor at each look-up and keeps none. Knows no formats.
+dropped after them, so that filling a model from a checkpoint holds one tensor at a time; and `copy_` reads the bytes
+straight into its target where it has nothing to convert. Nothing else is cached: the mapping makes a new lazy tensor at
+each look-up and keeps none. Knows no formats.
 """
 
 from __future__ import annotations
