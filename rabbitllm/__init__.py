@@ -16,6 +16,7 @@ from rabbitllm.version import __version__
 
 _HOME = {
     "AutoModel": "rabbitllm.auto_model",
+    "lazy_load": "rabbitllm.lazy.load",
     "plan": "rabbitllm.planning.plan",
     "register_layer_naming": "rabbitllm.checkpoints.naming",
     "RabbitLLMError": "rabbitllm.errors",

@@ -13,6 +13,7 @@
     │   ├── CorruptVocabularyError             a tokenizer's vocabulary that cannot be believed
     │   ├── UnsafePickleError                  a pickle that asks for more than tensors and plain values
     │   ├── MissingShardError (FileNotFoundError)
+    │   ├── ClosedCheckpointError (ValueError)  a lazy tensor is used whose file is closed
     │   └── UnknownArchitectureError
     ├── HubError                               the hub refused or could not be reached
     │   └── GatedRepositoryError
@@ -92,6 +93,10 @@ class UnsafePickleError(CheckpointError):
 
 class MissingShardError(CheckpointError, FileNotFoundError):
     """The index names a shard that is not there and cannot be fetched."""
+
+
+class ClosedCheckpointError(CheckpointError, ValueError):
+    """A tensor of a lazily loaded checkpoint is first used after the checkpoint was closed."""
 
 
 class UnknownArchitectureError(CheckpointError):

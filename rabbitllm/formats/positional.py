@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 import threading
 from pathlib import Path
 
 HUGE_PAGE = 2 << 20
+CAN_MAP_PRIVATELY = hasattr(mmap, "MAP_PRIVATE")
+"""Not on Windows, where a private mapping would reserve memory for the whole file."""
+_NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)  # in Python from 3.13 on
 
 
 class PositionalFile:
@@ -52,6 +56,23 @@ class PositionalFile:
         """Length of the file in bytes, as it is now."""
         return os.fstat(self._descriptor).st_size
 
+    def identity(self) -> tuple[int, ...]:
+        """What tells the file as it is now from another one, and from itself after a change."""
+        return identity_of(os.fstat(self._descriptor))
+
+    def map_privately(self) -> mmap.mmap:
+        """The whole file as memory that is read from it when touched; what is written there stays in this process.
+
+        No memory is set aside for writing, so a file may be larger than what there is. If the file is cut off
+        afterwards, touching what is gone ends the process (SIGBUS). Needs `CAN_MAP_PRIVATELY`.
+
+        Raises:
+            OSError: the system maps no such file.
+            ValueError: the file is empty.
+        """
+        flags = mmap.MAP_PRIVATE | _NO_RESERVE
+        return mmap.mmap(self._descriptor, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
     def read_at(self, offset: int, length: int) -> bytes:
         """The bytes of a range, fewer only at the end of the file. `length` (bytes) is allocated, so check it first."""
         buffer = bytearray(length)
@@ -75,6 +96,11 @@ class PositionalFile:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def identity_of(status: os.stat_result) -> tuple[int, ...]:
+    """`PositionalFile.identity` of a file that is not open."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def page_aligned(nbytes: int) -> memoryview:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rabbitllm.formats.positional import HUGE_PAGE, PositionalFile, page_aligned
+from rabbitllm.formats.positional import CAN_MAP_PRIVATELY, HUGE_PAGE, PositionalFile, identity_of, page_aligned
 
 CONTENT = bytes(range(256)) * 400
 
@@ -85,3 +85,40 @@ def test_memory_starts_on_a_page_and_is_zero(nbytes: int) -> None:
     assert not any(memory[:5000])
     memory[-1] = 7
     assert memory[-1] == 7
+
+
+@pytest.mark.skipif(not CAN_MAP_PRIVATELY, reason="the system has no private mappings")
+def test_a_private_mapping(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(CONTENT)
+    with PositionalFile(tmp_path / "f") as opened:
+        mapped = opened.map_privately()
+    assert mapped[:] == CONTENT
+    mapped[5:8] = b"abc"
+    assert mapped[4:9] == CONTENT[4:5] + b"abc" + CONTENT[8:9]
+    assert (tmp_path / "f").read_bytes() == CONTENT
+
+
+@pytest.mark.skipif(not CAN_MAP_PRIVATELY, reason="the system has no private mappings")
+def test_a_file_larger_than_memory_is_mapped(tmp_path: Path) -> None:
+    with (tmp_path / "f").open("wb") as made:
+        made.truncate(1 << 40)
+    with PositionalFile(tmp_path / "f") as opened:
+        mapped = opened.map_privately()
+    mapped[1 << 39] = 7
+    assert mapped[(1 << 39) - 1 : (1 << 39) + 2] == b"\0\7\0"
+
+
+def test_identity(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(CONTENT)
+    with PositionalFile(path) as opened:
+        before = opened.identity()
+        assert before == identity_of(path.stat()) == opened.identity()
+        os.utime(path, ns=(0, 0))
+        changed = opened.identity()
+        assert changed != before
+        os.truncate(path, 5)
+        assert opened.identity() not in (before, changed)
+        path.rename(tmp_path / "g")
+        path.write_bytes(CONTENT)
+        assert opened.identity() != identity_of(path.stat())

@@ -1,0 +1,174 @@
+"""`rabbitllm.lazy_load`: a checkpoint on this machine as a mapping of lazy tensors, whatever its format.
+
+Headers are read and checked when it is opened, weights when they are used. Knows how files and folders make a
+checkpoint; knows no tensors' bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from rabbitllm.checkpoints import hub_cache
+from rabbitllm.checkpoints.index import check_inside, is_index, read_index
+from rabbitllm.checkpoints.local import entry_in
+from rabbitllm.collection import uncollected
+from rabbitllm.errors import (
+    CheckpointNotFoundError,
+    InvalidIndexError,
+    MissingShardError,
+    UnreadableFormatError,
+)
+from rabbitllm.formats.tensor_spec import TensorSpec
+from rabbitllm.layers.layer_store import LayerStore, is_legacy, read_manifest
+from rabbitllm.lazy.shard_file import ShardFile
+
+if TYPE_CHECKING:
+    from rabbitllm.lazy.tensor import LazyTensor
+
+
+class LazyCheckpoint(Mapping[str, "LazyTensor"]):
+    """Tensor names -> lazy tensors, a new one at each look-up. A context manager.
+
+    Looking up, iterating and asking for the length read nothing. The files stay open until `close`, or until neither
+    this nor any of its tensors is referred to; what has been read stays usable. Safe to use from several threads.
+
+    Attributes:
+        path: what was opened.
+    """
+
+    def __init__(
+        self, path: Path, files: Mapping[str, ShardFile], places: Mapping[str, tuple[TensorSpec, str]]
+    ) -> None:
+        self.path = path
+        self._files = files
+        self._places = places
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        from rabbitllm.lazy.tensor import LazyTensor
+
+        spec, file = self._places[name]
+        return LazyTensor(spec, self._files[file])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors together."""
+        return sum(spec.nbytes for spec, _ in self._places.values())
+
+    def close(self) -> None:
+        """Close the files. Tensors that have not been read cannot be any more."""
+        for file in self._files.values():
+            file.close()
+
+    def __enter__(self) -> LazyCheckpoint:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            f"{self!r} cannot be pickled or deep-copied: it holds open files. Pass the path on and load it lazily "
+            "there, or pickle dict(checkpoint), which reads every tensor."
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({str(self.path)!r}, {len(self)} tensors, {self.nbytes:,} bytes "
+            f"in {len(self._files)} files)"
+        )
+
+
+def lazy_load(path: str | os.PathLike[str], *, mapped: bool = True) -> LazyCheckpoint:
+    """Open a checkpoint without reading its weights; each tensor is read when it is used in a torch function.
+
+        weights = rabbitllm.lazy_load("my-checkpoint")
+        model.load_state_dict(weights, assign=True)
+
+    Args:
+        path: a file (safetensors, or of `torch.save`; its first bytes say which), or a folder: of a checkpoint, or one
+            that RabbitLLM has split without compression.
+        mapped: let tensors be views of the mapped files, without a copy; what is written to them stays in this
+            process. False reads them into memory, which an error of the disk or a file that is cut off cannot end the
+            process with.
+
+    Returns:
+        A mapping of tensors, in the order of the file or of the index. They are never parameters and need no gradient,
+        whatever was saved.
+
+    Raises:
+        CheckpointNotFoundError, MissingShardError: there is no file, no weights in the folder, or not all of them.
+        InvalidIndexError, UnsafePathError, CorruptShardError, UnsafePickleError, UnreadableFormatError: what is there
+            cannot be believed, or is of a format that is not read.
+        IncompleteSplitError: a split directory that is not whole.
+    """
+    given = Path(path)
+    if given.is_file():
+        return _open(given, {given.name: given}, None, mapped)
+    if not given.is_dir():
+        raise CheckpointNotFoundError(
+            f"{given} is neither a file nor a folder.", "Check the path; repositories are not loaded lazily."
+        )
+    if read_manifest(given) is not None or is_legacy(given):
+        return _open_split(given, mapped)
+    return _open_folder(given, mapped)
+
+
+def _open_folder(folder: Path, mapped: bool) -> LazyCheckpoint:
+    entry = entry_in(folder)
+    index = read_index(folder / entry) if is_index(entry) else None
+    snapshot = hub_cache.snapshot_of(folder)
+    paths = {}
+    for shard in index.shards if index is not None else (entry,):
+        path = paths[shard] = folder / shard
+        if snapshot is not None:
+            hub_cache.check_in_cache(path, snapshot)
+        else:
+            check_inside(path, folder)
+        if not path.is_file():
+            raise MissingShardError(f"{path} is missing; {entry} names it.", "Put the shard at that path.")
+    return _open(folder, paths, index.weight_map if index is not None else None, mapped)
+
+
+def _open_split(folder: Path, mapped: bool) -> LazyCheckpoint:
+    store = LayerStore(folder)
+    if packed := next((tensor.name for tensor in store.tensors.values() if tensor.quantised), None):
+        raise UnreadableFormatError(
+            f"{folder} is split with compression: {packed!r} is quantised in it.",
+            "AutoModel.from_pretrained reads it; lazy tensors are of an uncompressed split or of the original.",
+        )
+    files = {name: tensor.parts[0].file for name, tensor in store.tensors.items()}
+    return _open(folder, {file: store.path(file) for file in dict.fromkeys(files.values())}, files, mapped)
+
+
+@uncollected()
+def _open(path: Path, paths: Mapping[str, Path], wanted: Mapping[str, str] | None, mapped: bool) -> LazyCheckpoint:
+    """Open files, name -> path; `wanted` says which of their tensors, and where they must be."""
+    files: dict[str, ShardFile] = {}
+    try:
+        for name, place in paths.items():
+            files[name] = ShardFile(place, name, mapped=mapped)
+        found = {(tensor.name, name): tensor for name, opened in files.items() for tensor in opened.header.tensors}
+        chosen = list(wanted.items()) if wanted is not None else list(found)
+        for name, file in chosen:
+            if (name, file) not in found:
+                raise InvalidIndexError(
+                    f"The index puts {name!r} into {file}, whose header does not have it.",
+                    "Fetch the index and that shard again: they are of different versions.",
+                )
+    except BaseException:
+        for opened in files.values():
+            opened.close()
+        raise
+    return LazyCheckpoint(path, files, {name: (found[name, file], file) for name, file in chosen})

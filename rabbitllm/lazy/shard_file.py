@@ -1,0 +1,186 @@
+"""An open shard whose tensors are made when asked for: views of the file where they can be, else read.
+
+A view is a tensor over a private mapping of the file, at the strides that the file says. One mapping serves all views
+that are alive, and once one of them is to stay, all that are made until the file is closed: views that share bytes
+share memory, and what is written to one is seen in the others, as in what `torch.load` gives. While none is to stay,
+the mapping goes with the last view, and its pages are given back. What lies at an odd address for its dtype is read
+instead, in row-major order and into memory of its own, as is everything where files are not to be mapped.
+
+Before either, the file must still be the one that was opened, of the same length and time of change: a mapping of one
+that was cut off would end the process when touched. One that is cut off while a view is alive still does that, as with
+anything that maps files. Knows formats by their headers alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rabbitllm.errors import CheckpointError, ClosedCheckpointError, CorruptShardError
+from rabbitllm.formats.positional import CAN_MAP_PRIVATELY, PositionalFile, identity_of
+from rabbitllm.formats.safetensors_file import Header, view_bytes
+from rabbitllm.formats.shard_header import read_shard_header
+from rabbitllm.formats.strided import Strided, read_row_major
+from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ShardFile:
+    """One file of weights, open until `close` or until nothing refers to it. Safe to use from several threads.
+
+    Args:
+        path: the file.
+        name: what the specs and messages call it.
+        mapped: whether its tensors may be views of a mapping.
+
+    Attributes:
+        path: the file.
+        header: what it says of its tensors, checked.
+
+    Raises:
+        CheckpointError: see `read_shard_header`; or the file changed while it was opened.
+    """
+
+    def __init__(self, path: Path, name: str, *, mapped: bool) -> None:
+        self.path = path
+        self._mappable = mapped and CAN_MAP_PRIVATELY
+        self._lock = threading.Lock()
+        self._map: weakref.ref[mmap.mmap] | None = None
+        self._held: mmap.mmap | None = None
+        self._readers = 0
+        self._closed = False
+        self._file = PositionalFile(path)
+        self._close = weakref.finalize(self, self._file.close)
+        try:
+            self.header: Header = read_shard_header(path, name)
+            self._identity = self._file.identity()
+            if identity_of(os.stat(path)) != self._identity:  # the header was read by name
+                raise self._changed()
+        except (OSError, CheckpointError):
+            self._close()
+            raise
+
+    def viewable(self, spec: TensorSpec) -> bool:
+        """Whether the tensor is made as a view of the mapped file, at the file's own strides."""
+        return self._mappable and spec.offset % max(1, DTYPES[spec.dtype].bits // 8) == 0
+
+    def tensor(self, spec: TensorSpec) -> torch.Tensor:
+        """An ordinary tensor on the CPU, writable; what is written to it never reaches the file.
+
+        Raises:
+            ClosedCheckpointError: the file is closed.
+            CorruptShardError: the file has changed since it was opened.
+        """
+        import torch
+
+        # a tensor made in inference mode could not be used outside it; a factory would heed a default device
+        with torch.inference_mode(False), torch._C.DisableTorchFunction():
+            if not spec.nbytes:
+                return view_bytes(memoryview(b""), spec)
+            view = self._view(spec) if self.viewable(spec) else None
+            if view is None:
+                return view_bytes(self._read(spec), spec)
+            if spec.strides is None:
+                return view_bytes(view, spec)
+            flat = torch.frombuffer(view, dtype=torch.uint8).view(torch_dtype(spec.dtype))
+            return flat.as_strided(spec.shape, spec.strides)
+
+    def fill(self, spec: TensorSpec, buffer: memoryview) -> bool:
+        """Read a tensor's bytes in row-major order into memory that is to hold them, without a view.
+
+        Args:
+            spec: of a tensor of this file.
+            buffer: writable, `spec.nbytes` long; of no use after an error.
+
+        Returns:
+            False, with nothing done, while there are views, through which the tensor may have been written to.
+
+        Raises:
+            ClosedCheckpointError, CorruptShardError: as `tensor`.
+        """
+        with self._lock:
+            if self._map is not None and self._map() is not None:
+                return False
+        self._read_into(spec, buffer)
+        return True
+
+    def hold_mapping(self) -> None:
+        """A tensor that was made is to stay, and may be written to: later views are to see that."""
+        with self._lock:
+            if not self._closed:
+                self._held = self._map() if self._map is not None else None
+
+    def close(self) -> None:
+        """Close the file, once those that read it have done so. Tensors that are made stay as they are."""
+        with self._lock:
+            self._closed, self._held = True, None
+            if not self._readers:
+                self._close()
+
+    def _view(self, spec: TensorSpec) -> memoryview | None:
+        """The tensor's bytes from its first element to its last; None if the file cannot be mapped after all."""
+        with self._lock:
+            self._check()
+            mapped = self._map() if self._map is not None else None
+            if mapped is None:
+                try:
+                    mapped = self._file.map_privately()
+                except OSError:  # a file system that maps nothing, or no address space left
+                    return None
+                self._map = weakref.ref(mapped)
+        return memoryview(mapped)[spec.offset : spec.offset + spec.extent]
+
+    def _read(self, spec: TensorSpec) -> memoryview:
+        """The tensor's bytes in row-major order."""
+        import torch
+
+        buffer = memoryview(torch.empty(spec.nbytes, dtype=torch.uint8).numpy().data)
+        self._read_into(spec, buffer)
+        return buffer
+
+    def _read_into(self, spec: TensorSpec, buffer: memoryview) -> None:
+        with self._open() as file:
+            if spec.strides is None:
+                got = file.read_into(buffer, spec.offset)
+            else:
+                place = Strided(spec.offset, DTYPES[spec.dtype].bits // 8, spec.shape, spec.strides)
+                got = read_row_major(file, place, 0, buffer)
+            if got != len(buffer) or file.identity() != self._identity:
+                raise self._changed()
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[PositionalFile]:
+        """The file, which is not closed meanwhile."""
+        with self._lock:
+            self._check()
+            self._readers += 1
+        try:
+            yield self._file
+        finally:
+            with self._lock:
+                self._readers -= 1
+                if self._closed and not self._readers:
+                    self._close()
+
+    def _check(self) -> None:
+        if self._closed:
+            raise ClosedCheckpointError(
+                f"{self.path} is closed, and a tensor of it that has not been read is used.",
+                "Use the tensors before the checkpoint is closed, or load it lazily again.",
+            )
+        if self._file.identity() != self._identity:
+            raise self._changed()
+
+    def _changed(self) -> CorruptShardError:
+        return CorruptShardError(
+            f"{self.path} has changed since it was opened: it was written to, cut off or replaced by another.",
+            "Load it lazily again once nothing writes to it.",
+        )

@@ -1,0 +1,258 @@
+"""A tensor that is read from its file when it is used in a torch function.
+
+It is a `torch.Tensor` without memory (a meta tensor of its shape, dtype and strides), so that whatever asks for a
+tensor takes it: `load_state_dict` with `assign=True`, too, after which a module has ordinary parameters. Every function
+of torch that is given one comes to `__torch_function__` first and gets an ordinary CPU tensor instead. What reaches the
+memory without it, such as an extension in C++, fails as with any meta tensor.
+
+The first function makes the tensor, and the lazy tensor keeps it and is that tensor from then on, so that it can be
+written to in place and viewed as any other. (What was written to could not be told afterwards: batch normalisation
+changes its buffers without a trace.) Functions that are known to copy are the exception: what is made for them is
+dropped after them, so that filling a model from a checkpoint holds one tensor at a time; and `copy_` reads the bytes
+straight into its target where it has nothing to convert. Nothing else is cached: the mapping makes a new lazy tensor at
+each look-up and keeps none. Knows no formats.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
+from rabbitllm.lazy.shard_file import ShardFile
+
+
+def _getter(name: str) -> Any:
+    """What `__torch_function__` is given for an attribute of a tensor."""
+    return getattr(torch.Tensor, name).__get__
+
+
+_ELSEWHERE: Mapping[Any, object] = {
+    _getter("device"): torch.device("cpu"),
+    _getter("is_cpu"): True,
+    _getter("is_meta"): False,
+    torch.Tensor.get_device: -1,
+}
+"""What the meta tensor would say otherwise than the tensor."""
+_PROPERTIES = (
+    "shape", "dtype", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "grad", "grad_fn", "is_leaf", "is_cuda",
+    "is_sparse", "is_quantized", "is_nested",
+)  # fmt: skip
+_METHODS = (
+    "size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "is_contiguous", "is_floating_point",
+    "is_complex", "is_signed", "is_conj", "is_neg", "__len__", "_is_view",
+)  # fmt: skip
+_DESCRIBING: frozenset[Any] = frozenset(
+    [_getter(name) for name in _PROPERTIES]
+    + [getattr(torch.Tensor, name) for name in _METHODS]
+    + [torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed]
+)
+"""Functions that need no bytes, with the meta tensor's answer."""
+_COPYING: frozenset[Any] = frozenset(
+    [getattr(torch.Tensor, name) for name in ("copy_", "clone", "to", "cuda", "float", "half", "bfloat16", "double")]
+    + [torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.equal]
+    + [torch.clone, torch.cat, torch.concat, torch.concatenate, torch.stack, torch.equal]
+    + [torch.empty_like, torch.zeros_like, torch.ones_like]
+)
+"""Functions after which nothing refers to their arguments, unless they return one of them or write to it."""
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor of a checkpoint, read when it is used. `rabbitllm.lazy_load` makes them.
+
+    Shape, dtype, strides and all that follows from them are known without reading. What torch computes with it are
+    ordinary tensors; written to in place, it stays itself. Pickles and deep copies are ordinary tensors too. Indexing
+    reads no more than what is used afterwards; where the file is read and not mapped, `tensor[3:5]` reads these rows
+    alone, into a tensor of their own.
+
+    Attributes:
+        spec: its name, dtype, shape, place (`file`, `offset`, `nbytes`) and strides in the file.
+        path: the file.
+    """
+
+    spec: TensorSpec
+    _file: ShardFile
+    _lock: threading.Lock
+    _kept: torch.Tensor | None
+    _made: weakref.ref[torch.Tensor] | None
+
+    @staticmethod
+    def __new__(cls, spec: TensorSpec, file: ShardFile, kept: torch.Tensor | None = None) -> LazyTensor:
+        with torch.inference_mode(False), torch._C.DisableTorchFunction():
+            made = torch.Tensor._make_subclass(cls, _described(spec, file) if kept is None else kept.to("meta"))
+        made.spec, made._file, made._lock, made._kept, made._made = spec, file, threading.Lock(), kept, None
+        return made
+
+    def __init__(self, spec: TensorSpec, file: ShardFile, kept: torch.Tensor | None = None) -> None:
+        super().__init__()
+
+    @property
+    def path(self) -> Path:
+        """The file that it lies in."""
+        return self._file.path
+
+    def read(self) -> torch.Tensor:
+        """The tensor as an ordinary one, which this one keeps and is from now on; mapped where that is possible.
+
+        Raises:
+            ClosedCheckpointError: it has not been read, and its file is closed.
+            CorruptShardError: it has not been read, and its file has changed since it was opened.
+        """
+        return self._keep(self._ordinary())
+
+    def _ordinary(self) -> torch.Tensor:
+        """An ordinary tensor: the one that is kept, one that another function is using, or a new one."""
+        with self._lock:
+            ordinary = self._kept if self._kept is not None else self._made() if self._made is not None else None
+            if ordinary is None:
+                ordinary = self._file.tensor(self.spec)
+                self._made = weakref.ref(ordinary)
+            return ordinary
+
+    def _keep(self, ordinary: torch.Tensor) -> torch.Tensor:
+        with self._lock:
+            if self._kept is None:
+                self._kept = ordinary
+                self._file.hold_mapping()
+            return self._kept
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, LazyTensor) and first._kept is None:
+            if func in _ELSEWHERE:
+                return _ELSEWHERE[func]
+            if func in _DESCRIBING:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            if func is torch.Tensor.__getitem__ and (rows := first._rows(args[1])) is not None:
+                return rows
+        if func is torch.Tensor.copy_ and len(args) > 1 and isinstance(args[1], LazyTensor) and args[1]._fill(first):
+            return first
+        used: dict[int, tuple[LazyTensor, torch.Tensor]] = {}
+        args, kwargs = _ordinary_in(args, used), _ordinary_in(kwargs, used)
+        result = func(*args, **kwargs)
+        for lazy, tensor in used.values():
+            if func not in _COPYING or tensor._version or result is tensor:
+                lazy._keep(tensor)
+        if isinstance(first, LazyTensor) and func in (torch.Tensor.detach, torch.detach):
+            return LazyTensor(first.spec, first._file, result)  # `Parameter` asks for the same type; see `_is_param`
+        return next((lazy for lazy, tensor in used.values() if result is tensor), result)
+
+    def _fill(self, target: Any) -> bool:
+        """Read the bytes straight into an ordinary tensor that is to be a copy, as the parameters of a model are: that
+        is several times as fast as touching the pages of a mapping. False where torch has to convert or to record."""
+        if self._kept is not None or (self._made is not None and self._made() is not None):
+            return False
+        if type(target) not in (torch.Tensor, torch.nn.Parameter) or target.device.type != "cpu":
+            return False
+        if (target.dtype, target.shape) != (self.dtype, self.shape) or not target.is_contiguous() or target.is_neg():
+            return False
+        if target.is_conj() or target.is_inference() or (target.requires_grad and torch.is_grad_enabled()):
+            return False
+        if not self.spec.nbytes:
+            return False
+        buffer = target.detach().view(-1).view(torch.uint8).numpy().data
+        if not self._file.fill(self.spec, memoryview(buffer)):
+            return False
+        torch.autograd.graph.increment_version(target)
+        return True
+
+    def _rows(self, index: object) -> torch.Tensor | None:
+        """What an index of the first dimension picks, where reading less than all is possible and needed: a tensor
+        that is mapped is not read by being indexed. None for any other index."""
+        spec = self.spec
+        if self._file.viewable(spec) or spec.strides is not None or not spec.nbytes:
+            return None
+        if len(spec.shape) < (1 if DTYPES[spec.dtype].bits >= 8 else 2):
+            return None
+        rows = spec.shape[0]
+        if isinstance(index, slice):
+            begin, end, step = index.indices(rows)
+            if step != 1:
+                return None
+        elif type(index) is int and -rows <= index < rows:
+            begin = index % rows
+            end = begin + 1
+        else:
+            return None
+        count, row_bytes = max(0, end - begin), spec.nbytes // rows
+        part = replace(
+            spec,
+            shape=(count, *spec.shape[1:]),
+            offset=spec.offset + begin * row_bytes,
+            nbytes=count * row_bytes,
+        )
+        read = self._file.tensor(part)
+        return read if isinstance(index, slice) else read[0]
+
+    @property
+    def _is_param(self) -> bool:
+        return False
+
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:
+        """`torch.nn.Parameter(tensor)` sets this on what it makes of a tensor of another class; that becomes a genuine
+        parameter here."""
+        parameter = torch.nn.Parameter(self.read(), requires_grad=self.requires_grad)
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.utils.swap_tensors(self, parameter)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """An ordinary tensor."""
+        made: torch.Tensor = copy.deepcopy(self._ordinary(), memo)
+        memo[id(self)] = made
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as the ordinary tensor it stands for."""
+        return self.read().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __format__(self, specification: str) -> str:
+        """A number as a number, anything else as its description."""
+        return object.__format__(self, specification) if self.dim() else format(self.read(), specification)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        strides = "" if self.is_contiguous() else f", strides={tuple(self.stride())}"
+        return (
+            f"{type(self).__name__}({self.spec.name!r}, shape={tuple(self.shape)}{strides}, dtype={self.dtype}, "
+            f"file={str(self.path)!r}, offset={self.spec.offset}, nbytes={self.spec.nbytes}, "
+            f"{'not read' if self._kept is None else 'read'})"
+        )
+
+
+def _described(spec: TensorSpec, file: ShardFile) -> torch.Tensor:
+    """The meta tensor that is like what `file` makes of `spec`."""
+    bits = DTYPES[spec.dtype].bits
+    shape = spec.shape if bits >= 8 else (*spec.shape[:-1], spec.shape[-1] * bits // 8)
+    dtype = torch_dtype(spec.dtype)
+    if spec.strides is None or not file.viewable(spec):
+        return torch.empty(shape, dtype=dtype, device="meta")
+    return torch.empty_strided(shape, spec.strides, dtype=dtype, device="meta")
+
+
+def _ordinary_in(value: Any, used: dict[int, tuple[LazyTensor, torch.Tensor]]) -> Any:
+    """The value with ordinary tensors in place of lazy ones, however deep; notes which in `used`."""
+    if isinstance(value, LazyTensor):
+        if id(value) not in used:
+            used[id(value)] = (value, value._ordinary())
+        return used[id(value)][1]
+    if type(value) in (tuple, list):
+        return type(value)(_ordinary_in(item, used) for item in value)
+    if type(value) is dict:
+        return {key: _ordinary_in(item, used) for key, item in value.items()}
+    return value
