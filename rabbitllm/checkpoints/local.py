@@ -70,17 +70,13 @@ class LocalCheckpoint:
 
     def _find_index(self) -> CheckpointIndex:
         entry = self._entry = entry_in(self.folder)
+        self._check(entry)
         if is_index(entry):
             return read_index(self.folder / entry)
-        self._check(entry)
         return index_of({tensor.name: entry for tensor in self._header(entry).tensors})
 
     def _check(self, shard: str) -> None:
-        path = self.folder / shard
-        if self._snapshot is not None:
-            hub_cache.check_in_cache(path, self._snapshot)
-        else:
-            check_inside(path, self.folder)
+        _check_place(self.folder / shard, self.folder, self._snapshot)
 
     @property
     def deletable(self) -> bool:
@@ -202,7 +198,18 @@ def begins_with_any(folder: Path, shards: Collection[str]) -> bool:
         InvalidIndexError, UnsafePathError: see `read_index`.
     """
     entry = entry_in(folder)
-    return any(shard in shards for shard in (read_index(folder / entry).shards if is_index(entry) else [entry]))
+    if not is_index(entry):
+        return entry in shards
+    _check_place(folder / entry, folder, hub_cache.snapshot_of(folder))
+    return any(shard in shards for shard in read_index(folder / entry).shards)
+
+
+def _check_place(path: Path, folder: Path, snapshot: hub_cache.CachedSnapshot | None) -> None:
+    """Refuse a file that a link leads to, other than those that a hub cache is made of."""
+    if snapshot is not None:
+        hub_cache.check_in_cache(path, snapshot)
+    else:
+        check_inside(path, folder)
 
 
 def is_writable(folder: Path) -> bool:
