@@ -142,7 +142,7 @@ def read_index(path: Path) -> CheckpointIndex:
 
     Raises:
         InvalidIndexError: no `weight_map` of strings, or an empty one.
-        UnsafePathError: a shard name that is no plain relative name, or two that are one file on some systems.
+        UnsafePathError: a shard name that is no plain relative name, or two that can become one file.
     """
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -174,14 +174,15 @@ def check_shard_name(shard: str, source: str) -> None:
 
 
 def _check_distinct(shards: Iterable[str], source: str) -> None:
-    """Refuse names that differ in case alone: one of them would be deleted with the other."""
+    """Refuse names that differ in case alone, or in `/` and `--` (which it becomes where shards are staged): one of
+    them would be deleted with the other."""
     seen: dict[str, str] = {}
     for shard in shards:
-        other = seen.setdefault(shard.casefold(), shard)
+        other = seen.setdefault(shard.casefold().replace("/", "--"), shard)
         if other != shard:
             raise UnsafePathError(
-                f"{source} names the shards {other!r} and {shard!r}, which are one file on some systems; expected "
-                "names that differ in more than their case.",
+                f"{source} names the shards {_short(other)} and {_short(shard)}, which can become one file; expected "
+                "names that differ in more than case and slashes.",
                 _HOSTILE,
             )
 

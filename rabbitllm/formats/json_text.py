@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-MAX_VALUES = 800_000
+MAX_VALUES = 600_000
 """Values, lists and tables in one text, counted as its commas and opening brackets. A tensor takes 8 of them in a
-safetensors header and 1 in an index; so 100,000 tensors in a shard, 800,000 in a checkpoint."""
+safetensors header and 1 in an index; so 75,000 tensors in a shard, 600,000 in a checkpoint."""
 MAX_TEXT_BYTES = 64 << 20
 """In memory, where one character outside Latin-1 makes all of them two or four bytes wide."""
 

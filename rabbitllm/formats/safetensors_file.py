@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 32 << 20
-"""The format allows 100,000,000; 97 % have less than 256 KiB, and 100,000 tensors take 13 MB."""
+"""The format allows 100,000,000; 97 % have less than 256 KiB, and 75,000 tensors take 10 MB."""
 MAX_NAME = 1024
 """Characters of a tensor's name."""
 MAX_DIMENSIONS = 64
@@ -109,6 +109,8 @@ def parse_header(raw: bytes, file_size: int, file: str) -> Header:
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise _corrupt(file, "its __metadata__ is not a table of strings")
+    if not _is_text("".join((*metadata, *metadata.values()))):
+        raise _corrupt(file, "its __metadata__ holds half a surrogate pair, which is no text")
     tensors = sorted(
         (_spec(name, entry, data_start, file) for name, entry in entries.items()),
         key=lambda t: (t.offset, t.nbytes),
@@ -173,6 +175,14 @@ def _spec(name: str, entry: object, data_start: int, file: str) -> TensorSpec:
     if nbytes != expected:
         raise _corrupt(file, f"{where} spans {nbytes:,} bytes; {dtype} of shape {_short(shape)} needs {expected:,}")
     return TensorSpec(name, dtype, tuple(shape), file, data_start + offsets[0], nbytes)
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _naturals(value: object) -> bool:

@@ -46,17 +46,21 @@ HOSTILE_NAMES = [
 """Names of shards that nothing may be opened by."""
 
 
+Builder = Callable[[Path], None]
+"""Fills an empty folder, beside which is `outside` with a sound checkpoint in it."""
+
+
 @dataclass(frozen=True)
 class FolderAttack:
     """A folder that must be refused.
 
     Attributes:
-        build: fills an empty folder, beside which is `outside` with a sound checkpoint in it.
+        build: makes it.
         error: the class that must be raised.
         message: a pattern that its text must match.
     """
 
-    build: Callable[[Path], None]
+    build: Builder
     error: type[Exception]
     message: str
 
@@ -68,9 +72,14 @@ class FolderAttack:
 ATTACKS: list[FolderAttack] = []
 
 
-def attack(message: str, error: type[Exception] = UnsafePathError) -> Callable[[Callable[[Path], None]], None]:
+def attack(message: str, error: type[Exception] = UnsafePathError) -> Callable[[Builder], Builder]:
     """Put a builder on the list."""
-    return lambda build: ATTACKS.append(FolderAttack(build, error, message))
+
+    def add(build: Builder) -> Builder:
+        ATTACKS.append(FolderAttack(build, error, message))
+        return build
+
+    return add
 
 
 def prepare(place: Path) -> Path:
@@ -189,10 +198,17 @@ def shard_that_is_the_folder_of_another(folder: Path) -> None:
     index(folder, {"t": "sub", "u": "sub/a.safetensors"})
 
 
-@attack("names the shards 'A.safetensors' and 'a.safetensors', which are one file on some systems")
+@attack("names the shards 'A.safetensors' and 'a.safetensors', which can become one file")
 def shards_that_differ_in_case(folder: Path) -> None:
     (folder / "a.safetensors").write_bytes(SOUND)
     index(folder, {"t": "a.safetensors", "u": "A.safetensors"})
+
+
+@attack("names the shards 'a--b.safetensors' and 'a/b.safetensors', which can become one file")
+def shards_that_are_staged_as_one(folder: Path) -> None:
+    (folder / "a").mkdir()
+    (folder / "a" / "b.safetensors").write_bytes(SOUND)
+    index(folder, {"t": "a/b.safetensors", "u": "a--b.safetensors"})
 
 
 # indexes

@@ -20,8 +20,8 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "a key twice, the second by an escape": (b'{"a": 1, "\\u0061": 2}', "the key 'a' appears twice"),
     "a key twice, further in": (b'{"x": {"b": 1, "c": 2, "b": 3}}', "the key 'b' appears twice"),
     "a key twice among very many": (
-        b'{"weight_map": {' + b"".join(b'"%d":0,' % n for n in range(300_000)) + b'"299999":0}}',
-        "the key '299999' appears twice",
+        b'{"weight_map": {' + b"".join(b'"%d":0,' % n for n in range(599_000)) + b'"598999":0}}',
+        "the key '598999' appears twice",
     ),
     "a key twice that has no end": (
         b'{"%b": 1, "%b": 2}' % (b"k" * 100_000, b"k" * 100_000),
@@ -37,7 +37,12 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "control character": (b'{"a": "\n"}', "not valid JSON.*control character"),
     "single quotes": (b"{'a': 1}", "not valid JSON"),
     "a comment": (b'{"a": 1 /* x */}', "not valid JSON"),
-    "very many values": (b'{"a": [' + b"0," * 800_000 + b"0]}", "has about 800,002 values; at most 800,000 are read"),
+    "as wide a text as is read": (
+        b'["' + "😀".encode() + b"x" * ((16 << 20) - 99) + b'"]',
+        "holds a JSON list; expected an object",
+    ),
+    "as long a text as is read": (b'["' + b"x" * ((40 << 20) - 99) + b'"]', "holds a JSON list; expected an object"),
+    "very many values": (b'{"a": [' + b"0," * 800_000 + b"0]}", "has about 800,002 values; at most 600,000 are read"),
     "very many tables": (b'{"a": [' + b"{}," * 500_000 + b"0]}", "has about 1,000,002 values"),
     "very wide text": ('{"a": "😀'.encode() + b"x" * (17 << 20) + b'"}', "bytes as text; at most 67,108,864 are read"),
     "no JSON": (b"<!DOCTYPE html><html></html>", "not valid JSON"),
@@ -56,6 +61,8 @@ ACCEPTED_BY_PYTHON = {
     "very many values",
     "very many tables",
     "very wide text",
+    "as wide a text as is read",
+    "as long a text as is read",
 }
 """What `json.loads` makes a value of."""
 

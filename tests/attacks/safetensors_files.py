@@ -105,6 +105,8 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "metadata a list": (file_of({"__metadata__": []}, b""), "__metadata__ is not a table of strings"),
     "metadata of numbers": (file_of({"__metadata__": {"a": 1}}, b""), "__metadata__ is not a table of strings"),
     "metadata of tables": (file_of({"__metadata__": {"a": {"b": "c"}}}, b""), "__metadata__ is not a table of strings"),
+    "lone surrogate in the metadata": (file_of('{"__metadata__": {"a": "\\udc00"}}', b""), "half a surrogate pair"),
+    "lone surrogate as a key": (file_of('{"__metadata__": {"\\ud800": "a"}}', b""), "half a surrogate pair"),
     "metadata that is a tensor": (file_of({"__metadata__": EIGHT}), "__metadata__ is not a table of strings"),
     # fields
     "no table": (file_of({"t": 5}), "tensor 't' is described by 5"),
@@ -184,9 +186,24 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         file_of("{" + ",".join(EMPTY % n for n in range(200_000)) + "}", b""),
         "about 1,400,000",
     ),
+    "as many tensors as are read, and a hole": (
+        file_of("{" + ",".join([EMPTY % n for n in range(85_000)] + [TEXT[1:-1].replace("[0, 8]", "[8, 16]")]) + "}"),
+        "'t' leaves a hole before it",
+    ),
+    "as many pairs as are read, and a hole": (
+        file_of(
+            '{"__metadata__": {' + ",".join(f'"{n}": "{n}"' for n in range(599_000)) + "}," + TEXT[1:].replace("8", "9")
+        ),
+        "spans 9 bytes",
+    ),
+    "as many lists as are read": (file_of('{"t": [' + "[]," * 299_000 + "0]}", b""), r"is described by \[\[\], \[\]"),
+    "as wide a text as is read": (
+        file_of('{"__metadata__": {"a": "😀' + "x" * ((16 << 20) - 99) + '"}}'),
+        "bytes that belong to no tensor",
+    ),
     "very many pairs": (
         file_of('{"__metadata__": {' + ",".join(f'"{n}": ""' for n in range(800_000)) + "}}", b""),
-        "about 800,001 values; at most 800,000 are read",
+        "about 800,001 values; at most 600,000 are read",
     ),
     "very many lists": (file_of('{"t": [' + "[]," * 500_000 + "0]}", b""), "about 1,000,002 values"),
     "very wide text": (file_of('{"__metadata__": {"a": "😀' + "x" * (17 << 20) + '"}}', b""), "bytes as text; at most"),
