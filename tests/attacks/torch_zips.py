@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from rabbitllm.errors import CorruptShardError, UnsafePickleError
@@ -39,6 +41,16 @@ def evil() -> bytes:
 @attack("two of its entries are named 'archive/data.pkl'")
 def two_pickles() -> bytes:
     return pack([*archive(), Member("archive/data.pkl", evil())])
+
+
+@attack("two of its entries are named 'archive/data.pkl'")
+def two_pickles_the_other_first() -> bytes:
+    return pack([Member("archive/data.pkl", evil()), *archive()])
+
+
+@attack("'archive/DATA.PKL' is none that torch.save writes")
+def two_pickles_that_differ_in_case() -> bytes:
+    return pack([*archive(), Member("archive/DATA.PKL", evil())])
 
 
 @attack("two of its entries are named 'archive/data/0'")
@@ -424,12 +436,32 @@ def no_folder() -> bytes:
     return pack([Member("data.pkl", tensor_pickle()), Member("data/0", FOUR)])
 
 
+@attack("'C:/data/0' is none that torch.save writes")
+def name_on_a_drive() -> bytes:
+    return named(b"C:/data/0")
+
+
+@attack("not a plain relative path")
+def name_that_turns_its_direction() -> bytes:
+    return named("archive/data/0\u202e".encode())
+
+
+@attack("not a plain relative path")
+def entry_that_is_a_folder() -> bytes:
+    return pack([*archive(), Member("archive/data/", b"")])
+
+
 # records that contradict the pickle
 
 
 @attack("byte order b'big'; only 'little' is read")
 def big_endian() -> bytes:
     return pack(changed(archive(), "byteorder", data=b"big"))
+
+
+@attack("byte order b'pdp'; only 'little' is read")
+def byte_order_of_no_machine() -> bytes:
+    return pack(changed(archive(), "byteorder", data=b"pdp"))
 
 
 @attack("byteorder has 300 bytes")
@@ -485,3 +517,47 @@ def only_a_signature() -> bytes:
 @attack("it has no entries")
 def only_an_end_record() -> bytes:
     return pack([])
+
+
+# what is sound all the same, and stays readable
+
+
+def filled(*values: float) -> bytes:
+    """A storage of other values."""
+    return pack(archive(storages={"0": struct.pack("<4f", *values)}))
+
+
+def empty_tensor() -> bytes:
+    return pack(archive(tensor_pickle(storage(elements=0), 0, (0, 3), (3, 1)), {"0": b""}))
+
+
+def without_checksums() -> bytes:
+    """As torch writes them if asked to."""
+    return pack([replace(member, local={"crc": 0}, central={"crc": 0}) for member in archive()])
+
+
+def another_checksum() -> bytes:
+    """One that is not the data's; torch does not compare them, and neither is it done here. Scanners stop at it."""
+    return pack(changed(archive(), "data/0", local={"crc": 7}, central={"crc": 7}))
+
+
+def flipped_bit_of_the_data() -> bytes:
+    """Which no checksum is there to notice but the hub's sha256."""
+    content = bytearray(pack(archive()))
+    content[content.index(FOUR)] ^= 1
+    return bytes(content)
+
+
+LEGAL: dict[str, Callable[[], bytes]] = {
+    "NaN": lambda: filled(math.nan, -math.nan, 0, 1),
+    "infinities": lambda: filled(math.inf, -math.inf, 0, 1),
+    "denormal numbers": lambda: filled(1e-45, -0.0, 0, 1),
+    "empty tensor": empty_tensor,
+    "empty record": lambda: pack([*archive(), Member("archive/.data/serialization_id", b"")]),
+    "without checksums": without_checksums,
+    "another checksum": another_checksum,
+    "flipped bit of the data": flipped_bit_of_the_data,
+    "without a byte order": lambda: pack([member for member in archive() if "byteorder" not in member.name]),
+    "a root of another name": lambda: pack(archive(root="model.ckpt")),
+}
+"""torch reads all of them too."""

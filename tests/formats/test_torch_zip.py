@@ -353,6 +353,13 @@ def test_a_file_that_shrinks_after_it_was_opened(tmp_path: Path) -> None:
             bytes_of(path, record)
 
 
+@pytest.mark.parametrize("case", torch_zips.LEGAL)
+def test_what_looks_like_an_attack_and_is_sound(tmp_path: Path, case: str) -> None:
+    path = tmp_path / "x.bin"
+    path.write_bytes(torch_zips.LEGAL[case]())
+    assert_equal(path, read_torch_zip(path), torch.load(path, weights_only=True))
+
+
 @pytest.mark.parametrize("attack", torch_zips.ATTACKS, ids=lambda attack: attack.name)
 def test_zip_attack(tmp_path: Path, attack: Attack) -> None:
     (tmp_path / "x.bin").write_bytes(attack.build(tmp_path / "marker"))
