@@ -738,3 +738,36 @@ LEGAL: dict[str, bytes] = {
     "32 bytes of a number": pickled({"w": tensor(), "x": 1 << 254}),
 }
 """Each holds one tensor; nothing in them is called but what makes it."""
+
+ACCEPTED_BY_TORCH = {
+    "newobj of a known global",
+    "values left on the stack",
+    "build on a tensor",
+    "dtype other than the storages",
+    "storage of bytes without a dtype",
+    "another codec",
+    "protocol 6",
+    "protocol 1",
+    "protocol twice",
+    "bytes behind the end",
+    "a second pickle behind the first",
+    "key of a wide number",
+    "one name twice",
+    "billion laughs",
+    "list that contains itself",
+    "dict that contains itself",
+    "stride 0 giant",
+    "empty shape that overflows",
+    "one storage as two types",
+    "list as the root",
+    "tensor as the root",
+    "empty name",
+    "name with a nul",
+    "name without end",
+    "one name by two ways",
+    "one name as text and number",
+    "no tensor",
+}
+"""What `torch.load(weights_only=True)` of torch 2.13.0 loads, of those under 10,000 bytes; stricter here on purpose."""
+ENDLESS_IN_TORCH = {"key that takes for ever to hash"}
+"""What the same call does not come back from."""
