@@ -183,6 +183,16 @@ def unknown_flag() -> bytes:
     return pack(changed(archive(), "data.pkl", central={"flags": 0x8800}))
 
 
+@attack(r"'archive/data.pkl' needs a reader of version 8.0 of the format; there is none above 6.3")
+def for_a_later_reader() -> bytes:
+    return pack(changed(archive(), "data.pkl", central={"version": 80}))
+
+
+@attack(r"'archive/data/0' needs a reader of version 25.5 of the format")
+def for_a_later_reader_in_the_local_header_only() -> bytes:
+    return pack(changed(archive(), "data/0", local={"version": 255}))
+
+
 # entries that are not where they should be
 
 
@@ -582,6 +592,8 @@ ACCEPTED_BY_TORCH = {
     "deflated in the local header only",
     "encrypted in the local header only",
     "unknown flag",
+    "for a later reader",
+    "for a later reader in the local header only",
     "one range under two names",
     "local size other than central",
     "local checksum other than central",

@@ -237,7 +237,7 @@ def _split_pickle(data: bytes) -> list[bytes]:
 
 # torch zips
 
-_ENTRY_BITS = {"flags": 16, "method": 16, "crc": 32, "packed": 32, "size": 32}
+_ENTRY_BITS = {"version": 16, "flags": 16, "method": 16, "crc": 32, "packed": 32, "size": 32}
 _CENTRAL_BITS = {**_ENTRY_BITS, "disk": 16, "attributes": 32, "header": 32}
 _END_BITS = {"disk": 16, "first": 16, "here": 16, "count": 16, "size": 32, "offset": 32}
 _ZIP64_BITS = {"length": 64, "here": 64, "count": 64, "size": 64, "offset": 64, "record": 64, "disk": 32, "disks": 32}
