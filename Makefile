@@ -2,8 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# how long `make fuzz` tries each target, and how many at a time
+SECONDS ?= 60
+JOBS ?= 1
 
-.PHONY: demo test test-long lint clean
+.PHONY: demo test test-long fuzz lint clean
 
 $(VENV)/.installed: setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -18,6 +21,14 @@ test: $(VENV)/.installed lint
 
 test-long: $(VENV)/.installed
 	$(BIN)/python -m pytest
+
+$(VENV)/.fuzz: $(VENV)/.installed
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev,fuzz]"
+	touch $@
+
+# under Linux, where atheris has wheels; `make fuzz SECONDS=600`, what was found is in build/fuzz
+fuzz: $(VENV)/.fuzz
+	$(BIN)/python -m fuzz --seconds $(SECONDS) --jobs $(JOBS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -32,7 +32,10 @@ setup(
         "typer>=0.16",  # comes with transformers
         "rich>=13",  # comes with transformers
     ],
-    extras_require={"dev": ["pytest", "hypothesis", "ruff", "mypy", "sentencepiece", "tiktoken"]},
+    extras_require={
+        "dev": ["pytest", "hypothesis", "ruff", "mypy", "sentencepiece", "tiktoken"],
+        "fuzz": ["atheris>=3"],
+    },
     entry_points={"console_scripts": ["rabbitllm = rabbitllm.cli.main:main"]},
     classifiers=[
         "License :: OSI Approved :: MIT License",

@@ -34,7 +34,14 @@ META_PARAMETERS = "params.json"
 """What a checkpoint in Meta's own format begins with."""
 _RANK = re.compile(r"consolidated\.\d{1,4}\.pth")
 
-_SEGMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_SEGMENT = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,198}[A-Za-z0-9_-])?")
+"""Of at most 200 characters, since a file system takes 255 and suffixes come on top; without a dot at the end, which
+Windows drops."""
+_DEVICE = re.compile(r"(?:con|prn|aux|nul|com\d|lpt\d)(?:\..*)?", re.IGNORECASE)
+"""What Windows opens as a device, in any folder."""
+_REMEDY = "Fetch the index again."
+_HOSTILE = "Do not use this checkpoint: an honest index has no such name. Nothing was opened or deleted."
+_LINKS = "Put the files themselves (or hard links) into one folder. Nothing was opened or deleted."
 _DIGITS = re.compile(r"(\d+)")
 
 
@@ -122,11 +129,18 @@ def _some(names: Collection[str]) -> str:
     return f"{shown} and more" if len(names) > 5 else shown
 
 
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
 def natural_key(name: str) -> tuple[object, ...]:
     """A sort key that puts `shard-2` before `shard-10`, whatever the padding."""
     pieces = _DIGITS.split(name)  # text and digits in turns, text first
     key: list[object] = [*pieces]
-    key[1::2] = [(int(digits), digits) for digits in pieces[1::2]]
+    for at, digits in enumerate(pieces[1::2]):  # compared as numbers, without making any: there may be thousands
+        significant = digits.lstrip("0")
+        key[2 * at + 1] = (len(significant), significant, digits)
     return tuple(key)
 
 
@@ -140,41 +154,62 @@ def read_index(path: Path) -> CheckpointIndex:
 
     Raises:
         InvalidIndexError: no `weight_map` of strings, or an empty one.
-        UnsafePathError: a shard name that is no plain relative name.
+        UnsafePathError: a shard name that is no plain relative name, or two that can become one file.
     """
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise InvalidIndexError(f"{path} has no weight_map; expected a table of tensor name to shard.")
+        raise InvalidIndexError(f"{path} has no weight_map; expected a table of tensor name to shard.", _REMEDY)
     for tensor, shard in weight_map.items():
         if not isinstance(shard, str):
-            raise InvalidIndexError(f"{path} puts tensor {tensor!r} into {shard!r}; expected the name of a shard.")
+            raise InvalidIndexError(
+                f"{path} puts tensor {tensor[:80]!r} into {_short(shard)}; expected the name of a shard.", _REMEDY
+            )
         check_shard_name(shard, path.name)
-    return index_of(weight_map)
+    index = index_of(weight_map)
+    _check_distinct(index.shards, path.name)
+    return index
 
 
 def check_shard_name(shard: str, source: str) -> None:
     """Refuse a shard name that is anything but one or two plain path segments.
 
     Raises:
-        UnsafePathError: absolute, `..`, a drive letter, a backslash, a control character, more than two segments.
+        UnsafePathError: absolute, `..`, a drive letter, a backslash, a control character, more than two segments, a
+            device of Windows, more than a file system takes.
     """
     segments = shard.split("/")
-    if len(segments) > 2 or not all(_SEGMENT.fullmatch(segment) for segment in segments):
+    if len(segments) > 2 or not all(_SEGMENT.fullmatch(part) and not _DEVICE.fullmatch(part) for part in segments):
         raise UnsafePathError(
-            f"{source} names the shard {shard!r}; expected a plain file name inside the checkpoint's own folder.",
-            "Do not use this checkpoint: an honest index has no such name. Nothing was opened or deleted.",
+            f"{source} names the shard {_short(shard)}; expected a plain file name inside the checkpoint's own folder.",
+            _HOSTILE,
         )
+
+
+def _check_distinct(shards: Iterable[str], source: str) -> None:
+    """Refuse names that differ in case alone, or in `/` and `--` (which it becomes where shards are staged): one of
+    them would be deleted with the other."""
+    seen: dict[str, str] = {}
+    for shard in shards:
+        other = seen.setdefault(shard.casefold().replace("/", "--"), shard)
+        if other != shard:
+            raise UnsafePathError(
+                f"{source} names the shards {_short(other)} and {_short(shard)}, which can become one file; expected "
+                "names that differ in more than case and slashes.",
+                _HOSTILE,
+            )
 
 
 def check_inside(path: Path, folder: Path) -> None:
-    """Refuse a file that a symbolic link leads out of its folder.
+    """Refuse a file that a symbolic link leads out of its folder, and what is there and is no file. Opens nothing.
 
     Raises:
-        UnsafePathError: the resolved file is not below the resolved folder.
+        UnsafePathError: the resolved file is not below the resolved folder; or it is a folder, a pipe or a device.
     """
-    resolved = path.resolve()
+    try:
+        resolved = path.resolve()
+    except (OSError, RuntimeError):  # links that lead to one another
+        raise UnsafePathError(f"{path} is a link that leads to itself; expected a file.", _LINKS) from None
     if not resolved.is_relative_to(folder.resolve()):
-        raise UnsafePathError(
-            f"{path} is a link that leads outside its folder, to {resolved}.",
-            "Put the files themselves (or hard links) into one folder. Nothing was opened or deleted.",
-        )
+        raise UnsafePathError(f"{path} is a link that leads outside its folder, to {resolved}.", _LINKS)
+    if resolved.exists() and not resolved.is_file():  # a pipe would wait for whoever writes into it
+        raise UnsafePathError(f"{path} is no regular file; expected one with weights.", _LINKS)

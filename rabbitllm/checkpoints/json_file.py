@@ -1,44 +1,38 @@
-"""JSON read from a checkpoint: bounded, unambiguous, or refused.
+"""JSON files of a checkpoint: bounded, unambiguous, or refused.
 
-Python's own reader accepts a key twice (the last one wins, while a scanner may see the first), and files of any
-size. `NaN` and `Infinity` are let through: configs of state-space models have them. Knows nothing of what the JSON
-means.
+`NaN` and `Infinity` are let through: configs of state-space models have them. Knows nothing of what the JSON means.
 """
 
 from __future__ import annotations
 
-import json
+import stat
 from pathlib import Path
 from typing import Any
 
 from rabbitllm.errors import InvalidIndexError
+from rabbitllm.formats.json_text import decode_json
 
-MAX_BYTES = 256 << 20
-"""The largest index known, of a model with 74,000 expert matrices, has 7 MB."""
+MAX_BYTES = 40 << 20
+"""An index of 74,000 expert matrices has 7 MB."""
+_REMEDY = "Fetch the file again."
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
-        InvalidIndexError: not one JSON object, a key twice, not UTF-8, or larger than 256 MiB.
+        InvalidIndexError: no regular file, not one JSON object, a key twice, not UTF-8, or larger than `MAX_BYTES` or
+            the limits of `decode_json`.
     """
-    size = path.stat().st_size
-    if size > MAX_BYTES:
-        raise InvalidIndexError(f"{path.name} has {size:,} bytes; at most {MAX_BYTES:,} is read.")
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):  # a pipe would wait for whoever writes into it
+        raise InvalidIndexError(f"{path} is no regular file; expected JSON.", "Put the file itself there.")
+    if found.st_size > MAX_BYTES:
+        raise InvalidIndexError(f"{path.name} has {found.st_size:,} bytes; at most {MAX_BYTES:,} are read.", _REMEDY)
     try:
-        decoded = json.loads(path.read_bytes().decode("utf-8"), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise InvalidIndexError(f"{path} is not valid JSON: {error}.", "Fetch the file again.") from None
+        decoded = decode_json(path.read_bytes())
+    except ValueError as error:
+        raise InvalidIndexError(f"{path} is not valid JSON: {error}.", _REMEDY) from None
     if not isinstance(decoded, dict):
-        raise InvalidIndexError(f"{path} holds a JSON {type(decoded).__name__}; expected an object.")
+        raise InvalidIndexError(f"{path} holds a JSON {type(decoded).__name__}; expected an object.", _REMEDY)
     return decoded
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {twice!r} appears twice")
-    return table

@@ -102,9 +102,9 @@ class LocalCheckpoint:
 
     def _find_index(self, known_shards: Collection[str]) -> CheckpointIndex:
         entry = self._entry = entry_in(self.folder)
+        self._check(entry)
         if is_index(entry):
             return read_index(self.folder / entry)
-        self._check(entry)
         if is_meta(entry):
             elsewhere = self._missing_from.files if self._missing_from is not None else ()
             here = (path.name for path in self.folder.iterdir() if path.is_file())
@@ -126,11 +126,7 @@ class LocalCheckpoint:
         return self._header(shard), shard
 
     def _check(self, shard: str) -> None:
-        path = self.folder / shard
-        if self._snapshot is not None:
-            hub_cache.check_in_cache(path, self._snapshot)
-        else:
-            check_inside(path, self.folder)
+        _check_place(self.folder / shard, self.folder, self._snapshot)
 
     @property
     def deletable(self) -> bool:
@@ -272,7 +268,18 @@ def begins_with_any(folder: Path, shards: Collection[str]) -> bool:
     entry = entry_in(folder)
     if is_meta(entry):
         return any(is_rank(shard) and (folder / shard).exists() for shard in shards)
-    return any(shard in shards for shard in (read_index(folder / entry).shards if is_index(entry) else [entry]))
+    if not is_index(entry):
+        return entry in shards
+    _check_place(folder / entry, folder, hub_cache.snapshot_of(folder))
+    return any(shard in shards for shard in read_index(folder / entry).shards)
+
+
+def _check_place(path: Path, folder: Path, snapshot: hub_cache.CachedSnapshot | None) -> None:
+    """Refuse a file that a link leads to, other than those that a hub cache is made of."""
+    if snapshot is not None:
+        hub_cache.check_in_cache(path, snapshot)
+    else:
+        check_inside(path, folder)
 
 
 def is_writable(folder: Path) -> bool:

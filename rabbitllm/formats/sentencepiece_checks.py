@@ -21,7 +21,7 @@ MAX_PIECE_BYTES = 7999
 _BYTE_PIECE = re.compile(rb"<0x[0-9A-F]{2}>")
 
 
-def check_pieces(pieces: Pieces, byte_fallback: bool) -> None:
+def check_pieces(pieces: Pieces, byte_fallback: bool, bpe: bool) -> None:
     """Refuse a vocabulary that the library could not use.
 
     The library looks at scores, and for an ordinary piece, in unigram models only; here it is done in all, since no
@@ -47,17 +47,17 @@ def check_pieces(pieces: Pieces, byte_fallback: bool) -> None:
         raise ValueError(f"it has {count:,} pieces of type unknown; expected exactly one")
     if all(map(pieces.is_reserved, range(len(pieces)))):  # ends at the first that is not
         raise ValueError("it has none but unknown, control and byte pieces, which no text is split into")
-    _check_unique(pieces)
+    _check_unique(pieces, bpe)
     _check_byte_pieces(pieces, byte_fallback)
 
 
-def _check_unique(pieces: Pieces) -> None:
-    """The library has two tables: a text may be in both, but once in each."""
+def _check_unique(pieces: Pieces, bpe: bool) -> None:
+    """The library has two tables: a text may be in both, but once in each; and in a BPE model only once at all."""
     if len(set(pieces.texts)) == len(pieces):
         return
     seen: dict[tuple[bool, bytes], int] = {}
     for number, text in enumerate(pieces.texts):
-        first = seen.setdefault((pieces.is_reserved(number), text), number)
+        first = seen.setdefault((not bpe and pieces.is_reserved(number), text), number)
         if first != number:
             raise ValueError(f"pieces {first:,} and {number:,} are both {_short(text)}")
 
@@ -91,9 +91,11 @@ def check_charsmap(data: bytes, begin: int, end: int) -> None:
     Layout (`Normalizer::DecodePrecompiledCharsMap`): 4 bytes little-endian size of the trie, the trie, replacement
     texts that each end in a zero byte. A trie unit is a value (its bit 31 is set: where in the texts) or leads, by
     exclusive or with an offset and a byte of text, to other units; nothing in the library's lookup stops at the end.
+    The library (0.2.3) refuses some more charsmaps, which no lookup leaves either.
 
     Raises:
-        ValueError: a size that does not fit, texts without an end, a unit that leads outside.
+        ValueError: a size that does not fit, texts without an end, a unit that leads outside, a root that
+            leads nowhere.
     """
     size = end - begin
     if not size:
@@ -118,6 +120,9 @@ def check_charsmap(data: bytes, begin: int, end: int) -> None:
         # counts are whole blocks of 256 units, so that one more byte of text cannot lead out of the block
         elif number ^ ((unit >> 10) << ((unit & 0x200) >> 6)) >= count:
             raise ValueError(f"unit {number:,} of its charsmap leads outside its {count:,} units")
+    (root,) = struct.unpack_from("<I", data, begin + 4)
+    if not root >> 10 or root & 0x3FF or root >> 31:
+        raise ValueError(f"the root of its charsmap is {root:#010x}; expected one that leads to other units")
 
 
 def _short(text: bytes) -> str:

@@ -222,7 +222,7 @@ def _parse(data: bytes) -> SentencePieceModel:
             raise ValueError(f"its {name} has {end - begin:,} bytes; at most {MAX_SPEC_BYTES:,} are read")
     told = _message(data, found.get("trainer_spec"), _TRAINER)
     trainer = TrainerSpec(**told)
-    check_pieces(pieces, trainer.byte_fallback)
+    check_pieces(pieces, trainer.byte_fallback, trainer.model_type is ModelType.BPE)
     for name in sorted(_IDS & told.keys()):
         check_id(name, told[name], len(pieces))
     denormalizer = found.get("denormalizer_spec")

@@ -44,6 +44,9 @@ _FLAG_MEANINGS = {0: "encrypted", 5: "patch data", 6: "strongly encrypted", 13: 
 _SENTINEL_16, SENTINEL_32 = 0xFFFF, 0xFFFFFFFF
 _MAX_EXTRA = 0xFFFF
 
+_MAX_VERSION = 63
+"""The latest version of the format, times ten."""
+
 _SPECIAL = 0x18
 """A directory or a volume label by its DOS attributes: miniz, and so torch, then reads nothing and leaves what was in
 memory as the data."""
@@ -186,7 +189,7 @@ def _listed(raw: bytes, count: int, file: str) -> Iterator[_Listed]:
         if len(raw) - at < _CENTRAL.size or raw[at : at + 4] != b"PK\x01\x02":
             raise corrupt_zip(file, f"its directory claims {count:,} entries and has {number:,}")
         fields = _CENTRAL.unpack_from(raw, at)
-        _, _, _, flags, method, _, _, crc, packed, size, *lengths, disk, _, attributes, header = fields
+        _, _, needed, flags, method, _, _, crc, packed, size, *lengths, disk, _, attributes, header = fields
         at += _CENTRAL.size
         ends = [at := at + length for length in lengths]
         if ends[-1] > len(raw):
@@ -195,6 +198,7 @@ def _listed(raw: bytes, count: int, file: str) -> Iterator[_Listed]:
         zip64 = zip64_field(raw[ends[0] : ends[1]], name, file)
         if lengths[2]:
             raise corrupt_zip(file, f"entry {name!r} has a comment")
+        check_version(needed, name, file)
         _check_stored(flags, method, name, file)
         if attributes & _SPECIAL or attributes >> 28 not in (0, _REGULAR):
             raise corrupt_zip(file, f"entry {name!r} is marked as other than a file (attributes {attributes:#010x})")
@@ -227,6 +231,16 @@ def _placed(listed: Sequence[_Listed], directory: int, file: str) -> Iterator[Zi
                 f"the next one at byte {following:,}",
             )
         yield ZipEntry(entry.name, entry.header, begin, end, entry.descriptor, entry.crc, entry.flags, entry.zip64)
+
+
+def check_version(needed: int, name: str, file: str) -> None:
+    """Refuse an entry for readers of a later version of the format (low byte): torch reads it, zipfile does not."""
+    if needed & 0xFF > _MAX_VERSION:
+        raise corrupt_zip(
+            file,
+            f"entry {name!r} needs a reader of version {(needed & 0xFF) / 10} of the format; there is none above "
+            f"{_MAX_VERSION / 10}",
+        )
 
 
 def _check_stored(flags: int, method: int, name: str, file: str) -> None:

@@ -16,6 +16,7 @@ from rabbitllm.formats.zip_directory import (
     SENTINEL_32,
     ReadAt,
     ZipEntry,
+    check_version,
     corrupt_zip,
     zip64_field,
 )
@@ -47,12 +48,13 @@ def check_local_headers(read: ReadAt, entries: Sequence[ZipEntry], file: str) ->
 
 def _check_local(raw: bytes, entry: ZipEntry, file: str) -> None:
     """`raw` reaches from the local header to the data."""
-    signature, _, flags, method, _, _, crc, packed, size, name_length, extra_length = LOCAL.unpack_from(raw)
+    signature, needed, flags, method, _, _, crc, packed, size, name_length, extra_length = LOCAL.unpack_from(raw)
     name = raw[LOCAL.size : LOCAL.size + name_length]
     if signature != b"PK\x03\x04":
         raise corrupt_zip(file, f"there is no local header at byte {entry.header:,}, where {entry.name!r} should start")
     if name != entry.name.encode():
         raise corrupt_zip(file, f"entry {entry.name!r} is named {name[:80]!r} in its local header")
+    check_version(needed, entry.name, file)
     if (flags, method) != (entry.flags, 0):
         raise corrupt_zip(
             file,

@@ -194,6 +194,28 @@ def call_among_tensors(marker: Path) -> bytes:
     return b"\x80\x02}(" + text("x") + call + text("w") + pickled(tensor())[2:-1] + b"u."
 
 
+@attack(r"names the global 'os\\r' 'system\\r'")
+def names_that_end_as_on_windows(marker: Path) -> bytes:
+    return b"\x80\x02cos\r\nsystem\r\n" + touch(marker) + b"\x85R."
+
+
+@attack("names the global 'torch._utils' 'rebuild_tensor_v2'")
+def name_like_a_known_one(_: Path) -> bytes:
+    return b"\x80\x02ctorch._utils\nrebuild_tensor_v2\n."
+
+
+@attack("names the global 'os' 'system'", live=True)
+def call_in_a_frame_that_hides_it(marker: Path) -> bytes:
+    call = text("os") + text("system") + b"\x93" + touch(marker) + b"\x85R."
+    return b"\x80\x04\x95" + struct.pack("<Q", len(call)) + call
+
+
+@attack("names the global 'pickle' 'loads'", live=True)
+def pickle_in_a_pickle(marker: Path) -> bytes:
+    inner = b"\x80\x02cos\nsystem\n" + touch(marker) + b"\x85R."
+    return b"\x80\x03cpickle\nloads\nC" + bytes([len(inner)]) + inner + b"\x85R."
+
+
 @attack("names the global 'os' 'system'", live=True)
 def names_from_the_memo(marker: Path) -> bytes:
     names = text("system") + b"\x94" + text("os") + b"\x94"
@@ -701,3 +723,51 @@ def one_name_as_text_and_number(_: Path) -> bytes:
 @attack("no tensor under a name", CorruptShardError)
 def no_tensor(_: Path) -> bytes:
     return pickled({"epoch": 3})
+
+
+# what is sound all the same, and stays readable
+
+LEGAL: dict[str, bytes] = {
+    "pickle that lies in a pickle as bytes": pickled({"w": tensor(), "x": b"\x80\x02cos\nsystem\n)R."}, 3),
+    "names of globals as texts": pickled({"w": tensor(), "os": "system", "builtins": "eval"}),
+    "memo at a far number": b"\x80\x02}r\xff\xff\xff\xff" + tensor_pickle()[3:],
+    "frame over the rest": b"\x80\x04\x95" + struct.pack("<Q", len(tensor_pickle()) - 2) + tensor_pickle()[2:],
+    "NaN and infinities": pickled({"w": tensor(), "x": [float("nan"), float("inf"), -float("inf")]}),
+    "name that looks like a path": pickled({"../../w": tensor()}),
+    "empty tensor": tensor_pickle(storage(elements=0), 0, (0, 3), (3, 1)),
+    "32 bytes of a number": pickled({"w": tensor(), "x": 1 << 254}),
+}
+"""Each holds one tensor; nothing in them is called but what makes it."""
+
+ACCEPTED_BY_TORCH = {
+    "newobj of a known global",
+    "values left on the stack",
+    "build on a tensor",
+    "dtype other than the storages",
+    "storage of bytes without a dtype",
+    "another codec",
+    "protocol 6",
+    "protocol 1",
+    "protocol twice",
+    "bytes behind the end",
+    "a second pickle behind the first",
+    "key of a wide number",
+    "one name twice",
+    "billion laughs",
+    "list that contains itself",
+    "dict that contains itself",
+    "stride 0 giant",
+    "empty shape that overflows",
+    "one storage as two types",
+    "list as the root",
+    "tensor as the root",
+    "empty name",
+    "name with a nul",
+    "name without end",
+    "one name by two ways",
+    "one name as text and number",
+    "no tensor",
+}
+"""What `torch.load(weights_only=True)` of torch 2.13.0 loads, of those under 10,000 bytes; stricter here on purpose."""
+ENDLESS_IN_TORCH = {"key that takes for ever to hash"}
+"""What the same call does not come back from."""

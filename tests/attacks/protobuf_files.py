@@ -122,6 +122,10 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "deep nesting": (SOUND + DEEP, "is not UTF-8"),
     "the same piece twice": (SOUND + piece("a"), "pieces 4 and 6 are both 'a'"),
     "the same control piece twice": (SOUND + piece("<s>", 0, 3), "pieces 1 and 6 are both '<s>'"),
+    "one text in both tables of a BPE model": (
+        SOUND + piece("a", 0, 3) + span(2, number(3, 2)),
+        "pieces 4 and 6 are both 'a'",
+    ),
     "zero byte in a piece": (SOUND + piece("a\0b"), "piece 6 holds a zero byte"),
     "NaN": (SOUND + piece("q", math.nan), "piece 6 has score nan"),
     "infinity": (SOUND + piece("q", math.inf), "piece 6 has score inf"),
@@ -155,6 +159,9 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "unit that leads outside": (SOUND + charsmap([0x100 << 10] * 256), "unit 0 of its charsmap leads outside its 256"),
     "unit far outside": (SOUND + charsmap([0x1FFFFF << 10 | 0x200] * 256), "unit 0 of its charsmap leads outside"),
     "value outside the texts": (SOUND + charsmap([0, 1 << 31 | 2] + [0] * 254), "unit 1 .* points 2 bytes into 2"),
+    "root that leads nowhere": (SOUND + charsmap(NULL_UNITS), "the root of its charsmap is 0x00000000; expected"),
+    "root that is a value": (SOUND + charsmap([1 << 31] + NULL_UNITS[1:]), "the root of its charsmap is 0x80000000"),
+    "root that has a byte of text": (SOUND + charsmap([1 << 10 | 97, *NULL_UNITS[1:]]), "charsmap is 0x00000461"),
     "denormaliser's charsmap": (SOUND + span(5, span(2, bytes(20))), "the trie of its charsmap has 0 bytes"),
     # sizes
     "more other fields than any": (SOUND + number(200, 0) * 1001, "more than 1,000 fields are no pieces"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from rabbitllm.errors import CorruptShardError, UnsafePickleError
@@ -39,6 +41,16 @@ def evil() -> bytes:
 @attack("two of its entries are named 'archive/data.pkl'")
 def two_pickles() -> bytes:
     return pack([*archive(), Member("archive/data.pkl", evil())])
+
+
+@attack("two of its entries are named 'archive/data.pkl'")
+def two_pickles_the_other_first() -> bytes:
+    return pack([Member("archive/data.pkl", evil()), *archive()])
+
+
+@attack("'archive/DATA.PKL' is none that torch.save writes")
+def two_pickles_that_differ_in_case() -> bytes:
+    return pack([*archive(), Member("archive/DATA.PKL", evil())])
 
 
 @attack("two of its entries are named 'archive/data/0'")
@@ -169,6 +181,16 @@ def masked_headers() -> bytes:
 @attack(r"unknown flag \(bit 15\)")
 def unknown_flag() -> bytes:
     return pack(changed(archive(), "data.pkl", central={"flags": 0x8800}))
+
+
+@attack(r"'archive/data.pkl' needs a reader of version 8.0 of the format; there is none above 6.3")
+def for_a_later_reader() -> bytes:
+    return pack(changed(archive(), "data.pkl", central={"version": 80}))
+
+
+@attack(r"'archive/data/0' needs a reader of version 25.5 of the format")
+def for_a_later_reader_in_the_local_header_only() -> bytes:
+    return pack(changed(archive(), "data/0", local={"version": 255}))
 
 
 # entries that are not where they should be
@@ -424,12 +446,32 @@ def no_folder() -> bytes:
     return pack([Member("data.pkl", tensor_pickle()), Member("data/0", FOUR)])
 
 
+@attack("'C:/data/0' is none that torch.save writes")
+def name_on_a_drive() -> bytes:
+    return named(b"C:/data/0")
+
+
+@attack("not a plain relative path")
+def name_that_turns_its_direction() -> bytes:
+    return named("archive/data/0\u202e".encode())
+
+
+@attack("not a plain relative path")
+def entry_that_is_a_folder() -> bytes:
+    return pack([*archive(), Member("archive/data/", b"")])
+
+
 # records that contradict the pickle
 
 
 @attack("byte order b'big'; only 'little' is read")
 def big_endian() -> bytes:
     return pack(changed(archive(), "byteorder", data=b"big"))
+
+
+@attack("byte order b'pdp'; only 'little' is read")
+def byte_order_of_no_machine() -> bytes:
+    return pack(changed(archive(), "byteorder", data=b"pdp"))
 
 
 @attack("byteorder has 300 bytes")
@@ -485,3 +527,89 @@ def only_a_signature() -> bytes:
 @attack("it has no entries")
 def only_an_end_record() -> bytes:
     return pack([])
+
+
+# what is sound all the same, and stays readable
+
+
+def filled(*values: float) -> bytes:
+    """A storage of other values."""
+    return pack(archive(storages={"0": struct.pack("<4f", *values)}))
+
+
+def empty_tensor() -> bytes:
+    return pack(archive(tensor_pickle(storage(elements=0), 0, (0, 3), (3, 1)), {"0": b""}))
+
+
+def without_checksums() -> bytes:
+    """As torch writes them if asked to."""
+    return pack([replace(member, local={"crc": 0}, central={"crc": 0}) for member in archive()])
+
+
+def another_checksum() -> bytes:
+    """One that is not the data's; torch does not compare them, and neither is it done here. Scanners stop at it."""
+    return pack(changed(archive(), "data/0", local={"crc": 7}, central={"crc": 7}))
+
+
+def flipped_bit_of_the_data() -> bytes:
+    """Which no checksum is there to notice but the hub's sha256."""
+    content = bytearray(pack(archive()))
+    content[content.index(FOUR)] ^= 1
+    return bytes(content)
+
+
+LEGAL: dict[str, Callable[[], bytes]] = {
+    "NaN": lambda: filled(math.nan, -math.nan, 0, 1),
+    "infinities": lambda: filled(math.inf, -math.inf, 0, 1),
+    "denormal numbers": lambda: filled(1e-45, -0.0, 0, 1),
+    "empty tensor": empty_tensor,
+    "empty record": lambda: pack([*archive(), Member("archive/.data/serialization_id", b"")]),
+    "without checksums": without_checksums,
+    "another checksum": another_checksum,
+    "flipped bit of the data": flipped_bit_of_the_data,
+    "without a byte order": lambda: pack([member for member in archive() if "byteorder" not in member.name]),
+    "a root of another name": lambda: pack(archive(root="model.ckpt")),
+}
+"""torch reads all of them too."""
+
+ACCEPTED_BY_TORCH = {
+    "two pickles",
+    "two pickles the other first",
+    "two pickles that differ in case",
+    "one storage twice",
+    "local name other than central",
+    "local name longer than central",
+    "suffix",
+    "suffix as a comment",
+    "a second zip in the comment",
+    "a second zip behind the first",
+    "bytes between entries",
+    "bytes behind the directory",
+    "comment of an entry",
+    "another name in an extra field",
+    "extra field beyond its end",
+    "deflated entry",
+    "deflated in the local header only",
+    "encrypted in the local header only",
+    "unknown flag",
+    "for a later reader",
+    "for a later reader in the local header only",
+    "one range under two names",
+    "local size other than central",
+    "local checksum other than central",
+    "descriptor of another size",
+    "descriptor that is not there",
+    "entry on another disk",
+    "storage marked as a directory",
+    "entry marked as a symbolic link",
+    "entry marked as a directory by its mode",
+    "zip64 record elsewhere",
+    "zip64 record of another length",
+    "zip64 field nobody asked for",
+    "zip64 size in the local header only",
+    "two zip64 fields",
+    "entry that is a folder",
+    "big endian",
+    "storage nobody names",
+}
+"""What `torch.load(weights_only=True)` of torch 2.13.0 loads; each is stricter here on purpose."""

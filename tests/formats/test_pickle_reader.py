@@ -23,7 +23,7 @@ from rabbitllm.formats.pickle_reader import MAX_PICKLE_BYTES, Opcode, list_opcod
 from rabbitllm.formats.torch_names import name_tensors
 from rabbitllm.formats.torch_pickle import read_torch_pickle
 from tests.attacks.attack import Attack
-from tests.attacks.pickles import ATTACKS
+from tests.attacks.pickles import ATTACKS, LEGAL
 from tests.support.torch_files import pickled, tensor_pickle
 
 ROOT = Path(__file__).parent.parent.parent
@@ -55,6 +55,11 @@ def test_attack(tmp_path: Path, attack: Attack) -> None:
     assert set(sys.modules) == modules, "a module was imported"
 
 
+@pytest.mark.parametrize("case", LEGAL)
+def test_what_looks_like_an_attack_and_is_sound(case: str) -> None:
+    assert len(read(LEGAL[case])) == 1
+
+
 @pytest.mark.parametrize("attack", [a for a in ATTACKS if a.live], ids=lambda attack: attack.name)
 def test_a_reader_that_ran_it_would_show(tmp_path: Path, attack: Attack) -> None:
     """The control: `pickle` itself does what our reader refuses to."""
@@ -70,7 +75,7 @@ def test_the_most_memory_that_an_attack_takes(tmp_path: Path) -> None:
 import resource, sys
 from pathlib import Path
 from rabbitllm.errors import CheckpointError
-from tests.attacks.pickles import ATTACKS
+from tests.attacks.pickles import ATTACKS, LEGAL
 from tests.formats.test_pickle_reader import read
 idle = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 refused = 0

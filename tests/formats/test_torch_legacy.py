@@ -143,11 +143,7 @@ def test_only_our_errors(tmp_path: Path, changes: list[tuple[int, int, bytes]]) 
         read = read_legacy_torch(path)
     except CheckpointError:
         return
-    try:
-        loaded = torch.load(path, weights_only=True)
-    except RuntimeError as error:
-        assert "don't know how to restore data location" in str(error)  # of a device, which is nothing to us
-        return
+    loaded = torch.load(path, weights_only=True, map_location="cpu")  # a device that it does not know is nothing to us
     for record in read.tensors:
         assert tuple(loaded[record.name].shape) == record.shape
 

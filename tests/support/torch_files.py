@@ -75,6 +75,7 @@ def _fields(member: Member, changes: Mapping[str, Any]) -> dict[str, Any]:
     size = len(member.data)
     flags = 0x808 if member.described else 0x800
     known = {"name": member.name.encode(), "flags": flags, "method": 0, "crc": zlib.crc32(member.data)}
+    known["version"] = 0
     return {**known, "packed": size, "size": size, "extra": b"", "comment": b"", "disk": 0, "attributes": 0, **changes}
 
 
@@ -82,7 +83,7 @@ def _local(member: Member) -> bytes:
     hidden = {"crc": 0, "packed": 0, "size": 0} if member.described else {}
     f = _fields(member, {**hidden, **member.local})
     head = struct.pack(
-        "<4s5H3I2H", b"PK\x03\x04", 0, f["flags"], f["method"], 0, 0, f["crc"], f["packed"], f["size"],
+        "<4s5H3I2H", b"PK\x03\x04", f["version"], f["flags"], f["method"], 0, 0, f["crc"], f["packed"], f["size"],
         len(f["name"]), len(f["extra"]),
     )  # fmt: skip
     return head + f["name"] + f["extra"]
@@ -91,7 +92,7 @@ def _local(member: Member) -> bytes:
 def _central(member: Member, at: int) -> bytes:
     f = {"header": at, **_fields(member, member.central)}
     head = struct.pack(
-        "<4s6H3I5H2I", b"PK\x01\x02", 0, 0, f["flags"], f["method"], 0, 0, f["crc"], f["packed"], f["size"],
+        "<4s6H3I5H2I", b"PK\x01\x02", 0, f["version"], f["flags"], f["method"], 0, 0, f["crc"], f["packed"], f["size"],
         len(f["name"]), len(f["extra"]), len(f["comment"]), f["disk"], 0, f["attributes"], f["header"],
     )  # fmt: skip
     return head + f["name"] + f["extra"] + f["comment"]
