@@ -6,14 +6,16 @@ checkpoint; knows no tensors' bytes.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from rabbitllm.checkpoints import hub_cache
-from rabbitllm.checkpoints.index import check_inside, is_index, read_index
+from rabbitllm.checkpoints.index import META_PARAMETERS, check_inside, is_index, is_meta, read_index
 from rabbitllm.checkpoints.local import entry_in
+from rabbitllm.checkpoints.meta_checkpoint import ranks_of, read_meta
 from rabbitllm.collection import uncollected
 from rabbitllm.errors import (
     CheckpointNotFoundError,
@@ -23,6 +25,7 @@ from rabbitllm.errors import (
 )
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.layers.layer_store import LayerStore, is_legacy, read_manifest
+from rabbitllm.lazy.joined_files import JoinedFiles
 from rabbitllm.lazy.shard_file import ShardFile
 
 if TYPE_CHECKING:
@@ -40,7 +43,10 @@ class LazyCheckpoint(Mapping[str, "LazyTensor"]):
     """
 
     def __init__(
-        self, path: Path, files: Mapping[str, ShardFile], places: Mapping[str, tuple[TensorSpec, str]]
+        self,
+        path: Path,
+        files: Mapping[str, ShardFile],
+        places: Mapping[str, tuple[TensorSpec, ShardFile | JoinedFiles]],
     ) -> None:
         self.path = path
         self._files = files
@@ -49,8 +55,7 @@ class LazyCheckpoint(Mapping[str, "LazyTensor"]):
     def __getitem__(self, name: str) -> LazyTensor:
         from rabbitllm.lazy.tensor import LazyTensor
 
-        spec, file = self._places[name]
-        return LazyTensor(spec, self._files[file])
+        return LazyTensor(*self._places[name])
 
     def __contains__(self, name: object) -> bool:
         return name in self._places
@@ -97,8 +102,8 @@ def lazy_load(path: str | os.PathLike[str], *, mapped: bool = True) -> LazyCheck
         model.load_state_dict(weights, assign=True)
 
     Args:
-        path: a file (safetensors, or of `torch.save`; its first bytes say which), or a folder: of a checkpoint, or one
-            that RabbitLLM has split without compression.
+        path: a file (safetensors, or of `torch.save`; its first bytes say which), or a folder: of a checkpoint (Meta's
+            own too, under transformers' names), or one that RabbitLLM has split without compression.
         mapped: let tensors be views of the mapped files, without a copy; what is written to them stays in this
             process. False reads them into memory, which an error of the disk or a file that is cut off cannot end the
             process with.
@@ -127,18 +132,51 @@ def lazy_load(path: str | os.PathLike[str], *, mapped: bool = True) -> LazyCheck
 
 def _open_folder(folder: Path, mapped: bool) -> LazyCheckpoint:
     entry = entry_in(folder)
+    if is_meta(entry):
+        return _open_meta(folder, mapped)
     index = read_index(folder / entry) if is_index(entry) else None
-    snapshot = hub_cache.snapshot_of(folder)
     paths = {}
     for shard in index.shards if index is not None else (entry,):
         path = paths[shard] = folder / shard
-        if snapshot is not None:
-            hub_cache.check_in_cache(path, snapshot)
-        else:
-            check_inside(path, folder)
+        _check_place(path, folder)
         if not path.is_file():
             raise MissingShardError(f"{path} is missing; {entry} names it.", "Put the shard at that path.")
     return _open(folder, paths, index.weight_map if index is not None else None, mapped)
+
+
+def _check_place(path: Path, folder: Path) -> None:
+    snapshot = hub_cache.snapshot_of(folder)
+    if snapshot is not None:
+        hub_cache.check_in_cache(path, snapshot)
+    else:
+        check_inside(path, folder)
+
+
+@uncollected()
+def _open_meta(folder: Path, mapped: bool) -> LazyCheckpoint:
+    """Meta's own files, under the names and in the order of transformers; what a rank only has a piece of is joined."""
+    ranks = ranks_of((path.name for path in folder.iterdir() if path.is_file()), str(folder))
+    for name in (META_PARAMETERS, *ranks):
+        _check_place(folder / name, folder)
+    meta = read_meta(folder / META_PARAMETERS, ranks)
+    files: dict[str, ShardFile] = {}
+    pieces: dict[str, list[TensorSpec]] = {}
+    try:
+        for rank in ranks:
+            files[rank] = ShardFile(folder / rank, rank, mapped=mapped)
+            for spec in meta.taken_from(rank, files[rank].header).tensors:
+                pieces.setdefault(spec.whole.name, []).append(spec)
+    except BaseException:
+        for opened in files.values():
+            opened.close()
+        raise
+    joined = JoinedFiles(folder, files, pieces)
+    places: dict[str, tuple[TensorSpec, ShardFile | JoinedFiles]] = {}
+    for name, (first, *_) in pieces.items():
+        plain = first.piece is None and first.view is None
+        described = dataclasses.replace(first, strides=None, view=None) if first.piece is None else first.whole
+        places[name] = (first, files[first.file]) if plain else (described, joined)
+    return LazyCheckpoint(folder, files, places)
 
 
 def _open_split(folder: Path, mapped: bool) -> LazyCheckpoint:
@@ -171,4 +209,4 @@ def _open(path: Path, paths: Mapping[str, Path], wanted: Mapping[str, str] | Non
         for opened in files.values():
             opened.close()
         raise
-    return LazyCheckpoint(path, files, {name: (found[name, file], file) for name, file in chosen})
+    return LazyCheckpoint(path, files, {name: (found[name, file], files[file]) for name, file in chosen})

@@ -72,6 +72,10 @@ class ShardFile:
         """Whether the tensor is made as a view of the mapped file, at the file's own strides."""
         return self._mappable and spec.offset % max(1, DTYPES[spec.dtype].bits // 8) == 0
 
+    def has_rows(self, spec: TensorSpec) -> bool:
+        """Whether some rows of the tensor can be read as a tensor of their own."""
+        return spec.strides is None and spec.nbytes > 0
+
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
         """An ordinary tensor on the CPU, writable; what is written to it never reaches the file.
 

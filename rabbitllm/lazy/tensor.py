@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
+from rabbitllm.lazy.joined_files import JoinedFiles
 from rabbitllm.lazy.shard_file import ShardFile
 
 
@@ -78,19 +79,19 @@ class LazyTensor(torch.Tensor):
     """
 
     spec: TensorSpec
-    _file: ShardFile
+    _file: ShardFile | JoinedFiles
     _lock: threading.Lock
     _kept: torch.Tensor | None
     _made: weakref.ref[torch.Tensor] | None
 
     @staticmethod
-    def __new__(cls, spec: TensorSpec, file: ShardFile, kept: torch.Tensor | None = None) -> LazyTensor:
+    def __new__(cls, spec: TensorSpec, file: ShardFile | JoinedFiles, kept: torch.Tensor | None = None) -> LazyTensor:
         with torch.inference_mode(False), torch._C.DisableTorchFunction():
             made = torch.Tensor._make_subclass(cls, _described(spec, file) if kept is None else kept.to("meta"))
         made.spec, made._file, made._lock, made._kept, made._made = spec, file, threading.Lock(), kept, None
         return made
 
-    def __init__(self, spec: TensorSpec, file: ShardFile, kept: torch.Tensor | None = None) -> None:
+    def __init__(self, spec: TensorSpec, file: ShardFile | JoinedFiles, kept: torch.Tensor | None = None) -> None:
         super().__init__()
 
     @property
@@ -176,7 +177,7 @@ class LazyTensor(torch.Tensor):
         """What an index of the first dimension picks, where reading less than all is possible and needed: a tensor
         that is mapped is not read by being indexed. None for any other index."""
         spec = self.spec
-        if self._file.viewable(spec) or spec.strides is not None or not spec.nbytes:
+        if self._file.viewable(spec) or not self._file.has_rows(spec):
             return None
         if len(spec.shape) < (1 if DTYPES[spec.dtype].bits >= 8 else 2):
             return None
@@ -235,7 +236,7 @@ class LazyTensor(torch.Tensor):
         )
 
 
-def _described(spec: TensorSpec, file: ShardFile) -> torch.Tensor:
+def _described(spec: TensorSpec, file: ShardFile | JoinedFiles) -> torch.Tensor:
     """The meta tensor that is like what `file` makes of `spec`."""
     bits = DTYPES[spec.dtype].bits
     shape = spec.shape if bits >= 8 else (*spec.shape[:-1], spec.shape[-1] * bits // 8)

@@ -40,6 +40,7 @@ from tests.support.builders import (
 from tests.support.crashes import KILLED
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
+from tests.support.meta_files import tiny_llama, weights_of, write_meta
 from tests.support.scenes import sample
 from tests.support.splitting import Counter, contents, names_in, split
 from tests.support.ticks import observe_ticks
@@ -133,6 +134,27 @@ def test_a_checkpoint_of_torch_with_tensors_that_share_bytes(tmp_path: Path) -> 
     check(tmp_path / "new", tensors)
     expected, found = loaded(folder), loaded(tmp_path / "new")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_checkpoint_in_metas_own_format(tmp_path: Path, ranks: int) -> None:
+    model = tiny_llama(kv_heads=4)
+    source = write_meta(tmp_path / "meta", model, ranks=ranks)
+    before = contents(source)
+    run(source, "-o", tmp_path / "new")
+    check(tmp_path / "new", weights_of(model))
+    assert contents(source) == before
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new", dtype=torch.bfloat16)
+    assert {name: raw(tensor).tolist() for name, tensor in again.state_dict().items()} == {
+        name: raw(tensor).tolist() for name, tensor in model.state_dict().items()
+    }
+
+
+def test_a_checkpoint_of_torch_from_before_1_6(tmp_path: Path) -> None:
+    tensors = llama_tensors()
+    source = write_torch(tmp_path / "old", {TORCH_SINGLE_NAME: tensors}, legacy=True)
+    run(source, "-o", tmp_path / "new")
+    check(tmp_path / "new", tensors)
 
 
 @pytest.mark.parametrize("name", ["consolidated.00.pth", "x.safetensors"])

@@ -28,6 +28,7 @@ from rabbitllm.formats.tensor_spec import DTYPES
 from rabbitllm.lazy.tensor import LazyTensor
 from tests.attacks import pickles, torch_zips
 from tests.support.builders import cut, llama_tensors, torch_files, write_shards, write_torch
+from tests.support.meta_files import tiny_llama, weights_of, write_meta
 from tests.support.splitting import split
 from tests.support.torch_files import archive, pack
 
@@ -275,3 +276,35 @@ def test_a_checkpoint_is_neither_pickled_nor_deep_copied(tmp_path: Path) -> None
     assert torch.equal(pickle.loads(pickle.dumps(dict(lazy)))["a"], torch.ones(8))
     with pytest.raises(KeyError, match="'b'"):
         lazy["b"]
+
+
+@MAPPED
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("embedding_dim", [0, 1])
+def test_metas_own_files(tmp_path: Path, mapped: bool, ranks: int, embedding_dim: int) -> None:
+    """Under transformers' names, pieces joined, Q and K in their order."""
+    model = tiny_llama(kv_heads=4)
+    write_meta(tmp_path, model, ranks=ranks, embedding_dim=embedding_dim)
+    with rabbitllm.lazy_load(tmp_path, mapped=mapped) as loaded:
+        assert "not read" in repr(loaded["model.layers.0.self_attn.q_proj.weight"])
+        assert_same(loaded, weights_of(model))
+        name = "model.layers.1.mlp.down_proj.weight"
+        assert torch.equal(loaded[name][3:5], weights_of(model)[name][3:5])
+        other = tiny_llama(kv_heads=4, seed=1)
+        other.load_state_dict(loaded, assign=True)
+        assert_same(loaded, weights_of(other))
+
+
+def test_metas_own_files_without_one(tmp_path: Path) -> None:
+    write_meta(tmp_path, tiny_llama(), ranks=4)
+    (tmp_path / "consolidated.02.pth").unlink()
+    with pytest.raises(MissingShardError, match=r"lacks consolidated\.02\.pth"):
+        rabbitllm.lazy_load(tmp_path)
+
+
+@MAPPED
+def test_torchs_format_from_before_1_6(tmp_path: Path, mapped: bool) -> None:
+    tensors = llama_tensors()
+    write_torch(tmp_path, torch_files(cut(tensors, 2)), index=True, legacy=True)
+    with rabbitllm.lazy_load(tmp_path, mapped=mapped) as loaded:
+        assert_same(loaded, tensors)
