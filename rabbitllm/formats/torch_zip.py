@@ -9,20 +9,18 @@ has been compared with the size of the file. Knows no models.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from rabbitllm.errors import CorruptShardError
 from rabbitllm.formats.pickle_reader import MAX_PICKLE_BYTES
 from rabbitllm.formats.positional import PositionalFile
-from rabbitllm.formats.strided import Strided, read_row_major
 from rabbitllm.formats.torch_names import name_tensors
-from rabbitllm.formats.torch_pickle import Storage, element_bytes, read_torch_pickle
-from rabbitllm.formats.torch_tensor import TorchFile, TorchTensor, placed
+from rabbitllm.formats.torch_pickle import Storage, read_torch_pickle
+from rabbitllm.formats.torch_tensor import TorchFile, placed
 from rabbitllm.formats.zip_directory import ReadAt, ZipEntry, corrupt_zip, read_entries
 from rabbitllm.formats.zip_local_headers import check_local_headers
 
-CHUNK_BYTES = 4 << 20
 PICKLE = "data.pkl"
 _MAX_RECORD_BYTES = 256
 _RECORDS = {"version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id"}
@@ -76,40 +74,6 @@ def pickle_of(path: Path) -> bytes:
         entries = read_entries(opened.read_at, opened.size(), path.name)
         check_local_headers(opened.read_at, entries, path.name)
         return read_pickle_bytes(opened.read_at, _records(entries, path.name), path.name)
-
-
-def row_major_chunks(file: PositionalFile, tensor: TorchTensor, chunk: int = CHUNK_BYTES) -> Iterator[memoryview]:
-    """A tensor's bytes in row-major order, contiguous or not.
-
-    Each chunk is overwritten by the next; beside it at most `strided.STAGING_BYTES` are held.
-
-    Args:
-        file: the open shard.
-        tensor: one of its tensors.
-        chunk: bytes of a chunk, a multiple of 8.
-
-    Raises:
-        CorruptShardError: the file has become shorter.
-    """
-    buffer = memoryview(bytearray(min(chunk, tensor.nbytes)))
-    for begin in range(0, tensor.nbytes, chunk):
-        piece = buffer[: min(chunk, tensor.nbytes - begin)]
-        read_tensor_bytes(file, tensor, begin, piece)
-        yield piece
-
-
-def read_tensor_bytes(file: PositionalFile, tensor: TorchTensor, begin: int, buffer: memoryview) -> None:
-    """Fill `buffer` with bytes `begin` and on of a tensor in row-major order; both are multiples of its element's size.
-
-    Raises:
-        CorruptShardError: the file has become shorter.
-    """
-    place = Strided(tensor.offset, element_bytes(tensor.dtype), tensor.shape, tensor.strides)
-    got = read_row_major(file, place, begin, buffer)
-    if got != len(buffer):
-        raise corrupt_zip(
-            tensor.file, f"it ended inside tensor {tensor.name!r}, {begin + got:,} of {tensor.nbytes:,} bytes into it"
-        )
 
 
 def _records(entries: tuple[ZipEntry, ...], file: str) -> dict[str, ZipEntry]:

@@ -11,13 +11,18 @@ import pickle
 import struct
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch._utils
+
+from rabbitllm.formats.positional import PositionalFile
+from rabbitllm.formats.strided import Strided, read_row_major
+from rabbitllm.formats.torch_pickle import element_bytes
+from rabbitllm.formats.torch_tensor import TorchTensor
 
 
 @dataclass(frozen=True)
@@ -180,3 +185,12 @@ def archive(
 def changed(members: Sequence[Member], which: str, **changes: Any) -> list[Member]:
     """The members, with one (the one whose name ends with `which`) changed."""
     return [replace(member, **changes) if member.name.endswith(which) else member for member in members]
+
+
+def chunks_of(file: PositionalFile, tensor: TorchTensor, chunk: int = 4 << 20) -> Iterator[memoryview]:
+    """A tensor's bytes in row-major order, contiguous or not, in pieces of so many bytes, a multiple of 8."""
+    place = Strided(tensor.offset, element_bytes(tensor.dtype), tensor.shape, tensor.strides)
+    for begin in range(0, tensor.nbytes, chunk):
+        piece = memoryview(bytearray(min(chunk, tensor.nbytes - begin)))
+        assert read_row_major(file, place, begin, piece) == len(piece)
+        yield piece
