@@ -186,7 +186,8 @@ def test_disk_that_fills_up_at_every_step(make_scene: MakeScene, mount: Mount, r
     disk = mount(route)
     scene = make_scene(route)
     failures = sum(run_out_and_go_on(scene, disk, at, left) for at in range(scene.steps))
-    assert failures > (scene.steps // 4 if left < 100_000 else 0)  # which is nearly all that some routes take
+    if left < 100_000:  # which is more than what some routes still need at any step
+        assert failures > (scene.steps // 4 if left < 30_000 else 0)
 
 
 def test_in_a_namespace_of_its_own() -> None:
