@@ -1,4 +1,4 @@
-"""One forward pass of a split model on the CPU, in a process of its own; one JSON object on stdout.
+"""A few forward passes of a split model on the CPU, in a process of its own; one JSON object on stdout.
 
     python -m benchmarks.forward_child '{"folder": "..."}'
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 PROMPT = (1,)
+FURTHER_PASSES = 2
 
 
 def read_from_disk() -> int:
@@ -33,19 +34,34 @@ def run(folder: Path) -> dict[str, Any]:
     begun, read = time.perf_counter(), read_from_disk()
     model = load_model(folder, StreamOptions(device="cpu", show_progress=False))
     loaded, read_by_load = time.perf_counter(), read_from_disk()
+    ids = torch.tensor([PROMPT])
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor([PROMPT]), use_cache=False).logits
+        logits = model(input_ids=ids, use_cache=False).logits
     ended, read_by_pass = time.perf_counter(), read_from_disk()
+    further = []
+    for _ in range(FURTHER_PASSES):
+        start = time.perf_counter()
+        with torch.no_grad():
+            same = torch.equal(model(input_ids=ids, use_cache=False).logits, logits)
+        further.append(time.perf_counter() - start)
     return {
         "load_seconds": loaded - begun,
         "load_read": read_by_load - read,
         "token_seconds": ended - loaded,
         "token_read": read_by_pass - read_by_load,
+        "further_seconds": further,
+        "further_read": read_from_disk() - read_by_pass,
+        "repeats": same,
+        "way": _in_words(model.streamer.way),
         "streamed": model.placement.streamed_bytes,
         "finite": bool(torch.isfinite(logits).all()),
         "shape": list(logits.shape),
         "threads": torch.get_num_threads(),
     }
+
+
+def _in_words(way: Any) -> str:
+    return "past the page cache" if way.direct else "dropped behind" if way.drop else "through the page cache"
 
 
 def main() -> None:

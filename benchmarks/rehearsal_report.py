@@ -71,7 +71,7 @@ class Outcome:
             "every tensor is what bitsandbytes makes of it (sample)": not self.spots.wrong,
             f"killed {setting.kills} times": len(self.rehearsal.kills) == setting.kills,
             "the split directory stayed within max_disk": self.peaks()["split_directory"] <= setting.max_disk,
-            **({"the forward pass gave numbers": self.forward.get("finite", False)} if self.forward else {}),
+            **({"the forward passes gave numbers": self.forward.get("finite", False)} if self.forward else {}),
         }
 
 
@@ -137,7 +137,10 @@ def _of_forward(forward: Mapping[str, Any] | None) -> list[tuple[str, str]]:
             if disk
             else []
         ),
-        ("… streamed", f"{forward['streamed'] / 1e9:.2f} GB"),
+        ("… further tokens", ", ".join(f"{seconds:.2f} s" for seconds in forward["further_seconds"])),
+        ("… read for one of these", f"{forward['further_read'] / len(forward['further_seconds']) / 1e9:.2f} GB"),
+        ("… the same logits again", "yes" if forward["repeats"] else "NO"),
+        ("… streamed", f"{forward['streamed'] / 1e9:.2f} GB, {forward['way']}"),
         ("… loading before it", f"{forward['load_seconds']:.1f} s, {forward['load_read'] / 1e9:.2f} GB read"),
         ("… peak anonymous memory", f"{forward['anonymous_peak'] / 2**30:.2f} GiB"),
     ]

@@ -378,7 +378,8 @@ def _open_folder(folder: Path, missing_from: HubRepository | None, split_folder:
 
     Beside that file another may lie, with the same weights in another format or with none of them.
     """
-    shards = journal.shards_of(split_folder) if folder.is_dir() else None
+    seen = journal.glance(split_folder) if folder.is_dir() else None
+    shards = seen.shards if seen is not None else None
     try:
         if shards is None or begins_with_any(folder, shards):
             return LocalCheckpoint(folder, missing_from, None, shards or ())

@@ -67,6 +67,7 @@ class Streamer:
     ) -> None:
         self._model = model
         self._store = store
+        self.way = way
         self._profiler = profiler
         self._prefetching = prefetching
         self._mapped = mapped_part(store)

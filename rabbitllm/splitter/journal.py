@@ -75,13 +75,30 @@ def replay(folder: Path) -> Replay | None:
     return Replay(plan, quantiser, frozenset(shard for shard, _ in entries), checksums)
 
 
-def shards_of(folder: Path) -> frozenset[str] | None:
-    """The shards that an unfinished split is made from; None if there is none, or its journal cannot be read back."""
+@dataclass(frozen=True, slots=True)
+class Glance:
+    """An unfinished split from afar.
+
+    Attributes:
+        shards: those that it is made from.
+        used: those of them that are used up.
+    """
+
+    shards: frozenset[str]
+    used: frozenset[str]
+
+
+def glance(folder: Path) -> Glance | None:
+    """What a journal says without being replayed, which plans anew and takes seconds for 90,000 tensors.
+
+    None if there is none, or it cannot be read back.
+    """
     try:
-        with (folder / JOURNAL_NAME).open("rb") as file:
-            return frozenset(shard["name"] for shard in json.loads(file.readline())["shards"])
+        head, *lines = (folder / JOURNAL_NAME).read_bytes().split(b"\n")
+        shards = frozenset(shard["name"] for shard in json.loads(head)["shards"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
+    return Glance(shards, frozenset(entry[0] for line in lines if (entry := _entry(line)) is not None))
 
 
 def _entry(line: bytes) -> tuple[str, dict[str, tuple[int, ...]]] | None:
