@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rabbitllm.engine.placement import Tier
-from rabbitllm.engine.unit_source import UnitSource
+from rabbitllm.engine.span_reader import SpanReader
 from rabbitllm.profiler import COMPUTE, DEQUANTISE, READ, READ_WAIT, UPLOAD
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu
@@ -26,13 +26,13 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = UnitSource.read
+    read = SpanReader.read
 
-    def slow(self: UnitSource, *args: Any) -> None:
+    def slow(self: SpanReader, *args: Any) -> None:
         time.sleep(0.03)
         read(self, *args)
 
-    monkeypatch.setattr(UnitSource, "read", slow)
+    monkeypatch.setattr(SpanReader, "read", slow)
 
 
 def passes(model: Any, count: int = 3) -> None:
