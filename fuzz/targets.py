@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 
 import safetensors
 import sentencepiece
@@ -23,12 +24,14 @@ from rabbitllm.formats.pickle_reader import list_opcodes
 from rabbitllm.formats.recognise import recognise
 from rabbitllm.formats.safetensors_file import LENGTH_BYTES, Placed, encode_header, header_length, parse_header
 from rabbitllm.formats.sentencepiece_model import SpecialIds, parse_model
+from rabbitllm.formats.torch_legacy import parse_legacy_torch
 from rabbitllm.formats.torch_names import name_tensors
 from rabbitllm.formats.torch_pickle import read_torch_pickle
 from rabbitllm.formats.torch_zip import parse_torch_zip
-from tests.attacks import pickles, protobuf_files, safetensors_files, torch_zips
+from tests.attacks import legacy_torch_files, pickles, protobuf_files, safetensors_files, torch_zips
 from tests.support.mutations import (
     Mutator,
+    change_bytes,
     change_pickle,
     change_protobuf,
     change_safetensors,
@@ -81,6 +84,14 @@ def read_torch_zip(data: bytes) -> None:
         assert held[record.storage].compress_type == zipfile.ZIP_STORED
 
 
+def read_legacy(data: bytes) -> None:
+    read = parse_legacy_torch(lambda offset, length: data[offset : offset + length], len(data), "fuzzed")
+    for record in read.tensors:
+        assert 0 <= record.storage_begin <= record.offset
+        assert record.storage_end <= len(data)
+    assert max((record.storage_end for record in read.tensors), default=0) <= read.size == len(data)
+
+
 def read_pickle(data: bytes) -> None:
     with contextlib.suppress(CorruptShardError):
         for _ in list_opcodes(data, "fuzzed"):
@@ -129,6 +140,20 @@ def _torch_zips() -> list[bytes]:
     return [*sound, *(attack.build(NOWHERE) for attack in torch_zips.ATTACKS)]
 
 
+def _legacy() -> list[bytes]:
+    state = {"model": {"w": tensor(legacy_torch_files.storage())}, "step": 1}
+    sound = [legacy_torch_files.parts(), legacy_torch_files.parts(state)]
+    return [*sound, *(attack.build(NOWHERE) for attack in legacy_torch_files.ATTACKS)]
+
+
+def _change_legacy(data: bytes, random: Random) -> bytes:
+    """Bytes anywhere, or the pickle of the value alone."""
+    if random.random() < 0.5:
+        return change_bytes(data, random)
+    value = pickled({"w": tensor(legacy_torch_files.storage())}, random.randint(2, 5))
+    return legacy_torch_files.parts(raw=change_pickle(value, random))
+
+
 def _vocabularies() -> list[bytes]:
     sound = protobuf_files.SOUND
     spec = protobuf_files.span(2, protobuf_files.number(3, 2) + protobuf_files.number(42, 2))
@@ -139,6 +164,7 @@ def _vocabularies() -> list[bytes]:
 TARGETS = {
     "safetensors": Target(read_safetensors, _safetensors, change_safetensors),
     "torch_zip": Target(read_torch_zip, _torch_zips, change_torch_zip),
+    "torch_legacy": Target(read_legacy, _legacy, _change_legacy),
     "pickle": Target(read_pickle, _pickles, change_pickle),
     "sentencepiece": Target(read_vocabulary, _vocabularies, change_protobuf),
 }
