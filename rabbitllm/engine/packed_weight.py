@@ -12,47 +12,33 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from rabbitllm.layers.compression import Quantised, dequantise
-from rabbitllm.layers.packed_products import linear
+from rabbitllm.layers.packed_products import Matrix, linear
 
 
 class PackedWeight(torch.Tensor):
     """A matrix by its codes.
 
     Args:
-        form: its shape and scheme; one for which `packed_products.multiplies` is true.
-        payload, absmax, table: its stored parts; nothing is copied.
+        matrix: as it is stored; nothing is copied.
         dtype: what it says it has, and gets where it is dequantised.
     """
 
-    form: Quantised
-    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    matrix: Matrix
 
     @staticmethod
-    def __new__(
-        cls, form: Quantised, payload: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor, dtype: torch.dtype
-    ) -> PackedWeight:
-        made: PackedWeight = torch.Tensor._make_wrapper_subclass(cls, form.shape, dtype=dtype)
+    def __new__(cls, matrix: Matrix, dtype: torch.dtype) -> PackedWeight:
+        made: PackedWeight = torch.Tensor._make_wrapper_subclass(cls, matrix.form.shape, dtype=dtype)
         return made
 
-    def __init__(
-        self, form: Quantised, payload: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor, dtype: torch.dtype
-    ) -> None:
-        self.form = form
-        self.parts = (payload, absmax, table)
-
-    def again(self) -> PackedWeight:
-        """Another tensor of the same parts."""
-        payload, absmax, table = self.parts
-        return PackedWeight(self.form, payload, absmax, table, self.dtype)
+    def __init__(self, matrix: Matrix, dtype: torch.dtype) -> None:
+        self.matrix = matrix
 
     def dequantised(self) -> torch.Tensor:
         """The matrix, an ordinary tensor of its own."""
-        payload, absmax, table = self.parts
-        return dequantise(self.form, payload, absmax, table, self.dtype)
+        return self.matrix.dequantised(self.dtype)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"PackedWeight({tuple(self.shape)}, {self.dtype}, stored at {self.form.scheme})"
+        return f"PackedWeight({tuple(self.shape)}, {self.dtype}, stored at {self.matrix.form.scheme})"
 
     @classmethod
     def __torch_function__(
@@ -76,11 +62,11 @@ class PackedWeight(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is torch.ops.aten.detach.default:  # what nn.Parameter does with what it is given
-            return args[0].again()
+            return PackedWeight(args[0].matrix, args[0].dtype)
         if func is torch.ops.aten.clone.default:
-            whole = args[0]
-            payload, absmax, table = (part.clone() for part in whole.parts)
-            return PackedWeight(whole.form, payload, absmax, table, whole.dtype)
+            old = args[0].matrix
+            copied = Matrix(old.form, old.payload.clone(), old.absmax.clone(), old.table.clone())
+            return PackedWeight(copied, args[0].dtype)
         plain = tree_map(lambda value: value.dequantised() if isinstance(value, PackedWeight) else value, args)
         named = tree_map(lambda value: value.dequantised() if isinstance(value, PackedWeight) else value, kwargs or {})
         return func(*plain, **named)
@@ -93,7 +79,7 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         return torch.nn.functional.linear(*plain)  # type: ignore[arg-type]
     if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
         return _Differentiable.apply(input, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
-    return linear(input, weight.form, *weight.parts, bias)
+    return linear(input, weight.matrix, bias)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -102,7 +88,7 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, input: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
         context.weight = weight
-        return linear(input, weight.form, *weight.parts, bias)
+        return linear(input, weight.matrix, bias)
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -19,7 +19,7 @@ from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
 from rabbitllm.layers.compression import dequantise
 from rabbitllm.layers.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.layers.layer_store import LayerStore, StoredTensor
-from rabbitllm.layers.packed_products import multiplies
+from rabbitllm.layers.packed_products import Matrix, multiplies
 
 PartReader = Callable[[TensorSpec], torch.Tensor]
 """A stored part -> its tensor, on the device where the unit is made."""
@@ -101,7 +101,7 @@ class UnitSource:
         stored = self.stored[recipe.sources[0][1]]
         assert stored.quantised is not None
         payload, absmax, table = (part(spec) for spec in stored.parts[:3])
-        return PackedWeight(stored.quantised, payload, absmax, table, recipe.dtype)
+        return PackedWeight(Matrix(stored.quantised, payload, absmax, table), recipe.dtype)
 
     def _checkpoint_tensor(self, name: str, dtype: torch.dtype, part: PartReader) -> torch.Tensor:
         tensor = self.stored[name]

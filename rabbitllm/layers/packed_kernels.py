@@ -33,8 +33,10 @@ ROWS, TOKENS = 4, 4
 _F32, _I8, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 
 RowRange = Callable[..., None]
-"""Fills out[token, row], float32, for a range of rows. Takes addresses (codes, scales, even, odd inputs, table, out),
-bytes of codes a row, segments a row, the logarithm of segments a block, tokens, rows in all, first row, last row."""
+"""Fills out[token, row], float32, for a range of rows. Takes `ARGUMENTS`, first row, last row."""
+ARGUMENTS = ("codes", "scales", "even", "odd", "table", "out", "row_bytes", "segments", "shift", "tokens", "rows")
+"""Of every function here, all int64: addresses up to `out`; bytes of codes a row, segments a row, the logarithm of
+segments a block, inputs, rows in all."""
 
 
 @functools.cache
@@ -55,6 +57,44 @@ def lanes(scheme: str) -> int:
 def row_range(scheme: str, width: int) -> RowRange:
     """The function for a scheme and a number of lanes: compiled when it is first called, or loaded from the cache."""
     return _FUNCTIONS[scheme, width]
+
+
+@functools.cache
+def in_a_team(scheme: str, width: int) -> int:
+    """The address of a function for every thread of an OpenMP team: it is given the address of int64s, which are the
+    address of the function that tells its number, rows for each thread, and then `ARGUMENTS`."""
+    walk: Any = row_range(scheme, width)
+    compiler: Any = numba
+    number: Any = _thread_number
+
+    def share(data: Any) -> None:
+        given = compiler.carray(data, 13)
+        first = number(given[0]) * given[1]
+        last = min(first + given[1], given[12])
+        if first < last:
+            walk(
+                given[2], given[3], given[4], given[5], given[6], given[7], given[8], given[9], given[10], given[11],
+                given[12], first, last,
+            )  # fmt: skip
+
+    compiled = compiler.cfunc(types.void(compiler.types.CPointer(types.int64)))(share)
+    _KEPT.append(compiled)
+    return int(compiled.address)
+
+
+_KEPT: list[Any] = []
+"""Compiled functions whose addresses are in use."""
+
+
+@intrinsic
+def _thread_number(context, address):  # type: ignore[no-untyped-def]
+    """What `omp_get_thread_num` says, which is at an address."""
+
+    def emit_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        function = builder.inttoptr(arguments[0], ir.FunctionType(_I32, []).as_pointer())
+        return builder.sext(builder.call(function, []), _I64)
+
+    return types.int64(types.int64), emit_code
 
 
 @functools.cache

@@ -10,14 +10,17 @@ modules.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
 import math
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from rabbitllm.layers.compression import BLOCKS, Quantised, dequantise
+from rabbitllm.layers.openmp import torchs_team
 
 if TYPE_CHECKING:
     import torch
@@ -28,8 +31,8 @@ MOST_INPUTS = 16
 """Rows of input from which on dequantising is the faster way (2 cores of an AMD EPYC with AVX-512)."""
 CHUNK_ELEMENTS = 1 << 21
 """Elements that are dequantised at a time: 4 MiB of bfloat16."""
-WORTH_A_THREAD = 1 << 18
-"""Bytes of codes for each thread; handing over takes as long as one needs for as many."""
+WORTH_A_THREAD = 1 << 16
+"""Bytes of codes for each thread: about 4 microseconds of work, where asking for a second thread takes 2."""
 _TOLERANCE = 1e-5
 
 
@@ -40,22 +43,70 @@ def multiplies(form: Quantised) -> bool:
     return _kernel_agrees(form.scheme)
 
 
-def linear(
-    x: torch.Tensor,
-    form: Quantised,
-    payload: torch.Tensor,
-    absmax: torch.Tensor,
-    table: torch.Tensor,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
-    """`x @ W.T + bias` of a stored matrix W, (N, K), for which `multiplies` is true.
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A stored matrix, and what the kernel needs to know of it.
 
-    Args:
-        x: (..., K), of a floating dtype.
-        form: of W.
+    Attributes:
+        form: one for which `multiplies` is true; (N, K).
         payload: uint8 codes.
         absmax: float32, one a block.
         table: float32, what each code means.
+    """
+
+    form: Quantised
+    payload: torch.Tensor
+    absmax: torch.Tensor
+    table: torch.Tensor
+    _values: Any = field(init=False)
+    _given: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        from rabbitllm.layers import packed_kernels
+
+        scheme, (_, columns) = self.form.scheme, self.form.shape
+        values = packed_kernels.table_of(scheme, self.table.numpy().tobytes())
+        row_bytes = columns // (2 if scheme == "4bit" else 1)
+        shift = (BLOCKS[scheme] // packed_kernels.SEGMENT).bit_length() - 1
+        object.__setattr__(self, "_values", values)
+        object.__setattr__(self, "_given", (row_bytes, columns // packed_kernels.SEGMENT, shift))
+
+    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
+        """The matrix itself, anew."""
+        return dequantise(self.form, self.payload, self.absmax, self.table, dtype)
+
+    def times(self, x: torch.Tensor) -> torch.Tensor:
+        """`x @ W.T` in float32, from the codes: (T, K) of any floating dtype -> (T, N)."""
+        import torch
+
+        from rabbitllm.layers import packed_kernels
+
+        count, (rows, columns) = len(x), self.form.shape
+        halves = torch.empty(2, count, columns // 2)  # even and odd inputs
+        halves.copy_(x.view(count, columns // 2, 2).permute(2, 0, 1))
+        even = halves.data_ptr()
+        out = torch.empty(count, rows)
+        addresses = (self.payload.data_ptr(), self.absmax.data_ptr(), even, even + count * columns * 2)
+        given = (*addresses, self._values.ctypes.data, out.data_ptr(), *self._given, count, rows)
+        threads = min(torch.get_num_threads(), -(-rows * self._given[0] // WORTH_A_THREAD))
+        share = -(-rows // threads // packed_kernels.ROWS) * packed_kernels.ROWS
+        width = packed_kernels.lanes(self.form.scheme)
+        if threads == 1:
+            packed_kernels.row_range(self.form.scheme, width)(*given, 0, rows)
+        elif (team := torchs_team()) is not None:
+            data = (ctypes.c_int64 * (2 + len(given)))(team.thread_number, share, *given)
+            team.run(packed_kernels.in_a_team(self.form.scheme, width), ctypes.addressof(data), threads)
+        else:
+            _in_threads(packed_kernels.row_range(self.form.scheme, width), given, rows, share)
+        return out
+
+
+def linear(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+    """`x @ W.T + bias`.
+
+    Args:
+        x: (..., K), of a floating dtype.
+        matrix: (N, K).
         bias: (N,) or None.
 
     Returns:
@@ -63,48 +114,21 @@ def linear(
     """
     flat = x.reshape(-1, x.shape[-1])
     if flat.shape[0] <= MOST_INPUTS:
-        result = _from_codes(flat, form, payload, absmax, table)
+        result = matrix.times(flat)
         if bias is not None:
             result += bias
         result = result.to(x.dtype)
     else:
-        result = _in_chunks(flat, form, payload, absmax, table, bias)
-    return result.view(*x.shape[:-1], form.shape[0])
+        result = _in_chunks(flat, matrix, bias)
+    return result.view(*x.shape[:-1], matrix.form.shape[0])
 
 
-def _from_codes(
-    x: torch.Tensor, form: Quantised, payload: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor
-) -> torch.Tensor:
-    import torch
-
-    from rabbitllm.layers import packed_kernels
-
-    rows, columns = form.shape
-    pairs = x.float().reshape(len(x), columns // 2, 2)
-    even, odd = (pairs[..., half].contiguous() for half in (0, 1))
-    values = packed_kernels.table_of(form.scheme, table.numpy().tobytes())
-    out = torch.empty(len(x), rows)
-    row_bytes = columns // (2 if form.scheme == "4bit" else 1)
-    shift = (BLOCKS[form.scheme] // packed_kernels.SEGMENT).bit_length() - 1
-    walk = packed_kernels.row_range(form.scheme, packed_kernels.lanes(form.scheme))
-    run = functools.partial(
-        walk,
-        *(tensor.data_ptr() for tensor in (payload, absmax, even, odd)),
-        values.ctypes.data,
-        out.data_ptr(),
-        row_bytes,
-        columns // packed_kernels.SEGMENT,
-        shift,
-        len(x),
-        rows,
-    )
-    threads = min(torch.get_num_threads(), -(-rows * row_bytes // WORTH_A_THREAD))
-    share = -(-rows // threads // packed_kernels.ROWS) * packed_kernels.ROWS
-    others = [_threads().submit(run, begin, min(begin + share, rows)) for begin in range(share, rows, share)]
-    run(0, min(share, rows))
+def _in_threads(walk: Callable[..., None], given: tuple[int, ...], rows: int, share: int) -> None:
+    """The same without a team: threads of our own, and this one."""
+    others = [_threads().submit(walk, *given, at, min(at + share, rows)) for at in range(share, rows, share)]
+    walk(*given, 0, min(share, rows))
     for other in others:
         other.result()
-    return out
 
 
 @functools.cache
@@ -112,27 +136,20 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(64, thread_name_prefix="product")  # as many as are asked of it, made when they are
 
 
-def _in_chunks(
-    x: torch.Tensor,
-    form: Quantised,
-    payload: torch.Tensor,
-    absmax: torch.Tensor,
-    table: torch.Tensor,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
+def _in_chunks(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
     import torch
 
-    rows, columns = form.shape
+    form, (rows, columns) = matrix.form, matrix.form.shape
     block = BLOCKS[form.scheme]
     step = block // math.gcd(block, columns)  # rows that are whole blocks
     step *= max(CHUNK_ELEMENTS // columns // step, 1)
     out = x.new_empty(len(x), rows)
-    codes = payload.view(rows, -1)
+    codes = matrix.payload.view(rows, -1)
     for begin in range(0, rows, step):
         end = min(begin + step, rows)
-        scales = absmax.view(-1)[begin * columns // block : -(-end * columns // block)]
+        scales = matrix.absmax.view(-1)[begin * columns // block : -(-end * columns // block)]
         few = replace(form, shape=(end - begin, columns))
-        part = dequantise(few, codes[begin:end].reshape(-1, 1), scales, table, x.dtype)
+        part = dequantise(few, codes[begin:end].reshape(-1, 1), scales, matrix.table, x.dtype)
         out[:, begin:end] = torch.nn.functional.linear(x, part, None if bias is None else bias[begin:end])
     return out
 
@@ -158,12 +175,12 @@ def _kernel_agrees(scheme: str) -> bool:
         table = torch.linspace(-1, 1, count)
         absmax = torch.rand(blocks, generator=generator)
         x = torch.randn(inputs, columns, generator=generator)
-        form = Quantised(scheme, (rows, columns), "float32")
+        matrix = Matrix(Quantised(scheme, (rows, columns), "float32"), payload, absmax, table)
         codes = torch.stack([payload >> 4, payload & 15], -1) if scheme == "4bit" else payload
         values = table[codes.long().view(-1)]
         scales = absmax.repeat_interleave(BLOCKS[scheme])[: rows * columns]
         expected = x @ (values * scales).view(rows, columns).T
-        error = (_from_codes(x, form, payload, absmax, table) - expected).norm() / expected.norm()
+        error = (matrix.times(x) - expected).norm() / expected.norm()
         if not error < _TOLERANCE:
             logger.warning("The kernel for products at %s is off by %.1e here and is not used.", scheme, float(error))
             return False

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from rabbitllm.engine import packed_weight, unit_source
+from rabbitllm.engine import unit_source
 from rabbitllm.engine.packed_weight import PackedWeight
 from rabbitllm.engine.placement import Tier
-from rabbitllm.layers import packed_kernels
+from rabbitllm.layers import packed_kernels, packed_products
+from rabbitllm.layers.packed_products import Matrix
 from tests.layers.test_packed_products import error, matrix, meant
 from tests.support.builders import FAMILIES, build_checkpoint, reference_logits
 from tests.support.tiny_models import ALL, INPUT, dequantised, load, one_thread, run, split, tiers
@@ -24,11 +25,8 @@ pytestmark = pytest.mark.skipif(
 WIDE = {"hidden_size": 128, "intermediate_size": 192}
 
 
-def weight(
-    scheme: str = "4bit", rows: int = 32, columns: int = 128, dtype: torch.dtype = torch.float32
-) -> PackedWeight:
-    form, payload, absmax, table = matrix(scheme, rows, columns, dtype=dtype)
-    return PackedWeight(form, payload, absmax, table, dtype)
+def weight(scheme: str = "4bit", rows: int = 32, columns: int = 128) -> PackedWeight:
+    return PackedWeight(Matrix(*matrix(scheme, rows, columns, dtype=torch.float32)), torch.float32)
 
 
 @pytest.mark.parametrize("scheme", ["4bit", "8bit"])
@@ -111,7 +109,7 @@ def test_nothing_is_dequantised_when_a_token_is_made(tmp_path: Path, monkeypatch
     def refuse(*_: object) -> torch.Tensor:
         raise AssertionError("a matrix was dequantised")
 
-    monkeypatch.setattr(packed_weight, "dequantise", refuse)
+    monkeypatch.setattr(packed_products, "dequantise", refuse)
     monkeypatch.setattr(unit_source, "dequantise", refuse)
     with torch.inference_mode():
         model(INPUT[:, :1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from rabbitllm.layers import packed_kernels, packed_products
 from rabbitllm.layers.compression import BLOCKS, Quantised, _bitsandbytes, dequantise
-from rabbitllm.layers.packed_products import MOST_INPUTS, linear, multiplies
+from rabbitllm.layers.packed_products import MOST_INPUTS, Matrix, linear, multiplies
 
 SCHEMES = ("4bit", "8bit")
 needs_kernel = pytest.mark.skipif(
@@ -58,7 +59,7 @@ def test_any_number_of_inputs_and_rows(scheme: str, count: int, rows: int, colum
     parts = matrix(scheme, rows, columns, dtype=torch.float32)
     x = inputs(count, columns)
     assert multiplies(parts[0])
-    got = linear(x, *parts, None)
+    got = linear(x, Matrix(*parts), None)
     assert got.shape == (count, rows)
     assert error(got, x.double() @ meant(parts).T) < 1e-6
 
@@ -70,7 +71,7 @@ def test_any_number_of_inputs_and_rows(scheme: str, count: int, rows: int, colum
 def test_shapes_of_all_kinds(scheme: str, rows: int, segments: int, count: int, seed: int) -> None:
     parts = matrix(scheme, rows, 64 * segments, seed, torch.float32)
     x, whole = inputs(count, 64 * segments), meant(parts)
-    off = (linear(x, *parts, None).double() - x.double() @ whole.T).abs()
+    off = (linear(x, Matrix(*parts), None).double() - x.double() @ whole.T).abs()
     assert bool((off <= 1e-6 * (x.double().abs() @ whole.abs().T)).all())  # of the terms: a sum of them may be small
 
 
@@ -82,7 +83,7 @@ def test_every_kernel_that_this_processor_can_run(scheme: str, width: int, monke
     for rows, columns, count in ((1, 64, 1), (9, 2048, 4), (70, 704, 11)):
         parts = matrix(scheme, rows, columns)
         x = inputs(count, columns)
-        assert error(linear(x, *parts, None), x.double() @ meant(parts).T) < 1e-6
+        assert error(linear(x, Matrix(*parts), None), x.double() @ meant(parts).T) < 1e-6
 
 
 def test_which_processors_have_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +105,7 @@ def test_inputs_of_every_dtype_and_a_bias(scheme: str, dtype: torch.dtype, count
     parts = matrix(scheme, 48, 512)
     x = inputs(count, 512, dtype)
     bias = torch.linspace(-1, 1, 48).to(dtype)
-    got = linear(x, *parts, bias)
+    got = linear(x, Matrix(*parts), bias)
     assert got.dtype == dtype
     expected = x.double() @ meant(parts).T + bias.double()
     rounding = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 1e-6}[dtype]
@@ -120,7 +121,7 @@ def test_few_inputs_are_nearer_than_the_rounded_matrix(scheme: str) -> None:
     x = inputs(1, 4096, torch.bfloat16)
     expected = x.double() @ meant(parts).T
     rounded = torch.nn.functional.linear(x, dequantise(*parts, torch.bfloat16))
-    assert error(linear(x, *parts, None), expected) < error(rounded, expected)
+    assert error(linear(x, Matrix(*parts), None), expected) < error(rounded, expected)
 
 
 @needs_kernel
@@ -134,19 +135,45 @@ def test_any_number_of_threads_gives_the_same_bits(scheme: str, monkeypatch: pyt
         found = []
         for threads in (1, 2, 3, 8):
             torch.set_num_threads(threads)
-            found.append(linear(x, *parts, None))
+            found.append(linear(x, Matrix(*parts), None))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, found[0]) for one in found)
 
 
 @needs_kernel
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_without_torchs_team_threads_of_our_own_give_the_same(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = matrix(scheme, 777, 1024)
+    x = inputs(3, 1024)
+    monkeypatch.setattr(packed_products, "WORTH_A_THREAD", 1 << 10)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        in_a_team = linear(x, Matrix(*parts), None)
+        monkeypatch.setattr(packed_products, "torchs_team", lambda: None)
+        assert torch.equal(linear(x, Matrix(*parts), None), in_a_team)
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_kernel
+def test_several_threads_of_python_at_a_time() -> None:
+    parts = Matrix(*matrix("4bit", 512, 1024))
+    batches = [inputs(count, 1024) for count in (1, 2, 3, 4, 5, 6, 7, 8)]
+    alone = [linear(x, parts, None) for x in batches]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda x: linear(x, parts, None), batches * 4))
+    assert all(torch.equal(found, alone[at % 8]) for at, found in enumerate(together))
+
+
+@needs_kernel
 def test_inputs_of_other_forms() -> None:
     parts = matrix("4bit", 32, 128)
     x = torch.randn(2, 3, 256)[..., ::2]
-    assert error(linear(x, *parts, None), x.double() @ meant(parts).T) < 1e-6
-    assert linear(x[:0], *parts, None).shape == (0, 3, 32)
-    assert linear(x[0, 0], *parts, None).shape == (32,)
+    assert error(linear(x, Matrix(*parts), None), x.double() @ meant(parts).T) < 1e-6
+    assert linear(x[:0], Matrix(*parts), None).shape == (0, 3, 32)
+    assert linear(x[0, 0], Matrix(*parts), None).shape == (32,)
 
 
 @needs_kernel
@@ -154,7 +181,7 @@ def test_what_is_not_a_number_stays_so() -> None:
     form, payload, absmax, table = matrix("4bit", 8, 128)
     absmax = absmax.clone()
     absmax[5] = math.nan  # of the second block of the third row
-    got = linear(torch.ones(1, 128), form, payload, absmax, table, None)[0]
+    got = linear(torch.ones(1, 128), Matrix(form, payload, absmax, table), None)[0]
     assert torch.isnan(got).tolist() == [False, False, True, False, False, False, False, False]
 
 
@@ -164,8 +191,8 @@ def test_matrices_without_a_kernel() -> None:
 
 
 def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    right = packed_products._from_codes
-    monkeypatch.setattr(packed_products, "_from_codes", lambda *arguments: right(*arguments) * 1.001)
+    right = Matrix.times
+    monkeypatch.setattr(Matrix, "times", lambda self, x: right(self, x) * 1.001)
     packed_products._kernel_agrees.cache_clear()
     try:
         assert not multiplies(Quantised("4bit", (8, 64), "bfloat16"))
