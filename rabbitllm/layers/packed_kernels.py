@@ -27,6 +27,9 @@ from numba.core.extending import intrinsic
 
 SEGMENT = 64
 """Codes that are summed before their scale is applied: a block of 4bit, and the smallest part of one of 8bit."""
+PREFETCHED = 512
+"""How many bytes ahead codes of 4bit are asked for: four rows at a time are more streams than the processor follows by
+itself (28 GB/s without, 31 to 38 with it; at 8bit looking up takes longer than reading)."""
 ROWS, TOKENS = 4, 4
 """Rows of codes that share the reading of an input, and inputs that share the looking up of a code."""
 
@@ -130,6 +133,12 @@ class _Emitter:
         loaded = self.b.load(self.b.inttoptr(address, kind.as_pointer()))
         loaded.align = alignment
         return loaded
+
+    def prefetch(self, address: Any) -> None:
+        """Ask for the bytes there; harmless where there are none."""
+        pointer, read, keep, data = _I8.as_pointer(), *(ir.Constant(_I32, value) for value in (0, 3, 1))
+        ask = self.function("llvm.prefetch.p0i8", ir.VoidType(), pointer, _I32, _I32, _I32)
+        self.b.call(ask, [self.b.inttoptr(address, pointer), read, keep, data])
 
     def add(self, *terms: Any) -> Any:
         return functools.reduce(self.b.add, (number(term) for term in terms))
@@ -241,6 +250,8 @@ def _dot(scheme: str, width: int, rows: int, tokens: int) -> Any:
                 for r in range(rows):
                     here = emit.add(row, r)
                     base = emit.add(codes, builder.mul(here, row_bytes), builder.mul(at, number(steps * step_bytes)))
+                    if scheme == "4bit":
+                        emit.prefetch(emit.add(base, PREFETCHED))
                     parts: list[Any] = [None] * tokens
                     for step in range(steps):
                         weights = codebook.weights(emit.add(base, step * step_bytes))
