@@ -10,6 +10,7 @@ from typing import Any
 
 from rabbitllm import prepare, split_display
 from rabbitllm.checkpoints.hub import HubAccess
+from rabbitllm.errors import OptionError
 from rabbitllm.layers.compression import check_compression
 from rabbitllm.options import (
     SplitOptions,
@@ -73,6 +74,7 @@ class AutoModel:
         shard_transfer: str = "auto",
         trust_remote_code: bool = False,
         exact: bool = False,
+        split: bool = True,
         **unknown: Any,
     ) -> Any:
         """Split a checkpoint into layer files, unless that is done, and load the model from them.
@@ -108,6 +110,8 @@ class AutoModel:
             trust_remote_code: run Python code that comes with the model.
             exact: on the CPU, compute 4bit and 8bit with the very matrices that dequantising gives, to the last bit
                 as an ordinary model of those would; several times slower than with their codes, and no better.
+            split: False streams out of the checkpoint's own shards, safetensors or files of torch.save: ready at once,
+                and nothing is written; uncompressed only. A split that is there already is used all the same.
             max_seq_len, persister, use_gds, kv_cache_dir, offload_small_layers_use_cpu_cache: accepted without effect.
 
         Returns:
@@ -153,8 +157,37 @@ class AutoModel:
             local_files_only,
         )
         saving_path = expand(layer_shards_saving_path) if layer_shards_saving_path else None
-        sought = prepare.Sought(str(path_or_repo_id), compression, saving_path, access)
+        sought = prepare.Sought(str(path_or_repo_id), compression, saving_path, access, only_look=not split)
+        if not split:
+            _check_unsplit(compression, sequential_shard_processing, delete_original)
+            return _load_unsplit(sought, stream_options)
         return _load(sought, split_options, stream_options)
+
+
+def _check_unsplit(compression: str | None, sequential: bool, delete_original: bool) -> None:
+    named = {
+        f"compression={compression!r}": compression is not None,
+        "sequential_shard_processing=True": sequential,
+        "delete_original=True": delete_original,
+    }
+    if wrong := next((name for name, given in named.items() if given), None):
+        raise OptionError(
+            f"{wrong} is done while a checkpoint is split, and split=False asks for none.", "Leave one of them out."
+        )
+
+
+def _load_unsplit(sought: prepare.Sought, stream_options: StreamOptions) -> Any:
+    from rabbitllm.engine import load
+    from rabbitllm.engine.devices import resolve_devices
+    from rabbitllm.layers.unsplit import UnsplitStore
+
+    devices = resolve_devices(stream_options.device, stream_options.max_memory, stream_options.pin_memory)
+    source = prepare.find(sought)
+    if source.finished:
+        return load.load_model(source.split_folder, stream_options, source.config_folder, devices)
+    with split_display.shown(stream_options.show_progress):
+        checkpoint = prepare.whole_checkpoint(source)
+    return load.load_model(UnsplitStore(checkpoint), stream_options, checkpoint.folder, devices)
 
 
 def _load(sought: prepare.Sought, split_options: SplitOptions, stream_options: StreamOptions) -> Any:

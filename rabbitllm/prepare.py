@@ -373,6 +373,20 @@ def open_weights(source: Source, folders: Iterable[Path]) -> Checkpoint | None:
     return None
 
 
+def whole_checkpoint(source: Source) -> LocalCheckpoint:
+    """All of a source's shards on this machine, as they are; those of a repository are fetched into the hub cache.
+
+    Raises:
+        CheckpointNotFoundError: there are none.
+        HubError: they cannot be fetched.
+    """
+    if source.repository is not None:
+        return LocalCheckpoint(download_all(source.repository, HubCheckpoint(source.repository).index))
+    if source.local is None:
+        raise CheckpointNotFoundError(f"{source.name} has no checkpoint of its own.", "Leave split=False out.")
+    return LocalCheckpoint(source.local)
+
+
 def _open_folder(folder: Path, missing_from: HubRepository | None, split_folder: Path) -> LocalCheckpoint:
     """The checkpoint in a folder; one whose only file is used up is known by the journal of its split.
 

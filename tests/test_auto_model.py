@@ -18,7 +18,13 @@ from safetensors.torch import save_file
 
 from rabbitllm import AutoModel
 from rabbitllm.engine.placement import Tier
-from rabbitllm.errors import IncompleteSplitError, NotEnoughSpaceException, OptionError, UnknownArchitectureError
+from rabbitllm.errors import (
+    IncompleteSplitError,
+    NotEnoughSpaceException,
+    OptionError,
+    UnknownArchitectureError,
+    UnreadableFormatError,
+)
 from tests.support.builders import (
     SINGLE_NAME,
     build_checkpoint,
@@ -31,6 +37,7 @@ from tests.support.builders import (
 )
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
+from tests.support.splitting import contents
 from tests.support.tiny_models import INPUT, assert_same, dequantised, plain_model, run, tiers
 from tests.support.tiny_models import one_thread as one_thread
 
@@ -69,6 +76,7 @@ ADDED = {
     "shard_transfer": "auto",
     "trust_remote_code": False,
     "exact": False,
+    "split": True,
 }
 STREAM = {"device": "cpu", "max_memory": {"cpu": 0}, "show_layer_progress": False, "exact": True}
 """Arguments under which all that can be streamed is, and compression has the bits of the dequantised model."""
@@ -716,3 +724,69 @@ def test_the_unsound_golden_folder_is_refused(golden: Path) -> None:
     assert f"lacks 3 of the 27 tensors that Qwen2ForCausalLM needs: {', '.join(missing)}." in caught.value.problem
     assert "into another folder (layer_shards_saving_path)" in caught.value.remedy
     assert len(list((golden / "model-4-shards").glob("model-*.safetensors"))) == 4
+
+
+# Without a split
+
+
+def write_unsplit(folder: Path, kind: str) -> Path:
+    """A checkpoint whose weights are one file, several, or files of torch.save."""
+    build_checkpoint(folder, "llama", shards=1 if kind == "one file" else 3)
+    if kind.startswith("torch"):
+        tensors = read_tensors(folder)
+        for path in [*folder.glob("*.safetensors"), *folder.glob("*.index.json")]:
+            path.unlink()
+        torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=kind == "torch")
+    return folder
+
+
+@pytest.mark.parametrize("room", ["1GiB", 0])
+@pytest.mark.parametrize("kind", ["one file", "several", "torch", "torch from before 1.6"])
+def test_without_a_split_nothing_is_written(tmp_path: Path, kind: str, room: Any) -> None:
+    folder = write_unsplit(tmp_path / "model", kind)
+    before = contents(tmp_path)
+    model = AutoModel.from_pretrained(folder, split=False, **{**STREAM, "max_memory": {"cpu": room}})
+    assert model.placement.is_resident == (room != 0)
+    assert_same(run(model), reference_logits(folder, INPUT, torch.float32))
+    assert contents(tmp_path) == before
+
+
+def test_weights_at_odd_places_without_a_split(tmp_path: Path) -> None:
+    """Of other writers a header may end anywhere, and kernels are particular about where weights begin."""
+    folder = write_unsplit(tmp_path / "model", "one file")
+    expected = reference_logits(folder, INPUT, torch.float32)
+    path = folder / SINGLE_NAME
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    path.write_bytes((length + 3).to_bytes(8, "little") + raw[8 : 8 + length] + b"   " + raw[8 + length :])
+    for room in ("1GiB", 0):
+        model = AutoModel.from_pretrained(folder, split=False, **{**STREAM, "max_memory": {"cpu": room}})
+        assert_same(run(model), expected)
+
+
+def test_a_repository_without_a_split(tmp_path: Path, hub_environment: HubEnvironment) -> None:
+    served = build_checkpoint(tmp_path / "hub" / "acme/tiny", "llama", shards=3)
+    model = AutoModel.from_pretrained("acme/tiny", split=False, **STREAM)
+    assert_same(run(model), reference_logits(served, INPUT, torch.float32))
+    assert list(hub_environment.cache.rglob("*.safetensors"))
+    assert not list(hub_environment.home.rglob("split*"))
+
+
+def test_a_split_that_is_there_is_used(checkpoint: Path) -> None:
+    AutoModel.from_pretrained(checkpoint, **STREAM)
+    for shard in checkpoint.glob("model*.safetensors"):
+        shard.unlink()
+    model = AutoModel.from_pretrained(checkpoint, split=False, **STREAM)
+    assert run(model).logits.shape[-1] == model.config.vocab_size
+
+
+def test_what_only_a_split_can_do(checkpoint: Path, tmp_path: Path) -> None:
+    for option in ({"compression": "4bit"}, {"sequential_shard_processing": True}, {"delete_original": True}):
+        with pytest.raises(OptionError, match="is done while a checkpoint is split"):
+            AutoModel.from_pretrained(checkpoint, split=False, **option, **STREAM)
+    folder = write_unsplit(tmp_path / "transposed", "torch")
+    tensors = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    torch.save({name: tensor.t().contiguous().t() for name, tensor in tensors.items()}, folder / "pytorch_model.bin")
+    with pytest.raises(UnreadableFormatError, match="at strides or as a piece") as refused:
+        AutoModel.from_pretrained(folder, split=False, **STREAM)
+    assert "Leave split=False out" in refused.value.remedy

@@ -25,7 +25,7 @@ from rabbitllm.engine.weights import map_weights
 from rabbitllm.errors import OptionError, RabbitLLMError
 from rabbitllm.formats.tensor_spec import torch_dtype
 from rabbitllm.layers.compression import check_compression
-from rabbitllm.layers.layer_store import LayerStore
+from rabbitllm.layers.layer_store import LayerStore, WeightFiles
 from rabbitllm.options import StreamOptions
 from rabbitllm.profiler import Profiler
 
@@ -52,12 +52,15 @@ def check(config_folder: Path, options: StreamOptions, devices: Sequence[Device]
 
 @torch.inference_mode(False)  # a caller's inference mode is no reason for weights that can never have gradients
 def load_model(
-    folder: Path, options: StreamOptions, config_folder: Path | None = None, devices: Sequence[Device] | None = None
+    folder: Path | WeightFiles,
+    options: StreamOptions,
+    config_folder: Path | None = None,
+    devices: Sequence[Device] | None = None,
 ) -> Any:
     """A genuine transformers model whose weights are in `folder`.
 
     Args:
-        folder: a finished split directory.
+        folder: a finished split directory; or other files with weights, opened.
         options: see `StreamOptions`.
         config_folder: where config and tokenizer are, if not in `folder` (a directory of RabbitLLM 1.1 has none).
         devices: where to compute; by default what `options` name.
@@ -71,7 +74,8 @@ def load_model(
         DeviceError: the device does not exist.
         MissingPackageError: the layers are compressed and bitsandbytes is not installed.
     """
-    store = LayerStore(folder)
+    store: WeightFiles = LayerStore(folder) if isinstance(folder, Path) else folder
+    folder = store.folder
     for scheme in {tensor.quantised.scheme for tensor in store.tensors.values() if tensor.quantised}:
         check_compression(scheme)  # now, rather than in the first pass
     home = folder if (folder / "config.json").exists() or config_folder is None else config_folder
@@ -121,7 +125,7 @@ def load_model(
     return streamed
 
 
-def _choose_dtype(wanted: str | None, config: Any, store: LayerStore, devices: Sequence[Device]) -> torch.dtype:
+def _choose_dtype(wanted: str | None, config: Any, store: WeightFiles, devices: Sequence[Device]) -> torch.dtype:
     """The caller's dtype, else the config's, else that of the weights; fp16 for bf16 where a GPU has no bf16."""
     named = _named_dtype(wanted)
     if named is not None:
@@ -146,7 +150,7 @@ def _config_dtype(config: Any) -> torch.dtype | None:
     return getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
 
 
-def _stored_dtype(store: LayerStore) -> torch.dtype:
+def _stored_dtype(store: WeightFiles) -> torch.dtype:
     for tensor in store.tensors.values():
         if tensor.quantised is not None and tensor.quantised.dtype is not None:
             found: torch.dtype = getattr(torch, tensor.quantised.dtype)
@@ -193,7 +197,7 @@ def _place(
 
 
 def _way(
-    sources: Mapping[str, UnitSource], placement: Placement, devices: Mapping[str, Device], store: LayerStore
+    sources: Mapping[str, UnitSource], placement: Placement, devices: Mapping[str, Device], store: WeightFiles
 ) -> Way:
     """How what is streamed is read, by whether the page cache could hold it beside what stays in host memory."""
     spans = [span for p in placement.units if p.tier is Tier.STREAMED for span in sources[p.unit].spans]

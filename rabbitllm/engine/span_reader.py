@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rabbitllm.formats.positional import PositionalFile, page_aligned
-from rabbitllm.layers.layer_store import LayerStore
+from rabbitllm.layers.layer_store import WeightFiles
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class SpanReader:
         way: how; changed once and for all where a file system has none of it.
     """
 
-    def __init__(self, store: LayerStore, way: Way) -> None:
+    def __init__(self, store: WeightFiles, way: Way) -> None:
         self._store = store
         self.way = way
 
@@ -102,7 +102,7 @@ class SpanReader:
                 file.drop_cache(span.offset, span.nbytes)
 
 
-def choose_way(store: LayerStore, spans: Iterable[Span], room: int) -> Way:
+def choose_way(store: WeightFiles, spans: Iterable[Span], room: int) -> Way:
     """How these spans, which are read again and again, are best read on this machine.
 
     Args:
@@ -119,7 +119,7 @@ def choose_way(store: LayerStore, spans: Iterable[Span], room: int) -> Way:
     return Way(direct=True) if past <= through else Way(drop=True)
 
 
-def _seconds(store: LayerStore, span: Span, way: Way) -> float:
+def _seconds(store: WeightFiles, span: Span, way: Way) -> float:
     """What reading the beginning of a span takes that is not in the page cache; infinite where it cannot be read so."""
     nbytes = min(span.nbytes, PROBE_BYTES)
     probe = Span(span.file, span.offset, nbytes, span.lead)

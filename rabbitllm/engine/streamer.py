@@ -23,7 +23,7 @@ from rabbitllm.engine.loader import Loaded, Loader
 from rabbitllm.engine.placement import SLOTS, Placement, Tier
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, SpanReader, Way
 from rabbitllm.engine.unit_source import Memo, PartReader, UnitSource, mapped_part
-from rabbitllm.layers.layer_store import LayerStore
+from rabbitllm.layers.layer_store import WeightFiles
 from rabbitllm.profiler import COMPUTE, DEQUANTISE, Profiler
 
 
@@ -58,7 +58,7 @@ class Streamer:
         sources: Mapping[str, UnitSource],
         placement: Placement,
         devices: Mapping[str, Device],
-        store: LayerStore,
+        store: WeightFiles,
         profiler: Profiler,
         *,
         way: Way = THROUGH_THE_CACHE,

@@ -18,7 +18,7 @@ from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
 from rabbitllm.layers.compression import dequantise
 from rabbitllm.layers.layer_file import TENSOR_ALIGNMENT
-from rabbitllm.layers.layer_store import LayerStore, StoredTensor
+from rabbitllm.layers.layer_store import StoredTensor, WeightFiles
 from rabbitllm.layers.packed_products import Matrix, multiplies
 
 PartReader = Callable[[TensorSpec], torch.Tensor]
@@ -133,7 +133,7 @@ def typed(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return flat.view(dtype).view(shape)
 
 
-def mapped_part(store: LayerStore) -> PartReader:
+def mapped_part(store: WeightFiles) -> PartReader:
     """A reader of parts that are views of the mapped layer files."""
 
     def read(spec: TensorSpec) -> torch.Tensor:
@@ -144,7 +144,7 @@ def mapped_part(store: LayerStore) -> PartReader:
     return read
 
 
-def source_of(unit: Unit, weights: WeightMap, store: LayerStore, *, packs: bool = False) -> UnitSource:
+def source_of(unit: Unit, weights: WeightMap, store: WeightFiles, *, packs: bool = False) -> UnitSource:
     """Decide what a unit is made from.
 
     Args:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rabbitllm import durable
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
@@ -197,6 +197,26 @@ class StoredTensor:
     def nbytes(self) -> int:
         """Bytes it occupies on disk."""
         return sum(part.nbytes for part in self.parts)
+
+
+class WeightFiles(Protocol):
+    """What the engine asks of the files that weights lie in.
+
+    Attributes:
+        folder: what they lie in.
+        tensors: checkpoint name -> where it lies.
+    """
+
+    folder: Path
+    tensors: dict[str, StoredTensor]
+
+    def mapped(self, file: str) -> MappedFile:
+        """A file, mapped."""
+        ...
+
+    def path(self, file: str) -> Path:
+        """A file's path."""
+        ...
 
 
 class LayerStore:
