@@ -16,6 +16,7 @@ from rabbitllm.engine.devices import Device, available_ram, resolve_devices, sui
 from rabbitllm.engine.embedding_rows import can_bring_rows
 from rabbitllm.engine.pass_bar import PassBar
 from rabbitllm.engine.placement import Budget, Placement, Tier, UnitCost, place
+from rabbitllm.engine.read_ahead import read_ahead
 from rabbitllm.engine.span_reader import Way, choose_way
 from rabbitllm.engine.streamed_model import adopt
 from rabbitllm.engine.streamer import Streamer
@@ -36,6 +37,9 @@ SCALES_IN_PLACE = frozenset({"rwkv"})
 HOST_MARGIN = 1 << 30
 DEVICE_MARGIN = 3 << 29
 """Bytes left to activations and the KV cache where the caller sets no limit; and a tenth of what is free besides."""
+
+
+_MAPPED = (Tier.RESIDENT, Tier.PACKED)
 
 
 def check(config_folder: Path, options: StreamOptions, devices: Sequence[Device]) -> None:
@@ -122,6 +126,7 @@ def load_model(
     streamed.profiler = profiler
     streamed.streamer = streamer
     streamed.unused_tensors = weights.unused
+    read_ahead(_mapped_spans(model, sources, placement, by_name, store))
     return streamed
 
 
@@ -194,6 +199,21 @@ def _place(
         for device in devices
     ]
     return place(costs, budgets, small_first=options.small_layers_resident, cached_layers=options.cache_layers or 0)
+
+
+def _mapped_spans(
+    model: nn.Module,
+    sources: Mapping[str, UnitSource],
+    placement: Placement,
+    devices: Mapping[str, Device],
+    store: WeightFiles,
+) -> list[tuple[Path, int, int]]:
+    """What of the files stays in memory as mapped, in the order of a pass: (path, offset, bytes)."""
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    stays = [p.unit for p in placement.units if p.tier in _MAPPED and devices[p.device].shares_host_memory]
+    # of an embedding a few rows are touched
+    wanted = (sources[unit] for unit in stays if sources[unit].unit.module is not embedding)
+    return [(store.path(span.file), span.offset, span.nbytes) for source in wanted for span in source.spans]
 
 
 def _way(

@@ -37,6 +37,11 @@ class PositionalFile:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
+    def will_need(self, offset: int, length: int) -> None:
+        """Ask the kernel to read a range into the page cache; it may go on when this has returned."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor, offset, length, os.POSIX_FADV_WILLNEED)
+
     def drop_cache(self, offset: int, length: int) -> None:
         """Tell the kernel that a range will not be needed again soon."""
         if hasattr(os, "posix_fadvise"):

@@ -1,7 +1,7 @@
 """torch's own team of threads, for compiled functions of ours.
 
 torch computes in an OpenMP team whose threads wait actively between two operations. Threads of our own would compete
-with them for the same cores, which took 1.7 times as long as sharing them does; and handing work to the team takes 2
+with them for the same cores, which took more than twice as long; and handing work to the team takes 2
 microseconds, to a thread of Python 13 to 19. The interface is libgomp's, as compilers use it
 (https://gcc.gnu.org/onlinedocs/libgomp/Implementing-PARALLEL-construct.html). Where torch came with another library
 there is no team, and the caller uses threads of its own.
