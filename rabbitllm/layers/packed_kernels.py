@@ -56,31 +56,18 @@ def lanes(scheme: str) -> int:
     return 16 if {"avx512f", "avx512bw"} <= found else 0
 
 
-@functools.cache
 def row_range(scheme: str, width: int) -> RowRange:
-    """The function for a scheme and a number of lanes: compiled when it is first called, or loaded from the cache."""
-    return _FUNCTIONS[scheme, width]
+    """The function for a scheme and so many lanes; compiled when it is first called, or loaded from numba's cache."""
+    return _FUNCTIONS[scheme, width][0]
 
 
 @functools.cache
 def in_a_team(scheme: str, width: int) -> int:
     """The address of a function for every thread of an OpenMP team: it is given the address of int64s, which are the
     address of the function that tells its number, rows for each thread, and then `ARGUMENTS`."""
-    walk: Any = row_range(scheme, width)
     compiler: Any = numba
-    number: Any = _thread_number
-
-    def share(data: Any) -> None:
-        given = compiler.carray(data, 13)
-        first = number(given[0]) * given[1]
-        last = min(first + given[1], given[12])
-        if first < last:
-            walk(
-                given[2], given[3], given[4], given[5], given[6], given[7], given[8], given[9], given[10], given[11],
-                given[12], first, last,
-            )  # fmt: skip
-
-    compiled = compiler.cfunc(types.void(compiler.types.CPointer(types.int64)))(share)
+    signature = types.void(compiler.types.CPointer(types.int64))
+    compiled = compiler.cfunc(signature, cache=True)(_FUNCTIONS[scheme, width][1])
     _KEPT.append(compiled)
     return int(compiled.address)
 
@@ -228,6 +215,11 @@ class _Bytes:
         return emit.b.select(bit(128), high, low)
 
 
+def _dots(scheme: str, width: int) -> tuple[Any, ...]:
+    """For one row and one input, for `ROWS` rows, for `TOKENS` inputs, and for both."""
+    return tuple(_dot(scheme, width, rows, tokens) for rows, tokens in ((1, 1), (ROWS, 1), (1, TOKENS), (ROWS, TOKENS)))
+
+
 def _dot(scheme: str, width: int, rows: int, tokens: int) -> Any:
     """An intrinsic that multiplies `rows` consecutive rows of codes by `tokens` consecutive inputs."""
 
@@ -276,38 +268,92 @@ def _dot(scheme: str, width: int, rows: int, tokens: int) -> Any:
     return dot
 
 
-def _walk(scheme: str, width: int) -> RowRange:
-    """The loops over rows and inputs, in tiles of `ROWS` and `TOKENS` and what is left of them."""
-    one = _dot(scheme, width, 1, 1)
-    tall = _dot(scheme, width, ROWS, 1)
-    wide = _dot(scheme, width, 1, TOKENS)
-    square = _dot(scheme, width, ROWS, TOKENS)
+_compiled: Any = numba.njit(nogil=True)
+_cached: Any = numba.njit(nogil=True, cache=True)
+_to_array: Any = getattr(numba, "carray")  # noqa: B009 - numba does not say that it exports it
 
-    @numba.njit(nogil=True, cache=True)
-    def walk(codes, scales, even, odd, table, out, row_bytes, segments, shift, tokens, rows, first, last):  # type: ignore[no-untyped-def]
-        token = 0
-        input_bytes = segments * 128
-        while token < tokens:
-            e, o, to = even + token * input_bytes, odd + token * input_bytes, out + token * rows * 4
-            row = first
-            if tokens - token >= 4:
-                while row + 4 <= last:
-                    square(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row)
-                    row += 4
-                while row < last:
-                    wide(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row)
-                    row += 1
-                token += 4
-                continue
+
+@_compiled
+def _tiles(dots, codes, scales, even, odd, table, out, row_bytes, segments, shift, tokens, rows, first, last):  # type: ignore[no-untyped-def]
+    """The loops over rows and inputs, in tiles of `ROWS` and `TOKENS` and what is left of them."""
+    one, tall, wide, square = dots
+    token = 0
+    input_bytes = segments * 128
+    while token < tokens:
+        e, o, to = even + token * input_bytes, odd + token * input_bytes, out + token * rows * 4
+        row = first
+        if tokens - token >= 4:
             while row + 4 <= last:
-                tall(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row)
+                square(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row)
                 row += 4
             while row < last:
-                one(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row)
+                wide(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row)
                 row += 1
-            token += 1
+            token += 4
+            continue
+        while row + 4 <= last:
+            tall(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row)
+            row += 4
+        while row < last:
+            one(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row)
+            row += 1
+        token += 1
 
-    return walk
+
+_number: Any = _thread_number
 
 
-_FUNCTIONS = {key: _walk(*key) for key in (("4bit", 16), ("4bit", 8), ("8bit", 16))}
+@_compiled
+def _part(walk, data):  # type: ignore[no-untyped-def]
+    """What one thread of a team does; see `in_a_team`."""
+    given = _to_array(data, 13)
+    number, share, rows = _number(given[0]), given[1], given[12]
+    if number * share < rows:
+        walk(
+            given[2], given[3], given[4], given[5], given[6], given[7], given[8], given[9], given[10], given[11], rows,
+            number * share, min(number * share + share, rows),
+        )  # fmt: skip
+
+
+# Functions of the module with a name each, since numba keeps no others from one process to the next.
+
+_N16_ONE, _N16_TALL, _N16_WIDE, _N16_SQUARE = _dots("4bit", 16)
+_N8_ONE, _N8_TALL, _N8_WIDE, _N8_SQUARE = _dots("4bit", 8)
+_B16_ONE, _B16_TALL, _B16_WIDE, _B16_SQUARE = _dots("8bit", 16)
+
+
+@_cached
+def _nibbles_16(codes, scales, even, odd, table, out, row_bytes, segments, shift, tokens, rows, first, last):  # type: ignore[no-untyped-def]
+    dots = (_N16_ONE, _N16_TALL, _N16_WIDE, _N16_SQUARE)
+    _tiles(dots, codes, scales, even, odd, table, out, row_bytes, segments, shift, tokens, rows, first, last)
+
+
+@_cached
+def _nibbles_8(codes, scales, even, odd, table, out, row_bytes, segments, shift, tokens, rows, first, last):  # type: ignore[no-untyped-def]
+    dots = (_N8_ONE, _N8_TALL, _N8_WIDE, _N8_SQUARE)
+    _tiles(dots, codes, scales, even, odd, table, out, row_bytes, segments, shift, tokens, rows, first, last)
+
+
+@_cached
+def _bytes_16(codes, scales, even, odd, table, out, row_bytes, segments, shift, tokens, rows, first, last):  # type: ignore[no-untyped-def]
+    dots = (_B16_ONE, _B16_TALL, _B16_WIDE, _B16_SQUARE)
+    _tiles(dots, codes, scales, even, odd, table, out, row_bytes, segments, shift, tokens, rows, first, last)
+
+
+def _part_of_nibbles_16(data):  # type: ignore[no-untyped-def]
+    _part(_nibbles_16, data)
+
+
+def _part_of_nibbles_8(data):  # type: ignore[no-untyped-def]
+    _part(_nibbles_8, data)
+
+
+def _part_of_bytes_16(data):  # type: ignore[no-untyped-def]
+    _part(_bytes_16, data)
+
+
+_FUNCTIONS: dict[tuple[str, int], tuple[RowRange, Callable[..., None]]] = {
+    ("4bit", 16): (_nibbles_16, _part_of_nibbles_16),
+    ("4bit", 8): (_nibbles_8, _part_of_nibbles_8),
+    ("8bit", 16): (_bytes_16, _part_of_bytes_16),
+}
