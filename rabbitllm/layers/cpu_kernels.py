@@ -19,9 +19,10 @@ from __future__ import annotations
 import functools
 from typing import TypeAlias
 
-import numba
 import numpy as np
 import numpy.typing as npt
+
+from rabbitllm.layers.compiling import compiled
 
 Codes: TypeAlias = npt.NDArray[np.uint8]
 Scales: TypeAlias = npt.NDArray[np.float32]
@@ -36,8 +37,6 @@ _INFINITY = {BF16: 0x7F80, F16: 0x7C00}
 """Bits of infinity; larger magnitudes are NaN."""
 _KEYS = 1 << 15
 """Magnitudes of a 16-bit float."""
-
-_compiled = numba.njit(nogil=True, cache=True)
 
 
 def quantise_nf4(values: Values, kind: int, levels: Scales) -> tuple[Codes, Scales]:
@@ -130,7 +129,7 @@ def _widened(bits: npt.NDArray[np.uint16], kind: int) -> Scales:
     return bits.view(np.float16).astype(np.float32)
 
 
-@_compiled
+@compiled
 def _widen(bits, kind, first, count, values):  # type: ignore[no-untyped-def]
     """The 16-bit floats `bits[first : first + count]` as float32, into `values`."""
     words = values.view(np.uint32)
@@ -149,7 +148,7 @@ def _widen(bits, kind, first, count, values):  # type: ignore[no-untyped-def]
         words[i] |= (half & np.uint32(0x8000)) << np.uint32(16)
 
 
-@_compiled
+@compiled
 def _nf4_block(values, midpoints, ranks, codes, at):  # type: ignore[no-untyped-def]
     """One whole block of float32, changed in place; returns its scale."""
     scale = np.float32(0)
@@ -174,7 +173,7 @@ def _nf4_block(values, midpoints, ranks, codes, at):  # type: ignore[no-untyped-
     return scale
 
 
-@_compiled
+@compiled
 def _nf4_tail(values, count, midpoints, ranks, codes, at):  # type: ignore[no-untyped-def]
     """The last, short block of float32; returns its scale."""
     scale = np.float32(0)
@@ -194,7 +193,7 @@ def _nf4_tail(values, count, midpoints, ranks, codes, at):  # type: ignore[no-un
     return divisor
 
 
-@_compiled
+@compiled
 def _nf4_floats(floats, midpoints, codes, scales):  # type: ignore[no-untyped-def]
     values = np.empty(NF4_BLOCK, np.float32)
     ranks = np.empty(NF4_BLOCK, np.uint8)
@@ -210,7 +209,7 @@ def _nf4_floats(floats, midpoints, codes, scales):  # type: ignore[no-untyped-de
         scales[whole] = _nf4_tail(values, rest, midpoints, ranks, codes, whole * (NF4_BLOCK // 2))
 
 
-@_compiled
+@compiled
 def _nf4_halves(bits, kind, infinity, midpoints, thresholds, codes, scales):  # type: ignore[no-untyped-def]
     values = np.empty(NF4_BLOCK, np.float32)
     ranks = np.empty(NF4_BLOCK, np.uint8)
@@ -249,7 +248,7 @@ def _nf4_halves(bits, kind, infinity, midpoints, thresholds, codes, scales):  # 
         scales[whole] = _nf4_tail(values, rest, midpoints, ranks, codes, whole * (NF4_BLOCK // 2))
 
 
-@_compiled
+@compiled
 def _int8_block(values, words, count, bins, codes, at, places):  # type: ignore[no-untyped-def]
     """One block of float32, whole or short, and the same as bits; returns its scale."""
     largest = np.uint32(0)
@@ -273,7 +272,7 @@ def _int8_block(values, words, count, bins, codes, at, places):  # type: ignore[
     return scale
 
 
-@_compiled
+@compiled
 def _int8_floats(floats, bins, codes, scales):  # type: ignore[no-untyped-def]
     values = np.empty(INT8_BLOCK, np.float32)
     words = values.view(np.uint32)
@@ -286,7 +285,7 @@ def _int8_floats(floats, bins, codes, scales):  # type: ignore[no-untyped-def]
         scales[block] = _int8_block(values, words, count, bins, codes, first, places)
 
 
-@_compiled
+@compiled
 def _int8_halves(bits, kind, bins, codes, scales):  # type: ignore[no-untyped-def]
     values = np.empty(INT8_BLOCK, np.float32)
     words = values.view(np.uint32)

@@ -25,6 +25,8 @@ from numba import types
 from numba.core import cgutils
 from numba.core.extending import intrinsic
 
+from rabbitllm.layers.compiling import c_function, compiled
+
 SEGMENT = 64
 """Codes that are summed before their scale is applied: a block of 4bit, and the smallest part of one of 8bit."""
 PREFETCHED = 512
@@ -65,11 +67,10 @@ def row_range(scheme: str, width: int) -> RowRange:
 def in_a_team(scheme: str, width: int) -> int:
     """The address of a function for every thread of an OpenMP team: it is given the address of int64s, which are the
     address of the function that tells its number, rows for each thread, and then `ARGUMENTS`."""
-    compiler: Any = numba
-    signature = types.void(compiler.types.CPointer(types.int64))
-    compiled = compiler.cfunc(signature, cache=True)(_FUNCTIONS[scheme, width][1])
-    _KEPT.append(compiled)
-    return int(compiled.address)
+    pointer: Any = types.CPointer
+    made = c_function(types.void(pointer(types.int64)), _FUNCTIONS[scheme, width][1])
+    _KEPT.append(made)
+    return int(made.address)
 
 
 _KEPT: list[Any] = []
@@ -269,7 +270,6 @@ def _dot(scheme: str, width: int, rows: int, tokens: int) -> Any:
 
 
 _compiled: Any = numba.njit(nogil=True)
-_cached: Any = numba.njit(nogil=True, cache=True)
 _to_array: Any = getattr(numba, "carray")  # noqa: B009 - numba does not say that it exports it
 
 
@@ -322,19 +322,19 @@ _N8_ONE, _N8_TALL, _N8_WIDE, _N8_SQUARE = _dots("4bit", 8)
 _B16_ONE, _B16_TALL, _B16_WIDE, _B16_SQUARE = _dots("8bit", 16)
 
 
-@_cached
+@compiled
 def _nibbles_16(codes, scales, even, odd, table, out, row_bytes, segments, shift, tokens, rows, first, last):  # type: ignore[no-untyped-def]
     dots = (_N16_ONE, _N16_TALL, _N16_WIDE, _N16_SQUARE)
     _tiles(dots, codes, scales, even, odd, table, out, row_bytes, segments, shift, tokens, rows, first, last)
 
 
-@_cached
+@compiled
 def _nibbles_8(codes, scales, even, odd, table, out, row_bytes, segments, shift, tokens, rows, first, last):  # type: ignore[no-untyped-def]
     dots = (_N8_ONE, _N8_TALL, _N8_WIDE, _N8_SQUARE)
     _tiles(dots, codes, scales, even, odd, table, out, row_bytes, segments, shift, tokens, rows, first, last)
 
 
-@_cached
+@compiled
 def _bytes_16(codes, scales, even, odd, table, out, row_bytes, segments, shift, tokens, rows, first, last):  # type: ignore[no-untyped-def]
     dots = (_B16_ONE, _B16_TALL, _B16_WIDE, _B16_SQUARE)
     _tiles(dots, codes, scales, even, odd, table, out, row_bytes, segments, shift, tokens, rows, first, last)
