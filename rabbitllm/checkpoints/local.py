@@ -126,7 +126,7 @@ class LocalCheckpoint:
         return self._header(shard), shard
 
     def _check(self, shard: str) -> None:
-        _check_place(self.folder / shard, self.folder, self._snapshot)
+        check_place(self.folder / shard, self.folder, self._snapshot)
 
     @property
     def deletable(self) -> bool:
@@ -270,11 +270,11 @@ def begins_with_any(folder: Path, shards: Collection[str]) -> bool:
         return any(is_rank(shard) and (folder / shard).exists() for shard in shards)
     if not is_index(entry):
         return entry in shards
-    _check_place(folder / entry, folder, hub_cache.snapshot_of(folder))
+    check_place(folder / entry, folder, hub_cache.snapshot_of(folder))
     return any(shard in shards for shard in read_index(folder / entry).shards)
 
 
-def _check_place(path: Path, folder: Path, snapshot: hub_cache.CachedSnapshot | None) -> None:
+def check_place(path: Path, folder: Path, snapshot: hub_cache.CachedSnapshot | None) -> None:
     """Refuse a file that a link leads to, other than those that a hub cache is made of."""
     if snapshot is not None:
         hub_cache.check_in_cache(path, snapshot)

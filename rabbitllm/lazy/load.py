@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from rabbitllm.checkpoints import hub_cache
-from rabbitllm.checkpoints.index import META_PARAMETERS, check_inside, is_index, is_meta, read_index
-from rabbitllm.checkpoints.local import entry_in
+from rabbitllm.checkpoints.index import META_PARAMETERS, is_index, is_meta, read_index
+from rabbitllm.checkpoints.local import check_place, entry_in
 from rabbitllm.checkpoints.meta_checkpoint import ranks_of, read_meta
 from rabbitllm.collection import uncollected
 from rabbitllm.errors import (
@@ -134,22 +134,16 @@ def _open_folder(folder: Path, mapped: bool) -> LazyCheckpoint:
     entry = entry_in(folder)
     if is_meta(entry):
         return _open_meta(folder, mapped)
+    snapshot = hub_cache.snapshot_of(folder)
+    check_place(folder / entry, folder, snapshot)
     index = read_index(folder / entry) if is_index(entry) else None
     paths = {}
     for shard in index.shards if index is not None else (entry,):
         path = paths[shard] = folder / shard
-        _check_place(path, folder)
+        check_place(path, folder, snapshot)
         if not path.is_file():
             raise MissingShardError(f"{path} is missing; {entry} names it.", "Put the shard at that path.")
     return _open(folder, paths, index.weight_map if index is not None else None, mapped)
-
-
-def _check_place(path: Path, folder: Path) -> None:
-    snapshot = hub_cache.snapshot_of(folder)
-    if snapshot is not None:
-        hub_cache.check_in_cache(path, snapshot)
-    else:
-        check_inside(path, folder)
 
 
 @uncollected()
@@ -157,7 +151,7 @@ def _open_meta(folder: Path, mapped: bool) -> LazyCheckpoint:
     """Meta's own files, under the names and in the order of transformers; what a rank only has a piece of is joined."""
     ranks = ranks_of((path.name for path in folder.iterdir() if path.is_file()), str(folder))
     for name in (META_PARAMETERS, *ranks):
-        _check_place(folder / name, folder)
+        check_place(folder / name, folder, hub_cache.snapshot_of(folder))
     meta = read_meta(folder / META_PARAMETERS, ranks)
     files: dict[str, ShardFile] = {}
     pieces: dict[str, list[TensorSpec]] = {}

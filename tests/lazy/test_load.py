@@ -27,7 +27,7 @@ from rabbitllm.errors import (
 from rabbitllm.formats.tensor_spec import DTYPES
 from rabbitllm.lazy.tensor import LazyTensor
 from tests.attacks import pickles, torch_zips
-from tests.support.builders import cut, llama_tensors, torch_files, write_shards, write_torch
+from tests.support.builders import INDEX_NAME, cut, llama_tensors, torch_files, write_shards, write_torch
 from tests.support.meta_files import tiny_llama, weights_of, write_meta
 from tests.support.splitting import split
 from tests.support.torch_files import archive, pack
@@ -308,3 +308,12 @@ def test_torchs_format_from_before_1_6(tmp_path: Path, mapped: bool) -> None:
     write_torch(tmp_path, torch_files(cut(tensors, 2)), index=True, legacy=True)
     with rabbitllm.lazy_load(tmp_path, mapped=mapped) as loaded:
         assert_same(loaded, tensors)
+
+
+def test_an_index_that_is_a_link_out_of_the_folder_is_not_opened(tmp_path: Path) -> None:
+    elsewhere = write_shards(tmp_path / "elsewhere", cut(llama_tensors(), 2))
+    folder = write_shards(tmp_path / "model", cut(llama_tensors(), 2))
+    (folder / INDEX_NAME).unlink()
+    (folder / INDEX_NAME).symlink_to(elsewhere / INDEX_NAME)
+    with pytest.raises(UnsafePathError):
+        rabbitllm.lazy_load(folder)
