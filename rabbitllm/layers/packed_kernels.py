@@ -32,6 +32,8 @@ SEGMENT = 64
 PREFETCHED = 512
 """How many bytes ahead codes of 4bit are asked for: four rows at a time are more streams than the processor follows by
 itself (28 GB/s without, 31 to 38 with it; at 8bit looking up takes longer than reading)."""
+HALF_BYTES = SEGMENT // 2 * 4
+"""Of the even inputs of a segment, or the odd ones, float32."""
 ROWS, TOKENS = 4, 4
 """Rows of codes that share the reading of an input, and inputs that share the looking up of a code."""
 
@@ -42,6 +44,8 @@ RowRange = Callable[..., None]
 ARGUMENTS = ("codes", "scales", "even", "odd", "table", "out", "row_bytes", "segments", "shift", "tokens", "rows")
 """Of every function here, all int64: addresses up to `out`; bytes of codes a row, segments a row, the logarithm of
 segments a block, inputs, rows in all."""
+GIVEN = 2 + len(ARGUMENTS)
+"""What a thread of a team is given; see `in_a_team`."""
 
 
 @functools.cache
@@ -235,8 +239,7 @@ def _dot(scheme: str, width: int, rows: int, tokens: int) -> Any:
             codebook = _Nibbles(emit, table) if scheme == "4bit" else _Bytes(emit, table)
             steps = SEGMENT // codebook.codes_a_step
             step_bytes = codebook.codes_a_step // (2 if scheme == "4bit" else 1)
-            half_bytes = SEGMENT // 2 * 4
-            input_bytes = builder.mul(segments, number(half_bytes))
+            input_bytes = builder.mul(segments, number(HALF_BYTES))
             sums = [[emit.variable() for _ in range(tokens)] for _ in range(rows)]
             with cgutils.for_range(builder, segments) as loop:
                 at = loop.index
@@ -249,7 +252,7 @@ def _dot(scheme: str, width: int, rows: int, tokens: int) -> Any:
                     for step in range(steps):
                         weights = codebook.weights(emit.add(base, step * step_bytes))
                         for t in range(tokens):
-                            begin = emit.add(builder.mul(input_bytes, number(t)), builder.mul(at, number(half_bytes)))
+                            begin = emit.add(builder.mul(input_bytes, number(t)), builder.mul(at, number(HALF_BYTES)))
                             for weight, half in zip(weights, (even, odd), strict=True):
                                 value = emit.load(emit.add(half, begin, step * width * 4), emit.floats, 4)
                                 parts[t] = emit.fma(weight, value, emit.zero if parts[t] is None else parts[t])
@@ -278,22 +281,22 @@ def _tiles(dots, codes, scales, even, odd, table, out, row_bytes, segments, shif
     """The loops over rows and inputs, in tiles of `ROWS` and `TOKENS` and what is left of them."""
     one, tall, wide, square = dots
     token = 0
-    input_bytes = segments * 128
+    input_bytes = segments * HALF_BYTES
     while token < tokens:
         e, o, to = even + token * input_bytes, odd + token * input_bytes, out + token * rows * 4
         row = first
-        if tokens - token >= 4:
-            while row + 4 <= last:
+        if tokens - token >= TOKENS:
+            while row + ROWS <= last:
                 square(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row)
-                row += 4
+                row += ROWS
             while row < last:
                 wide(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row)
                 row += 1
-            token += 4
+            token += TOKENS
             continue
-        while row + 4 <= last:
+        while row + ROWS <= last:
             tall(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row)
-            row += 4
+            row += ROWS
         while row < last:
             one(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row)
             row += 1
@@ -306,7 +309,7 @@ _number: Any = _thread_number
 @_compiled
 def _part(walk, data):  # type: ignore[no-untyped-def]
     """What one thread of a team does; see `in_a_team`."""
-    given = _to_array(data, 13)
+    given = _to_array(data, GIVEN)
     number, share, rows = _number(given[0]), given[1], given[12]
     if number * share < rows:
         walk(
