@@ -11,13 +11,12 @@ models and nothing of encoding.
 from __future__ import annotations
 
 import re
-import stat
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from rabbitllm.errors import CheckpointNotFoundError, CorruptVocabularyError
+from rabbitllm.errors import CorruptVocabularyError
 from rabbitllm.formats.protobuf import (
     Kind,
     Schema,
@@ -29,9 +28,8 @@ from rabbitllm.formats.protobuf import (
 )
 from rabbitllm.formats.sentencepiece_checks import check_charsmap, check_id, check_pieces
 from rabbitllm.formats.sentencepiece_pieces import Pieces, PieceType, read_pieces
+from rabbitllm.formats.vocabulary_file import read_bytes
 
-MAX_FILE_BYTES = 64 << 20
-"""Gemma's vocabulary of 262,144 pieces takes 5 MB."""
 MAX_SPEC_BYTES = 4 << 20
 """Of one spec with its charsmap, or of all samples. The charsmaps that the library comes with have up to 0.4 MB."""
 MAX_SPEC_FIELDS = 100_000
@@ -190,16 +188,7 @@ def read_model(path: Path, file: str | None = None) -> SentencePieceModel:
         CorruptVocabularyError: as `parse_model`; or it is no regular file, or has more than 64 MiB.
     """
     name = file or path.name
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        raise CheckpointNotFoundError(f"There is no vocabulary {path}.", "Name the tokenizer.model itself.") from None
-    if not stat.S_ISREG(found.st_mode):  # a pipe would wait for whoever writes into it
-        raise _corrupt(name, "it is no regular file")
-    if found.st_size > MAX_FILE_BYTES:
-        raise _corrupt(name, f"it has {found.st_size:,} bytes; at most {MAX_FILE_BYTES:,} are read")
-    with path.open("rb") as stream:
-        return parse_model(stream.read(MAX_FILE_BYTES), name)
+    return parse_model(read_bytes(path, lambda what: _corrupt(name, what)), name)
 
 
 def parse_model(data: bytes, file: str) -> SentencePieceModel:

@@ -9,13 +9,11 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-import stat
 from pathlib import Path
 
-from rabbitllm.errors import CheckpointNotFoundError, CorruptVocabularyError
+from rabbitllm.errors import CorruptVocabularyError
+from rabbitllm.formats.vocabulary_file import read_bytes
 
-MAX_FILE_BYTES = 64 << 20
-"""That of Llama 3, with 128,000 tokens, has 2 MB."""
 MAX_TOKENS = 1 << 20
 MAX_TOKEN_BYTES = 1024
 """The longest of Llama 3 are runs of 128 spaces."""
@@ -40,15 +38,7 @@ def read_ranks(path: Path, file: str | None = None) -> tuple[bytes, ...]:
         CorruptVocabularyError: as `parse_ranks`; or it is no regular file, or has more than 64 MiB.
     """
     name = file or path.name
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        raise CheckpointNotFoundError(f"There is no vocabulary {path}.", "Name the tokenizer.model itself.") from None
-    if not stat.S_ISREG(found.st_mode):
-        raise _corrupt(name, "it is no regular file")
-    if found.st_size > MAX_FILE_BYTES:
-        raise _corrupt(name, f"it has {found.st_size:,} bytes; at most {MAX_FILE_BYTES:,} are read")
-    return parse_ranks(path.read_bytes(), name)
+    return parse_ranks(read_bytes(path, lambda what: _corrupt(name, what)), name)
 
 
 def parse_ranks(data: bytes, file: str) -> tuple[bytes, ...]:

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from rabbitllm.errors import CheckpointNotFoundError, CorruptVocabularyError
 from rabbitllm.formats.protobuf import schema_of
 from rabbitllm.formats.sentencepiece_model import (
-    MAX_FILE_BYTES,
     ModelType,
     NormalizerSpec,
     Sample,
@@ -30,6 +29,7 @@ from rabbitllm.formats.sentencepiece_model import (
     read_model,
 )
 from rabbitllm.formats.sentencepiece_pieces import Piece, PieceType
+from rabbitllm.formats.vocabulary_file import MAX_FILE_BYTES
 from tests.attacks.protobuf_files import (
     ACCEPTED_BY_THE_LIBRARY,
     BYTES,
