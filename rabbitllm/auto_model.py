@@ -185,6 +185,8 @@ def _load_unsplit(sought: prepare.Sought, stream_options: StreamOptions) -> Any:
     source = prepare.find(sought)
     if source.finished:
         return load.load_model(source.split_folder, stream_options, source.config_folder, devices)
+    with prepare.config_folder(source) as config_folder:
+        load.check(config_folder, stream_options, devices)
     with split_display.shown(stream_options.show_progress):
         checkpoint = prepare.whole_checkpoint(source)
     return load.load_model(UnsplitStore(checkpoint), stream_options, checkpoint.folder, devices)

@@ -772,6 +772,16 @@ def test_a_repository_without_a_split(tmp_path: Path, hub_environment: HubEnviro
     assert not list(hub_environment.home.rglob("split*"))
 
 
+def test_what_cannot_run_is_refused_before_it_is_fetched(
+    tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment
+) -> None:
+    served = build_checkpoint(tmp_path / "hub" / "acme/tiny", "llama", shards=3)
+    (served / "config.json").write_text('{"model_type": "nobody_knows"}')
+    with pytest.raises(UnknownArchitectureError):
+        AutoModel.from_pretrained("acme/tiny", split=False, **STREAM)
+    assert not [request for request in local_hub.requests if request.file.endswith(".safetensors")]
+
+
 def test_a_split_that_is_there_is_used(checkpoint: Path) -> None:
     AutoModel.from_pretrained(checkpoint, **STREAM)
     for shard in checkpoint.glob("model*.safetensors"):
