@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.errors import DeviceError
 from rabbitllm.formats.positional import page_aligned
 
@@ -154,34 +155,6 @@ class CudaDevice:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return free + cached
-
-
-def available_ram() -> int:
-    """Memory this process may still take: what the system says, or what is left of its control group."""
-    import psutil
-
-    return min([int(psutil.virtual_memory().available), *_cgroup_headroom()])
-
-
-def _cgroup_headroom() -> list[int]:
-    """What is left under the limit of the control group (v2 or v1), if there is one.
-
-    Its page cache counts as use, and can be taken back; so the limit less anonymous memory is what is left.
-    """
-    rooms = []
-    for limit_file, stat_file, key in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.stat", "anon"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.stat", "rss"),
-    ):
-        try:
-            with open(limit_file) as limits, open(stat_file) as stats:
-                limit = limits.read().strip()
-                used = next((int(line.split()[1]) for line in stats if line.split()[0] == key), 0)
-        except OSError:
-            continue
-        if limit.isdigit() and int(limit) < 1 << 60:
-            rooms.append(max(int(limit) - used, 0))
-    return rooms
 
 
 def resolve_devices(device: str, max_memory: Mapping[str, int] | None, pin_memory: bool = True) -> list[Device]:

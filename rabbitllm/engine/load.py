@@ -12,8 +12,9 @@ from accelerate.utils import send_to_device
 from torch import nn
 
 from rabbitllm.engine import skeleton
-from rabbitllm.engine.devices import Device, available_ram, resolve_devices, suits_bf16
+from rabbitllm.engine.devices import Device, resolve_devices, suits_bf16
 from rabbitllm.engine.embedding_rows import can_bring_rows
+from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.engine.pass_bar import PassBar
 from rabbitllm.engine.placement import Budget, Placement, Tier, UnitCost, place
 from rabbitllm.engine.read_ahead import read_ahead
@@ -36,7 +37,8 @@ SCALES_IN_PLACE = frozenset({"rwkv"})
 """Model types whose forward changes weights, which a unit that is let go of would forget."""
 HOST_MARGIN = 1 << 30
 DEVICE_MARGIN = 3 << 29
-"""Bytes left to activations and the KV cache where the caller sets no limit; and a tenth of what is free besides."""
+"""Bytes left to activations and the KV cache where the caller sets no limit, if that is less than an eighth of what is
+free; and a tenth of what is free besides."""
 
 
 _MAPPED = (Tier.RESIDENT, Tier.PACKED)
@@ -228,7 +230,8 @@ def _way(
 
 def _default_budget(device: Device) -> int:
     free = device.free_bytes()
-    return max(free - free // 10 - (HOST_MARGIN if device.shares_host_memory else DEVICE_MARGIN), 0)
+    margin = HOST_MARGIN if device.shares_host_memory else DEVICE_MARGIN
+    return free - free // 10 - min(margin, free // 8)
 
 
 def _device_finder(placement: Placement, devices: Mapping[str, Device]) -> Any:

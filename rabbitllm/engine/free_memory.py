@@ -1,0 +1,78 @@
+"""How much memory this process may still take: what the system has free, less what its control groups forbid.
+
+A container's or a notebook's limit is that of a control group, which free memory of the machine does not show; groups
+lie in each other, and each may have a limit. Knows no models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+_NO_LIMIT = 1 << 60
+"""Version 1 writes a number near 2**63 where there is no limit."""
+
+
+def available_ram() -> int:
+    """Bytes this process may still take of the machine, and of every control group that it is in."""
+    import psutil
+
+    return min([int(psutil.virtual_memory().available), *_rooms_of_groups()])
+
+
+def _rooms_of_groups(root: Path = Path("/")) -> list[int]:
+    """What is left under each limit of the control groups around this process (v2 and v1; none elsewhere than Linux).
+
+    Of what a group uses, its page cache can be taken back, except what this process maps: its libraries, which would
+    come from the disk again and again. Formats: cgroups(7), the kernel's admin-guide/cgroup-v2.rst and
+    cgroup-v1/memory.rst.
+    """
+    mapped = _mapped_bytes(root)
+    rooms = []
+    for folder, limit_name, kinds in _groups(root):
+        try:
+            limit = (folder / limit_name).read_text().strip()
+            lines = (folder / "memory.stat").read_text().splitlines()
+            used = {key: int(nbytes) for key, nbytes in map(str.split, lines)}
+        except (OSError, ValueError):
+            continue
+        if limit.isdigit() and int(limit) < _NO_LIMIT:
+            # version 1 counts groups within the group only in those that begin with total_
+            kept = sum(used.get(f"total_{kind}", used.get(kind, 0)) for kind in kinds)
+            rooms.append(max(int(limit) - kept - mapped, 0))
+    return rooms
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, str, tuple[str, ...]]]:
+    """Folder, the limit's file in it, and the kinds of memory that cannot be taken back; innermost groups first."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    paths = {
+        controllers: path for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") > 1)
+    }
+    v1 = next((path for controllers, path in paths.items() if "memory" in controllers.split(",")), "/")
+    for path in _upwards(paths.get("", "/")):
+        yield root / "sys/fs/cgroup" / path, "memory.max", ("anon", "shmem")
+    for path in _upwards(v1):
+        yield root / "sys/fs/cgroup/memory" / path, "memory.limit_in_bytes", ("rss", "shmem")
+
+
+def _upwards(path: str) -> Iterator[PurePosixPath]:
+    """A group's path and those around it, relative to the mount. Inside a container the path may be one of outside,
+    where nothing is found; the container's own group is then the mount itself."""
+    own = PurePosixPath(path.lstrip("/"))
+    yield own
+    yield from own.parents if own != PurePosixPath() else ()
+
+
+def _mapped_bytes(root: Path) -> int:
+    """Pages of files, in memory, that this process maps."""
+    try:
+        for line in (root / "proc/self/status").read_text().splitlines():
+            if line.startswith("RssFile:"):
+                return int(line.split()[1]) << 10
+    except (OSError, ValueError):
+        pass
+    return 0

@@ -1,0 +1,87 @@
+"""What is left of the machine's memory and of the limits of control groups, in both versions, nested and hidden."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rabbitllm.engine import free_memory
+from rabbitllm.engine.devices import CpuDevice
+from rabbitllm.engine.free_memory import available_ram
+
+V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
+LIMIT_V1 = "memory.limit_in_bytes"
+
+
+def test_this_machine() -> None:
+    import psutil
+
+    assert 0 < available_ram() <= psutil.virtual_memory().total
+    assert CpuDevice().free_bytes() > 0
+
+
+@pytest.mark.parametrize(
+    ("files", "rooms"),
+    [
+        pytest.param({}, [], id="no groups"),
+        pytest.param({f"{V2}/memory.max": "max\n", f"{V2}/memory.stat": "anon 5\nfile 7\n"}, [], id="no limit"),
+        pytest.param({f"{V2}/memory.max": "1000\n", f"{V2}/memory.stat": "anon 300\nfile 600\n"}, [700], id="v2"),
+        pytest.param({f"{V2}/memory.max": "1000", f"{V2}/memory.stat": "anon 300\nshmem 50\n"}, [650], id="shared"),
+        pytest.param({f"{V2}/memory.max": "1000", f"{V2}/memory.stat": "anon 1300\n"}, [0], id="more than the limit"),
+        pytest.param({f"{V1}/{LIMIT_V1}": "2000\n", f"{V1}/memory.stat": "cache 1500\nrss 400\n"}, [1600], id="v1"),
+        pytest.param(
+            {f"{V1}/{LIMIT_V1}": "2000", f"{V1}/memory.stat": "rss 100\ntotal_rss 700\n"}, [1300], id="v1, with others"
+        ),
+        pytest.param(
+            {f"{V1}/{LIMIT_V1}": "9223372036854771712\n", f"{V1}/memory.stat": "rss 1\n"}, [], id="v1, no limit"
+        ),
+        pytest.param(
+            {
+                f"{V2}/memory.max": "1000",
+                f"{V2}/memory.stat": "anon 1\n",
+                f"{V1}/{LIMIT_V1}": "900",
+                f"{V1}/memory.stat": "rss 1\n",
+            },
+            [999, 899],
+            id="both",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "0::/user/one\n",
+                f"{V2}/user/one/memory.max": "500",
+                f"{V2}/user/one/memory.stat": "anon 100\n",
+                f"{V2}/user/memory.max": "450",
+                f"{V2}/user/memory.stat": "anon 300\n",
+            },
+            [400, 150],
+            id="one group in another",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "4:cpu,memory:/docker/0a1b\n3:cpuset:/\n0::/\n",
+                f"{V1}/{LIMIT_V1}": "800",
+                f"{V1}/memory.stat": "rss 300\n",
+            },
+            [500],
+            id="a path of outside the container",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "4:memory:/a\n",
+                "proc/self/status": "Name: x\nRssFile:\t 2 kB\nRssAnon: 7 kB\n",
+                f"{V1}/a/{LIMIT_V1}": "9000",
+                f"{V1}/a/memory.stat": "rss 1000\ncache 5000\n",
+            },
+            [9000 - 1000 - 2048],
+            id="libraries that are mapped",
+        ),
+        pytest.param({f"{V2}/memory.max": "1000", f"{V2}/memory.stat": "what is this"}, [], id="not understood"),
+        pytest.param({"proc/self/cgroup": "nothing here\n\n:", f"{V2}/memory.max": "max"}, [], id="no groups named"),
+    ],
+)
+def test_the_limits_of_control_groups(tmp_path: Path, files: dict[str, str], rooms: list[int]) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert free_memory._rooms_of_groups(tmp_path) == rooms
