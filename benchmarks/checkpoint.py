@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Scale:
-    """The shape of a Qwen2 model in bfloat16, untied, and how its checkpoint is cut into shards."""
+    """The shape of a model in bfloat16, untied, and how its checkpoint is cut into shards."""
 
     hidden_size: int
     intermediate_size: int
@@ -39,34 +39,35 @@ SEED = 0
 _LONGEST_HEADER = 100 << 20
 
 
-def make_checkpoint(work: Path, scale_name: str) -> Path:
+def make_checkpoint(work: Path, scale_name: str, config_class: str = "Qwen2Config") -> Path:
     """The checkpoint's folder, made unless an earlier run finished it.
 
     Random weights, no end-of-sequence token (so that a generation always has the wanted length), and a tokenizer of
     one word a token, since some peers load one. A file beside the folder, written last, holds the shape and the
     SHA-256 of each shard.
     """
-    folder, stamp = work / f"checkpoint-{scale_name}", work / f"checkpoint-{scale_name}.json"
+    kind = "" if config_class == "Qwen2Config" else f"-{config_class.removesuffix('Config').lower()}"
+    folder, stamp = work / f"checkpoint-{scale_name}{kind}", work / f"checkpoint-{scale_name}{kind}.json"
     shape = asdict(SCALES[scale_name])
     if stamp.exists() and json.loads(stamp.read_text())["shape"] == shape:
         return folder
     stamp.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    _write_model(folder, SCALES[scale_name])
+    _write_model(folder, SCALES[scale_name], config_class)
     digests = {shard.name: hashlib.sha256(shard.read_bytes()).hexdigest() for shard in shards(folder)}
     stamp.write_text(json.dumps({"shape": shape, "seed": SEED, "sha256": digests}, indent=1) + "\n")
     return folder
 
 
-def _write_model(folder: Path, scale: Scale) -> None:
+def _write_model(folder: Path, scale: Scale, config_class: str) -> None:
     import tokenizers
     import torch
     import transformers
 
     transformers_: Any = transformers
     settings = {name: value for name, value in asdict(scale).items() if name != "shard_bytes"}
-    config = transformers_.Qwen2Config(
+    config = getattr(transformers_, config_class)(
         **settings, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None, pad_token_id=None
     )
     torch.manual_seed(SEED)

@@ -86,6 +86,8 @@ class DecodeRun(Run):
         load_seconds: until the model can be used; layer files are there already.
         first_token_seconds: from the call of `generate`.
         token_seconds: median of `step_seconds`, which leave out the first token.
+        step_bytes: read from the disk in those steps.
+        read_bytes, read_seconds: what this project's pass reads, and how long that takes when nothing computes.
         placed: where the weights were, as far as the model tells.
     """
 
@@ -93,6 +95,9 @@ class DecodeRun(Run):
     first_token_seconds: float = 0.0
     token_seconds: float = 0.0
     step_seconds: Sequence[float] = ()
+    step_bytes: Sequence[int] = ()
+    read_bytes: int = 0
+    read_seconds: float = 0.0
     tokens: Sequence[int] = ()
     dtype: str = ""
     threads: int = 0

@@ -9,10 +9,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.control_group import ControlGroup
 from benchmarks.measure import Sampler, drop_cached
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -35,11 +36,13 @@ class Environment:
         name: of the folder.
         requirements: pinned; what they need in turn is up to pip.
         without_dependencies: installed after those, whatever they declare.
+        built_here: of `requirements`, names of those that are compiled from their source package.
     """
 
     name: str
     requirements: tuple[str, ...] = ()
     without_dependencies: tuple[str, ...] = ()
+    built_here: tuple[str, ...] = ()
 
 
 THIS = Environment("this interpreter")
@@ -65,6 +68,16 @@ RABBITLLM_1 = Environment(
     ),
     ("rabbitllm==1.1.0",),
 )
+# what it declares beside these (flash-attn, flash-linear-attention, kvikio) needs CUDA; it runs without
+OLLM = Environment(
+    "ollm-1.0.3", (*_COMMON, "transformers==4.57.3", "requests==2.32.5", "peft==0.18.0"), ("ollm==1.0.3",)
+)
+LLAMA_CPP = Environment(
+    "llama-cpp-python-0.3.36",
+    ("llama-cpp-python==0.3.36", "gguf==0.19.0", "numpy==2.4.6"),
+    built_here=("llama-cpp-python",),
+)
+"""Compiled for this processor, with the compiler that is here: the published wheels are for any."""
 
 
 def interpreter(environment: Environment, work: Path) -> Path:
@@ -79,13 +92,14 @@ def interpreter(environment: Environment, work: Path) -> Path:
         return Path(sys.executable)
     folder = work / "environments" / environment.name
     python, stamp = folder / "bin" / "python", folder / "installed.json"
-    wanted = json.dumps([sys.version, environment.requirements, environment.without_dependencies])
+    wanted = json.dumps([sys.version, *astuple(environment)])
     if stamp.exists() and stamp.read_text() == wanted:
         return python
     print(f"Making the environment of {environment.name} …", file=sys.stderr, flush=True)
     steps = [[sys.executable, "-m", "venv", "--clear", str(folder)]]
     install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    steps.append([*install, *environment.requirements])
+    from_source = [argument for name in environment.built_here for argument in ("--no-binary", name)]
+    steps.append([*install, *from_source, *environment.requirements])
     if environment.without_dependencies:
         steps.append([*install, "--no-deps", *environment.without_dependencies])
     for step in steps:
@@ -113,6 +127,14 @@ def prepare(environments: Mapping[str, Environment], work: Path) -> dict[str, st
 
 
 @dataclass(frozen=True)
+class Cap:
+    """A group that a worker is in, and what it may take beside what it takes when it is idle (bytes)."""
+
+    group: ControlGroup
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What a worker answered, what was sampled meanwhile, and the versions it ran with."""
 
@@ -128,6 +150,9 @@ def run_worker(
     label: str,
     cold: Sequence[Path],
     watched: Sequence[Path] = (),
+    *,
+    cap: Cap | None = None,
+    limit_seconds: float | None = None,
 ) -> Outcome:
     """Start a worker, wait until it is idle, drop files from the page cache, let it work while it is sampled.
 
@@ -138,16 +163,20 @@ def run_worker(
         label: names the log.
         cold: folders whose files are to be in no cache when it begins.
         watched: folders whose disk use is sampled.
+        cap: bounds its memory from when it is idle.
+        limit_seconds: when it is stopped; by default after `RUN_LIMIT_SECONDS`.
 
     Raises:
-        PeerError: it failed, died, or took longer than `RUN_LIMIT_SECONDS`.
+        PeerError: it failed, died, or took too long.
     """
     python = interpreter(environment, work)
     log = work / "logs" / f"{label}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
+    seconds = RUN_LIMIT_SECONDS if limit_seconds is None else limit_seconds
+    within = [] if cap is None else cap.group.entering()
     with log.open("w") as stderr:
         process = subprocess.Popen(
-            [str(python), "-P", str(WORKER), json.dumps(job)],
+            [*within, str(python), "-P", str(WORKER), json.dumps(job)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
@@ -155,17 +184,19 @@ def run_worker(
             cwd=work,
             env=_variables(environment, work),
         )
-        limit = threading.Timer(RUN_LIMIT_SECONDS, process.kill)
+        limit = threading.Timer(seconds, process.kill)
         limit.start()
         try:
-            versions = _read(process, log, work)["ready"]
+            versions = _read(process, log, work, seconds)["ready"]
             for folder in cold:
                 drop_cached(folder)
+            if cap is not None:
+                cap.group.limit_to_idle_and(cap.nbytes)
             with Sampler(watched, process.pid) as sampler:
                 assert process.stdin is not None
                 process.stdin.write("go\n")
                 process.stdin.flush()
-                answer = _read(process, log, work)
+                answer = _read(process, log, work, seconds)
         finally:
             limit.cancel()
             process.kill()
@@ -181,15 +212,13 @@ def _variables(environment: Environment, work: Path) -> dict[str, str]:
     return variables
 
 
-def _read(process: subprocess.Popen[str], log: Path, work: Path) -> dict[str, Any]:
+def _read(process: subprocess.Popen[str], log: Path, work: Path, seconds: float) -> dict[str, Any]:
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:
         process.wait()
         said = log.read_text(errors="replace").strip().splitlines() or ["nothing"]
-        killed = (
-            f" (killed: memory, or more than {RUN_LIMIT_SECONDS} s)" if process.returncode == -signal.SIGKILL else ""
-        )
+        killed = f" (killed: memory, or more than {seconds:g} s)" if process.returncode == -signal.SIGKILL else ""
         raise PeerError(_tidy(f"died with exit status {process.returncode}{killed}; last said: {said[-1]}", work))
     message: dict[str, Any] = json.loads(line)
     if "error" in message:

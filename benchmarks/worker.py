@@ -14,13 +14,27 @@ import importlib.metadata
 import itertools
 import json
 import os
+import runpy
 import statistics
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-DISTRIBUTIONS = ("torch", "transformers", "accelerate", "safetensors", "bitsandbytes", "huggingface_hub", "numpy")
+DISTRIBUTIONS = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "safetensors",
+    "bitsandbytes",
+    "huggingface_hub",
+    "numpy",
+    "llama-cpp-python",
+    "gguf",
+)
+_SPLITTERS = ("rabbitllm", "airllm")
 
 
 def import_libraries(package: str) -> dict[str, str]:
@@ -29,11 +43,8 @@ def import_libraries(package: str) -> dict[str, str]:
         with contextlib.suppress(ImportError):
             importlib.import_module(library)
     module = importlib.import_module(package)
-    if package != "transformers":
-        _ = (
-            module.AutoModel,
-            module.split_and_save_layers,
-        )  # a package may import its own modules only when they are used
+    if package in _SPLITTERS:  # a package may import its own modules only when they are used
+        _ = (module.AutoModel, module.split_and_save_layers)
     versions = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in dict.fromkeys((package, *DISTRIBUTIONS)):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -49,15 +60,26 @@ def split(job: dict[str, Any]) -> dict[str, Any]:
     return {"seconds": time.perf_counter() - start, "folder": str(folder)}
 
 
+READING_TURNS = 5
+
+
+def bytes_read() -> int:
+    """By this process from the disk so far (proc(5), io); mapped files and reads past the page cache included."""
+    with open("/proc/self/io") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
+
+
 class Clock:
-    """Notes when each token comes, as a streamer of `generate`."""
+    """Notes when each token comes and what was read from the disk until then, as a streamer of `generate`."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
+        self.read: list[int] = []
 
     def put(self, tokens: Any) -> None:
         """The prompt first, then each token."""
         self.times.append(time.perf_counter())
+        self.read.append(bytes_read())
 
     def end(self) -> None:
         """Nothing to do: the text is not shown."""
@@ -74,18 +96,19 @@ def decode(job: dict[str, Any]) -> dict[str, Any]:
     prompt = torch.tensor([job["prompt"]])
     length = job["tokens"]
     begun = time.perf_counter()
-    output = model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=length, do_sample=False, streamer=clock
+    output = model.generate(  # by name: one peer's takes nothing else
+        input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=length, do_sample=False, streamer=clock
     )
     tokens = output[0, prompt.shape[1] :].tolist()
     if len(tokens) != length or len(clock.times) != length + 1:
         raise RuntimeError(f"{length} tokens were asked for; {len(tokens)} came, in {len(clock.times) - 1} steps")
     at = clock.times[1:]
     steps = [later - earlier for earlier, later in itertools.pairwise(at)]
-    return {
+    return _limits(model) | {
         "load_seconds": loaded - start,
         "first_token_seconds": at[0] - begun,
         "step_seconds": steps,
+        "step_bytes": [later - earlier for earlier, later in itertools.pairwise(clock.read[1:])],
         "token_seconds": statistics.median(steps),
         "tokens": tokens,
         "threads": torch.get_num_threads(),
@@ -119,7 +142,41 @@ def _load_offloaded(job: dict[str, Any]) -> Any:
     )
 
 
-LOADERS = {"layered": _load_layered, "in memory": _load_in_memory, "offloaded": _load_offloaded}
+def _load_ollm(job: dict[str, Any]) -> Any:
+    """oLLM, every decoder layer from disk; it wants a Llama by one of the names it knows."""
+    from ollm import Inference
+
+    inference = Inference("llama3-8B-chat", device="cpu", logging=False)
+    inference.load_model(job["checkpoint"])
+    return inference.model
+
+
+LOADERS = {
+    "layered": _load_layered,
+    "in memory": _load_in_memory,
+    "offloaded": _load_offloaded,
+    "ollm": _load_ollm,
+}
+
+
+def _limits(model: Any) -> dict[str, Any]:
+    """This project's: what a pass reads, and how long that takes by the same means when nothing computes."""
+    lanes = getattr(getattr(model, "streamer", None), "lanes", None)
+    if not lanes:
+        return {}
+    (lane,) = lanes.values()
+    units = list(lane.follower)
+    if not units:
+        return {"read_bytes": 0, "read_seconds": 0.0}
+    times = []
+    for _ in range(READING_TURNS):
+        begun = time.perf_counter()
+        for unit, following in zip(units, units[1:] + units[:1], strict=True):
+            loaded = lane.loader.take(unit)
+            lane.loader.request(following)
+            lane.loader.give_back(loaded)
+        times.append(time.perf_counter() - begun)
+    return {"read_bytes": model.placement.streamed_bytes, "read_seconds": statistics.median(times)}
 
 
 def _placed(model: Any) -> str:
@@ -131,7 +188,7 @@ def _placed(model: Any) -> str:
     return f"{devices.count('disk')} modules on disk" if "disk" in devices else ""
 
 
-TASKS = {"split": split, "decode": decode}
+TASKS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"split": split, "decode": decode}
 
 
 def main() -> None:
@@ -146,6 +203,8 @@ def main() -> None:
         job = json.loads(sys.argv[1])
         answer({"ready": import_libraries(job["package"])})
         if sys.stdin.readline():
+            if job["package"] == "llama_cpp":  # without torch, which it would be idle with
+                TASKS.update(runpy.run_path(str(Path(__file__).with_name("worker_llama_cpp.py")))["TASKS"])
             answer(TASKS[job["task"]](job))
     except Exception as error:
         traceback.print_exc()
