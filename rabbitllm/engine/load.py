@@ -37,8 +37,8 @@ SCALES_IN_PLACE = frozenset({"rwkv"})
 """Model types whose forward changes weights, which a unit that is let go of would forget."""
 HOST_MARGIN = 1 << 30
 DEVICE_MARGIN = 3 << 29
-"""Bytes left to activations and the KV cache where the caller sets no limit, if that is less than an eighth of what is
-free; and a tenth of what is free besides."""
+"""Bytes left to activations and the KV cache where the caller sets no limit, if that is less than a sixteenth of
+what is free; and a tenth of what is free besides."""
 
 
 _MAPPED = (Tier.RESIDENT, Tier.PACKED)
@@ -231,7 +231,7 @@ def _way(
 def _default_budget(device: Device) -> int:
     free = device.free_bytes()
     margin = HOST_MARGIN if device.shares_host_memory else DEVICE_MARGIN
-    return free - free // 10 - min(margin, free // 8)
+    return free - free // 10 - min(margin, free // 16)
 
 
 def _device_finder(placement: Placement, devices: Mapping[str, Device]) -> Any:

@@ -181,17 +181,25 @@ def _tiers(costs: Sequence[UnitCost], budget: Budget, small_first: bool) -> dict
     scratch = max((cost.ready for cost in candidates if not cost.is_view), default=0)
     if sum(cost.stored for cost in candidates) + scratch <= room:
         return tiers | {cost.name: _kept(cost) for cost in candidates}
-    left = room - scratch - SLOTS * max((cost.stored for cost in candidates), default=0)
     tiers |= {cost.name: Tier.STREAMED for cost in candidates}
+    left = room - scratch
     if small_first:
         for cost in [cost for cost in candidates if not cost.is_layer]:
-            candidates.remove(cost)
-            if cost.stored <= left:
+            rest = [other for other in candidates if other is not cost]
+            if cost.stored + _slots(rest) <= left:
                 tiers[cost.name] = _kept(cost)
                 left -= cost.stored
-    for cost in _spread(candidates, left):
+                candidates = rest
+    slots = _slots(candidates)
+    layers = [cost for cost in candidates if cost.is_layer or not small_first]
+    for cost in _spread(layers, left - slots):
         tiers[cost.name] = _kept(cost)
     return tiers
+
+
+def _slots(costs: Sequence[UnitCost]) -> int:
+    """Of the buffers, if these units are streamed."""
+    return SLOTS * max((cost.stored for cost in costs), default=0)
 
 
 def _ready_cost(cost: UnitCost, budget: Budget) -> int:

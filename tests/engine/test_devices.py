@@ -256,4 +256,4 @@ def test_a_limit_leaves_room_for_everything_else(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(devices, "available_ram", lambda: 20 << 30)
     assert load._default_budget(CpuDevice()) == (20 << 30) - (2 << 30) - (1 << 30)
     monkeypatch.setattr(devices, "available_ram", lambda: 1 << 29)
-    assert load._default_budget(CpuDevice()) == (1 << 29) - (1 << 29) // 10 - (1 << 26)
+    assert load._default_budget(CpuDevice()) == (1 << 29) - (1 << 29) // 10 - (1 << 25)

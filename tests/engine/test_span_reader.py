@@ -129,8 +129,15 @@ def test_the_sooner_way_is_taken(
     tmp_path: Path, past: float, through: float, chosen: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = folder(tmp_path, 100_000)
-    monkeypatch.setattr(span_reader, "_seconds", lambda _store, _span, way: past if way.direct else through)
+    monkeypatch.setattr(span_reader, "_seconds", lambda _store, _span, way, _buffer: past if way.direct else through)
     assert choose_way(store, [span(0, 50_000), span(0, 100)], 0) == chosen
+
+
+def test_one_disturbed_reading_does_not_decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = folder(tmp_path, 100_000)
+    taken = {Way(direct=True): iter([9.0, 1.0, 9.0]), Way(drop=True): iter([2.0, 2.0, 2.0])}
+    monkeypatch.setattr(span_reader, "_seconds", lambda _store, _span, way, _buffer: next(taken[way]))
+    assert choose_way(store, [span(at, 1000) for at in (0, 5000, 9000)], 0) == Way(direct=True)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["through", "dropped behind", "past"])
