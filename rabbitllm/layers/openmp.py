@@ -23,15 +23,18 @@ class Team:
 
     Attributes:
         thread_number: address of the function that tells a thread its number in the team, from 0.
+        thread_count: address of the function that tells how many they are.
     """
 
     library: ctypes.CDLL
     thread_number: int
+    thread_count: int
 
     def run(self, function: int, data: int, threads: int) -> None:
-        """Call `function(data)`, both given as addresses, once in each of so many threads; return when all are done.
+        """Call `function(data)`, both given as addresses, once in each thread of a team; return when all are done.
 
-        The calling thread is one of them, and the interpreter lock is released meanwhile.
+        The team has at most so many threads: fewer if there are limits, and one within another team. The calling
+        thread is one of them, and the interpreter lock is released meanwhile.
         """
         self.library.GOMP_parallel(function, data, threads, 0)
 
@@ -52,5 +55,8 @@ def torchs_team() -> Team | None:
     library = ctypes.CDLL(str(own[0]))
     library.GOMP_parallel.restype = None
     library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-    number = ctypes.cast(library.omp_get_thread_num, ctypes.c_void_p).value
-    return Team(library, number) if number is not None else None
+    number, count = (
+        ctypes.cast(function, ctypes.c_void_p).value
+        for function in (library.omp_get_thread_num, library.omp_get_num_threads)
+    )
+    return Team(library, number, count) if number is not None and count is not None else None

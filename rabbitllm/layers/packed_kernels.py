@@ -7,7 +7,13 @@ from memory), so they are asked for by name: VPERMPS for the 16 values of 4bit, 
 of the 256 values of 8bit.
 
 Even and odd inputs come in two arrays, because two codes of 4bit share a byte, and so do the halves of 8bit.
-Every function releases the interpreter lock. Knows no tensors.
+
+Inputs of bfloat16 come as they are, where the processor multiplies pairs of them (VDPBF16PS): a table of bfloat16 then
+needs half the looking up and half the multiplying. What a code means is rounded for it, after multiplication by the
+factor that makes the rounding least (see `code_tables.py`); sums are kept in float32 as before.
+
+Every function releases the interpreter lock. Knows no tensors. All of it is in one file because numba tells by a file's
+time whether what it kept of its functions is still good.
 """
 
 from __future__ import annotations
@@ -18,33 +24,47 @@ from typing import Any
 
 import llvmlite.binding as llvm
 import numba
-import numpy as np
-import numpy.typing as npt
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.extending import intrinsic
 
+from rabbitllm.layers.code_tables import PAIRS
 from rabbitllm.layers.compiling import c_function, compiled
 
 SEGMENT = 64
 """Codes that are summed before their scale is applied: a block of 4bit, and the smallest part of one of 8bit."""
-PREFETCHED = 512
-"""How many bytes ahead codes of 4bit are asked for: four rows at a time are more streams than the processor follows by
-itself (28 GB/s without, 31 to 38 with it; at 8bit looking up takes longer than reading)."""
+PREFETCHED = 2048
+"""How many bytes ahead codes are asked for; the processor by itself does not follow four rows at a time."""
 HALF_BYTES = SEGMENT // 2 * 4
-"""Of the even inputs of a segment, or the odd ones, float32."""
+"""Of the even inputs of a segment, or the odd ones, float32; and of both together, bfloat16."""
 ROWS, TOKENS = 4, 4
 """Rows of codes that share the reading of an input, and inputs that share the looking up of a code."""
 
 _F32, _I8, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+
+
+class _BFloat(ir.Type):  # type: ignore[misc]
+    """bfloat16, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+_WORDS = ir.VectorType(_I16, 32)
 
 RowRange = Callable[..., None]
 """Fills out[token, row], float32, for a range of rows. Takes `ARGUMENTS`, first row, last row."""
 ARGUMENTS = ("codes", "scales", "even", "odd", "table", "out", "row_bytes", "segments", "shift", "tokens", "rows")
 """Of every function here, all int64: addresses up to `out`; bytes of codes a row, segments a row, the logarithm of
 segments a block, inputs, rows in all."""
-GIVEN = 2 + len(ARGUMENTS)
+GIVEN = 3 + len(ARGUMENTS)
 """What a thread of a team is given; see `in_a_team`."""
 
 
@@ -62,6 +82,11 @@ def lanes(scheme: str) -> int:
     return 16 if {"avx512f", "avx512bw"} <= found else 0
 
 
+def multiplies_pairs() -> bool:
+    """Whether this processor multiplies pairs of bfloat16."""
+    return {"avx512f", "avx512bw", "avx512bf16"} <= features()
+
+
 def row_range(scheme: str, width: int) -> RowRange:
     """The function for a scheme and so many lanes; compiled when it is first called, or loaded from numba's cache."""
     return _FUNCTIONS[scheme, width][0]
@@ -70,7 +95,8 @@ def row_range(scheme: str, width: int) -> RowRange:
 @functools.cache
 def in_a_team(scheme: str, width: int) -> int:
     """The address of a function for every thread of an OpenMP team: it is given the address of int64s, which are the
-    address of the function that tells its number, rows for each thread, and then `ARGUMENTS`."""
+    addresses of the functions that tell its number and how many they are, rows for each, and then `ARGUMENTS`. A team
+    may have fewer threads than were asked for: the last one does what is left."""
     pointer: Any = types.CPointer
     made = c_function(types.void(pointer(types.int64)), _FUNCTIONS[scheme, width][1])
     _KEPT.append(made)
@@ -82,24 +108,14 @@ _KEPT: list[Any] = []
 
 
 @intrinsic
-def _thread_number(context, address):  # type: ignore[no-untyped-def]
-    """What `omp_get_thread_num` says, which is at an address."""
+def _told_by(context, address):  # type: ignore[no-untyped-def]
+    """What a C function at an address, without arguments, says as an int."""
 
     def emit_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         function = builder.inttoptr(arguments[0], ir.FunctionType(_I32, []).as_pointer())
         return builder.sext(builder.call(function, []), _I64)
 
     return types.int64(types.int64), emit_code
-
-
-@functools.cache
-def table_of(scheme: str, levels: bytes) -> npt.NDArray[Any]:
-    """The table as the kernels want it, from the float32 values that the codes mean."""
-    values = np.frombuffer(levels, np.float32)
-    if scheme == "4bit":
-        return values.copy()
-    words = values.view(np.uint32)
-    return np.concatenate([(words >> np.uint32(16)).astype(np.uint16), words.astype(np.uint16)])
 
 
 class _Emitter:
@@ -158,11 +174,43 @@ def number(value: Any) -> Any:
     return ir.Constant(_I64, value) if isinstance(value, int) else value
 
 
-class _Nibbles:
+class _Floats:
+    """Multiplies segments in float32; even and odd inputs are apart."""
+
+    codes_a_step: int
+    has_factor = False
+
+    def __init__(self, emit: _Emitter, scheme: str) -> None:
+        self._emit = emit
+        self._codes_a_byte = 2 if scheme == "4bit" else 1
+
+    def weights(self, address: Any) -> tuple[Any, Any]:
+        """Even and odd weights of the codes at an address."""
+        raise NotImplementedError
+
+    def inputs(self, even: Any, odd: Any, begin: Any) -> list[Any]:
+        """Vectors of a segment's inputs, from bytes `begin` on."""
+        emit = self._emit
+        places = range(0, HALF_BYTES, emit.width * 4)
+        return [emit.load(emit.add(half, begin, at), emit.floats, 4) for at in places for half in (even, odd)]
+
+    def products(self, address: Any, inputs: list[list[Any]]) -> list[Any]:
+        """Sums of a segment's codes times the inputs of each token, still apart in lanes."""
+        emit = self._emit
+        parts: list[Any] = [emit.zero] * len(inputs)
+        for step in range(SEGMENT // self.codes_a_step):
+            both = self.weights(emit.add(address, step * self.codes_a_step // self._codes_a_byte))
+            for t, vectors in enumerate(inputs):
+                for weight, value in zip(both, vectors[2 * step :], strict=False):
+                    parts[t] = emit.fma(weight, value, parts[t])
+        return parts
+
+
+class _Nibbles(_Floats):
     """Looks up codes of 4bit: `width` bytes give as many even and odd weights."""
 
     def __init__(self, emit: _Emitter, table: Any) -> None:
-        self._emit = emit
+        super().__init__(emit, "4bit")
         self.codes_a_step = 2 * emit.width
         self._tables = [
             emit.load(emit.add(table, 32 * half), emit.floats, 4) for half in range(1 if emit.width == 16 else 2)
@@ -185,44 +233,96 @@ class _Nibbles:
         return emit.b.select(is_high, high, low)
 
 
-class _Bytes:
+def _of_256(emit: _Emitter, vectors: list[Any], index: Any) -> Any:
+    """Words from a table of 256 of them in 8 vectors, by indices in words."""
+    permute = emit.function("llvm.x86.avx512.vpermi2var.hi.512", _WORDS, _WORDS, _WORDS, _WORDS)
+    quarters = [emit.b.call(permute, [vectors[2 * q], index, vectors[2 * q + 1]]) for q in range(4)]
+
+    def bit(value: int) -> Any:
+        masked = emit.b.and_(index, ir.Constant(_WORDS, [value] * 32))
+        return emit.b.icmp_unsigned("!=", masked, ir.Constant(_WORDS, [0] * 32))
+
+    low, high = (emit.b.select(bit(64), quarters[2 * h + 1], quarters[2 * h]) for h in range(2))
+    return emit.b.select(bit(128), high, low)
+
+
+class _Bytes(_Floats):
     """Looks up codes of 8bit: 32 of them give 16 even and 16 odd weights."""
 
     codes_a_step = 32
 
     def __init__(self, emit: _Emitter, table: Any) -> None:
-        self._emit = emit
-        self._words = ir.VectorType(_I16, 32)
-        vectors = [emit.load(emit.add(table, 64 * at), self._words, 2) for at in range(16)]
+        super().__init__(emit, "8bit")
+        vectors = [emit.load(emit.add(table, 64 * at), _WORDS, 2) for at in range(16)]
         self._upper, self._lower = vectors[:8], vectors[8:]
 
     def weights(self, address: Any) -> tuple[Any, Any]:
         emit = self._emit
-        index = emit.b.zext(emit.load(address, ir.VectorType(_I8, 32), 1), self._words)
-        upper = emit.b.bitcast(self._look_up(self._upper, index), emit.ints)
-        lower = emit.b.bitcast(self._look_up(self._lower, index), emit.ints)
+        index = emit.b.zext(emit.load(address, ir.VectorType(_I8, 32), 1), _WORDS)
+        upper = emit.b.bitcast(_of_256(emit, self._upper, index), emit.ints)
+        lower = emit.b.bitcast(_of_256(emit, self._lower, index), emit.ints)
         sixteen, low_half = emit.every(16), emit.every(0xFFFF)
         high_half = emit.every(-0x10000)
         even = emit.b.or_(emit.b.shl(upper, sixteen), emit.b.and_(lower, low_half))
         odd = emit.b.or_(emit.b.and_(upper, high_half), emit.b.lshr(lower, sixteen))
         return emit.b.bitcast(even, emit.floats), emit.b.bitcast(odd, emit.floats)
 
-    def _look_up(self, vectors: list[Any], index: Any) -> Any:
-        emit, words = self._emit, self._words
-        permute = emit.function("llvm.x86.avx512.vpermi2var.hi.512", words, words, words, words)
-        quarters = [emit.b.call(permute, [vectors[2 * q], index, vectors[2 * q + 1]]) for q in range(4)]
 
-        def bit(value: int) -> Any:
-            masked = emit.b.and_(index, ir.Constant(words, [value] * 32))
-            return emit.b.icmp_unsigned("!=", masked, ir.Constant(words, [0] * 32))
+class _Pairs:
+    """Multiplies pairs of bfloat16; inputs are as they come, 64 to a segment. The table ends with a factor."""
 
-        low, high = (emit.b.select(bit(64), quarters[2 * h + 1], quarters[2 * h]) for h in range(2))
-        return emit.b.select(bit(128), high, low)
+    has_factor = True
+    _PAIRED = ir.VectorType(_BFloat(), 32)
+
+    def __init__(self, emit: _Emitter, scheme: str, table: Any) -> None:
+        self._emit = emit
+        self._scheme = scheme
+        vectors = 1 if scheme == "4bit" else 8
+        self._tables = [emit.load(emit.add(table, 64 * at), _WORDS, 2) for at in range(vectors)]
+        self.factor = emit.load(emit.add(table, 64 * vectors), _F32, 2)
+
+    def inputs(self, even: Any, odd: Any, begin: Any) -> list[Any]:
+        """Two vectors of a segment's inputs; for 4bit the even ones first, since a byte's codes come apart so."""
+        emit = self._emit
+        one, two = (emit.load(emit.add(even, begin, at), _WORDS, 2) for at in (0, 64))
+        if self._scheme == "8bit":
+            return [one, two]
+        order = ir.VectorType(_I32, 32)
+        return [emit.b.shuffle_vector(one, two, ir.Constant(order, list(range(odd, 64, 2)))) for odd in (0, 1)]
+
+    def products(self, address: Any, inputs: list[list[Any]]) -> list[Any]:
+        """Sums of a segment's codes times the inputs of each token, still apart in lanes."""
+        emit, paired = self._emit, self._PAIRED
+        multiply = emit.function("llvm.x86.avx512bf16.dpbf16ps.512", emit.floats, emit.floats, paired, paired)
+        both = [emit.b.bitcast(words, paired) for words in self._weights(address)]
+        parts: list[Any] = [emit.zero] * len(inputs)
+        for t, vectors in enumerate(inputs):
+            for weight, value in zip(both, vectors, strict=True):
+                parts[t] = emit.b.call(multiply, [parts[t], weight, emit.b.bitcast(value, paired)])
+        return parts
+
+    def _weights(self, address: Any) -> tuple[Any, Any]:
+        emit = self._emit
+        if self._scheme == "8bit":
+            indices = (emit.load(emit.add(address, at), ir.VectorType(_I8, 32), 1) for at in (0, 32))
+            first, second = (_of_256(emit, self._tables, emit.b.zext(index, _WORDS)) for index in indices)
+            return first, second
+        permute = emit.function("llvm.x86.avx512.permvar.hi.512", _WORDS, _WORDS, _WORDS)
+        wide = emit.b.zext(emit.load(address, ir.VectorType(_I8, 32), 1), _WORDS)
+        nibbles = (emit.b.lshr(wide, ir.Constant(_WORDS, [4] * 32)), wide)  # the first is in the high half
+        first, second = (emit.b.call(permute, [self._tables[0], index]) for index in nibbles)
+        return first, second
 
 
 def _dots(scheme: str, width: int) -> tuple[Any, ...]:
     """For one row and one input, for `ROWS` rows, for `TOKENS` inputs, and for both."""
     return tuple(_dot(scheme, width, rows, tokens) for rows, tokens in ((1, 1), (ROWS, 1), (1, TOKENS), (ROWS, TOKENS)))
+
+
+def _codebook(emit: _Emitter, scheme: str, width: int, table: Any) -> Any:
+    if width == PAIRS:
+        return _Pairs(emit, scheme, table)
+    return _Nibbles(emit, table) if scheme == "4bit" else _Bytes(emit, table)
 
 
 def _dot(scheme: str, width: int, rows: int, tokens: int) -> Any:
@@ -235,27 +335,26 @@ def _dot(scheme: str, width: int, rows: int, tokens: int) -> Any:
 
         def emit_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             codes, scales, even, odd, table, out, row_bytes, segments, shift, all_rows, row = arguments
-            emit = _Emitter(builder, width)
-            codebook = _Nibbles(emit, table) if scheme == "4bit" else _Bytes(emit, table)
-            steps = SEGMENT // codebook.codes_a_step
-            step_bytes = codebook.codes_a_step // (2 if scheme == "4bit" else 1)
+            emit = _Emitter(builder, 16 if width == PAIRS else width)
+            codebook = _codebook(emit, scheme, width, table)
+            segment_bytes = SEGMENT // (2 if scheme == "4bit" else 1)
             input_bytes = builder.mul(segments, number(HALF_BYTES))
             sums = [[emit.variable() for _ in range(tokens)] for _ in range(rows)]
             with cgutils.for_range(builder, segments) as loop:
                 at = loop.index
+                begins = [builder.mul(input_bytes, number(t)) for t in range(tokens)]
+                begins = [emit.add(begin, builder.mul(at, number(HALF_BYTES))) for begin in begins]
+                inputs = [codebook.inputs(even, odd, begin) for begin in begins]
+                # what follows the end of a row is read already; the rows after these come next
+                beyond = emit.add(builder.mul(at, number(segment_bytes)), PREFETCHED)
+                is_beyond = builder.icmp_unsigned(">=", beyond, row_bytes)
+                skipped = builder.select(is_beyond, builder.mul(row_bytes, number(rows - 1)), number(0))
+                ahead = emit.add(skipped, PREFETCHED)
                 for r in range(rows):
                     here = emit.add(row, r)
-                    base = emit.add(codes, builder.mul(here, row_bytes), builder.mul(at, number(steps * step_bytes)))
-                    if scheme == "4bit":
-                        emit.prefetch(emit.add(base, PREFETCHED))
-                    parts: list[Any] = [None] * tokens
-                    for step in range(steps):
-                        weights = codebook.weights(emit.add(base, step * step_bytes))
-                        for t in range(tokens):
-                            begin = emit.add(builder.mul(input_bytes, number(t)), builder.mul(at, number(HALF_BYTES)))
-                            for weight, half in zip(weights, (even, odd), strict=True):
-                                value = emit.load(emit.add(half, begin, step * width * 4), emit.floats, 4)
-                                parts[t] = emit.fma(weight, value, emit.zero if parts[t] is None else parts[t])
+                    base = emit.add(codes, builder.mul(here, row_bytes), builder.mul(at, number(segment_bytes)))
+                    emit.prefetch(emit.add(base, ahead))
+                    parts = codebook.products(base, inputs)
                     block = builder.lshr(emit.add(builder.mul(here, segments), at), shift)
                     scale = emit.spread(emit.load(emit.add(scales, builder.mul(block, number(4))), _F32, 4))
                     for t in range(tokens):
@@ -264,7 +363,8 @@ def _dot(scheme: str, width: int, rows: int, tokens: int) -> Any:
                 for t in range(tokens):
                     place = emit.add(row, r, builder.mul(all_rows, number(t)))
                     pointer = builder.inttoptr(emit.add(out, builder.mul(place, number(4))), _F32.as_pointer())
-                    builder.store(emit.sum(builder.load(sums[r][t])), pointer)
+                    total = emit.sum(builder.load(sums[r][t]))
+                    builder.store(builder.fmul(total, codebook.factor) if codebook.has_factor else total, pointer)
             return context.get_dummy_value()
 
         return signature, emit_code
@@ -303,18 +403,20 @@ def _tiles(dots, codes, scales, even, odd, table, out, row_bytes, segments, shif
         token += 1
 
 
-_number: Any = _thread_number
+_asked: Any = _told_by
 
 
 @_compiled
 def _part(walk, data):  # type: ignore[no-untyped-def]
     """What one thread of a team does; see `in_a_team`."""
     given = _to_array(data, GIVEN)
-    number, share, rows = _number(given[0]), given[1], given[12]
-    if number * share < rows:
+    number, threads, share, rows = _asked(given[0]), _asked(given[1]), given[2], given[13]
+    first = number * share
+    last = rows if number + 1 == threads else min(first + share, rows)
+    if first < last:
         walk(
-            given[2], given[3], given[4], given[5], given[6], given[7], given[8], given[9], given[10], given[11], rows,
-            number * share, min(number * share + share, rows),
+            given[3], given[4], given[5], given[6], given[7], given[8], given[9], given[10], given[11], given[12], rows,
+            first, last,
         )  # fmt: skip
 
 
@@ -323,6 +425,8 @@ def _part(walk, data):  # type: ignore[no-untyped-def]
 _N16_ONE, _N16_TALL, _N16_WIDE, _N16_SQUARE = _dots("4bit", 16)
 _N8_ONE, _N8_TALL, _N8_WIDE, _N8_SQUARE = _dots("4bit", 8)
 _B16_ONE, _B16_TALL, _B16_WIDE, _B16_SQUARE = _dots("8bit", 16)
+_NP_ONE, _NP_TALL, _NP_WIDE, _NP_SQUARE = _dots("4bit", PAIRS)
+_BP_ONE, _BP_TALL, _BP_WIDE, _BP_SQUARE = _dots("8bit", PAIRS)
 
 
 @compiled
@@ -343,6 +447,18 @@ def _bytes_16(codes, scales, even, odd, table, out, row_bytes, segments, shift, 
     _tiles(dots, codes, scales, even, odd, table, out, row_bytes, segments, shift, tokens, rows, first, last)
 
 
+@compiled
+def _nibbles_in_pairs(codes, scales, even, odd, table, out, row_bytes, segments, shift, tokens, rows, first, last):  # type: ignore[no-untyped-def]
+    dots = (_NP_ONE, _NP_TALL, _NP_WIDE, _NP_SQUARE)
+    _tiles(dots, codes, scales, even, odd, table, out, row_bytes, segments, shift, tokens, rows, first, last)
+
+
+@compiled
+def _bytes_in_pairs(codes, scales, even, odd, table, out, row_bytes, segments, shift, tokens, rows, first, last):  # type: ignore[no-untyped-def]
+    dots = (_BP_ONE, _BP_TALL, _BP_WIDE, _BP_SQUARE)
+    _tiles(dots, codes, scales, even, odd, table, out, row_bytes, segments, shift, tokens, rows, first, last)
+
+
 def _part_of_nibbles_16(data):  # type: ignore[no-untyped-def]
     _part(_nibbles_16, data)
 
@@ -355,8 +471,18 @@ def _part_of_bytes_16(data):  # type: ignore[no-untyped-def]
     _part(_bytes_16, data)
 
 
+def _part_of_nibbles_in_pairs(data):  # type: ignore[no-untyped-def]
+    _part(_nibbles_in_pairs, data)
+
+
+def _part_of_bytes_in_pairs(data):  # type: ignore[no-untyped-def]
+    _part(_bytes_in_pairs, data)
+
+
 _FUNCTIONS: dict[tuple[str, int], tuple[RowRange, Callable[..., None]]] = {
     ("4bit", 16): (_nibbles_16, _part_of_nibbles_16),
     ("4bit", 8): (_nibbles_8, _part_of_nibbles_8),
     ("8bit", 16): (_bytes_16, _part_of_bytes_16),
+    ("4bit", PAIRS): (_nibbles_in_pairs, _part_of_nibbles_in_pairs),
+    ("8bit", PAIRS): (_bytes_in_pairs, _part_of_bytes_in_pairs),
 }

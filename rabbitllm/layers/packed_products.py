@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from rabbitllm.layers.code_tables import PAIRS, table_of
 from rabbitllm.layers.compression import BLOCKS, Quantised, dequantise
 from rabbitllm.layers.openmp import torchs_team
 
@@ -58,17 +59,14 @@ class Matrix:
     payload: torch.Tensor
     absmax: torch.Tensor
     table: torch.Tensor
-    _values: Any = field(init=False)
     _given: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         from rabbitllm.layers import packed_kernels
 
         scheme, (_, columns) = self.form.scheme, self.form.shape
-        values = packed_kernels.table_of(scheme, self.table.numpy().tobytes())
         row_bytes = columns // (2 if scheme == "4bit" else 1)
         shift = (BLOCKS[scheme] // packed_kernels.SEGMENT).bit_length() - 1
-        object.__setattr__(self, "_values", values)
         object.__setattr__(self, "_given", (row_bytes, columns // packed_kernels.SEGMENT, shift))
 
     def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
@@ -77,28 +75,57 @@ class Matrix:
 
     def times(self, x: torch.Tensor) -> torch.Tensor:
         """`x @ W.T` in float32, from the codes: (T, K) of any floating dtype -> (T, N)."""
+        return self.times_with(kernel_for(self.form.scheme, x.dtype), x)
+
+    def times_with(self, width: int, x: torch.Tensor) -> torch.Tensor:
+        """The same by the kernel of so many lanes."""
         import torch
 
-        from rabbitllm.layers import packed_kernels
-
         count, (rows, columns) = len(x), self.form.shape
-        halves = torch.empty(2, count, columns // 2)  # even and odd inputs
-        halves.copy_(x.view(count, columns // 2, 2).permute(2, 0, 1))
-        even = halves.data_ptr()
-        out = torch.empty(count, rows)
-        addresses = (self.payload.data_ptr(), self.absmax.data_ptr(), even, even + count * columns * 2)
-        given = (*addresses, self._values.ctypes.data, out.data_ptr(), *self._given, count, rows)
-        threads = min(torch.get_num_threads(), -(-rows * self._given[0] // WORTH_A_THREAD))
-        share = -(-rows // threads // packed_kernels.ROWS) * packed_kernels.ROWS
-        width = packed_kernels.lanes(self.form.scheme)
-        if threads == 1:
-            packed_kernels.row_range(self.form.scheme, width)(*given, 0, rows)
-        elif (team := torchs_team()) is not None:
-            data = (ctypes.c_int64 * (2 + len(given)))(team.thread_number, share, *given)
-            team.run(packed_kernels.in_a_team(self.form.scheme, width), ctypes.addressof(data), threads)
+        if width == PAIRS:
+            ready, odd = x.contiguous(), 0
         else:
-            _in_threads(packed_kernels.row_range(self.form.scheme, width), given, rows, share)
+            ready = torch.empty(2, count, columns // 2)  # even and odd inputs
+            ready.copy_(x.view(count, columns // 2, 2).permute(2, 0, 1))
+            odd = ready.data_ptr() + count * columns * 2
+        out = torch.empty(count, rows)
+        self._walk(width, (ready.data_ptr(), odd), out, count)
         return out
+
+    def _walk(self, width: int, inputs: tuple[int, int], out: torch.Tensor, count: int) -> None:
+        import torch
+
+        kernels, scheme, rows = _kernels(), self.form.scheme, self.form.shape[0]
+        table = table_of(scheme, width, self.table.numpy().tobytes()).ctypes.data
+        addresses = (self.payload.data_ptr(), self.absmax.data_ptr(), *inputs, table, out.data_ptr())
+        given = (*addresses, *self._given, count, rows)
+        threads = min(torch.get_num_threads(), -(-rows * self._given[0] // WORTH_A_THREAD))
+        share = -(-rows // (threads * kernels.ROWS)) * kernels.ROWS
+        if threads == 1:
+            kernels.row_range(scheme, width)(*given, 0, rows)
+        elif (team := torchs_team()) is not None:
+            data = (ctypes.c_int64 * kernels.GIVEN)(team.thread_number, team.thread_count, share, *given)
+            team.run(kernels.in_a_team(scheme, width), ctypes.addressof(data), threads)
+        else:
+            _in_threads(kernels.row_range(scheme, width), given, rows, share)
+
+
+@functools.cache
+def _kernels() -> Any:
+    """The module of the kernels, which takes a second to import."""
+    from rabbitllm.layers import packed_kernels
+
+    return packed_kernels
+
+
+@functools.cache
+def kernel_for(scheme: str, dtype: torch.dtype) -> int:
+    """Lanes of the kernel for inputs of a dtype: pairs for bfloat16, where this machine has them and they agree."""
+    import torch
+
+    if dtype == torch.bfloat16 and _kernels().multiplies_pairs() and _agrees(scheme, PAIRS):
+        return PAIRS
+    return int(_kernels().lanes(scheme))
 
 
 def linear(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
@@ -157,30 +184,34 @@ def _in_chunks(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> to
 @functools.cache
 def _kernel_agrees(scheme: str) -> bool:
     """Whether this machine has a kernel, and it gives on a sample what dequantising does."""
-    import torch
-
     try:
-        from rabbitllm.layers import packed_kernels
+        lanes = _kernels().lanes(scheme)
     except ImportError:
         logger.info("numba is not installed; compressed layers are dequantised for each use.")
         return False
-    if not packed_kernels.lanes(scheme):
-        return False
+    return bool(lanes) and _agrees(scheme, lanes)
+
+
+def _agrees(scheme: str, width: int) -> bool:
+    import torch
+
+    dtype = torch.bfloat16 if width == PAIRS else torch.float32
     generator = torch.Generator().manual_seed(0)
     count = 16 if scheme == "4bit" else 256
     for inputs, rows, columns in ((1, 7, 192), (6, 5, 4096), (1, 64, 4096)):  # the last by several threads
         blocks = -(-rows * columns // BLOCKS[scheme])
         nbytes = rows * columns // (2 if scheme == "4bit" else 1)
         payload = torch.randint(0, 256, (nbytes, 1), dtype=torch.uint8, generator=generator)
-        table = torch.linspace(-1, 1, count)
+        table = torch.linspace(-1, 1, count).bfloat16().float()  # which a table of bfloat16 has as they are
         absmax = torch.rand(blocks, generator=generator)
-        x = torch.randn(inputs, columns, generator=generator)
+        x = torch.randn(inputs, columns, generator=generator).to(dtype)
         matrix = Matrix(Quantised(scheme, (rows, columns), "float32"), payload, absmax, table)
         codes = torch.stack([payload >> 4, payload & 15], -1) if scheme == "4bit" else payload
         values = table[codes.long().view(-1)]
         scales = absmax.repeat_interleave(BLOCKS[scheme])[: rows * columns]
-        expected = x @ (values * scales).view(rows, columns).T
-        error = (matrix.times(x) - expected).norm() / expected.norm()
+        expected = x.float() @ (values * scales).view(rows, columns).T
+        got = matrix.times_with(width, x)
+        error = (got - expected).norm() / expected.norm()
         if not error < _TOLERANCE:
             logger.warning("The kernel for products at %s is off by %.1e here and is not used.", scheme, float(error))
             return False

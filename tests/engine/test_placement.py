@@ -147,7 +147,9 @@ def test_what_is_no_layer_comes_first_unless_told_otherwise() -> None:
     room = SLOTS * 150 + 1 + 350
     first = tiers(place(model(8), [Budget("cpu", room, True)]))
     assert first["embed"] is first["head"] is Tier.RESIDENT
-    assert sum(tier is Tier.RESIDENT for tier in first.values()) == 4  # and a layer, since the buffers need only hold layers
+    assert (
+        sum(tier is Tier.RESIDENT for tier in first.values()) == 4
+    )  # and a layer, since the buffers need only hold layers
     evenly = tiers(place(model(8), [Budget("cpu", room, True)], small_first=False))
     assert Tier.STREAMED in (evenly["embed"], evenly["head"])
     assert sum(evenly[f"layers.{i}"] is Tier.RESIDENT for i in range(8)) >= 2

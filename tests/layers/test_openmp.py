@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
 import sys
 import threading
 
@@ -13,7 +15,7 @@ import torch
 from numba import types
 
 from rabbitllm.layers.openmp import torchs_team
-from rabbitllm.layers.packed_kernels import _thread_number
+from rabbitllm.layers.packed_kernels import _told_by
 
 pytestmark = pytest.mark.skipif(torchs_team() is None, reason="torch has no libgomp here")
 
@@ -22,7 +24,7 @@ pytestmark = pytest.mark.skipif(torchs_team() is None, reason="torch has no libg
 def mark(data):  # type: ignore[no-untyped-def]
     """Counts, at the place of each thread's number, how often it came."""
     given = numba.carray(data, 9)
-    given[1 + _thread_number(given[0])] += 1
+    given[1 + _told_by(given[0])] += 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="libgomp")
@@ -36,6 +38,26 @@ def test_every_thread_of_the_team_runs_it_once(threads: int) -> None:
         data[0] = team.thread_number
         team.run(mark.address, data.ctypes.data, threads)
         assert data[1:].tolist() == [1] * threads + [0] * (8 - threads)
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_a_team_of_fewer_threads_than_asked_for_does_all_of_the_work(limit: int) -> None:
+    """As where the number of threads is limited: in a process of its own, since libgomp reads that once."""
+    code = """
+import torch
+from rabbitllm.layers import packed_products
+from tests.layers.test_packed_products import inputs, matrix
+from rabbitllm.layers.packed_products import Matrix, kernel_for, torchs_team
+packed_products.WORTH_A_THREAD = 1 << 10
+torch.set_num_threads(8)
+found = Matrix(*matrix("4bit", 777, 1024)).times(inputs(2, 1024))
+packed_products.WORTH_A_THREAD = 1 << 40
+assert torchs_team() is not None
+assert torch.equal(found, Matrix(*matrix("4bit", 777, 1024)).times(inputs(2, 1024)))
+"""
+    environment = os.environ | {"OMP_THREAD_LIMIT": str(limit), "PYTHONPATH": os.pathsep.join(sys.path)}
+    made = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
 
 
 def test_it_is_the_team_that_torch_computes_with() -> None:

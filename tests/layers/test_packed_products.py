@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rabbitllm.layers import packed_kernels, packed_products
+from rabbitllm.layers.code_tables import PAIRS, table_of
 from rabbitllm.layers.compression import BLOCKS, Quantised, _bitsandbytes, dequantise
 from rabbitllm.layers.packed_products import MOST_INPUTS, Matrix, linear, multiplies
 
@@ -76,14 +77,34 @@ def test_shapes_of_all_kinds(scheme: str, rows: int, segments: int, count: int, 
 
 
 @pytest.mark.parametrize(("scheme", "width"), list(packed_kernels._FUNCTIONS))
-def test_every_kernel_that_this_processor_can_run(scheme: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if packed_kernels.lanes(scheme) < width:
-        pytest.skip("needs wider vectors")
-    monkeypatch.setattr(packed_kernels, "lanes", lambda _: width)
-    for rows, columns, count in ((1, 64, 1), (9, 2048, 4), (70, 704, 11)):
-        parts = matrix(scheme, rows, columns)
-        x = inputs(count, columns)
-        assert error(linear(x, Matrix(*parts), None), x.double() @ meant(parts).T) < 1e-6
+def test_every_kernel_that_this_processor_can_run(scheme: str, width: int) -> None:
+    in_pairs = width == PAIRS
+    if not packed_kernels.multiplies_pairs() if in_pairs else packed_kernels.lanes(scheme) < width:
+        pytest.skip("needs other vectors")
+    for rows, columns, count in ((1, 64, 1), (9, 2048, 4), (70, 704, 11), (300, 1024, 2)):
+        form, payload, absmax, table = matrix(scheme, rows, columns)
+        x = inputs(count, columns, torch.bfloat16 if in_pairs else torch.float32)
+        got = Matrix(form, payload, absmax, table).times_with(width, x)
+        table = as_pairs(scheme, table) if in_pairs else table
+        assert error(got, x.double() @ meant((form, payload, absmax, table)).T) < 1e-6
+
+
+def as_pairs(scheme: str, table: torch.Tensor) -> torch.Tensor:
+    """What the table of bfloat16 says that the codes mean."""
+    words = table_of(scheme, PAIRS, table.numpy().tobytes())
+    count = 16 if scheme == "4bit" else 256
+    values = torch.from_numpy(words[:count].astype("int32") << 16).view(torch.float32)
+    return values * float(words[-2:].view("float32")[0])
+
+
+@pytest.mark.parametrize(("scheme", "most"), [("4bit", 1.1e-3), ("8bit", 1.8e-3)])
+def test_a_table_of_bfloat16_is_off_by_less_than_a_matrix_of_bfloat16(scheme: str, most: float) -> None:
+    parts = matrix(scheme, 256, 4096)
+    exact, rounded = meant(parts), as_pairs(scheme, parts[3])
+    off = error(meant((*parts[:3], rounded)), exact)
+    assert off < most
+    assert off < error(exact.bfloat16(), exact)
+    assert torch.equal(rounded.sign(), parts[3].sign())
 
 
 def test_which_processors_have_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,6 +116,9 @@ def test_which_processors_have_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None
     assert with_features("avx512f", "avx2", "fma") == (16, 0)
     assert with_features("avx2", "fma") == (8, 0)
     assert with_features("avx2") == with_features("neon") == (0, 0)
+    assert not packed_kernels.multiplies_pairs()
+    with_features("avx512f", "avx512bw", "avx512bf16")
+    assert packed_kernels.multiplies_pairs()
 
 
 @needs_kernel
@@ -126,9 +150,12 @@ def test_few_inputs_are_nearer_than_the_rounded_matrix(scheme: str) -> None:
 
 @needs_kernel
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_any_number_of_threads_gives_the_same_bits(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_any_number_of_threads_gives_the_same_bits(
+    scheme: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parts = matrix(scheme, 777, 1024)
-    x = inputs(3, 1024)
+    x = inputs(3, 1024, dtype)
     before = torch.get_num_threads()
     monkeypatch.setattr(packed_products, "WORTH_A_THREAD", 1 << 10)
     try:
@@ -143,9 +170,12 @@ def test_any_number_of_threads_gives_the_same_bits(scheme: str, monkeypatch: pyt
 
 @needs_kernel
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_without_torchs_team_threads_of_our_own_give_the_same(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_without_torchs_team_threads_of_our_own_give_the_same(
+    scheme: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parts = matrix(scheme, 777, 1024)
-    x = inputs(3, 1024)
+    x = inputs(3, 1024, dtype)
     monkeypatch.setattr(packed_products, "WORTH_A_THREAD", 1 << 10)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
@@ -191,8 +221,8 @@ def test_matrices_without_a_kernel() -> None:
 
 
 def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    right = Matrix.times
-    monkeypatch.setattr(Matrix, "times", lambda self, x: right(self, x) * 1.001)
+    right = Matrix.times_with
+    monkeypatch.setattr(Matrix, "times_with", lambda self, width, x: right(self, width, x) * 1.001)
     packed_products._kernel_agrees.cache_clear()
     try:
         assert not multiplies(Quantised("4bit", (8, 64), "bfloat16"))
