@@ -12,8 +12,9 @@ from accelerate.utils import send_to_device
 from torch import nn
 
 from rabbitllm.engine import skeleton
-from rabbitllm.engine.devices import Device, available_ram, resolve_devices, suits_bf16
+from rabbitllm.engine.devices import CpuDevice, Device, available_ram, resolve_devices, suits_bf16
 from rabbitllm.engine.embedding_rows import can_bring_rows
+from rabbitllm.engine.page_locked import keep_units
 from rabbitllm.engine.pass_bar import PassBar
 from rabbitllm.engine.placement import Budget, Placement, Tier, UnitCost, place
 from rabbitllm.engine.read_ahead import read_ahead
@@ -101,7 +102,7 @@ def load_model(
     by_name = {device.name: device for device in chosen}
     skeleton.materialise_buffers(model, _device_finder(placement, by_name), weights.absent)
     profiler = Profiler(options.profiling, "Passes, by stage")
-    cached = options.cache_layers or 0
+    placement, kept = keep_units(placement, sources, by_name, store)
     with torch.no_grad():
         streamer = Streamer(
             model,
@@ -110,14 +111,14 @@ def load_model(
             by_name,
             store,
             profiler,
+            kept,
             way=_way(sources, placement, by_name, store),
             prefetching=options.prefetching,
-            cached_layers=cached,
         )
     home_device = by_name[placement.home].torch_device
     if len(chosen) > 1:  # callers expect the output where their inputs came from
         model.register_forward_hook(lambda module, args, output: send_to_device(output, home_device))
-    if options.show_progress and placement.streamed_bytes:
+    if options.show_progress and (placement.streamed_bytes or placement.uploaded_bytes):
         PassBar(model, [sources[placed.unit].unit.module for placed in placement.units])
     if weights.unused:
         logger.info("%d stored tensors are not used by %s.", len(weights.unused), type(model).__name__)
@@ -198,7 +199,22 @@ def _place(
         Budget(device.name, limits.get(device.name, _default_budget(device)), device.shares_host_memory)
         for device in devices
     ]
-    return place(costs, budgets, small_first=options.small_layers_resident, cached_layers=options.cache_layers or 0)
+    return place(
+        costs,
+        budgets,
+        small_first=options.small_layers_resident,
+        cached_layers=options.cache_layers or 0,
+        host_bytes=_host_room(devices, options),
+    )
+
+
+def _host_room(devices: Sequence[Device], options: StreamOptions) -> int:
+    """Bytes of host memory to page-lock, for all devices that share none: never more than is free, since none of it can
+    be swapped."""
+    if not options.pin_memory or all(device.shares_host_memory for device in devices):
+        return 0
+    free = _default_budget(CpuDevice())
+    return min((options.max_memory or {}).get("cpu", free), free)
 
 
 def _mapped_spans(

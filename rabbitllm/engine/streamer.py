@@ -8,7 +8,7 @@ neither files nor formats.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,24 +17,40 @@ from accelerate.utils import send_to_device
 from torch import nn
 from transformers import PreTrainedModel
 
+from rabbitllm.engine.ahead import Loaded
 from rabbitllm.engine.devices import Device
 from rabbitllm.engine.embedding_rows import EmbeddingRows
-from rabbitllm.engine.loader import Loaded, Loader
+from rabbitllm.engine.loader import Loader, largest
+from rabbitllm.engine.page_locked import Kept
 from rabbitllm.engine.placement import SLOTS, Placement, Tier
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, SpanReader, Way
 from rabbitllm.engine.unit_source import Memo, PartReader, UnitSource, mapped_part
+from rabbitllm.engine.uploader import Uploader
 from rabbitllm.layers.layer_store import WeightFiles
 from rabbitllm.profiler import COMPUTE, DEQUANTISE, Profiler
 
 
 @dataclass
 class DeviceLane:
-    """One device with its loader and the order in which its streamed units followed each other."""
+    """One device with what brings its units, and the order in which these followed each other."""
 
     device: Device
-    loader: Loader
+    loader: Loader | Uploader
     follower: dict[str, str] = field(default_factory=dict)
     previous: str | None = None
+
+    def came_to(self, unit: str) -> None:
+        """Note that this unit is next, and learn from it."""
+        if self.previous is not None:
+            self.follower[self.previous] = unit
+        self.previous = unit
+
+    def following(self, unit: str) -> Iterator[str]:
+        """What came after a unit in the last pass, until the same comes again."""
+        seen = {unit}
+        while (unit := self.follower[unit]) not in seen:
+            seen.add(unit)
+            yield unit
 
 
 class Streamer:
@@ -47,9 +63,9 @@ class Streamer:
         devices: by name.
         store: the split directory.
         profiler: where time is recorded.
+        kept: device name -> what of it is in host memory.
         way: how streamed units are read.
         prefetching: bring the next unit while this one computes.
-        cached_layers: streamed decoder layers whose bytes to keep in host memory, the first ones.
     """
 
     def __init__(
@@ -60,10 +76,10 @@ class Streamer:
         devices: Mapping[str, Device],
         store: WeightFiles,
         profiler: Profiler,
+        kept: Mapping[str, Kept],
         *,
         way: Way = THROUGH_THE_CACHE,
         prefetching: bool = True,
-        cached_layers: int = 0,
     ) -> None:
         self._model = model
         self._store = store
@@ -77,23 +93,24 @@ class Streamer:
         self._letting_go: dict[str, Callable[[], None]] = {}
         self.lanes: dict[str, DeviceLane] = {}
         for name, device in devices.items():
-            streamed = {
+            moving = {
                 placed.unit: sources[placed.unit]
                 for placed in placement.units
-                if placed.device == name and placed.tier is Tier.STREAMED
+                if placed.device == name and placed.tier in (Tier.STREAMED, Tier.PINNED)
             }
-            lane = DeviceLane(device, Loader(streamed, SpanReader(store, way), device, profiler, SLOTS))
-            order = list(streamed)
-            lane.follower = dict(zip(order, order[1:] + order[:1], strict=True))
-            if not device.shares_host_memory:  # else the placement kept them
-                layers = [unit for unit in order if sources[unit].unit.is_layer][:cached_layers]
-                for unit in layers:
-                    lane.loader.keep_in_host_memory(unit)
-                cached_layers -= len(layers)
-            self.lanes[name] = lane
+            order = list(moving)
+            follower = dict(zip(order, order[1:] + order[:1], strict=True))
+            self.lanes[name] = DeviceLane(device, self._loader(moving, device, kept.get(name)), follower)
         for placed in placement.units:
             self._install(sources[placed.unit], placed.tier, self.lanes[placed.device])
         self._recover_from_interrupts([name for name, source in sources.items() if source.unit.is_layer])
+
+    def _loader(self, moving: Mapping[str, UnitSource], device: Device, kept: Kept | None) -> Loader | Uploader:
+        disk = SpanReader(self._store, self.way)
+        if kept is not None:
+            return Uploader(moving, kept.units, disk, device, self._profiler, kept.memory)
+        buffers = [device.host_buffer(largest(moving)) for _ in range(SLOTS if moving else 0)]
+        return Loader(moving, disk, device, self._profiler, buffers, SLOTS - 1)
 
     @property
     def bound(self) -> set[str]:
@@ -209,7 +226,7 @@ class _Packed:
 
 
 class _Streamed:
-    """Supply of a unit whose stored bytes are read for each pass."""
+    """Supply of a unit whose stored bytes are brought for each pass."""
 
     def __init__(self, source: UnitSource, lane: DeviceLane, prefetching: bool) -> None:
         self._source = source
@@ -219,13 +236,11 @@ class _Streamed:
 
     def bring(self) -> PartReader:
         lane, name = self._lane, self._source.unit.name
-        if lane.previous is not None:
-            lane.follower[lane.previous] = name
-        lane.previous = name
+        lane.came_to(name)
         self._loaded = lane.loader.take(name)
-        if self._prefetching and lane.follower[name] != name:
-            lane.loader.request(lane.follower[name])
-        return self._source.part_of(self._loaded.slot.device)
+        if self._prefetching:
+            lane.loader.expect(lane.following(name))
+        return self._source.part_of(self._loaded.slot.buffer)
 
     def let_go(self) -> None:
         if self._loaded is not None:

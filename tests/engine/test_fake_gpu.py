@@ -4,6 +4,7 @@ would show it.
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import torch
 import transformers
 
 from rabbitllm.engine import streamer
+from rabbitllm.engine.ahead import Loaded
 from rabbitllm.engine.load import load_model
-from rabbitllm.engine.loader import Loaded, Loader
-from rabbitllm.engine.placement import SLOTS, Tier
+from rabbitllm.engine.placement import SLOTS, STAGING, Tier
+from rabbitllm.engine.span_reader import SpanReader
+from rabbitllm.engine.uploader import Uploader
 from rabbitllm.options import StreamOptions
-from rabbitllm.profiler import READ
+from rabbitllm.profiler import PINNED_UPLOAD, READ, UPLOAD
 from tests.support.builders import FAMILIES, Reference, build_checkpoint, reference_logits
 from tests.support.fake_gpu import FakeGpu, Race, WrongDevice, watched
 from tests.support.tiny_models import ALL, INPUT, assert_same, bytes_when_made, load, run, split, tiers
@@ -25,15 +28,15 @@ TRANSFORMERS = tuple(int(part) for part in transformers.__version__.split(".")[:
 SHORT = ("llama", "gemma3", "gpt_oss", "qwen3_moe", "deepseek_v3", "qwen3_next", "opt", "t5")
 
 
-def load_on(gpus: list[FakeGpu], folder: Path, budget: int = 0, **options: Any) -> Any:
-    """A model on fake GPUs, each with so many bytes for weights."""
-    limits = {gpu.name: budget for gpu in gpus}
+def load_on(gpus: list[FakeGpu], folder: Path, budget: int = 0, host: int = 0, **options: Any) -> Any:
+    """A model on fake GPUs, each with so many bytes for weights, and with so many of host memory for all of them."""
+    limits = {gpu.name: budget for gpu in gpus} | {"cpu": host}
     return load_model(folder, StreamOptions(max_memory=limits, show_progress=False, **options), None, gpus)
 
 
-def run_on(gpus: list[FakeGpu], folder: Path, budget: int = 0, **options: Any) -> Reference:
+def run_on(gpus: list[FakeGpu], folder: Path, budget: int = 0, host: int = 0, **options: Any) -> Reference:
     with watched():
-        return run(load_on(gpus, folder, budget, **options))
+        return run(load_on(gpus, folder, budget, host, **options))
 
 
 # The fake itself
@@ -150,10 +153,10 @@ def test_compressed_models_have_the_bits_of_the_cpu(tmp_path: Path, family: str,
     on_cpu = load(directory)
     expected = run(on_cpu)
     seen = set()
-    for budget in (ALL, bytes_when_made(on_cpu) - 1, 0):
+    for budget, host in ((ALL, 0), (bytes_when_made(on_cpu) - 1, 0), (0, 0), (0, ALL)):
         for gpus in ([FakeGpu(0)], [FakeGpu(0), FakeGpu(1)]):
             with watched():
-                model = load_on(gpus, directory, budget // len(gpus))
+                model = load_on(gpus, directory, budget // len(gpus), host)
                 found = run(model)
             assert_same(found, expected)
             seen |= set(tiers(model).values())
@@ -210,7 +213,117 @@ def test_padding_beams_and_sampling_on_two_devices(tmp_path: Path) -> None:
         assert torch.equal(found, wanted), way
 
 
+@pytest.mark.parametrize("compression", [None, "4bit"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_page_locked_memory_changes_no_bit(tmp_path: Path, count: int, compression: str | None) -> None:
+    """All of it resident, all or a part of what does not fit page-locked, and nothing of it."""
+    folder = build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6)
+    directory = split(folder, compression)
+    expected = run(load(directory))
+    if compression is None:
+        assert_same(expected, reference_logits(folder, INPUT, torch.float32))
+    whole = sum(placed.stored for placed in load(directory).placement.units)
+    seen = set()
+    for budget, host in ((ALL, 0), (0, ALL), (0, whole), (0, 3 * whole // 4), (whole // 2, whole // 2), (0, 0)):
+        gpus = [FakeGpu(number) for number in range(count)]
+        with watched():
+            model = load_on(gpus, directory, budget // count, host)
+            found = run(model)
+        assert_same(found, expected)
+        seen.add(frozenset(set(tiers(model).values()) & {Tier.PINNED, Tier.STREAMED}))
+    assert seen == {
+        frozenset(),
+        frozenset({Tier.PINNED}),
+        frozenset({Tier.PINNED, Tier.STREAMED}),
+        frozenset({Tier.STREAMED}),
+    }
+
+
+def test_by_default_host_memory_holds_what_does_not_fit(tmp_path: Path) -> None:
+    directory = split(build_checkpoint(tmp_path / "model", "llama"))
+    gpu = FakeGpu(0)
+    options: dict[str, Any] = {"max_memory": {gpu.name: 0}, "show_progress": False}
+    found = tiers(load_model(directory, StreamOptions(**options), None, [gpu]))
+    assert Tier.STREAMED not in found.values()
+    assert found["model.layers.1"] is Tier.PINNED
+    unlocked = tiers(load_model(directory, StreamOptions(**options, pin_memory=False), None, [FakeGpu(0)]))
+    assert Tier.PINNED not in unlocked.values()
+
+
+def test_memory_that_cannot_be_page_locked_is_done_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6)
+    directory = split(folder)
+    every = load_on([FakeGpu(0)], directory, host=ALL)
+    layer = every.placement.of("model.layers.0").stored
+    gpu = FakeGpu(0, lockable=3 * layer)
+    with watched():
+        model = load_on([gpu], directory, host=ALL)
+        found = run(model)
+    assert_same(found, reference_logits(folder, INPUT, torch.float32))
+    assert 0 < sum(tier is Tier.PINNED for tier in tiers(model).values()) < 6
+    assert model.placement.streamed_bytes > 0
+    assert sum(gpu.locked.values()) <= gpu.lockable
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("can be page-locked (no more memory can be page-locked); " in message for message in messages)
+    assert any("copies are slower" in message for message in messages)
+
+
+def test_a_dropped_model_unlocks_its_memory(tmp_path: Path) -> None:
+    directory = split(build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6))
+    gpu = FakeGpu(0)
+    model = load_on([gpu], directory, host=load_on([FakeGpu(0)], directory).placement.streamed_bytes // 2)
+    assert {Tier.PINNED, Tier.STREAMED} <= set(tiers(model).values())
+    assert len(gpu.locked) == sum(tier is Tier.PINNED for tier in tiers(model).values()) + STAGING
+    run(model)
+    for _, future in model.streamer.lanes[gpu.name].loader._ahead._pending.values():
+        future.result(30)
+    del model
+    gc.collect()
+    assert not gpu.locked
+
+
 # What a pass costs
+
+
+def test_what_is_page_locked_is_copied_once_and_never_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = split(build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6))
+    gpu = FakeGpu(0)
+    model = load_on([gpu], directory, host=ALL, profiling=True)
+    assert model.placement.streamed_bytes == 0
+
+    def refuse(*args: Any) -> None:
+        raise AssertionError("the disk was asked")
+
+    monkeypatch.setattr(SpanReader, "read", refuse)
+    run(model)
+    kept = set(gpu.locked)
+    assert len(kept) == 7  # the layers and the head, and nothing to read into
+    del gpu.uploaded_from[:]
+    with torch.inference_mode():
+        model(INPUT)
+    for _, future in model.streamer.lanes[gpu.name].loader._ahead._pending.values():
+        future.result(30)
+    assert set(gpu.uploaded_from) == kept
+    assert len(gpu.uploaded_from) == 7
+    stages = model.profiler.stages
+    assert READ not in stages
+    assert UPLOAD not in stages
+    passes = model.profiler.layers["lm_head"][PINNED_UPLOAD].count
+    assert stages[PINNED_UPLOAD].nbytes == passes * model.placement.uploaded_bytes
+
+
+def test_bytes_by_where_they_come_from(tmp_path: Path) -> None:
+    directory = split(build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6))
+    half = load_on([FakeGpu(0)], directory).placement.streamed_bytes // 2
+    model = load_on([FakeGpu(0)], directory, host=half, profiling=True)
+    with torch.inference_mode():
+        for _ in range(3):
+            model(INPUT)
+    stages = model.profiler.stages
+    assert 0 < model.placement.streamed_bytes < model.placement.uploaded_bytes
+    assert stages[UPLOAD].nbytes == 3 * model.placement.streamed_bytes
+    assert stages[PINNED_UPLOAD].nbytes == 3 * (model.placement.uploaded_bytes - model.placement.streamed_bytes)
+    assert stages[UPLOAD].seconds > 0
 
 
 def test_what_is_resident_is_uploaded_once(tmp_path: Path) -> None:
@@ -230,9 +343,9 @@ def test_each_pass_uploads_each_streamed_unit_once(tmp_path: Path) -> None:
     with torch.inference_mode():
         for _ in range(3):
             model(INPUT)
-    for future in model.streamer.lanes[gpu.name].loader._pending.values():
+    for _, future in model.streamer.lanes[gpu.name].loader._ahead._pending.values():
         future.result(30)
-    assert gpu.uploads - before == 3 * streamed + 1
+    assert gpu.uploads - before == 3 * streamed + SLOTS
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9, 1.0])
@@ -295,34 +408,34 @@ def test_a_copy_that_is_not_waited_for_is_caught(tmp_path: Path) -> None:
 
 def test_a_loader_that_forgets_to_wait_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama"))
-    take = Loader.take
+    take = Uploader.take
 
-    def without_waiting(self: Loader, unit: str) -> Loaded:
+    def without_waiting(self: Uploader, unit: str) -> Loaded:
         self._device.arrive = lambda ticket: None  # type: ignore[method-assign]
         return take(self, unit)
 
-    monkeypatch.setattr(Loader, "take", without_waiting)
+    monkeypatch.setattr(Uploader, "take", without_waiting)
     with pytest.raises(Race, match="before its upload has arrived"):
         run_on([FakeGpu(0)], directory)
 
 
 def test_a_slot_without_a_new_mark_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama"))
-    monkeypatch.setattr(Loader, "give_back", lambda self, loaded: self._free.put(loaded.slot))
+    monkeypatch.setattr(Uploader, "give_back", lambda self, loaded: self._ahead.give_back(loaded, loaded.slot.left))
     with pytest.raises(Race, match="no mark after the last use"):
         run(load_on([FakeGpu(0)], directory))
 
 
 def test_a_slot_given_back_before_the_computation_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama"))
-    take = Loader.take
+    take = Uploader.take
 
-    def and_give_back(self: Loader, unit: str) -> Loaded:
+    def and_give_back(self: Uploader, unit: str) -> Loaded:
         loaded = take(self, unit)
         self.give_back(loaded)
         return loaded
 
-    monkeypatch.setattr(Loader, "take", and_give_back)
+    monkeypatch.setattr(Uploader, "take", and_give_back)
     monkeypatch.setattr(streamer._Streamed, "let_go", lambda self: None)
     with pytest.raises(Race):
         run_on([FakeGpu(0)], directory)
