@@ -98,6 +98,8 @@ class Ahead:
     def give_back(self, loaded: Loaded, left: Any = None) -> None:
         """Declare that a slot may be filled again once `left` is reached, whatever that means to the jobs."""
         loaded.slot.left = left
+        # last, so that the one that is free for longest is filled next, and least has to be waited for
+        self._slots = (*(slot for slot in self._slots if slot is not loaded.slot), loaded.slot)
         loaded.slot.taken = False
         self._start()
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accelerate.utils import send_to_device
 from torch import nn
 from transformers import PreTrainedModel
 
 from rabbitllm.engine.ahead import Loaded
+from rabbitllm.engine.boundary import Boundary
 from rabbitllm.engine.devices import Device
 from rabbitllm.engine.embedding_rows import EmbeddingRows
 from rabbitllm.engine.loader import Loader, largest
@@ -36,6 +36,7 @@ class DeviceLane:
 
     device: Device
     loader: Loader | Uploader
+    boundary: Boundary
     follower: dict[str, str] = field(default_factory=dict)
     previous: str | None = None
 
@@ -100,7 +101,8 @@ class Streamer:
             }
             order = list(moving)
             follower = dict(zip(order, order[1:] + order[:1], strict=True))
-            self.lanes[name] = DeviceLane(device, self._loader(moving, device, kept.get(name)), follower)
+            loader = self._loader(moving, device, kept.get(name))
+            self.lanes[name] = DeviceLane(device, loader, Boundary(device.torch_device), follower)
         for placed in placement.units:
             self._install(sources[placed.unit], placed.tier, self.lanes[placed.device])
         self._recover_from_interrupts([name for name, source in sources.items() if source.unit.is_layer])
@@ -125,16 +127,18 @@ class Streamer:
         for name, module in self._model.named_modules():
             inside_a_layer = any(name.startswith(layer + ".") for layer in layers)
             if isinstance(module, PreTrainedModel) and not inside_a_layer:
-                module.register_forward_pre_hook(lambda module, args: self._let_all_go())
+                module.register_forward_pre_hook(lambda module, args: self._begin())
 
-    def _let_all_go(self) -> None:
+    def _begin(self) -> None:
         for name in list(self._letting_go):
             self._letting_go.pop(name)()
+        for lane in self.lanes.values():
+            lane.boundary.forget()
 
     def _install(self, source: UnitSource, tier: Tier, lane: DeviceLane) -> None:
         unit, device = source.unit, lane.device
         if len(self.lanes) > 1:  # also on the first device: OPT's last norm is registered before its layers
-            unit.module.register_forward_pre_hook(_Mover(device.torch_device), with_kwargs=True)
+            unit.module.register_forward_pre_hook(lane.boundary, with_kwargs=True)
         if tier is Tier.RESIDENT:
             part = self._mapped if device.shares_host_memory else self._uploaded(source, device)
             source.make(self._model, part, self._memos[device.name])
@@ -200,16 +204,6 @@ class Streamer:
         device.landed(ticket)
         device.arrive(ticket)
         return source.part_of(buffer)
-
-
-class _Mover:
-    """Brings a layer's inputs to its device, where several share a model."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return send_to_device(args, self._device), send_to_device(kwargs, self._device)
 
 
 class _Packed:

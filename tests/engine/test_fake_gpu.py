@@ -14,6 +14,7 @@ import transformers
 
 from rabbitllm.engine import streamer
 from rabbitllm.engine.ahead import Loaded
+from rabbitllm.engine.boundary import Boundary
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import SLOTS, STAGING, Tier
 from rabbitllm.engine.span_reader import SpanReader
@@ -96,6 +97,45 @@ def test_a_use_before_the_arrival_is_seen() -> None:
             view + 1
         gpu.arrive(ticket)
         assert (view + 1).sum() == 0
+
+
+def test_a_copy_is_timed_when_it_is_over() -> None:
+    gpu = FakeGpu(0)
+    host = gpu.host_buffer(8)
+    buffer = gpu.device_buffer(8)
+    ticket = gpu.upload(host.fill_(3), buffer, gpu.leave())
+    with pytest.raises(RuntimeError, match="the copy is not over"):
+        gpu.seconds(ticket)
+    gpu.arrive(ticket)
+    assert gpu.seconds(ticket) > 0
+    assert torch.equal(buffer, host)
+
+
+def test_uploads_into_one_buffer_come_in_order() -> None:
+    gpu = FakeGpu(0)
+    hosts, buffer = [gpu.host_buffer(4), gpu.host_buffer(4)], gpu.device_buffer(4)
+    mark = gpu.leave()
+    first, second = (gpu.upload(host.fill_(value), buffer, mark) for value, host in enumerate(hosts))
+    with pytest.raises(Race, match="given to another upload"):
+        gpu.arrive(first)
+    gpu.arrive(second)
+    gpu.synchronise()
+    assert buffer.tolist() == [1] * 4
+
+
+def test_page_locked_memory_is_counted_and_not_freed_under_a_copy() -> None:
+    gpu = FakeGpu(0, lockable=10)
+    host, buffer = gpu.host_buffer(8), gpu.device_buffer(8)
+    with pytest.raises(RuntimeError, match="no more memory can be page-locked"):
+        gpu.host_buffer(3)
+    ticket = gpu.upload(host, buffer, gpu.leave())
+    with pytest.raises(Race, match="unlocked while a copy"):
+        gpu.free_host_buffer(host)
+    gpu.arrive(ticket)
+    gpu.free_host_buffer(host)
+    assert gpu.locked == {}
+    with pytest.raises(KeyError):
+        gpu.free_host_buffer(host)
 
 
 def test_tensors_know_where_they_are_and_do_not_mix() -> None:
@@ -312,6 +352,44 @@ def test_what_is_page_locked_is_copied_once_and_never_read(tmp_path: Path, monke
     assert stages[PINNED_UPLOAD].nbytes == passes * model.placement.uploaded_bytes
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_inputs_cross_a_boundary_once_however_many_layers_want_them(tmp_path: Path, family: str, mode: Any) -> None:
+    """The hidden states, and what every layer gets: a mask, rotary angles."""
+    counts = []
+    for layers in (4, 10):
+        folder = build_checkpoint(tmp_path / f"{layers}", family, num_hidden_layers=layers)
+        gpus = [FakeGpu(0), FakeGpu(1)]
+        mask = torch.tensor([[0, 0, *[1] * (INPUT.shape[1] - 2)]])
+        directory = split(folder)
+        with mode(), watched() as operations:
+            model = load_on(gpus, directory, ALL)
+            ids, mask = INPUT.to(model.device), mask.to(model.device)
+            operations.crossings.clear()
+            found = model(ids, attention_mask=mask, use_cache=False).logits
+            counts.append(operations.crossings[gpus[0].torch_device, gpus[1].torch_device])
+        plain: Any = FAMILIES[family].auto_class.from_pretrained(folder)
+        with torch.no_grad():
+            assert torch.equal(found, plain(INPUT, attention_mask=mask, use_cache=False).logits)
+    assert counts[0] == counts[1]
+    assert 1 < counts[0] <= 9
+
+
+def test_the_cache_is_where_its_layers_are(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6)
+    with watched():
+        model = load_on([FakeGpu(0), FakeGpu(1)], split(folder), host=ALL)
+        given = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+        found = model.generate(INPUT.to(model.device), **given)
+        devices = [layer.keys.device for layer in found.past_key_values.layers]
+        assert [layer.values.device for layer in found.past_key_values.layers] == devices
+    by_name = {lane.device.name: lane.device.torch_device for lane in model.streamer.lanes.values()}
+    assert devices == [by_name[model.placement.of(f"model.layers.{i}").device] for i in range(6)]
+    assert len(set(devices)) == 2
+    plain: Any = FAMILIES["llama"].auto_class.from_pretrained(folder)
+    assert torch.equal(found.sequences, plain.generate(INPUT, **given).sequences)
+
+
 def test_bytes_by_where_they_come_from(tmp_path: Path) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6))
     half = load_on([FakeGpu(0)], directory).placement.streamed_bytes // 2
@@ -443,7 +521,7 @@ def test_a_slot_given_back_before_the_computation_is_caught(tmp_path: Path, monk
 
 def test_inputs_that_are_not_moved_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama"))
-    monkeypatch.setattr(streamer._Mover, "__call__", lambda self, module, args, kwargs: None)
+    monkeypatch.setattr(Boundary, "__call__", lambda self, module, args, kwargs: None)
     assert run_on([FakeGpu(0)], directory).logits.isfinite().all()
     with pytest.raises(WrongDevice):
         run_on([FakeGpu(0), FakeGpu(1)], directory)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -218,16 +219,18 @@ class FakeGpu:
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[None]:
+def watched() -> Iterator[Operations]:
     """Look at every operation of this thread."""
-    with _DeviceOfTensors(), _Operations():
-        yield
+    with _DeviceOfTensors(), Operations() as operations:
+        yield operations
 
 
 _GET_DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 _TO = (torch.Tensor.to, torch.Tensor.cpu)
 _MAKERS = (torch.tensor, torch.as_tensor)
 _TRANSFERS = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
+# in inference mode an operation that is made of others is not taken apart
+_TRANSFERS |= {torch.ops.aten.to.device, torch.ops.aten.to.dtype_layout, torch.ops.aten.to.dtype}
 _INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default}
 
 
@@ -242,7 +245,7 @@ class _DeviceOfTensors(TorchFunctionMode):
             return _ledger.place(args[0])
         if func in _TO and _ledger.find(args[0]) is not None and self._means_host(func, (*args[1:], *given.values())):
             # to torch both are the CPU, so it would hand out the tensor itself
-            _Operations.look([args[0]])
+            Operations.look([args[0]])
             with _disable_current_modes():
                 return func(args[0].clone(), *args[1:], **given)
         if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], torch.Tensor):  # to where another one is
@@ -263,8 +266,16 @@ class _DeviceOfTensors(TorchFunctionMode):
         return any(str(device) == "cpu" for device in devices)
 
 
-class _Operations(TorchDispatchMode):
-    """Checks what each operation reads, and notes where its results are."""
+class Operations(TorchDispatchMode):
+    """Checks what each operation reads, and notes where its results are.
+
+    Attributes:
+        crossings: (from, to) -> copies of tensors from one device to another.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.crossings: Counter[tuple[torch.device, torch.device]] = Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -284,7 +295,15 @@ class _Operations(TorchDispatchMode):
                     where = HOST if device is not None and torch.device(device).index is None else where
                     if where != HOST:
                         _ledger.put(made, torch.device(where))
+            if func in _TRANSFERS:
+                self._count(args, result)
         return result
+
+    def _count(self, args: tuple[Any, ...], result: torch.Tensor) -> None:
+        source = args[1] if len(args) > 1 and isinstance(args[1], torch.Tensor) else args[0]  # copy_: its target first
+        begin, end = _ledger.place(source), _ledger.place(result)
+        if begin != end:
+            self.crossings[begin, end] += 1
 
     @staticmethod
     def look(tensors: list[torch.Tensor]) -> None:
