@@ -14,6 +14,8 @@ from torch import nn
 from rabbitllm.engine import skeleton
 from rabbitllm.engine.devices import CpuDevice, Device, available_ram, resolve_devices, suits_bf16
 from rabbitllm.engine.embedding_rows import can_bring_rows
+from rabbitllm.engine.fused_choice import FusedChoice
+from rabbitllm.engine.packed_weight import StoredMatrix
 from rabbitllm.engine.page_locked import keep_units
 from rabbitllm.engine.pass_bar import PassBar
 from rabbitllm.engine.placement import Budget, Placement, Tier, UnitCost, place
@@ -23,11 +25,13 @@ from rabbitllm.engine.streamed_model import adopt
 from rabbitllm.engine.streamer import Streamer
 from rabbitllm.engine.unit_source import UnitSource, source_of
 from rabbitllm.engine.units import find_units
-from rabbitllm.engine.weights import map_weights
+from rabbitllm.engine.weights import WeightMap, map_weights
 from rabbitllm.errors import OptionError, RabbitLLMError
 from rabbitllm.formats.tensor_spec import torch_dtype
-from rabbitllm.layers.compression import check_compression
+from rabbitllm.layers.compression import Quantised, check_compression
+from rabbitllm.layers.fused_products import FusedMatrix
 from rabbitllm.layers.layer_store import LayerStore, WeightFiles
+from rabbitllm.layers.packed_products import Matrix, multiplies
 from rabbitllm.options import StreamOptions
 from rabbitllm.profiler import Profiler
 
@@ -90,8 +94,8 @@ def load_model(
     attention = _attention(options.attn_implementation, config, chosen, dtype)
     model = skeleton.build_skeleton(home, config, dtype, attention, options.trust_remote_code)
     weights = map_weights(model, store.tensors, str(folder))
-    packs = not options.exact and all(device.shares_host_memory for device in chosen)
-    sources = {unit.name: source_of(unit, weights, store, packs=packs) for unit in find_units(model)}
+    packs = _packs_on_host if not options.exact and all(device.shares_host_memory for device in chosen) else None
+    sources = {unit.name: source_of(unit, weights, store, packs) for unit in find_units(model)}
     placement = _place(model, sources, chosen, options)
     if config.model_type in SCALES_IN_PLACE and not placement.is_resident:
         raise RabbitLLMError(
@@ -103,6 +107,8 @@ def load_model(
     skeleton.materialise_buffers(model, _device_finder(placement, by_name), weights.absent)
     profiler = Profiler(options.profiling, "Passes, by stage")
     placement, kept = keep_units(placement, sources, by_name, store)
+    if not options.exact:
+        sources |= _fused(sources, placement, by_name, weights, store)
     with torch.no_grad():
         streamer = Streamer(
             model,
@@ -206,6 +212,34 @@ def _place(
         cached_layers=options.cache_layers or 0,
         host_bytes=_host_room(devices, options),
     )
+
+
+def _packs_on_host(form: Quantised, dtype: torch.dtype) -> type[StoredMatrix] | None:
+    return Matrix if multiplies(form) else None
+
+
+def _fused(
+    sources: Mapping[str, UnitSource],
+    placement: Placement,
+    devices: Mapping[str, Device],
+    weights: WeightMap,
+    store: WeightFiles,
+) -> dict[str, UnitSource]:
+    """Units that other devices than the host make for each use, multiplied from their codes where that is sooner.
+
+    What is resident was made once, and stays so: any number of inputs is then multiplied at once.
+    """
+    choice, found = FusedChoice(), {}
+    for placed in placement.units:
+        device = devices[placed.device]
+        if device.shares_host_memory or placed.tier in (Tier.RESIDENT, Tier.ROWS):
+            continue
+
+        def packs(form: Quantised, dtype: torch.dtype, device: Device = device) -> type[StoredMatrix] | None:
+            return FusedMatrix if choice.pays(device, form, dtype) else None
+
+        found[placed.unit] = source_of(sources[placed.unit].unit, weights, store, packs)
+    return found
 
 
 def _host_room(devices: Sequence[Device], options: StreamOptions) -> int:

@@ -139,7 +139,7 @@ class Streamer:
         unit, device = source.unit, lane.device
         if len(self.lanes) > 1:  # also on the first device: OPT's last norm is registered before its layers
             unit.module.register_forward_pre_hook(lane.boundary, with_kwargs=True)
-        if tier is Tier.RESIDENT:
+        if tier is Tier.RESIDENT or (tier is Tier.PACKED and source.is_view):  # multiplied as it is stored: never made
             part = self._mapped if device.shares_host_memory else self._uploaded(source, device)
             source.make(self._model, part, self._memos[device.name])
             if self._profiler.enabled:

@@ -12,13 +12,14 @@ import pytest
 import torch
 import transformers
 
-from rabbitllm.engine import streamer
+from rabbitllm.engine import fused_choice, streamer
 from rabbitllm.engine.ahead import Loaded
 from rabbitllm.engine.boundary import Boundary
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import SLOTS, STAGING, Tier
 from rabbitllm.engine.span_reader import SpanReader
 from rabbitllm.engine.uploader import Uploader
+from rabbitllm.layers import fused_products
 from rabbitllm.options import StreamOptions
 from rabbitllm.profiler import PINNED_UPLOAD, READ, UPLOAD
 from tests.support.builders import FAMILIES, Reference, build_checkpoint, reference_logits
@@ -30,9 +31,11 @@ SHORT = ("llama", "gemma3", "gpt_oss", "qwen3_moe", "deepseek_v3", "qwen3_next",
 
 
 def load_on(gpus: list[FakeGpu], folder: Path, budget: int = 0, host: int = 0, **options: Any) -> Any:
-    """A model on fake GPUs, each with so many bytes for weights, and with so many of host memory for all of them."""
+    """A model on fake GPUs, computing exactly, each with so many bytes for weights, and so many of host memory for all
+    of them."""
     limits = {gpu.name: budget for gpu in gpus} | {"cpu": host}
-    return load_model(folder, StreamOptions(max_memory=limits, show_progress=False, **options), None, gpus)
+    settings = {"max_memory": limits, "show_progress": False, "exact": True, **options}
+    return load_model(folder, StreamOptions(**settings), None, gpus)
 
 
 def run_on(gpus: list[FakeGpu], folder: Path, budget: int = 0, host: int = 0, **options: Any) -> Reference:
@@ -277,6 +280,58 @@ def test_page_locked_memory_changes_no_bit(tmp_path: Path, count: int, compressi
         frozenset({Tier.PINNED, Tier.STREAMED}),
         frozenset({Tier.STREAMED}),
     }
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_4bit_layers_are_multiplied_from_their_codes_where_that_is_sooner(
+    tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what bitsandbytes has for a CPU; whether that has the bits of the dequantised matrices is its own affair."""
+    folder = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16, num_hidden_layers=4)
+    directory = split(folder, "4bit")
+    made = bytes_when_made(load(directory))
+    expected = run(load(directory))
+    multiply, products = fused_products.multiply_4bit, []
+
+    def counted(form: Any, *given: Any) -> torch.Tensor:
+        products.append(form.shape)
+        return multiply(form, *given)
+
+    monkeypatch.setattr(fused_products, "multiply_4bit", counted)
+    for sooner in (True, False):
+        monkeypatch.setattr(fused_choice, "is_sooner", lambda *times, answer=sooner: answer)
+        seen = set()
+        for budget, host in ((ALL, 0), (made - 1, 0), (0, ALL), (0, 0)):
+            with watched():
+                gpus = [FakeGpu(number) for number in range(count)]
+                model = load_on(gpus, directory, budget // count, host, exact=False)
+                products.clear()
+                found = run(model)
+            torch.testing.assert_close(found.logits, expected.logits, rtol=0.05, atol=0.05)
+            if not products:
+                assert_same(found, expected)
+            assert bool(products) == (sooner and not model.placement.is_resident)
+            kinds = {tier for unit, tier in tiers(model).items() if unit.startswith("model.layers")}
+            if kinds == {Tier.PACKED} and sooner:  # never made, so never unmade
+                assert not any(layer._forward_hooks for layer in model.model.layers)
+            seen |= kinds
+        assert seen == {Tier.RESIDENT, Tier.PACKED, Tier.PINNED, Tier.STREAMED}
+    monkeypatch.setattr(fused_choice, "is_sooner", lambda *times: True)
+    products.clear()
+    assert_same(run_on([FakeGpu(0)], directory, host=ALL, exact=True), expected)
+    assert not products
+
+
+def test_8bit_layers_are_dequantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = split(build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16), "8bit")
+    monkeypatch.setattr(fused_choice, "is_sooner", lambda *times: True)
+    model = load_on([FakeGpu(0)], directory, exact=False)
+    assert not any(job.packed for lane in model.streamer.lanes.values() for job in lane_jobs(lane))
+    assert_same(run(model), run(load(directory)))
+
+
+def lane_jobs(lane: Any) -> list[Any]:
+    return [job for source in lane.loader._sources.values() for job in source.jobs]
 
 
 def test_by_default_host_memory_holds_what_does_not_fit(tmp_path: Path) -> None:
