@@ -22,6 +22,7 @@ from rabbitllm.engine.uploader import Uploader
 from rabbitllm.layers import fused_products
 from rabbitllm.options import StreamOptions
 from rabbitllm.profiler import PINNED_UPLOAD, READ, UPLOAD
+from tests.engine.test_loader import until
 from tests.support.builders import FAMILIES, Reference, build_checkpoint, reference_logits
 from tests.support.fake_gpu import FakeGpu, Race, WrongDevice, watched
 from tests.support.tiny_models import ALL, INPUT, assert_same, bytes_when_made, load, run, split, tiers
@@ -370,11 +371,8 @@ def test_a_dropped_model_unlocks_its_memory(tmp_path: Path) -> None:
     assert {Tier.PINNED, Tier.STREAMED} <= set(tiers(model).values())
     assert len(gpu.locked) == sum(tier is Tier.PINNED for tier in tiers(model).values()) + STAGING
     run(model)
-    for _, future in model.streamer.lanes[gpu.name].loader._ahead._pending.values():
-        future.result(30)
     del model
-    gc.collect()
-    assert not gpu.locked
+    assert until(lambda: gc.collect() >= 0 and not gpu.locked)  # a reader that is at work holds what it works for
 
 
 # What a pass costs
