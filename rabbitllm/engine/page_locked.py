@@ -50,7 +50,9 @@ class HostBuffers:
         try:
             return self.take(nbytes)
         except REFUSALS as error:
-            logger.warning("%s bytes of host memory could not be page-locked (%s): copies are slower.", nbytes, error)
+            logger.warning(
+                "%s bytes of host memory could not be page-locked (%s): copies are slower.", f"{nbytes:,}", error
+            )
             return aligned_host(nbytes)
 
 
