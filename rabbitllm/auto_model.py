@@ -91,7 +91,7 @@ class AutoModel:
             compression: "4bit" or "8bit" (bitsandbytes), or None.
             token, hf_token: for the hub; the two names mean the same.
             prefetching: read the next layer while this one computes.
-            prefetch_pin_memory: page-locked host buffers for a GPU.
+            prefetch_pin_memory: page-locked host buffers for a GPU; False also keeps no layers in RAM for it.
             delete_original: delete the original checkpoint when the split is whole.
             attn_implementation: as transformers takes it; "auto" prefers FlashAttention 2 on a GPU that can.
             show_layer_progress: a bar over the layers of a slow pass.
@@ -101,15 +101,16 @@ class AutoModel:
             revision: branch, tag or commit of the repository; pinned once.
             cache_dir: the hub cache.
             local_files_only: ask the hub for nothing.
-            max_memory: device -> bytes for weights, e.g. `{0: "14GiB", "cpu": "24GiB"}`; by default what is free.
+            max_memory: device -> bytes for weights, e.g. `{0: "14GiB", "cpu": "24GiB"}`; by default what is free. With
+                GPUs, "cpu" is for what does not fit them.
             max_disk: bytes that layer files and fetched shards together may occupy, e.g. "57GiB".
             min_free_disk: bytes that a split leaves free: it is refused, or stops on the way, rather than take them.
             shard_transfer: how a repository's shards arrive on the sequential route: "file" (each is fetched whole, and
                 the next one meanwhile where the disk has room), "stream" (none is ever a file on this disk), or "auto"
                 (the first of them that fits).
             trust_remote_code: run Python code that comes with the model.
-            exact: on the CPU, compute 4bit and 8bit with the very matrices that dequantising gives, to the last bit
-                as an ordinary model of those would; several times slower than with their codes, and no better.
+            exact: compute 4bit and 8bit with the very matrices that dequantising gives, to the last bit as an ordinary
+                model of those would; on the CPU several times slower than with their codes, and no better.
             split: False streams out of the checkpoint's own shards, safetensors or files of torch.save: ready at once,
                 and nothing is written; uncompressed only. A split that is there already is used all the same.
             max_seq_len, persister, use_gds, kv_cache_dir, offload_small_layers_use_cpu_cache: accepted without effect.

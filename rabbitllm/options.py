@@ -65,7 +65,7 @@ class StreamOptions:
         show_progress: a bar over the layers of a slow pass.
         trust_remote_code: allow the model's own Python code.
         exact: compute with the very matrices that 4bit and 8bit stand for, also where products with their codes are
-            faster (on the CPU).
+            faster.
     """
 
     device: str = "cuda:0"

@@ -19,14 +19,16 @@ SYNC = "sync"
 SHARD_WAIT = "wait for shards"
 READ_WAIT = "wait for disk"
 UPLOAD = "copy to device"
+PINNED_UPLOAD = "copy from page-locked RAM"
+UPLOAD_WAIT = "wait for copies"
 DEQUANTISE = "dequantise"
 COMPUTE = "compute"
 FETCH = "fetch"
 
 HIDDEN_STAGES = frozenset({SHARD_WAIT})
 """Not work: the time between a layer's first tensor and its last. Listed, but never the bottleneck."""
-OVERLAPPED_STAGES = frozenset({READ})
-"""Done in the background of a pass; what of it was not hidden shows as `READ_WAIT`."""
+OVERLAPPED_STAGES = frozenset({READ, UPLOAD, PINNED_UPLOAD})
+"""Done in the background of a pass; what of it was not hidden shows as `READ_WAIT` and `UPLOAD_WAIT`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ module needs no CUDA. A test may pass a device of a third kind, which checks tha
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 from collections.abc import Mapping
@@ -18,6 +19,9 @@ from rabbitllm.errors import DeviceError
 from rabbitllm.formats.positional import page_aligned
 
 logger = logging.getLogger(__name__)
+
+_FOR_EVERY_GPU = 1
+"""cudaHostRegisterPortable: page-locked to all CUDA contexts."""
 
 
 class Device(Protocol):
@@ -34,7 +38,15 @@ class Device(Protocol):
     """Whether a host buffer is a device buffer, so that nothing needs copying."""
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
-        """Host memory, uint8 (nbytes,), page-locked if the device copies from it."""
+        """Host memory on a page boundary, uint8 (nbytes,), page-locked if the device copies from it.
+
+        Raises:
+            RuntimeError, MemoryError, OSError: there is not so much, or none that may be page-locked.
+        """
+        ...
+
+    def free_host_buffer(self, buffer: torch.Tensor) -> None:
+        """Undo the page-locking of a `host_buffer` that no copy uses any more, before its memory goes."""
         ...
 
     def device_buffer(self, nbytes: int) -> torch.Tensor:
@@ -55,6 +67,10 @@ class Device(Protocol):
 
     def arrive(self, ticket: Any) -> None:
         """Make the computation that follows wait for an upload."""
+        ...
+
+    def seconds(self, ticket: Any) -> float:
+        """How long the copy of an upload took by itself, after it was waited for by `arrive` and `landed`."""
         ...
 
     def leave(self) -> Any:
@@ -85,6 +101,9 @@ class CpuDevice:
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         return aligned_host(nbytes)
 
+    def free_host_buffer(self, buffer: torch.Tensor) -> None:
+        pass
+
     def device_buffer(self, nbytes: int) -> torch.Tensor:
         raise AssertionError("on the CPU the host buffer is the device buffer")
 
@@ -96,6 +115,9 @@ class CpuDevice:
 
     def arrive(self, ticket: Any) -> None:
         pass
+
+    def seconds(self, ticket: Any) -> float:
+        return 0.0
 
     def leave(self) -> Any:
         return None
@@ -124,7 +146,27 @@ class CudaDevice:
         self._copies = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pin)
+        # memory of our own, page-locked where it is, by its pages: torch's allocator of pinned memory would round each
+        # buffer up to a power of two, and keep it for the life of the process
+        buffer = aligned_host(nbytes)
+        if self._pin and nbytes:
+            with torch.cuda.device(self.torch_device):
+                code = int(_cudart().cudaHostRegister(buffer.data_ptr(), nbytes, _FOR_EVERY_GPU))
+            if code:
+                self._forget_error()
+                raise RuntimeError(f"the CUDA driver locks no {nbytes:,} bytes more, error {code}")
+        return buffer
+
+    def free_host_buffer(self, buffer: torch.Tensor) -> None:
+        if self._pin and len(buffer):
+            with torch.cuda.device(self.torch_device):
+                if int(_cudart().cudaHostUnregister(buffer.data_ptr())):
+                    self._forget_error()
+
+    def _forget_error(self) -> None:
+        """CUDA remembers a failure that only returned a code, and the next kernel's launch would be blamed for it."""
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=self.torch_device)
 
     def device_buffer(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
@@ -132,16 +174,21 @@ class CudaDevice:
     def upload(self, host: torch.Tensor, device: torch.Tensor, after: Any) -> Any:
         with torch.cuda.stream(self._copies):
             self._copies.wait_event(after)
+            begun, arrived = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begun.record(self._copies)
             device.copy_(host, non_blocking=True)
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record(self._copies)
-        return arrived
+        return begun, arrived
 
     def landed(self, ticket: Any) -> None:
-        ticket.synchronize()
+        ticket[1].synchronize()
+
+    def seconds(self, ticket: Any) -> float:
+        milliseconds: float = ticket[0].elapsed_time(ticket[1])
+        return milliseconds / 1e3
 
     def arrive(self, ticket: Any) -> None:
-        torch.cuda.current_stream(self.torch_device).wait_event(ticket)
+        torch.cuda.current_stream(self.torch_device).wait_event(ticket[1])
 
     def leave(self) -> Any:
         passed = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -155,6 +202,10 @@ class CudaDevice:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return free + cached
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def resolve_devices(device: str, max_memory: Mapping[str, int] | None, pin_memory: bool = True) -> list[Device]:

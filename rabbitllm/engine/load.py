@@ -12,9 +12,12 @@ from accelerate.utils import send_to_device
 from torch import nn
 
 from rabbitllm.engine import skeleton
-from rabbitllm.engine.devices import Device, resolve_devices, suits_bf16
+from rabbitllm.engine.devices import CpuDevice, Device, resolve_devices, suits_bf16
 from rabbitllm.engine.embedding_rows import can_bring_rows
 from rabbitllm.engine.free_memory import available_ram
+from rabbitllm.engine.fused_choice import FusedChoice
+from rabbitllm.engine.packed_weight import StoredMatrix
+from rabbitllm.engine.page_locked import keep_units
 from rabbitllm.engine.pass_bar import PassBar
 from rabbitllm.engine.placement import Budget, Placement, Tier, UnitCost, place
 from rabbitllm.engine.read_ahead import read_ahead
@@ -23,11 +26,13 @@ from rabbitllm.engine.streamed_model import adopt
 from rabbitllm.engine.streamer import Streamer
 from rabbitllm.engine.unit_source import UnitSource, source_of
 from rabbitllm.engine.units import find_units
-from rabbitllm.engine.weights import map_weights
+from rabbitllm.engine.weights import WeightMap, map_weights
 from rabbitllm.errors import OptionError, RabbitLLMError
 from rabbitllm.formats.tensor_spec import torch_dtype
-from rabbitllm.layers.compression import check_compression
+from rabbitllm.layers.compression import Quantised, check_compression
+from rabbitllm.layers.fused_products import FusedMatrix
 from rabbitllm.layers.layer_store import LayerStore, WeightFiles
+from rabbitllm.layers.packed_products import Matrix, multiplies
 from rabbitllm.options import StreamOptions
 from rabbitllm.profiler import Profiler
 
@@ -91,8 +96,8 @@ def load_model(
     attention = _attention(options.attn_implementation, config, chosen, dtype)
     model = skeleton.build_skeleton(home, config, dtype, attention, options.trust_remote_code)
     weights = map_weights(model, store.tensors, str(folder))
-    packs = not options.exact and all(device.shares_host_memory for device in chosen)
-    sources = {unit.name: source_of(unit, weights, store, packs=packs) for unit in find_units(model)}
+    packs = _packs_on_host if not options.exact and all(device.shares_host_memory for device in chosen) else None
+    sources = {unit.name: source_of(unit, weights, store, packs) for unit in find_units(model)}
     placement = _place(model, sources, chosen, options)
     if config.model_type in SCALES_IN_PLACE and not placement.is_resident:
         raise RabbitLLMError(
@@ -103,7 +108,9 @@ def load_model(
     by_name = {device.name: device for device in chosen}
     skeleton.materialise_buffers(model, _device_finder(placement, by_name), weights.absent)
     profiler = Profiler(options.profiling, "Passes, by stage")
-    cached = options.cache_layers or 0
+    placement, kept = keep_units(placement, sources, by_name, store)
+    if not options.exact:
+        sources |= _fused(sources, placement, by_name, weights, store)
     with torch.no_grad():
         streamer = Streamer(
             model,
@@ -112,14 +119,14 @@ def load_model(
             by_name,
             store,
             profiler,
+            kept,
             way=_way(sources, placement, by_name, store),
             prefetching=options.prefetching,
-            cached_layers=cached,
         )
     home_device = by_name[placement.home].torch_device
     if len(chosen) > 1:  # callers expect the output where their inputs came from
         model.register_forward_hook(lambda module, args, output: send_to_device(output, home_device))
-    if options.show_progress and placement.streamed_bytes:
+    if options.show_progress and (placement.streamed_bytes or placement.uploaded_bytes):
         PassBar(model, [sources[placed.unit].unit.module for placed in placement.units])
     if weights.unused:
         logger.info("%d stored tensors are not used by %s.", len(weights.unused), type(model).__name__)
@@ -200,7 +207,50 @@ def _place(
         Budget(device.name, limits.get(device.name, _default_budget(device)), device.shares_host_memory)
         for device in devices
     ]
-    return place(costs, budgets, small_first=options.small_layers_resident, cached_layers=options.cache_layers or 0)
+    return place(
+        costs,
+        budgets,
+        small_first=options.small_layers_resident,
+        cached_layers=options.cache_layers or 0,
+        host_bytes=_host_room(devices, options),
+    )
+
+
+def _packs_on_host(form: Quantised, dtype: torch.dtype) -> type[StoredMatrix] | None:
+    return Matrix if multiplies(form) else None
+
+
+def _fused(
+    sources: Mapping[str, UnitSource],
+    placement: Placement,
+    devices: Mapping[str, Device],
+    weights: WeightMap,
+    store: WeightFiles,
+) -> dict[str, UnitSource]:
+    """Units that other devices than the host make for each use, multiplied from their codes where that is sooner.
+
+    What is resident was made once, and stays so: any number of inputs is then multiplied at once.
+    """
+    choice, found = FusedChoice(), {}
+    for placed in placement.units:
+        device = devices[placed.device]
+        if device.shares_host_memory or placed.tier in (Tier.RESIDENT, Tier.ROWS):
+            continue
+
+        def packs(form: Quantised, dtype: torch.dtype, device: Device = device) -> type[StoredMatrix] | None:
+            return FusedMatrix if choice.pays(device, form, dtype) else None
+
+        found[placed.unit] = source_of(sources[placed.unit].unit, weights, store, packs)
+    return found
+
+
+def _host_room(devices: Sequence[Device], options: StreamOptions) -> int:
+    """Bytes of host memory to page-lock, for all devices that share none: never more than is free, since none of it can
+    be swapped."""
+    if not options.pin_memory or all(device.shares_host_memory for device in devices):
+        return 0
+    free = _default_budget(CpuDevice())
+    return min((options.max_memory or {}).get("cpu", free), free)
 
 
 def _mapped_spans(

@@ -1,146 +1,102 @@
-"""Layer files -> host buffer -> device, ahead of need, in buffers that are allocated once.
+"""Layer files -> host buffers, ahead of need.
 
-One thread reads; it takes a free slot, fills its host buffer with the unit's bytes, and begins the copy to the slot's
-device buffer. The computation waits for that copy, uses the bytes in place, and gives the slot back. Which unit comes
-next is the caller's to say. Knows no hooks and no modules.
+Where the device shares host memory, the computation uses the bytes in place. Elsewhere they wait here for their copy to
+the device (`uploader.py`). Which unit comes next is the caller's to say. Knows no hooks and no modules.
 """
 
 from __future__ import annotations
 
-import queue
 import time
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 
+from rabbitllm.engine.ahead import Ahead, Loaded, Slot
 from rabbitllm.engine.devices import Device
 from rabbitllm.engine.span_reader import SpanReader
 from rabbitllm.engine.unit_source import UnitSource
-from rabbitllm.profiler import READ, READ_WAIT, UPLOAD, Profiler
-
-
-@dataclass
-class Slot:
-    """A pair of buffers, and the mark of the last computation that used them."""
-
-    host: torch.Tensor
-    device: torch.Tensor
-    left: Any
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A unit's bytes in a slot; `ticket` is for `Device.arrive`."""
-
-    unit: str
-    slot: Slot
-    ticket: Any
+from rabbitllm.profiler import READ, READ_WAIT, Profiler
 
 
 class Loader:
-    """Brings the streamed units of one device.
+    """Reads streamed units.
 
     Args:
-        sources: the streamed units, by name.
+        sources: the units, by name.
         disk: reads their bytes.
-        device: where they go.
+        device: says when a buffer that it copies from may be filled again.
         profiler: records reading and waiting.
-        slots: buffers; each as large as the largest unit.
+        buffers: uint8, each as large as the largest unit (see `largest`).
+        depth: how many units `expect` reads ahead.
     """
 
     def __init__(
-        self, sources: Mapping[str, UnitSource], disk: SpanReader, device: Device, profiler: Profiler, slots: int
+        self,
+        sources: Mapping[str, UnitSource],
+        disk: SpanReader,
+        device: Device,
+        profiler: Profiler,
+        buffers: Sequence[torch.Tensor],
+        depth: int,
     ) -> None:
         self._sources = sources
         self._disk = disk
         self._device = device
         self._profiler = profiler
-        self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
-        self._pending: dict[str, Future[Loaded]] = {}
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix=f"read-{device.name}")
-        self._kept: dict[str, torch.Tensor] = {}
+        self._depth = depth
+        self._ahead = Ahead([Slot(buffer) for buffer in buffers], f"read-{device.name}")
         self.loads = 0
-        largest = max((source.buffer_bytes for source in sources.values()), default=0)
-        for _ in range(slots if sources else 0):
-            host = device.host_buffer(largest)
-            on_device = host if device.shares_host_memory else device.device_buffer(largest)
-            self._free.put(Slot(host, on_device, device.leave()))
-
-    def keep_in_host_memory(self, unit: str) -> None:
-        """Read a unit's bytes once and copy them from host memory from then on."""
-        source = self._sources[unit]
-        kept = self._device.host_buffer(source.buffer_bytes)
-        self._disk.read(source.spans, _bytes(kept))
-        self._kept[unit] = kept
 
     def request(self, unit: str) -> None:
-        """Begin to bring a unit, if it is not on its way."""
-        if unit not in self._pending:
-            self._pending[unit] = self._reader.submit(self._load, unit)
+        """Begin to read a unit, if it is not on its way."""
+        self._ahead.request(unit, partial(self._read, unit))
+
+    def expect(self, units: Iterable[str]) -> None:
+        """Read the first of these ahead, and nothing else."""
+        soon = list(islice(units, self._depth))
+        self._ahead.forget(but=soon)
+        for unit in soon:
+            self.request(unit)
 
     def take(self, unit: str) -> Loaded:
-        """The unit's bytes; blocks until they are read. `give_back` its slot after use."""
+        """The unit's bytes; blocks until they are read, and records how long. `give_back` its slot after use."""
         start = time.perf_counter()
-        if unit not in self._pending:
-            self._discard_pending()  # something else was expected; its slots are needed now
-            self.request(unit)
-        try:
-            loaded = self._pending[unit].result()
-        except Exception:
-            del self._pending[unit]  # so that the next call tries again
-            raise
-        # only now: had the wait been interrupted, the next call would still find the slot
-        del self._pending[unit]
+        loaded = self.bring(unit)
         self._profiler.add(unit, READ_WAIT, time.perf_counter() - start)
-        self._device.arrive(loaded.ticket)
         return loaded
 
-    def give_back(self, loaded: Loaded) -> None:
-        """Declare that the computation asked so far is the last to use this slot."""
-        loaded.slot.left = self._device.leave()
-        self._free.put(loaded.slot)
+    def bring(self, unit: str) -> Loaded:
+        """The same, and nothing recorded."""
+        if not self._ahead.is_coming(unit):
+            self._ahead.forget()  # something else was expected; its buffers are needed now
+            self.request(unit)
+        return self._ahead.take(unit)
+
+    def give_back(self, loaded: Loaded, ticket: Any = None) -> None:
+        """Declare a slot free, once the upload of this ticket has left it."""
+        self._ahead.give_back(loaded, ticket)
 
     def close(self) -> None:
         """Stop the reading thread."""
-        self._reader.shutdown(wait=False, cancel_futures=True)
+        self._ahead.close()
 
-    def _discard_pending(self) -> None:
-        for unit in list(self._pending):
-            future = self._pending.pop(unit)
-            # one that failed has given its slot back, and its error concerns nobody any more
-            if not future.cancel() and future.exception() is None:
-                self._free.put(future.result().slot)
-
-    def _load(self, unit: str) -> Loaded:
-        source = self._sources[unit]
-        slot = self._free.get()
-        try:
-            return self._fill(unit, source, slot)
-        except BaseException:
-            self._free.put(slot)
-            raise
-
-    def _fill(self, unit: str, source: UnitSource, slot: Slot) -> Loaded:
+    def _read(self, unit: str, slot: Slot) -> None:
         self.loads += 1
-        n = source.buffer_bytes
-        host = self._kept.get(unit)
-        if host is None:
-            host = slot.host[:n]
-            with self._profiler.stage(unit, READ, source.stored_bytes):
-                self._disk.read(source.spans, _bytes(host))
-        if self._device.shares_host_memory:
-            if host.data_ptr() != slot.host.data_ptr():
-                slot.host[:n].copy_(host)
-            return Loaded(unit, slot, None)
-        with self._profiler.stage(unit, UPLOAD, n):
-            ticket = self._device.upload(host, slot.device[:n], slot.left)
-            # the host buffer is filled again by this thread only, after the copy has left it
-            self._device.landed(ticket)
-        return Loaded(unit, slot, ticket)
+        source = self._sources[unit]
+        if slot.left is not None:
+            self._device.landed(slot.left)
+        with self._profiler.stage(unit, READ, source.stored_bytes):
+            self._disk.read(source.spans, bytes_of(slot.buffer[: source.buffer_bytes]))
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
+def largest(sources: Mapping[str, UnitSource]) -> int:
+    """Bytes of a buffer that any of these units fits."""
+    return max((source.buffer_bytes for source in sources.values()), default=0)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Host memory, uint8, to read into."""
     return tensor.numpy().data.cast("B")

@@ -1,18 +1,44 @@
 """The weight of a Linear that stays as it is stored, at 4bit or 8bit, and is multiplied without being made.
 
 To a model it is a parameter of the ordinary shape and dtype. `torch.nn.functional.linear` is answered from the codes;
-whatever else is asked of it is answered by the dequantised matrix, made for that one question. On the CPU only.
+whatever else is asked of it is answered by the dequantised matrix, made for that one question. Knows no kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_map
 
-from rabbitllm.layers.packed_products import Matrix, linear
+from rabbitllm.layers.compression import Quantised
+
+
+class StoredMatrix(Protocol):
+    """A matrix (N, K) by its stored parts, where it is multiplied."""
+
+    def __init__(self, form: Quantised, payload: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor) -> None: ...
+
+    @property
+    def form(self) -> Quantised: ...
+
+    @property
+    def payload(self) -> torch.Tensor: ...
+
+    @property
+    def absmax(self) -> torch.Tensor: ...
+
+    @property
+    def table(self) -> torch.Tensor: ...
+
+    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
+        """The matrix itself, anew."""
+        ...
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """`x @ W.T + bias`, (..., K) -> (..., N)."""
+        ...
 
 
 class PackedWeight(torch.Tensor):
@@ -23,14 +49,15 @@ class PackedWeight(torch.Tensor):
         dtype: what it says it has, and gets where it is dequantised.
     """
 
-    matrix: Matrix
+    matrix: StoredMatrix
 
     @staticmethod
-    def __new__(cls, matrix: Matrix, dtype: torch.dtype) -> PackedWeight:
-        made: PackedWeight = torch.Tensor._make_wrapper_subclass(cls, matrix.form.shape, dtype=dtype)
+    def __new__(cls, matrix: StoredMatrix, dtype: torch.dtype) -> PackedWeight:
+        where = matrix.payload.device
+        made: PackedWeight = torch.Tensor._make_wrapper_subclass(cls, matrix.form.shape, dtype=dtype, device=where)
         return made
 
-    def __init__(self, matrix: Matrix, dtype: torch.dtype) -> None:
+    def __init__(self, matrix: StoredMatrix, dtype: torch.dtype) -> None:
         self.matrix = matrix
 
     def dequantised(self) -> torch.Tensor:
@@ -65,7 +92,7 @@ class PackedWeight(torch.Tensor):
             return PackedWeight(args[0].matrix, args[0].dtype)
         if func is torch.ops.aten.clone.default:
             old = args[0].matrix
-            copied = Matrix(old.form, old.payload.clone(), old.absmax.clone(), old.table.clone())
+            copied = type(old)(old.form, old.payload.clone(), old.absmax.clone(), old.table.clone())
             return PackedWeight(copied, args[0].dtype)
         plain = tree_map(lambda value: value.dequantised() if isinstance(value, PackedWeight) else value, args)
         named = tree_map(lambda value: value.dequantised() if isinstance(value, PackedWeight) else value, kwargs or {})
@@ -79,7 +106,7 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         return torch.nn.functional.linear(*plain)  # type: ignore[arg-type]
     if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
         return _Differentiable.apply(input, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
-    return linear(input, weight.matrix, bias)
+    return weight.matrix.linear(input, bias)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -88,7 +115,7 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, input: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
         context.weight = weight
-        return linear(input, weight.matrix, bias)
+        return weight.matrix.linear(input, bias)
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -1,4 +1,5 @@
-"""Which unit lives where. Pure: sizes and limits in, a tier for every unit out.
+"""Which unit lives where: on its device, in page-locked host memory, or on the disk. Pure: sizes and limits in, a tier
+for every unit out.
 
 A pass over a model that does not fit is cyclic, so a cache that keeps the most recent gets no hits at all; a fixed
 subset is kept instead, spread evenly, so that the transfers of the rest hide behind its computation.
@@ -7,11 +8,14 @@ subset is kept instead, spread evenly, so that the transfers of the rest hide be
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 SLOTS = 2
-"""Buffers for streamed units: one that computes and one that is being filled."""
+"""Buffers of a device for streamed units: one that computes and one that is being filled."""
+STAGING = 2
+"""Buffers of host memory that what is read for another device goes through: one is filled, one is copied from."""
 
 
 class Tier(enum.Enum):
@@ -23,8 +27,10 @@ class Tier(enum.Enum):
     """On the device, as stored; dequantised or fused for each use."""
     ROWS = "rows"
     """An embedding of which only the rows of the tokens at hand are brought in."""
+    PINNED = "page-locked RAM"
+    """In host memory, as stored; copied to the device for each pass."""
     STREAMED = "streamed"
-    """In the layer file; read for each pass."""
+    """In the layer file; read for each pass, and copied to a device that shares no host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,9 @@ class Placed:
     stored: int
 
 
+Sized = TypeVar("Sized", UnitCost, Placed)
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Where every unit went; prints as a table.
@@ -100,6 +109,19 @@ class Placement:
         """What each pass reads from the disk."""
         return sum(placed.stored for placed in self.units if placed.tier is Tier.STREAMED)
 
+    @property
+    def uploaded_bytes(self) -> int:
+        """What each pass copies from host memory to devices that share none, read from the disk or kept there."""
+        return sum(self._uploaded(budget) for budget in self.budgets)
+
+    def changed(self, tiers: Mapping[str, Tier]) -> Placement:
+        """The same with other tiers for some units."""
+        return replace(self, units=tuple(replace(p, tier=tiers.get(p.unit, p.tier)) for p in self.units))
+
+    def _uploaded(self, budget: Budget) -> int:
+        moves = () if budget.is_host else (Tier.PINNED, Tier.STREAMED)
+        return sum(p.stored for p in self.units if p.device == budget.device and p.tier in moves)
+
     def __str__(self) -> str:
         rows = [("device", "tier", "units", "GB")]
         for budget in self.budgets:
@@ -118,7 +140,15 @@ class Placement:
                 row[3].rjust(widths[3]),
             )
             lines.append("  ".join(columns))
-        return "\n".join(lines)
+        return "\n".join(lines + self._traffic())
+
+    def _traffic(self) -> list[str]:
+        """What a pass moves, where it moves anything."""
+        links = [(budget.device, self._uploaded(budget)) for budget in self.budgets]
+        moved = [f"{nbytes / 1e9:.2f} GB are copied to {device}" for device, nbytes in links if nbytes]
+        if self.streamed_bytes:
+            moved.append(f"{self.streamed_bytes / 1e9:.2f} GB are read from the disk")
+        return ["each pass: " + ", ".join(moved)] if moved else []
 
 
 def place(
@@ -127,6 +157,7 @@ def place(
     *,
     small_first: bool = True,
     cached_layers: int = 0,
+    host_bytes: int = 0,
 ) -> Placement:
     """Give every unit a device and a tier.
 
@@ -134,7 +165,9 @@ def place(
         costs: the units, in the order of a pass.
         budgets: the devices, in the order of a pass; with several, each gets a run of units in proportion.
         small_first: keep what is no decoder layer before any decoder layer.
-        cached_layers: on the host, keep at least this many decoder layers, the first ones, whatever the budget.
+        cached_layers: keep at least this many decoder layers in host memory, whatever the budget: the first ones that
+            are not there, or on another device, anyway.
+        host_bytes: host memory that may be page-locked for devices that share none.
     """
     placed: list[Placed] = []
     for budget, share in zip(budgets, _spans(costs, budgets), strict=True):
@@ -145,7 +178,25 @@ def place(
                 if tiers[cost.name] is Tier.STREAMED:
                     tiers[cost.name] = _kept(cost)
         placed += [Placed(cost.name, budget.device, tiers[cost.name], cost.stored) for cost in share]
-    return Placement(tuple(placed), tuple(budgets))
+    placement = Placement(tuple(placed), tuple(budgets))
+    decoder = {cost.name for cost in costs if cost.is_layer}
+    return placement.changed(dict.fromkeys(_page_locked(placement, decoder, host_bytes, cached_layers), Tier.PINNED))
+
+
+def _page_locked(placement: Placement, layers: set[str], host_bytes: int, cached_layers: int) -> list[str]:
+    """Which streamed units of devices that share no host memory to keep there.
+
+    One even choice over the whole walk: so each device gets its share of the memory by what it would stream, and the
+    disk is asked at even distances, whichever device is at work.
+    """
+    apart = [budget.device for budget in placement.budgets if not budget.is_host]
+    streamed = [p for p in placement.units if p.tier is Tier.STREAMED and p.device in apart]
+    room = host_bytes
+    if sum(p.stored for p in streamed) > room:
+        room -= sum(STAGING * max((p.stored for p in streamed if p.device == name), default=0) for name in apart)
+    chosen = [p.unit for p in _spread(streamed, room)]
+    missing = max(cached_layers - len(layers.intersection(chosen)), 0)
+    return chosen + [p.unit for p in streamed if p.unit in layers and p.unit not in chosen][:missing]
 
 
 def _spans(costs: Sequence[UnitCost], budgets: Sequence[Budget]) -> list[list[UnitCost]]:
@@ -215,7 +266,7 @@ def _kept(cost: UnitCost) -> Tier:
     return Tier.RESIDENT if cost.is_view else Tier.PACKED
 
 
-def _spread(costs: Sequence[UnitCost], room: int) -> list[UnitCost]:
+def _spread(costs: Sequence[Sized], room: int) -> list[Sized]:
     """Units of at most `room` bytes in all, evenly spread over the walk."""
     total = sum(cost.stored for cost in costs)
     if room <= 0 or not total:

@@ -8,33 +8,50 @@ neither files nor formats.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accelerate.utils import send_to_device
 from torch import nn
 from transformers import PreTrainedModel
 
+from rabbitllm.engine.ahead import Loaded
+from rabbitllm.engine.boundary import Boundary
 from rabbitllm.engine.devices import Device
 from rabbitllm.engine.embedding_rows import EmbeddingRows
-from rabbitllm.engine.loader import Loaded, Loader
+from rabbitllm.engine.loader import Loader, largest
+from rabbitllm.engine.page_locked import Kept
 from rabbitllm.engine.placement import SLOTS, Placement, Tier
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, SpanReader, Way
 from rabbitllm.engine.unit_source import Memo, PartReader, UnitSource, mapped_part
+from rabbitllm.engine.uploader import Uploader
 from rabbitllm.layers.layer_store import WeightFiles
 from rabbitllm.profiler import COMPUTE, DEQUANTISE, Profiler
 
 
 @dataclass
 class DeviceLane:
-    """One device with its loader and the order in which its streamed units followed each other."""
+    """One device with what brings its units, and the order in which these followed each other."""
 
     device: Device
-    loader: Loader
+    loader: Loader | Uploader
+    boundary: Boundary
     follower: dict[str, str] = field(default_factory=dict)
     previous: str | None = None
+
+    def came_to(self, unit: str) -> None:
+        """Note that this unit is next, and learn from it."""
+        if self.previous is not None:
+            self.follower[self.previous] = unit
+        self.previous = unit
+
+    def following(self, unit: str) -> Iterator[str]:
+        """What came after a unit in the last pass, until the same comes again."""
+        seen = {unit}
+        while (unit := self.follower[unit]) not in seen:
+            seen.add(unit)
+            yield unit
 
 
 class Streamer:
@@ -47,9 +64,9 @@ class Streamer:
         devices: by name.
         store: the split directory.
         profiler: where time is recorded.
+        kept: device name -> what of it is in host memory.
         way: how streamed units are read.
         prefetching: bring the next unit while this one computes.
-        cached_layers: streamed decoder layers whose bytes to keep in host memory, the first ones.
     """
 
     def __init__(
@@ -60,10 +77,10 @@ class Streamer:
         devices: Mapping[str, Device],
         store: WeightFiles,
         profiler: Profiler,
+        kept: Mapping[str, Kept],
         *,
         way: Way = THROUGH_THE_CACHE,
         prefetching: bool = True,
-        cached_layers: int = 0,
     ) -> None:
         self._model = model
         self._store = store
@@ -77,23 +94,25 @@ class Streamer:
         self._letting_go: dict[str, Callable[[], None]] = {}
         self.lanes: dict[str, DeviceLane] = {}
         for name, device in devices.items():
-            streamed = {
+            moving = {
                 placed.unit: sources[placed.unit]
                 for placed in placement.units
-                if placed.device == name and placed.tier is Tier.STREAMED
+                if placed.device == name and placed.tier in (Tier.STREAMED, Tier.PINNED)
             }
-            lane = DeviceLane(device, Loader(streamed, SpanReader(store, way), device, profiler, SLOTS))
-            order = list(streamed)
-            lane.follower = dict(zip(order, order[1:] + order[:1], strict=True))
-            if not device.shares_host_memory:  # else the placement kept them
-                layers = [unit for unit in order if sources[unit].unit.is_layer][:cached_layers]
-                for unit in layers:
-                    lane.loader.keep_in_host_memory(unit)
-                cached_layers -= len(layers)
-            self.lanes[name] = lane
+            order = list(moving)
+            follower = dict(zip(order, order[1:] + order[:1], strict=True))
+            loader = self._loader(moving, device, kept.get(name))
+            self.lanes[name] = DeviceLane(device, loader, Boundary(device.torch_device), follower)
         for placed in placement.units:
             self._install(sources[placed.unit], placed.tier, self.lanes[placed.device])
         self._recover_from_interrupts([name for name, source in sources.items() if source.unit.is_layer])
+
+    def _loader(self, moving: Mapping[str, UnitSource], device: Device, kept: Kept | None) -> Loader | Uploader:
+        disk = SpanReader(self._store, self.way)
+        if kept is not None:
+            return Uploader(moving, kept.units, disk, device, self._profiler, kept.memory)
+        buffers = [device.host_buffer(largest(moving)) for _ in range(SLOTS if moving else 0)]
+        return Loader(moving, disk, device, self._profiler, buffers, SLOTS - 1)
 
     @property
     def bound(self) -> set[str]:
@@ -108,17 +127,19 @@ class Streamer:
         for name, module in self._model.named_modules():
             inside_a_layer = any(name.startswith(layer + ".") for layer in layers)
             if isinstance(module, PreTrainedModel) and not inside_a_layer:
-                module.register_forward_pre_hook(lambda module, args: self._let_all_go())
+                module.register_forward_pre_hook(lambda module, args: self._begin())
 
-    def _let_all_go(self) -> None:
+    def _begin(self) -> None:
         for name in list(self._letting_go):
             self._letting_go.pop(name)()
+        for lane in self.lanes.values():
+            lane.boundary.forget()
 
     def _install(self, source: UnitSource, tier: Tier, lane: DeviceLane) -> None:
         unit, device = source.unit, lane.device
         if len(self.lanes) > 1:  # also on the first device: OPT's last norm is registered before its layers
-            unit.module.register_forward_pre_hook(_Mover(device.torch_device), with_kwargs=True)
-        if tier is Tier.RESIDENT:
+            unit.module.register_forward_pre_hook(lane.boundary, with_kwargs=True)
+        if tier is Tier.RESIDENT or (tier is Tier.PACKED and source.is_view):  # multiplied as it is stored: never made
             part = self._mapped if device.shares_host_memory else self._uploaded(source, device)
             source.make(self._model, part, self._memos[device.name])
             if self._profiler.enabled:
@@ -185,16 +206,6 @@ class Streamer:
         return source.part_of(buffer)
 
 
-class _Mover:
-    """Brings a layer's inputs to its device, where several share a model."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return send_to_device(args, self._device), send_to_device(kwargs, self._device)
-
-
 class _Packed:
     """Supply of a unit whose stored bytes are on its device."""
 
@@ -209,7 +220,7 @@ class _Packed:
 
 
 class _Streamed:
-    """Supply of a unit whose stored bytes are read for each pass."""
+    """Supply of a unit whose stored bytes are brought for each pass."""
 
     def __init__(self, source: UnitSource, lane: DeviceLane, prefetching: bool) -> None:
         self._source = source
@@ -219,13 +230,11 @@ class _Streamed:
 
     def bring(self) -> PartReader:
         lane, name = self._lane, self._source.unit.name
-        if lane.previous is not None:
-            lane.follower[lane.previous] = name
-        lane.previous = name
+        lane.came_to(name)
         self._loaded = lane.loader.take(name)
-        if self._prefetching and lane.follower[name] != name:
-            lane.loader.request(lane.follower[name])
-        return self._source.part_of(self._loaded.slot.device)
+        if self._prefetching:
+            lane.loader.expect(lane.following(name))
+        return self._source.part_of(self._loaded.slot.buffer)
 
     def let_go(self) -> None:
         if self._loaded is not None:

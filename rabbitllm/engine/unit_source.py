@@ -11,15 +11,14 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from rabbitllm.engine.packed_weight import PackedWeight
+from rabbitllm.engine.packed_weight import PackedWeight, StoredMatrix
 from rabbitllm.engine.span_reader import BLOCK, Span
 from rabbitllm.engine.units import Place, Unit
 from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
-from rabbitllm.layers.compression import dequantise
+from rabbitllm.layers.compression import Quantised, dequantise
 from rabbitllm.layers.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.layers.layer_store import StoredTensor, WeightFiles
-from rabbitllm.layers.packed_products import Matrix, multiplies
 
 PartReader = Callable[[TensorSpec], torch.Tensor]
 """A stored part -> its tensor, on the device where the unit is made."""
@@ -28,14 +27,18 @@ Memo = dict[str, dict[str, torch.Tensor]]
 """Recipe key -> target -> tensor, of recipes that were carried out for good."""
 
 
+Packs = Callable[[Quantised, torch.dtype], type[StoredMatrix] | None]
+"""How a stored matrix is multiplied by inputs of a dtype without being made, or None where it is better made."""
+
+
 @dataclass(frozen=True)
 class Job:
     """A recipe and the places of the unit that its targets go to: (target made, place); `packed` are those that get
-    its one stored tensor as it is stored."""
+    its one stored tensor as it is stored, in a matrix of this kind."""
 
     recipe: Recipe
     places: tuple[tuple[str, Place], ...]
-    packed: tuple[Place, ...] = ()
+    packed: tuple[tuple[type[StoredMatrix], Place], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class UnitSource:
         """Where its parameters are bound."""
         for job in self.jobs:
             yield from (place for _, place in job.places)
-            yield from job.packed
+            yield from (place for _, place in job.packed)
 
     @property
     def stored_bytes(self) -> int:
@@ -85,8 +88,8 @@ class UnitSource:
             memo: recipe key -> what it made; filled, and used by tied units that stay bound.
         """
         for job in self.jobs:
-            for place in job.packed:
-                place.bind(self._packed(job.recipe, part))
+            for kind, place in job.packed:
+                place.bind(self._packed(kind, job.recipe, part))
             if not job.places:
                 continue
             made = memo.get(job.recipe.key) if memo is not None else None
@@ -97,11 +100,11 @@ class UnitSource:
             for target, place in job.places:
                 place.bind(made[target])
 
-    def _packed(self, recipe: Recipe, part: PartReader) -> PackedWeight:
+    def _packed(self, kind: type[StoredMatrix], recipe: Recipe, part: PartReader) -> PackedWeight:
         stored = self.stored[recipe.sources[0][1]]
         assert stored.quantised is not None
         payload, absmax, table = (part(spec) for spec in stored.parts[:3])
-        return PackedWeight(Matrix(stored.quantised, payload, absmax, table), recipe.dtype)
+        return PackedWeight(kind(stored.quantised, payload, absmax, table), recipe.dtype)
 
     def _checkpoint_tensor(self, name: str, dtype: torch.dtype, part: PartReader) -> torch.Tensor:
         tensor = self.stored[name]
@@ -144,24 +147,25 @@ def mapped_part(store: WeightFiles) -> PartReader:
     return read
 
 
-def source_of(unit: Unit, weights: WeightMap, store: WeightFiles, *, packs: bool = False) -> UnitSource:
+def source_of(unit: Unit, weights: WeightMap, store: WeightFiles, packs: Packs | None = None) -> UnitSource:
     """Decide what a unit is made from.
 
     Args:
         unit: the module and its places.
         weights: which stored tensors make which parameters.
         store: where they are.
-        packs: whether weights of Linears may stay as they are stored, where there is a kernel for them.
+        packs: how weights of Linears are multiplied as they are stored; None to make all of them.
     """
-    by_key: dict[str, tuple[Recipe, list[tuple[str, Place]], list[Place]]] = {}
+    by_key: dict[str, tuple[Recipe, list[tuple[str, Place]], list[tuple[type[StoredMatrix], Place]]]] = {}
     for place in unit.places:
         recipe = weights.recipe(place.target)
         if recipe is None:
             continue  # absent, and allowed to be: it was given its initial value
         made_as = place.target if place.target in recipe.targets else weights.ties[place.target]
         _, made, packed = by_key.setdefault(recipe.key, (recipe, [], []))
-        if packs and _stays_packed(place, recipe, store.tensors):
-            packed.append(place)
+        kind = _kind(place, recipe, store.tensors, packs) if packs is not None else None
+        if kind is not None:
+            packed.append((kind, place))
         else:
             made.append((made_as, place))
     jobs = tuple(Job(recipe, tuple(made), tuple(packed)) for recipe, made, packed in by_key.values())
@@ -173,9 +177,11 @@ def source_of(unit: Unit, weights: WeightMap, store: WeightFiles, *, packs: bool
     return UnitSource(unit, jobs, stored, spans, positions, size, ready, is_view)
 
 
-def _stays_packed(place: Place, recipe: Recipe, tensors: Mapping[str, StoredTensor]) -> bool:
+def _kind(place: Place, recipe: Recipe, tensors: Mapping[str, StoredTensor], packs: Packs) -> type[StoredMatrix] | None:
     form = tensors[recipe.sources[0][1]].quantised
-    return place.is_linear_weight and recipe.converter is None and form is not None and multiplies(form)
+    if not place.is_linear_weight or recipe.converter is not None or form is None:
+        return None
+    return packs(form, recipe.dtype)
 
 
 def _is_view(recipe: Recipe, stored: Mapping[str, StoredTensor]) -> bool:

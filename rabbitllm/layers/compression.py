@@ -345,21 +345,46 @@ def dequantise(
     Returns:
         A new tensor of shape `form.shape`.
     """
-    import torch
-
     functional = _bitsandbytes()
     if form.scheme == "4bit":
-        assert form.dtype is not None
-        state = functional.QuantState(
-            absmax=absmax,
-            shape=torch.Size(form.shape),
-            dtype=getattr(torch, form.dtype),
-            blocksize=NF4_BLOCK,
-            code=table,
-            quant_type="nf4",
-        )
-        result: torch.Tensor = functional.dequantize_4bit(payload, state)
+        result: torch.Tensor = functional.dequantize_4bit(payload, _nf4_quant_state(form, absmax, table))
     else:
         state = functional.QuantState(absmax=absmax, code=table, blocksize=INT8_BLOCK, dtype=dtype)
         result = functional.dequantize_blockwise(payload, state)
     return result.to(dtype).view(form.shape)
+
+
+def multiply_4bit(
+    form: Quantised, payload: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor, x: torch.Tensor
+) -> torch.Tensor:
+    """`x @ W.T` by bitsandbytes from the codes, where it has a kernel for the device; else it dequantises.
+
+    Its `matmul_4bit` is called rather than `gemv_4bit`, which on some CPUs takes the codes in another order.
+
+    Args:
+        form: (N, K) at 4bit, K a multiple of 64.
+        payload, absmax, table: as for `dequantise`.
+        x: (1, K), contiguous, of a floating dtype.
+
+    Returns:
+        (1, N), of x's dtype; rounded otherwise than a product with the dequantised matrix.
+    """
+    import bitsandbytes
+
+    state = _nf4_quant_state(form, absmax, table)
+    product: torch.Tensor = bitsandbytes.matmul_4bit(x, payload.view(-1, 1).t(), quant_state=state)
+    return product
+
+
+def _nf4_quant_state(form: Quantised, absmax: torch.Tensor, table: torch.Tensor) -> Any:
+    import torch
+
+    assert form.dtype is not None
+    return _bitsandbytes().QuantState(
+        absmax=absmax,
+        shape=torch.Size(form.shape),
+        dtype=getattr(torch, form.dtype),
+        blocksize=NF4_BLOCK,
+        code=table,
+        quant_type="nf4",
+    )

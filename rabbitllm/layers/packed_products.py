@@ -73,6 +73,10 @@ class Matrix:
         """The matrix itself, anew."""
         return dequantise(self.form, self.payload, self.absmax, self.table, dtype)
 
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See `linear`."""
+        return linear(x, self, bias)
+
     def times(self, x: torch.Tensor) -> torch.Tensor:
         """`x @ W.T` in float32, from the codes: (T, K) of any floating dtype -> (T, N)."""
         return self.times_with(kernel_for(self.form.scheme, x.dtype), x)

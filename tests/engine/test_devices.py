@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from rabbitllm.engine import devices, load
 from rabbitllm.engine.devices import CpuDevice, CudaDevice, resolve_devices, suits_bf16
 from rabbitllm.errors import DeviceError
 from rabbitllm.layers.layer_store import LayerStore
+from rabbitllm.options import StreamOptions
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import split
 
@@ -42,7 +44,7 @@ class RecordingEvent:
     log: list[tuple[Any, ...]]
     made = 0
 
-    def __init__(self) -> None:
+    def __init__(self, enable_timing: bool = False) -> None:
         type(self).made += 1
         self.number = type(self).made
 
@@ -51,6 +53,9 @@ class RecordingEvent:
 
     def synchronize(self) -> None:
         self.log.append(("host", "waits for", self.number))
+
+    def elapsed_time(self, end: RecordingEvent) -> float:
+        return 1000.0 * (end.number - self.number)
 
 
 @pytest.fixture
@@ -164,11 +169,89 @@ def test_an_upload_waits_for_the_computation_and_the_computation_for_it(gpus: li
         (copies, "enters"),
         (copies, "waits for", 1),
         (copies, "records", 2),
+        (copies, "records", 3),
         (copies, "leaves"),
-        ("host", "waits for", 2),
-        ("computation", "waits for", 2),
+        ("host", "waits for", 3),
+        ("computation", "waits for", 3),
     ]
     assert torch.equal(on_device, host)
+
+
+def test_a_copy_is_timed_by_itself(gpus: list[tuple[Any, ...]]) -> None:
+    device = CudaDevice(1, pin_memory=False)
+    ticket = device.upload(torch.zeros(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8), device.leave())
+    assert device.seconds(ticket) == 1.0
+    assert gpus.index((f"copies on {device.torch_device}", "waits for", 1)) < gpus.index(
+        ("copies on cuda:1", "records", 2)
+    )
+
+
+class Driver:
+    """Stands for what torch.cuda.cudart() gives: locks up to a limit, and remembers an error as CUDA does."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.locked: dict[int, tuple[int, int]] = {}
+        self.error = 0
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        taken = sum(length for length, _ in self.locked.values())
+        if address in self.locked or taken + nbytes > self.limit:
+            self.error = 2
+            return 2
+        self.locked[address] = nbytes, flags
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        if address not in self.locked:
+            self.error = 713
+            return 713
+        del self.locked[address]
+        return 0
+
+    def launch(self, *args: Any, **kwargs: Any) -> None:
+        """What the next kernel's launch does: it finds the error, and forgets it."""
+        if self.error:
+            self.error = 0
+            raise RuntimeError("CUDA error")
+
+
+@pytest.fixture
+def driver(gpus: object, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver(100_000)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch, "ones", made.launch)
+    return made
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 10_000])
+def test_host_buffers_are_locked_where_they_are_and_no_byte_more(driver: Driver, nbytes: int) -> None:
+    device = CudaDevice(1)
+    buffer = device.host_buffer(nbytes)
+    assert driver.locked == {buffer.data_ptr(): (nbytes, 1)}
+    assert buffer.data_ptr() % 4096 == 0
+    assert (buffer.shape, buffer.dtype) == ((nbytes,), torch.uint8)
+    device.free_host_buffer(buffer)
+    assert driver.locked == {}
+
+
+def test_memory_that_cannot_be_locked_is_an_error_that_no_kernel_is_blamed_for(driver: Driver) -> None:
+    device = CudaDevice(0)
+    kept = device.host_buffer(60_000)
+    with pytest.raises(RuntimeError, match="locks no 60,000 bytes more, error 2"):
+        device.host_buffer(60_000)
+    assert driver.error == 0
+    device.free_host_buffer(kept)
+    device.free_host_buffer(kept)
+    assert driver.error == 0
+    device.host_buffer(60_000)
+
+
+def test_without_page_locking_the_driver_is_not_asked(driver: Driver) -> None:
+    device = CudaDevice(0, pin_memory=False)
+    device.free_host_buffer(device.host_buffer(200_000))
+    assert driver.locked == {}
 
 
 def test_measuring_waits_for_everything(gpus: list[tuple[Any, ...]]) -> None:
@@ -250,6 +333,26 @@ def test_flash_attention_only_where_model_gpu_and_installation_have_it(
     assert attention("llama") is None
     chosen[:] = [CpuDevice()]  # type: ignore[list-item]
     assert attention("llama") is None
+
+
+def test_host_memory_to_lock_is_what_the_caller_allows_and_what_is_free(
+    gpus: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "available_ram", lambda: 20 << 30)
+    free = load._default_budget(CpuDevice())
+    assert 0 < free < 20 << 30
+    cards: list[Any] = [CudaDevice(0), CudaDevice(1)]
+
+    def room(given: list[Any], **options: Any) -> int:
+        return load._host_room(given, StreamOptions(**options))
+
+    assert room(cards) == free
+    assert room(cards, max_memory={"cuda:0": 1}) == free
+    assert room(cards, max_memory={"cpu": 5}) == 5
+    assert room(cards, max_memory={"cpu": 0}) == 0
+    assert room(cards, max_memory={"cpu": 1 << 40}) == free
+    assert room(cards, pin_memory=False) == 0
+    assert room([CpuDevice()]) == 0
 
 
 def test_a_limit_leaves_room_for_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ would show it.
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,17 @@ import pytest
 import torch
 import transformers
 
-from rabbitllm.engine import streamer
+from rabbitllm.engine import fused_choice, streamer
+from rabbitllm.engine.ahead import Loaded
+from rabbitllm.engine.boundary import Boundary
 from rabbitllm.engine.load import load_model
-from rabbitllm.engine.loader import Loaded, Loader
-from rabbitllm.engine.placement import SLOTS, Tier
+from rabbitllm.engine.placement import SLOTS, STAGING, Tier
+from rabbitllm.engine.span_reader import SpanReader
+from rabbitllm.engine.uploader import Uploader
+from rabbitllm.layers import fused_products
 from rabbitllm.options import StreamOptions
-from rabbitllm.profiler import READ
+from rabbitllm.profiler import PINNED_UPLOAD, READ, UPLOAD
+from tests.engine.test_loader import until
 from tests.support.builders import FAMILIES, Reference, build_checkpoint, reference_logits
 from tests.support.fake_gpu import FakeGpu, Race, WrongDevice, watched
 from tests.support.tiny_models import ALL, INPUT, assert_same, bytes_when_made, load, run, split, tiers
@@ -25,15 +31,17 @@ TRANSFORMERS = tuple(int(part) for part in transformers.__version__.split(".")[:
 SHORT = ("llama", "gemma3", "gpt_oss", "qwen3_moe", "deepseek_v3", "qwen3_next", "opt", "t5")
 
 
-def load_on(gpus: list[FakeGpu], folder: Path, budget: int = 0, **options: Any) -> Any:
-    """A model on fake GPUs, each with so many bytes for weights."""
-    limits = {gpu.name: budget for gpu in gpus}
-    return load_model(folder, StreamOptions(max_memory=limits, show_progress=False, **options), None, gpus)
+def load_on(gpus: list[FakeGpu], folder: Path, budget: int = 0, host: int = 0, **options: Any) -> Any:
+    """A model on fake GPUs, computing exactly, each with so many bytes for weights, and so many of host memory for all
+    of them."""
+    limits = {gpu.name: budget for gpu in gpus} | {"cpu": host}
+    settings = {"max_memory": limits, "show_progress": False, "exact": True, **options}
+    return load_model(folder, StreamOptions(**settings), None, gpus)
 
 
-def run_on(gpus: list[FakeGpu], folder: Path, budget: int = 0, **options: Any) -> Reference:
+def run_on(gpus: list[FakeGpu], folder: Path, budget: int = 0, host: int = 0, **options: Any) -> Reference:
     with watched():
-        return run(load_on(gpus, folder, budget, **options))
+        return run(load_on(gpus, folder, budget, host, **options))
 
 
 # The fake itself
@@ -95,6 +103,45 @@ def test_a_use_before_the_arrival_is_seen() -> None:
         assert (view + 1).sum() == 0
 
 
+def test_a_copy_is_timed_when_it_is_over() -> None:
+    gpu = FakeGpu(0)
+    host = gpu.host_buffer(8)
+    buffer = gpu.device_buffer(8)
+    ticket = gpu.upload(host.fill_(3), buffer, gpu.leave())
+    with pytest.raises(RuntimeError, match="the copy is not over"):
+        gpu.seconds(ticket)
+    gpu.arrive(ticket)
+    assert gpu.seconds(ticket) > 0
+    assert torch.equal(buffer, host)
+
+
+def test_uploads_into_one_buffer_come_in_order() -> None:
+    gpu = FakeGpu(0)
+    hosts, buffer = [gpu.host_buffer(4), gpu.host_buffer(4)], gpu.device_buffer(4)
+    mark = gpu.leave()
+    first, second = (gpu.upload(host.fill_(value), buffer, mark) for value, host in enumerate(hosts))
+    with pytest.raises(Race, match="given to another upload"):
+        gpu.arrive(first)
+    gpu.arrive(second)
+    gpu.synchronise()
+    assert buffer.tolist() == [1] * 4
+
+
+def test_page_locked_memory_is_counted_and_not_freed_under_a_copy() -> None:
+    gpu = FakeGpu(0, lockable=10)
+    host, buffer = gpu.host_buffer(8), gpu.device_buffer(8)
+    with pytest.raises(RuntimeError, match="no more memory can be page-locked"):
+        gpu.host_buffer(3)
+    ticket = gpu.upload(host, buffer, gpu.leave())
+    with pytest.raises(Race, match="unlocked while a copy"):
+        gpu.free_host_buffer(host)
+    gpu.arrive(ticket)
+    gpu.free_host_buffer(host)
+    assert gpu.locked == {}
+    with pytest.raises(KeyError):
+        gpu.free_host_buffer(host)
+
+
 def test_tensors_know_where_they_are_and_do_not_mix() -> None:
     first, second = FakeGpu(0).torch_device, FakeGpu(1).torch_device
     with watched():
@@ -150,10 +197,10 @@ def test_compressed_models_have_the_bits_of_the_cpu(tmp_path: Path, family: str,
     on_cpu = load(directory)
     expected = run(on_cpu)
     seen = set()
-    for budget in (ALL, bytes_when_made(on_cpu) - 1, 0):
+    for budget, host in ((ALL, 0), (bytes_when_made(on_cpu) - 1, 0), (0, 0), (0, ALL)):
         for gpus in ([FakeGpu(0)], [FakeGpu(0), FakeGpu(1)]):
             with watched():
-                model = load_on(gpus, directory, budget // len(gpus))
+                model = load_on(gpus, directory, budget // len(gpus), host)
                 found = run(model)
             assert_same(found, expected)
             seen |= set(tiers(model).values())
@@ -210,7 +257,204 @@ def test_padding_beams_and_sampling_on_two_devices(tmp_path: Path) -> None:
         assert torch.equal(found, wanted), way
 
 
+@pytest.mark.parametrize("compression", [None, "4bit"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_page_locked_memory_changes_no_bit(tmp_path: Path, count: int, compression: str | None) -> None:
+    """All of it resident, all or a part of what does not fit page-locked, and nothing of it."""
+    folder = build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6)
+    directory = split(folder, compression)
+    expected = run(load(directory))
+    if compression is None:
+        assert_same(expected, reference_logits(folder, INPUT, torch.float32))
+    whole = sum(placed.stored for placed in load(directory).placement.units)
+    seen = set()
+    for budget, host in ((ALL, 0), (0, ALL), (0, whole), (0, 3 * whole // 4), (whole // 2, whole // 2), (0, 0)):
+        gpus = [FakeGpu(number) for number in range(count)]
+        with watched():
+            model = load_on(gpus, directory, budget // count, host)
+            found = run(model)
+        assert_same(found, expected)
+        seen.add(frozenset(set(tiers(model).values()) & {Tier.PINNED, Tier.STREAMED}))
+    assert seen == {
+        frozenset(),
+        frozenset({Tier.PINNED}),
+        frozenset({Tier.PINNED, Tier.STREAMED}),
+        frozenset({Tier.STREAMED}),
+    }
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_4bit_layers_are_multiplied_from_their_codes_where_that_is_sooner(
+    tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what bitsandbytes has for a CPU; whether that has the bits of the dequantised matrices is its own affair."""
+    folder = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16, num_hidden_layers=4)
+    directory = split(folder, "4bit")
+    made = bytes_when_made(load(directory))
+    expected = run(load(directory))
+    multiply, products = fused_products.multiply_4bit, []
+
+    def counted(form: Any, *given: Any) -> torch.Tensor:
+        products.append(form.shape)
+        return multiply(form, *given)
+
+    monkeypatch.setattr(fused_products, "multiply_4bit", counted)
+    for sooner in (True, False):
+        monkeypatch.setattr(fused_choice, "is_sooner", lambda *times, answer=sooner: answer)
+        seen = set()
+        for budget, host in ((ALL, 0), (made - 1, 0), (0, ALL), (0, 0)):
+            with watched():
+                gpus = [FakeGpu(number) for number in range(count)]
+                model = load_on(gpus, directory, budget // count, host, exact=False)
+                products.clear()
+                found = run(model)
+            torch.testing.assert_close(found.logits, expected.logits, rtol=0.05, atol=0.05)
+            if not products:
+                assert_same(found, expected)
+            assert bool(products) == (sooner and not model.placement.is_resident)
+            kinds = {tier for unit, tier in tiers(model).items() if unit.startswith("model.layers")}
+            if kinds == {Tier.PACKED} and sooner:  # never made, so never unmade
+                assert not any(layer._forward_hooks for layer in model.model.layers)
+            seen |= kinds
+        assert seen == {Tier.RESIDENT, Tier.PACKED, Tier.PINNED, Tier.STREAMED}
+    monkeypatch.setattr(fused_choice, "is_sooner", lambda *times: True)
+    products.clear()
+    assert_same(run_on([FakeGpu(0)], directory, host=ALL, exact=True), expected)
+    assert not products
+
+
+def test_8bit_layers_are_dequantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = split(build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16), "8bit")
+    monkeypatch.setattr(fused_choice, "is_sooner", lambda *times: True)
+    model = load_on([FakeGpu(0)], directory, exact=False)
+    assert not any(job.packed for lane in model.streamer.lanes.values() for job in lane_jobs(lane))
+    assert_same(run(model), run(load(directory)))
+
+
+def lane_jobs(lane: Any) -> list[Any]:
+    return [job for source in lane.loader._sources.values() for job in source.jobs]
+
+
+def test_by_default_host_memory_holds_what_does_not_fit(tmp_path: Path) -> None:
+    directory = split(build_checkpoint(tmp_path / "model", "llama"))
+    gpu = FakeGpu(0)
+    options: dict[str, Any] = {"max_memory": {gpu.name: 0}, "show_progress": False}
+    found = tiers(load_model(directory, StreamOptions(**options), None, [gpu]))
+    assert Tier.STREAMED not in found.values()
+    assert found["model.layers.1"] is Tier.PINNED
+    unlocked = tiers(load_model(directory, StreamOptions(**options, pin_memory=False), None, [FakeGpu(0)]))
+    assert Tier.PINNED not in unlocked.values()
+
+
+def test_memory_that_cannot_be_page_locked_is_done_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6)
+    directory = split(folder)
+    every = load_on([FakeGpu(0)], directory, host=ALL)
+    layer = every.placement.of("model.layers.0").stored
+    gpu = FakeGpu(0, lockable=3 * layer)
+    with watched():
+        model = load_on([gpu], directory, host=ALL)
+        found = run(model)
+    assert_same(found, reference_logits(folder, INPUT, torch.float32))
+    assert 0 < sum(tier is Tier.PINNED for tier in tiers(model).values()) < 6
+    assert model.placement.streamed_bytes > 0
+    assert sum(gpu.locked.values()) <= gpu.lockable
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("can be page-locked (no more memory can be page-locked); " in message for message in messages)
+    assert any("copies are slower" in message for message in messages)
+
+
+def test_a_dropped_model_unlocks_its_memory(tmp_path: Path) -> None:
+    directory = split(build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6))
+    gpu = FakeGpu(0)
+    model = load_on([gpu], directory, host=load_on([FakeGpu(0)], directory).placement.streamed_bytes // 2)
+    assert {Tier.PINNED, Tier.STREAMED} <= set(tiers(model).values())
+    assert len(gpu.locked) == sum(tier is Tier.PINNED for tier in tiers(model).values()) + STAGING
+    run(model)
+    del model
+    assert until(lambda: gc.collect() >= 0 and not gpu.locked)  # a reader that is at work holds what it works for
+
+
 # What a pass costs
+
+
+def test_what_is_page_locked_is_copied_once_and_never_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = split(build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6))
+    gpu = FakeGpu(0)
+    model = load_on([gpu], directory, host=ALL, profiling=True)
+    assert model.placement.streamed_bytes == 0
+
+    def refuse(*args: Any) -> None:
+        raise AssertionError("the disk was asked")
+
+    monkeypatch.setattr(SpanReader, "read", refuse)
+    run(model)
+    kept = set(gpu.locked)
+    assert len(kept) == 7  # the layers and the head, and nothing to read into
+    del gpu.uploaded_from[:]
+    with torch.inference_mode():
+        model(INPUT)
+    for _, future in model.streamer.lanes[gpu.name].loader._ahead._pending.values():
+        future.result(30)
+    assert set(gpu.uploaded_from) == kept
+    assert len(gpu.uploaded_from) == 7
+    stages = model.profiler.stages
+    assert READ not in stages
+    assert UPLOAD not in stages
+    passes = model.profiler.layers["lm_head"][PINNED_UPLOAD].count
+    assert stages[PINNED_UPLOAD].nbytes == passes * model.placement.uploaded_bytes
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_inputs_cross_a_boundary_once_however_many_layers_want_them(tmp_path: Path, family: str, mode: Any) -> None:
+    """The hidden states, and what every layer gets: a mask, rotary angles."""
+    counts = []
+    for layers in (4, 10):
+        folder = build_checkpoint(tmp_path / f"{layers}", family, num_hidden_layers=layers)
+        gpus = [FakeGpu(0), FakeGpu(1)]
+        mask = torch.tensor([[0, 0, *[1] * (INPUT.shape[1] - 2)]])
+        directory = split(folder)
+        with mode(), watched() as operations:
+            model = load_on(gpus, directory, ALL)
+            ids, mask = INPUT.to(model.device), mask.to(model.device)
+            operations.crossings.clear()
+            found = model(ids, attention_mask=mask, use_cache=False).logits
+            counts.append(operations.crossings[gpus[0].torch_device, gpus[1].torch_device])
+        plain: Any = FAMILIES[family].auto_class.from_pretrained(folder)
+        with torch.no_grad():
+            assert torch.equal(found, plain(INPUT, attention_mask=mask, use_cache=False).logits)
+    assert counts[0] == counts[1]
+    assert 1 < counts[0] <= 9
+
+
+def test_the_cache_is_where_its_layers_are(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6)
+    with watched():
+        model = load_on([FakeGpu(0), FakeGpu(1)], split(folder), host=ALL)
+        given = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+        found = model.generate(INPUT.to(model.device), **given)
+        devices = [layer.keys.device for layer in found.past_key_values.layers]
+        assert [layer.values.device for layer in found.past_key_values.layers] == devices
+    by_name = {lane.device.name: lane.device.torch_device for lane in model.streamer.lanes.values()}
+    assert devices == [by_name[model.placement.of(f"model.layers.{i}").device] for i in range(6)]
+    assert len(set(devices)) == 2
+    plain: Any = FAMILIES["llama"].auto_class.from_pretrained(folder)
+    assert torch.equal(found.sequences, plain.generate(INPUT, **given).sequences)
+
+
+def test_bytes_by_where_they_come_from(tmp_path: Path) -> None:
+    directory = split(build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6))
+    half = load_on([FakeGpu(0)], directory).placement.streamed_bytes // 2
+    model = load_on([FakeGpu(0)], directory, host=half, profiling=True)
+    with torch.inference_mode():
+        for _ in range(3):
+            model(INPUT)
+    stages = model.profiler.stages
+    assert 0 < model.placement.streamed_bytes < model.placement.uploaded_bytes
+    assert stages[UPLOAD].nbytes == 3 * model.placement.streamed_bytes
+    assert stages[PINNED_UPLOAD].nbytes == 3 * (model.placement.uploaded_bytes - model.placement.streamed_bytes)
+    assert stages[UPLOAD].seconds > 0
 
 
 def test_what_is_resident_is_uploaded_once(tmp_path: Path) -> None:
@@ -230,9 +474,9 @@ def test_each_pass_uploads_each_streamed_unit_once(tmp_path: Path) -> None:
     with torch.inference_mode():
         for _ in range(3):
             model(INPUT)
-    for future in model.streamer.lanes[gpu.name].loader._pending.values():
+    for _, future in model.streamer.lanes[gpu.name].loader._ahead._pending.values():
         future.result(30)
-    assert gpu.uploads - before == 3 * streamed + 1
+    assert gpu.uploads - before == 3 * streamed + SLOTS
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9, 1.0])
@@ -295,34 +539,34 @@ def test_a_copy_that_is_not_waited_for_is_caught(tmp_path: Path) -> None:
 
 def test_a_loader_that_forgets_to_wait_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama"))
-    take = Loader.take
+    take = Uploader.take
 
-    def without_waiting(self: Loader, unit: str) -> Loaded:
+    def without_waiting(self: Uploader, unit: str) -> Loaded:
         self._device.arrive = lambda ticket: None  # type: ignore[method-assign]
         return take(self, unit)
 
-    monkeypatch.setattr(Loader, "take", without_waiting)
+    monkeypatch.setattr(Uploader, "take", without_waiting)
     with pytest.raises(Race, match="before its upload has arrived"):
         run_on([FakeGpu(0)], directory)
 
 
 def test_a_slot_without_a_new_mark_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama"))
-    monkeypatch.setattr(Loader, "give_back", lambda self, loaded: self._free.put(loaded.slot))
+    monkeypatch.setattr(Uploader, "give_back", lambda self, loaded: self._ahead.give_back(loaded, loaded.slot.left))
     with pytest.raises(Race, match="no mark after the last use"):
         run(load_on([FakeGpu(0)], directory))
 
 
 def test_a_slot_given_back_before_the_computation_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama"))
-    take = Loader.take
+    take = Uploader.take
 
-    def and_give_back(self: Loader, unit: str) -> Loaded:
+    def and_give_back(self: Uploader, unit: str) -> Loaded:
         loaded = take(self, unit)
         self.give_back(loaded)
         return loaded
 
-    monkeypatch.setattr(Loader, "take", and_give_back)
+    monkeypatch.setattr(Uploader, "take", and_give_back)
     monkeypatch.setattr(streamer._Streamed, "let_go", lambda self: None)
     with pytest.raises(Race):
         run_on([FakeGpu(0)], directory)
@@ -330,7 +574,7 @@ def test_a_slot_given_back_before_the_computation_is_caught(tmp_path: Path, monk
 
 def test_inputs_that_are_not_moved_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama"))
-    monkeypatch.setattr(streamer._Mover, "__call__", lambda self, module, args, kwargs: None)
+    monkeypatch.setattr(Boundary, "__call__", lambda self, module, args, kwargs: None)
     assert run_on([FakeGpu(0)], directory).logits.isfinite().all()
     with pytest.raises(WrongDevice):
         run_on([FakeGpu(0), FakeGpu(1)], directory)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from rabbitllm.engine import skeleton
+from rabbitllm.engine.ahead import Loaded
 from rabbitllm.engine.devices import CpuDevice
-from rabbitllm.engine.loader import Loaded, Loader
+from rabbitllm.engine.loader import Loader, largest
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, SpanReader, Way
 from rabbitllm.engine.unit_source import UnitSource, source_of
 from rabbitllm.engine.units import find_units
@@ -39,7 +41,9 @@ class Opened:
 
     def loader(self, slots: int = 2, way: Way = THROUGH_THE_CACHE) -> Loader:
         streamed = {name: self.sources[name] for name in LAYERS}
-        return Loader(streamed, SpanReader(self.store, way), CpuDevice(), self.profiler, slots)
+        device = CpuDevice()
+        buffers = [device.host_buffer(largest(streamed)) for _ in range(slots)]
+        return Loader(streamed, SpanReader(self.store, way), device, self.profiler, buffers, slots)
 
     def file(self, unit: str) -> Path:
         (name,) = {span.file for span in self.sources[unit].spans}
@@ -48,7 +52,7 @@ class Opened:
     def is_right(self, loaded: Loaded) -> bool:
         """Whether every tensor in the slot has the bytes that safetensors finds in the layer file."""
         source: UnitSource = self.sources[loaded.unit]
-        part = source.part_of(loaded.slot.device)
+        part = source.part_of(loaded.slot.buffer)
         wanted = load_file(self.file(loaded.unit))
         found = {spec.name: part(spec) for tensor in source.stored.values() for spec in tensor.parts}
         return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -103,9 +107,10 @@ def test_a_request_waits_for_a_slot(opened: Opened) -> None:
 def test_buffers_are_allocated_once(opened: Opened) -> None:
     loader = opened.loader(slots=2)
     seen = set()
-    for name in LAYERS * 3:
+    for name, following in pairwise(LAYERS * 3):
         loaded = loader.take(name)
-        seen.add(loaded.slot.host.data_ptr())
+        loader.request(following)
+        seen.add(loaded.slot.buffer.data_ptr())
         loader.give_back(loaded)
     assert len(seen) == 2
     assert all(address % 4096 == 0 for address in seen)
@@ -131,21 +136,6 @@ def test_several_requests_in_vain(opened: Opened, slots: int) -> None:
     assert opened.is_right(loaded)
     loader.give_back(loaded)
     assert opened.is_right(loader.take(LAYERS[5]))
-
-
-def test_kept_units_need_no_file(opened: Opened) -> None:
-    loader = opened.loader()
-    loader.keep_in_host_memory(LAYERS[3])
-    wanted = load_file(opened.file(LAYERS[3]))
-    opened.file(LAYERS[3]).unlink()
-    for _ in range(2):
-        loaded = loader.take(LAYERS[3])
-        part = opened.sources[LAYERS[3]].part_of(loaded.slot.device)
-        for tensor in opened.sources[LAYERS[3]].stored.values():
-            assert torch.equal(part(tensor.parts[0]), wanted[tensor.name])
-        loaded.slot.device.fill_(0)  # a slot is not what is kept
-        loader.give_back(loaded)
-    assert LAYERS[3] not in {unit for unit, stages in opened.profiler.layers.items() if READ in stages}
 
 
 def test_a_file_cut_short_is_named_and_costs_no_slot(opened: Opened) -> None:
@@ -177,17 +167,18 @@ def test_an_interrupted_wait_costs_no_slot(opened: Opened, monkeypatch: pytest.M
     loader = opened.loader(slots=2)
 
     class Interrupted:
-        def result(self) -> Loaded:
+        def result(self) -> None:
             raise KeyboardInterrupt
 
+    pending = loader._ahead._pending
     for name in LAYERS[:3]:
-        loader.request(name)
-        under_way = loader._pending[name]
-        monkeypatch.setitem(loader._pending, name, Interrupted())
+        loader.expect([name])
+        slot, under_way = pending[name]
+        monkeypatch.setitem(pending, name, (slot, Interrupted()))  # type: ignore[arg-type]
         with pytest.raises(KeyboardInterrupt):
             loader.take(name)
-        assert name in loader._pending
-        loader._pending[name] = under_way
+        assert name in pending
+        pending[name] = slot, under_way
     held = [loader.take(LAYERS[4]), loader.take(LAYERS[5])]
     assert all(map(opened.is_right, held))
 

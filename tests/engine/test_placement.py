@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rabbitllm.engine.placement import SLOTS, Budget, Placement, Tier, UnitCost, place
+from rabbitllm.engine.placement import SLOTS, STAGING, Budget, Placement, Tier, UnitCost, place
 
 KEPT = (Tier.RESIDENT, Tier.PACKED)
 
@@ -223,7 +223,87 @@ def test_cached_layers_are_kept_on_the_host_whatever_the_budget() -> None:
     assert packed["layers.1"] is Tier.PACKED
     assert packed["embed"] is Tier.STREAMED
     gpu = tiers(place(model(5), [Budget("cuda:0", 0, False)], cached_layers=2))
-    assert gpu["layers.0"] is Tier.STREAMED
+    assert [gpu[f"layers.{i}"] for i in range(5)] == [Tier.PINNED] * 2 + [Tier.STREAMED] * 3
+    assert gpu["embed"] is Tier.STREAMED
+
+
+gpu_lists = st.lists(st.integers(0, 20_000), min_size=1, max_size=4).map(
+    lambda rooms: [Budget(f"cuda:{number}", room, False) for number, room in enumerate(rooms)]
+)
+
+
+@settings(max_examples=300)
+@given(units(), budget_lists, st.integers(0, 20_000), st.integers(0, 3))
+def test_host_memory_is_never_exceeded_and_is_for_other_devices(
+    costs: list[UnitCost], budgets: list[Budget], room: int, cached: int
+) -> None:
+    without = place(costs, budgets, cached_layers=cached)
+    placement = place(costs, budgets, cached_layers=cached, host_bytes=room)
+    host = {budget.device for budget in budgets if budget.is_host}
+    changed = [(old, new) for old, new in zip(without.units, placement.units, strict=True) if old != new]
+    assert all({old.tier, new.tier} == {Tier.STREAMED, Tier.PINNED} for old, new in changed)
+    pinned = [placed for placed in placement.units if placed.tier is Tier.PINNED]
+    assert not any(placed.device in host for placed in pinned)
+    streamed = [placed for placed in placement.units if placed.tier is Tier.STREAMED and placed.device not in host]
+    buffers = sum(
+        STAGING * max((placed.stored for placed in streamed if placed.device == budget.device), default=0)
+        for budget in budgets
+    )
+    asked_for = sum(sorted((c.stored for c in costs if c.is_layer), reverse=True)[:cached])
+    if any(placed.stored for placed in pinned):
+        assert sum(placed.stored for placed in pinned) <= max(room - buffers, 0) + asked_for
+    moved = sum(placed.stored for placed in (*pinned, *streamed))
+    assert placement.uploaded_bytes == moved
+    assert placement.uploaded_bytes - placement.streamed_bytes <= sum(placed.stored for placed in pinned)
+
+
+@settings(max_examples=100)
+@given(units(), gpu_lists)
+def test_without_host_memory_nothing_is_page_locked(costs: list[UnitCost], budgets: list[Budget]) -> None:
+    assert not [p for p in place(costs, budgets, host_bytes=0).units if p.tier is Tier.PINNED and p.stored]
+    everything = place(costs, budgets, host_bytes=1 << 40)
+    assert not [p for p in everything.units if p.tier is Tier.STREAMED and p.stored]
+
+
+@settings(max_examples=200)
+@given(st.integers(3, 60), st.lists(st.integers(0, 3000), min_size=1, max_size=3), st.integers(0, 60))
+def test_what_is_read_is_spread_evenly_over_the_pass(layers: int, rooms: list[int], kept: int) -> None:
+    """Over what is not on the devices: so the disk is asked at even distances, and each device has its share."""
+    budgets = [Budget(f"cuda:{number}", room, False) for number, room in enumerate(rooms)]
+    costs = [layer(f"layers.{i}", 100) for i in range(layers)]
+    away = [p for p in place(costs, budgets).units if p.tier is Tier.STREAMED]
+    if len(away) <= kept or not away:
+        return
+    used = len({placed.device for placed in away})
+    placement = place(costs, budgets, host_bytes=100 * (kept + STAGING * used))
+    flags = [placement.of(placed.unit).tier is Tier.PINNED for placed in away]
+    if kept + STAGING * used >= len(away):
+        assert all(flags)
+        return
+    assert sum(flags) == kept
+    for length in range(len(away) + 1):
+        assert abs(sum(flags[:length]) - length * kept / len(away)) <= 1
+    for budget in budgets:
+        here = [flag for flag, placed in zip(flags, away, strict=True) if placed.device == budget.device]
+        assert abs(sum(here) - len(here) * kept / len(away)) <= 2
+
+
+@settings(max_examples=200)
+@given(st.integers(1, 60), st.integers(0, 60))
+def test_what_is_brought_is_spread_evenly_among_what_stays(layers: int, kept: int) -> None:
+    costs = [layer(f"layers.{i}", 100) for i in range(layers)]
+    placement = place(costs, [Budget("cuda:0", SLOTS * 100 + kept * 100, False)], host_bytes=1 << 40)
+    flags = [placed.tier is Tier.PINNED for placed in placement.units]
+    for length in range(layers + 1):
+        assert abs(sum(flags[:length]) - length * sum(flags) / layers) <= 1
+
+
+@settings(max_examples=100)
+@given(st.integers(2, 40), st.integers(0, 6000), st.integers(0, 3000))
+def test_more_host_memory_never_reads_more(layers: int, room: int, more: int) -> None:
+    costs, gpu = [layer(f"layers.{i}", 100, 250) for i in range(layers)], [Budget("cuda:0", 0, False)]
+    read = [place(costs, gpu, host_bytes=nbytes).streamed_bytes for nbytes in (room, room + more)]
+    assert read[1] <= read[0]
 
 
 def test_prints_as_a_table() -> None:
@@ -234,3 +314,20 @@ def test_prints_as_a_table() -> None:
         "cuda:0  resident      3  3.00",
         "cuda:1  resident      3  3.00",
     ]
+
+
+def test_prints_what_each_pass_moves() -> None:
+    costs = [layer(f"layers.{i}", 1_000_000_000) for i in range(12)]
+    budgets = [Budget("cuda:0", 4_000_000_000, False), Budget("cuda:1", 4_000_000_000, False)]
+    assert str(place(costs, budgets, host_bytes=6_000_000_000)).splitlines() == [
+        "device  tier             units    GB",
+        "cuda:0  resident             2  2.00",
+        "cuda:0  page-locked RAM      1  1.00",
+        "cuda:0  streamed             3  3.00",
+        "cuda:1  resident             2  2.00",
+        "cuda:1  page-locked RAM      1  1.00",
+        "cuda:1  streamed             3  3.00",
+        "each pass: 4.00 GB are copied to cuda:0, 4.00 GB are copied to cuda:1, 6.00 GB are read from the disk",
+    ]
+    on_host = str(place(costs, [Budget("cpu", 4_000_000_000, True)]))
+    assert on_host.splitlines()[-1] == "each pass: 10.00 GB are read from the disk"

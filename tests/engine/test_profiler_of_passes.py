@@ -114,7 +114,7 @@ def test_copies_to_a_gpu_are_recorded(checkpoint: Path) -> None:
     from rabbitllm.options import StreamOptions
 
     gpu = FakeGpu(0)
-    options = StreamOptions(max_memory={gpu.name: 0}, show_progress=False, profiling=True)
+    options = StreamOptions(max_memory={gpu.name: 0, "cpu": 0}, show_progress=False, profiling=True)
     model = load_model(split(checkpoint), options, None, [gpu])
     run(model)
     uploaded = model.profiler.stages[UPLOAD]

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +25,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+from rabbitllm.engine.devices import aligned_host
 
 HOST = torch.device("cpu")
 GARBAGE = 0xFF
@@ -56,6 +60,8 @@ class Ticket:
     device: torch.Tensor
     staged: torch.Tensor | None = None
     """What was in the host buffer when the copy left it."""
+    seconds: float | None = None
+    """How long it took, once it is carried out."""
 
 
 @dataclass(frozen=True)
@@ -100,14 +106,25 @@ _ledger = _Ledger()
 
 
 class FakeGpu:
-    """A `Device` for tests; `uploads` and `uploaded_bytes` count the copies."""
+    """A `Device` for tests; `uploads` and `uploaded_bytes` count the copies.
+
+    Args:
+        index: which one.
+        memory: bytes that it says are free.
+        lockable: bytes of host memory that it page-locks, and no more.
+    """
 
     shares_host_memory = False
 
-    def __init__(self, index: int, memory: int = 1 << 30) -> None:
+    def __init__(self, index: int, memory: int = 1 << 30, lockable: int = 1 << 40) -> None:
         self.name = f"fake:{index}"
         self.torch_device = torch.device("cpu", index + 1)
         self.memory = memory
+        self.lockable = lockable
+        self.locked: dict[int, int] = {}
+        """Address -> bytes of host buffers that are page-locked."""
+        self.uploaded_from: list[int] = []
+        """Addresses, in the order of the uploads."""
         self.uploads = 0
         self.uploaded_bytes = 0
         self.marks = 0
@@ -120,8 +137,18 @@ class FakeGpu:
         return sum(nbytes for buffer, nbytes in self._buffers if not buffer.expired())
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
+        if sum(self.locked.values()) + nbytes > self.lockable:
+            raise RuntimeError("no more memory can be page-locked")
         with _disable_current_modes():
-            return torch.full((nbytes,), GARBAGE, dtype=torch.uint8)
+            buffer = aligned_host(nbytes).fill_(GARBAGE)
+        self.locked[buffer.data_ptr()] = nbytes
+        return buffer
+
+    def free_host_buffer(self, buffer: torch.Tensor) -> None:
+        with _ledger.lock, _disable_current_modes():
+            if any(ticket.host.data_ptr() == buffer.data_ptr() for ticket in self._under_way):
+                raise Race("host memory is unlocked while a copy from it is under way")
+            del self.locked[buffer.data_ptr()]
 
     def device_buffer(self, nbytes: int) -> torch.Tensor:
         with _ledger.lock, _disable_current_modes():
@@ -140,10 +167,13 @@ class FakeGpu:
             if not isinstance(after, Mark) or after.owner is not self or after.time < memory.touched:
                 raise Race(f"an upload to {self.name} waits for no mark after the last use of its buffer")
             device.fill_(GARBAGE)
+            if memory.pending is not None:  # which is overwritten, since uploads are carried out in order
+                self._under_way.remove(memory.pending)
             ticket = memory.pending = Ticket(host, device)
             self._under_way.append(ticket)
             self.uploads += 1
             self.uploaded_bytes += host.nbytes
+            self.uploaded_from.append(host.data_ptr())
             return ticket
 
     def landed(self, ticket: Any) -> None:
@@ -154,11 +184,16 @@ class FakeGpu:
         with _ledger.lock, _disable_current_modes():
             memory = _ledger.find(ticket.device)
             assert memory is not None
+            if memory.pending is not None and memory.pending is not ticket:
+                raise Race("the buffer was given to another upload before this one arrived")
             if ticket in self._under_way:
-                if memory.pending is not ticket:
-                    raise Race("the buffer was given to another upload before this one arrived")
                 self._carry_out(ticket)
             memory.touched = _ledger.tick()
+
+    def seconds(self, ticket: Any) -> float:
+        if ticket.seconds is None:
+            raise RuntimeError("the copy is not over")
+        return float(ticket.seconds)
 
     def leave(self) -> Any:
         with _ledger.lock:
@@ -174,7 +209,9 @@ class FakeGpu:
         return self.memory
 
     def _carry_out(self, ticket: Ticket) -> None:
+        begun = time.perf_counter()
         ticket.device.copy_(ticket.staged if ticket.staged is not None else ticket.host)
+        ticket.seconds = time.perf_counter() - begun
         memory = _ledger.find(ticket.device)
         if memory is not None and memory.pending is ticket:
             memory.pending = None
@@ -182,16 +219,18 @@ class FakeGpu:
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[None]:
+def watched() -> Iterator[Operations]:
     """Look at every operation of this thread."""
-    with _DeviceOfTensors(), _Operations():
-        yield
+    with _DeviceOfTensors(), Operations() as operations:
+        yield operations
 
 
 _GET_DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 _TO = (torch.Tensor.to, torch.Tensor.cpu)
 _MAKERS = (torch.tensor, torch.as_tensor)
 _TRANSFERS = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
+# in inference mode an operation that is made of others is not taken apart
+_TRANSFERS |= {torch.ops.aten.to.device, torch.ops.aten.to.dtype_layout, torch.ops.aten.to.dtype}
 _INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default}
 
 
@@ -206,7 +245,7 @@ class _DeviceOfTensors(TorchFunctionMode):
             return _ledger.place(args[0])
         if func in _TO and _ledger.find(args[0]) is not None and self._means_host(func, (*args[1:], *given.values())):
             # to torch both are the CPU, so it would hand out the tensor itself
-            _Operations.look([args[0]])
+            Operations.look([args[0]])
             with _disable_current_modes():
                 return func(args[0].clone(), *args[1:], **given)
         if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], torch.Tensor):  # to where another one is
@@ -227,8 +266,16 @@ class _DeviceOfTensors(TorchFunctionMode):
         return any(str(device) == "cpu" for device in devices)
 
 
-class _Operations(TorchDispatchMode):
-    """Checks what each operation reads, and notes where its results are."""
+class Operations(TorchDispatchMode):
+    """Checks what each operation reads, and notes where its results are.
+
+    Attributes:
+        crossings: (from, to) -> copies of tensors from one device to another.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.crossings: Counter[tuple[torch.device, torch.device]] = Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -248,7 +295,15 @@ class _Operations(TorchDispatchMode):
                     where = HOST if device is not None and torch.device(device).index is None else where
                     if where != HOST:
                         _ledger.put(made, torch.device(where))
+            if func in _TRANSFERS:
+                self._count(args, result)
         return result
+
+    def _count(self, args: tuple[Any, ...], result: torch.Tensor) -> None:
+        source = args[1] if len(args) > 1 and isinstance(args[1], torch.Tensor) else args[0]  # copy_: its target first
+        begin, end = _ledger.place(source), _ledger.place(result)
+        if begin != end:
+            self.crossings[begin, end] += 1
 
     @staticmethod
     def look(tensors: list[torch.Tensor]) -> None:

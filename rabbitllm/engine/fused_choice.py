@@ -1,0 +1,104 @@
+"""Whether a device multiplies one input with 4bit codes, or with the matrix dequantised for it: by trying both there.
+
+What is sooner depends on the GPU, the shape and the version of bitsandbytes, and that its kernel is right on this
+device is better seen than believed. One trial a shape, of zeros and random codes, when the model is loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+
+from rabbitllm.engine.devices import Device
+from rabbitllm.layers.compression import NF4_BLOCK, Quantised
+from rabbitllm.layers.fused_products import FusedMatrix, can_multiply
+
+logger = logging.getLogger(__name__)
+
+MOST_ROWS = 4096
+"""Of a trial's matrix: more rows are more of the same work, and memory."""
+WORTH_IT = 0.9
+"""Of the time of the other way: what is only as good is not worth other last bits."""
+_ROUNDS, _REPEATS = 3, 4
+
+Shape = tuple[str, int, int, torch.dtype]
+
+
+class FusedChoice:
+    """Remembers the outcome for each device, shape and dtype."""
+
+    def __init__(self) -> None:
+        self._known: dict[Shape, bool] = {}
+
+    def pays(self, device: Device, form: Quantised, dtype: torch.dtype) -> bool:
+        """Whether to multiply from the codes.
+
+        Args:
+            device: where.
+            form: the matrix; at 8bit, or of rows that are no whole blocks, the answer is no.
+            dtype: of the input.
+        """
+        if not can_multiply(form) or dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return False
+        rows, columns = min(form.shape[0], MOST_ROWS), form.shape[1]
+        key = (device.name, rows, columns, dtype)
+        if key not in self._known:
+            name = str(dtype).removeprefix("torch.")  # not the stored one, to which a made matrix is rounded first
+            self._known[key] = _try(device, Quantised("4bit", (rows, columns), name), dtype)
+        return self._known[key]
+
+
+def is_sooner(fused_seconds: float, dequantised_seconds: float) -> bool:
+    """Whether products from codes are so much sooner that they are used."""
+    return fused_seconds < WORTH_IT * dequantised_seconds
+
+
+def is_near(fused: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two products differ by no more than how they were rounded on the way."""
+    error = float((fused.float() - expected.float()).norm())
+    return error <= max(8 * torch.finfo(fused.dtype).eps, 1e-5) * float(expected.float().norm())
+
+
+def _try(device: Device, form: Quantised, dtype: torch.dtype) -> bool:
+    """One trial. Whatever fails in it, a kernel that is not there or memory that does not suffice, is a no."""
+    try:
+        matrix, x = _sample(device, form, dtype)
+        near = is_near(matrix.linear(x, None), torch.nn.functional.linear(x, matrix.dequantised(dtype)))
+        if not near:
+            logger.warning("bitsandbytes multiplies 4bit codes wrongly on %s; layers are dequantised.", device.name)
+            return False
+        fused = _seconds(device, lambda: matrix.linear(x, None))
+        plain = _seconds(device, lambda: torch.nn.functional.linear(x, matrix.dequantised(dtype)))
+    except Exception as error:
+        logger.info("4bit codes are not multiplied on %s: %s: %s", device.name, type(error).__name__, error)
+        return False
+    logger.info(
+        "%s at 4bit on %s: %.0f us from codes, %.0f us dequantised.", form.shape, device.name, fused * 1e6, plain * 1e6
+    )
+    return is_sooner(fused, plain)
+
+
+def _sample(device: Device, form: Quantised, dtype: torch.dtype) -> tuple[FusedMatrix, torch.Tensor]:
+    (rows, columns), place = form.shape, device.torch_device
+    generator = torch.Generator().manual_seed(0)
+    payload = torch.randint(0, 256, (rows * columns // 2, 1), dtype=torch.uint8, generator=generator)
+    absmax = torch.rand(rows * columns // NF4_BLOCK, generator=generator)
+    table, x = torch.linspace(-1, 1, 16), torch.randn(1, columns, generator=generator).to(dtype)
+    return FusedMatrix(form, payload.to(place), absmax.to(place), table.to(place)), x.to(place)
+
+
+def _seconds(device: Device, work: Callable[[], torch.Tensor]) -> float:
+    """Of one call: the best of a few rounds, after one that warms up."""
+    work()
+    best = float("inf")
+    for _ in range(_ROUNDS):
+        device.synchronise()
+        begun = time.perf_counter()
+        for _ in range(_REPEATS):
+            work()
+        device.synchronise()
+        best = min(best, (time.perf_counter() - begun) / _REPEATS)
+    return best

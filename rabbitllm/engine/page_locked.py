@@ -1,0 +1,113 @@
+"""Units kept in host memory that their device copies from at the full rate of its link.
+
+Page-locked memory cannot be swapped or moved, so a system may refuse some of it; what gets none is streamed from the
+disk, and a warning says so. Knows no hooks.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from rabbitllm.engine.devices import Device, aligned_host
+from rabbitllm.engine.loader import bytes_of
+from rabbitllm.engine.placement import Placement, Tier
+from rabbitllm.engine.span_reader import SpanReader, Way
+from rabbitllm.engine.unit_source import UnitSource
+from rabbitllm.layers.layer_store import WeightFiles
+
+logger = logging.getLogger(__name__)
+
+REFUSALS = (RuntimeError, MemoryError, OSError)
+"""What a system or a driver that has no such memory left raises."""
+
+
+class HostBuffers:
+    """Host memory that one device copies from; given back when nobody has this object any more."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._locked: list[torch.Tensor] = []
+        release = weakref.finalize(self, _release, device, self._locked)
+        release.atexit = False  # by then the driver may be gone, and the system takes everything back anyway
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Page-locked memory, uint8 (nbytes,), on a page boundary.
+
+        Raises:
+            RuntimeError, MemoryError, OSError: there is none.
+        """
+        buffer = self._device.host_buffer(nbytes)
+        self._locked.append(buffer)
+        return buffer
+
+    def take_anyhow(self, nbytes: int) -> torch.Tensor:
+        """The same, or ordinary memory where it is refused: copies from it are slow, but right."""
+        try:
+            return self.take(nbytes)
+        except REFUSALS as error:
+            logger.warning(
+                "%s bytes of host memory could not be page-locked (%s): copies are slower.", f"{nbytes:,}", error
+            )
+            return aligned_host(nbytes)
+
+
+def _release(device: Device, buffers: list[torch.Tensor]) -> None:
+    device.synchronise()  # a copy may be under way
+    for buffer in buffers:
+        device.free_host_buffer(buffer)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is in host memory for one device: unit -> its bytes, and whose they are."""
+
+    units: Mapping[str, torch.Tensor]
+    memory: HostBuffers
+
+
+def keep_units(
+    placement: Placement, sources: Mapping[str, UnitSource], devices: Mapping[str, Device], store: WeightFiles
+) -> tuple[Placement, dict[str, Kept]]:
+    """Read the units of `Tier.PINNED` into page-locked memory.
+
+    Args:
+        placement: which they are.
+        sources: every unit.
+        devices: by name.
+        store: where their bytes are.
+
+    Returns:
+        The placement as it came out, and device name -> what is kept for it, for each that shares no host memory.
+
+    Raises:
+        OSError: a layer file cannot be read.
+    """
+    memories = {name: HostBuffers(device) for name, device in devices.items() if not device.shares_host_memory}
+    kept: dict[str, dict[str, torch.Tensor]] = {name: {} for name in memories}
+    wanted = [placed for placed in placement.units if placed.tier is Tier.PINNED]
+    # read once, so the page cache is better left to what is read again and again
+    reader = SpanReader(store, Way(drop=True))
+    for at, placed in enumerate(wanted):
+        source = sources[placed.unit]
+        try:
+            buffer = memories[placed.device].take(source.buffer_bytes)
+        except REFUSALS as error:
+            refused = wanted[at:]
+            logger.warning(
+                "No more than %.2f GB of host memory can be page-locked (%s); %d layers of %.2f GB that were to be "
+                "kept there are read from the disk for each pass.",
+                sum(done.stored for done in wanted[:at]) / 1e9,
+                error,
+                len(refused),
+                sum(left.stored for left in refused) / 1e9,
+            )
+            placement = placement.changed({left.unit: Tier.STREAMED for left in refused})
+            break
+        reader.read(source.spans, bytes_of(buffer))
+        kept[placed.device][placed.unit] = buffer
+    return placement, {name: Kept(kept[name], memories[name]) for name in memories}

@@ -1,0 +1,119 @@
+"""Host memory -> device buffers, ahead of need, for devices with memory of their own.
+
+Two lanes. One thread reads what is on the disk into a few page-locked buffers, as far ahead as these reach, so that
+the disk is at work while other units are copied. Another begins the copies, in the order of need, each as soon as a
+device buffer is free: what is kept in page-locked memory straight from there, what was read from where it was read to.
+So a copy waits for a read only where that unit is needed first. Nothing here waits for a copy but the next read into
+the same buffer; the computation waits on the device. Knows no hooks and no modules.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+
+from rabbitllm.engine.ahead import Ahead, Loaded, Slot
+from rabbitllm.engine.devices import Device
+from rabbitllm.engine.loader import Loader, largest
+from rabbitllm.engine.page_locked import HostBuffers
+from rabbitllm.engine.placement import SLOTS, STAGING
+from rabbitllm.engine.span_reader import SpanReader
+from rabbitllm.engine.unit_source import UnitSource
+from rabbitllm.profiler import PINNED_UPLOAD, READ_WAIT, UPLOAD, UPLOAD_WAIT, Profiler
+
+
+class Uploader:
+    """Brings the units of one device that are not on it.
+
+    Args:
+        sources: the units, by name.
+        kept: the bytes of those that stay in host memory, uint8, laid out as their source says.
+        disk: reads the others.
+        device: where they go.
+        profiler: records reading, copying and waiting.
+        memory: gives buffers to read into.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, UnitSource],
+        kept: Mapping[str, torch.Tensor],
+        disk: SpanReader,
+        device: Device,
+        profiler: Profiler,
+        memory: HostBuffers,
+    ) -> None:
+        self._sources = sources
+        self._kept = kept
+        self._device = device
+        self._profiler = profiler
+        self._memory = memory  # whose buffers are unlocked when nobody has it any more
+        on_disk = {name: source for name, source in sources.items() if name not in kept}
+        staging = [memory.take_anyhow(largest(on_disk)) for _ in range(STAGING if on_disk else 0)]
+        self._disk = Loader(on_disk, disk, device, profiler, staging, STAGING)
+        buffers = [device.device_buffer(largest(sources)) for _ in range(SLOTS if sources else 0)]
+        # the first copy waits too: this memory may belong to a computation that is not over
+        self._ahead = Ahead([Slot(buffer, device.leave()) for buffer in buffers], f"upload-{device.name}")
+
+    @property
+    def loads(self) -> int:
+        """How many units were read from the disk."""
+        return self._disk.loads
+
+    def expect(self, units: Iterable[str]) -> None:
+        """Bring these ahead, in this order, and nothing else: read as far as buffers reach, copy as far as slots do."""
+        order = list(units)
+        soon = order[:SLOTS]
+        self._ahead.forget(but=soon)
+        for at, unit in enumerate(soon):
+            reads = tuple(islice((name for name in order[at:] if name not in self._kept), STAGING))
+            self._ahead.request(unit, partial(self._upload, unit, reads))
+
+    def take(self, unit: str) -> Loaded:
+        """The unit's bytes on the device; blocks until their copy is asked for. `give_back` its slot after use."""
+        start = time.perf_counter()
+        if not self._ahead.is_coming(unit):
+            self._ahead.forget()  # something else was expected; its slots are needed now
+            self._ahead.request(unit, partial(self._upload, unit, None))
+        loaded = self._ahead.take(unit)
+        waited = UPLOAD_WAIT if unit in self._kept else READ_WAIT
+        self._profiler.add(unit, waited, time.perf_counter() - start)
+        self._device.arrive(loaded.ticket)
+        if self._profiler.enabled:
+            self._record_copy(loaded)
+        return loaded
+
+    def give_back(self, loaded: Loaded) -> None:
+        """Declare that the computation asked so far is the last to use this slot."""
+        self._ahead.give_back(loaded, self._device.leave())
+
+    def close(self) -> None:
+        """Stop both threads."""
+        self._ahead.close()
+        self._disk.close()
+
+    def _upload(self, unit: str, reads: tuple[str, ...] | None, slot: Slot) -> Any:
+        """Begin a copy; in the thread. `reads`: what to read ahead, or None to leave that as it is."""
+        if reads is not None:
+            self._disk.expect(reads)
+        target = slot.buffer[: self._sources[unit].buffer_bytes]
+        if unit in self._kept:
+            return self._device.upload(self._kept[unit], target, slot.left)
+        read, ticket = self._disk.bring(unit), None
+        try:
+            ticket = self._device.upload(read.slot.buffer[: len(target)], target, slot.left)
+        finally:
+            self._disk.give_back(read, ticket)
+        return ticket
+
+    def _record_copy(self, loaded: Loaded) -> None:
+        unit, device = loaded.unit, self._device
+        with self._profiler.stage(unit, UPLOAD_WAIT):
+            device.landed(loaded.ticket)
+        stage = PINNED_UPLOAD if unit in self._kept else UPLOAD
+        self._profiler.add(unit, stage, device.seconds(loaded.ticket), self._sources[unit].stored_bytes)
