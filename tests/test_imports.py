@@ -39,8 +39,9 @@ PUBLIC = {
 
 FLOORS = (
     ("version",),
-    ("errors", "durable", "profiler", "progress", "collection", "terminal"),
-    ("options",),
+    ("errors", "durable", "progress", "collection", "terminal"),
+    ("options", "profiling"),
+    ("profiler",),
     ("formats",),
     ("checkpoints",),
     ("layers",),
@@ -49,7 +50,7 @@ FLOORS = (
     ("prepare",),
     ("auto_model", "planning", "inspection", "convert"),
     ("rabbitllm_1_names",),
-    ("demo",),
+    ("demo", "bench"),
     ("cli",),
     ("__main__",),
 )

@@ -101,6 +101,7 @@ def load_model(
     by_name = {device.name: device for device in chosen}
     skeleton.materialise_buffers(model, _device_finder(placement, by_name), weights.absent)
     profiler = Profiler(options.profiling, "Passes, by stage")
+    profiler.in_place = _in_place(model, sources, placement)
     cached = options.cache_layers or 0
     with torch.no_grad():
         streamer = Streamer(
@@ -199,6 +200,17 @@ def _place(
         for device in devices
     ]
     return place(costs, budgets, small_first=options.small_layers_resident, cached_layers=options.cache_layers or 0)
+
+
+def _in_place(model: nn.Module, sources: Mapping[str, UnitSource], placement: Placement) -> dict[str, int]:
+    """ "device tier" -> stored bytes that each pass uses without moving them; of an embedding it uses only rows."""
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    found: dict[str, int] = {}
+    for placed in placement.units:
+        if placed.tier in _MAPPED and sources[placed.unit].unit.module is not embedding:
+            key = f"{placed.device} {placed.tier.value}"
+            found[key] = found.get(key, 0) + placed.stored
+    return found
 
 
 def _mapped_spans(
