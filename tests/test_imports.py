@@ -170,7 +170,9 @@ print(torch.cuda.is_available())
     assert python(code).splitlines()[-1] == "False"
 
 
-@pytest.mark.parametrize("module", ["errors", "options", "durable", "profiler", "progress", "version"])
+@pytest.mark.parametrize(
+    "module", ["errors", "options", "durable", "profiler", "profiling.picture", "progress", "version"]
+)
 def test_the_ground_floor_stands_alone(module: str) -> None:
     loaded = set(python(f"import sys; import rabbitllm.{module}; print(*sys.modules)").split())
-    assert not {"torch", "transformers", "numpy", "huggingface_hub"} & loaded
+    assert not {"torch", "transformers", "numpy", "huggingface_hub", "matplotlib"} & loaded

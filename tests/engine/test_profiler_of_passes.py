@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -135,3 +136,54 @@ def test_an_exception_leaves_no_open_record(checkpoint: Path, monkeypatch: pytes
     passes(model, 1)
     assert model.profiler.layers["model.layers.1"][COMPUTE].count == 2
     assert model.profiler.layers["model.layers.2"][COMPUTE].count == 1
+
+
+def test_passes_have_tokens_and_bytes(checkpoint: Path) -> None:
+    model = load(split(checkpoint), 0, profiling=True)
+    ids = INPUT.repeat(2, 1)
+    model.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False)
+    first, *further = model.profiler.passes
+    assert (first.kind, first.tokens, first.made) == ("prompt", ids.numel(), 2)
+    assert [(one.kind, one.tokens) for one in further] == [("further", 2)] * 4
+    assert [one.made for one in further] == [2, 2, 2, None]
+    sums = model.profiler.sums
+    read = sums["prompt"].disk_bytes + sums["further"].disk_bytes
+    assert read >= 5 * model.placement.streamed_bytes
+    assert 0 < sums["further"].overlap <= 1
+    assert model.profiler.in_place == {"cpu resident": model.placement.of("model.norm").stored}
+
+
+def test_passes_of_a_packed_model_move_nothing(checkpoint: Path) -> None:
+    model = load(split(checkpoint, "4bit"), ALL, profiling=True, exact=False)
+    passes(model, 2)
+    assert len(model.profiler.passes) == 2
+    assert model.profiler.sums["prompt"].disk_bytes == 0
+    kept = sum(placed.stored for placed in model.placement.units if placed.unit != "model.embed_tokens")
+    assert model.profiler.in_place == {"cpu resident": kept}
+
+
+def test_passes_count_what_is_copied_to_a_gpu(checkpoint: Path) -> None:
+    from rabbitllm.engine.load import load_model
+    from rabbitllm.options import StreamOptions
+
+    gpu = FakeGpu(0)
+    options = StreamOptions(max_memory={gpu.name: 0}, show_progress=False, profiling=True)
+    model = load_model(split(checkpoint), options, None, [gpu])
+    run(model)
+    assert len(model.profiler.passes) == 1 + 8
+    copied = sum(one.stages[UPLOAD].nbytes for one in model.profiler.passes)
+    assert copied >= 9 * model.placement.streamed_bytes
+
+
+def test_threads_that_share_a_resident_model_lose_no_time(checkpoint: Path) -> None:
+    """Their passes are beside each other: one is recorded, and what the other does meanwhile is part of it."""
+    model = load(split(checkpoint), ALL, profiling=True)
+    both = threading.Barrier(2)
+    model.model.embed_tokens.register_forward_hook(lambda module, args, output: both.wait(10) and None)
+    threads = [threading.Thread(target=passes, args=(model, 1)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert model.profiler.layers["model.norm"][COMPUTE].count <= 2
+    assert len(model.profiler.passes) == 1
