@@ -126,6 +126,8 @@ def measure(
         RabbitLLMError: as `AutoModel.from_pretrained` does.
     """
     say("loading")
+    import rabbitllm.engine.load  # noqa: F401  what that imports is no part of loading
+
     start = time.perf_counter()
     with contextlib.redirect_stdout(sys.stderr):  # the profile of a split that is made now
         model = AutoModel.from_pretrained(source, profiling_mode=True, show_layer_progress=False, **options)

@@ -66,7 +66,7 @@ def _facts(measured: Measured) -> Iterator[tuple[str, str]]:
     sequences = "" if request.batch == 1 else f" in each of {counted(request.batch, 'sequence')}"
     prompt = counted(request.prompt_tokens, "token")
     yield "generated", f"{counted(request.tokens, 'token')} after {prompt}{sequences}; medians of {_turns(measured)}"
-    yield "load", f"{measured.load:.2f} s"
+    yield "load", f"{measured.load:.2f} s, with what had to be split first"
     yield "first token", f"{measured.first:.3f} s; the very first one after loading {measured.first_after_load:.3f} s"
     times = sorted(turn.further for turn in measured.turns)
     spread = f" ({times[0]:.4f} to {times[-1]:.4f})" if len(times) > 1 else ""
@@ -89,7 +89,7 @@ def _bytes(measured: Measured, further: PassSums) -> Iterator[str]:
     if copied.nbytes:
         yield f"{_gb(measured.per_token(copied.nbytes))} copied at {_rate(copied.nbytes, copied.busy_seconds)}"
     for where, nbytes in measured.in_place.items():
-        yield f"{_gb(nbytes / measured.request.batch)} {where}"
+        yield f"{_gb(nbytes / measured.request.batch)} in memory ({where})"
 
 
 def _gb(nbytes: float) -> str:

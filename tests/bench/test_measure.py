@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
+import psutil
 import pytest
 
 from rabbitllm.bench.measure import Measured, Request, measure
@@ -45,12 +44,13 @@ def test_shares_of_a_pass_are_its_whole(measured: Measured) -> None:
     assert found[-1][0] == "between layers"
 
 
-def test_peak_memory_grows_by_what_is_used(tmp_path: Path) -> None:
+def test_peak_memory_grows_by_what_is_used() -> None:
     before = peak_memory()
     assert before is not None
-    used = np.ones(before + (64 << 20), np.uint8)
+    more = before - psutil.Process().memory_info().rss + (64 << 20)
+    used = np.ones(more, np.uint8)
     after = peak_memory()
     assert after is not None
-    assert after >= before + (64 << 20)
+    assert before + (48 << 20) < after < before + (128 << 20)
     del used
     assert peak_memory() == pytest.approx(after, rel=0.05)
