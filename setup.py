@@ -34,7 +34,7 @@ setup(
     ],
     extras_require={
         "dev": ["pytest", "hypothesis", "ruff", "mypy", "sentencepiece", "tiktoken", "matplotlib"],
-        "plot": ["matplotlib>=3.8"],
+        "plot": ["matplotlib>=3.9"],
         "fuzz": ["atheris>=3"],
     },
     entry_points={"console_scripts": ["rabbitllm = rabbitllm.cli.main:main"]},
