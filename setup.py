@@ -33,7 +33,8 @@ setup(
         "rich>=13",  # comes with transformers
     ],
     extras_require={
-        "dev": ["pytest", "hypothesis", "ruff", "mypy", "sentencepiece", "tiktoken"],
+        "dev": ["pytest", "hypothesis", "ruff", "mypy", "sentencepiece", "tiktoken", "matplotlib"],
+        "plot": ["matplotlib>=3.9"],
         "fuzz": ["atheris>=3"],
     },
     entry_points={"console_scripts": ["rabbitllm = rabbitllm.cli.main:main"]},

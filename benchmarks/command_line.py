@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.checkpoint import SCALES
 
 _HERE = Path(__file__).resolve().parent
-_NEEDED_BYTES = {"full": 10 * 1000**3, "tiny": 100 * 1000**2}
+_NEEDED_BYTES = {"full": 10 * 1000**3, "medium": 2 * 1000**3, "tiny": 100 * 1000**2}
 """For checkpoints and splits; environments come on top."""
 
 
@@ -21,7 +21,7 @@ def parser(description: str | None, turns: int, rows: Sequence[str]) -> argparse
     made.add_argument("--turns", type=int, default=turns, help="how often each row is run (default: %(default)s)")
     made.add_argument("--only", nargs="+", choices=rows, default=rows, metavar="ROW", help=f"of {', '.join(rows)}")
     made.add_argument(
-        "--scale", choices=list(SCALES), default="full", help="tiny: try it out, the figures mean nothing"
+        "--scale", choices=list(SCALES), default="full", help="other than full: try it out, the figures mean nothing"
     )
     made.add_argument("--work-dir", type=Path, default=_HERE / "work", help="for environments, checkpoint and splits")
     made.add_argument("--results", type=Path, help="file to write, without suffix (default: in benchmarks/results)")

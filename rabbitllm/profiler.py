@@ -1,7 +1,7 @@
 """Where the time of each layer went, in a split and in a pass, and which stage is the limit.
 
 Both halves of the package record here, so it lies below both. Thread-safe. When off, a stage costs one call that
-returns at once.
+returns at once. What comes of the records is made in `profiling/`.
 """
 
 from __future__ import annotations
@@ -9,102 +9,191 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Any
 
-READ = "read"
-QUANTISE = "quantise"
-WRITE = "write"
-SYNC = "sync"
-SHARD_WAIT = "wait for shards"
-READ_WAIT = "wait for disk"
-UPLOAD = "copy to device"
-PINNED_UPLOAD = "copy from page-locked RAM"
-UPLOAD_WAIT = "wait for copies"
-DEQUANTISE = "dequantise"
-COMPUTE = "compute"
-FETCH = "fetch"
+from rabbitllm.errors import OptionError
+from rabbitllm.profiling.passes import Entry, Pass, PassSums, sums_of
+from rabbitllm.profiling.record import as_record
+from rabbitllm.profiling.report import pass_table, slowest_layers, stage_table
+from rabbitllm.profiling.totals import (
+    COMPUTE,
+    DEQUANTISE,
+    FETCH,
+    HIDDEN_STAGES,
+    NOTHING,
+    OVERLAPPED_STAGES,
+    PINNED_UPLOAD,
+    QUANTISE,
+    READ,
+    READ_WAIT,
+    SHARD_WAIT,
+    SYNC,
+    UPLOAD,
+    UPLOAD_WAIT,
+    WRITE,
+    Total,
+    limit_of,
+)
+from rabbitllm.profiling.trace import MOST_EVENTS, Event, Trace
 
-HIDDEN_STAGES = frozenset({SHARD_WAIT})
-"""Not work: the time between a layer's first tensor and its last. Listed, but never the bottleneck."""
-OVERLAPPED_STAGES = frozenset({READ, UPLOAD, PINNED_UPLOAD})
-"""Done in the background of a pass; what of it was not hidden shows as `READ_WAIT` and `UPLOAD_WAIT`."""
+__all__ = [
+    "COMPUTE",
+    "DEQUANTISE",
+    "FETCH",
+    "HIDDEN_STAGES",
+    "OVERLAPPED_STAGES",
+    "PINNED_UPLOAD",
+    "QUANTISE",
+    "READ",
+    "READ_WAIT",
+    "SHARD_WAIT",
+    "SYNC",
+    "UPLOAD",
+    "UPLOAD_WAIT",
+    "WRITE",
+    "Profiler",
+    "Total",
+]
 
-
-@dataclass(frozen=True, slots=True)
-class Total:
-    """What one stage took.
-
-    Attributes:
-        seconds: of all threads that were in it together, waiting included.
-        count: number of records.
-        nbytes: bytes moved.
-        cpu_seconds: core-seconds of `seconds`; 0 where only the time was told.
-        threads: that were in it.
-    """
-
-    seconds: float
-    count: int
-    nbytes: int
-    cpu_seconds: float = 0.0
-    threads: int = 1
-
-    @property
-    def busy_seconds(self) -> float:
-        """How long it would keep its threads busy if they shared it evenly."""
-        return self.seconds / self.threads
-
-    def plus(self, other: Total) -> Total:
-        """Both together; how many threads that were is not known from here."""
-        return Total(
-            self.seconds + other.seconds,
-            self.count + other.count,
-            self.nbytes + other.nbytes,
-            self.cpu_seconds + other.cpu_seconds,
-        )
+KEPT_PASSES = 1_000
+"""Passes that are kept one by one, in about a megabyte; older ones are summed."""
+_OFF = contextlib.nullcontext()
 
 
-_NOTHING = Total(0.0, 0, 0)
+@dataclass
+class _Open:
+    """A pass that is under way; `text` refers to what tells whether the next one continues it."""
+
+    entry: Entry
+    start: float
+    text: Any
 
 
 class Profiler:
-    """Seconds and bytes by layer and stage.
+    """Seconds and bytes by layer and stage, and by pass.
 
     Args:
         enabled: record anything at all.
         title: first line of the report.
+        kept_passes: how many to keep one by one.
+
+    Attributes:
+        in_place: "device tier" -> stored bytes that each pass uses where they are.
     """
 
-    def __init__(self, enabled: bool = True, title: str = "") -> None:
+    def __init__(self, enabled: bool = True, title: str = "", kept_passes: int = KEPT_PASSES) -> None:
         self.enabled = enabled
         self.title = title
+        self.in_place: Mapping[str, int] = {}
         self._lock = threading.Lock()
+        self._kept_passes = kept_passes
+        self._trace: Trace | None = None
+        self._open: _Open | None = None
+        self._begin()
+
+    def _begin(self) -> None:
         self._records: dict[tuple[str, str], Total] = {}
         self._threads: dict[str, set[int]] = {}
+        self._since: dict[str, Total] = {}
+        self._since_threads: dict[str, set[int]] = {}
+        self._passes: deque[Pass] = deque()
+        self._earlier: dict[str, PassSums] = {}
+        self._count = 0
+        self._last_text: Any = None
 
     def add(self, layer: str, stage: str, seconds: float, nbytes: int = 0, cpu_seconds: float = 0.0) -> None:
-        """Record that `stage` of `layer` took `seconds` of the calling thread and moved `nbytes`."""
+        """Record that `stage` of `layer` took the last `seconds` of the calling thread and moved `nbytes`."""
         if not self.enabled:
             return
-        new = Total(seconds, 1, nbytes, cpu_seconds)
+        trace = self._trace
+        if trace is not None:
+            now = time.perf_counter()
+            trace.add(Event(now - seconds, seconds, threading.current_thread().name, layer, stage, nbytes))
+        new, thread = Total(seconds, 1, nbytes, cpu_seconds), threading.get_ident()
         with self._lock:
-            self._records[layer, stage] = self._records.get((layer, stage), _NOTHING).plus(new)
-            self._threads.setdefault(stage, set()).add(threading.get_ident())
+            self._records[layer, stage] = self._records.get((layer, stage), NOTHING).plus(new)
+            self._since[stage] = self._since.get(stage, NOTHING).plus(new)
+            self._threads.setdefault(stage, set()).add(thread)
+            self._since_threads.setdefault(stage, set()).add(thread)
+
+    def stage(self, layer: str, stage: str, nbytes: int = 0) -> AbstractContextManager[None]:
+        """Record the time spent inside the context."""
+        return self._timed(layer, stage, nbytes) if self.enabled else _OFF
 
     @contextlib.contextmanager
-    def stage(self, layer: str, stage: str, nbytes: int = 0) -> Iterator[None]:
-        """Record the time spent inside the context."""
+    def _timed(self, layer: str, stage: str, nbytes: int) -> Iterator[None]:
         start, cpu_start = time.perf_counter(), time.thread_time()
         try:
             yield
         finally:
             self.add(layer, stage, time.perf_counter() - start, nbytes, time.thread_time() - cpu_start)
 
+    @contextlib.contextmanager
+    def forward(self, entry: Entry, text: Any = None) -> Iterator[None]:
+        """Record a pass: what happens inside the context. One inside another, or beside it, is part of it.
+
+        Args:
+            entry: what goes in.
+            text: an object that the next pass brings again if it continues this one's text: the KV cache. By that it
+                is known how many tokens came of this one.
+        """
+        with self._lock:
+            first = self._open is None and self.enabled
+            if first:
+                self._open = opened = _Open(entry, time.perf_counter(), text)
+                self._settle(entry, text)
+        try:
+            yield
+        finally:
+            if first:
+                self._close(opened)
+
+    def _settle(self, entry: Entry, text: Any) -> None:
+        """Now that the next pass begins, what came of the last one can be told."""
+        last = self._passes[-1] if self._passes else None
+        if last is not None and text is not None and self._last_text is not None and self._last_text() is text:
+            self._passes[-1] = replace(last, made=last.entry.made(entry))
+
+    def _close(self, opened: _Open) -> None:
+        wall = time.perf_counter() - opened.start
+        with self._lock:
+            threads = self._since_threads
+            stages = {stage: replace(total, threads=len(threads[stage])) for stage, total in self._since.items()}
+            self._since, self._since_threads = {}, {}
+            self._open = None
+            self._count += 1
+            done = Pass(self._count, opened.start, wall, opened.entry, None, stages)
+            self._passes.append(done)
+            self._last_text = weakref.ref(opened.text) if opened.text is not None else None
+            while len(self._passes) > self._kept_passes:
+                self._earlier = sums_of([self._passes.popleft()], self._earlier)
+        if self._trace is not None:
+            self._trace.add_pass(done, threading.current_thread().name)
+
+    @contextlib.contextmanager
+    def trace(self, most_events: int = MOST_EVENTS) -> Iterator[Trace]:
+        """Keep every single event inside the context; at most so many, the last ones.
+
+        Raises:
+            OptionError: the profiler is off.
+        """
+        if not self.enabled:
+            raise OptionError("The profiler is off, so there are no events.", "Load with profiling_mode=True.")
+        self._trace = trace = Trace(most_events)
+        try:
+            yield trace
+        finally:
+            self._trace = None
+
     def clear(self) -> None:
         """Forget everything recorded."""
         with self._lock:
-            self._records.clear()
-            self._threads.clear()
+            self._begin()
 
     @property
     def layers(self) -> Mapping[str, Mapping[str, Total]]:
@@ -121,21 +210,29 @@ class Profiler:
         sums: dict[str, Total] = {}
         with self._lock:
             for (_, stage), total in self._records.items():
-                sums[stage] = sums.get(stage, _NOTHING).plus(total)
+                sums[stage] = sums.get(stage, NOTHING).plus(total)
             found = {stage: replace(total, threads=len(self._threads[stage])) for stage, total in sums.items()}
         return dict(sorted(found.items(), key=lambda item: -item[1].busy_seconds))
 
     @property
+    def passes(self) -> tuple[Pass, ...]:
+        """The last passes, oldest first."""
+        with self._lock:
+            return tuple(self._passes)
+
+    @property
+    def sums(self) -> Mapping[str, PassSums]:
+        """Kind of pass ("prompt", "further") -> sums of all of them."""
+        with self._lock:
+            return sums_of(self._passes, self._earlier)
+
+    @property
     def bottleneck(self) -> str | None:
         """The stage that kept its threads busy longest, among those that make the caller wait; None without any."""
-        stages = self.stages
-        blocking = [s for s in stages if s not in HIDDEN_STAGES]
-        if READ_WAIT in stages or COMPUTE in stages:
-            blocking = [s for s in blocking if s not in OVERLAPPED_STAGES]
-        return blocking[0] if blocking else None
+        return limit_of(self.stages)
 
     def report(self) -> str:
-        """A table of the stages, the bottleneck marked, as text."""
+        """A table of the stages, the bottleneck marked; of passes too, and their slowest layers; as text."""
         stages = self.stages
         if not stages:
             return (
@@ -143,23 +240,11 @@ class Profiler:
                 if self.title
                 else "(no profiling data)"
             )
-        limit = self.bottleneck
-        rows = [("stage", "busy s", "threads", "core s", "records", "mean ms", "GB/s", "")]
-        for name, total in stages.items():
-            rate = f"{total.nbytes / total.busy_seconds / 1e9:.2f}" if total.nbytes and total.seconds else ""
-            mark = "<-- BOTTLENECK" if name == limit else ""
-            mean = total.seconds / total.count * 1e3
-            cores = f"{total.cpu_seconds:.3f}" if total.cpu_seconds else ""
-            busy, threads = f"{total.busy_seconds:.3f}", str(total.threads)
-            rows.append((name, busy, threads, cores, str(total.count), f"{mean:.2f}", rate, mark))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = [self.title] if self.title else []
-        for row in rows:
-            cells = [
-                row[0].ljust(widths[0]),
-                *(cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:-1], strict=True)),
-            ]
-            lines.append("  ".join([*cells, row[-1]]).rstrip())
-        if limit is not None:
-            lines.append(f"Bottleneck: {limit} ({stages[limit].busy_seconds:.3f} s)")
+        lines = stage_table(stages, self.title)
+        if self.sums:
+            lines += ["", *pass_table(self.sums, self.passes), "", *slowest_layers(self.layers)]
         return "\n".join(lines)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything recorded as one object for `json.dumps`; its fields are described in `profiling/record.py`."""
+        return as_record(self.title, self.stages, self.layers, self.passes, self.sums, self.in_place)

@@ -39,8 +39,9 @@ PUBLIC = {
 
 FLOORS = (
     ("version",),
-    ("errors", "durable", "profiler", "progress", "collection", "terminal"),
-    ("options",),
+    ("errors", "durable", "progress", "collection", "terminal"),
+    ("options", "profiling"),
+    ("profiler",),
     ("formats",),
     ("checkpoints",),
     ("layers",),
@@ -49,7 +50,7 @@ FLOORS = (
     ("prepare",),
     ("auto_model", "planning", "inspection", "convert"),
     ("rabbitllm_1_names",),
-    ("demo",),
+    ("demo", "bench"),
     ("cli",),
     ("__main__",),
 )
@@ -169,7 +170,9 @@ print(torch.cuda.is_available())
     assert python(code).splitlines()[-1] == "False"
 
 
-@pytest.mark.parametrize("module", ["errors", "options", "durable", "profiler", "progress", "version"])
+@pytest.mark.parametrize(
+    "module", ["errors", "options", "durable", "profiler", "profiling.picture", "progress", "version"]
+)
 def test_the_ground_floor_stands_alone(module: str) -> None:
     loaded = set(python(f"import sys; import rabbitllm.{module}; print(*sys.modules)").split())
-    assert not {"torch", "transformers", "numpy", "huggingface_hub"} & loaded
+    assert not {"torch", "transformers", "numpy", "huggingface_hub", "matplotlib"} & loaded

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from rabbitllm.cli.bench import bench_command
 from rabbitllm.cli.convert import convert_command
 from rabbitllm.cli.demo import demo
 from rabbitllm.cli.inspect import inspect_command
@@ -35,6 +36,7 @@ def root(
     """Options that come before a subcommand."""
 
 
+app.command(name="bench")(bench_command)
 app.command(name="convert")(convert_command)
 app.command(name="demo")(demo)
 app.command(name="inspect")(inspect_command)

@@ -111,6 +111,7 @@ def load_model(
     placement, kept = keep_units(placement, sources, by_name, store)
     if not options.exact:
         sources |= _fused(sources, placement, by_name, weights, store)
+    profiler.in_place = _in_place(model, sources, placement)
     with torch.no_grad():
         streamer = Streamer(
             model,
@@ -251,6 +252,17 @@ def _host_room(devices: Sequence[Device], options: StreamOptions) -> int:
         return 0
     free = _default_budget(CpuDevice())
     return min((options.max_memory or {}).get("cpu", free), free)
+
+
+def _in_place(model: nn.Module, sources: Mapping[str, UnitSource], placement: Placement) -> dict[str, int]:
+    """ "device tier" -> stored bytes that each pass uses without moving them; of an embedding it uses only rows."""
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    found: dict[str, int] = {}
+    for placed in placement.units:
+        if placed.tier in _MAPPED and sources[placed.unit].unit.module is not embedding:
+            key = f"{placed.device} {placed.tier.value}"
+            found[key] = found.get(key, 0) + placed.stored
+    return found
 
 
 def _mapped_spans(

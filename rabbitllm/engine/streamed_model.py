@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from rabbitllm.engine.pass_entry import entry_of
 from rabbitllm.engine.placement import Placement
 from rabbitllm.engine.streamer import Streamer
 from rabbitllm.errors import RabbitLLMError
@@ -54,8 +55,14 @@ class StreamedModel:
         Nor can two threads share one: a layer's weights are there for the pass that computes it. They take turns.
         """
         if self._all_resident:
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+            return self._pass(*args, **kwargs)
         with self._turn, torch.no_grad():
+            return self._pass(*args, **kwargs)
+
+    def _pass(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.profiler.enabled:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        with self.profiler.forward(*entry_of(args, kwargs)):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def to(self, *args: Any, **kwargs: Any) -> Any:

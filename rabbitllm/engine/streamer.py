@@ -142,7 +142,7 @@ class Streamer:
         if tier is Tier.RESIDENT or (tier is Tier.PACKED and source.is_view):  # multiplied as it is stored: never made
             part = self._mapped if device.shares_host_memory else self._uploaded(source, device)
             source.make(self._model, part, self._memos[device.name])
-            if self._profiler.enabled:
+            if self._profiler.enabled and not unit.holds_units:  # their time is not counted twice
                 unit.module.register_forward_pre_hook(lambda module, args: self._start(unit.name))
                 unit.module.register_forward_hook(
                     lambda module, args, output: self._stop(unit.name, device), always_call=True

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import SpanReader
 from rabbitllm.profiler import COMPUTE, DEQUANTISE, READ, READ_WAIT, UPLOAD
+from rabbitllm.profiling.totals import copies_of
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu
 from tests.support.tiny_models import ALL, INPUT, load, run, split, tiers
@@ -135,3 +138,60 @@ def test_an_exception_leaves_no_open_record(checkpoint: Path, monkeypatch: pytes
     passes(model, 1)
     assert model.profiler.layers["model.layers.1"][COMPUTE].count == 2
     assert model.profiler.layers["model.layers.2"][COMPUTE].count == 1
+
+
+def test_passes_have_tokens_and_bytes(checkpoint: Path) -> None:
+    model = load(split(checkpoint), 0, profiling=True)
+    ids = INPUT.repeat(2, 1)
+    model.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False)
+    first, *further = model.profiler.passes
+    assert (first.kind, first.tokens, first.made) == ("prompt", ids.numel(), 2)
+    assert [(one.kind, one.tokens) for one in further] == [("further", 2)] * 4
+    assert [one.made for one in further] == [2, 2, 2, None]
+    sums = model.profiler.sums
+    read = sums["prompt"].disk_bytes + sums["further"].disk_bytes
+    assert read >= 5 * model.placement.streamed_bytes
+    assert 0 < sums["further"].overlap <= 1
+    assert model.profiler.in_place == {"cpu resident": model.placement.of("model.norm").stored}
+
+
+def test_passes_of_a_packed_model_move_nothing(checkpoint: Path) -> None:
+    model = load(split(checkpoint, "4bit"), ALL, profiling=True, exact=False)
+    passes(model, 2)
+    assert len(model.profiler.passes) == 2
+    assert model.profiler.sums["prompt"].disk_bytes == 0
+    kept = sum(placed.stored for placed in model.placement.units if placed.unit != "model.embed_tokens")
+    assert model.profiler.in_place == {"cpu resident": kept}
+
+
+@pytest.mark.parametrize("host", [0, 1 << 30], ids=["from the disk", "from page-locked memory"])
+def test_passes_count_what_is_copied_to_a_gpu(checkpoint: Path, host: int) -> None:
+    from rabbitllm.engine.load import load_model
+    from rabbitllm.options import StreamOptions
+
+    gpu = FakeGpu(0)
+    options = StreamOptions(max_memory={gpu.name: 0, "cpu": host}, show_progress=False, profiling=True)
+    model = load_model(split(checkpoint), options, None, [gpu])
+    run(model)
+    assert len(model.profiler.passes) == 1 + 8
+    assert model.placement.uploaded_bytes > 0
+    copied = sum(copies_of(one.stages).nbytes for one in model.profiler.passes)
+    assert copied == 9 * model.placement.uploaded_bytes
+
+
+def test_threads_that_share_a_resident_model_lose_no_time(checkpoint: Path) -> None:
+    """Their passes are beside each other: one is recorded, and what the other does meanwhile is part of it."""
+    model = load(split(checkpoint), ALL, profiling=True)
+    both = threading.Barrier(2)
+
+    def meet(module: Any, args: Any, output: Any) -> None:
+        both.wait(10)
+
+    model.model.embed_tokens.register_forward_hook(meet)
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(passes, model, 1) for _ in range(2)]:
+            done.result(30)
+    assert len(model.profiler.passes) == 1
+    alone = load(split(checkpoint), ALL, profiling=True)
+    passes(alone, 1)
+    assert model.profiler.layers.keys() == alone.profiler.layers.keys()

@@ -1,0 +1,1 @@
+"""`rabbitllm bench`: how fast a model generates here, and where the time goes."""

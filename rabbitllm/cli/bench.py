@@ -1,0 +1,88 @@
+"""`rabbitllm bench`: how fast a model generates on this machine, and what is the limit."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rabbitllm.errors import OptionError
+
+
+def bench_command(
+    model: Annotated[str, typer.Argument(help="A split directory, a checkpoint's folder, or organisation/name.")],
+    compression: Annotated[str, typer.Option(help="none, 4bit or 8bit.")] = "none",
+    device: Annotated[str, typer.Option(help="cuda:N, cpu, or auto for every GPU.")] = "cuda:0",
+    max_memory: Annotated[
+        list[str] | None, typer.Option(help="What weights may take, as cpu=24GiB or 0=14GiB; again for each device.")
+    ] = None,
+    folder: Annotated[str | None, typer.Option("--dir", help="Folder for the split directory.")] = None,
+    tokens: Annotated[int, typer.Option(help="To generate, of each sequence.", min=2)] = 32,
+    prompt_tokens: Annotated[int, typer.Option(help="Of the prompt, which is random.", min=1)] = 16,
+    batch: Annotated[int, typer.Option(help="Sequences at a time.", min=1)] = 1,
+    turns: Annotated[int, typer.Option(help="Generations of which the medians are taken.", min=1)] = 3,
+    exact: Annotated[bool, typer.Option("--exact", help="Dequantise on the CPU instead of using the codes.")] = False,
+    no_split: Annotated[
+        bool, typer.Option("--no-split", help="Out of the checkpoint's own shards; nothing is written.")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw a further token's time here: .png, .svg or .pdf (needs matplotlib).")
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write every event here (JSON; open it in Perfetto).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Generate greedily and tell seconds a token, bytes a token, and what the time goes into.
+
+    A model that is not split yet is split first, exactly as AutoModel.from_pretrained does by default: beside the
+    checkpoint or in --dir, keeping every shard. Nothing is ever deleted. With --no-split nothing is written either.
+
+    Example: rabbitllm bench my-checkpoint --compression 4bit --device cpu --max-memory cpu=8GiB --plot time.png
+    """
+    from rich.console import Console
+
+    from rabbitllm.bench.measure import Request, measure
+    from rabbitllm.bench.record import as_record
+    from rabbitllm.bench.report import headline, show, summary
+    from rabbitllm.profiling.picture import check_picture, draw
+
+    if plot is not None:
+        check_picture(plot)
+    options: dict[str, Any] = {
+        "compression": None if compression.lower() == "none" else compression,
+        "device": device,
+        "max_memory": _limits(max_memory),
+        "layer_shards_saving_path": folder,
+        "exact": exact,
+        "split": not no_split,
+    }
+    with Console(stderr=True).status("starting") as status:
+        measured = measure(
+            model, Request(tokens, prompt_tokens, batch, turns), options, lambda text: status.update(f"{text} …")
+        )
+    if plot is not None:
+        draw(measured.trace, plot, headline(measured), summary(measured))
+    if trace is not None:
+        measured.trace.write(trace)
+    if as_json:
+        json.dump(as_record(measured), sys.stdout, indent=1)
+        print()
+    else:
+        show(measured, Console(highlight=False))
+
+
+def _limits(given: list[str] | None) -> dict[str, str] | None:
+    """`cpu=24GiB`, once for each device -> what `max_memory` takes.
+
+    Raises:
+        OptionError: no equals sign.
+    """
+    limits = {}
+    for text in given or ():
+        name, sign, size = text.partition("=")
+        if not sign:
+            raise OptionError(f"--max-memory {text} names no device.", "For example --max-memory cpu=24GiB.")
+        limits[name.strip()] = size.strip()
+    return limits or None

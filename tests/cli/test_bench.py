@@ -1,0 +1,156 @@
+"""`rabbitllm bench` as a user meets it: what it prints, writes, leaves alone and refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from rabbitllm.cli.main import app
+from rabbitllm.errors import MissingPackageError, OptionError
+from tests.support.builders import build_checkpoint
+from tests.support.splitting import names_in
+from tests.support.tiny_models import one_thread, split  # noqa: F401  a fixture that applies by itself
+
+SHORT = ["--device", "cpu", "--tokens", "4", "--prompt-tokens", "5", "--turns", "2"]
+STREAMED = [*SHORT, "--max-memory", "cpu=0"]
+KEYS = {
+    *("model", "device", "dtype", "compression", "tokens", "prompt_tokens", "batch", "load_seconds", "turns"),
+    *("first_after_load_seconds", "first_token_seconds", "token_seconds", "tokens_per_second", "bytes_per_token"),
+    *("overlap", "bottleneck", "peak_memory_bytes", "placement", "profile"),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = build_checkpoint(tmp_path_factory.mktemp("bench") / "model", "llama", shards=2)
+    split(folder)
+    return folder
+
+
+def bench(*arguments: str) -> Result:
+    result = CliRunner().invoke(app, ["bench", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def record(*arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(bench(*arguments, "--json").stdout)
+    return found
+
+
+def test_json_of_a_streamed_model(checkpoint: Path) -> None:
+    found = record(str(checkpoint), *STREAMED)
+    assert found.keys() == KEYS
+    assert (found["tokens"], found["prompt_tokens"], found["batch"], len(found["turns"])) == (4, 5, 1, 2)
+    streamed = next(row for row in found["placement"] if row["tier"] == "streamed")
+    assert (streamed["device"], streamed["units"]) == ("cpu", 4)
+    # what was read ahead may belong to the pass before or after
+    assert found["bytes_per_token"]["disk"] == pytest.approx(streamed["bytes"], rel=0.5)
+    assert found["bytes_per_token"]["copied"] == 0
+    assert 0 < found["token_seconds"] == pytest.approx(1 / found["tokens_per_second"])
+    assert 0 < found["overlap"] <= 1
+    assert found["bottleneck"] in ("compute", "dequantise", "wait for disk")
+    assert found["peak_memory_bytes"] > 50e6
+    assert found["profile"]["sums"]["further"]["passes"] == 3
+    assert found["profile"]["sums"]["prompt"]["tokens_in"] == 5
+
+
+def test_a_batch_shares_what_is_read(checkpoint: Path) -> None:
+    one, eight = (record(str(checkpoint), *STREAMED, "--batch", batch) for batch in ("1", "8"))
+    ratio = one["bytes_per_token"]["disk"] / eight["bytes_per_token"]["disk"]
+    assert 4 < ratio < 16
+    assert eight["tokens_per_second"] == pytest.approx(8 / eight["token_seconds"])
+    assert eight["profile"]["sums"]["prompt"]["tokens_in"] == 40
+
+
+def test_what_people_read(checkpoint: Path) -> None:
+    result = bench(str(checkpoint), *STREAMED)
+    text = result.stdout
+    assert text.startswith(f"{checkpoint}, float32, on cpu\n")
+    for fact in (
+        "generated",
+        "load",
+        "first token",
+        "each further",
+        "bytes a token",
+        "overlap",
+        "limit",
+        "peak memory",
+    ):
+        assert re.search(rf"^{fact} +\S", text, re.MULTILINE), fact
+    assert re.search(r"^  compute +[\d.,]+ ms +\d+%  █*$", text, re.MULTILINE)
+    assert "cpu     streamed" in text
+    assert "from the disk at" in text
+    shares = [int(share) for share in re.findall(r" ms +(\d+)%", text)]
+    assert 97 <= sum(shares) <= 103
+
+
+def test_a_compressed_model_that_stays(checkpoint: Path) -> None:
+    found = record(str(checkpoint), *SHORT, "--compression", "4bit")
+    assert found["compression"] == "4bit"
+    assert found["bytes_per_token"]["disk"] == 0
+    assert set(found["bytes_per_token"]["in_place"]) == {"cpu resident"}
+    assert record(str(checkpoint), *SHORT, "--compression", "4bit", "--exact")["compression"] == "4bit"
+
+
+def test_files_are_written(checkpoint: Path, tmp_path: Path) -> None:
+    plot, trace = tmp_path / "time.png", tmp_path / "trace.json"
+    bench(str(checkpoint), *STREAMED, "--plot", str(plot), "--trace", str(trace))
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert sum(event.get("cat") == "pass" for event in events) == 4
+
+
+def test_a_checkpoint_is_split_and_kept(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "model", "llama", shards=2)
+    before = names_in(folder)
+    result = bench(str(folder), *SHORT, "--dir", str(tmp_path / "layers"), "--json")
+    json.loads(result.stdout)  # the profile of the split is not among it
+    assert names_in(folder) == before
+    assert (tmp_path / "layers" / "splitted_model" / "split.json").exists()
+
+
+def test_without_a_split_nothing_is_written(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "model", "llama", shards=2)
+    before = names_in(tmp_path)
+    assert record(str(folder), *STREAMED, "--no-split")["bytes_per_token"]["disk"] > 0
+    assert names_in(tmp_path) == before
+
+
+def test_progress_is_on_stderr(checkpoint: Path) -> None:
+    command = [sys.executable, "-m", "rabbitllm", "bench", str(checkpoint), *STREAMED, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout).keys() == KEYS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-memory", "24GiB"], "names no device"),
+        (["--max-memory", "cpu=much"], "is no size"),
+        (["--plot", "time.txt"], "no name of a picture"),
+        (["--compression", "3bit"], "does not exist"),
+    ],
+)
+def test_wrong_options_are_refused(checkpoint: Path, arguments: list[str], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        CliRunner().invoke(app, ["bench", str(checkpoint), *SHORT, *arguments], catch_exceptions=False)
+
+
+def test_a_plot_without_matplotlib_is_refused_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingPackageError, match="extra 'plot'"):
+        CliRunner().invoke(app, ["bench", str(tmp_path / "nowhere"), "--plot", "a.png"], catch_exceptions=False)
+
+
+def test_help_says_what_is_written() -> None:
+    text = " ".join(CliRunner().invoke(app, ["bench", "--help"], env={"COLUMNS": "200"}).stdout.split())
+    assert "keeping every shard. Nothing is ever deleted." in text

@@ -1,0 +1,1 @@
+"""Tests of what a profile is made of and how it is shown."""
