@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,17 @@ from accelerate.utils import send_to_device
 from torch import nn
 
 from rabbitllm.engine import skeleton
+from rabbitllm.engine.costs import unit_costs
 from rabbitllm.engine.devices import Device, available_ram, resolve_devices, suits_bf16
-from rabbitllm.engine.embedding_rows import can_bring_rows
 from rabbitllm.engine.pass_bar import PassBar
-from rabbitllm.engine.placement import Budget, Placement, Tier, UnitCost, place
+from rabbitllm.engine.placement import Budget, Placement, Tier, place
 from rabbitllm.engine.read_ahead import read_ahead
 from rabbitllm.engine.span_reader import Way, choose_way
 from rabbitllm.engine.streamed_model import adopt
 from rabbitllm.engine.streamer import Streamer
 from rabbitllm.engine.unit_source import UnitSource, source_of
 from rabbitllm.engine.units import find_units
-from rabbitllm.engine.weights import map_weights
+from rabbitllm.engine.weights import WeightMap, map_weights
 from rabbitllm.errors import OptionError, RabbitLLMError
 from rabbitllm.formats.tensor_spec import torch_dtype
 from rabbitllm.layers.compression import check_compression
@@ -54,6 +55,45 @@ def check(config_folder: Path, options: StreamOptions, devices: Sequence[Device]
     skeleton.build_skeleton(config_folder, config, dtype, attention, options.trust_remote_code)
 
 
+@dataclass(frozen=True)
+class Blueprint:
+    """A model as it is decided before any of its weights is read.
+
+    Attributes:
+        model: the skeleton; None of its weights are bound.
+        weights: which stored tensors make which parameters.
+        sources: its units, in the order of a pass.
+        placement: where each goes.
+    """
+
+    model: Any
+    weights: WeightMap
+    sources: Mapping[str, UnitSource]
+    placement: Placement
+
+
+def blueprint(store: WeightFiles, options: StreamOptions, home: Path, devices: Sequence[Device]) -> Blueprint:
+    """Decide all that `load_model` decides from names and sizes alone.
+
+    Args:
+        store: the tensors; of those that are only planned there need be no file.
+        options: see `StreamOptions`.
+        home: where the config is.
+        devices: where to compute.
+
+    Raises:
+        IncompleteSplitError, UnknownArchitectureError, OptionError: as `load_model` does.
+    """
+    config = skeleton.read_config(home, options.trust_remote_code)
+    dtype = _choose_dtype(options.dtype, config, store, devices)
+    attention = _attention(options.attn_implementation, config, devices, dtype)
+    model = skeleton.build_skeleton(home, config, dtype, attention, options.trust_remote_code)
+    weights = map_weights(model, store.tensors, str(store.folder))
+    packs = not options.exact and all(device.shares_host_memory for device in devices)
+    sources = {unit.name: source_of(unit, weights, store, packs=packs) for unit in find_units(model)}
+    return Blueprint(model, weights, sources, _place(model, sources, devices, options))
+
+
 @torch.inference_mode(False)  # a caller's inference mode is no reason for weights that can never have gradients
 def load_model(
     folder: Path | WeightFiles,
@@ -83,15 +123,10 @@ def load_model(
     for scheme in {tensor.quantised.scheme for tensor in store.tensors.values() if tensor.quantised}:
         check_compression(scheme)  # now, rather than in the first pass
     home = folder if (folder / "config.json").exists() or config_folder is None else config_folder
-    config = skeleton.read_config(home, options.trust_remote_code)
     chosen = list(devices or resolve_devices(options.device, options.max_memory, options.pin_memory))
-    dtype = _choose_dtype(options.dtype, config, store, chosen)
-    attention = _attention(options.attn_implementation, config, chosen, dtype)
-    model = skeleton.build_skeleton(home, config, dtype, attention, options.trust_remote_code)
-    weights = map_weights(model, store.tensors, str(folder))
-    packs = not options.exact and all(device.shares_host_memory for device in chosen)
-    sources = {unit.name: source_of(unit, weights, store, packs=packs) for unit in find_units(model)}
-    placement = _place(model, sources, chosen, options)
+    drawn = blueprint(store, options, home, chosen)
+    model, config, weights = drawn.model, drawn.model.config, drawn.weights
+    sources, placement = drawn.sources, drawn.placement
     if config.model_type in SCALES_IN_PLACE and not placement.is_resident:
         raise RabbitLLMError(
             f"{config.model_type} rescales its weights in place, so all of them must stay; they need "
@@ -182,17 +217,7 @@ def _attention(wanted: str, config: Any, devices: Sequence[Device], dtype: torch
 def _place(
     model: nn.Module, sources: Mapping[str, UnitSource], devices: Sequence[Device], options: StreamOptions
 ) -> Placement:
-    embedding = model.get_input_embeddings()  # type: ignore[operator]
-    costs = []
-    for name, source in sources.items():
-        module = source.unit.module
-        # a small module may hand out its own weights as its output (a learned query), so they must outlive its forward
-        streamable = source.unit.is_layer or isinstance(module, (nn.Linear, nn.Embedding))
-        stays = source.unit.holds_units or not streamable or not source.jobs
-        rows = can_bring_rows(source, embedding)
-        costs.append(
-            UnitCost(name, source.stored_bytes, source.ready_bytes, source.is_view, source.unit.is_layer, stays, rows)
-        )
+    costs = unit_costs(model, sources)
     limits = options.max_memory or {}
     budgets = [
         Budget(device.name, limits.get(device.name, _default_budget(device)), device.shares_host_memory)
