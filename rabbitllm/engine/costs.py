@@ -5,12 +5,13 @@ The tensors may lie in files or only be planned: the same costs come of both, so
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 
+from rabbitllm.engine.devices import Device, available_ram
 from rabbitllm.engine.embedding_rows import can_bring_rows
-from rabbitllm.engine.placement import UnitCost
+from rabbitllm.engine.placement import Placement, Tier, UnitCost
 from rabbitllm.engine.unit_source import UnitSource
 
 
@@ -28,3 +29,10 @@ def unit_costs(model: nn.Module, sources: Mapping[str, UnitSource]) -> list[Unit
             UnitCost(name, source.stored_bytes, source.ready_bytes, source.is_view, source.unit.is_layer, stays, rows)
         )
     return costs
+
+
+def cache_room(placement: Placement, devices: Iterable[Device]) -> int:
+    """Bytes of host memory that the page cache may take beside what stays there."""
+    on_host = {device.name for device in devices if device.shares_host_memory}
+    kept = sum(p.stored for p in placement.units if p.device in on_host and p.tier is not Tier.STREAMED)
+    return available_ram() - kept

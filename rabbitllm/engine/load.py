@@ -13,8 +13,8 @@ from accelerate.utils import send_to_device
 from torch import nn
 
 from rabbitllm.engine import skeleton
-from rabbitllm.engine.costs import unit_costs
-from rabbitllm.engine.devices import Device, available_ram, resolve_devices, suits_bf16
+from rabbitllm.engine.costs import cache_room, unit_costs
+from rabbitllm.engine.devices import Device, resolve_devices, suits_bf16
 from rabbitllm.engine.pass_bar import PassBar
 from rabbitllm.engine.placement import Budget, Placement, Tier, place
 from rabbitllm.engine.read_ahead import read_ahead
@@ -83,6 +83,7 @@ def blueprint(store: WeightFiles, options: StreamOptions, home: Path, devices: S
 
     Raises:
         IncompleteSplitError, UnknownArchitectureError, OptionError: as `load_model` does.
+        RabbitLLMError: the model changes its weights, and not all of them can stay.
     """
     config = skeleton.read_config(home, options.trust_remote_code)
     dtype = _choose_dtype(options.dtype, config, store, devices)
@@ -91,7 +92,14 @@ def blueprint(store: WeightFiles, options: StreamOptions, home: Path, devices: S
     weights = map_weights(model, store.tensors, str(store.folder))
     packs = not options.exact and all(device.shares_host_memory for device in devices)
     sources = {unit.name: source_of(unit, weights, store, packs=packs) for unit in find_units(model)}
-    return Blueprint(model, weights, sources, _place(model, sources, devices, options))
+    placement = _place(model, sources, devices, options)
+    if config.model_type in SCALES_IN_PLACE and not placement.is_resident:
+        raise RabbitLLMError(
+            f"{config.model_type} rescales its weights in place, so all of them must stay; they need "
+            f"{sum(source.ready_bytes for source in sources.values()):,} bytes, more than the limits allow.",
+            "Allow more with max_memory.",
+        )
+    return Blueprint(model, weights, sources, placement)
 
 
 @torch.inference_mode(False)  # a caller's inference mode is no reason for weights that can never have gradients
@@ -125,14 +133,7 @@ def load_model(
     home = folder if (folder / "config.json").exists() or config_folder is None else config_folder
     chosen = list(devices or resolve_devices(options.device, options.max_memory, options.pin_memory))
     drawn = blueprint(store, options, home, chosen)
-    model, config, weights = drawn.model, drawn.model.config, drawn.weights
-    sources, placement = drawn.sources, drawn.placement
-    if config.model_type in SCALES_IN_PLACE and not placement.is_resident:
-        raise RabbitLLMError(
-            f"{config.model_type} rescales its weights in place, so all of them must stay; they need "
-            f"{sum(source.ready_bytes for source in sources.values()):,} bytes, more than the limits allow.",
-            "Allow more with max_memory.",
-        )
+    model, weights, sources, placement = drawn.model, drawn.weights, drawn.sources, drawn.placement
     by_name = {device.name: device for device in chosen}
     skeleton.materialise_buffers(model, _device_finder(placement, by_name), weights.absent)
     profiler = Profiler(options.profiling, "Passes, by stage")
@@ -246,9 +247,7 @@ def _way(
 ) -> Way:
     """How what is streamed is read, by whether the page cache could hold it beside what stays in host memory."""
     spans = [span for p in placement.units if p.tier is Tier.STREAMED for span in sources[p.unit].spans]
-    on_host = [p for p in placement.units if devices[p.device].shares_host_memory]
-    kept = sum(p.stored for p in on_host if p.tier is not Tier.STREAMED)
-    return choose_way(store, spans, available_ram() - kept)
+    return choose_way(store, spans, cache_room(placement, devices.values()))
 
 
 def _default_budget(device: Device) -> int:

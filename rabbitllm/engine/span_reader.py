@@ -12,9 +12,10 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 from rabbitllm.formats.positional import PositionalFile, page_aligned
-from rabbitllm.layers.layer_store import WeightFiles
 
 logger = logging.getLogger(__name__)
 
@@ -59,15 +60,23 @@ class Way:
 THROUGH_THE_CACHE = Way()
 
 
+class Paths(Protocol):
+    """What is asked of the files that are read."""
+
+    def path(self, file: str) -> Path:
+        """A file's path."""
+        ...
+
+
 class SpanReader:
     """Reads spans of a split directory's files.
 
     Args:
-        store: the split directory.
+        store: knows where the files are.
         way: how; changed once and for all where a file system has none of it.
     """
 
-    def __init__(self, store: WeightFiles, way: Way) -> None:
+    def __init__(self, store: Paths, way: Way) -> None:
         self._store = store
         self.way = way
 
@@ -102,7 +111,7 @@ class SpanReader:
                 file.drop_cache(span.offset, span.nbytes)
 
 
-def choose_way(store: WeightFiles, spans: Iterable[Span], room: int) -> Way:
+def choose_way(store: Paths, spans: Iterable[Span], room: int) -> Way:
     """How these spans, which are read again and again, are best read on this machine.
 
     Args:
@@ -111,7 +120,7 @@ def choose_way(store: WeightFiles, spans: Iterable[Span], room: int) -> Way:
         room: bytes of memory that the page cache may take, beside what stays in memory.
     """
     chosen = list(spans)
-    if sum(span.nbytes for span in chosen) <= room * _SHARE_OF_ROOM:
+    if stays_cached(sum(span.nbytes for span in chosen), room):
         return THROUGH_THE_CACHE
     longest = max(chosen, key=lambda span: span.nbytes)
     past, through = (_seconds(store, longest, way) for way in (Way(direct=True), Way(drop=True)))
@@ -119,7 +128,12 @@ def choose_way(store: WeightFiles, spans: Iterable[Span], room: int) -> Way:
     return Way(direct=True) if past <= through else Way(drop=True)
 
 
-def _seconds(store: WeightFiles, span: Span, way: Way) -> float:
+def stays_cached(nbytes: int, room: int) -> bool:
+    """Whether so many bytes, read in turns, stay in a page cache that may take `room` bytes."""
+    return nbytes <= room * _SHARE_OF_ROOM
+
+
+def _seconds(store: Paths, span: Span, way: Way) -> float:
     """What reading the beginning of a span takes that is not in the page cache; infinite where it cannot be read so."""
     nbytes = min(span.nbytes, PROBE_BYTES)
     probe = Span(span.file, span.offset, nbytes, span.lead)

@@ -1,0 +1,192 @@
+"""One model on one machine: what has to be measured for it, and the times that come of that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rabbitllm.engine.costs import cache_room
+from rabbitllm.engine.load import Blueprint
+from rabbitllm.engine.placement import Tier
+from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, Way, stays_cached
+from rabbitllm.layers.compression import BLOCKS
+from rabbitllm.planning.generation import PROMPT_TOKENS, Speed
+from rabbitllm.planning.machine import Machine
+from rabbitllm.planning.overheads import binding_seconds, sizes_of
+from rabbitllm.planning.pace import ALONE, Step, Strain, pass_seconds
+from rabbitllm.planning.products import WorkingSet, working_set
+from rabbitllm.planning.reading import Sample
+from rabbitllm.planning.work import UnitWork, shapes
+
+DIRECT, DROPPED = Way(direct=True), Way(drop=True)
+_SMALL = 0.02
+"""Of all bytes that are multiplied with: a form with less is taken to be as fast as the commonest one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Times in seconds, None for what could not be measured; see `generation.Generation`."""
+
+    from_the_disk: bool
+    token_seconds: float | None
+    first_token_seconds: float | None
+    speeds: tuple[Speed, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Reads:
+    """How streamed units are read between two tokens, and at the first: bytes a second."""
+
+    way: Way
+    steady: float
+    disk: float
+
+
+class Reckoning:
+    """Measures what this model needs and nothing else.
+
+    Args:
+        drawn: the model.
+        work: what a pass over it does.
+        machine: where.
+        files: to measure reading with.
+    """
+
+    def __init__(self, drawn: Blueprint, work: Sequence[UnitWork], machine: Machine, files: Sequence[Path]) -> None:
+        self._drawn = drawn
+        self._work = work
+        self._machine = machine
+        self._streamed = drawn.placement.streamed_bytes
+        piece = max(unit.streamed for unit in work) or max(placed.stored for placed in drawn.placement.units)
+        self._sample = Sample(files, piece)
+        self._cached = stays_cached(self._streamed, cache_room(drawn.placement, machine.devices))
+        self._speeds: list[Speed] = []
+
+    def pace(self) -> Pace:
+        """The times."""
+        reads = self._reads()
+        if reads is None and self._streamed:
+            return Pace(not self._cached, None, None, ())
+        sets = {device: self._working_sets(device) for device in self._devices()}
+        one = {name: self._rates(name, found, 1) for name, found in sets.items()}
+        many = {name: self._rates(name, found, PROMPT_TOKENS) for name, found in sets.items()}
+        strain = self._strain(reads, sets, one) if reads is not None and self._streamed else ALONE
+        self._note(one, reads)
+        binding = self._bindings()
+        steady, disk = (reads.steady, reads.disk) if reads is not None else (1.0, 1.0)
+        token = pass_seconds(self._steps(one, binding, 1, steady, [unit for unit in self._work if not unit.once]), strain)
+        first = None
+        if reads is not None:
+            computing = pass_seconds(self._steps(many, binding, PROMPT_TOKENS, disk, self._work), strain)
+            first = max(computing, (self._mapped_bytes() + self._streamed) / disk)
+        return Pace(bool(self._streamed) and not self._cached, token, first, tuple(self._speeds))
+
+    def _devices(self) -> list[str]:
+        return list(dict.fromkeys(unit.device for unit in self._work))
+
+    # Reading
+
+    def _reads(self) -> _Reads | None:
+        through = self._sample.rate(DROPPED)
+        if through is None:
+            return None
+        if not self._streamed:
+            return _Reads(THROUGH_THE_CACHE, through, through)
+        if self._cached:
+            steady = self._sample.cached_rate() or through
+            return _Reads(THROUGH_THE_CACHE, steady, through)
+        past = self._sample.rate(DIRECT)
+        if past is not None and past >= through:
+            return _Reads(DIRECT, past, past)
+        return _Reads(DROPPED, through, through)
+
+    def _mapped_bytes(self) -> int:
+        """What stays in host memory as it lies in the files, and comes from the disk when it is first used."""
+        found = 0
+        embedding = self._drawn.model.get_input_embeddings()
+        for placed in self._drawn.placement.units:
+            source = self._drawn.sources[placed.unit]
+            mapped = placed.tier is Tier.PACKED or (placed.tier is Tier.RESIDENT and source.is_view)
+            if mapped and self._machine.device(placed.device).shares_host_memory:
+                found += placed.stored if source.unit.module is not embedding else 0
+        return found
+
+    # Computing
+
+    def _working_sets(self, device: str) -> dict[str, WorkingSet]:
+        """By form, the one with the most bytes first; forms of few bytes have none."""
+        here = [unit for unit in self._work if unit.device == device]
+        sizes: dict[str, float] = {}
+        for unit in here:
+            for product in unit.products:
+                sizes[product.form] = sizes.get(product.form, 0.0) + product.touched(1)
+        ordered = sorted(sizes, key=lambda form: -sizes[form])
+        large = [form for form in ordered if sizes[form] >= _SMALL * sum(sizes.values())]
+        dtype = self._drawn.model.dtype
+        return {form: working_set(form, shapes(here, form), dtype, self._machine.device(device)) for form in large}
+
+    def _rates(self, device: str, sets: dict[str, WorkingSet], inputs: int) -> dict[str, float]:
+        return {form: found.rate(inputs) for form, found in sets.items()}
+
+    def _strain(
+        self, reads: _Reads, sets: dict[str, dict[str, WorkingSet]], alone: dict[str, dict[str, float]]
+    ) -> Strain:
+        """What reading does to products with the commonest form, and they to it; nothing to those on a GPU."""
+        for name, found in sets.items():
+            if found and self._machine.device(name).shares_host_memory:
+                form, commonest = next(iter(found.items()))
+                with self._sample.going_on(reads.way) as beside:
+                    rate = commonest.rate(1)
+                self._sample.forget()
+                slower = reads.steady / beside.rate if beside.rate else 1.0
+                return Strain(max(alone[name][form] / rate, 1.0), max(slower, 1.0))
+        return ALONE
+
+    def _bindings(self) -> dict[tuple[Any, ...], float]:
+        """Of each kind of unit whose parameters are bound for each pass."""
+        found: dict[tuple[Any, ...], float] = {}
+        for unit in self._work:
+            if unit.hooked and unit.kind not in found:
+                found[unit.kind] = binding_seconds(self._drawn, unit.unit, self._machine.device(unit.device))
+        return found
+
+    def _steps(
+        self,
+        rates: dict[str, dict[str, float]],
+        binding: dict[tuple[Any, ...], float],
+        tokens: int,
+        read_rate: float,
+        work: Sequence[UnitWork],
+    ) -> list[Step]:
+        """A pass, in seconds."""
+        dtype, home = self._drawn.model.dtype, self._drawn.placement.home
+        sizes = sizes_of(self._drawn.model.config.get_text_config())
+        steps = [Step(home, self._machine.overhead(sizes, dtype, home).a_pass)]
+        for unit in work:
+            device = self._machine.device(unit.device)
+            small = self._machine.overhead(sizes, dtype, unit.device).a_module * unit.modules
+            known = rates[unit.device]
+            products = sum(
+                product.touched(tokens) / known.get(product.form, next(iter(known.values())))
+                for product in unit.products
+            )
+            bound = binding[unit.kind] if unit.hooked else 0.0
+            # a GPU is told what to do ahead of doing it
+            compute = bound + (small + products if device.shares_host_memory else max(small, products))
+            read = unit.streamed / read_rate
+            if unit.streamed and not device.shares_host_memory:
+                read += unit.streamed / self._machine.upload(unit.device)  # by the same thread, one after the other
+            steps.append(Step(unit.device, compute, read))
+        return steps
+
+    def _note(self, rates: dict[str, dict[str, float]], reads: _Reads | None) -> None:
+        """What the times rest on, in words."""
+        for device, known in rates.items():
+            for form, rate in known.items():
+                what = f"{form} codes" if form in BLOCKS else form
+                self._speeds.append(Speed(f"multiplying with {what} on {device}", rate))
+        if reads is not None and self._streamed:
+            words = {DIRECT: "past the page cache", DROPPED: "through the page cache"}
+            self._speeds.append(Speed(f"reading {words.get(reads.way, 'out of the page cache')}", reads.steady))

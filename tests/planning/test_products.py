@@ -1,0 +1,55 @@
+"""Matrices that are measured: the model's shapes, in the model's proportions, in the form they are multiplied from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rabbitllm.engine.devices import CpuDevice
+from rabbitllm.engine.packed_weight import PackedWeight
+from rabbitllm.planning import products
+from rabbitllm.planning.products import working_set
+from tests.support.fake_gpu import FakeGpu, watched
+
+SHAPES = {(512, 256): 3_000_000, (64, 512): 1_000_000}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "SET_BYTES", 4 << 20)
+    monkeypatch.setattr(products, "SECONDS", 0.0)
+
+
+@pytest.mark.parametrize("form", ["bfloat16", "float32", "4bit", "8bit"])
+def test_shapes_and_proportions(form: str) -> None:
+    made = working_set(form, SHAPES, torch.bfloat16, CpuDevice())
+    rows = [weight.shape[0] for weight in made.weights]
+    assert set(rows) == {512, 64}
+    large = sum(weight.numel() for weight in made.weights if weight.shape[0] == 512)
+    assert large / sum(weight.numel() for weight in made.weights) == pytest.approx(0.75, abs=0.05)
+    assert made.nbytes == pytest.approx(4 << 20, rel=0.2)
+    assert all(isinstance(weight, PackedWeight) == (form in ("4bit", "8bit")) for weight in made.weights)
+
+
+def test_of_a_large_matrix_some_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "MATRIX_BYTES", 1 << 16)
+    made = working_set("bfloat16", {(100_000, 256): 1}, torch.bfloat16, CpuDevice())
+    assert {tuple(weight.shape) for weight in made.weights} == {(128, 256)}
+
+
+@pytest.mark.parametrize("form", ["float32", "4bit", "8bit"])
+@pytest.mark.parametrize("inputs", [1, 16])
+def test_rate_is_of_all_bytes(form: str, inputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = working_set(form, SHAPES, torch.float32, CpuDevice())
+    monkeypatch.setattr(products, "_round_seconds", lambda work, device: (sum(one() is None for one in work), 2.0)[1])
+    assert made.rate(inputs) == made.nbytes / 2
+    monkeypatch.undo()
+    assert made.rate(inputs) > 0
+
+
+def test_on_a_device_nothing_is_elsewhere() -> None:
+    gpu = FakeGpu(0)
+    with watched():
+        made = working_set("bfloat16", SHAPES, torch.bfloat16, gpu)
+        assert {weight.device for weight in made.weights} == {gpu.torch_device}
+        assert made.rate(1) > 0
