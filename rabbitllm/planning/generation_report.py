@@ -12,6 +12,9 @@ from rabbitllm.planning.generation import Generation, Plan
 from rabbitllm.splitter.plan import gib
 from rabbitllm.terminal import put
 
+NAME_WIDTH = 19
+"""Of the first column."""
+
 
 def show_generations(console: Console, plan: Plan) -> None:
     """Print a line a compression; an obstacle that all of them share is said once."""
@@ -22,6 +25,9 @@ def show_generations(console: Console, plan: Plan) -> None:
         put(console, Text(f"no time of a token{of}: {obstacle}", "yellow"))
     if known:
         title = f"generating on {', '.join(plan.devices)}"
+        if len(title) >= NAME_WIDTH:
+            put(console, Text(title, "dim"))
+            title = ""
         put(console, Text(_columns(title, "stays there", "read a token", "first token", "a token"), "dim"))
         for found in known:
             _show(console, plan, found)
@@ -32,7 +38,7 @@ def show_generations(console: Console, plan: Plan) -> None:
 
 
 def _columns(name: str, stays: str, read: str, first: str, token: str) -> str:
-    return f"{name:<19}{stays:>12}{read:>21}{first:>14}{token:>12}"
+    return f"{name:<{NAME_WIDTH}}{stays:>12}{read:>21}{first:>14}{token:>12}"
 
 
 def _show(console: Console, plan: Plan, found: Generation) -> None:

@@ -76,7 +76,9 @@ class Reckoning:
         self._note(one, reads)
         binding = self._bindings()
         steady, disk = (reads.steady, reads.disk) if reads is not None else (1.0, 1.0)
-        token = pass_seconds(self._steps(one, binding, 1, steady, [unit for unit in self._work if not unit.once]), strain)
+        token = pass_seconds(
+            self._steps(one, binding, 1, steady, [unit for unit in self._work if not unit.once]), strain
+        )
         first = None
         if reads is not None:
             computing = pass_seconds(self._steps(many, binding, PROMPT_TOKENS, disk, self._work), strain)
