@@ -15,9 +15,12 @@ where neither strains the other, and r + c where it is the only one, which nothi
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+PASSES = 3
+"""That are walked after a first one, which nothing was read ahead of."""
 _NOTHING = 1e-12
 """Seconds that rounding may leave over."""
 
@@ -49,7 +52,7 @@ ALONE = Strain()
 
 
 def pass_seconds(steps: Sequence[Step], strain: Strain = ALONE) -> float:
-    """What a pass takes that follows another one.
+    """What a pass takes that follows others: the mean of a few, since those of several devices may differ in turn.
 
     Args:
         steps: the units, in the order of a pass.
@@ -58,8 +61,8 @@ def pass_seconds(steps: Sequence[Step], strain: Strain = ALONE) -> float:
     walk = _Walk(strain)
     follower = _followers(steps)
     begun = 0.0
-    for number in (*range(len(steps)), *range(len(steps))):
-        if number == 0:
+    for turn, number in itertools.product(range(1 + PASSES), range(len(steps))):
+        if (turn, number) == (1, 0):
             begun = walk.now
         step = steps[number]
         if step.read:
@@ -67,7 +70,7 @@ def pass_seconds(steps: Sequence[Step], strain: Strain = ALONE) -> float:
             if follower[number] != number:
                 walk.begin(step.device, steps[follower[number]].read)
         walk.compute(step.compute)
-    return walk.now - begun
+    return (walk.now - begun) / PASSES
 
 
 def _followers(steps: Sequence[Step]) -> dict[int, int]:

@@ -1,7 +1,7 @@
 """How fast this machine multiplies with weights that are in memory, measured on matrices of a model's own shapes.
 
-A token reads every weight once, so nothing of them is in the processor's caches: the matrices measured are many times
-larger than those are. Makes its own numbers and knows no files.
+A token reads every weight once, so of a large model nothing is in the processor's caches: the matrices measured are
+many times larger than those are. Makes its own numbers and knows no files.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _round_seconds(work: Sequence[Callable[[], object]], device: Device) -> floa
     return statistics.median(taken)
 
 
-def working_set(form: str, shapes: Shapes, dtype: torch.dtype, device: Device) -> WorkingSet:
+def working_set(form: str, shapes: Shapes, dtype: torch.dtype, device: Device, nbytes: int) -> WorkingSet:
     """Matrices of these shapes, in proportion to the bytes that a token needs of each.
 
     Args:
@@ -78,14 +78,16 @@ def working_set(form: str, shapes: Shapes, dtype: torch.dtype, device: Device) -
         shapes: at least one.
         dtype: of the inputs.
         device: where.
+        nbytes: of all that the model has in this form: a small model is found in the processor's caches again.
     """
+    nbytes = min(nbytes, SET_BYTES)
     total = sum(shapes.values()) or 1
     weights: list[torch.Tensor] = []
     made = 0
     for (rows, columns), share in shapes.items():
         row_bytes = _nbytes(form, 1, columns)
         few = max(min(rows, MATRIX_BYTES // row_bytes), 1)
-        for _ in range(max(round(SET_BYTES * share / total / (few * row_bytes)), 1)):
+        for _ in range(max(round(nbytes * share / total / (few * row_bytes)), 1)):
             weights.append(_weight(form, few, columns, dtype, device))
             made += _nbytes(form, few, columns)
     return WorkingSet(weights, made, device, dtype)

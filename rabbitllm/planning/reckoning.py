@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,14 +121,17 @@ class Reckoning:
     def _working_sets(self, device: str) -> dict[str, WorkingSet]:
         """By form, the one with the most bytes first; forms of few bytes have none."""
         here = [unit for unit in self._work if unit.device == device]
-        sizes: dict[str, float] = {}
-        for unit in here:
-            for product in unit.products:
-                sizes[product.form] = sizes.get(product.form, 0.0) + product.touched(1)
-        ordered = sorted(sizes, key=lambda form: -sizes[form])
-        large = [form for form in ordered if sizes[form] >= _SMALL * sum(sizes.values())]
-        dtype = self._drawn.model.dtype
-        return {form: working_set(form, shapes(here, form), dtype, self._machine.device(device)) for form in large}
+        touched: Counter[str] = Counter()
+        stored: Counter[str] = Counter()
+        for product in (product for unit in here for product in unit.products):
+            touched[product.form] += round(product.touched(1))
+            stored[product.form] += product.nbytes
+        least, dtype = _SMALL * touched.total(), self._drawn.model.dtype
+        return {
+            form: working_set(form, shapes(here, form), dtype, self._machine.device(device), stored[form])
+            for form, nbytes in touched.most_common()
+            if nbytes >= least
+        }
 
     def _rates(self, device: str, sets: dict[str, WorkingSet], inputs: int) -> dict[str, float]:
         return {form: found.rate(inputs) for form, found in sets.items()}

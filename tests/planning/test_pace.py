@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from rabbitllm.planning.pace import Step, Strain, pass_seconds
 
 SECONDS = st.floats(0, 10).map(lambda value: round(value, 3))
+ALONE = st.lists(st.builds(Step, st.just("cpu"), SECONDS, SECONDS), min_size=1, max_size=12)
 STEPS = st.lists(st.builds(Step, st.sampled_from(["cpu", "cuda:0"]), SECONDS, SECONDS), min_size=1, max_size=12)
 
 
@@ -58,13 +59,18 @@ def test_devices_read_at_the_same_time_and_share_the_disk() -> None:
     assert pass_seconds(hidden) == pytest.approx(16)
 
 
-@given(STEPS)
+@given(ALONE)
 def test_between_the_longer_of_both_and_their_sum(steps: list[Step]) -> None:
     computing, reading = sum(step.compute for step in steps), sum(step.read for step in steps)
     assert max(computing, reading) - 1e-6 <= pass_seconds(steps) <= computing + reading + 1e-6
 
 
-@given(STEPS, st.floats(1, 5), st.floats(1, 5))
+@given(STEPS)
+def test_several_devices_take_no_longer_than_one_after_the_other(steps: list[Step]) -> None:
+    assert pass_seconds(steps) <= sum(step.compute + step.read for step in steps) + 1e-6
+
+
+@given(ALONE, st.floats(1, 5), st.floats(1, 5))
 def test_strain_never_helps_and_is_bounded(steps: list[Step], computing: float, reading: float) -> None:
     alone, strained = pass_seconds(steps), pass_seconds(steps, Strain(computing, reading))
     assert alone - 1e-6 <= strained

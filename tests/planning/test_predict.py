@@ -17,7 +17,7 @@ from rabbitllm.engine.devices import CpuDevice, Device
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import DeviceError, OptionError
 from rabbitllm.options import StreamOptions
-from rabbitllm.planning import overheads, products, reading, reckoning
+from rabbitllm.planning import reckoning
 from rabbitllm.planning.generation import Generation, Plan
 from rabbitllm.planning.machine import Machine
 from rabbitllm.planning.predict import predict
@@ -26,20 +26,10 @@ from rabbitllm.planning.reading import Sample
 from tests.planning.test_planned_files import planned
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu
-from tests.support.tiny_models import one_thread  # noqa: F401  a fixture that applies by itself
+from tests.support.quick_measuring import quick_measuring  # noqa: F401  another one
+from tests.support.tiny_models import one_thread  # noqa: F401  one more
 
 COMPRESSIONS = [None, "8bit", "4bit"]
-
-
-@pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measurements of milliseconds."""
-    monkeypatch.setattr(products, "SET_BYTES", 1 << 18)
-    monkeypatch.setattr(products, "SECONDS", 0.0)
-    monkeypatch.setattr(reading, "SECONDS", 0.0)
-    monkeypatch.setattr(reading, "WRITTEN_BYTES", reading.READ_BYTES)
-    monkeypatch.setattr(overheads, "TOKENS", 4)
-    monkeypatch.setattr("rabbitllm.splitter.rates.quantise_rate", lambda *arguments: None)
 
 
 @pytest.fixture
