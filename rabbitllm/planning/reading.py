@@ -7,6 +7,7 @@ already; where there are none, from a nameless file that is written for it and g
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 import statistics
 import threading
@@ -18,6 +19,7 @@ import numpy as np
 
 from rabbitllm import durable
 from rabbitllm.engine.devices import Device
+from rabbitllm.engine.placement import SLOTS
 from rabbitllm.engine.span_reader import BLOCK, READ_BYTES, THROUGH_THE_CACHE, Span, SpanReader, Way
 from rabbitllm.formats.positional import PositionalFile, page_aligned
 
@@ -27,6 +29,8 @@ WRITTEN_BYTES = 128 << 20
 """What is written where nothing is there to be read, at most."""
 SECONDS = 0.25
 """A measurement stops then, whatever of the sample is left."""
+APART_BYTES = 128 << 20
+"""More memory than that need not be filled in turns."""
 WRITE_SECONDS = 1.0
 UPLOADED_BYTES = 64 << 20
 """What is copied to a device at a time."""
@@ -37,14 +41,17 @@ class Sample:
 
     Args:
         files: that are there.
-        piece: bytes that are read at a time, as the engine would: a unit.
+        unit: bytes of the largest unit that is streamed, which the engine reads at once.
     """
 
-    def __init__(self, files: Sequence[Path], piece: int) -> None:
+    def __init__(self, files: Sequence[Path], unit: int) -> None:
         self._files = {str(number): path for number, path in enumerate(files)}
         sizes = {name: path.stat().st_size for name, path in self._files.items()}
-        self.spans = tuple(_pieces(sizes, max(min(piece, READ_BYTES), BLOCK)))
-        self._buffer = page_aligned(max((span.end for span in self.spans), default=BLOCK))
+        self.spans = tuple(_pieces(sizes, max(min(unit, READ_BYTES), BLOCK)))
+        longest = max((span.end for span in self.spans), default=BLOCK)
+        # as much memory in turns as the engine fills: less might stay in the processor's caches
+        count = min(SLOTS * -(-unit // longest), max(APART_BYTES // longest, SLOTS))
+        self._buffers = itertools.cycle([page_aligned(longest) for _ in range(count)])
 
     def path(self, file: str) -> Path:
         """A file's path, for `SpanReader`."""
@@ -81,7 +88,7 @@ class Sample:
         start = time.perf_counter()
         try:
             for span in self.spans:
-                reader.read([span], self._buffer)
+                reader.read([span], next(self._buffers))
                 done += span.nbytes
                 if time.perf_counter() - start > SECONDS:
                     break
@@ -118,7 +125,7 @@ class Beside:
         with contextlib.suppress(OSError):
             while not self.stop.is_set():
                 for span in self._sample.spans:
-                    reader.read([span], self._sample._buffer)
+                    reader.read([span], next(self._sample._buffers))
                     done += span.nbytes
                     if self.stop.is_set():
                         break

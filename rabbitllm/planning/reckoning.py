@@ -60,8 +60,8 @@ class Reckoning:
         self._work = work
         self._machine = machine
         self._streamed = drawn.placement.streamed_bytes
-        piece = max(unit.streamed for unit in work) or max(placed.stored for placed in drawn.placement.units)
-        self._sample = Sample(files, piece)
+        largest = max(unit.streamed for unit in work) or max(placed.stored for placed in drawn.placement.units)
+        self._sample = Sample(files, largest)
         self._cached = stays_cached(self._streamed, cache_room(drawn.placement, machine.devices))
         self._speeds: list[Speed] = []
 

@@ -578,7 +578,7 @@ def test_terminal_of_80_columns_is_enough(
 
 
 README = (Path(rabbitllm.__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-MEASURED = re.compile(r"free disk +[\d.]+|[\d.,]+ [MG]B/s|under 1 s|[\d.]+ m?s|cuda:0|\d+ CPU threads")
+MEASURED = re.compile(r"free disk +[\d.]+|[\d.,]+ [MG]B/s|under 1 s|[\d.]+ m?s|cuda:0|\bcpu\b|\d+ CPU threads")
 
 
 def test_readme_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
