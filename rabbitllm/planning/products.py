@@ -6,6 +6,7 @@ many times larger than those are. Makes its own numbers and knows no files.
 
 from __future__ import annotations
 
+import mmap
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rabbitllm.engine.devices import Device
+from rabbitllm.engine.devices import Device, aligned_host
 from rabbitllm.engine.packed_weight import PackedWeight
 from rabbitllm.layers.compression import BLOCKS, Quantised
 from rabbitllm.layers.packed_products import Matrix
@@ -40,22 +41,28 @@ class WorkingSet:
     device: Device
     dtype: torch.dtype
 
-    def rate(self, inputs: int) -> float:
-        """Bytes of weights a second, with so many inputs at a time."""
+    def rate(self, inputs: int, *, disturbed: bool = False) -> float:
+        """Bytes of weights a second, with so many inputs at a time.
+
+        Alone by the median of rounds; `disturbed` by something beside it, by their mean: most of a disturbance may lie
+        in few of them.
+        """
         rows = {weight.shape[1]: self._inputs(inputs, weight.shape[1]) for weight in self.weights}
         products: list[Callable[[], object]] = [
             lambda weight=weight: torch.nn.functional.linear(rows[weight.shape[1]], weight)  # type: ignore[misc]
             for weight in self.weights
         ]
         with torch.inference_mode():
-            return self.nbytes / _round_seconds(products, self.device)
+            taken = _rounds(products, self.device)
+        return self.nbytes / (statistics.mean(taken) if disturbed else statistics.median(taken))
 
     def _inputs(self, count: int, width: int) -> torch.Tensor:
-        return _filled(self.device, count * width * self.dtype.itemsize).view(self.dtype).view(1, count, width)
+        memory = memory_of(self.device, mapped=False)
+        return _filled(memory, count * width * self.dtype.itemsize).view(self.dtype).view(1, count, width)
 
 
-def _round_seconds(work: Sequence[Callable[[], object]], device: Device) -> float:
-    """The median time of doing all of it once."""
+def _rounds(work: Sequence[Callable[[], object]], device: Device) -> list[float]:
+    """Seconds of doing all of it once, again and again."""
     taken: list[float] = []
     begun = 0.0
     while not taken or time.perf_counter() - begun < SECONDS:
@@ -67,10 +74,37 @@ def _round_seconds(work: Sequence[Callable[[], object]], device: Device) -> floa
             taken.append(time.perf_counter() - start)
         else:
             begun = time.perf_counter()
-    return statistics.median(taken)
+    return taken
 
 
-def working_set(form: str, shapes: Shapes, dtype: torch.dtype, device: Device, nbytes: int) -> WorkingSet:
+Memory = Callable[[int], torch.Tensor]
+"""Makes uint8 (nbytes,)."""
+
+
+def memory_of(device: Device, *, mapped: bool) -> Memory:
+    """Memory of the kind that weights are in.
+
+    Args:
+        device: which has a kind of its own if it does not share the host's.
+        mapped: as where they are used from a mapped file, in small pages; else as in the loader's buffers.
+    """
+    if not device.shares_host_memory:
+        return device.device_buffer
+    return small_pages if mapped else device.host_buffer
+
+
+def small_pages(nbytes: int) -> torch.Tensor:
+    """Host memory in pages of the size that mapped files have: products with codes are slower there by a fifth."""
+    if not hasattr(mmap, "MADV_NOHUGEPAGE"):
+        return aligned_host(nbytes)
+    memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+
+
+def working_set(
+    form: str, shapes: Shapes, dtype: torch.dtype, device: Device, nbytes: int, *, mapped: bool = False
+) -> WorkingSet:
     """Matrices of these shapes, in proportion to the bytes that a token needs of each.
 
     Args:
@@ -79,7 +113,9 @@ def working_set(form: str, shapes: Shapes, dtype: torch.dtype, device: Device, n
         dtype: of the inputs.
         device: where.
         nbytes: of all that the model has in this form: a small model is found in the processor's caches again.
+        mapped: see `memory_of`.
     """
+    memory = memory_of(device, mapped=mapped)
     nbytes = min(nbytes, SET_BYTES)
     total = sum(shapes.values()) or 1
     weights: list[torch.Tensor] = []
@@ -88,7 +124,7 @@ def working_set(form: str, shapes: Shapes, dtype: torch.dtype, device: Device, n
         row_bytes = _nbytes(form, 1, columns)
         few = max(min(rows, MATRIX_BYTES // row_bytes), 1)
         for _ in range(max(round(nbytes * share / total / (few * row_bytes)), 1)):
-            weights.append(_weight(form, few, columns, dtype, device))
+            weights.append(_weight(form, few, columns, dtype, memory))
             made += _nbytes(form, few, columns)
     return WorkingSet(weights, made, device, dtype)
 
@@ -102,18 +138,17 @@ def _nbytes(form: str, rows: int, columns: int) -> int:
     return elements * dtype.itemsize
 
 
-def _weight(form: str, rows: int, columns: int, dtype: torch.dtype, device: Device) -> torch.Tensor:
+def _weight(form: str, rows: int, columns: int, dtype: torch.dtype, memory: Memory) -> torch.Tensor:
     if form not in BLOCKS:
         plain: torch.dtype = getattr(torch, form)
-        return _filled(device, rows * columns * plain.itemsize).view(plain).view(rows, columns)
+        return _filled(memory, rows * columns * plain.itemsize).view(plain).view(rows, columns)
     elements = rows * columns
-    payload = _filled(device, elements // (2 if form == "4bit" else 1)).view(-1, 1)
+    payload = _filled(memory, elements // (2 if form == "4bit" else 1)).view(-1, 1)
     absmax = torch.ones(-(-elements // BLOCKS[form]))
     table = torch.linspace(-1, 1, 16 if form == "4bit" else 256)
     return PackedWeight(Matrix(Quantised(form, (rows, columns), "float32"), payload, absmax, table), dtype)
 
 
-def _filled(device: Device, nbytes: int) -> torch.Tensor:
+def _filled(memory: Memory, nbytes: int) -> torch.Tensor:
     """Memory that has been written to, uint8 (nbytes,): what has not is nowhere, and read at no cost."""
-    make = device.host_buffer if device.shares_host_memory else device.device_buffer
-    return make(nbytes).fill_(_BYTE)
+    return memory(nbytes).fill_(_BYTE)

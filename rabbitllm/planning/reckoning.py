@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from rabbitllm.planning.reading import Sample
 from rabbitllm.planning.work import UnitWork, shapes
 
 DIRECT, DROPPED = Way(direct=True), Way(drop=True)
+Memory = tuple[str, bool]
+"""What weights are multiplied from, and whether they stay, as mapped, or come into a buffer for each pass."""
 _SMALL = 0.02
 """Of all bytes that are multiplied with: a form with less is taken to be as fast as the commonest one."""
 
@@ -43,6 +45,22 @@ class _Reads:
     way: Way
     steady: float
     disk: float
+
+
+class _Products:
+    """Rates of products with so many inputs, by the form and the memory of the weights."""
+
+    def __init__(self, sets: Mapping[Memory, WorkingSet], tokens: int) -> None:
+        self.tokens = tokens
+        self.rates = {memory: found.rate(tokens) for memory, found in sets.items()}
+
+    def seconds(self, unit: UnitWork) -> float:
+        """Of all products of a unit; those of a form that was not measured are as fast as the commonest."""
+        commonest = next(iter(self.rates.values()), 0.0)
+        return sum(
+            product.touched(self.tokens) / self.rates.get((product.form, not unit.streamed), commonest)
+            for product in unit.products
+        )
 
 
 class Reckoning:
@@ -71,18 +89,16 @@ class Reckoning:
         if reads is None and self._streamed:
             return Pace(not self._cached, None, None, ())
         sets = {device: self._working_sets(device) for device in self._devices()}
-        one = {name: self._rates(name, found, 1) for name, found in sets.items()}
-        many = {name: self._rates(name, found, PROMPT_TOKENS) for name, found in sets.items()}
+        one = {name: _Products(found, 1) for name, found in sets.items()}
+        many = {name: _Products(found, PROMPT_TOKENS) for name, found in sets.items()}
         strain = self._strain(reads, sets, one) if reads is not None and self._streamed else ALONE
         self._note(one, reads)
         binding = self._bindings()
         steady, disk = (reads.steady, reads.disk) if reads is not None else (1.0, 1.0)
-        token = pass_seconds(
-            self._steps(one, binding, 1, steady, [unit for unit in self._work if not unit.once]), strain
-        )
+        token = pass_seconds(self._steps(one, binding, steady, [unit for unit in self._work if not unit.once]), strain)
         first = None
         if reads is not None:
-            computing = pass_seconds(self._steps(many, binding, PROMPT_TOKENS, disk, self._work), strain)
+            computing = pass_seconds(self._steps(many, binding, disk, self._work), strain)
             first = max(computing, (self._mapped_bytes() + self._streamed) / disk)
         return Pace(bool(self._streamed) and not self._cached, token, first, tuple(self._speeds))
 
@@ -118,36 +134,35 @@ class Reckoning:
 
     # Computing
 
-    def _working_sets(self, device: str) -> dict[str, WorkingSet]:
-        """By form, the one with the most bytes first; forms of few bytes have none."""
+    def _working_sets(self, device: str) -> dict[Memory, WorkingSet]:
+        """By form and kind of memory, the one with the most bytes first; those of few bytes have none."""
         here = [unit for unit in self._work if unit.device == device]
-        touched: Counter[str] = Counter()
-        stored: Counter[str] = Counter()
-        for product in (product for unit in here for product in unit.products):
-            touched[product.form] += round(product.touched(1))
-            stored[product.form] += product.nbytes
+        touched: Counter[Memory] = Counter()
+        stored: Counter[Memory] = Counter()
+        for unit in here:
+            for product in unit.products:
+                touched[product.form, not unit.streamed] += round(product.touched(1))
+                stored[product.form, not unit.streamed] += product.nbytes
         least, dtype = _SMALL * touched.total(), self._drawn.model.dtype
-        return {
-            form: working_set(form, shapes(here, form), dtype, self._machine.device(device), stored[form])
-            for form, nbytes in touched.most_common()
-            if nbytes >= least
-        }
+        found = {}
+        for (form, mapped), nbytes in touched.most_common():
+            if nbytes >= least:
+                like = shapes((unit for unit in here if mapped is not bool(unit.streamed)), form)
+                found[form, mapped] = working_set(
+                    form, like, dtype, self._machine.device(device), stored[form, mapped], mapped=mapped
+                )
+        return found
 
-    def _rates(self, device: str, sets: dict[str, WorkingSet], inputs: int) -> dict[str, float]:
-        return {form: found.rate(inputs) for form, found in sets.items()}
-
-    def _strain(
-        self, reads: _Reads, sets: dict[str, dict[str, WorkingSet]], alone: dict[str, dict[str, float]]
-    ) -> Strain:
-        """What reading does to products with the commonest form, and they to it; nothing to those on a GPU."""
+    def _strain(self, reads: _Reads, sets: dict[str, dict[Memory, WorkingSet]], alone: dict[str, _Products]) -> Strain:
+        """What reading does to the commonest products, and they to it; nothing to those on a GPU."""
         for name, found in sets.items():
             if found and self._machine.device(name).shares_host_memory:
-                form, commonest = next(iter(found.items()))
+                memory, commonest = next(iter(found.items()))
                 with self._sample.going_on(reads.way) as beside:
-                    rate = commonest.rate(1)
+                    rate = commonest.rate(1, disturbed=True)
                 self._sample.forget()
                 slower = reads.steady / beside.rate if beside.rate else 1.0
-                return Strain(max(alone[name][form] / rate, 1.0), max(slower, 1.0))
+                return Strain(max(alone[name].rates[memory] / rate, 1.0), max(slower, 1.0))
         return ALONE
 
     def _bindings(self) -> dict[tuple[Any, ...], float]:
@@ -160,9 +175,8 @@ class Reckoning:
 
     def _steps(
         self,
-        rates: dict[str, dict[str, float]],
-        binding: dict[tuple[Any, ...], float],
-        tokens: int,
+        rates: Mapping[str, _Products],
+        binding: Mapping[tuple[Any, ...], float],
         read_rate: float,
         work: Sequence[UnitWork],
     ) -> list[Step]:
@@ -173,11 +187,7 @@ class Reckoning:
         for unit in work:
             device = self._machine.device(unit.device)
             small = self._machine.overhead(sizes, dtype, unit.device).a_module * unit.modules
-            known = rates[unit.device]
-            products = sum(
-                product.touched(tokens) / known.get(product.form, next(iter(known.values())))
-                for product in unit.products
-            )
+            products = rates[unit.device].seconds(unit)
             bound = binding[unit.kind] if unit.hooked else 0.0
             # a GPU is told what to do ahead of doing it
             compute = bound + (small + products if device.shares_host_memory else max(small, products))
@@ -187,12 +197,15 @@ class Reckoning:
             steps.append(Step(unit.device, compute, read))
         return steps
 
-    def _note(self, rates: dict[str, dict[str, float]], reads: _Reads | None) -> None:
+    def _note(self, rates: Mapping[str, _Products], reads: _Reads | None) -> None:
         """What the times rest on, in words."""
         for device, known in rates.items():
-            for form, rate in known.items():
-                what = f"{form} codes" if form in BLOCKS else form
-                self._speeds.append(Speed(f"multiplying with {what} on {device}", rate))
+            said = set()
+            for (form, _), rate in known.rates.items():
+                if form not in said:
+                    what = f"{form} codes" if form in BLOCKS else form
+                    self._speeds.append(Speed(f"multiplying with {what} on {device}", rate))
+                said.add(form)
         if reads is not None and self._streamed:
             words = {DIRECT: "past the page cache", DROPPED: "through the page cache"}
             self._speeds.append(Speed(f"reading {words.get(reads.way, 'out of the page cache')}", reads.steady))

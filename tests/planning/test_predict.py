@@ -35,7 +35,7 @@ COMPRESSIONS = [None, "8bit", "4bit"]
 @pytest.fixture
 def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """So slow that nothing else counts: a megabyte a second multiplied, and as much read."""
-    monkeypatch.setattr(WorkingSet, "rate", lambda self, inputs: 1e6)
+    monkeypatch.setattr(WorkingSet, "rate", lambda self, inputs, **given: 1e6)
     monkeypatch.setattr(Sample, "rate", lambda self, way: 1e6)
     monkeypatch.setattr(Sample, "cached_rate", lambda self: 1e6)
     monkeypatch.setattr(reckoning.Reckoning, "_strain", lambda *arguments: reckoning.ALONE)

@@ -47,8 +47,9 @@ def test_of_a_small_model_no_more_than_it_has() -> None:
 @pytest.mark.parametrize("inputs", [1, 16])
 def test_rate_is_of_all_bytes(form: str, inputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made = working_set(form, SHAPES, torch.float32, CpuDevice(), ALL)
-    monkeypatch.setattr(products, "_round_seconds", lambda work, device: (sum(one() is None for one in work), 2.0)[1])
+    monkeypatch.setattr(products, "_rounds", lambda work, device: [sum(one() is None for one in work) + 2.0, 1.0, 9.0])
     assert made.rate(inputs) == made.nbytes / 2
+    assert made.rate(inputs, disturbed=True) == made.nbytes / 4
     monkeypatch.undo()
     assert made.rate(inputs) > 0
 
@@ -59,3 +60,12 @@ def test_on_a_device_nothing_is_elsewhere() -> None:
         made = working_set("bfloat16", SHAPES, torch.bfloat16, gpu, ALL)
         assert {weight.device for weight in made.weights} == {gpu.torch_device}
         assert made.rate(1) > 0
+
+
+def test_weights_that_stay_are_in_small_pages() -> None:
+    made = working_set("4bit", SHAPES, torch.bfloat16, CpuDevice(), ALL, mapped=True)
+    other = working_set("4bit", SHAPES, torch.bfloat16, CpuDevice(), ALL)
+    x = torch.randn(1, 256)
+    for one, two in zip(made.weights, other.weights, strict=True):
+        if one.shape[1] == 256:
+            assert torch.equal(torch.nn.functional.linear(x, one), torch.nn.functional.linear(x, two))
