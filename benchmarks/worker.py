@@ -188,7 +188,23 @@ def _placed(model: Any) -> str:
     return f"{devices.count('disk')} modules on disk" if "disk" in devices else ""
 
 
-TASKS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"split": split, "decode": decode}
+def predict(job: dict[str, Any]) -> dict[str, Any]:
+    """What this project foretells of one compression, before there is a split, and how long that took."""
+    package = importlib.import_module(job["package"])
+    start = time.perf_counter()
+    plan = package.plan(job["checkpoint"], device="cpu", **job["options"])
+    taken = time.perf_counter() - start
+    found = next(one for one in plan.generations if one.compression == job["options"].get("compression"))
+    return {
+        "plan_seconds": taken,
+        "predicted_token_seconds": found.token_seconds,
+        "predicted_first_token_seconds": found.first_token_seconds,
+        "predicted_streamed_bytes": found.read_bytes,
+        "speeds": {speed.what: speed.bytes_per_second for speed in found.speeds},
+    }
+
+
+TASKS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"split": split, "decode": decode, "predict": predict}
 
 
 def main() -> None:

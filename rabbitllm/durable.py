@@ -17,8 +17,9 @@ import errno
 import functools
 import os
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -293,6 +294,22 @@ def open_scratch(path: Path, *, create: bool = True) -> Iterator[int]:
 def write_scratch(path: Path, data: bytes) -> None:
     """Write a scratch file; whoever reads it must bear with half of it."""
     path.write_bytes(data)
+
+
+@contextlib.contextmanager
+def nameless_file(folder: Path, blocks: Iterable[bytes]) -> Iterator[int]:
+    """A file on the disk of `folder` that has no name there and is gone with its descriptor, which this gives.
+
+    Args:
+        folder: one that may be written to.
+        blocks: what it holds; each is on the disk before the next is asked for.
+    """
+    with tempfile.TemporaryFile(dir=folder) as file:
+        for block in blocks:
+            file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        yield file.fileno()
 
 
 def remove_scratch(path: Path) -> None:

@@ -13,7 +13,8 @@ import torch
 from tests.support.builders import build_checkpoint
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
-from tests.support.tiny_models import one_thread  # noqa: F401  a fixture that applies by itself
+from tests.support.quick_measuring import quick_measuring  # noqa: F401  a fixture that applies by itself
+from tests.support.tiny_models import one_thread  # noqa: F401  another one
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,13 @@ from accelerate.utils import send_to_device
 from torch import nn
 
 from rabbitllm.engine import skeleton
+from rabbitllm.engine.costs import cache_room, unit_costs
 from rabbitllm.engine.devices import CpuDevice, Device, resolve_devices, suits_bf16
-from rabbitllm.engine.embedding_rows import can_bring_rows
-from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.engine.fused_choice import FusedChoice
 from rabbitllm.engine.packed_weight import StoredMatrix
 from rabbitllm.engine.page_locked import keep_units
 from rabbitllm.engine.pass_bar import PassBar
-from rabbitllm.engine.placement import Budget, Placement, Tier, UnitCost, place
+from rabbitllm.engine.placement import Budget, Placement, Tier, place
 from rabbitllm.engine.read_ahead import read_ahead
 from rabbitllm.engine.span_reader import Way, choose_way
 from rabbitllm.engine.streamed_model import adopt
@@ -61,6 +61,53 @@ def check(config_folder: Path, options: StreamOptions, devices: Sequence[Device]
     skeleton.build_skeleton(config_folder, config, dtype, attention, options.trust_remote_code)
 
 
+@dataclass(frozen=True)
+class Blueprint:
+    """A model as it is decided before any of its weights is read.
+
+    Attributes:
+        model: the skeleton; None of its weights are bound.
+        weights: which stored tensors make which parameters.
+        sources: its units, in the order of a pass.
+        placement: where each goes.
+    """
+
+    model: Any
+    weights: WeightMap
+    sources: Mapping[str, UnitSource]
+    placement: Placement
+
+
+def blueprint(store: WeightFiles, options: StreamOptions, home: Path, devices: Sequence[Device]) -> Blueprint:
+    """Decide all that `load_model` decides from names and sizes alone.
+
+    Args:
+        store: the tensors; of those that are only planned there need be no file.
+        options: see `StreamOptions`.
+        home: where the config is.
+        devices: where to compute.
+
+    Raises:
+        IncompleteSplitError, UnknownArchitectureError, OptionError: as `load_model` does.
+        RabbitLLMError: the model changes its weights, and not all of them can stay.
+    """
+    config = skeleton.read_config(home, options.trust_remote_code)
+    dtype = _choose_dtype(options.dtype, config, store, devices)
+    attention = _attention(options.attn_implementation, config, devices, dtype)
+    model = skeleton.build_skeleton(home, config, dtype, attention, options.trust_remote_code)
+    weights = map_weights(model, store.tensors, str(store.folder))
+    packs = _packs_on_host if not options.exact and all(device.shares_host_memory for device in devices) else None
+    sources = {unit.name: source_of(unit, weights, store, packs) for unit in find_units(model)}
+    placement = _place(model, sources, devices, options)
+    if config.model_type in SCALES_IN_PLACE and not placement.is_resident:
+        raise RabbitLLMError(
+            f"{config.model_type} rescales its weights in place, so all of them must stay; they need "
+            f"{sum(source.ready_bytes for source in sources.values()):,} bytes, more than the limits allow.",
+            "Allow more with max_memory.",
+        )
+    return Blueprint(model, weights, sources, placement)
+
+
 @torch.inference_mode(False)  # a caller's inference mode is no reason for weights that can never have gradients
 def load_model(
     folder: Path | WeightFiles,
@@ -90,27 +137,15 @@ def load_model(
     for scheme in {tensor.quantised.scheme for tensor in store.tensors.values() if tensor.quantised}:
         check_compression(scheme)  # now, rather than in the first pass
     home = folder if (folder / "config.json").exists() or config_folder is None else config_folder
-    config = skeleton.read_config(home, options.trust_remote_code)
     chosen = list(devices or resolve_devices(options.device, options.max_memory, options.pin_memory))
-    dtype = _choose_dtype(options.dtype, config, store, chosen)
-    attention = _attention(options.attn_implementation, config, chosen, dtype)
-    model = skeleton.build_skeleton(home, config, dtype, attention, options.trust_remote_code)
-    weights = map_weights(model, store.tensors, str(folder))
-    packs = _packs_on_host if not options.exact and all(device.shares_host_memory for device in chosen) else None
-    sources = {unit.name: source_of(unit, weights, store, packs) for unit in find_units(model)}
-    placement = _place(model, sources, chosen, options)
-    if config.model_type in SCALES_IN_PLACE and not placement.is_resident:
-        raise RabbitLLMError(
-            f"{config.model_type} rescales its weights in place, so all of them must stay; they need "
-            f"{sum(source.ready_bytes for source in sources.values()):,} bytes, more than the limits allow.",
-            "Allow more with max_memory.",
-        )
+    drawn = blueprint(store, options, home, chosen)
+    model, weights, sources, placement = drawn.model, drawn.weights, drawn.sources, drawn.placement
     by_name = {device.name: device for device in chosen}
     skeleton.materialise_buffers(model, _device_finder(placement, by_name), weights.absent)
     profiler = Profiler(options.profiling, "Passes, by stage")
     placement, kept = keep_units(placement, sources, by_name, store)
     if not options.exact:
-        sources |= _fused(sources, placement, by_name, weights, store)
+        sources = {**sources, **_fused(sources, placement, by_name, weights, store)}
     profiler.in_place = _in_place(model, sources, placement)
     with torch.no_grad():
         streamer = Streamer(
@@ -192,17 +227,7 @@ def _attention(wanted: str, config: Any, devices: Sequence[Device], dtype: torch
 def _place(
     model: nn.Module, sources: Mapping[str, UnitSource], devices: Sequence[Device], options: StreamOptions
 ) -> Placement:
-    embedding = model.get_input_embeddings()  # type: ignore[operator]
-    costs = []
-    for name, source in sources.items():
-        module = source.unit.module
-        # a small module may hand out its own weights as its output (a learned query), so they must outlive its forward
-        streamable = source.unit.is_layer or isinstance(module, (nn.Linear, nn.Embedding))
-        stays = source.unit.holds_units or not streamable or not source.jobs
-        rows = can_bring_rows(source, embedding)
-        costs.append(
-            UnitCost(name, source.stored_bytes, source.ready_bytes, source.is_view, source.unit.is_layer, stays, rows)
-        )
+    costs = unit_costs(model, sources)
     limits = options.max_memory or {}
     budgets = [
         Budget(device.name, limits.get(device.name, _default_budget(device)), device.shares_host_memory)
@@ -285,9 +310,7 @@ def _way(
 ) -> Way:
     """How what is streamed is read, by whether the page cache could hold it beside what stays in host memory."""
     spans = [span for p in placement.units if p.tier is Tier.STREAMED for span in sources[p.unit].spans]
-    on_host = [p for p in placement.units if devices[p.device].shares_host_memory]
-    kept = sum(p.stored for p in on_host if p.tier is not Tier.STREAMED)
-    return choose_way(store, spans, available_ram() - kept)
+    return choose_way(store, spans, cache_room(placement, devices.values()))
 
 
 def _default_budget(device: Device) -> int:

@@ -13,9 +13,10 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 from rabbitllm.formats.positional import PositionalFile, page_aligned
-from rabbitllm.layers.layer_store import WeightFiles
 
 logger = logging.getLogger(__name__)
 
@@ -61,15 +62,23 @@ class Way:
 THROUGH_THE_CACHE = Way()
 
 
+class Paths(Protocol):
+    """What is asked of the files that are read."""
+
+    def path(self, file: str) -> Path:
+        """A file's path."""
+        ...
+
+
 class SpanReader:
     """Reads spans of a split directory's files.
 
     Args:
-        store: the split directory.
+        store: knows where the files are.
         way: how; changed once and for all where a file system has none of it.
     """
 
-    def __init__(self, store: WeightFiles, way: Way) -> None:
+    def __init__(self, store: Paths, way: Way) -> None:
         self._store = store
         self.way = way
 
@@ -104,7 +113,7 @@ class SpanReader:
                 file.drop_cache(span.offset, span.nbytes)
 
 
-def choose_way(store: WeightFiles, spans: Iterable[Span], room: int) -> Way:
+def choose_way(store: Paths, spans: Iterable[Span], room: int) -> Way:
     """How these spans, which are read again and again, are best read on this machine.
 
     Args:
@@ -113,7 +122,7 @@ def choose_way(store: WeightFiles, spans: Iterable[Span], room: int) -> Way:
         room: bytes of memory that the page cache may take, beside what stays in memory.
     """
     chosen = list(spans)
-    if sum(span.nbytes for span in chosen) <= room * _SHARE_OF_ROOM:
+    if stays_cached(sum(span.nbytes for span in chosen), room):
         return THROUGH_THE_CACHE
     longest = heapq.nlargest(PROBES, chosen, key=lambda span: span.nbytes)
     buffer = page_aligned(max(_probe(span).end for span in longest))
@@ -125,12 +134,17 @@ def choose_way(store: WeightFiles, spans: Iterable[Span], room: int) -> Way:
     return ways[past > through]
 
 
+def stays_cached(nbytes: int, room: int) -> bool:
+    """Whether so many bytes, read in turns, stay in a page cache that may take `room` bytes."""
+    return nbytes <= room * _SHARE_OF_ROOM
+
+
 def _probe(span: Span) -> Span:
     """The beginning of a span, read to the beginning of a buffer."""
     return Span(span.file, span.offset, min(span.nbytes, PROBE_BYTES), span.lead)
 
 
-def _seconds(store: WeightFiles, span: Span, way: Way, buffer: memoryview) -> float:
+def _seconds(store: Paths, span: Span, way: Way, buffer: memoryview) -> float:
     """Seconds a byte of reading the beginning of a span that is not in the page cache; infinite where it cannot be
     read so."""
     probe = _probe(span)

@@ -1,7 +1,7 @@
-"""`rabbitllm.plan`: what a split would take and how long, told from headers and a few measurements.
+"""`rabbitllm.plan`: what a split would take and how long, told from headers and a few measurements; and generating.
 
 Asks the disks what is free and the survey what there is, and hands both to `splitter.forecast`. Writes nothing but
-small files into the hub cache.
+small files into the hub cache, and what `planning/reading.py` needs for a second.
 """
 
 from __future__ import annotations
@@ -18,17 +18,21 @@ from rabbitllm.errors import OptionError
 from rabbitllm.layers.compression import BLOCKS, check_compression
 from rabbitllm.layers.layer_file import LAYER_SUFFIX
 from rabbitllm.layers.layer_store import MANIFEST_NAME
-from rabbitllm.options import SplitOptions, expand, parse_size
+from rabbitllm.options import SplitOptions, StreamOptions, expand, parse_max_memory, parse_size
+from rabbitllm.planning.generation import Plan
+from rabbitllm.planning.predict import generations
 from rabbitllm.planning.survey import Survey
 from rabbitllm.splitter import forecast, rates
 from rabbitllm.splitter.anatomy import anatomy_of, big_layers, commonest_dtype
-from rabbitllm.splitter.forecast import ROUTES, STANDARD, Choice, Disk, Forecast, Outlook, Rate, Rates, Route
+from rabbitllm.splitter.forecast import ROUTES, STANDARD, Choice, Disk, Outlook, Rate, Rates, Route
 from rabbitllm.splitter.plan import BLOCK_BYTES, SplitPlan, on_disk
 from rabbitllm.splitter.space import Ground, candidates, shortage
 from rabbitllm.splitter.split import ground_of
 from rabbitllm.splitter.watch import disk_bytes
 
 MIN_FREE_DISK = "1GB"
+DEVICE = "cuda:0"
+"""As `AutoModel.from_pretrained` has it by default; the CPU where there is no GPU."""
 CACHE_RECORD_BYTES = 512
 """What huggingface_hub's cache notes of a file in its listing, at most."""
 
@@ -44,13 +48,17 @@ def plan(
     max_disk: int | str | None = None,
     min_free_disk: int | str = MIN_FREE_DISK,
     bandwidth: int | str | None = None,
-) -> Forecast:
+    device: str = DEVICE,
+    max_memory: Mapping[int | str, int | str] | None = None,
+) -> Plan:
     """Tell what a split would take of the disk and how long, at each compression and on each route; make none.
 
-    Of a repository only headers and small files are fetched, and up to 8 MiB of a shard to measure the connection.
+    And what generating would take after it: where the weights would be, and how long a token, from what is measured on
+    this machine in a few seconds. Of a repository only headers and small files are fetched, and up to 8 MiB of a shard
+    to measure the connection.
 
     Args:
-        path_or_repo_id: as `AutoModel.from_pretrained` takes it, and so are all that follow but the last.
+        path_or_repo_id: as `AutoModel.from_pretrained` takes it, and so are all that follow but `bandwidth`.
         compression: None, "8bit" or "4bit"; the one to prefer.
         layer_shards_saving_path: folder for the split directory.
         revision: branch, tag or commit of the repository.
@@ -60,6 +68,8 @@ def plan(
         min_free_disk: bytes of the disk that are to stay free.
         bandwidth: bytes a second at which shards are fetched (or read, from a folder), e.g. "12MB", instead of a
             measurement.
+        device: where to generate.
+        max_memory: device -> bytes for weights, e.g. `{0: "14GiB"}`; by default what is free.
 
     Returns:
         A record; its `choice` has the best call that fits.
@@ -73,12 +83,14 @@ def plan(
         max_disk=None if max_disk is None else parse_size(max_disk, "max_disk"),
         min_free=parse_size(min_free_disk, "min_free_disk"),
     )
+    limits = parse_max_memory(max_memory)
     said = None if bandwidth is None else _said_rate(bandwidth)
     saving_path = expand(layer_shards_saving_path) if layer_shards_saving_path else None
     access = HubAccess(revision, token, expand(cache_dir) if cache_dir else None)
     sought = prepare.Sought(str(path_or_repo_id), compression, saving_path, access, only_look=True)
     source = prepare.find(sought)
     survey = Survey(source, sought, options)
+    devices, foretold = generations(survey, StreamOptions(device=str(device), max_memory=limits), options.min_free)
     measured = _measure(survey, said)
     outlooks = tuple(_outlook(survey, choice, measured) for choice in survey.folders)
     anatomy = anatomy_of(survey.base, survey.config) if survey.base is not None else None
@@ -89,8 +101,10 @@ def plan(
         "cache_dir": str(cache_dir) if cache_dir else None,
         "max_disk": max_disk,
         "min_free_disk": min_free_disk if min_free_disk != MIN_FREE_DISK else None,
+        "device": device if device != DEVICE else None,
+        "max_memory": dict(max_memory) if max_memory else None,
     }
-    return Forecast(
+    return Plan(
         source=source.name,
         kind="hub" if source.repository is not None else "local" if source.local is not None else "split",
         label=survey.checkpoint.label if survey.checkpoint is not None else source.name,
@@ -105,6 +119,8 @@ def plan(
         rates=measured,
         choice=_choice(source.name, outlooks, compression, arguments),
         warnings=survey.warnings,
+        devices=devices,
+        generations=tuple(foretold),
     )
 
 

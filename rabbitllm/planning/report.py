@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from rich.console import Console
 from rich.text import Text
 
+from rabbitllm.planning.generation import Plan
+from rabbitllm.planning.generation_report import generation_basis, show_generations
 from rabbitllm.splitter.anatomy import Anatomy, Group
 from rabbitllm.splitter.forecast import Forecast, Outlook, Rate, Route, least, missing_bytes
 from rabbitllm.splitter.plan import gib
@@ -38,8 +40,8 @@ _HEADS: Mapping[bool | None, str] = {
 _LEGEND = "on the disk: how much fuller it gets than now; it creates: what max_disk bounds"
 
 
-def show(forecast: Forecast, console: Console) -> None:
-    """Print a forecast."""
+def show(forecast: Plan, console: Console) -> None:
+    """Print a plan."""
     put(console, Text(_title(forecast), "bold"))
     for warning in forecast.warnings:
         put(console, Text(f"warning: {warning}", "yellow"))
@@ -54,10 +56,11 @@ def show(forecast: Forecast, console: Console) -> None:
     if any(outlook.routes for outlook in forecast.outlooks):
         put(console, Text(_LEGEND, "dim"))
     console.print()
+    show_generations(console, forecast)
     _show_choice(console, forecast)
-    if basis := ", ".join(_basis(forecast)):
+    for said in filter(None, (_split_basis(forecast), generation_basis(forecast))):
         console.print()
-        put(console, Text(f"Times are estimates, without the writing: {basis}.", "dim"))
+        put(console, Text(said, "dim"))
 
 
 def _title(forecast: Forecast) -> str:
@@ -192,6 +195,12 @@ def _nothing_fits(forecast: Forecast) -> str:
         f"{gib(route.lacking.need)}; {gib(route.lacking.have)} is {route.lacking.where}. {more}, or name another disk "
         "(--dir, layer_shards_saving_path)."
     )
+
+
+def _split_basis(forecast: Forecast) -> str | None:
+    """What the times of a split rest on; None where there are none."""
+    basis = ", ".join(_basis(forecast))
+    return f"Times are estimates, without the writing: {basis}." if basis else None
 
 
 def _basis(forecast: Forecast) -> Iterator[str]:

@@ -293,6 +293,8 @@ def call_of(source: str, arguments: Mapping[str, object]) -> str:
 
 
 def _literal(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_literal(key)}: {_literal(entry)}" for key, entry in value.items()) + "}"
     if not isinstance(value, str):
         return repr(value)
     quoted = repr(value)

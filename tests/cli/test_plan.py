@@ -22,7 +22,7 @@ from rabbitllm.checkpoints.remote_header import FIRST_READ_BYTES
 from rabbitllm.cli.main import app
 from rabbitllm.errors import CheckpointNotFoundError, NotEnoughSpaceException, OptionError
 from rabbitllm.planning.report import duration, show
-from rabbitllm.splitter.forecast import ROUTES, Forecast, Outlook, Rate, Route
+from rabbitllm.splitter.forecast import ROUTES, Forecast, Outlook, Route
 from rabbitllm.splitter.plan import gib
 from rabbitllm.splitter.rates import FETCHED_BYTES
 from tests.splitter.test_split import LARGE
@@ -30,6 +30,7 @@ from tests.support.builders import SINGLE_NAME, build_checkpoint, cut, llama_ten
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
 from tests.support.peak import Peak
+from tests.support.quick_measuring import quick_measuring  # noqa: F401  a fixture that applies by itself
 from tests.support.splitting import Call, interrupted, names_in
 from tests.support.tiny_models import one_thread  # noqa: F401  a fixture that applies by itself
 
@@ -41,7 +42,11 @@ COMPRESSIONS = [None, "8bit", "4bit"]
 LOCAL_ROUTES = ["standard", "sequential_file"]
 KEYS = {
     *("source", "kind", "label", "commit", "compression", "max_disk", "min_free_disk", "anatomy", "disks", "outlooks"),
-    *("memory_bytes", "rates", "choice", "warnings"),
+    *("memory_bytes", "rates", "choice", "warnings", "devices", "prompt_tokens", "generations"),
+}
+GENERATION_KEYS = {
+    *("compression", "obstacle", "placed", "stays_bytes", "read_bytes", "from_the_disk", "token_seconds"),
+    *("first_token_seconds", "speeds", "copied_bytes"),
 }
 OUTLOOK_KEYS = {
     *("compression", "folder", "state", "output_bytes", "layers_above_10_gb", "finished_at", "shards_used", "shards"),
@@ -53,12 +58,6 @@ ANATOMY_KEYS = {
     *("parameters", "tied_embeddings", "never_compressed", "not_floating", "empty", "scalars"),
     *("layers_over_shards", "most_shards_of_a_layer"),
 }
-
-
-@pytest.fixture(autouse=True)
-def known_quantiser(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measuring it takes a while, and has tests of its own."""
-    monkeypatch.setattr("rabbitllm.splitter.rates.quantise_rate", lambda *arguments: Rate(50e6, 1))
 
 
 @pytest.fixture
@@ -513,11 +512,26 @@ def test_no_such_source(tmp_path: Path, hub_environment: HubEnvironment) -> None
         ({"max_disk": "x"}, "max_disk"),
         ({"min_free_disk": "-1"}, "min_free_disk"),
         ({"compression": "2bit"}, "2bit"),
+        ({"max_memory": {"cpu": "much"}}, "max_memory"),
     ],
 )
 def test_arguments_that_mean_nothing(folder: Path, options: dict[str, Any], named: str) -> None:
     with pytest.raises(OptionError, match=named):
         plan(folder, **options)
+
+
+def test_memory_as_on_the_command_line(tmp_path: Path) -> None:
+    source = build_checkpoint(tmp_path / "m", "llama", hidden_size=128, intermediate_size=512)
+    given = ("--device", "cpu", "--max-memory", "cpu=500kB", "--bandwidth", "1GB")
+    found = json.loads(run(str(source), "--json", *given))
+    assert [set(entry) for entry in found["generations"]] == [GENERATION_KEYS] * 3
+    streamed = [entry["read_bytes"] for entry in found["generations"]]
+    assert streamed[0] > streamed[2] == 0
+    assert 'max_memory={"cpu": "500kB"}' in found["choice"]["call"]
+    text = run(str(source), *given)
+    assert re.search(r"uncompressed +[\d.]+ MiB +[\d.]+ MiB, cached", text)
+    wrong = CliRunner().invoke(app, ["plan", str(source), "--max-memory", "500kB"])
+    assert isinstance(wrong.exception, OptionError)
 
 
 def test_errors_go_to_stderr(tmp_path: Path) -> None:
@@ -564,7 +578,7 @@ def test_terminal_of_80_columns_is_enough(
 
 
 README = (Path(rabbitllm.__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-MEASURED = re.compile(r"free disk +[\d.]+|[\d.,]+ MB/s|under 1 s|\d+ s|cuda:0|\d+ CPU threads")
+MEASURED = re.compile(r"free disk +[\d.]+|[\d.,]+ [MG]B/s|under 1 s|[\d.]+ m?s|cuda:0|\bcpu\b|\d+ CPU threads")
 
 
 def test_readme_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:

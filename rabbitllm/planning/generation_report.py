@@ -1,0 +1,80 @@
+"""What generating will take, as text for people: a line for every compression. Decides nothing.
+
+Laid out for 80 columns.
+"""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.text import Text
+
+from rabbitllm.planning.generation import Generation, Plan
+from rabbitllm.splitter.plan import gib
+from rabbitllm.terminal import put
+
+NAME_WIDTH = 19
+"""Of the first column."""
+
+
+def show_generations(console: Console, plan: Plan) -> None:
+    """Print a line a compression; an obstacle that all of them share is said once."""
+    known = [found for found in plan.generations if found.obstacle is None]
+    for obstacle in dict.fromkeys(found.obstacle for found in plan.generations if found.obstacle is not None):
+        which = [found.compression or "uncompressed" for found in plan.generations if found.obstacle == obstacle]
+        of = "" if len(which) == len(plan.generations) else f" of {', '.join(which)}"
+        put(console, Text(f"no time of a token{of}: {obstacle}", "yellow"))
+    if known:
+        title = f"generating on {', '.join(plan.devices)}"
+        if len(title) >= NAME_WIDTH:
+            put(console, Text(title, "dim"))
+            title = ""
+        put(console, Text(_columns(title, "stays there", "read a token", "first token", "a token"), "dim"))
+        for found in known:
+            _show(console, plan, found)
+        legend = f"first token: after a prompt of {plan.prompt_tokens}, nothing of the model in memory before"
+        put(console, Text(legend, "dim"))
+    if plan.generations:
+        console.print()
+
+
+def _columns(name: str, stays: str, read: str, first: str, token: str) -> str:
+    return f"{name:<{NAME_WIDTH}}{stays:>12}{read:>21}{first:>14}{token:>12}"
+
+
+def _show(console: Console, plan: Plan, found: Generation) -> None:
+    source = "disk" if found.from_the_disk else "cached"
+    read = f"{gib(found.read_bytes)}, {source}" if found.read_bytes else "nothing"
+    times = (moment(found.first_token_seconds), moment(found.token_seconds))
+    name = found.compression or "uncompressed"
+    put(console, Text(_columns(f"  {name}", gib(found.stays_bytes), read, *times)))
+    if found.copied_bytes:
+        copied = f"    {gib(found.copied_bytes)} are copied from host memory for each token"
+        put(console, Text(copied, "dim"))
+    if len(plan.devices) > 1:
+        kept = dict.fromkeys(plan.devices, 0)
+        for held in found.placed:
+            kept[held.device] += held.stored_bytes if held.tier in ("resident", "packed") else 0
+        put(console, Text("    " + ", ".join(f"{gib(nbytes)} on {device}" for device, nbytes in kept.items()), "dim"))
+
+
+def moment(seconds: float | None) -> str:
+    """A time as it is told of tokens: milliseconds below a second, minutes from one on."""
+    if seconds is None:
+        return "?"
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min"
+
+
+def generation_basis(plan: Plan) -> str | None:
+    """What the times of tokens rest on; None where there are none."""
+    found: dict[str, float] = {}
+    for generation in plan.generations:
+        for speed in generation.speeds:
+            found.setdefault(speed.what, speed.bytes_per_second)
+    if not found:
+        return None
+    said = ", ".join(f"{what} {rate / 1e9:.1f} GB/s" for what, rate in found.items())
+    return f"Tokens are estimates too, from what was measured here just now: {said}."

@@ -1,0 +1,55 @@
+"""The layer files that a split would make, as the engine sees files: every tensor and its place, and no bytes.
+
+So that what a model will take can be told by the code that later loads it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rabbitllm.formats.safetensors_file import MappedFile
+from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec
+from rabbitllm.layers.compression import Quantised, StoredForm, stored_form
+from rabbitllm.layers.layer_file import LayerLayout
+from rabbitllm.layers.layer_store import StoredTensor
+from rabbitllm.splitter.plan import SplitPlan
+
+
+class PlannedFiles:
+    """What `LayerStore` will find when a plan is carried out.
+
+    Attributes:
+        folder: where the split directory will be.
+        tensors: checkpoint name -> where it will lie.
+    """
+
+    def __init__(self, plan: SplitPlan, folder: Path) -> None:
+        self.folder = folder
+        specs = {spec.name: spec for spec in plan.tensors}
+        self.tensors: dict[str, StoredTensor] = {}
+        for layout in plan.layouts.values():
+            for name in layout.tensors:
+                self.tensors[name] = _planned(stored_form(specs[name], plan.compression), layout)
+
+    def mapped(self, file: str) -> MappedFile:
+        """There is none.
+
+        Raises:
+            FileNotFoundError: always.
+        """
+        raise FileNotFoundError(f"{self.path(file)} is only planned")
+
+    def path(self, file: str) -> Path:
+        """Where a file will be."""
+        return self.folder / file
+
+
+def _planned(form: StoredForm, layout: LayerLayout) -> StoredTensor:
+    parts = tuple(
+        TensorSpec(part.name, part.dtype, part.shape, layout.file_name, layout.places[part.name], part.nbytes)
+        for part in form.parts
+    )
+    if form.scheme is None:
+        return StoredTensor(form.source.name, parts, None)
+    dtype = DTYPES[form.source.dtype].torch_name if form.scheme == "4bit" else None  # 8bit does not store it
+    return StoredTensor(form.source.name, parts, Quantised(form.scheme, form.source.shape, dtype))

@@ -1,0 +1,119 @@
+"""Seconds a token, before there is a split: the engine's own placement, this machine's rates, and the model of time.
+
+What is not needed is not measured: what no unit is multiplied from has no rate, and where nothing is streamed reading
+does not strain computing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from rabbitllm import prepare
+from rabbitllm.engine.devices import resolve_devices
+from rabbitllm.engine.load import blueprint
+from rabbitllm.engine.placement import Placement, Tier
+from rabbitllm.errors import RabbitLLMError
+from rabbitllm.layers.layer_file import LAYER_SUFFIX
+from rabbitllm.layers.layer_store import LayerStore, WeightFiles
+from rabbitllm.options import StreamOptions
+from rabbitllm.planning.generation import Generation, Held
+from rabbitllm.planning.machine import Machine
+from rabbitllm.planning.planned_files import PlannedFiles
+from rabbitllm.planning.reading import something_to_read
+from rabbitllm.planning.reckoning import Reckoning
+from rabbitllm.planning.survey import Survey
+from rabbitllm.planning.work import work_of
+
+STAYING = (Tier.RESIDENT, Tier.PACKED, Tier.PINNED)
+"""Tiers that the disk is not asked for again."""
+
+
+def generations(survey: Survey, options: StreamOptions, min_free: int) -> tuple[tuple[str, ...], list[Generation]]:
+    """Where a model will compute, and what generating takes at each compression.
+
+    Args:
+        survey: of the model.
+        options: as `AutoModel.from_pretrained` would be given them.
+        min_free: bytes that are to stay free of the disk.
+
+    Raises:
+        DeviceError: the device does not exist.
+    """
+    devices = resolve_devices(options.device, options.max_memory, options.pin_memory)
+    machine = Machine(devices, options, min_free)
+    found = []
+    with prepare.config_folder(survey.source) as home:
+        for compression in survey.folders:
+            try:
+                store = _store(survey, compression)
+                if store is None:
+                    found.append(Generation(compression, obstacle=survey.obstacle(compression)))
+                else:
+                    found.append(predict(compression, store, home, machine, _readable(survey, compression)))
+            except RabbitLLMError as error:
+                found.append(Generation(compression, obstacle=error.problem))
+    return tuple(device.name for device in devices), found
+
+
+def _store(survey: Survey, compression: str | None) -> WeightFiles | None:
+    """The layer files as they are, or as they are planned."""
+    folder = survey.folders[compression]
+    if compression in survey.manifests and survey.obstacle(compression) is None:
+        return LayerStore(folder)
+    return PlannedFiles(survey.plans[compression], folder) if compression in survey.plans else None
+
+
+def _readable(survey: Survey, compression: str | None) -> Sequence[Path]:
+    """Files to measure reading with: layer files of this compression, or shards, or layer files of another one."""
+    groups = [list(survey.folders[compression].glob(f"*{LAYER_SUFFIX}"))]
+    if survey.source.local is not None and survey.checkpoint is not None:
+        groups.append([survey.source.local / shard for shard in survey.checkpoint.index.shards])
+    groups += [list(folder.glob(f"*{LAYER_SUFFIX}")) for folder in survey.folders.values()]
+    return next((found for group in groups if (found := [path for path in group if path.is_file()])), [])
+
+
+def predict(
+    compression: str | None, store: WeightFiles, home: Path, machine: Machine, readable: Sequence[Path]
+) -> Generation:
+    """What generating takes with these layer files, which need not be there yet.
+
+    Args:
+        compression: of the files.
+        store: the tensors.
+        home: where the config is.
+        machine: where it would be.
+        readable: files that may be on the disk that the layer files are on, or will be.
+
+    Raises:
+        RabbitLLMError: what `load_model` would refuse.
+    """
+    drawn = blueprint(store, machine.options, home, machine.devices)
+    work = work_of(drawn)
+    found = Generation(
+        compression,
+        placed=_held(drawn.placement),
+        stays_bytes=sum(p.stored for p in drawn.placement.units if p.tier in STAYING),
+        copied_bytes=sum(unit.uploaded for unit in work if not unit.once),
+        read_bytes=sum(unit.streamed for unit in work if not unit.once),
+    )
+    with something_to_read(store.folder, readable, machine.min_free) as files:
+        pace = Reckoning(drawn, work, machine, files).pace()
+    return dataclasses.replace(
+        found,
+        from_the_disk=pace.from_the_disk,
+        token_seconds=pace.token_seconds,
+        first_token_seconds=pace.first_token_seconds,
+        speeds=pace.speeds,
+    )
+
+
+def _held(placement: Placement) -> tuple[Held, ...]:
+    units: Counter[tuple[str, Tier]] = Counter()
+    nbytes: Counter[tuple[str, Tier]] = Counter()
+    for placed in placement.units:
+        units[placed.device, placed.tier] += 1
+        nbytes[placed.device, placed.tier] += placed.stored
+    return tuple(Held(device, tier.value, count, nbytes[device, tier]) for (device, tier), count in units.items())

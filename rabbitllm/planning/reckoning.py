@@ -1,0 +1,222 @@
+"""One model on one machine: what has to be measured for it, and the times that come of that."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rabbitllm.engine.costs import cache_room
+from rabbitllm.engine.load import Blueprint
+from rabbitllm.engine.placement import Tier
+from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, Way, stays_cached
+from rabbitllm.layers.compression import BLOCKS
+from rabbitllm.planning.generation import PROMPT_TOKENS, Speed
+from rabbitllm.planning.machine import Machine
+from rabbitllm.planning.overheads import binding_seconds, sizes_of
+from rabbitllm.planning.pace import ALONE, Step, Strain, pass_seconds
+from rabbitllm.planning.products import WorkingSet, working_set
+from rabbitllm.planning.reading import Sample
+from rabbitllm.planning.work import UnitWork, shapes
+
+DIRECT, DROPPED = Way(direct=True), Way(drop=True)
+Memory = tuple[str, bool]
+"""What weights are multiplied from, and whether they stay, as mapped, or come into a buffer for each pass."""
+_SMALL = 0.02
+"""Of all bytes that are multiplied with: a form with less is taken to be as fast as the commonest one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Times in seconds, None for what could not be measured; see `generation.Generation`."""
+
+    from_the_disk: bool
+    token_seconds: float | None
+    first_token_seconds: float | None
+    speeds: tuple[Speed, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Reads:
+    """How streamed units are read between two tokens, and at the first: bytes a second."""
+
+    way: Way
+    steady: float
+    disk: float
+
+
+class _Products:
+    """Rates of products with so many inputs, by the form and the memory of the weights."""
+
+    def __init__(self, sets: Mapping[Memory, WorkingSet], tokens: int) -> None:
+        self.tokens = tokens
+        self.rates = {memory: found.rate(tokens) for memory, found in sets.items()}
+
+    def seconds(self, unit: UnitWork) -> float:
+        """Of all products of a unit; those of a form that was not measured are as fast as the commonest."""
+        commonest = next(iter(self.rates.values()), 0.0)
+        return sum(
+            product.touched(self.tokens) / self.rates.get((product.form, not unit.streamed), commonest)
+            for product in unit.products
+        )
+
+
+class Reckoning:
+    """Measures what this model needs and nothing else.
+
+    Args:
+        drawn: the model.
+        work: what a pass over it does.
+        machine: where.
+        files: to measure reading with.
+    """
+
+    def __init__(self, drawn: Blueprint, work: Sequence[UnitWork], machine: Machine, files: Sequence[Path]) -> None:
+        self._drawn = drawn
+        self._work = work
+        self._machine = machine
+        self._streamed = drawn.placement.streamed_bytes
+        largest = max(unit.streamed for unit in work) or max(placed.stored for placed in drawn.placement.units)
+        self._sample = Sample(files, largest)
+        self._cached = stays_cached(self._streamed, cache_room(drawn.placement, machine.devices))
+        self._speeds: list[Speed] = []
+
+    def pace(self) -> Pace:
+        """The times."""
+        reads = self._reads()
+        if reads is None and self._streamed:
+            return Pace(not self._cached, None, None, ())
+        sets = {device: self._working_sets(device) for device in self._devices()}
+        one = {name: _Products(found, 1) for name, found in sets.items()}
+        many = {name: _Products(found, PROMPT_TOKENS) for name, found in sets.items()}
+        strain = self._strain(reads, sets, one) if reads is not None and self._streamed else ALONE
+        self._note(one, reads)
+        binding = self._bindings()
+        steady, disk = (reads.steady, reads.disk) if reads is not None else (1.0, 1.0)
+        token = pass_seconds(self._steps(one, binding, steady, [unit for unit in self._work if not unit.once]), strain)
+        first = None
+        if reads is not None:
+            computing = pass_seconds(self._steps(many, binding, disk, self._work), strain)
+            first = max(computing, (self._mapped_bytes() + self._streamed) / disk)
+        return Pace(bool(self._streamed) and not self._cached, token, first, tuple(self._speeds))
+
+    def _devices(self) -> list[str]:
+        return list(dict.fromkeys(unit.device for unit in self._work))
+
+    # Reading
+
+    def _reads(self) -> _Reads | None:
+        through = self._sample.rate(DROPPED)
+        if through is None:
+            return None
+        if not self._streamed:
+            return _Reads(THROUGH_THE_CACHE, through, through)
+        if self._cached:
+            steady = self._sample.cached_rate() or through
+            return _Reads(THROUGH_THE_CACHE, steady, through)
+        past = self._sample.rate(DIRECT)
+        if past is not None and past >= through:
+            return _Reads(DIRECT, past, past)
+        return _Reads(DROPPED, through, through)
+
+    def _mapped_bytes(self) -> int:
+        """What stays in host memory as it lies in the files, and comes from the disk when it is first used."""
+        found = 0
+        embedding = self._drawn.model.get_input_embeddings()
+        for placed in self._drawn.placement.units:
+            source = self._drawn.sources[placed.unit]
+            mapped = placed.tier is Tier.PACKED or (placed.tier is Tier.RESIDENT and source.is_view)
+            if mapped and self._machine.device(placed.device).shares_host_memory:
+                found += placed.stored if source.unit.module is not embedding else 0
+        return found
+
+    # Computing
+
+    def _working_sets(self, device: str) -> dict[Memory, WorkingSet]:
+        """By form and kind of memory, the one with the most bytes first; those of few bytes have none."""
+        here = [unit for unit in self._work if unit.device == device]
+        touched: Counter[Memory] = Counter()
+        stored: Counter[Memory] = Counter()
+        for unit in here:
+            for product in unit.products:
+                touched[product.form, not unit.streamed] += round(product.touched(1))
+                stored[product.form, not unit.streamed] += product.nbytes
+        least, dtype = _SMALL * touched.total(), self._drawn.model.dtype
+        found = {}
+        for (form, mapped), nbytes in touched.most_common():
+            if nbytes >= least:
+                like = shapes((unit for unit in here if mapped is not bool(unit.streamed)), form)
+                found[form, mapped] = working_set(
+                    form, like, dtype, self._machine.device(device), stored[form, mapped], mapped=mapped
+                )
+        return found
+
+    def _strain(self, reads: _Reads, sets: dict[str, dict[Memory, WorkingSet]], alone: dict[str, _Products]) -> Strain:
+        """What reading does to the commonest products, and they to it; nothing to those on a GPU."""
+        for name, found in sets.items():
+            if found and self._machine.device(name).shares_host_memory:
+                memory, commonest = next(iter(found.items()))
+                with self._sample.going_on(reads.way) as beside:
+                    rate = commonest.rate(1, disturbed=True)
+                self._sample.forget()
+                slower = reads.steady / beside.rate if beside.rate else 1.0
+                return Strain(max(alone[name].rates[memory] / rate, 1.0), max(slower, 1.0))
+        return ALONE
+
+    def _bindings(self) -> dict[tuple[Any, ...], float]:
+        """Of each kind of unit whose parameters are bound for each pass."""
+        found: dict[tuple[Any, ...], float] = {}
+        for unit in self._work:
+            if unit.hooked and unit.kind not in found:
+                found[unit.kind] = binding_seconds(self._drawn, unit.unit, self._machine.device(unit.device))
+        return found
+
+    def _steps(
+        self,
+        rates: Mapping[str, _Products],
+        binding: Mapping[tuple[Any, ...], float],
+        read_rate: float,
+        work: Sequence[UnitWork],
+    ) -> list[Step]:
+        """A pass, in seconds."""
+        dtype, home = self._drawn.model.dtype, self._drawn.placement.home
+        sizes = sizes_of(self._drawn.model.config.get_text_config())
+        steps = [Step(home, self._machine.overhead(sizes, dtype, home).a_pass)]
+        bringing = {device: self._bringing(device, work, read_rate) for device in self._devices()}
+        for unit in work:
+            device = self._machine.device(unit.device)
+            small = self._machine.overhead(sizes, dtype, unit.device).a_module * unit.modules
+            products = rates[unit.device].seconds(unit)
+            bound = binding[unit.kind] if unit.hooked else 0.0
+            # a GPU is told what to do ahead of doing it
+            compute = bound + (small + products if device.shares_host_memory else max(small, products))
+            brought = unit.streamed if device.shares_host_memory else unit.uploaded
+            steps.append(Step(unit.device, compute, brought * bringing[unit.device]))
+        return steps
+
+    def _bringing(self, name: str, work: Sequence[UnitWork], read_rate: float) -> float:
+        """Seconds a byte that a pass brings to a device.
+
+        To one that shares no host memory bytes are copied while others are read ahead for it, whichever takes longer;
+        the disk has time for a unit while those that are kept in page-locked memory are copied.
+        """
+        here = [unit for unit in work if unit.device == name]
+        read, copied = sum(unit.streamed for unit in here), sum(unit.uploaded for unit in here)
+        if not copied:
+            return 1 / read_rate
+        return max(read / read_rate, copied / self._machine.upload(name)) / copied
+
+    def _note(self, rates: Mapping[str, _Products], reads: _Reads | None) -> None:
+        """What the times rest on, in words."""
+        for device, known in rates.items():
+            said = set()
+            for (form, _), rate in known.rates.items():
+                if form not in said:
+                    what = f"{form} codes" if form in BLOCKS else form
+                    self._speeds.append(Speed(f"multiplying with {what} on {device}", rate))
+                said.add(form)
+        if reads is not None and self._streamed:
+            words = {DIRECT: "past the page cache", DROPPED: "through the page cache"}
+            self._speeds.append(Speed(f"reading {words.get(reads.way, 'out of the page cache')}", reads.steady))

@@ -1,0 +1,74 @@
+"""What is planned is what is found: tensors, and where a model's weights will be, before and after a split."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rabbitllm import prepare
+from rabbitllm.checkpoints.hub import HubAccess
+from rabbitllm.engine.devices import CpuDevice, Device
+from rabbitllm.engine.load import blueprint, load_model
+from rabbitllm.layers.layer_store import LayerStore
+from rabbitllm.options import SplitOptions, StreamOptions
+from rabbitllm.planning.planned_files import PlannedFiles
+from rabbitllm.planning.survey import Survey
+from tests.support.builders import build_checkpoint
+from tests.support.fake_gpu import FakeGpu
+from tests.support.meta_files import tiny_llama, write_meta
+from tests.support.tiny_models import split
+
+COMPRESSIONS = [None, "8bit", "4bit"]
+ROOMS = [0, 20_000, 150_000, 1 << 34]
+"""Bytes of weights: nothing, a little, about half, all."""
+
+
+def planned(folder: Path, compression: str | None) -> PlannedFiles:
+    sought = prepare.Sought(str(folder), compression, None, HubAccess(), only_look=True)
+    survey = Survey(prepare.find(sought), sought, SplitOptions(compression))
+    assert not survey.folders[compression].exists()
+    return PlannedFiles(survey.plans[compression], survey.folders[compression])
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "qwen3_moe", "opt", "mamba2", "t5"])
+def test_tensors_and_placement_are_those_of_the_split(tmp_path: Path, family: str, compression: str | None) -> None:
+    folder = build_checkpoint(tmp_path / "m", family, tied=family == "t5", dtype=torch.bfloat16, shards=3)
+    files = planned(folder, compression)
+    options = [
+        StreamOptions(device="cpu", max_memory={"cpu": room}, show_progress=False, exact=exact, dtype=dtype)
+        for room in ROOMS
+        for exact, dtype in ((False, None), (True, "float32"))
+    ]
+    foretold = [blueprint(files, given, folder, [CpuDevice()]).placement for given in options]
+    made = split(folder, compression)
+    assert files.tensors == LayerStore(made).tensors
+    assert foretold == [load_model(made, given).placement for given in options]
+    assert len(set(foretold)) > 2
+
+
+def test_placement_on_gpus_is_that_of_the_split(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "m", "qwen3_moe", dtype=torch.bfloat16, shards=2)
+    gpus: list[Device] = [FakeGpu(0), FakeGpu(1)]
+    options = StreamOptions(max_memory={gpu.name: 120_000 for gpu in gpus}, show_progress=False)
+    files = planned(folder, "4bit")
+    foretold = blueprint(files, options, folder, gpus).placement
+    assert {placed.device for placed in foretold.units} == {gpu.name for gpu in gpus}
+    assert foretold == load_model(split(folder, "4bit"), options, None, gpus).placement
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_tensors_that_ranks_cut(tmp_path: Path, compression: str | None) -> None:
+    folder = write_meta(tmp_path / "m", tiny_llama(), ranks=2)
+    files = planned(folder, compression)
+    assert files.tensors == LayerStore(split(folder, compression)).tensors
+
+
+def test_there_are_no_bytes(tmp_path: Path) -> None:
+    files = planned(build_checkpoint(tmp_path / "m", "llama"), None)
+    part = next(iter(files.tensors.values())).parts[0]
+    assert not files.path(part.file).exists()
+    with pytest.raises(FileNotFoundError, match="only planned"):
+        files.mapped(part.file)

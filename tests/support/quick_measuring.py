@@ -1,0 +1,19 @@
+"""A fixture for tests of plans: what this machine gives is measured for milliseconds, and its times mean nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from rabbitllm.planning import overheads, products, reading
+from rabbitllm.splitter.forecast import Rate
+
+
+@pytest.fixture(autouse=True)
+def quick_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every measurement is made, on as little as it can be; but for the quantiser's, which has tests of its own."""
+    monkeypatch.setattr(products, "SET_BYTES", 1 << 18)
+    monkeypatch.setattr(products, "SECONDS", 0.0)
+    monkeypatch.setattr(reading, "SECONDS", 0.0)
+    monkeypatch.setattr(reading, "WRITTEN_BYTES", reading.READ_BYTES)
+    monkeypatch.setattr(overheads, "TOKENS", 4)
+    monkeypatch.setattr("rabbitllm.splitter.rates.quantise_rate", lambda *arguments: Rate(50e6, 1))
