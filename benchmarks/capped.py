@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import command_line, report
+from benchmarks import bars, command_line, report
 from benchmarks.checkpoint import SCALES, make_checkpoint, shards
 from benchmarks.control_group import control_group
 from benchmarks.decode import PROMPT_TOKENS, DecodeRun, Runner
@@ -224,6 +224,18 @@ def notes_on(runs: Sequence[DecodeRun], cases: Sequence[Case]) -> list[str]:
     return notes
 
 
+def _bars(runs: Sequence[DecodeRun], cases: Sequence[Case]) -> dict[str, list[bars.Bar]]:
+    """A group a cap, the quickest row first."""
+    groups: dict[str, list[bars.Bar]] = {}
+    for case in cases:
+        heading = "no cap" if case.share is None else f"idle process + {case.share} % of the weights"
+        figures = spread(run.token_seconds for run in good(runs, case.name))
+        groups.setdefault(heading, []).append(bars.Bar(case.runner, figures, case.runner in OURS))
+    for found in groups.values():
+        found.sort(key=lambda bar: bar.figures.median if bar.figures is not None else float("inf"))
+    return groups
+
+
 def _for_ollm(checkpoint: Path) -> None:
     """Its transformers is of before version 5 and knows the tokenizer's class by its earlier name."""
     path = checkpoint / "tokenizer_config.json"
@@ -273,6 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     table = tabulate(runs, cases, options.turns)
     report.write(options.results, title, machine, table, notes_on(runs, cases), runs)
+    bars.draw(options.results.with_name(options.results.name + ".svg"), title, "seconds a token", _bars(runs, cases))
     return int(any(run.error for run in runs if named[run.row].runner in OURS))
 
 

@@ -60,14 +60,13 @@ class Matrix:
     absmax: torch.Tensor
     table: torch.Tensor
     _given: tuple[int, ...] = field(init=False)
+    _tables: dict[int, int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        from rabbitllm.layers import packed_kernels
-
         scheme, (_, columns) = self.form.scheme, self.form.shape
-        row_bytes = columns // (2 if scheme == "4bit" else 1)
-        shift = (BLOCKS[scheme] // packed_kernels.SEGMENT).bit_length() - 1
-        object.__setattr__(self, "_given", (row_bytes, columns // packed_kernels.SEGMENT, shift))
+        row_bytes, segment = columns // (2 if scheme == "4bit" else 1), _kernels().SEGMENT
+        shift = (BLOCKS[scheme] // segment).bit_length() - 1
+        object.__setattr__(self, "_given", (row_bytes, columns // segment, shift))
 
     def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
         """The matrix itself, anew."""
@@ -100,8 +99,7 @@ class Matrix:
         import torch
 
         kernels, scheme, rows = _kernels(), self.form.scheme, self.form.shape[0]
-        table = table_of(scheme, width, self.table.numpy().tobytes()).ctypes.data
-        addresses = (self.payload.data_ptr(), self.absmax.data_ptr(), *inputs, table, out.data_ptr())
+        addresses = (self.payload.data_ptr(), self.absmax.data_ptr(), *inputs, self._table(width), out.data_ptr())
         given = (*addresses, *self._given, count, rows)
         threads = min(torch.get_num_threads(), -(-rows * self._given[0] // WORTH_A_THREAD))
         share = -(-rows // (threads * kernels.ROWS)) * kernels.ROWS
@@ -112,6 +110,12 @@ class Matrix:
             team.run(kernels.in_a_team(scheme, width), ctypes.addressof(data), threads)
         else:
             _in_threads(kernels.row_range(scheme, width), given, rows, share)
+
+    def _table(self, width: int) -> int:
+        """The address of what a kernel looks codes up in."""
+        if width not in self._tables:  # the array itself stays, since `table_of` remembers it
+            self._tables[width] = table_of(self.form.scheme, width, self.table.numpy().tobytes()).ctypes.data
+        return self._tables[width]
 
 
 @functools.cache

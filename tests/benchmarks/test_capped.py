@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import capped, worker
+from benchmarks import bars, capped, worker
 from benchmarks.capped import Case
 from benchmarks.control_group import ControlGroup, control_group
 from benchmarks.decode import DecodeRun
@@ -96,6 +96,23 @@ def test_bytes_that_this_process_reads_are_counted(tmp_path: Path) -> None:
     before = worker.bytes_read()
     (tmp_path / "file").read_bytes()
     assert worker.bytes_read() - before >= 4 << 20
+
+
+def test_bars_are_drawn_for_what_ran_and_what_failed(tmp_path: Path) -> None:
+    runs = [DecodeRun("rabbitllm-2, 50 %", 0), DecodeRun("transformers, 50 %", 0, error="died")]
+    runs[0].token_seconds = 0.25
+    groups = capped._bars(runs, [Case("transformers", 50), Case("rabbitllm-2", 50)])
+    ((heading, found),) = groups.items()
+    assert heading == "idle process + 50 % of the weights"
+    assert [(bar.name, bar.figures is None, bar.is_ours) for bar in found] == [
+        ("rabbitllm-2", False, True),
+        ("transformers", True, False),
+    ]
+    for name in ("x.svg", "x.png"):
+        bars.draw(tmp_path / name, "title", "seconds a token", groups)
+    drawn = (tmp_path / "x.svg").read_text()
+    assert drawn.startswith("<?xml")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.long
