@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MOST_INPUTS = 16
-"""Rows of input from which on dequantising is the faster way (2 cores of an AMD EPYC with AVX-512)."""
+MOST_INPUTS_IN_PAIRS = 64
+"""Rows of input up to which the kernel is the faster way, in float32 and in pairs of bfloat16 (2 cores of an AMD EPYC,
+with AVX-512); beyond them dequantising is."""
 CHUNK_ELEMENTS = 1 << 21
 """Elements that are dequantised at a time: 4 MiB of bfloat16."""
 WORTH_A_THREAD = 1 << 16
@@ -145,10 +147,11 @@ def linear(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.
         bias: (N,) or None.
 
     Returns:
-        (..., N) of x's dtype; sums are kept in float32 for up to `MOST_INPUTS` inputs.
+        (..., N) of x's dtype; for few inputs (`MOST_INPUTS`) sums are kept in float32.
     """
     flat = x.reshape(-1, x.shape[-1])
-    if flat.shape[0] <= MOST_INPUTS:
+    in_pairs = kernel_for(matrix.form.scheme, x.dtype) == PAIRS
+    if flat.shape[0] <= (MOST_INPUTS_IN_PAIRS if in_pairs else MOST_INPUTS):
         result = matrix.times(flat)
         if bias is not None:
             result += bias

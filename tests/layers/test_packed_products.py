@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rabbitllm.layers import packed_kernels, packed_products
 from rabbitllm.layers.code_tables import PAIRS, table_of
 from rabbitllm.layers.compression import BLOCKS, Quantised, _bitsandbytes, dequantise
-from rabbitllm.layers.packed_products import MOST_INPUTS, Matrix, linear, multiplies
+from rabbitllm.layers.packed_products import MOST_INPUTS, MOST_INPUTS_IN_PAIRS, Matrix, linear, multiplies
 
 SCHEMES = ("4bit", "8bit")
 needs_kernel = pytest.mark.skipif(
@@ -124,7 +124,7 @@ def test_which_processors_have_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None
 @needs_kernel
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("count", [1, 6, 40])
+@pytest.mark.parametrize("count", [1, 6, 40, MOST_INPUTS_IN_PAIRS, MOST_INPUTS_IN_PAIRS + 1])
 def test_inputs_of_every_dtype_and_a_bias(scheme: str, dtype: torch.dtype, count: int) -> None:
     parts = matrix(scheme, 48, 512)
     x = inputs(count, 512, dtype)
