@@ -33,7 +33,11 @@ def unit_costs(model: nn.Module, sources: Mapping[str, UnitSource]) -> list[Unit
 
 
 def cache_room(placement: Placement, devices: Iterable[Device]) -> int:
-    """Bytes of host memory that the page cache may take beside what stays there."""
+    """Bytes of host memory that the page cache may take beside what will stay there, none of which is there yet."""
     on_host = {device.name for device in devices if device.shares_host_memory}
-    kept = sum(p.stored for p in placement.units if p.device in on_host and p.tier is not Tier.STREAMED)
+    kept = sum(
+        p.stored
+        for p in placement.units
+        if p.tier is Tier.PINNED or (p.device in on_host and p.tier is not Tier.STREAMED)
+    )
     return available_ram() - kept

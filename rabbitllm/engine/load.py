@@ -143,6 +143,7 @@ def load_model(
     by_name = {device.name: device for device in chosen}
     skeleton.materialise_buffers(model, _device_finder(placement, by_name), weights.absent)
     profiler = Profiler(options.profiling, "Passes, by stage")
+    way = _way(sources, placement, by_name, store)
     placement, kept = keep_units(placement, sources, by_name, store)
     if not options.exact:
         sources = {**sources, **_fused(sources, placement, by_name, weights, store)}
@@ -156,7 +157,7 @@ def load_model(
             store,
             profiler,
             kept,
-            way=_way(sources, placement, by_name, store),
+            way=way,
             prefetching=options.prefetching,
         )
     home_device = by_name[placement.home].torch_device
