@@ -150,9 +150,9 @@ def linear(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.
         (..., N) of x's dtype; for few inputs (`MOST_INPUTS`) sums are kept in float32.
     """
     flat = x.reshape(-1, x.shape[-1])
-    in_pairs = kernel_for(matrix.form.scheme, x.dtype) == PAIRS
-    if flat.shape[0] <= (MOST_INPUTS_IN_PAIRS if in_pairs else MOST_INPUTS):
-        result = matrix.times(flat)
+    width = kernel_for(matrix.form.scheme, x.dtype)
+    if flat.shape[0] <= (MOST_INPUTS_IN_PAIRS if width == PAIRS else MOST_INPUTS):
+        result = matrix.times_with(width, flat)
         if bias is not None:
             result += bias
         result = result.to(x.dtype)

@@ -38,12 +38,15 @@ def test_where_nothing_can_be_kept() -> None:
 def test_the_kernels_are_kept_for_the_next_process(tmp_path: Path) -> None:
     """What numba cannot keep (a function that is handed on and not inlined, for one) it compiles anew, and warns."""
     code = """
+import warnings
+from numba.core.errors import NumbaWarning
+warnings.simplefilter("error", NumbaWarning)
 from rabbitllm.layers import packed_kernels
 for scheme, width in packed_kernels._FUNCTIONS:
     if width == 32 and packed_kernels.multiplies_pairs() or width <= packed_kernels.lanes(scheme):
         packed_kernels.in_a_team(scheme, width)
 """
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-W", "error", "-c", code]
+    command = [sys.executable, "-c", code]
     made = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr
