@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import bars, command_line, report
-from benchmarks.checkpoint import SCALES, make_checkpoint, shards
+from benchmarks.checkpoint import make_checkpoint, shards
 from benchmarks.control_group import control_group
-from benchmarks.decode import PROMPT_TOKENS, DecodeRun, Runner
+from benchmarks.decode import DecodeRun, Runner, prompt_for
 from benchmarks.measure import drop_cached, spread
 from benchmarks.peers import (
     AIRLLM,
@@ -34,6 +34,7 @@ from benchmarks.peers import (
     TRANSFORMERS,
     Cap,
     PeerError,
+    make_layer_files,
     prepare,
     run_worker,
 )
@@ -106,14 +107,13 @@ def prepare_files(runner: str, workload: Workload, work: Path) -> None:
     chosen, place = RUNNERS[runner], workload.prepared(runner)
     if place.exists() or (chosen.loader != "layered" and chosen.environment != LLAMA_CPP):
         return
-    job = {"package": chosen.package, "checkpoint": str(workload.checkpoint(runner))}
-    if chosen.environment == LLAMA_CPP:
-        job |= {"task": "gguf", "kind": chosen.loader, "path": str(place)}
-    else:
-        place.mkdir()
-        options = {"layer_shards_saving_path": str(place), **chosen.options}
-        job |= {"task": "split", "options": options}  # type: ignore[dict-item]
-    run_worker(chosen.environment, job, work, f"capped-{runner}-files", [workload.checkpoint(runner)])
+    checkpoint, label = workload.checkpoint(runner), f"capped-{runner}-files"
+    if chosen.environment != LLAMA_CPP:
+        compression = chosen.options.get("compression")
+        make_layer_files(chosen.environment, chosen.package, checkpoint, place, compression, work, label)
+        return
+    job = {"task": "gguf", "package": chosen.package, "kind": chosen.loader, "path": str(place)}
+    run_worker(LLAMA_CPP, job | {"checkpoint": str(checkpoint)}, work, label, [checkpoint])
 
 
 def measure(run: DecodeRun, case: Case, workload: Workload, work: Path) -> None:
@@ -250,14 +250,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shares", type=int, nargs="+", default=[25, 50, 75], help="of the weights, in percent")
     options = parser.parse_args(arguments)
     command_line.settle(options, "capped")
-    if options.tokens < 2:
-        raise SystemExit("--tokens must be at least 2: the first one is counted apart.")
+    command_line.check_tokens(options)
     work = options.work_dir
     checkpoints = {kind: make_checkpoint(work, options.scale, kind) for kind in (LLAMA, QWEN2)}
     _for_ollm(checkpoints[LLAMA])
-    prompt = [(i * 37 + 11) % SCALES[options.scale].vocab_size for i in range(PROMPT_TOKENS)]
     weights = sum(path.stat().st_size for path in shards(checkpoints[LLAMA]))
-    workload = Workload(checkpoints, weights, work / "capped-run", prompt, options.tokens)
+    workload = Workload(checkpoints, weights, work / "capped-run", prompt_for(options.scale), options.tokens)
     shutil.rmtree(workload.folder, ignore_errors=True)
     workload.folder.mkdir()
     cases = [Case(row, None) for row in UNCAPPED if row in options.only]

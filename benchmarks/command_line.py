@@ -44,6 +44,12 @@ def settle(options: argparse.Namespace, name: str) -> None:
         options.results = folder / f"{name}-{options.scale}"
 
 
+def check_tokens(options: argparse.Namespace) -> None:
+    """Refuse to generate so few tokens that there is no step after the first one."""
+    if options.tokens < 2:
+        raise SystemExit("--tokens must be at least 2: the first one is counted apart.")
+
+
 def turns(options: argparse.Namespace) -> str:
     """What a title ends with: how many, and whether the figures are to be believed."""
     trial = "" if options.scale == "full" else f" (scale {options.scale}: a trial, the figures mean nothing)"

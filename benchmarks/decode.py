@@ -20,7 +20,17 @@ from typing import Any
 from benchmarks import command_line, report
 from benchmarks.checkpoint import SCALES, make_checkpoint
 from benchmarks.measure import CACHE_STATE, spread
-from benchmarks.peers import AIRLLM, RABBITLLM_1, THIS, TRANSFORMERS, Environment, PeerError, prepare, run_worker
+from benchmarks.peers import (
+    AIRLLM,
+    RABBITLLM_1,
+    THIS,
+    TRANSFORMERS,
+    Environment,
+    PeerError,
+    make_layer_files,
+    prepare,
+    run_worker,
+)
 from benchmarks.runs import Run, failures, good, ratios, run_all, versions
 
 PROMPT_TOKENS = 16
@@ -124,6 +134,11 @@ class Workload:
         return self.splits / f"{runner.environment.name}-{runner.options.get('compression', 'none')}"
 
 
+def prompt_for(scale: str) -> list[int]:
+    """`PROMPT_TOKENS` tokens of a scale's vocabulary, the same each time."""
+    return [(i * 37 + 11) % SCALES[scale].vocab_size for i in range(PROMPT_TOKENS)]
+
+
 def split_for(row: str, workload: Workload, work: Path) -> None:
     """Make the layer files of a layered row, unless they are there.
 
@@ -133,15 +148,15 @@ def split_for(row: str, workload: Workload, work: Path) -> None:
     runner, saving_path = RUNNERS[row], workload.saving_path(row)
     if runner.loader != "layered" or saving_path.exists():
         return
-    saving_path.mkdir()
-    compression = {key: value for key, value in runner.options.items() if key == "compression"}
-    job = {
-        "task": "split",
-        "package": runner.package,
-        "checkpoint": str(workload.checkpoint),
-        "options": {"layer_shards_saving_path": str(saving_path), **compression},
-    }
-    run_worker(runner.environment, job, work, f"decode-{row}-split", [workload.checkpoint])
+    make_layer_files(
+        runner.environment,
+        runner.package,
+        workload.checkpoint,
+        saving_path,
+        runner.options.get("compression"),
+        work,
+        f"decode-{row}-split",
+    )
 
 
 def measure(run: DecodeRun, workload: Workload, work: Path) -> None:
@@ -226,12 +241,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=8, help="to generate, at least 2 (default: %(default)s)")
     options = parser.parse_args(arguments)
     command_line.settle(options, "decode")
-    if options.tokens < 2:
-        raise SystemExit("--tokens must be at least 2: the first one is counted apart.")
+    command_line.check_tokens(options)
     work = options.work_dir
     checkpoint = make_checkpoint(work, options.scale)
-    prompt = [(i * 37 + 11) % SCALES[options.scale].vocab_size for i in range(PROMPT_TOKENS)]
-    workload = Workload(checkpoint, work / "decode-run", prompt, options.tokens)
+    workload = Workload(checkpoint, work / "decode-run", prompt_for(options.scale), options.tokens)
     shutil.rmtree(workload.splits, ignore_errors=True)
     workload.splits.mkdir()
     unusable = prepare({row: RUNNERS[row].environment for row in options.only}, work)

@@ -204,6 +204,26 @@ def run_worker(
     return Outcome(answer, sampler, versions)
 
 
+def make_layer_files(
+    environment: Environment,
+    package: str,
+    checkpoint: Path,
+    folder: Path,
+    compression: str | None,
+    work: Path,
+    label: str,
+) -> None:
+    """Split a checkpoint with one of the packages that do so, into a folder that is made.
+
+    Raises:
+        PeerError: it failed.
+    """
+    folder.mkdir()
+    options = {"layer_shards_saving_path": str(folder)} | ({"compression": compression} if compression else {})
+    job = {"task": "split", "package": package, "checkpoint": str(checkpoint), "options": options}
+    run_worker(environment, job, work, label, [checkpoint])
+
+
 def _variables(environment: Environment, work: Path) -> dict[str, str]:
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     variables |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "hf-home"), "TOKENIZERS_PARALLELISM": "false"}

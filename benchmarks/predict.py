@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import command_line, report
-from benchmarks.checkpoint import SCALES, make_checkpoint
-from benchmarks.decode import PROMPT_TOKENS
+from benchmarks.checkpoint import make_checkpoint
+from benchmarks.decode import prompt_for
 from benchmarks.measure import CACHE_STATE, spread
-from benchmarks.peers import THIS, PeerError, run_worker
+from benchmarks.peers import THIS, PeerError, make_layer_files, run_worker
 from benchmarks.runs import Run, failures, good, run_all, versions
 
 CLOSE = 0.25
@@ -87,15 +87,6 @@ class Workload:
             whole = sum(path.stat().st_size for path in self.saving_path(compression).rglob("*.safetensors"))
             options["max_memory"] = {"cpu": int(whole * share)}
         return options
-
-
-def split(compression: str | None, workload: Workload, work: Path) -> None:
-    """Make the layer files of a compression."""
-    saving_path = workload.saving_path(compression)
-    saving_path.mkdir()
-    options = {"layer_shards_saving_path": str(saving_path)} | ({"compression": compression} if compression else {})
-    job = {"task": "split", "package": "rabbitllm", "checkpoint": str(workload.checkpoint), "options": options}
-    run_worker(THIS, job, work, f"predict-{compression}-split", [workload.checkpoint])
 
 
 def measure(run: PredictRun, workload: Workload, work: Path) -> None:
@@ -178,19 +169,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=16, help="to generate, at least 2 (default: %(default)s)")
     options = parser.parse_args(arguments)
     command_line.settle(options, "predict")
-    if options.tokens < 2:
-        raise SystemExit("--tokens must be at least 2: the first one is counted apart.")
+    command_line.check_tokens(options)
     work = options.work_dir
     checkpoint = make_checkpoint(work, options.scale)
-    prompt = [(i * 37 + 11) % SCALES[options.scale].vocab_size for i in range(PROMPT_TOKENS)]
-    workload = Workload(checkpoint, work / "predict-run", prompt, options.tokens)
+    workload = Workload(checkpoint, work / "predict-run", prompt_for(options.scale), options.tokens)
     shutil.rmtree(workload.splits, ignore_errors=True)
     workload.splits.mkdir()
     unusable: dict[str, str] = {}
     try:
         for compression in dict.fromkeys(ROWS[row][0] for row in options.only):
             try:
-                split(compression, workload, work)
+                folder, label = workload.saving_path(compression), f"predict-{compression}-split"
+                make_layer_files(THIS, "rabbitllm", checkpoint, folder, compression, work, label)
             except PeerError as error:
                 unusable |= {row: f"split: {error}" for row in options.only if ROWS[row][0] == compression}
         machine = report.describe_machine(work)

@@ -22,7 +22,7 @@ def table_of(scheme: str, width: int, levels: bytes) -> npt.NDArray[Any]:
     values = np.frombuffer(levels, np.float32)
     words = values.view(np.uint32)
     if width == PAIRS:
-        # of 256 factors between 1 and 2, the one that leaves the least error: two thirds of it for NF4's values, half for 8bit's
+        # of 256 factors between 1 and 2, the one that leaves the least error: two thirds of it for NF4, half for 8bit
         factors = 1 + np.arange(256, dtype=np.float32) / 256
         errors = [np.square(_nearest_bfloat16(values * factor) / factor - values).sum() for factor in factors]
         factor = factors[int(np.argmin(errors))]

@@ -377,10 +377,11 @@ def test_this_project_end_to_end_at_tiny_scale(tmp_path: Path) -> None:
     rows = [row for row, runner in decode.RUNNERS.items() if runner.environment == peers.THIS]
     assert decode.main([*folders, "--results", str(tmp_path / "r" / "decode"), "--only", *rows, "--tokens", "4"]) == 0
     report_ = json.loads((tmp_path / "r" / "decode.json").read_text())
-    resident, streamed = report_["runs"]
+    found = {run["row"]: run for run in report_["runs"]}
+    assert set(found) == set(rows)
+    assert all((len(run["tokens"]), len(run["step_seconds"])) == (4, 3) for run in found.values())
+    resident, streamed = found["rabbitllm-2"], found["rabbitllm-2-streamed"]
     assert resident["tokens"] == streamed["tokens"]
-    assert len(resident["tokens"]) == 4
-    assert len(resident["step_seconds"]) == 3
     assert resident["placed"] == "0 MB streamed"
     assert streamed["placed"] != resident["placed"]
     assert str(tmp_path) not in json.dumps(report_)
