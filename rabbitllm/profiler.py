@@ -19,7 +19,7 @@ from typing import Any
 from rabbitllm.errors import OptionError
 from rabbitllm.profiling.passes import Entry, Pass, PassSums, sums_of
 from rabbitllm.profiling.record import as_record
-from rabbitllm.profiling.report import pass_table, slowest_layers, stage_table
+from rabbitllm.profiling.report import expert_table, pass_table, slowest_layers, stage_table
 from rabbitllm.profiling.totals import (
     COMPUTE,
     DEQUANTISE,
@@ -250,7 +250,9 @@ class Profiler:
             )
         lines = stage_table(stages, self.title)
         if self.sums:
-            lines += ["", *pass_table(self.sums, self.passes), "", *slowest_layers(self.layers)]
+            experts = expert_table(self.sums)
+            lines += ["", *pass_table(self.sums, self.passes), *(["", *experts] if experts else [])]
+            lines += ["", *slowest_layers(self.layers)]
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:

@@ -90,6 +90,10 @@ class ExpertPool:
         profiler: records reads, waits, and where experts were found.
         host: gives host memory to copy from, to a device that shares none.
         host_slots: experts that are kept there beside it.
+
+    Attributes:
+        sources: as given.
+        waited: seconds that computations have waited for experts, in all.
     """
 
     def __init__(
@@ -104,6 +108,7 @@ class ExpertPool:
         host_slots: int = 0,
     ) -> None:
         self.sources = tuple(sources)
+        self.waited = 0.0
         self._model = model
         self._device = device
         self._disk = disk
@@ -256,8 +261,12 @@ class ExpertPool:
     def _wait(self, source: ExpertSource, slot: _Slot) -> None:
         if slot.coming is not None:
             start = time.perf_counter()
-            self._filled(slot, slot.coming.result())
-            self._profiler.add(source.name, READ_WAIT, time.perf_counter() - start)
+            try:
+                self._filled(slot, slot.coming.result())
+            finally:
+                waited = time.perf_counter() - start
+                self.waited += waited
+                self._profiler.add(source.name, READ_WAIT, waited)
         if slot.ticket is not None:
             self._device.arrive(slot.ticket)
             slot.ticket = None

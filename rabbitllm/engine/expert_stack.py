@@ -70,6 +70,9 @@ class ExpertStack(torch.Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ExpertStack({tuple(self.shape)}, {self.dtype}, by expert)"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertStack:
+        return self.again()  # nobody writes to the experts
+
     def turn(self) -> ExpertStack:
         """With the last two dimensions exchanged."""
         return ExpertStack(self.supply, self.leaf, self._whole_shape, self.dtype, self.device, not self.turned)

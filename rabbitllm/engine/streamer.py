@@ -189,13 +189,17 @@ class Streamer:
         module.register_forward_hook(after, always_call=True)
 
     def _start(self, unit: str) -> None:
-        self._started[unit] = time.perf_counter()
+        self._started[unit] = self._working_time()
 
     def _stop(self, unit: str, device: Device) -> None:
         started = self._started.pop(unit, None)
         if started is not None and self._profiler.enabled:
             device.synchronise()
-            self._profiler.add(unit, COMPUTE, time.perf_counter() - started)
+            self._profiler.add(unit, COMPUTE, self._working_time() - started)
+
+    def _working_time(self) -> float:
+        """A clock that stands still while a unit waits for experts."""
+        return time.perf_counter() - sum(pool.waited for pool in self.pools.values())
 
     def _unbind(self, source: UnitSource, device: Device) -> None:
         for place in source.places:
