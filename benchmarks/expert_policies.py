@@ -8,6 +8,7 @@ caches that bring in only what is asked for (L. A. Belady, IBM Systems Journal 5
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,11 +27,13 @@ class Group:
     """What one layer asks for in one pass.
 
     Attributes:
+        number: of the pass.
         time: tokens before this pass.
         slots: different ones.
         counts: how many tokens of the pass are routed to each.
     """
 
+    number: int
     time: int
     layer: int
     slots: Slots
@@ -40,10 +43,10 @@ class Group:
 def groups_of(trace: Trace) -> list[Group]:
     """In the order in which a model asks."""
     found, time = [], 0
-    for ids in trace.passes():
+    for number, ids in enumerate(trace.passes()):
         for layer in range(trace.layers):
             slots, counts = np.unique(ids[:, layer].astype(np.int64) + layer * trace.experts, return_counts=True)
-            found.append(Group(time, layer, slots, counts))
+            found.append(Group(number, time, layer, slots, counts))
         time += len(ids)
     return found
 
@@ -152,7 +155,12 @@ class Outcome:
 
 
 def replay(
-    trace: Trace, capacity: int, policy: Policy, *, by_layer: bool = False, counted_from: int = 0
+    trace: Trace,
+    capacity: int,
+    policy: Policy,
+    *,
+    by_layer: bool = False,
+    counted: Sequence[bool] | None = None,
 ) -> Outcome:
     """What a cache would have hit that is empty at first.
 
@@ -161,7 +169,7 @@ def replay(
         capacity: experts that it holds.
         policy: which of them.
         by_layer: every layer has an equal part of the capacity to itself; otherwise they compete.
-        counted_from: tokens after which hits are counted.
+        counted: for every pass, whether its hits are counted; by default those of all.
     """
     groups = groups_of(trace)
     policy.begin(trace.slots, groups)
@@ -171,7 +179,7 @@ def replay(
     asked = hits = 0
     for index, group in enumerate(groups):
         there = int(held[group.slots].sum())
-        if group.time >= counted_from:
+        if counted is None or counted[group.number]:
             asked, hits = asked + len(group.slots), hits + there
         policy.used(index, group)
         held[group.slots] = True
