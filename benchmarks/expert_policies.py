@@ -126,16 +126,25 @@ class TwoSpans:
         return short / self.short + self.share * long / self.long  # type: ignore[no-any-return]
 
 
+@dataclass
 class Clairvoyant:
-    """The later it is needed again, the less: the optimum."""
+    """The later it is needed again, the less: the optimum.
+
+    Attributes:
+        counted: for every pass, whether a hit of it is worth anything; by default all are.
+    """
+
+    counted: Sequence[bool] | None = None
 
     def begin(self, slots: int, groups: list[Group]) -> None:
         self.values = np.full(slots, -np.inf)
         following = np.full(slots, -np.inf)
         self._next: list[Values] = []
         for index in range(len(groups) - 1, -1, -1):
-            self._next.append(following[groups[index].slots])
-            following[groups[index].slots] = -index
+            group = groups[index]
+            self._next.append(following[group.slots])
+            if self.counted is None or self.counted[group.number]:
+                following[group.slots] = -index
         self._next.reverse()
 
     def used(self, index: int, group: Group) -> None:

@@ -96,10 +96,9 @@ class Use:
 
 def use_of(trace: Trace, shares: Sequence[float]) -> Use:
     """Measure a trace whose passes have one token."""
-    tokens, layers, count = trace.ids.shape
     hottest, touched, overlap = [], [], []
     reuse = np.zeros(len(shares))
-    for layer in range(layers):
+    for layer in range(trace.layers):
         ids = trace.ids[:, layer]
         uses = np.sort(np.bincount(ids.ravel(), minlength=trace.experts))[::-1]
         hottest.append(uses[: trace.experts // 8].sum() / uses.sum())
@@ -108,7 +107,7 @@ def use_of(trace: Trace, shares: Sequence[float]) -> Use:
         overlap.append(same.mean())
         depths = _recency(ids.tolist())
         reuse += [np.mean(depths < round(share * trace.experts)) for share in shares]
-    found = dict(zip(shares, (reuse / layers).tolist(), strict=True))
+    found = dict(zip(shares, (reuse / trace.layers).tolist(), strict=True))
     return Use(float(np.mean(hottest)), float(np.mean(touched)), float(np.mean(overlap)), found)
 
 

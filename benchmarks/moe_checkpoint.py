@@ -64,6 +64,11 @@ class MoeScale:
         return self.vocab_size // TEXTS
 
     @property
+    def experts(self) -> int:
+        """Of all layers."""
+        return self.num_hidden_layers * self.num_experts
+
+    @property
     def expert_bytes(self) -> int:
         """Of one expert."""
         return 3 * self.hidden_size * self.moe_intermediate_size * published.ELEMENT_BYTES
@@ -74,8 +79,8 @@ SCALES = {
     "medium": MoeScale(512, 128, 8, 128, 8, 4, 64, 4, 8, 64, 64, 4096, 100_000_000),
     "tiny": MoeScale(512, 32, 4, 32, 4, 4, 32, 2, 4, 32, 32, 512, 4_000_000),
 }
-"""By name; "full" has 6.6 GB, "medium" 0.4, "tiny" 16 MB. Of the full one's experts a token uses 2 %, as of the published
-model's."""
+"""By name; "full" has 6.6 GB, "medium" 0.4, "tiny" 16 MB. A token uses 2 % of the full one's experts, as
+of the published model's."""
 
 
 def config_of(scale: MoeScale) -> Config:
