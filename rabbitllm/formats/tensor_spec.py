@@ -5,6 +5,7 @@ The dtype names are those of the safetensors format, which every other format is
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -122,6 +123,7 @@ class TensorSpec:
         return TensorSpec(self.piece.of, self.dtype, shape, self.file, 0, byte_size(self.dtype, shape))
 
 
+@functools.lru_cache(maxsize=4096)
 def byte_size(dtype: str, shape: tuple[int, ...]) -> int:
     """Bytes of a contiguous tensor.
 
