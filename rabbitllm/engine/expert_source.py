@@ -28,8 +28,8 @@ from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size, torch_dtype
 from rabbitllm.layers.compression import BLOCKS, Quantised, dequantise
-from rabbitllm.layers.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.layers.layer_store import StoredTensor, WeightFiles
+from rabbitllm.layers.order import TENSOR_ALIGNMENT
 
 BytesOf = Callable[["Part"], torch.Tensor]
 """A part of one expert -> its bytes, uint8 (nbytes,)."""

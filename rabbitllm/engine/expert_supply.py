@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from rabbitllm.engine.expert_source import ExpertSource, Part
-from rabbitllm.layers.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.layers.layer_store import WeightFiles
+from rabbitllm.layers.order import TENSOR_ALIGNMENT
 
 FileBytes = Callable[[str], torch.Tensor]
 """A file's name -> its bytes, mapped, uint8."""
