@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rabbitllm.collection import uncollected
 from rabbitllm.errors import CorruptShardError
@@ -208,8 +208,7 @@ def _corrupt(file: str, what: str) -> CorruptShardError:
     return CorruptShardError(f"{file} is not a sound safetensors file: {what}.", "Fetch or copy the file again.")
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(NamedTuple):
     """A tensor to be written: its name, dtype and shape. Its place follows from its turn."""
 
     name: str

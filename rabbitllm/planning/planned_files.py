@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from rabbitllm.collection import uncollected
 from rabbitllm.formats.safetensors_file import MappedFile
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, byte_size
 from rabbitllm.layers.compression import Quantised, StoredForm, stored_form
@@ -24,6 +25,7 @@ class PlannedFiles:
         tensors: checkpoint name -> where it will lie.
     """
 
+    @uncollected()
     def __init__(self, plan: SplitPlan, folder: Path) -> None:
         self.folder = folder
         self.tensors: dict[str, StoredTensor] = {}
