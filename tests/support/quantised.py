@@ -1,0 +1,131 @@
+"""Tiny checkpoints that are published quantised: the same random models, their weights as codes and scales.
+
+bitsandbytes' are saved by transformers itself; the others are written here by the published rule of their format, and
+it is transformers that says in the tests what they mean.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from tests.support.builders import SINGLE_NAME, build_checkpoint, make_tokenizer, read_tensors, reshard
+
+Named = Iterator[tuple[str, torch.Tensor]]
+
+FP8_LARGEST = 448.0
+"""The largest number of float8_e4m3fn."""
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""What the codes 0 to 7 stand for; 8 to 15 are the same, negative."""
+
+
+def build_fp8(folder: Path, family: str, block: int = 16, *, shards: int = 1, **settings: Any) -> Path:
+    """As DeepSeek-V3 and Qwen3-FP8 are published: a scale for each block of so many rows and columns."""
+    build_checkpoint(folder, family, dtype=torch.bfloat16, **settings)
+    config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [block, block]}
+    return _rewrite(folder, lambda name, tensor: _fp8(name, tensor, block), config, shards)
+
+
+def build_mxfp8(folder: Path, family: str, *, shards: int = 1, **settings: Any) -> Path:
+    """FP8 with a power of two for each 32 elements of a row, as the byte of its exponent."""
+    build_checkpoint(folder, family, dtype=torch.bfloat16, **settings)
+    config = {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32]}
+    return _rewrite(folder, _mxfp8, {**config, "scale_fmt": "ue8m0"}, shards)
+
+
+def build_mxfp4(folder: Path, *, shards: int = 1, **settings: Any) -> Path:
+    """As GPT-OSS is published: experts at 4 bits, with a power of two for each 32 elements, all else bfloat16."""
+    build_checkpoint(folder, "gpt_oss", dtype=torch.bfloat16, **settings)
+    left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    return _rewrite(folder, _mxfp4, {"quant_method": "mxfp4", "modules_to_not_convert": left}, shards)
+
+
+def build_bitsandbytes(
+    folder: Path, family: str, bits: int, *, shards: int = 1, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> Path:
+    """A model that transformers loaded at 4bit or 8bit and saved; `options` as BitsAndBytesConfig takes them."""
+    plain = build_checkpoint(folder / "plain", family, dtype=dtype)
+    config = transformers.BitsAndBytesConfig(**{f"load_in_{bits}bit": True, **options})
+    auto: Any = transformers.AutoModelForCausalLM
+    auto.from_pretrained(plain, dtype=dtype, quantization_config=config).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    for path in plain.iterdir():
+        path.unlink()
+    plain.rmdir()
+    _spread(folder, shards)
+    return folder
+
+
+def _rewrite(
+    folder: Path, change: Callable[[str, torch.Tensor], Named], quantised: Mapping[str, Any], shards: int
+) -> Path:
+    """Replace the tensors of a checkpoint by what `change` makes of each, and say so in its config."""
+    changed = dict(entry for name, tensor in read_tensors(folder).items() for entry in change(name, tensor))
+    save_file(changed, folder / SINGLE_NAME, metadata={"format": "pt"})
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": dict(quantised)}))
+    _spread(folder, shards)
+    return folder
+
+
+def _spread(folder: Path, shards: int) -> None:
+    """Over so many shards, so that codes and their scales lie apart now and then."""
+    if shards > 1:
+        names = list(read_tensors(folder))
+        reshard(folder, lambda name: names.index(name) * shards // len(names))
+
+
+def _fp8(name: str, tensor: torch.Tensor, block: int) -> Named:
+    if tensor.ndim != 2 or "proj" not in name:
+        yield name, tensor
+        return
+    rows, columns = tensor.shape
+    blocks = tensor.float().reshape(rows // block, block, columns // block, block)
+    scales = blocks.abs().amax((1, 3)) / FP8_LARGEST
+    yield name, (blocks / scales[:, None, :, None]).reshape(rows, columns).to(torch.float8_e4m3fn)
+    yield f"{name}_scale_inv", scales
+
+
+def _mxfp8(name: str, tensor: torch.Tensor) -> Named:
+    if tensor.ndim != 2 or "proj" not in name or tensor.shape[1] % 32:
+        yield name, tensor
+        return
+    groups = tensor.float().unflatten(1, (-1, 32))
+    exponents = torch.ceil(torch.log2(groups.abs().amax(2) / FP8_LARGEST))
+    yield name, (groups / torch.exp2(exponents)[:, :, None]).flatten(1).to(torch.float8_e4m3fn)
+    yield f"{name}_scale_inv", (exponents + 127).to(torch.uint8)
+
+
+def _mxfp4(name: str, tensor: torch.Tensor) -> Named:
+    """Of experts (E, in, out): `_blocks` (E, out, in / 32, 16), two codes a byte, the lower half first; `_scales`."""
+    if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        yield name, tensor
+        return
+    groups = tensor.float().transpose(1, 2).unflatten(2, (-1, 32))
+    exponents = torch.ceil(torch.log2(groups.abs().amax(3) / FP4_VALUES[-1]))
+    scaled = groups / torch.exp2(exponents)[..., None]
+    codes = (scaled.abs()[..., None] - torch.tensor(FP4_VALUES)).abs().argmin(-1).to(torch.uint8)
+    codes += 8 * (scaled < 0).to(torch.uint8)
+    yield f"{name}_blocks", codes[..., 0::2] | (codes[..., 1::2] << 4)
+    yield f"{name}_scales", (exponents + 127).to(torch.uint8)
+
+
+def build_compressed_config(folder: Path, family: str, **settings: Any) -> Path:
+    """A model whose config says that compressed-tensors quantised it; its weights are plain."""
+    build_checkpoint(folder, family, dtype=torch.bfloat16, **settings)
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    group = {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+    return _rewrite(folder, lambda name, tensor: iter([(name, tensor)]), config, 1)
