@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,12 +31,15 @@ logger = logging.getLogger(__name__)
 
 KEPT = (f"{BITSANDBYTES} 4bit", f"{BITSANDBYTES} 8bit")
 """Methods whose modules compute with the stored bytes."""
-DEQUANTISED = ("fp8", "mxfp8", "mxfp4", "compressed-tensors")
+_COMPRESSED_TENSORS = "compressed-tensors"
+DEQUANTISED = ("fp8", "mxfp8", "mxfp4", _COMPRESSED_TENSORS)
 """Methods of which each layer is dequantised when it is used."""
 _WRAPPED = ("Bnb4bitDeserialize", "Bnb8bitDeserialize")
 """Operations of transformers that make a parameter around the stored bytes, without copying them."""
-_STATE_OF_4BIT = "weight.quant_state."
-_NEEDED_AT_4BIT = ("weight.absmax", "weight.quant_map")
+_OPAQUE = ("Bnb4bitDeserialize", "CompressedTensorsDequantize")
+"""Operations of transformers that read some of their tensors: what they make depends on more than shapes."""
+_STATE = ".quant_state.bitsandbytes__"
+_FETCH_AGAIN = "The checkpoint is incomplete: fetch it again, its config.json and every file that its index names."
 
 
 def settings_in(config: PretrainedConfig) -> Any:
@@ -128,12 +131,33 @@ def change_modules(model: PreTrainedModel, quantiser: Any, dtype: torch.dtype) -
         quantiser.preprocess_model(
             model=model, dtype=dtype, device_map={"": "cpu"}, checkpoint_files=[], use_kernels=False
         )
+        if _method(quantiser.quantization_config) == _COMPRESSED_TENSORS:
+            _quantise_activations(model, quantiser)
     for module in model.modules():
         if type(module).__name__ == "Linear8bitLt":
             _say_casts_once()
             module.register_forward_hook(_give_back_8bit)
         elif type(module).__name__ == "Linear4bit":
             module.register_forward_hook(_give_back_4bit)
+
+
+def _quantise_activations(model: PreTrainedModel, quantiser: Any) -> None:
+    """Where a scheme rounds inputs or outputs too, let compressed-tensors' own modules do it, around plain weights."""
+    from compressed_tensors.quantization import QuantizationStatus, apply_quantization_config
+
+    config = quantiser.compressor.quantization_config
+    schemes = config.config_groups.values()
+    if config.kv_cache_scheme is None and not any(s.input_activations or s.output_activations for s in schemes):
+        return
+    before = {name for name, _ in model.named_parameters()}
+    apply_quantization_config(model, config, show_progress=False)
+    for name, _ in list(model.named_parameters()):
+        path, _, leaf = name.rpartition(".")
+        if name not in before and leaf.startswith("weight_"):
+            delattr(model.get_submodule(path), leaf)
+    for module in model.modules():
+        if hasattr(module, "quantization_status"):
+            module.quantization_status = QuantizationStatus.DECOMPRESSED
 
 
 @functools.cache
@@ -196,14 +220,12 @@ def check_alone(target: torch.Tensor, stored: StoredTensor, key: str) -> None:
         )
     else:
         problem = f"the tensor for {key} holds codes ({stored.parts[0].dtype}) and has no scales beside it."
-    raise IncompleteSplitError(
-        problem, "The checkpoint is incomplete: fetch it again, its config.json and every file that its index names."
-    )
+    raise IncompleteSplitError(problem, _FETCH_AGAIN)
 
 
 def is_opaque(converter: Any) -> bool:
     """Whether a conversion reads its tensors, so that it cannot be tried out without their bytes."""
-    return converter is not None and any(type(op).__name__ == "Bnb4bitDeserialize" for op in converter.operations)
+    return converter is not None and any(type(operation).__name__ in _OPAQUE for operation in converter.operations)
 
 
 def check_opaque(
@@ -211,23 +233,67 @@ def check_opaque(
 ) -> None:
     """Check of an opaque conversion what names and sizes tell.
 
+    Args:
+        key: what is made.
+        expected: the parameter as the module has it, on the meta device.
+        sources: (pattern, stored name), as `Recipe` has them.
+        stored: checkpoint name -> stored tensor.
+
     Raises:
         IncompleteSplitError: a part is missing, or the codes are not as many as the matrix has elements.
     """
-    names = dict(sources)
-    missing = [part for part in _NEEDED_AT_4BIT if part not in names]
-    if not any(part.startswith(_STATE_OF_4BIT) for part in names):
-        missing.append(f"{_STATE_OF_4BIT}bitsandbytes__nf4")
-    if missing or "weight" not in names:
+    # what stands before the word "weight" tells projections of experts apart, what stands after it the parts
+    projections: dict[str, dict[str, list[StoredTensor]]] = {}
+    for pattern, name in sources:
+        projection, _, part = pattern.rpartition("weight")
+        projections.setdefault(projection, {}).setdefault(part, []).append(stored[name])
+    for projection, parts in projections.items():
+        is_4bit = any(part.startswith((".quant", ".absmax")) for part in parts)
+        missing = _missing_at_4bit(parts) if is_4bit else _missing_when_compressed(parts)
+        if missing:
+            raise IncompleteSplitError(
+                f"the tensors for {key} lack {', '.join(f'{projection}weight{part}' for part in missing)}.",
+                _FETCH_AGAIN,
+            )
+        experts = expected.shape[0] if projection else 1
+        counts = {len(found) for found in parts.values()}
+        if counts != {experts}:
+            raise IncompleteSplitError(
+                f"the tensors for {key} are of {' or '.join(map(str, sorted(counts)))} experts; the model's config "
+                f"asks for {experts}.",
+                _FETCH_AGAIN,
+            )
+        if not projection:
+            _check_size(key, expected, parts, is_4bit)
+
+
+def _missing_at_4bit(parts: Iterable[str]) -> list[str]:
+    found = set(parts)
+    missing = [part for part in ("", ".absmax", ".quant_map") if part not in found]
+    state = any(part.startswith(_STATE) for part in found)
+    return missing if state else [*missing, f"{_STATE}nf4"]
+
+
+def _missing_when_compressed(parts: Mapping[str, Sequence[StoredTensor]]) -> list[str]:
+    if "" not in parts and "_packed" not in parts:
+        return ["_packed"]
+    plain = "_packed" not in parts and torch_dtype(parts[""][0].parts[0].dtype).itemsize > 1
+    return [] if plain or "_scale" in parts else ["_scale"]
+
+
+def _check_size(key: str, expected: torch.Tensor, parts: Mapping[str, Sequence[StoredTensor]], is_4bit: bool) -> None:
+    """Compare what of the codes' size is certain: at 4bit their number, packed by compressed-tensors their rows."""
+    codes = parts[""][0] if "" in parts else parts["_packed"][0]
+    if is_4bit:
+        agrees = codes.nbytes == (expected.numel() + 1) // 2
+    elif "" in parts:
+        agrees = codes.shape == tuple(expected.shape)
+    else:
+        agrees = codes.shape[:1] == tuple(expected.shape[:1])
+    if not agrees:
         raise IncompleteSplitError(
-            f"the tensors for {key} lack {', '.join(missing or ['weight'])}.",
-            "The checkpoint is incomplete: fetch it again, with every file that its index names.",
-        )
-    wanted, found = (expected.numel() + 1) // 2, stored[names["weight"]].nbytes
-    if wanted != found:
-        raise IncompleteSplitError(
-            f"the tensor for {key} has {found:,} bytes of codes; the model's config asks for {tuple(expected.shape)} "
-            f"elements, which are {wanted:,}.",
+            f"the codes for {key} have shape {codes.shape}; the model's config asks for {tuple(expected.shape)} "
+            "elements.",
             "The config and the weights are of different models: check where each came from.",
         )
 

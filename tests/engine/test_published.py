@@ -51,6 +51,20 @@ PUBLISHED: dict[str, Build] = {
         folder, "qwen2", 8, shards=2, dtype=torch.float16, llm_int8_threshold=0.0
     ),
 }
+COMPRESSED = {
+    f"{scheme}-{family}": lambda folder, family=family, scheme=scheme: quantised.build_compressed_tensors(
+        folder, family, scheme, shards=3
+    )
+    for scheme, family in (
+        ("W4A16", "llama"),
+        ("W4A16", "qwen3_moe"),
+        ("W8A16", "qwen3"),
+        ("W8A8", "llama"),
+        ("FP8-dynamic", "llama"),
+        ("FP8-static", "qwen2"),
+    )
+}
+"""Of a package that need not be installed."""
 SHORT = ("fp8-qwen3_moe", "mxfp4-gpt_oss", "4bit-llama-nf4-nested", "8bit-llama")
 """One of each; the others take the same ways."""
 MODELS = [pytest.param(PUBLISHED[n], id=n, marks=() if n in SHORT else pytest.mark.long) for n in PUBLISHED]
@@ -86,6 +100,33 @@ def test_what_transformers_computes(tmp_path: Path, build: Build) -> None:
     assert_same(run(streamed), expected)
     half = load(directory, sum(placed.stored for placed in resident.placement.units) // 2)
     assert_same(run(half), expected)
+
+
+@pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed")
+@pytest.mark.parametrize("build", [pytest.param(build, id=name) for name, build in COMPRESSED.items()])
+def test_what_transformers_computes_with_compressed_tensors(tmp_path: Path, build: Build) -> None:
+    """It decompresses in its first pass, and rounds activations where the scheme says so."""
+    folder = build(tmp_path / "model")
+    directory = split(folder)
+    expected = expected_of(folder)
+    assert_same(run(load(directory)), expected)
+    assert_same(run(load(directory, 0)), expected)
+
+
+@pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed")
+@pytest.mark.parametrize(
+    ("gone", "said"),
+    [
+        ("layers.1.mlp.up_proj.weight_scale", "lack weight_scale"),
+        ("layers.1.mlp.experts.2.up_proj.weight_scale", "are of 3 or 4 experts"),
+    ],
+)
+def test_packed_codes_without_a_part(tmp_path: Path, gone: str, said: str) -> None:
+    family = "qwen3_moe" if "experts" in gone else "llama"
+    folder = quantised.build_compressed_tensors(tmp_path / "model", family, "W4A16")
+    take_out(folder, gone)
+    with pytest.raises(IncompleteSplitError, match=said):
+        load(split(folder))
 
 
 @pytest.mark.parametrize("build", FEW)
@@ -223,13 +264,15 @@ def test_plain_weights_where_the_config_says_codes(tmp_path: Path) -> None:
 def test_codes_of_another_size(tmp_path: Path) -> None:
     folder = quantised.build_bitsandbytes(tmp_path / "model", "llama", 4)
     take_out(folder, **{"model.layers.1.mlp.up_proj.weight": torch.zeros(96, 1, dtype=torch.uint8)})
-    with pytest.raises(IncompleteSplitError, match="has 96 bytes of codes; the model's config asks for"):
+    with pytest.raises(
+        IncompleteSplitError, match=r"up_proj.weight have shape \(96, 1\); the model's config asks for \(128, 64\)"
+    ):
         load(split(folder))
 
 
 @pytest.mark.skipif(find_spec("compressed_tensors") is not None, reason="it is installed")
 def test_a_package_that_is_missing_is_named(tmp_path: Path) -> None:
-    folder = quantised.build_compressed_config(tmp_path / "model", "llama")
+    folder = quantised.build_compressed_tensors(tmp_path / "model", "llama", "W4A16", packed=False)
     before = splitting.contents(folder)
     with pytest.raises(MissingPackageError) as refused:
         AutoModel.from_pretrained(folder, device="cpu")

@@ -116,16 +116,64 @@ def _mxfp4(name: str, tensor: torch.Tensor) -> Named:
     yield f"{name}_scales", (exponents + 127).to(torch.uint8)
 
 
-def build_compressed_config(folder: Path, family: str, **settings: Any) -> Path:
-    """A model whose config says that compressed-tensors quantised it; its weights are plain."""
+INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16}
+"""A scheme of compressed-tensors: eight codes in an int32, a scale for 16 elements of a row."""
+_CHANNEL = {"num_bits": 8, "symmetric": True, "strategy": "channel"}
+_TOKEN = {"num_bits": 8, "symmetric": True, "strategy": "token", "dynamic": True}
+_TENSOR = {"num_bits": 8, "symmetric": True, "strategy": "tensor"}
+SCHEMES: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any] | None]] = {
+    "W4A16": ("pack-quantized", INT4, None),
+    "W8A16": ("pack-quantized", {**_CHANNEL, "type": "int"}, None),
+    "W8A8": ("int-quantized", {**_CHANNEL, "type": "int"}, {**_TOKEN, "type": "int"}),
+    "FP8-dynamic": ("float-quantized", {**_CHANNEL, "type": "float"}, {**_TOKEN, "type": "float"}),
+    "FP8-static": ("float-quantized", {**_TENSOR, "type": "float"}, {**_TENSOR, "type": "float"}),
+}
+"""Name -> format, weights, activations, as compressed-tensors' config has them."""
+
+
+def build_compressed_tensors(
+    folder: Path, family: str, scheme: str, *, shards: int = 1, packed: bool = True, **settings: Any
+) -> Path:
+    """As llm-compressor publishes: every Linear but the head, experts too, compressed by compressed-tensors itself.
+
+    Without `packed` only the config says so, and the package need not be there.
+    """
     build_checkpoint(folder, family, dtype=torch.bfloat16, **settings)
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
-    group = {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"}
+    form, weights, activations = SCHEMES[scheme]
+    group = {"targets": ["Linear"], "weights": dict(weights), "input_activations": activations, "format": form}
     config = {
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
+        "format": form,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": ["lm_head"],
     }
-    return _rewrite(folder, lambda name, tensor: iter([(name, tensor)]), config, 1)
+    change = _compressed(form, weights, group) if packed else lambda name, tensor: iter([(name, tensor)])
+    return _rewrite(folder, change, config, shards)
+
+
+def _compressed(
+    form: str, weights: Mapping[str, Any], group: Mapping[str, Any]
+) -> Callable[[str, torch.Tensor], Named]:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    scheme = QuantizationScheme(**{**group, "weights": dict(weights)})
+    compressor = BaseCompressor.get_value_from_registry(form)
+
+    def change(name: str, tensor: torch.Tensor) -> Named:
+        if tensor.ndim != 2 or "_proj.weight" not in name:
+            yield name, tensor
+            return
+        rows = {"group": tensor.unflatten(1, (-1, 16)), "channel": tensor[:, None], "tensor": tensor.reshape(1, -1)}
+        within = rows[weights["strategy"]].float()
+        scale, _ = calculate_qparams(within.amin(-1), within.amax(-1), scheme.weights)
+        parts = compressor.compress({"weight": tensor, "weight_scale": scale.to(tensor.dtype)}, scheme)
+        path = name.removesuffix("weight")
+        for part, value in parts.items():
+            yield path + part, value.contiguous()
+        if scheme.input_activations is not None and not scheme.input_activations.dynamic:
+            yield f"{path}input_scale", torch.full((1,), 0.02, dtype=tensor.dtype)
+
+    return change
