@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 KEPT = (f"{BITSANDBYTES} 4bit", f"{BITSANDBYTES} 8bit")
 """Methods whose modules compute with the stored bytes."""
 _COMPRESSED_TENSORS = "compressed-tensors"
-DEQUANTISED = ("fp8", "mxfp8", "mxfp4", _COMPRESSED_TENSORS)
+_INTEGERS = ("awq", "gptq")
+DEQUANTISED = ("fp8", "mxfp8", "mxfp4", _COMPRESSED_TENSORS, *_INTEGERS)
 """Methods of which each layer is dequantised when it is used."""
 _WRAPPED = ("Bnb4bitDeserialize", "Bnb8bitDeserialize")
 """Operations of transformers that make a parameter around the stored bytes, without copying them."""
@@ -79,13 +80,18 @@ def quantiser_for(folder: Path, config: PretrainedConfig, devices: Iterable[Devi
     """
     from transformers.quantizers.auto import AutoHfQuantizer
 
+    from rabbitllm.engine.packed_integers import PackedIntegers
+
     settings = settings_in(config)
     if settings is None:
         return None
     method, names = _method(settings), [str(device.torch_device) for device in devices]
     try:
         config.quantization_config = AutoHfQuantizer.merge_quantization_configs(settings, None)
-        quantiser = AutoHfQuantizer.from_config(config.quantization_config, pre_quantized=True)
+        if method in _INTEGERS:
+            quantiser: Any = PackedIntegers(config.quantization_config, pre_quantized=True)
+        else:
+            quantiser = AutoHfQuantizer.from_config(config.quantization_config, pre_quantized=True)
         if method in DEQUANTISED:
             quantiser.quantization_config.dequantize = True
         quantiser.validate_environment(device_map={"": names[0]}, weights_only=True)

@@ -170,7 +170,9 @@ def _recipe(
     if len(sources) == 1 and sources[0][0] in quantiser.serialized_names:
         alone = stored[sources[0][1]]
         published.check_alone(expected[key], alone, key)
-        return Recipe(key, (key,), sources, None, torch_dtype(alone.parts[0].dtype))
+        as_stored = not getattr(quantiser, "casts_plain", False)
+        dtype = torch_dtype(alone.parts[0].dtype) if as_stored else expected[key].dtype
+        return Recipe(key, (key,), sources, None, dtype)
     return Recipe(key, (key,), sources, converter, None, published.wraps(converter))
 
 

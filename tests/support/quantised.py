@@ -7,7 +7,9 @@ it is transformers that says in the tests what they mean.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from tests.support.builders import SINGLE_NAME, build_checkpoint, make_tokenizer
 
 Named = Iterator[tuple[str, torch.Tensor]]
 
+_LINEAR = re.compile(r"(_proj|_proj_with_mqa|\.w[123])\.weight$")
+"""Weights that such checkpoints have as codes: those of Linears in layers, experts' among them."""
 FP8_LARGEST = 448.0
 """The largest number of float8_e4m3fn."""
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -62,14 +66,131 @@ def build_bitsandbytes(
     return folder
 
 
-def _rewrite(
-    folder: Path, change: Callable[[str, torch.Tensor], Named], quantised: Mapping[str, Any], shards: int
+@dataclass(frozen=True)
+class Integers:
+    """A matrix (out, in) in small integers: those, and the scales and zeros of groups of inputs, (out, groups)."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor
+    group: torch.Tensor
+    """Of each input."""
+
+    @property
+    def matrix(self) -> torch.Tensor:
+        """What they stand for, in float16 throughout."""
+        centred = self.codes - self.zeros[:, self.group]
+        return centred.to(torch.float16) * self.scales[:, self.group]
+
+
+def integers_of(tensor: torch.Tensor, bits: int, inputs: int = 16, *, disordered: bool = False) -> Integers:
+    """Round a matrix (out, in) in groups of so many inputs, one after the other or any."""
+    columns = tensor.shape[1]
+    group = torch.arange(columns) // inputs
+    if disordered:
+        group = group[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
+    members = torch.stack([tensor[:, group == number].float() for number in range(columns // inputs)], 1)
+    low, high = members.amin(2).clamp(max=0), members.amax(2).clamp(min=0)
+    scales = ((high - low) / (2**bits - 1)).to(torch.float16)
+    zeros = (-low / scales.float()).round().clamp(1, 2**bits - 1).to(torch.int64)
+    codes = (tensor.float() / scales.float()[:, group] + zeros[:, group]).round().clamp(0, 2**bits - 1)
+    return Integers(codes.to(torch.int64), scales, zeros, group)
+
+
+def build_awq(folder: Path, family: str, plain: Path, *, shards: int = 1, **settings: Any) -> Path:
+    """As AutoAWQ publishes ("gemm", 4 bits), and into `plain` the model that its integers stand for."""
+    config = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 16, "zero_point": True}
+    return _build_integers(folder, family, plain, config, _awq, shards, bits=4, **settings)
+
+
+def build_gptq(
+    folder: Path, family: str, plain: Path, bits: int = 4, form: str = "gptq", *, shards: int = 1, **settings: Any
 ) -> Path:
-    """Replace the tensors of a checkpoint by what `change` makes of each, and say so in its config."""
+    """As AutoGPTQ publishes, and into `plain` the model that its integers stand for; with groups in no order."""
+    config = {"quant_method": "gptq", "bits": bits, "group_size": 16, "desc_act": True, "checkpoint_format": form}
+    offset = 1 if form == "gptq" else 0
+
+    def change(integers: Integers) -> dict[str, torch.Tensor]:
+        return _gptq(integers, bits, offset)
+
+    return _build_integers(folder, family, plain, config, change, shards, bits=bits, disordered=True, **settings)
+
+
+def _build_integers(
+    folder: Path,
+    family: str,
+    plain: Path,
+    config: Mapping[str, Any],
+    parts: Callable[[Integers], dict[str, torch.Tensor]],
+    shards: int,
+    *,
+    bits: int,
+    disordered: bool = False,
+    **settings: Any,
+) -> Path:
+    for made in (folder, plain):
+        build_checkpoint(made, family, dtype=torch.float16, **settings)
+
+    def change(name: str, tensor: torch.Tensor, *, packed: bool) -> Named:
+        if not _LINEAR.search(name):
+            yield name, tensor
+            return
+        integers = integers_of(tensor, bits, disordered=disordered)
+        if not packed:
+            yield name, integers.matrix.contiguous()
+            return
+        for part, value in parts(integers).items():
+            yield name.removesuffix("weight") + part, value
+
+    _rewrite(plain, lambda name, tensor: change(name, tensor, packed=False), None, 1)
+    return _rewrite(folder, lambda name, tensor: change(name, tensor, packed=True), config, shards)
+
+
+def _awq(integers: Integers) -> dict[str, torch.Tensor]:
+    turns = (0, 2, 4, 6, 1, 3, 5, 7)
+
+    def packed(rows: torch.Tensor) -> torch.Tensor:
+        """(rows, out) -> (rows, out / 8)."""
+        eight = rows.reshape(rows.shape[0], -1, 8)
+        return _int32(sum(eight[:, :, output] << 4 * place for place, output in enumerate(turns)))
+
+    return {
+        "qweight": packed(integers.codes.t()),
+        "qzeros": packed(integers.zeros.t()),
+        "scales": integers.scales.t().contiguous(),
+    }
+
+
+def _gptq(integers: Integers, bits: int, offset: int) -> dict[str, torch.Tensor]:
+    count = 32 // bits
+
+    def packed(rows: torch.Tensor) -> torch.Tensor:
+        """(n, others) -> (n / count, others)."""
+        several = rows.reshape(-1, count, rows.shape[1])
+        return _int32(sum(several[:, place] << bits * place for place in range(count)))
+
+    return {
+        "qweight": packed(integers.codes.t()),
+        "qzeros": packed(integers.zeros - offset).t().contiguous(),
+        "scales": integers.scales.t().contiguous(),
+        "g_idx": integers.group.to(torch.int32),
+    }
+
+
+def _int32(bits: Any) -> torch.Tensor:
+    """int64 whose lower 32 bits are meant, as int32."""
+    return torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32).contiguous()
+
+
+def _rewrite(
+    folder: Path, change: Callable[[str, torch.Tensor], Named], quantised: Mapping[str, Any] | None, shards: int
+) -> Path:
+    """Replace the tensors of a checkpoint by what `change` makes of each, and say so in its config, if it is to."""
     changed = dict(entry for name, tensor in read_tensors(folder).items() for entry in change(name, tensor))
     save_file(changed, folder / SINGLE_NAME, metadata={"format": "pt"})
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": dict(quantised)}))
+    if quantised is not None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": dict(quantised)}))
     _spread(folder, shards)
     return folder
 
@@ -82,7 +203,7 @@ def _spread(folder: Path, shards: int) -> None:
 
 
 def _fp8(name: str, tensor: torch.Tensor, block: int) -> Named:
-    if tensor.ndim != 2 or "proj" not in name:
+    if not _LINEAR.search(name):
         yield name, tensor
         return
     rows, columns = tensor.shape
@@ -93,7 +214,7 @@ def _fp8(name: str, tensor: torch.Tensor, block: int) -> Named:
 
 
 def _mxfp8(name: str, tensor: torch.Tensor) -> Named:
-    if tensor.ndim != 2 or "proj" not in name or tensor.shape[1] % 32:
+    if not _LINEAR.search(name) or tensor.shape[1] % 32:
         yield name, tensor
         return
     groups = tensor.float().unflatten(1, (-1, 32))
@@ -163,7 +284,7 @@ def _compressed(
     compressor = BaseCompressor.get_value_from_registry(form)
 
     def change(name: str, tensor: torch.Tensor) -> Named:
-        if tensor.ndim != 2 or "_proj.weight" not in name:
+        if not _LINEAR.search(name):
             yield name, tensor
             return
         rows = {"group": tensor.unflatten(1, (-1, 16)), "channel": tensor[:, None], "tensor": tensor.reshape(1, -1)}
