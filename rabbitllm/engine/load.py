@@ -15,13 +15,15 @@ from torch import nn
 from rabbitllm.engine import published, skeleton
 from rabbitllm.engine.costs import cache_room, unit_costs
 from rabbitllm.engine.devices import CpuDevice, Device, resolve_devices, suits_bf16
+from rabbitllm.engine.expert_source import ExpertSource, expert_sources, without_experts
+from rabbitllm.engine.experts import bind_experts, expert_costs
 from rabbitllm.engine.fused_choice import FusedChoice
 from rabbitllm.engine.packed_weight import StoredMatrix
 from rabbitllm.engine.page_locked import keep_units
 from rabbitllm.engine.pass_bar import PassBar
 from rabbitllm.engine.placement import Budget, Placement, Tier, place
 from rabbitllm.engine.read_ahead import read_ahead
-from rabbitllm.engine.span_reader import Way, choose_way
+from rabbitllm.engine.span_reader import PROBES, THROUGH_THE_CACHE, Way, choose_way
 from rabbitllm.engine.streamed_model import adopt
 from rabbitllm.engine.streamer import Streamer
 from rabbitllm.engine.unit_source import UnitSource, source_of
@@ -69,7 +71,8 @@ class Blueprint:
     Attributes:
         model: the skeleton; None of its weights are bound.
         weights: which stored tensors make which parameters.
-        sources: its units, in the order of a pass.
+        sources: its units, in the order of a pass, without the experts.
+        experts: the modules whose experts are brought in one by one.
         placement: where each goes.
         quantiser: transformers' own, of weights that are published quantised; None for plain ones.
     """
@@ -77,6 +80,7 @@ class Blueprint:
     model: Any
     weights: WeightMap
     sources: Mapping[str, UnitSource]
+    experts: tuple[ExpertSource, ...]
     placement: Placement
     quantiser: Any = None
 
@@ -103,15 +107,17 @@ def blueprint(store: WeightFiles, options: StreamOptions, home: Path, devices: S
     model = skeleton.build_skeleton(home, config, dtype, attention, options.trust_remote_code, quantiser)
     weights = map_weights(model, store.tensors, str(store.folder), quantiser)
     packs = _packs_on_host if not options.exact and all(device.shares_host_memory for device in devices) else None
-    sources = {unit.name: source_of(unit, weights, store, packs) for unit in find_units(model)}
-    placement = _place(model, sources, devices, options)
+    units = find_units(model)
+    experts = expert_sources(model, units, weights, store, packs)
+    sources = {unit.name: source_of(without_experts(unit, experts), weights, store, packs) for unit in units}
+    placement = _place(model, sources, experts, devices, options)
     if config.model_type in SCALES_IN_PLACE and not placement.is_resident:
         raise RabbitLLMError(
             f"{config.model_type} rescales its weights in place, so all of them must stay; they need "
             f"{sum(source.ready_bytes for source in sources.values()):,} bytes, more than the limits allow.",
             "Allow more with max_memory.",
         )
-    return Blueprint(model, weights, sources, placement, quantiser)
+    return Blueprint(model, weights, sources, tuple(experts), placement, quantiser)
 
 
 @torch.inference_mode(False)  # a caller's inference mode is no reason for weights that can never have gradients
@@ -151,11 +157,13 @@ def load_model(
     skeleton.materialise_buffers(model, _device_finder(placement, by_name), weights.absent)
     profiler = Profiler(options.profiling, "Passes, by stage")
     way = _way(sources, placement, by_name, store)
+    ways = _expert_ways(drawn.experts, placement, by_name, store)
     placement, kept = keep_units(placement, sources, by_name, store)
     if not options.exact:
         sources = {**sources, **_fused(sources, placement, by_name, weights, store)}
     profiler.in_place = _in_place(model, sources, placement)
     with torch.no_grad():
+        pools = bind_experts(model, drawn.experts, placement, by_name, store, profiler, ways)
         streamer = Streamer(
             model,
             sources,
@@ -164,6 +172,7 @@ def load_model(
             store,
             profiler,
             kept,
+            pools,
             way=way,
             prefetching=options.prefetching,
         )
@@ -236,9 +245,13 @@ def _attention(wanted: str, config: Any, devices: Sequence[Device], dtype: torch
 
 
 def _place(
-    model: nn.Module, sources: Mapping[str, UnitSource], devices: Sequence[Device], options: StreamOptions
+    model: nn.Module,
+    sources: Mapping[str, UnitSource],
+    experts: Sequence[ExpertSource],
+    devices: Sequence[Device],
+    options: StreamOptions,
 ) -> Placement:
-    costs = unit_costs(model, sources)
+    costs = unit_costs(model, sources, experts)
     limits = options.max_memory or {}
     budgets = [
         Budget(device.name, limits.get(device.name, _default_budget(device)), device.shares_host_memory)
@@ -250,6 +263,7 @@ def _place(
         small_first=options.small_layers_resident,
         cached_layers=options.cache_layers or 0,
         host_bytes=_host_room(devices, options),
+        experts=expert_costs(experts),
     )
 
 
@@ -322,6 +336,23 @@ def _way(
     """How what is streamed is read, by whether the page cache could hold it beside what stays in host memory."""
     spans = [span for p in placement.units if p.tier is Tier.STREAMED for span in sources[p.unit].spans]
     return choose_way(store, spans, cache_room(placement, devices.values()))
+
+
+def _expert_ways(
+    experts: Sequence[ExpertSource], placement: Placement, devices: Mapping[str, Device], store: WeightFiles
+) -> dict[str, Way]:
+    """Device -> how experts that come and go are read: those that are read through the page cache stay there as long
+    as the system lets them, since many are used again."""
+    found = {}
+    for pool in placement.pools:
+        own = {placed.unit for placed in placement.experts if placed.device == pool.device}
+        chosen = [source for source in experts if source.name in own]
+        way = THROUGH_THE_CACHE
+        if all(source.in_blocks for source in chosen):
+            sample = [span for source in chosen[:PROBES] for span in source.spans(source.experts // 2)]
+            way = choose_way(store, sample, cache_room(placement, devices.values()), pool.stored)
+        found[pool.device] = way if way.direct else THROUGH_THE_CACHE
+    return found
 
 
 def _default_budget(device: Device) -> int:

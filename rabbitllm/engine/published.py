@@ -39,6 +39,8 @@ _WRAPPED = ("Bnb4bitDeserialize", "Bnb8bitDeserialize")
 """Operations of transformers that make a parameter around the stored bytes, without copying them."""
 _OPAQUE = ("Bnb4bitDeserialize", "CompressedTensorsDequantize")
 """Operations of transformers that read some of their tensors: what they make depends on more than shapes."""
+BY_MATRIX = frozenset({"Fp8Dequantize", "Mxfp4Dequantize", "CompressedTensorsDequantize", "Dequantise"})
+"""Operations that make each matrix of its own parts, so that one expert is made like all."""
 _STATE = ".quant_state.bitsandbytes__"
 _FETCH_AGAIN = "The checkpoint is incomplete: fetch it again, its config.json and every file that its index names."
 

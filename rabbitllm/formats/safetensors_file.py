@@ -258,6 +258,10 @@ class MappedFile:
         """The tensor's bytes, unread until touched."""
         return memoryview(self._map)[spec.offset : spec.offset + spec.nbytes]
 
+    def whole(self) -> memoryview:
+        """The bytes of the whole file, unread until touched."""
+        return memoryview(self._map)
+
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
         """The tensor, shape `spec.shape`, as a view where its offset suits its dtype, else as a copy."""
         return view_bytes(self.bytes_of(spec), spec)

@@ -15,20 +15,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
-from rabbitllm.checkpoints.index import natural_key
 from rabbitllm.checkpoints.naming import LayerName
-from rabbitllm.durable import DIRECT_ALIGNMENT
 from rabbitllm.errors import InvalidIndexError
-from rabbitllm.formats.safetensors_file import Placed, encode_header
+from rabbitllm.formats.safetensors_file import encode_header
 from rabbitllm.layers.compression import StoredForm
+from rabbitllm.layers.order import FORMAT_VERSION, in_order
 from rabbitllm.layers.pieces import Joined, forms_in_scratch, scratch_places
 
 LAYER_SUFFIX = ".safetensors"
 DONE_SUFFIX = ".done"
 SCRATCH_SUFFIX = ".pieces"
 """Of the file beside an unfinished layer file that pieces of its tensors lie in until all are there."""
-TENSOR_ALIGNMENT = 64
-"""A kernel may give other last bits on weights aligned to less than 16 bytes; 64 is a cache line."""
 MAX_STEM = 180
 """File systems allow names of 255 bytes; suffixes need some of them."""
 
@@ -91,23 +88,23 @@ class LayerLayout:
         return sum(part.nbytes for form in self.joins for part in form.parts)
 
 
-def lay_out(layer: LayerName, forms: Iterable[StoredForm], joined: Sequence[Joined] = ()) -> LayerLayout:
+def lay_out(
+    layer: LayerName, forms: Iterable[StoredForm], joined: Sequence[Joined] = (), version: int = FORMAT_VERSION
+) -> LayerLayout:
     """Fix the place of every tensor of a layer.
-
-    The format allows no holes, so alignment comes from the order: what fills whole 4096-byte blocks first (it can
-    then be written past the page cache), then multiples of 64 bytes, then the rest; by name within each.
 
     Args:
         layer: its id and stem.
         forms: its tensors that are whole in their shards.
         joined: those that are cut into pieces; they make the same file.
+        version: of the format; it says in which order they lie, see `order.py`.
 
     Raises:
         InvalidIndexError: a tensor is named like a part of another one's stored form.
     """
     whole = tuple(forms)
     stored = (*whole, *(piece for one in joined for piece in one.pieces))
-    ordered = sorted((part for form in (*whole, *(one.whole for one in joined)) for part in form.parts), key=_turn)
+    ordered = in_order((part for form in (*whole, *(one.whole for one in joined)) for part in form.parts), version)
     twice = next((name for name, times in Counter(part.name for part in ordered).items() if times > 1), None)
     if twice is not None:
         raise InvalidIndexError(
@@ -136,17 +133,6 @@ def _with_pieces(layout: LayerLayout, joined: Sequence[Joined]) -> LayerLayout:
         joins=tuple(form for one in waiting for form in forms_in_scratch(one, layout.scratch_name, in_scratch)),
         fixed=tuple(one.whole for one in joined if one.pieces[0].scheme is not None),
     )
-
-
-def _turn(part: Placed) -> tuple[object, ...]:
-    nbytes = part.nbytes
-    if nbytes % DIRECT_ALIGNMENT == 0:
-        rank = 0
-    elif nbytes % TENSOR_ALIGNMENT == 0:
-        rank = 1
-    else:
-        rank = 2
-    return (rank, natural_key(part.name))
 
 
 def layer_file_name(stem: str) -> str:
