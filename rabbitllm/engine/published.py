@@ -10,6 +10,7 @@ Knows the methods that are tried out, and what of them has to be seen to beside 
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,9 +36,9 @@ _COMPRESSED_TENSORS = "compressed-tensors"
 _INTEGERS = ("awq", "gptq")
 DEQUANTISED = ("fp8", "mxfp8", "mxfp4", _COMPRESSED_TENSORS, *_INTEGERS)
 """Methods of which each layer is dequantised when it is used."""
-_WRAPPED = ("Bnb4bitDeserialize", "Bnb8bitDeserialize")
+_WRAPPED = ("WrapAgain", "Bnb8bitDeserialize")
 """Operations of transformers that make a parameter around the stored bytes, without copying them."""
-_OPAQUE = ("Bnb4bitDeserialize", "CompressedTensorsDequantize")
+_OPAQUE = ("WrapAgain", "CompressedTensorsDequantize")
 """Operations of transformers that read some of their tensors: what they make depends on more than shapes."""
 BY_MATRIX = frozenset({"Fp8Dequantize", "Mxfp4Dequantize", "CompressedTensorsDequantize", "Dequantise"})
 """Operations that make each matrix of its own parts, so that one expert is made like all."""
@@ -208,6 +209,18 @@ def loads(converter: Any, quantiser: Any) -> bool:
     return any(getattr(operation, "hf_quantizer", None) for operation in converter.operations)
 
 
+def for_many_passes(converter: Any) -> Any:
+    """The same conversion, for one target that is made anew for each pass."""
+    (operation, *others) = converter.operations
+    if others or type(operation).__name__ != "Bnb4bitDeserialize":
+        return converter
+    from rabbitllm.engine.wrapped_codes import WrapAgain
+
+    made = copy.copy(converter)
+    made.operations = [WrapAgain(operation)]
+    return made
+
+
 def wraps(converter: Any) -> bool:
     """Whether what a conversion makes are the stored bytes themselves."""
     return converter is not None and any(type(operation).__name__ in _WRAPPED for operation in converter.operations)
@@ -229,6 +242,20 @@ def check_alone(target: torch.Tensor, stored: StoredTensor, key: str) -> None:
     else:
         problem = f"the tensor for {key} holds codes ({stored.parts[0].dtype}) and has no scales beside it."
     raise IncompleteSplitError(problem, _FETCH_AGAIN)
+
+
+def needed(sources: tuple[tuple[str, str], ...], quantiser: Any) -> tuple[tuple[str, str], ...]:
+    """Sources of a quantiser's own conversion, without those that it can do without.
+
+    compressed-tensors stores the shape of each packed matrix, which for experts is known where whole codes fill an
+    int32; an expert would take a read for each of them.
+    """
+    if _method(quantiser.quantization_config) != _COMPRESSED_TENSORS or not any("*" in p for p, _ in sources):
+        return sources
+    from transformers.integrations.compressed_tensors import get_experts_scheme
+
+    bits = get_experts_scheme(quantiser.compressor.quantization_config).weights.num_bits
+    return sources if 32 % bits else tuple(s for s in sources if not s[0].endswith(".weight_shape"))
 
 
 def is_opaque(converter: Any) -> bool:

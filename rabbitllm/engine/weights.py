@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -63,11 +64,18 @@ class Recipe:
         """
         if self.converter is None:
             return {self.key: read(self.sources[0][1], self.dtype)}
-        operation = copy.deepcopy(self.converter)
+        operation = _fresh(self.converter)
         for pattern, name in self.sources:
             operation.add_tensor(self.key, name, pattern, lambda name=name: read(name, self.dtype))
         made = operation.convert(self.key, model=model, config=model.config)
         return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+
+
+def _fresh(converter: Any) -> Any:
+    """A conversion that has collected nothing; its operations, which hold nothing of what they convert, are shared."""
+    made = copy.copy(converter)
+    made.collected_tensors, made.layer_targets = defaultdict(list), defaultdict(set)
+    return made
 
 
 @dataclass(frozen=True)
@@ -173,7 +181,8 @@ def _recipe(
         as_stored = not getattr(quantiser, "casts_plain", False)
         dtype = torch_dtype(alone.parts[0].dtype) if as_stored else expected[key].dtype
         return Recipe(key, (key,), sources, None, dtype)
-    return Recipe(key, (key,), sources, converter, None, published.wraps(converter))
+    needed, converter = published.needed(sources, quantiser), published.for_many_passes(converter)
+    return Recipe(key, (key,), needed, converter, None, published.wraps(converter))
 
 
 def _checked(
