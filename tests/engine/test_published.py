@@ -299,3 +299,16 @@ def test_a_plan_says_what_they_are(tmp_path: Path, build: Build) -> None:
     loaded = load(split(folder), 0)
     assert sum(held.stored_bytes for held in first.placed) == sum(p.stored for p in loaded.placement.units)
     assert first.read_bytes == loaded.placement.streamed_bytes
+
+
+@pytest.mark.parametrize("name", ["fp8-qwen3_moe", "mxfp4-gpt_oss"])
+def test_experts_come_by_routing(tmp_path: Path, name: str) -> None:
+    """An expert is made of its own codes and scales; those that no token is routed to are not read."""
+    model = load(split(PUBLISHED[name](tmp_path / "model")), 0, profiling=True)
+    run(model)
+    assert {placed.tier for placed in model.placement.experts} == {Tier.ROUTED}
+    (pool,) = model.streamer.pools.values()
+    for source in pool.sources:
+        stored = [leaf.parts for leaf in source.leaves.values()]
+        assert source.expert_bytes == sum(part.nbytes for parts in stored for part in parts)
+        assert source.expert_bytes < source.ready_bytes // source.experts
