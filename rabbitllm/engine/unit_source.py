@@ -105,15 +105,17 @@ class UnitSource:
         stored = self.stored[recipe.sources[0][1]]
         assert stored.quantised is not None
         payload, absmax, table = (part(spec) for spec in stored.parts[:3])
+        assert recipe.dtype is not None
         return PackedWeight(kind(stored.quantised, payload, absmax, table), recipe.dtype)
 
-    def _checkpoint_tensor(self, name: str, dtype: torch.dtype, part: PartReader) -> torch.Tensor:
+    def _checkpoint_tensor(self, name: str, dtype: torch.dtype | None, part: PartReader) -> torch.Tensor:
         tensor = self.stored[name]
         if tensor.quantised is not None:
+            assert dtype is not None
             payload, absmax, table = (part(spec) for spec in tensor.parts[:3])
             return dequantise(tensor.quantised, payload, absmax, table, dtype)
         plain = part(tensor.parts[0])
-        return plain.to(dtype) if plain.is_floating_point() else plain
+        return plain.to(dtype) if dtype is not None and plain.is_floating_point() else plain
 
     def part_of(self, buffer: torch.Tensor) -> PartReader:
         """A reader of parts that are views of a buffer that `read` filled (or a device copy of it)."""
@@ -175,22 +177,24 @@ def source_of(unit: Unit, weights: WeightMap, store: WeightFiles, packs: Packs |
     stored = {name: store.tensors[name] for job in jobs for _, name in job.recipe.sources}
     spans = _spans(stored)
     size = spans[-1].end if spans else 0
-    ready = sum(place.shape.numel() * place.dtype.itemsize for job in jobs for _, place in job.places)
+    anew = [job for job in jobs if not job.recipe.wraps]
+    ready = sum(place.shape.numel() * place.dtype.itemsize for job in anew for _, place in job.places)
     ready += sum(stored[job.recipe.sources[0][1]].nbytes for job in jobs if job.packed)
+    ready += sum(stored[name].nbytes for job in jobs if job.recipe.wraps for _, name in job.recipe.sources)
     is_view = all(_is_view(job.recipe, stored) for job in jobs if job.places)
     return UnitSource(unit, jobs, stored, spans, size, ready, is_view)
 
 
 def _kind(place: Place, recipe: Recipe, tensors: Mapping[str, StoredTensor], packs: Packs) -> type[StoredMatrix] | None:
     form = tensors[recipe.sources[0][1]].quantised
-    if not place.is_linear_weight or recipe.converter is not None or form is None:
+    if not place.is_linear_weight or recipe.converter is not None or form is None or recipe.dtype is None:
         return None
     return packs(form, recipe.dtype)
 
 
 def _is_view(recipe: Recipe, stored: Mapping[str, StoredTensor]) -> bool:
     if recipe.converter is not None:
-        return False
+        return recipe.wraps
     tensor = stored[recipe.sources[0][1]]
     if tensor.quantised is not None:
         return False

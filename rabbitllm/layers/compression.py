@@ -1,6 +1,6 @@
 """What a tensor becomes under compression, how it gets there block by block, and the way back.
 
-The only module that names bitsandbytes. The stored keys are RabbitLLM 1.1's (and AirLLM's):
+The only module that quantises with bitsandbytes. The stored keys are RabbitLLM 1.1's (and AirLLM's):
 
 - 4bit: `<name>` uint8 ((n+1)//2, 1), `<name>.4bit.absmax` float32 (blocks of 64), `<name>.4bit.quant_map`
   float32 (16), `<name>.4bit.quant_state.bitsandbytes__nf4` (the JSON bytes of bitsandbytes' packed QuantState);

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rabbitllm.checkpoints.quantised import quantised_as
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec
 from rabbitllm.layers.compression import MAX_ROUTER_ROWS, MIN_ELEMENTS, is_compressible
 from rabbitllm.options import BIG_LAYER_BYTES
@@ -40,6 +41,7 @@ class Anatomy:
         not_floating: by dtype.
         empty, scalars: how many tensors have no element, and no dimension.
         layers_over_shards, most_shards_of_a_layer: how many layers lie in several shards, and the most that one does.
+        quantised: how the weights are quantised as they are published; None for plain ones.
     """
 
     total_bytes: int
@@ -57,6 +59,7 @@ class Anatomy:
     scalars: int
     layers_over_shards: int
     most_shards_of_a_layer: int
+    quantised: str | None = None
 
 
 def anatomy_of(plan: SplitPlan, config: Mapping[str, Any]) -> Anatomy:
@@ -81,6 +84,7 @@ def anatomy_of(plan: SplitPlan, config: Mapping[str, Any]) -> Anatomy:
         scalars=sum(spec.shape == () for spec in specs),
         layers_over_shards=sum(shards > 1 for shards in spread),
         most_shards_of_a_layer=max(spread, default=0),
+        quantised=quantised_as(config),
     )
 
 
