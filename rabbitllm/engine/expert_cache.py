@@ -1,65 +1,92 @@
 """Which experts stay in memory. Pure: what was used in, which slot of memory each expert gets out.
 
-Every expert of every layer has a score: how often it was used, where older uses count for less (half as much after
-`half_life` passes). An expert that is not there gets the slot of the one with the lowest score, unless its own is
-lower still: then it is brought in for this use alone, and nothing leaves for it. One budget serves all layers, so that
-a layer whose tokens agree gives room to one whose tokens do not. Knows no files and no memory.
+Each module has slots of its own, in proportion to its experts, and every expert a worth: how often it was used lately
+(an average over some 4 tokens) and in the long run (over some 500). The first decides among what was used just now, the
+second among all the rest; over traces with published distributions of use no single average came near to both
+(docs/PERFORMANCE.md). An expert that is not there takes the slot of the one with the least worth, unless its own is
+less still: then it is brought in for this use alone, and nothing leaves for it. Knows no files and no memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-HALF_LIFE = 128.0
-"""Passes after which a use counts for half."""
-_LARGEST = 1e200
-"""Scores are scaled back before they overflow."""
+HALF_LIVES = (4.0, 512.0)
+"""Tokens after which a use counts for half: lately, and in the long run."""
 
 Numbers = npt.NDArray[np.int64]
+Values = npt.NDArray[np.float64]
+
+
+@dataclass(eq=False)
+class _Shelf:
+    """One module's slots and experts.
+
+    Attributes:
+        begin: its first slot.
+        owner: slot -> expert, -1 for none.
+        slot: expert -> slot, counted from `begin`, -1 for none.
+        uses: half-life -> expert -> uses, older ones for less.
+    """
+
+    begin: int
+    owner: Numbers
+    slot: Numbers
+    uses: Values
+
+    @property
+    def worth(self) -> Values:
+        """Of each expert: a mean of its averages over both spans."""
+        weighed: Values = self.uses.T @ _WEIGHTS
+        return weighed
+
+
+_WEIGHTS = 1.0 / np.array(HALF_LIVES)
+_KEPT = 2.0**-_WEIGHTS
+"""What is left of a use after one more token."""
 
 
 class ExpertCache:
     """Slots of one size, and who is in them.
 
     Args:
-        experts: how many each module has, module by module.
+        experts: how many each module has.
         slots: how many there are.
-        half_life: in passes.
     """
 
-    def __init__(self, experts: Sequence[int], slots: int, half_life: float = HALF_LIFE) -> None:
+    def __init__(self, experts: Sequence[int], slots: int) -> None:
         self.slots = slots
-        self._begin = np.concatenate([[0], np.cumsum(experts)]).astype(np.int64)
-        self._score = np.zeros(self._begin[-1])
-        self._slot = np.full(self._begin[-1], -1, np.int64)
-        self._owner = np.full(slots, -1, np.int64)
-        self._growth = 2.0 ** (1.0 / half_life)
-        self._weight = np.ones(len(experts))
+        ends = np.cumsum([0, *experts]) * slots // max(sum(experts), 1)
+        self._shelves = [
+            _Shelf(int(begin), np.full(end - begin, -1), np.full(count, -1), np.zeros((len(HALF_LIVES), count)))
+            for count, begin, end in zip(experts, ends[:-1], ends[1:], strict=True)
+        ]
 
-    def use(self, module: int, experts: Numbers, shares: npt.NDArray[np.float64]) -> None:
+    def use(self, module: int, experts: Numbers, counts: Numbers, tokens: int) -> None:
         """Note that a pass uses these experts of a module.
 
         Args:
             module: its number.
             experts: distinct ones.
-            shares: of the tokens of this pass that use each: what one token's use of it is worth.
+            counts: how many of the tokens use each; as if they were spread evenly over them.
+            tokens: of the pass.
         """
-        self._weight[module] *= self._growth
-        self._score[self._begin[module] + experts] += self._weight[module] * shares
-        if self._weight[module] > _LARGEST:
-            self._score /= _LARGEST
-            self._weight /= _LARGEST
+        uses, left = self._shelves[module].uses, _KEPT**tokens
+        uses *= left[:, None]
+        uses[:, experts] += np.outer((1 - left) / (1 - _KEPT), counts / tokens)
 
     def slots_of(self, module: int, experts: Numbers) -> Numbers:
         """The slot of each of these experts, -1 for those that are in none."""
-        found: Numbers = self._slot[self._begin[module] + experts]
-        return found
+        shelf = self._shelves[module]
+        found = shelf.slot[experts]
+        return np.where(found >= 0, found + shelf.begin, -1)
 
     def admit(self, module: int, experts: Numbers, busy: Numbers) -> Numbers:
-        """Give slots to experts that are in none, the most used ones first.
+        """Give slots to experts that are in none, to those of most worth first.
 
         Args:
             module: their module.
@@ -69,44 +96,43 @@ class ExpertCache:
         Returns:
             The slot of each, -1 for those that have to do without.
         """
-        given = np.full(len(experts), -1, np.int64)
-        wanted = self._begin[module] + experts
-        worth = np.where(self._owner >= 0, self._score[self._owner], -1.0)
-        worth[busy] = np.inf
-        count = min(len(experts), self.slots)
-        if not count:
-            return given
-        victims = np.argpartition(worth, count - 1)[:count] if count < self.slots else np.arange(self.slots)
-        victims = victims[np.argsort(worth[victims], kind="stable")]
-        order = np.argsort(-self._score[wanted], kind="stable")
-        for at, victim in zip(order.tolist(), victims.tolist(), strict=False):
-            if self._score[wanted[at]] < worth[victim]:
+        shelf, given = self._shelves[module], np.full(len(experts), -1)
+        worth = shelf.worth
+        of_slots = np.where(shelf.owner >= 0, worth[shelf.owner], -1.0)
+        of_slots[busy - shelf.begin] = np.inf
+        victims = np.argsort(of_slots, kind="stable")[: len(experts)].tolist()
+        order = np.argsort(-worth[experts], kind="stable").tolist()
+        for at, victim in zip(order, victims, strict=False):
+            expert = experts[at]
+            if worth[expert] < of_slots[victim]:
                 break
-            if self._owner[victim] >= 0:
-                self._slot[self._owner[victim]] = -1
-            self._owner[victim] = wanted[at]
-            self._slot[wanted[at]] = victim
-            given[at] = victim
+            if shelf.owner[victim] >= 0:
+                shelf.slot[shelf.owner[victim]] = -1
+            shelf.owner[victim], shelf.slot[expert] = expert, victim
+            given[at] = shelf.begin + victim
         return given
 
-    def forget(self, slot: int) -> None:
-        """Declare a slot empty: what should be in it could not be brought."""
-        if self._owner[slot] >= 0:
-            self._slot[self._owner[slot]] = -1
-            self._owner[slot] = -1
+    def forget(self, module: int, slot: int) -> None:
+        """Declare a slot of a module empty: what should be in it did not come, or went elsewhere."""
+        shelf = self._shelves[module]
+        expert = shelf.owner[slot - shelf.begin]
+        if expert >= 0:
+            shelf.slot[expert] = shelf.owner[slot - shelf.begin] = -1
 
     @property
     def held(self) -> int:
         """Slots that somebody is in."""
-        return int(np.count_nonzero(self._owner >= 0))
+        return sum(int(np.count_nonzero(shelf.owner >= 0)) for shelf in self._shelves)
 
-    def scores(self) -> list[npt.NDArray[np.float64]]:
-        """Of every module's experts, in uses by today's weight."""
-        parts = [self._score[a:b] for a, b in zip(self._begin[:-1], self._begin[1:], strict=True)]
-        return [part / weight for part, weight in zip(parts, self._weight, strict=True)]
+    def uses(self) -> list[Values]:
+        """What is known of the experts of each module, (half-lives, experts)."""
+        return [shelf.uses.copy() for shelf in self._shelves]
 
-    def expect(self, scores: Sequence[npt.NDArray[np.float64]]) -> None:
-        """Begin with scores of an earlier time, as `scores` gave them."""
-        for module, found in enumerate(scores):
-            begin, end = self._begin[module], self._begin[module + 1]
-            self._score[begin:end] = found * self._weight[module]
+    def learn(self, module: int, uses: Values) -> None:
+        """Take over what another cache knew of a module's experts."""
+        self._shelves[module].uses[:] = uses
+
+    def best(self, module: int) -> Numbers:
+        """The experts of a module that were used at all, those of most worth first."""
+        worth = self._shelves[module].worth
+        return np.argsort(-worth, kind="stable")[: np.count_nonzero(worth)]

@@ -19,12 +19,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
 from rabbitllm.engine.devices import Device
-from rabbitllm.engine.expert_cache import ExpertCache
+from rabbitllm.engine.expert_cache import ExpertCache, Numbers, Values
 from rabbitllm.engine.expert_source import ExpertSource, Leaf
 from rabbitllm.engine.loader import bytes_of
 from rabbitllm.engine.page_locked import HostBuffers
@@ -35,8 +34,6 @@ from rabbitllm.profiler import EXPERTS_IN_HOST_MEMORY, EXPERTS_ON_DEVICE, EXPERT
 MOST_TRANSIT = 16
 TRANSIT_BYTES = 64 << 20
 """Slots for experts that are brought in for one use: what a token uses of one layer, and more if they are small."""
-
-Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(eq=False)
@@ -126,7 +123,7 @@ class ExpertPool:
         self._host_memory = host  # unlocked when nobody has it any more
         self._threads = ThreadPoolExecutor(EXPERT_STAGING, thread_name_prefix=f"experts-{device.name}")
         self._call: _Call | None = None
-        self._sent: list[tuple[Future[Any], _Slot, _Shelf]] = []
+        self._sent: list[tuple[int, Future[Any], _Slot, _Shelf]] = []
 
     def _memory(self, count: int, size: int) -> list[torch.Tensor]:
         if not self._device.shares_host_memory:
@@ -138,18 +135,19 @@ class ExpertPool:
         """Stop the reading threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def begin(self, module: int, experts: Numbers, shares: npt.NDArray[np.float64]) -> None:
+    def begin(self, module: int, experts: Numbers, counts: Numbers, tokens: int) -> None:
         """Bring what a pass uses of a module, as far as there are slots.
 
         Args:
             module: its number among the sources.
             experts: distinct ones.
-            shares: of the tokens, that use each.
+            counts: how many of the tokens use each.
+            tokens: of the pass.
         """
         self.end()
         source = self.sources[module]
-        self.cache.use(module, experts, shares)
-        self.host_cache.use(module, experts, shares)
+        for cache in (self.cache, self.host_cache):
+            cache.use(module, experts, counts, tokens)
         slots = self.cache.slots_of(module, experts)
         here = slots >= 0
         missing = experts[~here]
@@ -161,14 +159,41 @@ class ExpertPool:
         for expert, number, shelf in zip(missing.tolist(), given.tolist(), shelves, strict=True):
             slot = self._slots[number] if number >= 0 else next(transit, None)
             if slot is None and not shelf.filled and shelf.number >= 0:
-                self.host_cache.forget(shelf.number)  # parts of it come at different times
+                self.host_cache.forget(module, shelf.number)  # parts of it come at different times
             if slot is None:
                 passing.append(expert)
             else:
                 found[expert] = slot
-                self._send(source, expert, slot, shelf)
+                self._send(module, expert, slot, shelf)
         self._call = _Call(module, found, frozenset(passing), promoted)
         self._count(source, len(found) - len(missing) + len(passing), shelves)
+
+    def warm(self, uses: Mapping[str, Values]) -> None:
+        """Begin with what was used at an earlier time, and bring as much of it as there are slots.
+
+        Args:
+            uses: of each module, as `uses` gave them.
+        """
+        self.end()
+        for module, source in enumerate(self.sources):
+            for cache in (self.cache, self.host_cache):
+                cache.learn(module, uses[source.name])
+            best = self.cache.best(module)
+            missing = best[self.cache.slots_of(module, best) < 0]
+            given = self.cache.admit(module, missing, self.cache.slots_of(module, best[:0]))
+            for expert, number in zip(missing[given >= 0].tolist(), given[given >= 0].tolist(), strict=True):
+                self._send(module, expert, self._slots[number], _Shelf())
+            if self._host:
+                beside = missing[given < 0]
+                beside = beside[self.host_cache.slots_of(module, beside) < 0]
+                given = self.host_cache.admit(module, beside, beside[:0])
+                for expert, number in zip(beside[given >= 0].tolist(), given[given >= 0].tolist(), strict=True):
+                    self._stock(module, expert, _Shelf(number))
+        self.end()
+
+    def uses(self) -> dict[str, Values]:
+        """How often each expert of each module was used, older uses for less."""
+        return {source.name: found for source, found in zip(self.sources, self.cache.uses(), strict=True)}
 
     def _shelves(self, module: int, missing: Numbers, given: Numbers) -> tuple[list[_Shelf], tuple[int, ...]]:
         """Where in host memory each missing expert is or goes, and the places that are free after this pass.
@@ -194,10 +219,10 @@ class ExpertPool:
     def end(self) -> None:
         """Declare that the pass is done with the experts of its module, or was broken off."""
         sent, self._sent = self._sent, []
-        wait([future for future, _, _ in sent])
-        for future, slot, shelf in sent:
+        wait([future for _, future, _, _ in sent])
+        for module, future, slot, shelf in sent:
             if future.cancelled() or future.exception() is not None:
-                self._empty(slot, shelf)
+                self._empty(module, slot, shelf)
             elif slot.coming is future:
                 self._filled(slot, future.result())
         call, self._call = self._call, None
@@ -207,38 +232,39 @@ class ExpertPool:
         for slot in (*call.slots.values(), *self._transit):
             slot.left = left
         for number in call.promoted:
-            self.host_cache.forget(number)
+            self.host_cache.forget(call.module, number)
 
-    def _empty(self, slot: _Slot, shelf: _Shelf) -> None:
+    def _empty(self, module: int, slot: _Slot, shelf: _Shelf) -> None:
         """Forget what should have come: it may be half there."""
         slot.coming = None
         slot.ready.clear()
         if slot.number >= 0:
-            self.cache.forget(slot.number)
+            self.cache.forget(module, slot.number)
         if shelf.number >= 0 and not shelf.filled:
-            self.host_cache.forget(shelf.number)
+            self.host_cache.forget(module, shelf.number)
 
     def each(self, module: int, leaf: str, experts: Sequence[int]) -> Iterator[torch.Tensor]:
         """See `expert_stack.Supply`."""
         call, source = self._call, self.sources[module]
         if call is None or call.module != module or not {*call.slots, *call.passing}.issuperset(experts):
             distinct = np.unique(np.asarray(experts, np.int64))  # nobody said what would be used
-            self.begin(module, distinct, np.ones(len(distinct)))
+            self.begin(module, distinct, np.ones_like(distinct), 1)
             call = self._call
             assert call is not None
-        passing = self._through(source, leaf, [expert for expert in experts if expert in call.passing])
+        passing = self._through(module, leaf, [expert for expert in experts if expert in call.passing])
         for expert in experts:
             slot = call.slots.get(expert)
             yield next(passing) if slot is None else self._weight(source, leaf, slot)
 
-    def _through(self, source: ExpertSource, leaf: str, experts: Sequence[int]) -> Iterator[torch.Tensor]:
+    def _through(self, module: int, leaf: str, experts: Sequence[int]) -> Iterator[torch.Tensor]:
         """One leaf of experts that have no slot, read ahead as far as transit slots reach."""
+        source = self.sources[module]
         coming: deque[_Slot] = deque()
         free, wanted = deque(self._transit), deque(experts)
         for _ in experts:
             while free and wanted:
                 slot = free.popleft()
-                self._send(source, wanted.popleft(), slot, _Shelf(), leaf)
+                self._send(module, wanted.popleft(), slot, _Shelf(), leaf)
                 coming.append(slot)
             slot = coming.popleft()
             self._wait(source, slot)
@@ -274,11 +300,23 @@ class ExpertPool:
     def _filled(self, slot: _Slot, ticket: Any) -> None:
         slot.ticket, slot.coming = ticket, None
 
-    def _send(self, source: ExpertSource, expert: int, slot: _Slot, shelf: _Shelf, leaf: str | None = None) -> None:
+    def _send(self, module: int, expert: int, slot: _Slot, shelf: _Shelf, leaf: str | None = None) -> None:
         """Begin to fill a slot with an expert, or with what one of its leaves is made from."""
         slot.ready.clear()
-        slot.coming = self._threads.submit(self._bring, source, expert, slot, shelf, leaf)
-        self._sent.append((slot.coming, slot, shelf))
+        slot.coming = self._threads.submit(self._bring, self.sources[module], expert, slot, shelf, leaf)
+        self._sent.append((module, slot.coming, slot, shelf))
+
+    def _stock(self, module: int, expert: int, shelf: _Shelf) -> None:
+        """Begin to fill a place in host memory."""
+        nowhere = _Slot(self._host[shelf.number], -1, None)
+        filling = self._threads.submit(self._fill, self.sources[module], expert, shelf.number)
+        self._sent.append((module, filling, nowhere, shelf))
+
+    def _fill(self, source: ExpertSource, expert: int, number: int) -> None:
+        """In a thread."""
+        if self._host_left[number] is not None:
+            self._device.landed(self._host_left[number])
+        self._read(source, expert, None, self._host[number])
 
     def _bring(self, source: ExpertSource, expert: int, slot: _Slot, shelf: _Shelf, leaf: str | None) -> Any:
         """In a thread."""
@@ -297,12 +335,10 @@ class ExpertPool:
         return ticket
 
     def _from_shelf(self, source: ExpertSource, expert: int, slot: _Slot, shelf: _Shelf) -> Any:
-        memory, number = self._host[shelf.number], shelf.number
+        number = shelf.number
         if not shelf.filled:
-            if self._host_left[number] is not None:
-                self._device.landed(self._host_left[number])
-            self._read(source, expert, None, memory)
-        ticket = self._host_left[number] = self._device.upload(memory, slot.memory, slot.left)
+            self._fill(source, expert, number)
+        ticket = self._host_left[number] = self._device.upload(self._host[number], slot.memory, slot.left)
         return ticket
 
     def _read(self, source: ExpertSource, expert: int, leaf: str | None, memory: torch.Tensor) -> None:
@@ -334,7 +370,7 @@ class PooledExperts:
             return
         chosen, counts = np.unique(index.detach().cpu().numpy(), return_counts=True)
         known = (chosen >= 0) & (chosen < self._pool.sources[self._module].experts)
-        self._pool.begin(self._module, chosen[known].astype(np.int64), counts[known] / len(index))
+        self._pool.begin(self._module, chosen[known], counts[known], len(index))
 
     def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """After it."""

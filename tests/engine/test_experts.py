@@ -14,6 +14,7 @@ import transformers
 from rabbitllm.engine.expert_source import is_routed
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import SpanReader
+from rabbitllm.errors import CorruptShardError, OptionError
 from rabbitllm.profiler import EXPERTS_ON_DEVICE, EXPERTS_READ, READ
 from tests.support.builders import build_checkpoint, reference_logits
 from tests.support.tiny_models import ALL, INPUT, assert_same, dequantised, load, one_thread, plain_model, run, split
@@ -170,6 +171,35 @@ def test_what_was_read_stays_for_the_next_generation(checkpoint: Path) -> None:
     assert again[EXPERTS_READ].count < first[EXPERTS_READ].count
     (cache,) = (pool.cache for pool in model.streamer.pools.values())
     assert cache.held <= cache.slots
+
+
+def test_the_next_start_is_warm(checkpoint: Path, tmp_path: Path) -> None:
+    directory, file = split(checkpoint), tmp_path / "use.safetensors"
+    model = load(directory, 700_000)
+    expected = model.generate(INPUT, max_new_tokens=6, do_sample=False)
+    model.save_expert_use(file)
+    reads = {}
+    for warm in (False, True):
+        again = load(directory, 700_000, profiling=True)
+        if warm:
+            again.load_expert_use(file)
+            (pool,) = again.streamer.pools.values()
+            assert pool.cache.held == pool.cache.slots
+            again.profiler.clear()
+        assert torch.equal(again.generate(INPUT, max_new_tokens=6, do_sample=False), expected)
+        reads[warm] = again.profiler.stages[EXPERTS_READ].count
+    assert reads[True] < reads[False] - pool.cache.slots / 2
+
+
+def test_use_of_another_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    other = build_checkpoint(tmp_path / "other", "qwen3_moe", dtype=torch.bfloat16, **{**MANY, "num_experts": 6})
+    file = tmp_path / "use.safetensors"
+    load(split(other), 0).save_expert_use(file)
+    with pytest.raises(OptionError, match=r"has F64 \(2, 6\) .* expected F64 \(2, 12\)"):
+        load(split(checkpoint), 0).load_expert_use(file)
+    file.write_bytes(b"nothing of the kind")
+    with pytest.raises(CorruptShardError):
+        load(split(checkpoint), 0).load_expert_use(file)
 
 
 def test_a_long_prompt_goes_through_few_slots_and_is_read_once(
