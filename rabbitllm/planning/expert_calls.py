@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from rabbitllm.engine.devices import Device
+from rabbitllm.engine.expert_cache import HALF_LIVES
 from rabbitllm.engine.expert_pool import ExpertPool, PooledExperts
 from rabbitllm.engine.expert_source import Block, ExpertSource, Leaf, Part
 from rabbitllm.engine.expert_stack import ExpertStack, Supply
@@ -91,7 +92,7 @@ class ExpertCalls:
 
             def cold() -> None:
                 for slot in range(pool.cache.slots):
-                    pool.cache.forget(slot)
+                    pool.cache.forget(0, slot)
                 call(self._draw(tokens, self._source.experts))
 
             try:
@@ -105,9 +106,7 @@ class ExpertCalls:
         return torch.from_numpy(np.stack(chosen)).to(self._device.torch_device)
 
     @contextmanager
-    def _pool(
-        self, slots: int, host_slots: int, disk: SpanReader, places: Sequence[Span] = ()
-    ) -> Iterator[ExpertPool]:
+    def _pool(self, slots: int, host_slots: int, disk: SpanReader, places: Sequence[Span] = ()) -> Iterator[ExpertPool]:
         host = None if self._device.shares_host_memory else HostBuffers(self._device)
         source = _moved(self._source, places or [Span("", 0, self._source.nbytes, 0)], self._device.torch_device)
         pool = ExpertPool(self._model, [source], self._device, slots, disk, Profiler(False), host, host_slots)
@@ -190,12 +189,11 @@ def _median(call: Callable[[], None]) -> float:
 
 
 def _bring_all(pool: ExpertPool, count: int) -> None:
-    """Have the first experts in memory, no more at a time than a token brings."""
-    step = pool.sources[0].used
-    for begin in range(0, count, step):
-        experts = np.arange(begin, min(begin + step, count))
-        pool.begin(0, experts, np.ones(len(experts)))
-        pool.end()
+    """Have the first experts in memory."""
+    (source,) = pool.sources
+    uses = np.zeros((len(HALF_LIVES), source.experts))
+    uses[:, :count] = 1
+    pool.warm({source.name: uses})
 
 
 def _moved(source: ExpertSource, places: Sequence[Span], device: torch.device) -> ExpertSource:

@@ -112,7 +112,9 @@ class Reckoning:
         decoding = [unit for unit in self._work if not unit.once]
 
         def token(experts: Mapping[str, float] | None) -> float | None:
-            return None if experts is None else pass_seconds(self._steps(one, binding, steady, decoding, experts), strain)
+            return (
+                None if experts is None else pass_seconds(self._steps(one, binding, steady, decoding, experts), strain)
+            )
 
         first, prompt = None, self._of_units(lambda routed: calls.of(routed).prompt)
         if reads is not None and prompt is not None:
