@@ -19,10 +19,13 @@ from typing import Any
 from rabbitllm.errors import OptionError
 from rabbitllm.profiling.passes import Entry, Pass, PassSums, sums_of
 from rabbitllm.profiling.record import as_record
-from rabbitllm.profiling.report import pass_table, slowest_layers, stage_table
+from rabbitllm.profiling.report import expert_table, pass_table, slowest_layers, stage_table
 from rabbitllm.profiling.totals import (
     COMPUTE,
     DEQUANTISE,
+    EXPERTS_IN_HOST_MEMORY,
+    EXPERTS_ON_DEVICE,
+    EXPERTS_READ,
     FETCH,
     HIDDEN_STAGES,
     NOTHING,
@@ -44,6 +47,9 @@ from rabbitllm.profiling.trace import MOST_EVENTS, Event, Trace
 __all__ = [
     "COMPUTE",
     "DEQUANTISE",
+    "EXPERTS_IN_HOST_MEMORY",
+    "EXPERTS_ON_DEVICE",
+    "EXPERTS_READ",
     "FETCH",
     "HIDDEN_STAGES",
     "OVERLAPPED_STAGES",
@@ -106,7 +112,9 @@ class Profiler:
         self._count = 0
         self._last_text: Any = None
 
-    def add(self, layer: str, stage: str, seconds: float, nbytes: int = 0, cpu_seconds: float = 0.0) -> None:
+    def add(
+        self, layer: str, stage: str, seconds: float, nbytes: int = 0, cpu_seconds: float = 0.0, count: int = 1
+    ) -> None:
         """Record that `stage` of `layer` took the last `seconds` of the calling thread and moved `nbytes`."""
         if not self.enabled:
             return
@@ -114,7 +122,7 @@ class Profiler:
         if trace is not None:
             now = time.perf_counter()
             trace.add(Event(now - seconds, seconds, threading.current_thread().name, layer, stage, nbytes))
-        new, thread = Total(seconds, 1, nbytes, cpu_seconds), threading.get_ident()
+        new, thread = Total(seconds, count, nbytes, cpu_seconds), threading.get_ident()
         with self._lock:
             self._records[layer, stage] = self._records.get((layer, stage), NOTHING).plus(new)
             self._since[stage] = self._since.get(stage, NOTHING).plus(new)
@@ -242,7 +250,9 @@ class Profiler:
             )
         lines = stage_table(stages, self.title)
         if self.sums:
-            lines += ["", *pass_table(self.sums, self.passes), "", *slowest_layers(self.layers)]
+            experts = expert_table(self.sums)
+            lines += ["", *pass_table(self.sums, self.passes), *(["", *experts] if experts else [])]
+            lines += ["", *slowest_layers(self.layers)]
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:

@@ -11,13 +11,25 @@ from torch import nn
 
 from rabbitllm.engine.devices import Device
 from rabbitllm.engine.embedding_rows import can_bring_rows
+from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.engine.placement import Placement, Tier, UnitCost
 from rabbitllm.engine.unit_source import UnitSource
 
 
-def unit_costs(model: nn.Module, sources: Mapping[str, UnitSource]) -> list[UnitCost]:
-    """A cost for each unit, in the order of `sources`, which is that of a pass."""
+def unit_costs(
+    model: nn.Module, sources: Mapping[str, UnitSource], experts: Iterable[ExpertSource] = ()
+) -> list[UnitCost]:
+    """A cost for each unit, in the order of `sources`, which is that of a pass.
+
+    Args:
+        model: the skeleton.
+        sources: the units, without those of their experts that are brought in by themselves.
+        experts: these.
+    """
+    routed: dict[str, int] = {}
+    for expert in experts:
+        routed[expert.unit] = routed.get(expert.unit, 0) + expert.stored_bytes
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     costs = []
     for name, source in sources.items():
@@ -26,9 +38,8 @@ def unit_costs(model: nn.Module, sources: Mapping[str, UnitSource]) -> list[Unit
         streamable = source.unit.is_layer or isinstance(module, (nn.Linear, nn.Embedding))
         stays = source.unit.holds_units or not streamable or not source.jobs
         rows = can_bring_rows(source, embedding)
-        costs.append(
-            UnitCost(name, source.stored_bytes, source.ready_bytes, source.is_view, source.unit.is_layer, stays, rows)
-        )
+        sizes = source.stored_bytes, source.ready_bytes, source.is_view
+        costs.append(UnitCost(name, *sizes, source.unit.is_layer, stays, rows, routed.get(name, 0)))
     return costs
 
 
@@ -40,4 +51,6 @@ def cache_room(placement: Placement, devices: Iterable[Device]) -> int:
         for p in placement.units
         if p.tier is Tier.PINNED or (p.device in on_host and p.tier is not Tier.STREAMED)
     )
-    return available_ram() - kept
+    mapped = sum(p.stored for p in placement.experts if p.tier is not Tier.ROUTED)
+    pools = sum(p.nbytes if p.device in on_host else p.host_slots * p.slot for p in placement.pools)
+    return available_ram() - kept - mapped - pools

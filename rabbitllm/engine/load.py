@@ -12,16 +12,19 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
-from rabbitllm.engine import skeleton
+from rabbitllm.collection import uncollected
+from rabbitllm.engine import published, skeleton
 from rabbitllm.engine.costs import cache_room, unit_costs
 from rabbitllm.engine.devices import CpuDevice, Device, resolve_devices, suits_bf16
+from rabbitllm.engine.expert_source import ExpertSource, expert_sources, without_experts
+from rabbitllm.engine.experts import bind_experts, expert_costs
 from rabbitllm.engine.fused_choice import FusedChoice
 from rabbitllm.engine.packed_weight import StoredMatrix
 from rabbitllm.engine.page_locked import keep_units
 from rabbitllm.engine.pass_bar import PassBar
 from rabbitllm.engine.placement import Budget, Placement, Tier, place
 from rabbitllm.engine.read_ahead import read_ahead
-from rabbitllm.engine.span_reader import Way, choose_way
+from rabbitllm.engine.span_reader import PROBES, THROUGH_THE_CACHE, Way, choose_way
 from rabbitllm.engine.streamed_model import adopt
 from rabbitllm.engine.streamer import Streamer
 from rabbitllm.engine.unit_source import UnitSource, source_of
@@ -56,9 +59,10 @@ def check(config_folder: Path, options: StreamOptions, devices: Sequence[Device]
         UnknownArchitectureError, OptionError: as `load_model` does.
     """
     config = skeleton.read_config(config_folder, options.trust_remote_code)
+    quantiser = published.quantiser_for(config_folder, config, devices)
     dtype = _named_dtype(options.dtype) or _config_dtype(config) or torch.float32
     attention = _attention(options.attn_implementation, config, devices, dtype)
-    skeleton.build_skeleton(config_folder, config, dtype, attention, options.trust_remote_code)
+    skeleton.build_skeleton(config_folder, config, dtype, attention, options.trust_remote_code, quantiser)
 
 
 @dataclass(frozen=True)
@@ -68,16 +72,21 @@ class Blueprint:
     Attributes:
         model: the skeleton; None of its weights are bound.
         weights: which stored tensors make which parameters.
-        sources: its units, in the order of a pass.
+        sources: its units, in the order of a pass, without the experts.
+        experts: the modules whose experts are brought in one by one.
         placement: where each goes.
+        quantiser: transformers' own, of weights that are published quantised; None for plain ones.
     """
 
     model: Any
     weights: WeightMap
     sources: Mapping[str, UnitSource]
+    experts: tuple[ExpertSource, ...]
     placement: Placement
+    quantiser: Any = None
 
 
+@uncollected()
 def blueprint(store: WeightFiles, options: StreamOptions, home: Path, devices: Sequence[Device]) -> Blueprint:
     """Decide all that `load_model` decides from names and sizes alone.
 
@@ -92,20 +101,25 @@ def blueprint(store: WeightFiles, options: StreamOptions, home: Path, devices: S
         RabbitLLMError: the model changes its weights, and not all of them can stay.
     """
     config = skeleton.read_config(home, options.trust_remote_code)
+    quantiser = published.quantiser_for(home, config, devices)
     dtype = _choose_dtype(options.dtype, config, store, devices)
+    if quantiser is not None:
+        dtype = quantiser.update_dtype(dtype)
     attention = _attention(options.attn_implementation, config, devices, dtype)
-    model = skeleton.build_skeleton(home, config, dtype, attention, options.trust_remote_code)
-    weights = map_weights(model, store.tensors, str(store.folder))
+    model = skeleton.build_skeleton(home, config, dtype, attention, options.trust_remote_code, quantiser)
+    weights = map_weights(model, store.tensors, str(store.folder), quantiser)
     packs = _packs_on_host if not options.exact and all(device.shares_host_memory for device in devices) else None
-    sources = {unit.name: source_of(unit, weights, store, packs) for unit in find_units(model)}
-    placement = _place(model, sources, devices, options)
+    units = find_units(model)
+    experts = expert_sources(model, units, weights, store, packs)
+    sources = {unit.name: source_of(without_experts(unit, experts), weights, store, packs) for unit in units}
+    placement = _place(model, sources, experts, devices, options)
     if config.model_type in SCALES_IN_PLACE and not placement.is_resident:
         raise RabbitLLMError(
             f"{config.model_type} rescales its weights in place, so all of them must stay; they need "
             f"{sum(source.ready_bytes for source in sources.values()):,} bytes, more than the limits allow.",
             "Allow more with max_memory.",
         )
-    return Blueprint(model, weights, sources, placement)
+    return Blueprint(model, weights, sources, tuple(experts), placement, quantiser)
 
 
 @torch.inference_mode(False)  # a caller's inference mode is no reason for weights that can never have gradients
@@ -130,7 +144,8 @@ def load_model(
         IncompleteSplitError: a tensor is missing or damaged; each is named.
         UnknownArchitectureError: transformers does not know the model.
         DeviceError: the device does not exist.
-        MissingPackageError: the layers are compressed and bitsandbytes is not installed.
+        MissingPackageError: the layers are compressed and bitsandbytes is not installed, or they are published
+            quantised in a way that needs a package which is not.
     """
     store: WeightFiles = LayerStore(folder) if isinstance(folder, Path) else folder
     folder = store.folder
@@ -144,11 +159,13 @@ def load_model(
     skeleton.materialise_buffers(model, _device_finder(placement, by_name), weights.absent)
     profiler = Profiler(options.profiling, "Passes, by stage")
     way = _way(sources, placement, by_name, store)
+    ways = _expert_ways(drawn.experts, placement, by_name, store)
     placement, kept = keep_units(placement, sources, by_name, store)
     if not options.exact:
         sources = {**sources, **_fused(sources, placement, by_name, weights, store)}
     profiler.in_place = _in_place(model, sources, placement)
     with torch.no_grad():
+        pools = bind_experts(model, drawn.experts, placement, by_name, store, profiler, ways)
         streamer = Streamer(
             model,
             sources,
@@ -157,6 +174,7 @@ def load_model(
             store,
             profiler,
             kept,
+            pools,
             way=way,
             prefetching=options.prefetching,
         )
@@ -167,6 +185,8 @@ def load_model(
         PassBar(model, [sources[placed.unit].unit.module for placed in placement.units])
     if weights.unused:
         logger.info("%d stored tensors are not used by %s.", len(weights.unused), type(model).__name__)
+    published.finish(model, drawn.quantiser)
+    published.say_how(drawn.quantiser, folder, model.dtype, chosen)
     streamed = adopt(model, home_device, placement)
     streamed.tokenizer = skeleton.read_tokenizer(home, options.trust_remote_code)
     streamed.profiler = profiler
@@ -206,7 +226,8 @@ def _stored_dtype(store: WeightFiles) -> torch.dtype:
         if tensor.quantised is not None and tensor.quantised.dtype is not None:
             found: torch.dtype = getattr(torch, tensor.quantised.dtype)
             return found
-        if tensor.quantised is None and (dtype := torch_dtype(tensor.parts[0].dtype)).is_floating_point:
+        dtype = torch_dtype(tensor.parts[0].dtype)
+        if tensor.quantised is None and dtype.is_floating_point and dtype.itemsize > 1:  # a byte is a published code
             return dtype
     return torch.float32
 
@@ -226,9 +247,13 @@ def _attention(wanted: str, config: Any, devices: Sequence[Device], dtype: torch
 
 
 def _place(
-    model: nn.Module, sources: Mapping[str, UnitSource], devices: Sequence[Device], options: StreamOptions
+    model: nn.Module,
+    sources: Mapping[str, UnitSource],
+    experts: Sequence[ExpertSource],
+    devices: Sequence[Device],
+    options: StreamOptions,
 ) -> Placement:
-    costs = unit_costs(model, sources)
+    costs = unit_costs(model, sources, experts)
     limits = options.max_memory or {}
     budgets = [
         Budget(device.name, limits.get(device.name, _default_budget(device)), device.shares_host_memory)
@@ -240,6 +265,7 @@ def _place(
         small_first=options.small_layers_resident,
         cached_layers=options.cache_layers or 0,
         host_bytes=_host_room(devices, options),
+        experts=expert_costs(experts),
     )
 
 
@@ -312,6 +338,23 @@ def _way(
     """How what is streamed is read, by whether the page cache could hold it beside what stays in host memory."""
     spans = [span for p in placement.units if p.tier is Tier.STREAMED for span in sources[p.unit].spans]
     return choose_way(store, spans, cache_room(placement, devices.values()))
+
+
+def _expert_ways(
+    experts: Sequence[ExpertSource], placement: Placement, devices: Mapping[str, Device], store: WeightFiles
+) -> dict[str, Way]:
+    """Device -> how experts that come and go are read: those that are read through the page cache stay there as long
+    as the system lets them, since many are used again."""
+    found = {}
+    for pool in placement.pools:
+        own = {placed.unit for placed in placement.experts if placed.device == pool.device}
+        chosen = [source for source in experts if source.name in own]
+        way = THROUGH_THE_CACHE
+        if all(source.in_blocks for source in chosen):
+            sample = [span for source in chosen[:PROBES] for span in source.spans(source.experts // 2)]
+            way = choose_way(store, sample, cache_room(placement, devices.values()), pool.stored)
+        found[pool.device] = way if way.direct else THROUGH_THE_CACHE
+    return found
 
 
 def _default_budget(device: Device) -> int:

@@ -14,6 +14,8 @@ from typing import TypeVar
 
 SLOTS = 2
 """Buffers of a device for streamed units: one that computes and one that is being filled."""
+EXPERT_STAGING = 8
+"""Buffers of host memory that experts go through on their way to another device: one for each thread that reads."""
 STAGING = 2
 """Buffers of host memory that what is read for another device goes through: one is filled, one is copied from."""
 
@@ -31,6 +33,8 @@ class Tier(enum.Enum):
     """In host memory, as stored; copied to the device for each pass."""
     STREAMED = "streamed"
     """In the layer file; read for each pass, and copied to a device that shares no host memory."""
+    ROUTED = "by routing"
+    """Experts: in the layer file, but for those that a cache has; read when a token is routed to them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,7 @@ class UnitCost:
         is_layer: whether it is a decoder layer.
         must_stay: it contains other units, or cannot be streamed for another reason.
         by_rows: an input embedding, which can be brought in row by row.
+        routed: bytes of its experts in the layer file, which are brought in by themselves and not part of `stored`.
     """
 
     name: str
@@ -54,6 +59,32 @@ class UnitCost:
     is_layer: bool
     must_stay: bool
     by_rows: bool
+    routed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertCost:
+    """What the experts of one module take.
+
+    Attributes:
+        name: the module's path in the model.
+        unit: the unit that it is in.
+        stored: bytes in the layer file, of all.
+        ready: bytes of all, made.
+        is_ready: whether they are used as they are stored.
+        experts: how many.
+        slot: bytes of the memory that one is read into.
+        transit: slots that are needed beside those that keep any.
+    """
+
+    name: str
+    unit: str
+    stored: int
+    ready: int
+    is_ready: bool
+    experts: int
+    slot: int
+    transit: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +106,37 @@ class Placed:
     stored: int
 
 
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Memory for experts that come and go.
+
+    Attributes:
+        device: where they compute.
+        slots: experts that are kept there.
+        host_slots: experts that are kept in host memory beside it.
+        transit: slots for experts that are not kept.
+        slot: bytes of a slot.
+        stored: bytes of all the experts that come and go there.
+    """
+
+    device: str
+    slots: int
+    host_slots: int
+    transit: int
+    slot: int
+    stored: int
+
+    @property
+    def nbytes(self) -> int:
+        """On the device."""
+        return (self.slots + self.transit) * self.slot
+
+    @property
+    def kept(self) -> int:
+        """Bytes of experts that are kept, there and in host memory."""
+        return (self.slots + self.host_slots) * self.slot
+
+
 Sized = TypeVar("Sized", UnitCost, Placed)
 
 
@@ -83,12 +145,16 @@ class Placement:
     """Where every unit went; prints as a table.
 
     Attributes:
-        units: in the order of the model.
+        units: in the order of the model, without experts that are brought in by themselves.
         budgets: the devices.
+        experts: the modules whose experts are.
+        pools: memory for those that come and go, one for each device that has any.
     """
 
     units: tuple[Placed, ...]
     budgets: tuple[Budget, ...]
+    experts: tuple[Placed, ...] = ()
+    pools: tuple[Pool, ...] = ()
 
     def of(self, unit: str) -> Placed:
         """Where one unit went."""
@@ -102,7 +168,7 @@ class Placement:
     @property
     def is_resident(self) -> bool:
         """Whether every unit is ready to use at any time, as in an ordinary model."""
-        return all(placed.tier is Tier.RESIDENT for placed in self.units)
+        return all(placed.tier is Tier.RESIDENT for placed in (*self.units, *self.experts))
 
     @property
     def streamed_bytes(self) -> int:
@@ -126,10 +192,11 @@ class Placement:
         rows = [("device", "tier", "units", "GB")]
         for budget in self.budgets:
             for tier in Tier:
-                chosen = [p for p in self.units if p.device == budget.device and p.tier is tier]
-                if chosen:
-                    size = f"{sum(p.stored for p in chosen) / 1e9:.2f}"
-                    rows.append((budget.device, tier.value, str(len(chosen)), size))
+                for what, units in (("", self.units), ("experts, ", self.experts)):
+                    chosen = [p for p in units if p.device == budget.device and p.tier is tier]
+                    if chosen:
+                        size = f"{sum(p.stored for p in chosen) / 1e9:.2f}"
+                        rows.append((budget.device, what + tier.value, str(len(chosen)), size))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = []
         for row in rows:
@@ -140,7 +207,7 @@ class Placement:
                 row[3].rjust(widths[3]),
             )
             lines.append("  ".join(columns))
-        return "\n".join(lines + self._traffic())
+        return "\n".join([*lines, *map(_in_words, self.pools), *self._traffic()])
 
     def _traffic(self) -> list[str]:
         """What a pass moves, where it moves anything."""
@@ -151,6 +218,11 @@ class Placement:
         return ["each pass: " + ", ".join(moved)] if moved else []
 
 
+def _in_words(pool: Pool) -> str:
+    kept = f"{pool.slots * pool.slot / 1e9:.2f} GB of experts are kept on {pool.device}"
+    return kept + (f", {pool.host_slots * pool.slot / 1e9:.2f} GB in page-locked RAM" if pool.host_slots else "")
+
+
 def place(
     costs: Sequence[UnitCost],
     budgets: Sequence[Budget],
@@ -158,8 +230,11 @@ def place(
     small_first: bool = True,
     cached_layers: int = 0,
     host_bytes: int = 0,
+    experts: Sequence[ExpertCost] = (),
 ) -> Placement:
     """Give every unit a device and a tier.
+
+    What every token needs comes before experts, of which it needs a few: those get what is left.
 
     Args:
         costs: the units, in the order of a pass.
@@ -168,19 +243,69 @@ def place(
         cached_layers: keep at least this many decoder layers in host memory, whatever the budget: the first ones that
             are not there, or on another device, anyway.
         host_bytes: host memory that may be page-locked for devices that share none.
+        experts: those of the units that are brought in by themselves.
     """
     placed: list[Placed] = []
+    routed: list[Placed] = []
+    pools: list[Pool] = []
     for budget, share in zip(budgets, _spans(costs, budgets), strict=True):
-        tiers = _tiers(share, budget, small_first)
+        names = {cost.name for cost in share}
+        own = [cost for cost in experts if cost.unit in names]
+        tiers, left = _tiers(share, replace(budget, nbytes=budget.nbytes - _transit_bytes(own)), small_first)
+        tier = _experts_tier(own, budget, left, all(t is Tier.RESIDENT for t in tiers.values()))
+        routed += [Placed(cost.name, budget.device, tier, cost.stored) for cost in own]
+        if own and tier is Tier.ROUTED:
+            pools.append(_pool(own, budget.device, left))
         if budget.is_host:
             layers = [cost for cost in share if cost.is_layer][:cached_layers]
             for cost in layers:
                 if tiers[cost.name] is Tier.STREAMED:
                     tiers[cost.name] = _kept(cost)
         placed += [Placed(cost.name, budget.device, tiers[cost.name], cost.stored) for cost in share]
-    placement = Placement(tuple(placed), tuple(budgets))
+    placement = Placement(tuple(placed), tuple(budgets), tuple(routed), tuple(pools))
     decoder = {cost.name for cost in costs if cost.is_layer}
-    return placement.changed(dict.fromkeys(_page_locked(placement, decoder, host_bytes, cached_layers), Tier.PINNED))
+    placement = placement.changed(
+        dict.fromkeys(_page_locked(placement, decoder, host_bytes, cached_layers), Tier.PINNED)
+    )
+    return replace(placement, pools=_with_host_slots(placement, host_bytes))
+
+
+def _transit_bytes(experts: Sequence[ExpertCost]) -> int:
+    return max((cost.transit * cost.slot for cost in experts), default=0)
+
+
+def _experts_tier(experts: Sequence[ExpertCost], budget: Budget, left: int, all_resident: bool) -> Tier:
+    """All experts of a device go to one tier. `left`: bytes that units and transit leave."""
+    room = left + _transit_bytes(experts)
+    if budget.is_host and all_resident and sum(cost.ready for cost in experts) <= room:
+        return Tier.RESIDENT
+    if budget.is_host and sum(cost.stored for cost in experts) <= room:
+        return Tier.RESIDENT if all(cost.is_ready for cost in experts) else Tier.PACKED
+    return Tier.ROUTED
+
+
+def _pool(experts: Sequence[ExpertCost], device: str, left: int) -> Pool:
+    slot = max(cost.slot for cost in experts)
+    count, transit = sum(cost.experts for cost in experts), max(cost.transit for cost in experts)
+    slots = min(max(left, 0) // slot, count)
+    return Pool(device, slots, 0, transit, slot, sum(cost.stored for cost in experts))
+
+
+def _with_host_slots(placement: Placement, host_bytes: int) -> tuple[Pool, ...]:
+    """Give what is left of page-locked memory to experts for which their device has no slot."""
+    apart = {budget.device for budget in placement.budgets if not budget.is_host}
+    pinned = sum(p.stored for p in placement.units if p.tier is Tier.PINNED)
+    largest = {p.device: 0 for p in placement.units if p.device in apart}
+    for p in placement.units:
+        if p.device in apart and p.tier is Tier.STREAMED:
+            largest[p.device] = max(largest[p.device], p.stored)
+    room = host_bytes - pinned - STAGING * sum(largest.values())
+    wanting = [pool for pool in placement.pools if pool.device in apart]
+    room -= sum(EXPERT_STAGING * pool.slot for pool in wanting)
+    wants = {pool.device: max(pool.stored // pool.slot - pool.slots, 0) for pool in wanting}
+    total = sum(wants[pool.device] * pool.slot for pool in wanting) or 1
+    share = min(max(room, 0) / total, 1.0)
+    return tuple(replace(pool, host_slots=int(wants.get(pool.device, 0) * share)) for pool in placement.pools)
 
 
 def _page_locked(placement: Placement, layers: set[str], host_bytes: int, cached_layers: int) -> list[str]:
@@ -201,7 +326,7 @@ def _page_locked(placement: Placement, layers: set[str], host_bytes: int, cached
 
 def _spans(costs: Sequence[UnitCost], budgets: Sequence[Budget]) -> list[list[UnitCost]]:
     """Contiguous runs of units, one a device, of stored bytes in proportion to the budgets."""
-    total = sum(cost.stored for cost in costs) or 1
+    total = sum(cost.stored + cost.routed for cost in costs) or 1
     shares = [budget.nbytes for budget in budgets]
     if not any(shares):
         shares = [1] * len(budgets)
@@ -212,18 +337,19 @@ def _spans(costs: Sequence[UnitCost], budgets: Sequence[Budget]) -> list[list[Un
         ends.append(at)
     passed, device = 0, 0
     for cost in costs:
-        middle = (passed + cost.stored / 2) / total
+        middle = (passed + (cost.stored + cost.routed) / 2) / total
         while device < len(budgets) - 1 and middle > ends[device]:
             device += 1
         runs[device].append(cost)
-        passed += cost.stored
+        passed += cost.stored + cost.routed
     return runs
 
 
-def _tiers(costs: Sequence[UnitCost], budget: Budget, small_first: bool) -> dict[str, Tier]:
+def _tiers(costs: Sequence[UnitCost], budget: Budget, small_first: bool) -> tuple[dict[str, Tier], int]:
+    """A tier for each unit of a device, and the bytes that are left there."""
     need = sum(_ready_cost(cost, budget) for cost in costs)
     if need <= budget.nbytes:
-        return dict.fromkeys((cost.name for cost in costs), Tier.RESIDENT)
+        return dict.fromkeys((cost.name for cost in costs), Tier.RESIDENT), budget.nbytes - need
     tiers = {cost.name: _rows_tier(cost, budget) for cost in costs if cost.by_rows}
     # made for good, since it may be used outside its own forward
     tiers |= {cost.name: Tier.RESIDENT for cost in costs if cost.must_stay}
@@ -231,7 +357,9 @@ def _tiers(costs: Sequence[UnitCost], budget: Budget, small_first: bool) -> dict
     candidates = [cost for cost in costs if cost.name not in tiers]
     scratch = max((cost.ready for cost in candidates if not cost.is_view), default=0)
     if sum(cost.stored for cost in candidates) + scratch <= room:
-        return tiers | {cost.name: _kept(cost) for cost in candidates}
+        return tiers | {cost.name: _kept(cost) for cost in candidates}, room - scratch - sum(
+            c.stored for c in candidates
+        )
     tiers |= {cost.name: Tier.STREAMED for cost in candidates}
     left = room - scratch
     if small_first:
@@ -245,7 +373,8 @@ def _tiers(costs: Sequence[UnitCost], budget: Budget, small_first: bool) -> dict
     layers = [cost for cost in candidates if cost.is_layer or not small_first]
     for cost in _spread(layers, left - slots):
         tiers[cost.name] = _kept(cost)
-    return tiers
+        left -= cost.stored
+    return tiers, left - slots
 
 
 def _slots(costs: Sequence[UnitCost]) -> int:

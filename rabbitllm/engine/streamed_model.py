@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import threading
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 # imported at run time too: transformers resolves the annotations of a model class when the class is made
 import torch
 from transformers import PreTrainedModel
 
+from rabbitllm.engine.expert_use import read_uses, write_uses
 from rabbitllm.engine.pass_entry import entry_of
 from rabbitllm.engine.placement import Placement
 from rabbitllm.engine.streamer import Streamer
@@ -114,6 +116,28 @@ class StreamedModel:
             "A streamed model does not hold its weights, so it cannot save them.",
             "The split directory is itself a copy that loads alone; copy that folder.",
         )
+
+    def save_expert_use(self, path: str | Path) -> None:
+        """Write down which experts are used how often, for `load_expert_use` of a later process.
+
+        Of a model all of whose experts are in memory there is nothing to write.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        pools = self.streamer.pools.values()
+        write_uses(Path(path), {name: uses for pool in pools for name, uses in pool.uses().items()})
+
+    def load_expert_use(self, path: str | Path) -> None:
+        """Bring the experts that were used most, by a file of `save_expert_use`, as far as there is memory for them.
+
+        Raises:
+            OptionError: the file was written for another model.
+            CorruptShardError, OSError: it cannot be read.
+        """
+        with self._turn:
+            for pool in self.streamer.pools.values():
+                pool.warm(read_uses(Path(path), pool.sources))
 
     def print_profile_summary(self) -> None:
         """Print where the time went."""

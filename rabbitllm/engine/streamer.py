@@ -20,6 +20,7 @@ from rabbitllm.engine.ahead import Loaded
 from rabbitllm.engine.boundary import Boundary
 from rabbitllm.engine.devices import Device
 from rabbitllm.engine.embedding_rows import EmbeddingRows
+from rabbitllm.engine.expert_pool import ExpertPool
 from rabbitllm.engine.loader import Loader, largest
 from rabbitllm.engine.page_locked import Kept
 from rabbitllm.engine.placement import SLOTS, Placement, Tier
@@ -65,6 +66,7 @@ class Streamer:
         store: the split directory.
         profiler: where time is recorded.
         kept: device name -> what of it is in host memory.
+        pools: device name -> its experts that come and go.
         way: how streamed units are read.
         prefetching: bring the next unit while this one computes.
     """
@@ -78,6 +80,7 @@ class Streamer:
         store: WeightFiles,
         profiler: Profiler,
         kept: Mapping[str, Kept],
+        pools: Mapping[str, ExpertPool],
         *,
         way: Way = THROUGH_THE_CACHE,
         prefetching: bool = True,
@@ -87,6 +90,7 @@ class Streamer:
         self.way = way
         self._profiler = profiler
         self._prefetching = prefetching
+        self.pools = pools
         self._mapped = mapped_part(store)
         self._memos: dict[str, Memo] = {name: {} for name in devices}
         self._started: dict[str, float] = {}
@@ -132,6 +136,8 @@ class Streamer:
     def _begin(self) -> None:
         for name in list(self._letting_go):
             self._letting_go.pop(name)()
+        for pool in self.pools.values():
+            pool.end()
         for lane in self.lanes.values():
             lane.boundary.forget()
 
@@ -184,13 +190,17 @@ class Streamer:
         module.register_forward_hook(after, always_call=True)
 
     def _start(self, unit: str) -> None:
-        self._started[unit] = time.perf_counter()
+        self._started[unit] = self._working_time()
 
     def _stop(self, unit: str, device: Device) -> None:
         started = self._started.pop(unit, None)
         if started is not None and self._profiler.enabled:
             device.synchronise()
-            self._profiler.add(unit, COMPUTE, time.perf_counter() - started)
+            self._profiler.add(unit, COMPUTE, self._working_time() - started)
+
+    def _working_time(self) -> float:
+        """A clock that stands still while a unit waits for experts."""
+        return time.perf_counter() - sum(pool.waited for pool in self.pools.values())
 
     def _unbind(self, source: UnitSource, device: Device) -> None:
         for place in source.places:

@@ -10,6 +10,7 @@ does not start with `{`, an unknown field, a name that is no printable text.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import mmap
@@ -18,7 +19,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rabbitllm.collection import uncollected
 from rabbitllm.errors import CorruptShardError
@@ -207,8 +208,7 @@ def _corrupt(file: str, what: str) -> CorruptShardError:
     return CorruptShardError(f"{file} is not a sound safetensors file: {what}.", "Fetch or copy the file again.")
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(NamedTuple):
     """A tensor to be written: its name, dtype and shape. Its place follows from its turn."""
 
     name: str
@@ -227,17 +227,28 @@ def encode_header(tensors: Iterable[Placed]) -> tuple[bytes, tuple[int, ...]]:
     The header is padded with spaces, which the format allows, so that the data starts on a multiple
     of 4096 bytes.
     """
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    entries = ['{"__metadata__":{"format":"pt"}']
     begins, at = [], 0
-    for tensor in tensors:
+    for tensor in tensors:  # written out, since a layer of hundreds of experts has thousands
         begins.append(at)
         end = at + tensor.nbytes
-        entries[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (at, end)}
+        described = _described(tensor.dtype, tensor.shape)
+        entries.append(f'{_quoted(tensor.name)}:{{{described},"data_offsets":[{at},{end}]}}')
         at = end
-    raw = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    raw = (",".join(entries) + "}").encode()
     data_start = math.ceil((LENGTH_BYTES + len(raw)) / DATA_ALIGNMENT) * DATA_ALIGNMENT
     padded = raw.ljust(data_start - LENGTH_BYTES)
     return len(padded).to_bytes(LENGTH_BYTES, "little") + padded, tuple(data_start + begin for begin in begins)
+
+
+_quoted = json.encoder.encode_basestring
+"""A text as JSON, escaped no more than it has to be."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _described(dtype: str, shape: tuple[int, ...]) -> str:
+    """What a header says of a tensor beside its place."""
+    return f'"dtype":{_quoted(dtype)},"shape":[{",".join(map(str, shape))}]'
 
 
 class MappedFile:
@@ -257,6 +268,10 @@ class MappedFile:
     def bytes_of(self, spec: TensorSpec) -> memoryview:
         """The tensor's bytes, unread until touched."""
         return memoryview(self._map)[spec.offset : spec.offset + spec.nbytes]
+
+    def whole(self) -> memoryview:
+        """The bytes of the whole file, unread until touched."""
+        return memoryview(self._map)
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
         """The tensor, shape `spec.shape`, as a view where its offset suits its dtype, else as a copy."""

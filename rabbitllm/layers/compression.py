@@ -1,6 +1,6 @@
 """What a tensor becomes under compression, how it gets there block by block, and the way back.
 
-The only module that names bitsandbytes. The stored keys are RabbitLLM 1.1's (and AirLLM's):
+The only module that quantises with bitsandbytes. The stored keys are RabbitLLM 1.1's (and AirLLM's):
 
 - 4bit: `<name>` uint8 ((n+1)//2, 1), `<name>.4bit.absmax` float32 (blocks of 64), `<name>.4bit.quant_map`
   float32 (16), `<name>.4bit.quant_state.bitsandbytes__nf4` (the JSON bytes of bitsandbytes' packed QuantState);
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm.errors import IncompleteSplitError, MissingPackageError, OptionError
 from rabbitllm.formats.safetensors_file import Placed
-from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
+from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, byte_size, torch_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,6 @@ MAX_ROUTER_ROWS = 1024
 INT8_SCALES = ".8bit.absmax"
 NF4_STATE = ".4bit.quant_state.bitsandbytes__nf4"
 _ROUTER = re.compile(r"(?:^|\.)(?:gate|router|shared_expert_gate)(?:\.|$)")
-_CONVOLUTION = re.compile(r"conv", re.IGNORECASE)
 _STATE_SPACE_DECAY = re.compile(r"(?:^|\.)A_log$")
 
 
@@ -63,6 +62,11 @@ class StoredForm:
     source: TensorSpec
     scheme: str | None
     parts: tuple[Placed, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all parts."""
+        return sum([byte_size(part.dtype, part.shape) for part in self.parts])
 
 
 def check_compression(compression: str | None) -> None:
@@ -102,11 +106,14 @@ def is_compressible(spec: TensorSpec) -> bool:
     Every floating tensor of two or more dimensions and at least 4,096 elements, embeddings and head included,
     except what is small and sensitive: expert routers, convolutions, and the decay of a state-space layer.
     """
-    if not DTYPES[spec.dtype].quantisable or len(spec.shape) < 2 or spec.elements < MIN_ELEMENTS:
+    if not _is_worth_it(spec.dtype, spec.shape) or "conv" in spec.name.lower() or _STATE_SPACE_DECAY.search(spec.name):
         return False
-    if len(spec.shape) > 3 or _CONVOLUTION.search(spec.name) or _STATE_SPACE_DECAY.search(spec.name):
-        return False
-    return not (_ROUTER.search(spec.name) and spec.shape[0] <= MAX_ROUTER_ROWS)
+    return spec.shape[0] > MAX_ROUTER_ROWS or not _ROUTER.search(spec.name)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_worth_it(dtype: str, shape: tuple[int, ...]) -> bool:
+    return DTYPES[dtype].quantisable and 2 <= len(shape) <= 3 and math.prod(shape) >= MIN_ELEMENTS
 
 
 def stored_form(spec: TensorSpec, compression: str | None) -> StoredForm:
@@ -118,18 +125,20 @@ def form_in(spec: TensorSpec, scheme: str | None) -> StoredForm:
     """A tensor as it is (None), or at "4bit" or "8bit", whether or not compression would touch it."""
     if scheme is None:
         return StoredForm(spec, None, (Placed(spec.name, spec.dtype, spec.shape),))
-    stored = zip(part_names(spec.name, scheme), _part_shapes(scheme, spec.dtype, spec.shape), strict=True)
-    return StoredForm(spec, scheme, tuple(Placed(name, dtype, shape) for name, (dtype, shape) in stored))
+    stored = zip(part_names(spec.name, scheme), *_part_shapes(scheme, spec.dtype, spec.shape), strict=True)
+    return StoredForm(spec, scheme, tuple([Placed(*part) for part in stored]))
 
 
 @functools.lru_cache(maxsize=1024)
-def _part_shapes(scheme: str, dtype: str, shape: tuple[int, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Dtype and shape of each stored part of such a tensor; experts have the same ones in their ten thousands."""
+def _part_shapes(
+    scheme: str, dtype: str, shape: tuple[int, ...]
+) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
+    """Dtypes and shapes of the stored parts of such a tensor; experts have the same ones in their ten thousands."""
     n = math.prod(shape)
     if scheme == "4bit":
-        state = ("U8", (len(_nf4_state(dtype, shape)),))
-        return ("U8", ((n + 1) // 2, 1)), ("F32", (math.ceil(n / NF4_BLOCK),)), ("F32", (16,)), state
-    return ("U8", shape), ("F32", (math.ceil(n / INT8_BLOCK),)), ("F32", (256,))
+        shapes = ((n + 1) // 2, 1), (math.ceil(n / NF4_BLOCK),), (16,), (len(_nf4_state(dtype, shape)),)
+        return ("U8", "F32", "F32", "U8"), shapes
+    return ("U8", "F32", "F32"), (shape, (math.ceil(n / INT8_BLOCK),), (256,))
 
 
 def constants(form: StoredForm) -> Mapping[str, bytes]:

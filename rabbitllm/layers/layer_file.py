@@ -9,26 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
-from rabbitllm.checkpoints.index import natural_key
 from rabbitllm.checkpoints.naming import LayerName
-from rabbitllm.durable import DIRECT_ALIGNMENT
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.safetensors_file import Placed, encode_header
 from rabbitllm.layers.compression import StoredForm
+from rabbitllm.layers.order import FORMAT_VERSION, in_order
 from rabbitllm.layers.pieces import Joined, forms_in_scratch, scratch_places
 
 LAYER_SUFFIX = ".safetensors"
 DONE_SUFFIX = ".done"
 SCRATCH_SUFFIX = ".pieces"
 """Of the file beside an unfinished layer file that pieces of its tensors lie in until all are there."""
-TENSOR_ALIGNMENT = 64
-"""A kernel may give other last bits on weights aligned to less than 16 bytes; 64 is a cache line."""
 MAX_STEM = 180
 """File systems allow names of 255 bytes; suffixes need some of them."""
 
@@ -40,9 +36,8 @@ class LayerLayout:
     Attributes:
         layer: its id and stem.
         forms: its tensors as they are stored, and the pieces of those that are cut.
-        packed_header: the file's leading bytes, compressed: of a layer with hundreds of experts they are a megabyte,
-            and are wanted once.
-        header_bytes: their length, a multiple of 4096, where the data starts.
+        parts: what the file holds, in its order.
+        header_bytes: length of its leading bytes, a multiple of 4096, where the data starts.
         places: stored key -> absolute offset, bytes; of a piece that goes straight into the file, too.
         size: of the whole file, bytes.
         shard_bytes: shard -> what its tensors take in the file, or in the scratch file.
@@ -54,7 +49,7 @@ class LayerLayout:
 
     layer: LayerName
     forms: tuple[StoredForm, ...]
-    packed_header: bytes
+    parts: tuple[Placed, ...]
     header_bytes: int
     places: Mapping[str, int]
     size: int
@@ -66,8 +61,8 @@ class LayerLayout:
 
     @property
     def header(self) -> bytes:
-        """The file's leading bytes."""
-        return zlib.decompress(self.packed_header)
+        """The file's leading bytes; of a layer with hundreds of experts a megabyte, so made when they are wanted."""
+        return encode_header(self.parts)[0]
 
     @property
     def file_name(self) -> str:
@@ -91,25 +86,26 @@ class LayerLayout:
         return sum(part.nbytes for form in self.joins for part in form.parts)
 
 
-def lay_out(layer: LayerName, forms: Iterable[StoredForm], joined: Sequence[Joined] = ()) -> LayerLayout:
+def lay_out(
+    layer: LayerName, forms: Iterable[StoredForm], joined: Sequence[Joined] = (), version: int = FORMAT_VERSION
+) -> LayerLayout:
     """Fix the place of every tensor of a layer.
-
-    The format allows no holes, so alignment comes from the order: what fills whole 4096-byte blocks first (it can
-    then be written past the page cache), then multiples of 64 bytes, then the rest; by name within each.
 
     Args:
         layer: its id and stem.
         forms: its tensors that are whole in their shards.
         joined: those that are cut into pieces; they make the same file.
+        version: of the format; it says in which order they lie, see `order.py`.
 
     Raises:
         InvalidIndexError: a tensor is named like a part of another one's stored form.
     """
     whole = tuple(forms)
     stored = (*whole, *(piece for one in joined for piece in one.pieces))
-    ordered = sorted((part for form in (*whole, *(one.whole for one in joined)) for part in form.parts), key=_turn)
-    twice = next((name for name, times in Counter(part.name for part in ordered).items() if times > 1), None)
-    if twice is not None:
+    ordered = in_order((part for form in (*whole, *(one.whole for one in joined)) for part in form.parts), version)
+    names = Counter(part.name for part in ordered)
+    if len(names) < len(ordered):
+        twice = next(name for name, times in names.items() if times > 1)
         raise InvalidIndexError(
             f"Two tensors of layer {layer.id} would be stored as {twice!r}: its weights seem to be compressed already.",
             "Leave compression out.",
@@ -117,10 +113,10 @@ def lay_out(layer: LayerName, forms: Iterable[StoredForm], joined: Sequence[Join
     header, offsets = encode_header(ordered)
     end = offsets[-1] + ordered[-1].nbytes if ordered else len(header)
     places = {part.name: offset for part, offset in zip(ordered, offsets, strict=True)}
-    shard_bytes: Counter[str] = Counter()
+    shard_bytes: dict[str, int] = {}
     for form in stored:
-        shard_bytes[form.source.file] += sum(part.nbytes for part in form.parts)
-    layout = LayerLayout(layer, stored, zlib.compress(header, 1), len(header), places, end, shard_bytes)
+        shard_bytes[form.source.file] = shard_bytes.get(form.source.file, 0) + form.nbytes
+    layout = LayerLayout(layer, stored, tuple(ordered), len(header), places, end, shard_bytes)
     return _with_pieces(layout, joined) if joined else layout
 
 
@@ -136,17 +132,6 @@ def _with_pieces(layout: LayerLayout, joined: Sequence[Joined]) -> LayerLayout:
         joins=tuple(form for one in waiting for form in forms_in_scratch(one, layout.scratch_name, in_scratch)),
         fixed=tuple(one.whole for one in joined if one.pieces[0].scheme is not None),
     )
-
-
-def _turn(part: Placed) -> tuple[object, ...]:
-    nbytes = part.nbytes
-    if nbytes % DIRECT_ALIGNMENT == 0:
-        rank = 0
-    elif nbytes % TENSOR_ALIGNMENT == 0:
-        rank = 1
-    else:
-        rank = 2
-    return (rank, natural_key(part.name))
 
 
 def layer_file_name(stem: str) -> str:

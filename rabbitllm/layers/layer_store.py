@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from rabbitllm import durable
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.json_file import read_json
+from rabbitllm.collection import uncollected
 from rabbitllm.errors import (
     CorruptShardError,
     IncompleteSplitError,
@@ -26,10 +27,10 @@ from rabbitllm.formats.safetensors_file import MappedFile, read_header
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.layers.compression import BLOCKS, NF4_STATE, Quantised, part_names, read_state, schemes
 from rabbitllm.layers.layer_file import DONE_SUFFIX, LAYER_SUFFIX
+from rabbitllm.layers.order import BY_NAME, FORMAT_VERSION
 
 MANIFEST_NAME = "split.json"
 JOURNAL_NAME = "split.journal"
-FORMAT_VERSION = 1
 SPLIT_DIRECTORY = "splitted_model"
 """RabbitLLM 1.1's name; `.4bit` or `.8bit` is appended under compression."""
 
@@ -58,12 +59,21 @@ class LayerRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What `split.json` says."""
+    """What `split.json` says.
+
+    Attributes:
+        source: what was split.
+        compression: None, "4bit" or "8bit".
+        quantiser: what quantised; None without compression.
+        layers: every layer file.
+        format_version: in which order these hold their tensors, see `order.py`.
+    """
 
     source: SourceIdentity
     compression: str | None
     quantiser: str | None
     layers: tuple[LayerRecord, ...]
+    format_version: int = FORMAT_VERSION
 
 
 def directory_name(compression: str | None, base: str = SPLIT_DIRECTORY) -> str:
@@ -90,7 +100,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     source = manifest.source
     content = {
         "format": "rabbitllm split directory",
-        "format_version": FORMAT_VERSION,
+        "format_version": manifest.format_version,
         "written_by": f"rabbitllm {__version__}",
         "source": {
             "kind": source.kind,
@@ -120,7 +130,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     except InvalidIndexError as error:
         raise IncompleteSplitError(error.problem, _REMAKE) from None
     version = content.get("format_version")
-    if not isinstance(version, int):
+    if type(version) is not int or version < BY_NAME:
         raise IncompleteSplitError(f"{path} is no manifest: it has no format_version.", _REMAKE)
     if version > FORMAT_VERSION:
         raise SplitMismatchError(
@@ -145,7 +155,8 @@ def _parse(content: dict[str, Any]) -> Manifest:
         raise ValueError(f"{compression!r} is no compression")
     fingerprints = {shard: _text(mark) for shard, mark in source["fingerprints"].items()}
     identity = SourceIdentity(_text(source["kind"]), _text(source["name"]), source["commit"], fingerprints)
-    return Manifest(identity, compression, content["quantiser"], tuple(_record(r) for r in content["layers"]))
+    layers = tuple(_record(r) for r in content["layers"])
+    return Manifest(identity, compression, content["quantiser"], layers, content["format_version"])
 
 
 def _record(entry: dict[str, Any]) -> LayerRecord:
@@ -228,6 +239,7 @@ class LayerStore:
         tensors: checkpoint name -> where it lies.
     """
 
+    @uncollected()
     def __init__(self, folder: Path) -> None:
         """
         Raises:

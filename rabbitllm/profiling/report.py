@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rabbitllm.profiling.passes import PROMPT, Pass, PassSums, median_of
-from rabbitllm.profiling.totals import CALLER_STAGES, Total, limit_of
+from rabbitllm.profiling.totals import CALLER_STAGES, EXPERT_TIERS, EXPERTS_READ, NOTHING, Total, limit_of
 
 SLOWEST = 3
 _NAMES = {True: "first token", False: "further tokens"}
@@ -19,6 +19,8 @@ def stage_table(stages: Mapping[str, Total], title: str) -> list[str]:
     limit = limit_of(stages)
     rows = [("stage", "busy s", "threads", "core s", "records", "mean ms", "GB/s", "")]
     for name, total in stages.items():
+        if name in EXPERT_TIERS:
+            continue  # counts, which have a table of their own
         rate = f"{total.nbytes / total.busy_seconds / 1e9:.2f}" if total.nbytes and total.seconds else ""
         mark = "<-- BOTTLENECK" if name == limit else ""
         mean = total.seconds / total.count * 1e3
@@ -56,6 +58,20 @@ def pass_table(sums: Mapping[str, PassSums], passes: Sequence[Pass]) -> list[str
             )
         )
     return _aligned(rows) if sums else []
+
+
+def expert_table(sums: Mapping[str, PassSums]) -> list[str]:
+    """Experts that a pass of each kind uses, and where they were found; nothing for a model without any."""
+    where = (tier.removeprefix("experts ") for tier in EXPERT_TIERS)
+    rows: list[Sequence[str]] = [("experts", "used a pass", *where, "")]
+    for kind, total in sums.items():
+        found = [total.stages.get(tier, NOTHING) for tier in EXPERT_TIERS]
+        used = sum(one.count for one in found)
+        if used:
+            shares = [f"{one.count / used:.0%}" for one in found]
+            read = f"{found[EXPERT_TIERS.index(EXPERTS_READ)].nbytes / total.passes / 1e9:.3f} GB"
+            rows.append((_NAMES[kind == PROMPT], f"{used / total.passes:.1f}", *shares, read))
+    return _aligned(rows) if rows[1:] else []
 
 
 def slowest_layers(layers: Mapping[str, Mapping[str, Total]], count: int = SLOWEST) -> list[str]:

@@ -17,6 +17,11 @@ UPLOAD_WAIT = "wait for copies"
 DEQUANTISE = "dequantise"
 COMPUTE = "compute"
 FETCH = "fetch"
+EXPERTS_ON_DEVICE = "experts on the device"
+EXPERTS_IN_HOST_MEMORY = "experts in page-locked RAM"
+EXPERTS_READ = "experts on the disk"
+EXPERT_TIERS = (EXPERTS_ON_DEVICE, EXPERTS_IN_HOST_MEMORY, EXPERTS_READ)
+"""Not work but counts: where the experts that a pass used were found, and their bytes."""
 
 HIDDEN_STAGES = frozenset({SHARD_WAIT})
 """Not work: the time between a layer's first tensor and its last. Listed, but never the bottleneck."""

@@ -21,9 +21,11 @@ from rabbitllm.collection import uncollected
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.tensor_spec import Piece, TensorSpec
 from rabbitllm.layers.layer_store import JOURNAL_NAME
+from rabbitllm.layers.order import BY_NAME, FORMAT_VERSION
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan
 
-JOURNAL_VERSION = 1
+JOURNAL_VERSION = 2
+"""Those of version 1 do not say which format version their layer files have; it was the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +160,7 @@ def _encode(plan: SplitPlan, quantiser: str | None) -> dict[str, Any]:
     source = plan.source
     return {
         "journal_version": JOURNAL_VERSION,
+        "format_version": plan.format_version,
         "source": [source.kind, source.name, source.commit],
         "compression": plan.compression,
         "quantiser": quantiser,
@@ -206,8 +209,12 @@ def _tensor_of(shard: str, content: list[Any]) -> TensorSpec:
 
 
 def _decode(content: dict[str, Any]) -> tuple[SplitPlan, str | None]:
-    if content["journal_version"] != JOURNAL_VERSION:
-        raise ValueError(f"journal version {content['journal_version']}, expected {JOURNAL_VERSION}")
+    version = content["journal_version"]
+    if version not in (1, JOURNAL_VERSION):
+        raise ValueError(f"journal version {version}, expected {JOURNAL_VERSION}")
+    layout = BY_NAME if version == 1 else content["format_version"]
+    if layout not in range(BY_NAME, FORMAT_VERSION + 1):
+        raise ValueError(f"layer files of format version {layout}, expected at most {FORMAT_VERSION}")
     shards = tuple(
         PlannedShard(
             shard["name"],
@@ -222,4 +229,4 @@ def _decode(content: dict[str, Any]) -> tuple[SplitPlan, str | None]:
     kind, name, commit = content["source"]
     source = SourceIdentity(kind, name, commit, {shard.name: shard.fingerprint for shard in shards})
     assigned = {tensor: LayerName(id, stem) for id, stem, tensors in content["layers"] for tensor in tensors}
-    return make_plan(source, shards, assigned, content["compression"]), content["quantiser"]
+    return make_plan(source, shards, assigned, content["compression"], layout), content["quantiser"]

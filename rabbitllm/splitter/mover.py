@@ -23,7 +23,8 @@ from rabbitllm.formats.safetensors_file import Placed
 from rabbitllm.formats.strided import Strided, read_row_major
 from rabbitllm.formats.tensor_spec import DTYPES
 from rabbitllm.layers.compression import BLOCKS, SCALE_BYTES, StoredForm, constants, quantise_blocks
-from rabbitllm.layers.layer_file import TENSOR_ALIGNMENT, LayerLayout
+from rabbitllm.layers.layer_file import LayerLayout
+from rabbitllm.layers.order import TENSOR_ALIGNMENT
 from rabbitllm.profiler import FETCH, QUANTISE, READ, SYNC, WRITE, Profiler
 from rabbitllm.progress import BytesDone, tell
 from rabbitllm.splitter.plan import CHUNK_BYTES, Move

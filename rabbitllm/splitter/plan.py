@@ -17,6 +17,7 @@ from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec
 from rabbitllm.layers.compression import BLOCKS, StoredForm, stored_form
 from rabbitllm.layers.layer_file import LayerLayout, lay_out
+from rabbitllm.layers.order import FORMAT_VERSION
 from rabbitllm.layers.pieces import join
 from rabbitllm.splitter.gaps import can_be_kept
 from rabbitllm.splitter.layer_map import LayerMap, build_layer_map
@@ -67,6 +68,7 @@ class SplitPlan:
         shards: in the order they are taken.
         layer_map: which layer is in which shards.
         layouts: layer id -> its file.
+        format_version: of the layer files.
     """
 
     source: SourceIdentity
@@ -74,6 +76,7 @@ class SplitPlan:
     shards: tuple[PlannedShard, ...]
     layer_map: LayerMap
     layouts: Mapping[str, LayerLayout]
+    format_version: int = FORMAT_VERSION
 
     @property
     def output_bytes(self) -> int:
@@ -132,19 +135,20 @@ def make_plan(
     shards: tuple[PlannedShard, ...],
     assigned: Mapping[str, LayerName],
     compression: str | None,
+    format_version: int = FORMAT_VERSION,
 ) -> SplitPlan:
     """Fix every layer file from the shards' tensors and the layer each belongs to."""
     weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
     specs = {tensor.name: tensor for shard in shards for tensor in shard.tensors}
     layer_map = build_layer_map(weight_map, assigned)
     layouts = {
-        layer: _layout(name, [specs[tensor] for tensor in layer_map.layer_to_tensors[layer]], compression)
+        layer: _layout(name, map(specs.__getitem__, layer_map.layer_to_tensors[layer]), compression, format_version)
         for layer, name in layer_map.layers.items()
     }
-    return SplitPlan(source, compression, shards, layer_map, layouts)
+    return SplitPlan(source, compression, shards, layer_map, layouts, format_version)
 
 
-def _layout(name: LayerName, specs: Iterable[TensorSpec], compression: str | None) -> LayerLayout:
+def _layout(name: LayerName, specs: Iterable[TensorSpec], compression: str | None, version: int) -> LayerLayout:
     whole: list[StoredForm] = []
     cut: dict[str, list[TensorSpec]] = {}
     for spec in specs:
@@ -152,7 +156,7 @@ def _layout(name: LayerName, specs: Iterable[TensorSpec], compression: str | Non
             whole.append(stored_form(spec, compression))
         else:
             cut.setdefault(spec.piece.of, []).append(spec)
-    return lay_out(name, whole, [join(pieces, compression) for pieces in cut.values()])
+    return lay_out(name, whole, [join(pieces, compression) for pieces in cut.values()], version)
 
 
 class Arrival(enum.Enum):
@@ -270,7 +274,7 @@ def recompressed(plan: SplitPlan, compression: str | None) -> SplitPlan:
     """The same split at another compression."""
     layer_map = plan.layer_map
     assigned = {tensor: name for id, name in layer_map.layers.items() for tensor in layer_map.layer_to_tensors[id]}
-    return make_plan(plan.source, plan.shards, assigned, compression)
+    return make_plan(plan.source, plan.shards, assigned, compression, plan.format_version)
 
 
 def gib(nbytes: int) -> str:

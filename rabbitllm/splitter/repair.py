@@ -42,7 +42,7 @@ def repair(request: Request, manifest: Manifest, layers: Collection[str]) -> Non
         CheckpointError, HubError: the source cannot be had; nothing was touched.
     """
     folder = request.folder
-    plan = plan_split(request)
+    plan = plan_split(request, manifest.format_version)
     _refuse_another(plan, manifest, folder)
     quantiser = quantiser_of(request)
     if quantiser != manifest.quantiser:

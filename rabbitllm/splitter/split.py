@@ -31,6 +31,7 @@ from rabbitllm.layers.layer_store import (
     read_manifest,
     write_manifest,
 )
+from rabbitllm.layers.order import FORMAT_VERSION
 from rabbitllm.options import BIG_LAYER_BYTES, SplitOptions
 from rabbitllm.profiler import Profiler
 from rabbitllm.progress import SplitDone, tell
@@ -119,8 +120,12 @@ def split(request: Request) -> Profiler:
     return profiler
 
 
-def plan_split(request: Request) -> SplitPlan:
+def plan_split(request: Request, format_version: int = FORMAT_VERSION) -> SplitPlan:
     """What a split would do, from headers alone; nothing is written.
+
+    Args:
+        request: see there.
+        format_version: of the layer files; an earlier one to make some of a finished split anew.
 
     Raises:
         CheckpointError: the source is malformed or incomplete.
@@ -135,7 +140,8 @@ def plan_split(request: Request) -> SplitPlan:
     )
     names = [tensor.name for shard in shards for tensor in shard.tensors]
     assigned = assign_layers(names, request.family, request.naming)
-    return make_plan(checkpoint.identity(facts.values()), shards, assigned, request.options.compression)
+    identity = checkpoint.identity(facts.values())
+    return make_plan(identity, shards, assigned, request.options.compression, format_version)
 
 
 def ground_of(request: Request, plan: SplitPlan, downloads: tuple[tuple[Path, int], ...] = ()) -> Ground:
@@ -345,7 +351,8 @@ def _finish(request: Request, plan: SplitPlan, quantiser: str | None, checksums:
             )
             for layer, layout in plan.layouts.items()
         )
-        write_manifest(request.folder, Manifest(plan.source, plan.compression, quantiser, records))
+        manifest = Manifest(plan.source, plan.compression, quantiser, records, plan.format_version)
+        write_manifest(request.folder, manifest)
     clear_away(request.folder)
     if request.options.delete_original:
         discard_original(request.checkpoint)
@@ -363,7 +370,7 @@ def _checksum(layout: LayerLayout, checksums: Mapping[str, tuple[int, ...]], fol
     for form in layout.fixed:
         for name, content in constants(form).items():
             parts[layout.places[name]] = (zlib.crc32(content), len(content))
-    pieces = [(zlib.crc32(layout.header), len(layout.header)), *(parts[at] for at in sorted(parts))]
+    pieces = [(zlib.crc32(layout.header), layout.header_bytes), *(parts[at] for at in sorted(parts))]
     return combine_all(pieces)
 
 

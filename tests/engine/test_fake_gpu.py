@@ -204,7 +204,8 @@ def test_compressed_models_have_the_bits_of_the_cpu(tmp_path: Path, family: str,
                 found = run(model)
             assert_same(found, expected)
             seen |= set(tiers(model).values())
-    assert seen == (set(Tier) if compression == "4bit" else set(Tier) - {Tier.ROWS})
+    missing = {Tier.ROUTED} if family == "llama" else set()
+    assert seen == set(Tier) - missing - ({Tier.ROWS} if compression == "8bit" else set())
 
 
 @pytest.mark.parametrize("rooms", [(ALL, 1), (1, ALL)])

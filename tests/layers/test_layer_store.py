@@ -67,13 +67,13 @@ def test_manifest_round_trip(tmp_path: Path, commit: str | None) -> None:
     assert read_manifest(tmp_path) == manifest
     assert names_in(tmp_path) == ["split.json"]
     content = json.loads((tmp_path / "split.json").read_text())
-    assert (content["format"], content["format_version"]) == ("rabbitllm split directory", 1)
+    assert (content["format"], content["format_version"]) == ("rabbitllm split directory", 2)
     assert content["written_by"].startswith("rabbitllm 2.")
 
 
 def test_manifest_of_a_later_version(folder: Path) -> None:
-    rewrite(folder, format_version=2)
-    with pytest.raises(SplitMismatchError, match="has format version 2; this rabbitllm reads up to 1") as refused:
+    rewrite(folder, format_version=3)
+    with pytest.raises(SplitMismatchError, match="has format version 3; this rabbitllm reads up to 2") as refused:
         LayerStore(folder)
     assert "Update rabbitllm" in str(refused.value)
 

@@ -1,0 +1,388 @@
+"""Experts that come and go: read when a token is routed to them, kept by how often that happens.
+
+A fixed run of memory where the device computes, cut into slots of one expert each. Most are a cache
+(`expert_cache.py`), a few are for transit: experts that are not worth a slot are brought into them for one use. Where
+even these are too few, as in a long prompt that uses nearly all experts, the layer's experts go through them in the
+order of the file, read ahead while others compute.
+
+Beside a device with memory of its own, host memory is a second cache: it has what the device has no slot for, and what
+the device takes in leaves it. Every expert is one read, by several threads at once. Knows no hooks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from rabbitllm.engine.devices import Device
+from rabbitllm.engine.expert_cache import ExpertCache, Numbers, Values
+from rabbitllm.engine.expert_source import ExpertSource, Leaf
+from rabbitllm.engine.loader import bytes_of
+from rabbitllm.engine.page_locked import HostBuffers
+from rabbitllm.engine.placement import EXPERT_STAGING
+from rabbitllm.engine.span_reader import SpanReader
+from rabbitllm.profiler import EXPERTS_IN_HOST_MEMORY, EXPERTS_ON_DEVICE, EXPERTS_READ, READ, READ_WAIT, Profiler
+
+MOST_TRANSIT = 16
+TRANSIT_BYTES = 64 << 20
+"""Slots for experts that are brought in for one use: what a token uses of one layer, and more if they are small."""
+
+
+@dataclass(eq=False)
+class _Slot:
+    """Memory of one expert.
+
+    Attributes:
+        memory: uint8, where the device computes.
+        number: in the cache; -1 for transit.
+        coming: what is under way into it.
+        ticket: of the copy that filled it, until the computation was told to wait for that.
+        left: the last use of it, for the next copy into it.
+        ready: leaf -> the expert's weight, of those that are used as they are stored.
+    """
+
+    memory: torch.Tensor
+    number: int
+    left: Any
+    coming: Future[Any] | None = None
+    ticket: Any = None
+    ready: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shelf:
+    """A place in host memory, -1 for none, and whether it has the expert already."""
+
+    number: int = -1
+    filled: bool = False
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What one pass does with the experts of a module: which are in which slot, and which pass through."""
+
+    module: int
+    slots: Mapping[int, _Slot]
+    passing: frozenset[int]
+    promoted: tuple[int, ...]
+
+
+class ExpertPool:
+    """The experts of all modules that compute on one device, as far as there is memory for them.
+
+    Args:
+        model: the skeleton, for conversions.
+        sources: the modules.
+        device: where they compute.
+        slots: experts that are kept there.
+        disk: reads them.
+        profiler: records reads, waits, and where experts were found.
+        host: gives host memory to copy from, to a device that shares none.
+        host_slots: experts that are kept there beside it.
+
+    Attributes:
+        sources: as given.
+        waited: seconds that computations have waited for experts, in all.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        sources: Sequence[ExpertSource],
+        device: Device,
+        slots: int,
+        disk: SpanReader,
+        profiler: Profiler,
+        host: HostBuffers | None = None,
+        host_slots: int = 0,
+    ) -> None:
+        self.sources = tuple(sources)
+        self.waited = 0.0
+        self._model = model
+        self._device = device
+        self._disk = disk
+        self._profiler = profiler
+        counts = [source.experts for source in sources]
+        size, transit = slot_bytes(sources), transit_slots(sources)
+        self.cache = ExpertCache(counts, slots)
+        cut = self._memory(slots + transit, size)
+        self._slots = [_Slot(part, number, device.leave()) for number, part in enumerate(cut[:slots])]
+        self._transit = [_Slot(part, -1, device.leave()) for part in cut[slots:]]
+        self.host_cache = ExpertCache(counts, host_slots)
+        self._host = [host.take_anyhow(size) for _ in range(host_slots)] if host is not None else []
+        self._host_left: list[Any] = [None] * len(self._host)
+        self._staging = deque([host.take_anyhow(size) for _ in range(EXPERT_STAGING)] if host is not None else [])
+        self._host_memory = host  # unlocked when nobody has it any more
+        self._threads = ThreadPoolExecutor(EXPERT_STAGING, thread_name_prefix=f"experts-{device.name}")
+        self._call: _Call | None = None
+        self._sent: list[tuple[int, Future[Any], _Slot, _Shelf]] = []
+
+    def _memory(self, count: int, size: int) -> list[torch.Tensor]:
+        if not self._device.shares_host_memory:
+            return [self._device.device_buffer(size) for _ in range(count)]
+        memory = self._device.host_buffer(count * size)  # in one, for huge pages
+        return [memory[at * size : (at + 1) * size] for at in range(count)]
+
+    def close(self) -> None:
+        """Stop the reading threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def begin(self, module: int, experts: Numbers, counts: Numbers, tokens: int) -> None:
+        """Bring what a pass uses of a module, as far as there are slots.
+
+        Args:
+            module: its number among the sources.
+            experts: distinct ones.
+            counts: how many of the tokens use each.
+            tokens: of the pass.
+        """
+        self.end()
+        source = self.sources[module]
+        for cache in (self.cache, self.host_cache):
+            cache.use(module, experts, counts, tokens)
+        slots = self.cache.slots_of(module, experts)
+        here = slots >= 0
+        missing = experts[~here]
+        given = self.cache.admit(module, missing, slots[here])
+        shelves, promoted = self._shelves(module, missing, given)
+        found = {e: self._slots[n] for e, n in zip(experts[here].tolist(), slots[here].tolist(), strict=True)}
+        transit = iter(self._transit if np.count_nonzero(given < 0) <= len(self._transit) else ())
+        passing = []
+        for expert, number, shelf in zip(missing.tolist(), given.tolist(), shelves, strict=True):
+            slot = self._slots[number] if number >= 0 else next(transit, None)
+            if slot is None and not shelf.filled and shelf.number >= 0:
+                self.host_cache.forget(module, shelf.number)  # parts of it come at different times
+            if slot is None:
+                passing.append(expert)
+            else:
+                found[expert] = slot
+                self._send(module, expert, slot, shelf)
+        self._call = _Call(module, found, frozenset(passing), promoted)
+        self._count(source, len(found) - len(missing) + len(passing), shelves)
+
+    def warm(self, uses: Mapping[str, Values]) -> None:
+        """Begin with what was used at an earlier time, and bring as much of it as there are slots.
+
+        Args:
+            uses: of each module, as `uses` gave them.
+        """
+        self.end()
+        for module, source in enumerate(self.sources):
+            for cache in (self.cache, self.host_cache):
+                cache.learn(module, uses[source.name])
+            best = self.cache.best(module)
+            missing = best[self.cache.slots_of(module, best) < 0]
+            given = self.cache.admit(module, missing, self.cache.slots_of(module, best[:0]))
+            for expert, number in zip(missing[given >= 0].tolist(), given[given >= 0].tolist(), strict=True):
+                self._send(module, expert, self._slots[number], _Shelf())
+            if self._host:
+                beside = missing[given < 0]
+                beside = beside[self.host_cache.slots_of(module, beside) < 0]
+                given = self.host_cache.admit(module, beside, beside[:0])
+                for expert, number in zip(beside[given >= 0].tolist(), given[given >= 0].tolist(), strict=True):
+                    self._stock(module, expert, _Shelf(number))
+        self.end()
+
+    def uses(self) -> dict[str, Values]:
+        """How often each expert of each module was used, older uses for less."""
+        return {source.name: found for source, found in zip(self.sources, self.cache.uses(), strict=True)}
+
+    def _shelves(self, module: int, missing: Numbers, given: Numbers) -> tuple[list[_Shelf], tuple[int, ...]]:
+        """Where in host memory each missing expert is or goes, and the places that are free after this pass.
+
+        What the device has a slot for needs no place in host memory.
+        """
+        if not self._host:
+            return [_Shelf()] * len(missing), ()
+        at = self.host_cache.slots_of(module, missing)
+        filled = at >= 0
+        homeless = ~filled & (given < 0)
+        at[homeless] = self.host_cache.admit(module, missing[homeless], at[filled])
+        shelves = [_Shelf(number, is_filled) for number, is_filled in zip(at.tolist(), filled.tolist(), strict=True)]
+        return shelves, tuple(at[filled & (given >= 0)].tolist())
+
+    def _count(self, source: ExpertSource, here: int, shelves: Sequence[_Shelf]) -> None:
+        near = sum(shelf.filled for shelf in shelves)
+        found = {EXPERTS_ON_DEVICE: here, EXPERTS_IN_HOST_MEMORY: near, EXPERTS_READ: len(shelves) - near}
+        for tier, count in found.items():
+            if count:
+                self._profiler.add(source.name, tier, 0.0, count * source.expert_bytes, count=count)
+
+    def end(self) -> None:
+        """Declare that the pass is done with the experts of its module, or was broken off."""
+        sent, self._sent = self._sent, []
+        wait([future for _, future, _, _ in sent])
+        for module, future, slot, shelf in sent:
+            if future.cancelled() or future.exception() is not None:
+                self._empty(module, slot, shelf)
+            elif slot.coming is future:
+                self._filled(slot, future.result())
+        call, self._call = self._call, None
+        if call is None:
+            return
+        left = self._device.leave()
+        for slot in (*call.slots.values(), *self._transit):
+            slot.left = left
+        for number in call.promoted:
+            self.host_cache.forget(call.module, number)
+
+    def _empty(self, module: int, slot: _Slot, shelf: _Shelf) -> None:
+        """Forget what should have come: it may be half there."""
+        slot.coming = None
+        slot.ready.clear()
+        if slot.number >= 0:
+            self.cache.forget(module, slot.number)
+        if shelf.number >= 0 and not shelf.filled:
+            self.host_cache.forget(module, shelf.number)
+
+    def each(self, module: int, leaf: str, experts: Sequence[int]) -> Iterator[torch.Tensor]:
+        """See `expert_stack.Supply`."""
+        call, source = self._call, self.sources[module]
+        if call is None or call.module != module or not {*call.slots, *call.passing}.issuperset(experts):
+            distinct = np.unique(np.asarray(experts, np.int64))  # nobody said what would be used
+            self.begin(module, distinct, np.ones_like(distinct), 1)
+            call = self._call
+            assert call is not None
+        passing = self._through(module, leaf, [expert for expert in experts if expert in call.passing])
+        for expert in experts:
+            slot = call.slots.get(expert)
+            yield next(passing) if slot is None else self._weight(source, leaf, slot)
+
+    def _through(self, module: int, leaf: str, experts: Sequence[int]) -> Iterator[torch.Tensor]:
+        """One leaf of experts that have no slot, read ahead as far as transit slots reach."""
+        source = self.sources[module]
+        coming: deque[_Slot] = deque()
+        free, wanted = deque(self._transit), deque(experts)
+        for _ in experts:
+            while free and wanted:
+                slot = free.popleft()
+                self._send(module, wanted.popleft(), slot, _Shelf(), leaf)
+                coming.append(slot)
+            slot = coming.popleft()
+            self._wait(source, slot)
+            yield self._made(source.leaves[leaf], slot)
+            slot.left = self._device.leave()
+            free.append(slot)
+
+    def _weight(self, source: ExpertSource, leaf: str, slot: _Slot) -> torch.Tensor:
+        self._wait(source, slot)
+        chosen = source.leaves[leaf]
+        if not chosen.is_view and chosen.packed is None:
+            return self._made(chosen, slot)
+        if leaf not in slot.ready:
+            slot.ready[leaf] = self._made(chosen, slot)
+        return slot.ready[leaf]
+
+    def _made(self, leaf: Leaf, slot: _Slot) -> torch.Tensor:
+        return leaf.weight(self._model, lambda part: slot.memory[part.at : part.at + part.nbytes])
+
+    def _wait(self, source: ExpertSource, slot: _Slot) -> None:
+        if slot.coming is not None:
+            start = time.perf_counter()
+            try:
+                self._filled(slot, slot.coming.result())
+            finally:
+                waited = time.perf_counter() - start
+                self.waited += waited
+                self._profiler.add(source.name, READ_WAIT, waited)
+        if slot.ticket is not None:
+            self._device.arrive(slot.ticket)
+            slot.ticket = None
+
+    def _filled(self, slot: _Slot, ticket: Any) -> None:
+        slot.ticket, slot.coming = ticket, None
+
+    def _send(self, module: int, expert: int, slot: _Slot, shelf: _Shelf, leaf: str | None = None) -> None:
+        """Begin to fill a slot with an expert, or with what one of its leaves is made from."""
+        slot.ready.clear()
+        slot.coming = self._threads.submit(self._bring, self.sources[module], expert, slot, shelf, leaf)
+        self._sent.append((module, slot.coming, slot, shelf))
+
+    def _stock(self, module: int, expert: int, shelf: _Shelf) -> None:
+        """Begin to fill a place in host memory."""
+        nowhere = _Slot(self._host[shelf.number], -1, None)
+        filling = self._threads.submit(self._fill, self.sources[module], expert, shelf.number)
+        self._sent.append((module, filling, nowhere, shelf))
+
+    def _fill(self, source: ExpertSource, expert: int, number: int) -> None:
+        """In a thread."""
+        if self._host_left[number] is not None:
+            self._device.landed(self._host_left[number])
+        self._read(source, expert, None, self._host[number])
+
+    def _bring(self, source: ExpertSource, expert: int, slot: _Slot, shelf: _Shelf, leaf: str | None) -> Any:
+        """In a thread."""
+        if self._device.shares_host_memory:
+            self._read(source, expert, leaf, slot.memory)
+            return None
+        if shelf.number >= 0:
+            return self._from_shelf(source, expert, slot, shelf)
+        staged = self._staging.popleft()  # one for each thread
+        try:
+            self._read(source, expert, leaf, staged)
+            ticket = self._device.upload(staged, slot.memory, slot.left)
+            self._device.landed(ticket)
+        finally:
+            self._staging.append(staged)
+        return ticket
+
+    def _from_shelf(self, source: ExpertSource, expert: int, slot: _Slot, shelf: _Shelf) -> Any:
+        number = shelf.number
+        if not shelf.filled:
+            self._fill(source, expert, number)
+        ticket = self._host_left[number] = self._device.upload(self._host[number], slot.memory, slot.left)
+        return ticket
+
+    def _read(self, source: ExpertSource, expert: int, leaf: str | None, memory: torch.Tensor) -> None:
+        spans = source.spans(expert, leaf)
+        with self._profiler.stage(source.name, READ, sum(span.nbytes for span in spans)):
+            self._disk.read(spans, bytes_of(memory))
+
+
+class PooledExperts:
+    """The experts of one module of a pool.
+
+    Args:
+        pool: which has them.
+        module: the module's number among its sources.
+    """
+
+    def __init__(self, pool: ExpertPool, module: int) -> None:
+        self._pool = pool
+        self._module = module
+
+    def each(self, leaf: str, experts: Sequence[int]) -> Iterator[torch.Tensor]:
+        """See `expert_stack.Supply`."""
+        return self._pool.each(self._module, leaf, experts)
+
+    def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Before the module computes: bring the experts that its second argument routes to."""
+        index = args[1] if len(args) > 1 else kwargs.get("top_k_index")
+        if not isinstance(index, torch.Tensor) or index.is_floating_point() or not index.numel():
+            return
+        chosen, counts = np.unique(index.detach().cpu().numpy(), return_counts=True)
+        known = (chosen >= 0) & (chosen < self._pool.sources[self._module].experts)
+        self._pool.begin(self._module, chosen[known], counts[known], len(index))
+
+    def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """After it."""
+        self._pool.end()
+
+
+def slot_bytes(sources: Iterable[ExpertSource]) -> int:
+    """Of a slot that any expert of these modules fits."""
+    return max(source.nbytes for source in sources)
+
+
+def transit_slots(sources: Sequence[ExpertSource]) -> int:
+    """Slots for experts that are brought in for one use: those of a token in one layer, and two in any case."""
+    more = min(TRANSIT_BYTES // slot_bytes(sources), MOST_TRANSIT)
+    return min(max(2, more, *(source.used for source in sources)), max(source.experts for source in sources))

@@ -1,0 +1,540 @@
+"""What the experts of a module are made from: which bytes of which layer files each one has, and how they become its
+weights.
+
+A mixture-of-experts module has parameters of shape (experts, ...), of which a token uses a few slices. Everything about
+these is decided once, when the model is built, and is the same for every expert of a module but for where its bytes
+lie; so it is kept as one array of offsets for each of them, not as objects. Knows no hooks and reads no weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from rabbitllm.engine.packed_weight import PackedWeight, StoredMatrix
+from rabbitllm.engine.published import BY_MATRIX
+from rabbitllm.engine.span_reader import BLOCK, Span
+from rabbitllm.engine.unit_source import Packs, typed
+from rabbitllm.engine.units import Place, Unit
+from rabbitllm.engine.weights import Recipe, WeightMap
+from rabbitllm.errors import IncompleteSplitError
+from rabbitllm.formats.tensor_spec import TensorSpec, byte_size, torch_dtype
+from rabbitllm.layers.compression import BLOCKS, Quantised, dequantise
+from rabbitllm.layers.layer_store import StoredTensor, WeightFiles
+from rabbitllm.layers.order import TENSOR_ALIGNMENT
+
+BytesOf = Callable[["Part"], torch.Tensor]
+"""A part of one expert -> its bytes, uint8 (nbytes,)."""
+
+_EXPERT = re.compile(r"\.(\d+)(?=\.)")
+_WITHIN_AN_EXPERT = {"MergeModulelist": 0, "Concatenate": 1, "Interleave": 1, "Chunk": 1}
+"""transformers' conversions that leave each expert to itself -> the least `dim` for which they do."""
+_STACKING = frozenset({"MergeModulelist", "Concatenate"})
+"""Those that only put rows under each other."""
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Bytes of one kind that each expert has.
+
+    Attributes:
+        dtype, shape: of the tensor they are, for one expert.
+        nbytes: of one expert.
+        at: where they are among the bytes of an expert.
+        files: where they lie, one file for each expert, or one for all.
+        offsets: of each expert in its file, int64 (experts,).
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    at: int
+    files: tuple[str, ...]
+    offsets: npt.NDArray[np.int64]
+
+    def file(self, expert: int) -> str:
+        """Where an expert's bytes lie."""
+        return self.files[expert if len(self.files) > 1 else 0]
+
+    def spec(self, expert: int) -> TensorSpec:
+        """The same for one expert, as a tensor of its file."""
+        return TensorSpec("", self.dtype, self.shape, self.file(expert), int(self.offsets[expert]), self.nbytes)
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A stored tensor that each expert has, or its slice of one that all have together.
+
+    Attributes:
+        pattern: of the checkpoint's name, as the conversion knows it.
+        sliced: whether it is a slice.
+        form: how it is compressed; None if it is stored as it is.
+        payload, scales: its bytes.
+        tables: where it lies what each code means: once, or once for each expert.
+        table: that, once it is read (`with_tables`); the same for all.
+    """
+
+    pattern: str
+    sliced: bool
+    form: Quantised | None
+    payload: Part
+    scales: Part | None = None
+    tables: tuple[TensorSpec, ...] = ()
+    table: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one expert's tensor."""
+        return self.form.shape if self.form else self.payload.shape
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Its bytes, payload first."""
+        return (self.payload,) if self.scales is None else (self.payload, self.scales)
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """One parameter of shape (experts, ...).
+
+    Attributes:
+        place: where it is bound.
+        recipe: how it is made from the blocks.
+        blocks: in the order of the recipe's patterns.
+        stacks: whether it is the rows of the blocks, one block under the other.
+        packed: how it is multiplied as it is stored; None where each use makes it.
+    """
+
+    place: Place
+    recipe: Recipe
+    blocks: tuple[Block, ...]
+    stacks: bool
+    packed: type[StoredMatrix] | None = None
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The bytes it is made from."""
+        return tuple(part for block in self.blocks for part in block.parts)
+
+    @property
+    def is_view(self) -> bool:
+        """Whether an expert's weight is the stored bytes themselves, if its blocks lie one after the other."""
+        dtype = torch_dtype(self.blocks[0].payload.dtype)
+        plain = all(block.form is None for block in self.blocks)
+        return self.stacks and plain and (dtype == self.recipe.dtype or not dtype.is_floating_point)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one expert's weight."""
+        return tuple(self.place.shape[1:])
+
+    @property
+    def ready_bytes(self) -> int:
+        """Of all experts, made."""
+        return self.place.shape.numel() * self.place.dtype.itemsize
+
+    def weight(self, model: PreTrainedModel, bytes_of: BytesOf) -> torch.Tensor:
+        """One expert's weight, of `shape`: a view of its bytes where it can be one.
+
+        Args:
+            model: the skeleton, for conversions.
+            bytes_of: gives that expert's bytes.
+        """
+        if self.packed is not None:
+            return self._packed(self.packed, bytes_of)
+        if self.is_view:
+            first = self.blocks[0].payload
+            flat = _joined([bytes_of(block.payload) for block in self.blocks])
+            return typed(flat, _as(first, self.shape))
+        if self.stacks:
+            made = [self._made(block, bytes_of) for block in self.blocks]
+            return made[0] if len(made) == 1 else torch.cat(made)
+        return self._converted(model, bytes_of)
+
+    def _packed(self, kind: type[StoredMatrix], bytes_of: BytesOf) -> torch.Tensor:
+        first = self.blocks[0]
+        assert first.form is not None
+        assert first.table is not None
+        assert first.scales is not None
+        payload = _joined([bytes_of(block.payload) for block in self.blocks])
+        scales = _joined([bytes_of(block.scales) for block in self.blocks if block.scales is not None])
+        form = replace(first.form, shape=self.shape)
+        codes = typed(payload, _as(first.payload, (len(payload),)))
+        absmax = typed(scales, _as(first.scales, (len(scales) // 4,)))
+        assert self.recipe.dtype is not None
+        return PackedWeight(kind(form, codes, absmax, first.table), self.recipe.dtype)
+
+    def _made(self, block: Block, bytes_of: BytesOf) -> torch.Tensor:
+        payload = typed(bytes_of(block.payload), _as(block.payload, block.payload.shape))
+        dtype = self.recipe.dtype
+        if block.form is None:
+            return payload.to(dtype) if dtype is not None and payload.is_floating_point() else payload
+        assert dtype is not None
+        assert block.scales is not None
+        assert block.table is not None
+        absmax = typed(bytes_of(block.scales), _as(block.scales, block.scales.shape))
+        return dequantise(block.form, payload, absmax, block.table, dtype)
+
+    def _converted(self, model: PreTrainedModel, bytes_of: BytesOf) -> torch.Tensor:
+        names = tuple((block.pattern, str(at)) for at, block in enumerate(self.blocks))
+
+        def read(name: str, dtype: torch.dtype | None) -> torch.Tensor:
+            block = self.blocks[int(name)]
+            made = self._made(block, bytes_of)
+            return made[None] if block.sliced else made
+
+        made = replace(self.recipe, sources=names).make(model, read)[self.place.target]
+        return made[0]
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertSource:
+    """All that is known of a module's experts before a pass.
+
+    Attributes:
+        name: the module's path in the model.
+        unit: the name of the unit that it is in.
+        module: it.
+        experts: how many it has.
+        used: how many of them a token uses.
+        leaves: its parameters of shape (experts, ...), by the name of the leaf.
+        nbytes: of the bytes of one expert, laid out; a multiple of the block of a file system.
+    """
+
+    name: str
+    unit: str
+    module: nn.Module
+    experts: int
+    used: int
+    leaves: Mapping[str, Leaf]
+    nbytes: int
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of all experts, on disk."""
+        return self.expert_bytes * self.experts
+
+    @cached_property
+    def expert_bytes(self) -> int:
+        """Of one expert, on disk."""
+        return sum(part.nbytes for leaf in self.leaves.values() for part in leaf.parts)
+
+    @property
+    def ready_bytes(self) -> int:
+        """Of all experts, ready to multiply with."""
+        return sum(
+            sum(part.nbytes for part in leaf.parts) * self.experts if leaf.packed else leaf.ready_bytes
+            for leaf in self.leaves.values()
+        )
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every weight is used as it is stored: a view, or multiplied from its codes."""
+        return all(leaf.is_view or leaf.packed is not None for leaf in self.leaves.values())
+
+    def spans(self, expert: int, leaf: str | None = None) -> list[Span]:
+        """What to read of an expert into memory of `nbytes` bytes: all of it, or what one leaf is made from."""
+        return [
+            Span(file.file(expert), int(file.offsets[expert]), nbytes, file.at) for file, nbytes in self._runs[leaf]
+        ]
+
+    @cached_property
+    def _runs(self) -> Mapping[str | None, list[tuple[Part, int]]]:
+        """Parts that lie one after the other, in the files as in memory: the first one, and the bytes of all."""
+        found: dict[str | None, list[tuple[Part, int]]] = {}
+        everything = [part for leaf in self.leaves.values() for part in leaf.parts]
+        for key, parts in ((None, everything), *((name, list(leaf.parts)) for name, leaf in self.leaves.items())):
+            runs: list[list[Part]] = []
+            for part in sorted(parts, key=lambda part: part.at):
+                if runs and _follows(runs[-1][-1], part):
+                    runs[-1].append(part)
+                else:
+                    runs.append([part])
+            found[key] = [(run[0], sum(part.nbytes for part in run)) for run in runs]
+        return found
+
+    @cached_property
+    def in_blocks(self) -> bool:
+        """Whether every read begins and ends on a block of the file system, so that it can go past the page cache."""
+        return all(
+            part.at % BLOCK == 0 and nbytes % BLOCK == 0 and not np.any(part.offsets % BLOCK)
+            for runs in self._runs.values()
+            for part, nbytes in runs
+        )
+
+
+def expert_sources(
+    model: PreTrainedModel, units: Iterable[Unit], weights: WeightMap, store: WeightFiles, packs: Packs | None
+) -> list[ExpertSource]:
+    """The modules whose experts can be brought in one by one, in the order of a pass.
+
+    That are those that transformers computes through its registry of experts kernels, all of whose weights are made of
+    one stored tensor an expert, or of slices of one, by operations that leave each expert to itself.
+
+    Args:
+        model: the skeleton.
+        units: its units.
+        weights: which stored tensors make which parameters.
+        store: where they are.
+        packs: how matrices are multiplied as they are stored; None to make all of them.
+    """
+    found = []
+    for unit in units:
+        by_target = {place.target: place for place in unit.places}
+        for path, module in unit.module.named_modules():
+            name = ".".join(part for part in (unit.name, path) if part)
+            source = _source(name, unit.name, module, by_target, weights, store, packs)
+            if source is not None and unit.is_layer:
+                found.append(source)
+    return found
+
+
+def without_experts(unit: Unit, sources: Iterable[ExpertSource]) -> Unit:
+    """A unit less what is brought in by expert."""
+    apart = {leaf.place.target for source in sources for leaf in source.leaves.values()}
+    return replace(unit, places=tuple(place for place in unit.places if place.target not in apart))
+
+
+def is_routed(module: nn.Module) -> bool:
+    """Whether transformers computes a module through its registry of experts kernels."""
+    return hasattr(module, "is_transposed") and hasattr(module, "has_gate") and hasattr(module, "num_experts")
+
+
+def with_tables(source: ExpertSource, store: WeightFiles, device: torch.device) -> ExpertSource:
+    """A source whose blocks have their tables, on the device that computes.
+
+    Raises:
+        IncompleteSplitError: those of two experts differ.
+    """
+    leaves = {}
+    for key, leaf in source.leaves.items():
+        blocks = tuple(replace(block, table=_table(source, block, store, device)) for block in leaf.blocks)
+        leaves[key] = replace(leaf, blocks=blocks)
+    return replace(source, leaves=leaves)
+
+
+def _table(source: ExpertSource, block: Block, store: WeightFiles, device: torch.device) -> torch.Tensor | None:
+    if block.form is None:
+        return None
+    found = {bytes(store.mapped(spec.file).bytes_of(spec)) for spec in block.tables}
+    if len(found) > 1:
+        raise IncompleteSplitError(
+            f"the experts of {source.name} were quantised with {len(found)} different tables; expected one for all.",
+            "Split the checkpoint again, into another folder (layer_shards_saving_path).",
+        )
+    return torch.frombuffer(bytearray(found.pop()), dtype=torch.float32).to(device)
+
+
+def _source(
+    name: str,
+    unit: str,
+    module: nn.Module,
+    by_target: Mapping[str, Place],
+    weights: WeightMap,
+    store: WeightFiles,
+    packs: Packs | None,
+) -> ExpertSource | None:
+    if not is_routed(module):
+        return None
+    experts: int = module.num_experts  # type: ignore[assignment]
+    leaves: dict[str, Leaf] = {}
+    for key, parameter in module._parameters.items():
+        if parameter is None or parameter.dim() < 3:
+            continue
+        place = by_target.get(f"{name}.{key}")
+        leaf = _leaf(place, experts, weights, store.tensors) if place is not None else None
+        if leaf is None:
+            return None
+        leaves[key] = leaf
+    if not leaves:
+        return None
+    laid_out, nbytes = _lay_out(leaves)
+    if not module.is_transposed:  # a kernel multiplies by rows
+        laid_out = {key: replace(leaf, packed=_packing(leaf, packs)) for key, leaf in laid_out.items()}
+    return ExpertSource(name, unit, module, experts, _used(module, experts), laid_out, nbytes)
+
+
+def _used(module: nn.Module, experts: int) -> int:
+    config: Any = getattr(module, "config", None)
+    for key in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts"):
+        found = getattr(config, key, None)
+        if isinstance(found, int):
+            return min(found, experts)
+    return min(8, experts)
+
+
+def _leaf(place: Place, experts: int, weights: WeightMap, tensors: Mapping[str, StoredTensor]) -> Leaf | None:
+    recipe = weights.recipes.get(place.target)
+    if recipe is None or place.shape[0] != experts:
+        return None
+    by_pattern: dict[str, list[str]] = {}
+    for pattern, name in recipe.sources:
+        by_pattern.setdefault(pattern, []).append(name)
+    blocks = []
+    for pattern, names in by_pattern.items():
+        block = _block(pattern, [tensors[name] for name in names], experts)
+        if block is None:
+            return None
+        blocks.append(block)
+    stacks = _stacks(recipe, place, blocks)
+    if stacks is None or len({block.sliced for block in blocks}) > 1:
+        return None
+    return Leaf(place, recipe, tuple(blocks), stacks)
+
+
+def _stacks(recipe: Recipe, place: Place, blocks: Sequence[Block]) -> bool | None:
+    """Whether the parameter is the rows of the blocks; None if an expert cannot be made by itself."""
+    if recipe.converter is None:
+        return True
+    only_rows = True
+    for operation in recipe.converter.operations:
+        kind = type(operation).__name__
+        if kind == "Transpose":
+            dims = (operation.dim0, operation.dim1)
+            same = operation.check_dims and blocks[0].shape == tuple(place.shape[1:])
+            if min(dims) < 1 and not same:
+                return None
+            only_rows = only_rows and same
+        elif kind in _WITHIN_AN_EXPERT:
+            if operation.dim < _WITHIN_AN_EXPERT[kind] or (kind == "MergeModulelist" and operation.dim):
+                return None
+            rows = kind in _STACKING and operation.dim <= 1
+            only_rows = only_rows and rows
+        elif kind in BY_MATRIX:
+            only_rows = False
+        else:
+            return None
+    if not only_rows:
+        return False
+    rows = sum(block.shape[0] for block in blocks)
+    return (rows, *blocks[0].shape[1:]) == tuple(place.shape[1:])
+
+
+def _block(pattern: str, stored: Sequence[StoredTensor], experts: int) -> Block | None:
+    first = stored[0]
+    if len(stored) == 1 and len(first.shape) >= 2 and first.shape[0] == experts and experts > 1:
+        return _slices(pattern, first, experts)
+    if len(stored) != experts or [_number(tensor.name) for tensor in stored] != list(range(experts)):
+        return None
+    if any(
+        (t.quantised, t.parts[0].dtype, t.shape) != (first.quantised, first.parts[0].dtype, first.shape) for t in stored
+    ):
+        return None
+    payload = _part([tensor.parts[0] for tensor in stored])
+    if first.quantised is None:
+        return Block(pattern, False, None, payload)
+    tables = tuple(tensor.parts[2] for tensor in stored)
+    return Block(pattern, False, first.quantised, payload, _part([tensor.parts[1] for tensor in stored]), tables)
+
+
+def _slices(pattern: str, stored: StoredTensor, experts: int) -> Block | None:
+    shape, payload = stored.shape[1:], stored.parts[0]
+    if stored.quantised is None:
+        return Block(pattern, True, None, _slice(payload, payload.dtype, shape, experts))
+    form = replace(stored.quantised, shape=shape)
+    block, elements = BLOCKS[form.scheme], int(np.prod(shape))
+    if elements % block or (form.scheme == "4bit" and elements % 2):
+        return None
+    codes = (elements // 2, 1) if form.scheme == "4bit" else shape
+    scales = _slice(stored.parts[1], "F32", (elements // block,), experts)
+    return Block(pattern, True, form, _slice(payload, "U8", codes, experts), scales, (stored.parts[2],))
+
+
+def _slice(whole: TensorSpec, dtype: str, shape: tuple[int, ...], experts: int) -> Part:
+    nbytes = byte_size(dtype, shape)
+    offsets = whole.offset + nbytes * np.arange(experts, dtype=np.int64)
+    return Part(dtype, shape, nbytes, 0, (whole.file,), offsets)
+
+
+def _part(specs: Sequence[TensorSpec]) -> Part:
+    files = tuple(spec.file for spec in specs)
+    offsets = np.array([spec.offset for spec in specs], np.int64)
+    first = specs[0]
+    return Part(first.dtype, first.shape, first.nbytes, 0, files[:1] if len(set(files)) == 1 else files, offsets)
+
+
+def _number(name: str) -> int:
+    """The expert that a checkpoint's name speaks of: the last number in it."""
+    found = _EXPERT.findall(name)
+    return int(found[-1]) if found else -1
+
+
+def _lay_out(leaves: Mapping[str, Leaf]) -> tuple[dict[str, Leaf], int]:
+    """Give every part its place among an expert's bytes.
+
+    Payloads of one leaf lie one after the other, and so do their scales, so that together they are one matrix, if they
+    make one by lying so; these runs come in the order in which the first expert has them in its file, so that one read
+    brings as many as can be.
+    """
+    runs = []
+    for leaf in leaves.values():
+        if not leaf.stacks:
+            runs += [[part] for part in leaf.parts]
+            continue
+        runs.append([block.payload for block in leaf.blocks])
+        runs.append([block.scales for block in leaf.blocks if block.scales is not None])
+    places: dict[int, int] = {}
+    end = 0
+    for run in sorted(filter(None, runs), key=lambda run: (run[0].file(0), int(run[0].offsets[0]))):
+        end = -(-end // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
+        for part in run:
+            places[id(part)] = end
+            end += part.nbytes
+
+    def placed(part: Part | None) -> Any:
+        return replace(part, at=places[id(part)]) if part is not None else None
+
+    made = {
+        key: replace(
+            leaf,
+            blocks=tuple(replace(b, payload=placed(b.payload), scales=placed(b.scales)) for b in leaf.blocks),
+        )
+        for key, leaf in leaves.items()
+    }
+    return made, -(-end // BLOCK) * BLOCK
+
+
+def _packing(leaf: Leaf, packs: Packs | None) -> type[StoredMatrix] | None:
+    """How all rows together are multiplied as one stored matrix, or None."""
+    first = leaf.blocks[0].form
+    if packs is None or not leaf.stacks or first is None or len(leaf.shape) != 2:
+        return None
+    for block in leaf.blocks:
+        if block.form is None or replace(block.form, shape=first.shape) != first:
+            return None
+        if block.form.shape[0] * block.form.shape[1] % BLOCKS[first.scheme]:
+            return None
+    return packs(replace(first, shape=leaf.shape), leaf.recipe.dtype) if leaf.recipe.dtype is not None else None
+
+
+def _follows(before: Part, after: Part) -> bool:
+    """Whether one part of every expert lies right behind another, in its file as in memory."""
+    if before.at + before.nbytes != after.at or before.files != after.files:
+        return False
+    return bool(np.all(before.offsets + before.nbytes == after.offsets))
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Bytes one after the other: a view if they lie so already."""
+    if len(parts) == 1:
+        return parts[0]
+    first, end = parts[0], parts[0].data_ptr()
+    for part in parts:
+        if part.data_ptr() != end or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return torch.cat(list(parts))
+        end += part.numel()
+    return first.as_strided((sum(part.numel() for part in parts),), (1,))
+
+
+def _as(part: Part, shape: tuple[int, ...]) -> TensorSpec:
+    """A part as a tensor of another shape, for `typed`."""
+    return TensorSpec("", part.dtype, shape, "", 0, byte_size(part.dtype, shape))

@@ -1,0 +1,207 @@
+"""A parameter of shape (experts, ...) whose experts are brought in when they are used.
+
+To a model it is a parameter of the ordinary shape and dtype, so that transformers' own experts kernels compute with it.
+What they ask of it is answered expert by expert: one by its number, several by theirs, and products of groups of rows
+with their experts. Whatever else is asked is answered by all of them together, made for that one question. Knows no
+files and no caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_map
+
+from rabbitllm.engine.packed_weight import PackedWeight
+
+
+class Supply(Protocol):
+    """Gives the weights of experts."""
+
+    def each(self, leaf: str, experts: Sequence[int]) -> Iterator[torch.Tensor]:
+        """The weights of these experts in this order; each is good until the next one is asked for."""
+        ...
+
+
+class ExpertStack(torch.Tensor):
+    """A stack of matrices (experts, N, K), or, seen from the side, (experts, K, N).
+
+    Args:
+        supply: gives the experts.
+        leaf: what to ask it for.
+        shape, dtype, device: what it says it has.
+        turned: whether the last two dimensions are exchanged.
+    """
+
+    supply: Supply
+    leaf: str
+    turned: bool
+
+    @staticmethod
+    def __new__(
+        cls,
+        supply: Supply,
+        leaf: str,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        device: torch.device,
+        turned: bool = False,
+    ) -> ExpertStack:
+        seen = torch.Size((*shape[:-2], shape[-1], shape[-2])) if turned else shape
+        made: ExpertStack = torch.Tensor._make_wrapper_subclass(cls, seen, dtype=dtype, device=device)
+        return made
+
+    def __init__(
+        self,
+        supply: Supply,
+        leaf: str,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        device: torch.device,
+        turned: bool = False,
+    ) -> None:
+        self.supply = supply
+        self.leaf = leaf
+        self.turned = turned
+        self._whole_shape = shape
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"ExpertStack({tuple(self.shape)}, {self.dtype}, by expert)"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertStack:
+        return self.again()  # nobody writes to the experts
+
+    def turn(self) -> ExpertStack:
+        """With the last two dimensions exchanged."""
+        return ExpertStack(self.supply, self.leaf, self._whole_shape, self.dtype, self.device, not self.turned)
+
+    def again(self) -> ExpertStack:
+        """Another object for the same."""
+        return ExpertStack(self.supply, self.leaf, self._whole_shape, self.dtype, self.device, self.turned)
+
+    def each(self, experts: Sequence[int]) -> Iterator[torch.Tensor]:
+        """These experts' matrices, in this order; each is good until the next one is asked for."""
+        for weight in self.supply.each(self.leaf, experts):
+            yield weight.transpose(-2, -1) if self.turned else weight
+
+    def copied(self, experts: Sequence[int]) -> torch.Tensor:
+        """Copies of these experts' matrices, (len(experts), ...)."""
+        made = torch.empty((len(experts), *self.shape[1:]), dtype=self.dtype, device=self.device)
+        distinct = sorted(set(experts))
+        places = {expert: [at for at, one in enumerate(experts) if one == expert] for expert in distinct}
+        for expert, weight in zip(distinct, self.each(distinct), strict=True):
+            for at in places[expert]:
+                made[at].copy_(weight.dequantised() if isinstance(weight, PackedWeight) else weight)
+        return made
+
+    def grouped_mm(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """`rows[begin:end] @ self[expert]` for each expert, where a group ends where the next one begins.
+
+        Each product is torch's own `mm`, which gives on a CPU what torch's grouped one does, bit for bit (asserted).
+
+        Args:
+            rows: (S, K).
+            ends: of the groups, integers (experts,), as for `torch.nn.functional.grouped_mm`.
+
+        Returns:
+            (S, N).
+        """
+        groups, begin = [], 0
+        for expert, end in enumerate(ends.tolist()):
+            if end > begin:
+                groups.append((expert, begin, end))
+            begin = max(begin, end)
+        made = []
+        for (_, begin, end), weight in zip(groups, self._stored([expert for expert, *_ in groups]), strict=True):
+            made.append(self._product(rows[begin:end], weight))
+        out = torch.cat(made) if made else rows.new_empty(0, self.shape[-1])
+        missing = len(rows) - len(out)  # rows of no group; their values are nobody's business
+        return torch.cat([out, out.new_zeros(missing, out.shape[-1])]) if missing else out
+
+    def _stored(self, experts: Sequence[int]) -> Iterator[torch.Tensor]:
+        return self.supply.each(self.leaf, experts)
+
+    def _product(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if self.turned and isinstance(weight, PackedWeight):
+            return torch.nn.functional.linear(rows, weight)
+        return torch.mm(rows, weight.t() if self.turned else weight)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        answer = _ANSWERS.get(func)
+        if answer is not None:
+            found = answer(*args, **given)
+            if found is not None:
+                return found
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **given)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):  # what nn.Parameter does with it
+            return args[0].again()
+        if func is getattr(torch.ops.transformers, "grouped_mm_fallback", None) or _is_fallback(func):
+            return args[1].grouped_mm(args[0], args[2])
+        plain = tree_map(_whole, args)
+        named = tree_map(_whole, dict(kwargs or {}))
+        return func(*plain, **named)
+
+
+def _is_fallback(func: Any) -> bool:
+    """transformers' own grouped product, which it takes where torch has none for a device."""
+    return str(func) == "transformers.grouped_mm_fallback.default"
+
+
+def _whole(value: Any) -> Any:
+    return value.copied(range(value.shape[0])) if isinstance(value, ExpertStack) else value
+
+
+def _grouped_mm(input: torch.Tensor, weight: Any, *, offs: torch.Tensor | None = None, **more: Any) -> Any:
+    if not isinstance(weight, ExpertStack) or isinstance(input, ExpertStack) or offs is None or input.dim() != 2:
+        return None
+    return weight.grouped_mm(input, offs)
+
+
+def _getitem(stack: Any, index: Any) -> Any:
+    if not isinstance(stack, ExpertStack):
+        return None
+    if isinstance(index, torch.Tensor) and not index.is_floating_point() and index.dtype is not torch.bool:
+        if index.dim() == 0:
+            return _one(stack, int(index))
+        return stack.copied(index.flatten().tolist()).view(*index.shape, *stack.shape[1:])
+    return _one(stack, index) if type(index) is int else None
+
+
+def _one(stack: ExpertStack, expert: int) -> torch.Tensor:
+    if not -stack.shape[0] <= expert < stack.shape[0]:
+        raise IndexError(f"index {expert} is out of bounds for {stack.shape[0]} experts")
+    return next(stack.each([expert % stack.shape[0]]))
+
+
+def _transpose(stack: Any, first: int, second: int) -> Any:
+    return stack.turn() if {first % 3, second % 3} == {1, 2} and stack.dim() == 3 else None
+
+
+_ANSWERS: dict[Any, Callable[..., Any]] = {
+    torch.nn.functional.grouped_mm: _grouped_mm,
+    torch._grouped_mm: _grouped_mm,
+    torch.Tensor.__getitem__: _getitem,
+    torch.Tensor.transpose: _transpose,
+    torch.transpose: _transpose,
+}
+"""What is answered by expert; None as an answer means that it is not."""

@@ -1,0 +1,309 @@
+"""Mixture-of-experts models whose experts come and go: transformers' bits, and no expert read that no token needs."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from rabbitllm.engine.expert_source import is_routed
+from rabbitllm.engine.placement import Tier
+from rabbitllm.engine.span_reader import SpanReader
+from rabbitllm.errors import CorruptShardError, OptionError
+from rabbitllm.profiler import EXPERTS_ON_DEVICE, EXPERTS_READ, READ
+from tests.support.builders import build_checkpoint, reference_logits
+from tests.support.tiny_models import ALL, INPUT, assert_same, dequantised, load, one_thread, plain_model, run, split
+
+__all__ = ["one_thread"]
+MANY = {"num_experts": 12, "num_experts_per_tok": 3}
+FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "qwen3_next", "jamba", "gpt_oss")
+BUDGETS = (0, 150_000, 400_000, ALL)
+"""Bytes for weights: no expert is kept, some are, most are, all are."""
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return build_checkpoint(tmp_path / "model", "qwen3_moe", shards=2, dtype=torch.bfloat16, **MANY)
+
+
+def routed(model: Any) -> dict[str, Any]:
+    """The modules with experts."""
+    return {name: module for name, module in model.named_modules() if is_routed(module)}
+
+
+class Routing:
+    """What a model's routers choose: module -> expert -> in how many calls."""
+
+    def __init__(self, model: Any) -> None:
+        self.used: dict[str, Counter[int]] = {}
+        for name, module in routed(model).items():
+            self.used[name] = Counter()
+            module.register_forward_pre_hook(self._note(self.used[name]), with_kwargs=True)
+
+    @staticmethod
+    def _note(used: Counter[int]) -> Any:
+        def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            index = args[1] if len(args) > 1 else kwargs["top_k_index"]
+            used.update(set(index.flatten().tolist()))
+
+        return note
+
+
+class Reads:
+    """Every run of bytes that is read while this is entered: (file, offset, bytes)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.spans: list[tuple[str, int, int]] = []
+        whole = SpanReader.read
+
+        def read(reader: SpanReader, spans: Any, buffer: memoryview) -> None:
+            chosen = list(spans)
+            self.spans += [(span.file, span.offset, span.nbytes) for span in chosen]
+            whole(reader, chosen, buffer)
+
+        monkeypatch.setattr(SpanReader, "read", read)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("compression", [None, "4bit", "8bit"])
+def test_bits_do_not_depend_on_where_experts_are(tmp_path: Path, family: str, compression: str | None) -> None:
+    dtype = torch.float32 if family in FAMILIES[::2] else torch.bfloat16
+    folder = build_checkpoint(tmp_path / "model", family, shards=3, dtype=dtype)
+    meant = dequantised(folder, tmp_path / "reference", compression, dtype) if compression else folder
+    expected = reference_logits(meant, INPUT, dtype)
+    directory = split(folder, compression)
+    found = set()
+    for budget in BUDGETS:
+        model = load(directory, budget)
+        assert_same(run(model), expected)
+        found |= {placed.tier for placed in model.placement.experts}
+    assert found > {Tier.ROUTED}
+
+
+@pytest.mark.parametrize("kernel", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_every_kernel_of_transformers_gets_the_experts_it_asks_for(checkpoint: Path, kernel: str, budget: int) -> None:
+    plain = plain_model(checkpoint)
+    plain.set_experts_implementation(kernel)
+    model = load(split(checkpoint), budget)
+    model.set_experts_implementation(kernel)
+    batch = torch.stack([INPUT[0], INPUT[0].flip(0)])
+    with torch.inference_mode():
+        assert torch.equal(model(batch).logits, plain(batch).logits)
+
+
+@pytest.mark.parametrize("compression", [None, "4bit"])
+def test_a_token_touches_no_expert_it_is_not_routed_to(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None
+) -> None:
+    model = load(split(checkpoint, compression), 0, profiling=True)
+    routing, reads = Routing(model), Reads(monkeypatch)
+    with torch.inference_mode():
+        cache = model(INPUT).past_key_values
+        model.profiler.clear()
+        before = {name: set(used) for name, used in routing.used.items()}
+        for used in routing.used.values():
+            used.clear()
+        reads.spans.clear()
+        model(torch.tensor([[7]]), past_key_values=cache)
+    (pool,) = model.streamer.pools.values()
+    wanted, nbytes = Counter[tuple[str, int, int]](), 0
+    for source in pool.sources:
+        assert len(routing.used[source.name]) == MANY["num_experts_per_tok"]
+        for expert in routing.used[source.name]:
+            wanted.update((span.file, span.offset, span.nbytes) for span in source.spans(expert))
+            nbytes += source.expert_bytes
+    files = {span[0] for span in wanted}
+    of_experts = {(s.file, s.offset, s.nbytes) for source in pool.sources for e in range(12) for s in source.spans(e)}
+    assert Counter(span for span in reads.spans if span in of_experts) == wanted
+    assert files <= {span[0] for span in reads.spans}
+    counted = [totals[EXPERTS_READ] for totals in model.profiler.layers.values() if EXPERTS_READ in totals]
+    assert sum(total.count for total in counted) == len(pool.sources) * MANY["num_experts_per_tok"]
+    assert sum(total.nbytes for total in counted) == nbytes
+    read = [model.profiler.layers[source.name][READ] for source in pool.sources]
+    assert sum(total.nbytes for total in read) == nbytes
+    assert before  # the prompt routed too
+
+
+def test_an_expert_is_one_read_and_its_weights_are_views_of_it(checkpoint: Path) -> None:
+    model = load(split(checkpoint), 0)
+    (pool,) = model.streamer.pools.values()
+    for source in pool.sources:
+        for expert in range(source.experts):
+            (span,) = source.spans(expert)
+            assert span.nbytes == source.expert_bytes
+    source = pool.sources[0]
+    memory = torch.zeros(source.nbytes, dtype=torch.uint8)
+    for leaf in source.leaves.values():
+        made = leaf.weight(model, lambda part: memory[part.at : part.at + part.nbytes])
+        assert made.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+
+
+def test_resident_experts_are_ordinary_tensors_over_the_file(checkpoint: Path) -> None:
+    """Neither stacked nor copied: a parameter of the genuine shape, whose experts lie apart in the mapped file."""
+    model, plain = load(split(checkpoint)), plain_model(checkpoint)
+    assert model.placement.is_resident
+    for name, module in routed(model).items():
+        for leaf, parameter in module._parameters.items():
+            assert type(parameter) is torch.nn.Parameter
+            assert torch.equal(parameter, plain.get_parameter(f"{name}.{leaf}"))
+            assert parameter.stride(0) > parameter.shape[1] * parameter.shape[2]
+
+
+def test_what_was_read_stays_for_the_next_generation(checkpoint: Path) -> None:
+    model = load(split(checkpoint), 1 << 20, profiling=True)
+    if not model.placement.pools:
+        model = load(split(checkpoint), 700_000, profiling=True)
+    (pool,) = model.placement.pools
+    assert pool.slots
+    model.generate(INPUT, max_new_tokens=4, do_sample=False)
+    first = model.profiler.stages
+    model.profiler.clear()
+    model.generate(INPUT, max_new_tokens=4, do_sample=False)
+    again = model.profiler.stages
+    used = sum(first[tier].count for tier in (EXPERTS_ON_DEVICE, EXPERTS_READ) if tier in first)
+    assert used == sum(again[tier].count for tier in (EXPERTS_ON_DEVICE, EXPERTS_READ) if tier in again)
+    assert again[EXPERTS_READ].count < first[EXPERTS_READ].count
+    (cache,) = (pool.cache for pool in model.streamer.pools.values())
+    assert cache.held <= cache.slots
+
+
+def test_the_next_start_is_warm(checkpoint: Path, tmp_path: Path) -> None:
+    directory, file = split(checkpoint), tmp_path / "use.safetensors"
+    model = load(directory, 700_000)
+    expected = model.generate(INPUT, max_new_tokens=6, do_sample=False)
+    model.save_expert_use(file)
+    reads = {}
+    for warm in (False, True):
+        again = load(directory, 700_000, profiling=True)
+        if warm:
+            again.load_expert_use(file)
+            (pool,) = again.streamer.pools.values()
+            assert pool.cache.held == pool.cache.slots
+            again.profiler.clear()
+        assert torch.equal(again.generate(INPUT, max_new_tokens=6, do_sample=False), expected)
+        reads[warm] = again.profiler.stages[EXPERTS_READ].count
+    assert reads[True] < reads[False] - pool.cache.slots / 2
+
+
+def test_use_of_another_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    other = build_checkpoint(tmp_path / "other", "qwen3_moe", dtype=torch.bfloat16, **{**MANY, "num_experts": 6})
+    file = tmp_path / "use.safetensors"
+    load(split(other), 0).save_expert_use(file)
+    with pytest.raises(OptionError, match=r"has F64 \(2, 6\) .* expected F64 \(2, 12\)"):
+        load(split(checkpoint), 0).load_expert_use(file)
+    file.write_bytes(b"nothing of the kind")
+    with pytest.raises(CorruptShardError):
+        load(split(checkpoint), 0).load_expert_use(file)
+
+
+def test_a_long_prompt_goes_through_few_slots_and_is_read_once(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rabbitllm.engine import expert_pool
+
+    monkeypatch.setattr(expert_pool, "MOST_TRANSIT", 1)
+    plain, model = plain_model(checkpoint), load(split(checkpoint), 0, profiling=True)
+    (pool,) = model.placement.pools
+    assert (pool.slots, pool.transit) == (0, 3)
+    routing = Routing(model)
+    prompt = torch.randint(0, 200, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        assert torch.equal(model(prompt).logits, plain(prompt).logits)
+    assert all(len(used) > pool.transit for used in routing.used.values())
+    (experts,) = model.streamer.pools.values()
+    wanted = sum(len(routing.used[source.name]) * source.expert_bytes for source in experts.sources)
+    assert sum(model.profiler.layers[source.name][READ].nbytes for source in experts.sources) == wanted
+
+
+@pytest.mark.parametrize("budget", [0, 400_000])
+def test_a_failed_read_is_an_error_and_the_next_pass_is_right(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, budget: int
+) -> None:
+    expected = reference_logits(checkpoint, INPUT, torch.bfloat16)
+    model, whole = load(split(checkpoint), budget), SpanReader.read
+    left = [5]
+
+    def read(reader: SpanReader, spans: Any, buffer: memoryview) -> None:
+        if threading.current_thread().name.startswith("experts"):
+            left[0] -= 1
+            if left[0] == 0:
+                buffer[:64] = b"\xff" * 64
+                raise OSError(5, "the disk said no")
+        whole(reader, spans, buffer)
+
+    monkeypatch.setattr(SpanReader, "read", read)
+    with torch.inference_mode(), pytest.raises(OSError, match="the disk said no"):
+        model(INPUT)
+    assert_same(run(model), expected)
+
+
+def test_an_interrupted_pass_leaves_nothing_behind(checkpoint: Path) -> None:
+    expected = reference_logits(checkpoint, INPUT, torch.bfloat16)
+    model = load(split(checkpoint), 400_000)
+    last = list(routed(model).values())[-1]
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = last.act_fn.register_forward_pre_hook(interrupt)
+    with torch.inference_mode(), pytest.raises(KeyboardInterrupt):
+        model(INPUT)
+    handle.remove()
+    assert_same(run(model), expected)
+
+
+def test_without_a_split_experts_come_out_of_the_shards(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "model", "qwen3_moe", shards=3, dtype=torch.bfloat16, **MANY)
+    from rabbitllm import AutoModel
+
+    expected = reference_logits(folder, INPUT, torch.bfloat16)
+    for budget in (0, 400_000, ALL):
+        model = AutoModel.from_pretrained(str(folder), split=False, device="cpu", max_memory={"cpu": budget})
+        assert_same(run(model), expected)
+        assert {placed.tier for placed in model.placement.experts} == {Tier.RESIDENT if budget == ALL else Tier.ROUTED}
+
+
+def test_from_their_codes_experts_are_near_to_the_dequantised_ones(tmp_path: Path) -> None:
+    wide = {"hidden_size": 128, "moe_intermediate_size": 64, **MANY}
+    folder = build_checkpoint(tmp_path / "model", "qwen3_moe", shards=2, dtype=torch.float32, **wide)
+    for compression in ("4bit", "8bit"):
+        expected = reference_logits(
+            dequantised(folder, tmp_path / compression, compression, torch.float32), INPUT, torch.float32
+        )
+        got = {}
+        for budget in (0, 500_000, ALL):
+            got[budget] = run(load(split(folder, compression), budget, exact=False)).logits
+            assert (got[budget] - expected.logits).norm() / expected.logits.norm() < 1e-5
+        assert torch.equal(got[0], got[500_000])
+
+
+@pytest.fixture
+def ernie(tmp_path: Path) -> Path:
+    """A family whose conversion mixes experts: it is streamed by layers, as any other."""
+    config = transformers.AutoConfig.for_model(
+        "ernie4_5_moe",
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        moe_num_experts=4,
+        moe_k=2,
+        moe_intermediate_size=32,
+    )
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "ernie")
+    return tmp_path / "ernie"
+
+
+def test_a_family_that_is_new_to_us_still_has_the_right_bits(ernie: Path) -> None:
+    expected = reference_logits(ernie, INPUT, torch.float32)
+    for budget in (0, 200_000, ALL):
+        assert_same(run(load(split(ernie), budget)), expected)

@@ -1,0 +1,101 @@
+"""Splits of the first format version, whose files go by size and name alone: finished, read and repaired as such."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from rabbitllm import prepare
+from rabbitllm.errors import IncompleteSplitError
+from rabbitllm.layers.layer_store import LayerStore, read_manifest
+from rabbitllm.layers.order import BY_NAME, EXPERTS_TOGETHER
+from rabbitllm.layers.verify import verify
+from rabbitllm.splitter import split as splitter
+from tests.support.builders import build_checkpoint
+from tests.support.splitting import Call, contents, interrupted, layer_files, split
+from tests.support.tiny_models import assert_same, load, run
+
+LAYER = "model.layers.1.safetensors"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return build_checkpoint(tmp_path / "model", "qwen3_moe", shards=4)
+
+
+@pytest.fixture
+def first_version(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> Path:
+    """The checkpoint, of which splits are planned as the first version did."""
+    monkeypatch.setattr(splitter, "plan_split", functools.partial(splitter.plan_split, format_version=BY_NAME))
+    return checkpoint
+
+
+def as_first_version_wrote(journal: Path) -> None:
+    head, rest = journal.read_text().split("\n", 1)
+    content = json.loads(head)
+    assert content.pop("format_version") == BY_NAME
+    content["journal_version"] = 1
+    journal.write_text(json.dumps(content, separators=(",", ":")) + "\n" + rest)
+
+
+@pytest.mark.parametrize("compression", [None, "4bit"])
+def test_it_is_finished_as_it_was_begun(
+    first_version: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compression: str | None
+) -> None:
+    copy = shutil.copytree(first_version, tmp_path / "copy" / "model")
+    whole = split(first_version, compression=compression)
+    call = Call(str(copy), compression=compression)
+    half = interrupted(call, 2)
+    as_first_version_wrote(half / "split.journal")
+    monkeypatch.undo()
+    assert call.make() == half
+    assert layer_files(half) == layer_files(whole)
+    manifest = read_manifest(half)
+    assert manifest is not None
+    assert manifest.format_version == BY_NAME
+    assert not verify(half).damaged
+
+
+def test_the_same_weights_in_another_order(
+    first_version: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    earlier = split(first_version, tmp_path / "earlier", sequential=False)
+    monkeypatch.undo()
+    now = split(first_version, tmp_path / "now", sequential=False)
+    assert (earlier / LAYER).read_bytes() != (now / LAYER).read_bytes()
+    for file in layer_files(now):
+        if file.endswith(".safetensors"):
+            before, after = load_file(earlier / file), load_file(now / file)
+            assert before.keys() == after.keys()
+            assert all(before[name].equal(after[name]) for name in after)
+    assert_same(run(load(earlier)), run(load(now)))
+    assert [LayerStore(folder).manifest.format_version for folder in (earlier, now)] == [BY_NAME, EXPERTS_TOGETHER]  # type: ignore[union-attr]
+
+
+def test_its_layers_are_made_anew_as_they_were(first_version: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = split(first_version, sequential=False)
+    monkeypatch.undo()
+    whole = contents(folder)
+    raw = bytearray((folder / LAYER).read_bytes())
+    raw[-1] ^= 1
+    (folder / LAYER).write_bytes(raw)
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    prepare.repair_split(folder, manifest, {"layers.1"}, first_version)
+    assert contents(folder) == whole
+
+
+def test_a_version_that_is_not_known_is_refused(first_version: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Call(str(first_version))
+    half = interrupted(call, 1)
+    journal = half / "split.journal"
+    journal.write_text(journal.read_text().replace('"format_version":1', '"format_version":3', 1))
+    before = contents(half)
+    with pytest.raises(IncompleteSplitError, match="layer files of format version 3, expected at most 2"):
+        call.make()
+    assert contents(half) == before
