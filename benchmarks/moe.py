@@ -144,6 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line.parser(__doc__, 3, list(RUNNERS))
     parser.add_argument("--tokens", type=int, default=25, help="of each request, at least 2 (default: %(default)s)")
     parser.add_argument("--shares", type=int, nargs="+", default=[25, 50], help="of the weights, in percent")
+    parser.add_argument("--keep-files", action="store_true", help="layer files are left for the next run, and taken")
     parser.add_argument("--habits", nargs="+", choices=list(HABITS), default=list(HABITS), help="of the texts")
     options = parser.parse_args(arguments)
     command_line.settle(options, "moe", NEEDED_BYTES)
@@ -151,9 +152,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     work = options.work_dir
     checkpoint = make_moe_checkpoint(work, options.scale)
     weights = sum(path.stat().st_size for path in shards(checkpoint))
-    workload = Workload(checkpoint, weights, work / "moe-run", options.scale, options.tokens)
-    shutil.rmtree(workload.folder, ignore_errors=True)
-    workload.folder.mkdir()
+    workload = Workload(checkpoint, weights, work / f"moe-run-{options.scale}", options.scale, options.tokens)
+    if not options.keep_files:
+        shutil.rmtree(workload.folder, ignore_errors=True)
+    workload.folder.mkdir(exist_ok=True)
     cases = cases_of(options.only, options.shares, options.habits)
     unusable: dict[str, str] = {}
     try:
@@ -170,7 +172,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             list(named), options.turns, MoeRun, lambda run: measure(run, named[run.row], workload, work), without
         )
     finally:
-        shutil.rmtree(workload.folder, ignore_errors=True)
+        if not options.keep_files:
+            shutil.rmtree(workload.folder, ignore_errors=True)
     experts = f"{SCALES[options.scale].num_experts} experts a layer, {weights / 1e9:.2f} GB"
     title = f"A mixture of {experts}, with memory capped, on the CPU, {command_line.turns(options)}"
     table = tabulate(runs, cases, options.turns, SCALES[options.scale].experts)

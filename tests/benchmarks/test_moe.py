@@ -135,4 +135,4 @@ def test_this_project_under_a_cap_at_tiny_scale(tmp_path: Path) -> None:
     text = (tmp_path / "r.md").read_text()
     assert all(f"| {row}, flat, {cap} | 1/1 |" in text for row in rows for cap in ("no cap", "50 %"))
     assert (tmp_path / "r.svg").read_text().startswith("<?xml")
-    assert not (tmp_path / "moe-run").exists()
+    assert not (tmp_path / "moe-run-tiny").exists()
