@@ -1,10 +1,10 @@
 """Qwen3-Coder-Next on a machine that is not at hand (Kaggle's two T4): placed by the engine, timed by published rates.
 
-What is computed, and by what: the layer files and the peak of the disk by the splitter's plan, from the published config
-and tensor names; where everything goes by the engine's placement; what a token copies and reads by the same code as
-`rabbitllm plan`. Seconds are those bytes over rates that others published, no measurement, and the least that a token
-can take: nothing hides behind anything, but Python and the launching of kernels cost nothing. What these cost on this
-machine's processor is measured, with a model of as many layers whose matrices are next to nothing.
+What is computed, and by what: the layer files and the peak of the disk by the splitter's plan, from the published
+config and tensor names; where everything goes by the engine's placement; what a token copies and reads by the same code
+as `rabbitllm plan`. Seconds are those bytes over rates that others published: nothing hides behind anything else, and
+Python and the launching of kernels cost nothing. What these cost on this machine's processor is measured, with a model
+of as many layers whose matrices are next to nothing.
 
     python -m benchmarks.plan_coder_next [--results FILE]
 """
@@ -275,8 +275,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "page-locked RAM, one GPU after the other; the disk as it says.",
         "s/token: as if all experts were used alike; as published: with what a model of as many experts found of them "
         "(https://github.com/kekzl/imp/pull/2061). Each is the sum of VRAM, copies and disk, nothing behind another.",
-        f"Without Python and launches. On this machine's CPU a model of 48 such layers, 10 experts a token and matrices "
-        f"of next to nothing takes {overhead:.2f} s a token (measured).",
+        "Without Python and launches. On this machine's CPU a model of 48 such layers, 10 experts a token and matrices of "
+        f"next to nothing takes {overhead:.2f} s a token (measured).",
         f"The first token of a prompt of {PROMPT_TOKENS} reads {rows[0].first_bytes / 1e9:.1f} GB of experts.",
     ]
     title = "Qwen3-Coder-Next at 4bit on machines that were not at hand: computed, not measured"

@@ -4,7 +4,8 @@ Each row is foretold from the checkpoint alone, as if there were no layer files 
 two processes, one after the other. The prompt, the tokens and the state of the page cache are those of
 `benchmarks.decode`; seconds a token are the median of the steps after the first token.
 
-    python -m benchmarks.predict [--experts] [--turns 3] [--tokens 16] [--only ROW ...] [--scale tiny] [--work-dir FOLDER]
+    python -m benchmarks.predict [--turns 3] [--tokens 16] [--only ROW ...] [--scale tiny] [--work-dir FOLDER]
+                                 [--experts]
 
 `--experts` takes a mixture of experts that uses all of them alike, as a plan assumes (`benchmarks/even_experts.py`).
 """

@@ -64,19 +64,19 @@ class ExpertCalls:
     def mapped(self, tokens: int, *, for_good: bool) -> float:
         """Seconds of a call whose experts are all in mapped files, or made for good."""
         with self._with_stacks(_laid_over_each_other(self._model, self._source, for_good)) as call:
-            return _median(lambda: call(self._draw(tokens, np.arange(self._source.experts))))
+            return _mean(lambda: call(self._draw(tokens, np.arange(self._source.experts))))
 
     def found(self, tokens: int) -> float:
         """Seconds of a call whose experts are all in slots of a pool."""
         with self._pool(self._some, 0, _Filling()) as pool, self._pooled(pool) as call:
             _bring_all(pool, self._some)
-            return _median(lambda: call(self._draw(tokens, np.arange(self._some))))
+            return _mean(lambda: call(self._draw(tokens, np.arange(self._some))))
 
     def near(self, tokens: int) -> float:
         """Seconds of a call whose experts are all in page-locked memory, and copied from there."""
         with self._pool(0, self._some, _Filling()) as pool, self._pooled(pool) as call:
             _bring_all(pool, self._some)
-            return _median(lambda: call(self._draw(tokens, np.arange(self._some))))
+            return _mean(lambda: call(self._draw(tokens, np.arange(self._some))))
 
     def read(self, way: Way, slots: int) -> float | None:
         """Seconds of a token's call whose experts are all read, into one slot after the other: the processor's caches
@@ -110,7 +110,7 @@ class ExpertCalls:
             return None
         with self._pool(slots, 0, SpanReader(self._sample, way), places) as pool, self._pooled(pool) as call:
             try:
-                return _median(lambda: once(pool, call))
+                return _mean(lambda: once(pool, call))
             except OSError:
                 return None
 
@@ -190,8 +190,9 @@ class _Nowhere:
         raise FileNotFoundError(file)
 
 
-def _median(call: Callable[[], None]) -> float:
-    """Seconds of a call, after one that is not counted."""
+def _mean(call: Callable[[], None]) -> float:
+    """Seconds of a call, after one that is not counted. Not the median: threads that read beside those that compute
+    make few calls much longer than most, and a token makes many."""
     call()
     taken: list[float] = []
     begun = time.perf_counter()
@@ -199,7 +200,7 @@ def _median(call: Callable[[], None]) -> float:
         start = time.perf_counter()
         call()
         taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
+    return statistics.mean(taken)
 
 
 def _bring_all(pool: ExpertPool, count: int) -> None:

@@ -79,7 +79,7 @@ def test_experts_are_read_in_as_many_pieces_as_they_lie_in(tmp_path: Path, way: 
     for family in ("qwen3_moe", "gpt_oss"):
         found = drawn(tmp_path / family, family, room=0)
         source = found.experts[0]
-        places = [span for span in Sample(list((tmp_path / family).glob("*.safetensors")), 1 << 20).spans]
+        places = Sample(list((tmp_path / family).glob("*.safetensors")), 1 << 20).spans
         moved = expert_calls._moved(source, places, torch.device("cpu"))
         for expert in range(source.experts):
             assert [span.nbytes for span in moved.spans(expert)] == [span.nbytes for span in source.spans(expert)]
