@@ -16,6 +16,21 @@ from typing import Any
 import torch
 
 
+def is_llama4(module: Any) -> bool:
+    """Whether a module is Llama 4's experts."""
+    return type(module).__name__ == "Llama4TextExperts"
+
+
+def route(moe: Any) -> None:
+    """Let a `Llama4TextMoe` compute by routed expert, except where gradients are asked for."""
+    dense = moe.forward
+
+    def forward(hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return dense(hidden_states) if torch.is_grad_enabled() else routed_forward(moe, hidden_states)
+
+    moe.forward = forward
+
+
 def routed_forward(moe: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The forward of a `Llama4TextMoe`.
 
