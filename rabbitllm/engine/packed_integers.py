@@ -23,8 +23,11 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.base import HfQuantizer
 
 from rabbitllm.errors import UnknownArchitectureError
+from rabbitllm.layers.published_kernels import integers
 
 AWQ, GPTQ = "awq", "gptq"
+_CPU = torch.device("cpu")
+"""One without an index; whatever stands in for another device in a test has one."""
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which output each 4 bits of an int32 belong to, from the lowest on."""
 _FORMATS = {AWQ: ("gemm",), GPTQ: ("gptq", "gptq_v2")}
@@ -35,8 +38,12 @@ _SCALED_ACTIVATIONS = ("starcoder2", "falcon", "mpt", "gptj", "gpt_neox", "gpt_b
 
 def awq_weight(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The matrix (N, K) of AWQ's parts."""
-    integers = _awq_integers(qweight)  # (K, N)
-    grouped = integers.view(scales.shape[0], -1, scales.shape[1]) - _awq_integers(qzeros)[:, None]
+    if qweight.device == _CPU:
+        zeros = _awq_integers(qzeros)
+        group = torch.arange(len(qweight)) // (len(qweight) // len(scales))
+        return _by_kernel(qweight, 4, zeros, scales, group, torch.tensor(_AWQ_ORDER), dtype)
+    codes = _awq_integers(qweight)  # (K, N)
+    grouped = codes.view(scales.shape[0], -1, scales.shape[1]) - _awq_integers(qzeros)[:, None]
     return _product(grouped, scales[:, None]).flatten(0, 1).t().contiguous().to(dtype)
 
 
@@ -58,13 +65,44 @@ def gptq_weight(
         offset: what was taken off each zero.
         dtype: of the result.
     """
-    integers = _integers(qweight, bits, 1).flatten(0, 1)  # (K, N)
     zeros = _integers(qzeros, bits, 2).flatten(1) + offset  # (groups, N)
     if g_idx is None:
-        inputs = integers.shape[0]
+        inputs = qweight.shape[0] * 32 // bits
         g_idx = torch.arange(inputs, device=qweight.device) // -(-inputs // scales.shape[0])
     group = g_idx.to(torch.int64)
-    return _product(integers - zeros[group], scales[group]).t().contiguous().to(dtype)
+    if qweight.device == _CPU:
+        return _by_kernel(qweight, bits, zeros, scales, group, None, dtype)
+    codes = _integers(qweight, bits, 1).flatten(0, 1)  # (K, N)
+    return _product(codes - zeros[group], scales[group]).t().contiguous().to(dtype)
+
+
+def _by_kernel(
+    packed: torch.Tensor,
+    bits: int,
+    zeros: torch.Tensor,
+    scales: torch.Tensor,
+    group: torch.Tensor,
+    order: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The same, compiled; see `published_kernels.integers`.
+
+    Raises:
+        ValueError: parts of other sizes than belong together, or a group that there is none of.
+    """
+    inputs, outputs = len(group), scales.shape[1]
+    wanted = (inputs, outputs * bits // 32) if order is not None else (inputs * bits // 32, outputs)
+    if (
+        tuple(packed.shape) != wanted
+        or zeros.shape != scales.shape
+        or not 0 <= int(group.min()) <= int(group.max()) < len(scales)
+    ):
+        raise ValueError(f"parts of shapes {tuple(packed.shape)}, {tuple(zeros.shape)} and {tuple(scales.shape)}")
+    made = torch.empty(outputs, inputs)
+    given = (zeros.int().contiguous().numpy(), scales.float().contiguous().numpy(), group.contiguous().numpy())
+    turns = order.numpy() if order is not None else None
+    integers(packed.contiguous().numpy(), bits, *given, turns, made.numpy(), torch.get_num_threads())
+    return made.to(dtype)
 
 
 def _awq_integers(packed: torch.Tensor) -> torch.Tensor:
@@ -83,8 +121,8 @@ def _integers(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     return found
 
 
-def _product(integers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return integers.to(torch.float32) * scales.to(torch.float32)
+def _product(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return codes.to(torch.float32) * scales.to(torch.float32)
 
 
 class Dequantise(ConversionOps):  # type: ignore[misc]

@@ -40,7 +40,7 @@ _WRAPPED = ("WrapAgain", "Bnb8bitDeserialize")
 """Operations of transformers that make a parameter around the stored bytes, without copying them."""
 _OPAQUE = ("WrapAgain", "CompressedTensorsDequantize")
 """Operations of transformers that read some of their tensors: what they make depends on more than shapes."""
-BY_MATRIX = frozenset({"Fp8Dequantize", "Mxfp4Dequantize", "CompressedTensorsDequantize", "Dequantise"})
+BY_MATRIX = frozenset({"QuickFp8", "QuickMxfp4", "CompressedTensorsDequantize", "Dequantise"})
 """Operations that make each matrix of its own parts, so that one expert is made like all."""
 _STATE = ".quant_state.bitsandbytes__"
 _FETCH_AGAIN = "The checkpoint is incomplete: fetch it again, its config.json and every file that its index names."
@@ -211,13 +211,19 @@ def loads(converter: Any, quantiser: Any) -> bool:
 
 def for_many_passes(converter: Any) -> Any:
     """The same conversion, for one target that is made anew for each pass."""
-    (operation, *others) = converter.operations
-    if others or type(operation).__name__ != "Bnb4bitDeserialize":
-        return converter
+    from rabbitllm.engine.quick_dequantise import QuickFp8, QuickMxfp4
     from rabbitllm.engine.wrapped_codes import WrapAgain
 
+    first, *others = converter.operations
+    kind = type(first).__name__
+    if kind == "Bnb4bitDeserialize":
+        first = WrapAgain(first)
+    elif kind == "Fp8Dequantize":
+        first = QuickFp8(first.hf_quantizer)
+    elif kind == "Mxfp4Dequantize":
+        first = QuickMxfp4(first.hf_quantizer)
     made = copy.copy(converter)
-    made.operations = [WrapAgain(operation)]
+    made.operations = [first, *others]
     return made
 
 

@@ -72,7 +72,7 @@ class StreamedModel:
 
         Not where weights come and go: what is compiled, or captured as a graph, would use those of another pass.
         """
-        return self._all_resident and super()._valid_auto_compile_criteria(*args, **kwargs)  # type: ignore[misc]
+        return super()._valid_auto_compile_criteria(*args, **kwargs) and self._all_resident  # type: ignore[misc]
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model as it is: where its weights live was decided when it was loaded."""

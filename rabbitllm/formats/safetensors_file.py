@@ -158,28 +158,38 @@ def _no_minus_zero(text: str) -> int:
 def _spec(name: str, entry: object, data_start: int, file: str) -> TensorSpec:
     if len(name) > MAX_NAME:
         raise _corrupt(file, f"the name {name[:40]!r}... has {len(name):,} characters; at most {MAX_NAME:,} are read")
-    where = f"tensor {name!r}"
     if not name or not name.isprintable():
-        raise _corrupt(file, f"{where} has a name that is empty or not printable")
+        raise _unsound(file, name, "has a name that is empty or not printable")
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
-        raise _corrupt(file, f"{where} is described by {_short(entry)}; expected dtype, shape and data_offsets alone")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        raise _unsound(file, name, f"is described by {_short(entry)}; expected dtype, shape and data_offsets alone")
+    dtype, sizes, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise _corrupt(file, f"{where} has dtype {_short(dtype)}; known ones are {', '.join(DTYPES)}")
-    if not _naturals(shape) or len(shape) > MAX_DIMENSIONS:
-        raise _corrupt(file, f"{where} has shape {_short(shape)}; expected at most {MAX_DIMENSIONS} natural numbers")
-    if math.prod([size or 1 for size in shape]) >= _LIMIT:  # without elements too, torch could not count its strides
-        raise _corrupt(file, f"{where} has shape {_short(shape)}; no tensor is that large")
+        raise _unsound(file, name, f"has dtype {_short(dtype)}; known ones are {', '.join(DTYPES)}")
+    if not _naturals(sizes) or len(sizes) > MAX_DIMENSIONS:
+        raise _unsound(file, name, f"has shape {_short(sizes)}; expected at most {MAX_DIMENSIONS} natural numbers")
+    shape = tuple(sizes)
+    if not _is_countable(shape):
+        raise _unsound(file, name, f"has shape {_short(sizes)}; no tensor is that large")
     if not _naturals(offsets) or len(offsets) != 2 or offsets[1] < offsets[0]:
-        raise _corrupt(file, f"{where} has data_offsets {_short(offsets)}; expected [begin, end]")
+        raise _unsound(file, name, f"has data_offsets {_short(offsets)}; expected [begin, end]")
     nbytes = offsets[1] - offsets[0]
     try:
-        expected = byte_size(dtype, tuple(shape))
+        expected = byte_size(dtype, shape)
     except ValueError as error:
-        raise _corrupt(file, f"{where}: {error}") from None
+        raise _corrupt(file, f"tensor {name!r}: {error}") from None
     if nbytes != expected:
-        raise _corrupt(file, f"{where} spans {nbytes:,} bytes; {dtype} of shape {_short(shape)} needs {expected:,}")
-    return TensorSpec(name, dtype, tuple(shape), file, data_start + offsets[0], nbytes)
+        raise _unsound(file, name, f"spans {nbytes:,} bytes; {dtype} of shape {_short(sizes)} needs {expected:,}")
+    return TensorSpec(name, dtype, shape, file, data_start + offsets[0], nbytes)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_countable(shape: tuple[int, ...]) -> bool:
+    """Whether torch could count the elements, and, of a tensor without any, its strides."""
+    return math.prod([size or 1 for size in shape]) < _LIMIT
+
+
+def _unsound(file: str, name: str, what: str) -> CorruptShardError:
+    return _corrupt(file, f"tensor {name!r} {what}")
 
 
 def _is_text(value: str) -> bool:

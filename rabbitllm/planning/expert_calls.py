@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from rabbitllm.engine.devices import Device
-from rabbitllm.engine.expert_cache import HALF_LIVES
+from rabbitllm.engine.expert_cache import HALF_LIVES, Numbers
 from rabbitllm.engine.expert_pool import ExpertPool, PooledExperts
 from rabbitllm.engine.expert_source import Block, ExpertSource, Leaf, Part
 from rabbitllm.engine.expert_stack import ExpertStack, Supply
@@ -37,6 +37,8 @@ from rabbitllm.profiler import Profiler
 _BYTE = 0x3C
 """What experts are filled with: see `products`."""
 
+_Call = Callable[[torch.Tensor], None]
+"""The module's forward, for tokens that are routed so."""
 _NO_FILE = 1 << 50
 """Bytes of a file that is only asked how tensors would lie in it."""
 
@@ -62,45 +64,57 @@ class ExpertCalls:
     def mapped(self, tokens: int, *, for_good: bool) -> float:
         """Seconds of a call whose experts are all in mapped files, or made for good."""
         with self._with_stacks(_laid_over_each_other(self._model, self._source, for_good)) as call:
-            return _median(lambda: call(self._draw(tokens, self._source.experts)))
+            return _mean(lambda: call(self._draw(tokens, np.arange(self._source.experts))))
 
     def found(self, tokens: int) -> float:
         """Seconds of a call whose experts are all in slots of a pool."""
         with self._pool(self._some, 0, _Filling()) as pool, self._pooled(pool) as call:
             _bring_all(pool, self._some)
-            return _median(lambda: call(self._draw(tokens, self._some)))
+            return _mean(lambda: call(self._draw(tokens, np.arange(self._some))))
 
     def near(self, tokens: int) -> float:
         """Seconds of a call whose experts are all in page-locked memory, and copied from there."""
         with self._pool(0, self._some, _Filling()) as pool, self._pooled(pool) as call:
             _bring_all(pool, self._some)
-            return _median(lambda: call(self._draw(tokens, self._some)))
+            return _mean(lambda: call(self._draw(tokens, np.arange(self._some))))
 
-    def read(self, tokens: int, way: Way, slots: int) -> float | None:
-        """Seconds of a call whose experts are all read; None where there is nothing to read.
+    def read(self, way: Way, slots: int) -> float | None:
+        """Seconds of a token's call whose experts are all read, into one slot after the other: the processor's caches
+        have none of it; None where there is nothing to read.
 
         Args:
-            tokens: of the call.
             way: how they are read.
-            slots: that the pool has for them, at most as many as are measured with.
+            slots: that the pool has for them, of which no more are used than are measured with.
         """
+        slots = min(slots, self._some, self._source.experts - self._source.used)
+
+        def once(pool: ExpertPool, call: _Call) -> None:
+            everyone = np.arange(self._source.experts)
+            call(self._draw(1, everyone[pool.cache.slots_of(0, everyone) < 0]))
+
+        return self._reading(way, slots, once)
+
+    def first(self, tokens: int, way: Way, slots: int) -> float | None:
+        """Seconds of a call for a prompt, with a pool that is empty."""
+
+        def once(pool: ExpertPool, call: _Call) -> None:
+            for slot in range(pool.cache.slots):
+                pool.cache.forget(0, slot)
+            call(self._draw(tokens, np.arange(self._source.experts)))
+
+        return self._reading(way, min(slots, self._some), once)
+
+    def _reading(self, way: Way, slots: int, once: Callable[[ExpertPool, _Call], None]) -> float | None:
         places = [span for span in self._sample.spans if span.nbytes >= self._source.nbytes]
         if not places:
             return None
-        disk = SpanReader(self._sample, way)
-        with self._pool(min(slots, self._some), 0, disk, places) as pool, self._pooled(pool) as call:
-
-            def cold() -> None:
-                for slot in range(pool.cache.slots):
-                    pool.cache.forget(0, slot)
-                call(self._draw(tokens, self._source.experts))
-
+        with self._pool(slots, 0, SpanReader(self._sample, way), places) as pool, self._pooled(pool) as call:
             try:
-                return _median(cold)
+                return _mean(lambda: once(pool, call))
             except OSError:
                 return None
 
-    def _draw(self, tokens: int, among: int) -> torch.Tensor:
+    def _draw(self, tokens: int, among: Numbers) -> torch.Tensor:
         """Which experts each token is routed to, int64 (tokens, used)."""
         chosen = [self._random.choice(among, self._source.used, replace=False) for _ in range(tokens)]
         return torch.from_numpy(np.stack(chosen)).to(self._device.torch_device)
@@ -117,7 +131,7 @@ class ExpertCalls:
             pool.close()
 
     @contextmanager
-    def _pooled(self, pool: ExpertPool) -> Iterator[Callable[[torch.Tensor], None]]:
+    def _pooled(self, pool: ExpertPool) -> Iterator[_Call]:
         """The module's call with the experts of a pool."""
         supply, module = PooledExperts(pool, 0), self._source.module
         before = module.register_forward_pre_hook(supply.before, with_kwargs=True)
@@ -134,7 +148,7 @@ class ExpertCalls:
         return ExpertStack(supply, key, place.shape, place.dtype, self._device.torch_device)
 
     @contextmanager
-    def _with_stacks(self, stacks: dict[str, torch.Tensor]) -> Iterator[Callable[[torch.Tensor], None]]:
+    def _with_stacks(self, stacks: dict[str, torch.Tensor]) -> Iterator[_Call]:
         """The module's call with these parameters, and made-up others (biases)."""
         module, device, dtype = self._source.module, self._device.torch_device, self._model.dtype
         for key, stack in stacks.items():
@@ -176,8 +190,9 @@ class _Nowhere:
         raise FileNotFoundError(file)
 
 
-def _median(call: Callable[[], None]) -> float:
-    """Seconds of a call, after one that is not counted."""
+def _mean(call: Callable[[], None]) -> float:
+    """Seconds of a call, after one that is not counted. Not the median: threads that read beside those that compute
+    make few calls much longer than most, and a token makes many."""
     call()
     taken: list[float] = []
     begun = time.perf_counter()
@@ -185,7 +200,7 @@ def _median(call: Callable[[], None]) -> float:
         start = time.perf_counter()
         call()
         taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
+    return statistics.mean(taken)
 
 
 def _bring_all(pool: ExpertPool, count: int) -> None:

@@ -86,12 +86,12 @@ class ExpertTimes:
         way, is_cached = self._way(sample, own, pool.stored)
         if work.missed:
             self.from_the_disk = self.from_the_disk or not is_cached
-        prompt = calls.read(PROMPT_TOKENS, DIRECT if way == DIRECT else DROPPED, pool.slots)
+        prompt = calls.first(PROMPT_TOKENS, DIRECT if way == DIRECT else DROPPED, pool.slots)
         read = None
         if work.missed:
             if is_cached:
                 sample.cached_rate()  # leaves it there
-            read = calls.read(1, way, 0)
+            read = calls.read(way, pool.slots)
         return CallTimes(calls.found(1), calls.near(1) if pool.host_slots else None, read, prompt)
 
     def _way(self, sample: Sample, own: Sequence[ExpertSource], nbytes: int) -> tuple[Way, bool]:

@@ -83,8 +83,8 @@ def _of_experts(found: Generation) -> Iterator[str]:
 def _legend_of_experts(known: Sequence[Experts]) -> Iterator[str]:
     """What is assumed of experts, in lines of 80."""
     if any(own.tier == Tier.ROUTED.value for own in known):
-        yield "experts: as if all were used alike, the most that is read; models prefer some, and"
-        yield "those are kept, so they read less: with 12 to 50 % kept others found 44 to 91 %"
+        yield "experts: as if all were used alike, when most is read; models prefer some, which"
+        yield "are kept: others found 44 to 91 % of what they used with 12 to 54 % kept"
     if any(own.tier != Tier.ROUTED.value for own in known):
         yield "experts that stay: after each was used once; before, it is read from the disk"
 
