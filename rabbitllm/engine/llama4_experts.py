@@ -62,14 +62,15 @@ def _multiplied(experts: Any, some: torch.Tensor, inputs: torch.Tensor) -> torch
     Of a batch with fewer matrices than there are threads, torch spreads each over several of them, and then rounds its
     sums differently than in the batch of all experts. So the last expert is multiplied with as often as is lacking.
     """
-    lacking = min(torch.get_num_threads(), experts.num_experts) - len(some)
-    if len(some) == 1:  # no copy of its weights
-        expert = int(some)
-        gate_up = experts.gate_up_proj[expert].expand(1 + lacking, -1, -1)
-        down = experts.down_proj[expert].expand(1 + lacking, -1, -1)
-    else:
-        padded = torch.cat([some, some[-1:].expand(lacking)])
-        gate_up, down = experts.gate_up_proj[padded], experts.down_proj[padded]
-    padded_inputs = torch.cat([inputs, inputs[-1:].expand(lacking, -1, -1)])
-    gate, up = torch.bmm(padded_inputs, gate_up).chunk(2, dim=-1)
-    return torch.bmm(up * experts.act_fn(gate), down)[: len(some)]
+    batch = min(torch.get_num_threads(), experts.num_experts)
+    lacking = batch - len(some)
+    padded = torch.cat([some, some[-1:].expand(lacking)])
+
+    def weights(stack: torch.Tensor) -> torch.Tensor:
+        if len(some) > 1:
+            return stack[padded]
+        return stack[int(some)].expand(batch, -1, -1)  # no copy of it
+
+    given = torch.cat([inputs, inputs[-1:].expand(lacking, -1, -1)])
+    gate, up = torch.bmm(given, weights(experts.gate_up_proj)).chunk(2, dim=-1)
+    return torch.bmm(up * experts.act_fn(gate), weights(experts.down_proj))[: len(some)]

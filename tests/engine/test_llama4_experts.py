@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
 from rabbitllm.engine.llama4_experts import routed_forward
+from tests.engine.test_expert_stack import Given
 from tests.support.builders import build_checkpoint
 from tests.support.hybrid_families import HYBRIDS
 from tests.support.long_generation import assert_same_trail, continued, prompts
@@ -81,6 +83,23 @@ def test_experts_without_a_token_are_not_touched(top_k: int, tokens: int) -> Non
         moe.experts.down_proj[others] = torch.nan
         assert moe(given)[0].isnan().all()
         assert torch.equal(routed_forward(moe, given)[0], expected)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("tokens", [1, 3, 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_stacks_it_asks_for_each_routed_expert_once(dtype: torch.dtype, tokens: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    moe, given = layer(1, dtype), inputs(tokens, dtype)
+    with torch.no_grad():
+        expected, wanted = moe(given)[0], routed(moe, given)
+        leaves = {name: parameter.data for name, parameter in moe.experts.named_parameters()}
+        asked = {name: Given(**{name: leaf}) for name, leaf in leaves.items()}
+        for name, supply in asked.items():
+            setattr(moe.experts, name, nn.Parameter(supply.stack(name)))
+        assert torch.equal(routed_forward(moe, given)[0], expected)
+    for supply in asked.values():
+        assert supply.asked == sorted(wanted)
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
