@@ -17,7 +17,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rabbitllm.engine.expert_source import Block, ExpertSource, Leaf, Part, packed_by
-from rabbitllm.engine.llama4_experts import is_llama4
 from rabbitllm.engine.published import BY_MATRIX
 from rabbitllm.engine.span_reader import BLOCK
 from rabbitllm.engine.unit_source import Packs
@@ -70,9 +69,8 @@ def without_experts(unit: Unit, sources: Iterable[ExpertSource]) -> Unit:
 
 
 def is_routed(module: nn.Module) -> bool:
-    """Whether a module is computed by expert: through transformers' registry of experts kernels, or by us."""
-    in_the_registry = all(hasattr(module, mark) for mark in ("is_transposed", "has_gate", "num_experts"))
-    return in_the_registry or is_llama4(module)
+    """Whether a module is computed by expert, through transformers' registry of experts kernels or as if it were."""
+    return all(hasattr(module, mark) for mark in ("is_transposed", "has_gate", "num_experts"))
 
 
 def _source(

@@ -21,6 +21,7 @@ from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.experts import bind_experts, expert_costs
 from rabbitllm.engine.fused_choice import FusedChoice
 from rabbitllm.engine.fused_units import fused_experts, fused_units
+from rabbitllm.engine.llama4_experts import route_llama4
 from rabbitllm.engine.packed_weight import StoredMatrix
 from rabbitllm.engine.page_locked import keep_units
 from rabbitllm.engine.pass_bar import PassBar
@@ -108,6 +109,7 @@ def blueprint(store: WeightFiles, options: StreamOptions, home: Path, devices: S
         dtype = quantiser.update_dtype(dtype)
     attention = _attention(options.attn_implementation, config, devices, dtype)
     model = skeleton.build_skeleton(home, config, dtype, attention, options.trust_remote_code, quantiser)
+    route_llama4(model)
     weights = map_weights(model, store.tensors, str(store.folder), quantiser)
     packs = _packs_on_host if not options.exact and all(device.shares_host_memory for device in devices) else None
     units = find_units(model)
