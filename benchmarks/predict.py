@@ -5,6 +5,9 @@ two processes, one after the other. The prompt, the tokens and the state of the 
 `benchmarks.decode`; seconds a token are the median of the steps after the first token.
 
     python -m benchmarks.predict [--turns 3] [--tokens 16] [--only ROW ...] [--scale tiny] [--work-dir FOLDER]
+                                 [--experts]
+
+`--experts` takes a mixture of experts that uses all of them alike, as a plan assumes (`benchmarks/even_experts.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from typing import Any
 
 from benchmarks import command_line, report
 from benchmarks.checkpoint import make_checkpoint
-from benchmarks.decode import prompt_for
+from benchmarks.decode import PROMPT_TOKENS, prompt_for
+from benchmarks.even_experts import even_prompt, make_even_checkpoint
 from benchmarks.measure import CACHE_STATE, spread
 from benchmarks.peers import THIS, PeerError, make_layer_files, run_worker
 from benchmarks.runs import Run, failures, good, run_all, versions
@@ -167,12 +171,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, write; not 0 if a row failed."""
     parser = command_line.parser(__doc__, 3, list(ROWS))
     parser.add_argument("--tokens", type=int, default=16, help="to generate, at least 2 (default: %(default)s)")
+    parser.add_argument("--experts", action="store_true", help="a mixture of experts, all used alike")
     options = parser.parse_args(arguments)
-    command_line.settle(options, "predict")
+    command_line.settle(options, "predict-experts" if options.experts else "predict")
     command_line.check_tokens(options)
     work = options.work_dir
-    checkpoint = make_checkpoint(work, options.scale)
-    workload = Workload(checkpoint, work / "predict-run", prompt_for(options.scale), options.tokens)
+    if options.experts:
+        checkpoint, prompt = make_even_checkpoint(work, options.scale), even_prompt(options.scale, PROMPT_TOKENS)
+    else:
+        checkpoint, prompt = make_checkpoint(work, options.scale), prompt_for(options.scale)
+    workload = Workload(checkpoint, work / "predict-run", prompt, options.tokens)
     shutil.rmtree(workload.splits, ignore_errors=True)
     workload.splits.mkdir()
     unusable: dict[str, str] = {}
@@ -187,8 +195,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs = run_all(options.only, options.turns, PredictRun, lambda run: measure(run, workload, work), unusable)
     finally:
         shutil.rmtree(workload.splits, ignore_errors=True)
+    what = " of a mixture of experts" if options.experts else ""
     title = (
-        f"Seconds a token, foretold and measured, {options.tokens} tokens, on the CPU, {command_line.turns(options)}"
+        f"Seconds a token{what}, foretold and measured, {options.tokens} tokens, on the CPU, "
+        f"{command_line.turns(options)}"
     )
     report.write(options.results, title, machine, tabulate(runs, options.only, options.turns), notes_on(runs), runs)
     return int(any(run.error for run in runs))

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from rabbitllm.engine.llama4_experts import is_llama4
 from rabbitllm.engine.packed_weight import PackedWeight, StoredMatrix
 from rabbitllm.engine.published import BY_MATRIX
 from rabbitllm.engine.span_reader import BLOCK, Span
@@ -38,6 +39,8 @@ BytesOf = Callable[["Part"], torch.Tensor]
 _EXPERT = re.compile(r"\.(\d+)(?=\.)")
 _WITHIN_AN_EXPERT = {"MergeModulelist": 0, "Concatenate": 1, "Interleave": 1, "Chunk": 1}
 """transformers' conversions that leave each expert to itself -> the least `dim` for which they do."""
+_USUAL = 8
+"""Experts that a token uses, where the config does not say."""
 _STACKING = frozenset({"MergeModulelist", "Concatenate"})
 """Those that only put rows under each other."""
 
@@ -292,7 +295,7 @@ def expert_sources(
         by_target = {place.target: place for place in unit.places}
         for path, module in unit.module.named_modules():
             name = ".".join(part for part in (unit.name, path) if part)
-            source = _source(name, unit.name, module, by_target, weights, store, packs)
+            source = _source(name, unit.name, module, _used(model, module), by_target, weights, store, packs)
             if source is not None and unit.is_layer:
                 found.append(source)
     return found
@@ -305,8 +308,9 @@ def without_experts(unit: Unit, sources: Iterable[ExpertSource]) -> Unit:
 
 
 def is_routed(module: nn.Module) -> bool:
-    """Whether transformers computes a module through its registry of experts kernels."""
-    return hasattr(module, "is_transposed") and hasattr(module, "has_gate") and hasattr(module, "num_experts")
+    """Whether a module is computed by expert: through transformers' registry of experts kernels, or by us."""
+    in_the_registry = all(hasattr(module, mark) for mark in ("is_transposed", "has_gate", "num_experts"))
+    return in_the_registry or is_llama4(module)
 
 
 def with_tables(source: ExpertSource, store: WeightFiles, device: torch.device) -> ExpertSource:
@@ -338,6 +342,7 @@ def _source(
     name: str,
     unit: str,
     module: nn.Module,
+    used: int,
     by_target: Mapping[str, Place],
     weights: WeightMap,
     store: WeightFiles,
@@ -358,18 +363,19 @@ def _source(
     if not leaves:
         return None
     laid_out, nbytes = _lay_out(leaves)
-    if not module.is_transposed:  # a kernel multiplies by rows
+    if not getattr(module, "is_transposed", True):  # a kernel multiplies by rows
         laid_out = {key: replace(leaf, packed=_packing(leaf, packs)) for key, leaf in laid_out.items()}
-    return ExpertSource(name, unit, module, experts, _used(module, experts), laid_out, nbytes)
+    return ExpertSource(name, unit, module, experts, min(used, experts), laid_out, nbytes)
 
 
-def _used(module: nn.Module, experts: int) -> int:
-    config: Any = getattr(module, "config", None)
-    for key in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts"):
-        found = getattr(config, key, None)
-        if isinstance(found, int):
-            return min(found, experts)
-    return min(8, experts)
+def _used(model: PreTrainedModel, module: nn.Module) -> int:
+    """How many experts a token uses, by the config."""
+    for config in (getattr(module, "config", None), model.config.get_text_config(decoder=True)):
+        for key in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts"):
+            found = getattr(config, key, None)
+            if isinstance(found, int):
+                return found
+    return _USUAL
 
 
 def _leaf(place: Place, experts: int, weights: WeightMap, tensors: Mapping[str, StoredTensor]) -> Leaf | None:

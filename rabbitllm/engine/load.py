@@ -12,6 +12,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
+from rabbitllm.collection import uncollected
 from rabbitllm.engine import published, skeleton
 from rabbitllm.engine.costs import cache_room, unit_costs
 from rabbitllm.engine.devices import CpuDevice, Device, resolve_devices, suits_bf16
@@ -85,6 +86,7 @@ class Blueprint:
     quantiser: Any = None
 
 
+@uncollected()
 def blueprint(store: WeightFiles, options: StreamOptions, home: Path, devices: Sequence[Device]) -> Blueprint:
     """Decide all that `load_model` decides from names and sizes alone.
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.engine import published
+from rabbitllm.engine.key_conversion import KeyRenaming, in_load_order
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.tensor_spec import torch_dtype
 from rabbitllm.layers.layer_store import StoredTensor
@@ -136,7 +137,7 @@ def _recipes(
     quantiser: Any,
 ) -> tuple[dict[str, Recipe], list[str]]:
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
 
     mapping = get_model_conversion_mapping(model, hf_quantizer=quantiser)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -144,18 +145,26 @@ def _recipes(
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     groups: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
     unused = []
-    for name in sorted(stored, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, expected)
-        if target not in expected and name in expected:  # it was no name to rename, it may need the prefix
-            target, pattern = rename_source_key(name, [], [], model.base_model_prefix, expected)
+    renamed = KeyRenaming(renamings, converters, model.base_model_prefix, expected)
+    for name in in_load_order(stored):
+        target, pattern = renamed(name)
         if target not in expected:
             unused.append(name)
             continue
         converter = by_pattern[pattern] if pattern is not None else None
         groups.setdefault(target, (converter, []))[1].append((pattern or name, name))
     recipes: dict[str, Recipe] = {}
+    alike: dict[tuple[Any, ...], torch.Size] = {}
     for key, (converter, sources) in groups.items():
-        recipe = _checked(_recipe(key, tuple(sources), converter, stored, expected, quantiser), model, stored, expected)
+        recipe = _recipe(key, tuple(sources), converter, stored, expected, quantiser)
+        # layers convert alike, and trying it out on hundreds of experts takes long
+        shapes = tuple([(pattern, stored[name].shape, stored[name].parts[0].dtype) for pattern, name in recipe.sources])
+        kind = (id(converter), recipe.dtype, shapes)
+        tried = not published.is_opaque(recipe.converter) and alike.get(kind) == expected[key].shape
+        if recipe.converter is None or not tried:
+            recipe = _checked(recipe, model, stored, expected)
+            if recipe.targets == (key,):
+                alike[kind] = expected[key].shape
         recipes.update(dict.fromkeys(recipe.targets, recipe))
     return recipes, unused
 

@@ -29,20 +29,55 @@ class Speed:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """What is known of the experts that compute on one device, of all layers together; bytes as they are stored.
+
+    Attributes:
+        device: which.
+        tier: as in `engine.placement.Tier`: "by routing" if they come and go, else all stay.
+        count: how many there are.
+        used: of them by a token.
+        stored_bytes: of all.
+        used_bytes: of those that a token uses.
+        kept_bytes: of those that stay on the device.
+        host_bytes: of those that stay in page-locked memory beside it.
+        read_bytes: what a token reads, if all experts were used alike.
+        copied_bytes: what a token copies from host memory, if they were.
+    """
+
+    device: str
+    tier: str
+    count: int
+    used: int
+    stored_bytes: int
+    used_bytes: int
+    kept_bytes: int
+    host_bytes: int
+    read_bytes: int
+    copied_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Generation:
     """Generating at one compression.
+
+    Of a mixture of experts a token reads what it does not find in memory. Which it finds is in the text; bytes and
+    times are those of a model that uses all its experts alike, which finds the fewest.
 
     Attributes:
         compression: None, "8bit" or "4bit".
         obstacle: why nothing can be told of the model; None if it can.
-        placed: where its units will be, as `model.placement` will say.
-        stays_bytes: stored bytes that stay in memory or on a device.
+        placed: where its units will be, as `model.placement` will say, without such experts.
+        stays_bytes: stored bytes that stay in memory or on a device, experts included.
         read_bytes: what each token reads, from the disk or, where it fits there, out of the page cache.
         from_the_disk: whether it is the disk, on every token.
         token_seconds: a token after the first; None where a rate could not be measured.
         first_token_seconds: the first one, with a prompt of `PROMPT_TOKENS` and nothing of the model in the page cache.
         speeds: what both rest on.
         copied_bytes: what each token copies from host memory to devices.
+        experts: those that are brought in by themselves, by device.
+        found_token_seconds: a token after the first all of whose experts are where they compute; that of any token
+            where there are none that come and go.
     """
 
     compression: str | None
@@ -55,6 +90,8 @@ class Generation:
     first_token_seconds: float | None = None
     speeds: tuple[Speed, ...] = ()
     copied_bytes: int = 0
+    experts: tuple[Experts, ...] = ()
+    found_token_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

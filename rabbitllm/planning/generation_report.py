@@ -5,10 +5,13 @@ Laid out for 80 columns.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from rich.console import Console
 from rich.text import Text
 
-from rabbitllm.planning.generation import Generation, Plan
+from rabbitllm.engine.placement import Tier
+from rabbitllm.planning.generation import Experts, Generation, Plan
 from rabbitllm.splitter.plan import gib
 from rabbitllm.terminal import put
 
@@ -33,6 +36,8 @@ def show_generations(console: Console, plan: Plan) -> None:
             _show(console, plan, found)
         legend = f"first token: after a prompt of {plan.prompt_tokens}, nothing of the model in memory before"
         put(console, Text(legend, "dim"))
+        for line in _legend_of_experts([own for found in known for own in found.experts]):
+            put(console, Text(line, "dim"))
     if plan.generations:
         console.print()
 
@@ -50,11 +55,38 @@ def _show(console: Console, plan: Plan, found: Generation) -> None:
     if found.copied_bytes:
         copied = f"    {gib(found.copied_bytes)} are copied from host memory for each token"
         put(console, Text(copied, "dim"))
+    for line in _of_experts(found):
+        put(console, Text(f"    {line}", "dim"))
     if len(plan.devices) > 1:
         kept = dict.fromkeys(plan.devices, 0)
         for held in found.placed:
             kept[held.device] += held.stored_bytes if held.tier in ("resident", "packed") else 0
+        for own in found.experts:
+            kept[own.device] += own.kept_bytes
         put(console, Text("    " + ", ".join(f"{gib(nbytes)} on {device}" for device, nbytes in kept.items()), "dim"))
+
+
+def _of_experts(found: Generation) -> Iterator[str]:
+    """What is kept of the experts that come and go, and a token that misses none."""
+    coming = [own for own in found.experts if own.tier == Tier.ROUTED.value]
+    if not coming:
+        return
+    kept, beside, stored, used = (
+        sum(getattr(own, name) for own in coming) for name in ("kept_bytes", "host_bytes", "stored_bytes", "used_bytes")
+    )
+    places = gib(kept) + (f" and {gib(beside)} in page-locked RAM" if beside else "")
+    yield f"of {gib(stored)} of experts {places} are kept"
+    near = f"; {moment(found.found_token_seconds)} if all of them are there" if kept else ""
+    yield f"a token uses {gib(used)} of them{near}"
+
+
+def _legend_of_experts(known: Sequence[Experts]) -> Iterator[str]:
+    """What is assumed of experts, in lines of 80."""
+    if any(own.tier == Tier.ROUTED.value for own in known):
+        yield "experts: as if all were used alike, when most is read; models prefer some, which"
+        yield "are kept: others found 44 to 91 % of what they used with 12 to 54 % kept"
+    if any(own.tier != Tier.ROUTED.value for own in known):
+        yield "experts that stay: after each was used once; before, it is read from the disk"
 
 
 def moment(seconds: float | None) -> str:

@@ -19,11 +19,12 @@ from rabbitllm.errors import RabbitLLMError
 from rabbitllm.layers.layer_file import LAYER_SUFFIX
 from rabbitllm.layers.layer_store import LayerStore, WeightFiles
 from rabbitllm.options import StreamOptions
-from rabbitllm.planning.generation import Generation, Held
+from rabbitllm.planning.generation import Experts, Generation, Held
 from rabbitllm.planning.machine import Machine
 from rabbitllm.planning.planned_files import PlannedFiles
 from rabbitllm.planning.reading import something_to_read
 from rabbitllm.planning.reckoning import Reckoning
+from rabbitllm.planning.routing import RoutedWork, routed_work
 from rabbitllm.planning.survey import Survey
 from rabbitllm.planning.work import work_of
 
@@ -91,22 +92,26 @@ def predict(
         RabbitLLMError: what `load_model` would refuse.
     """
     drawn = blueprint(store, machine.options, home, machine.devices)
-    work = work_of(drawn)
+    work, routed = work_of(drawn), routed_work(drawn)
+    experts = experts_of(routed)
+    stays = sum(p.stored for p in drawn.placement.units if p.tier in STAYING)
     found = Generation(
         compression,
         placed=_held(drawn.placement),
-        stays_bytes=sum(p.stored for p in drawn.placement.units if p.tier in STAYING),
-        copied_bytes=sum(unit.uploaded for unit in work if not unit.once),
-        read_bytes=sum(unit.streamed for unit in work if not unit.once),
+        stays_bytes=stays + sum(own.kept_bytes + own.host_bytes for own in experts),
+        copied_bytes=sum(unit.uploaded for unit in work if not unit.once) + sum(own.copied_bytes for own in experts),
+        read_bytes=sum(unit.streamed for unit in work if not unit.once) + sum(own.read_bytes for own in experts),
+        experts=experts,
     )
     with something_to_read(store.folder, readable, machine.min_free) as files:
-        pace = Reckoning(drawn, work, machine, files).pace()
+        pace = Reckoning(drawn, work, routed, machine, files).pace()
     return dataclasses.replace(
         found,
         from_the_disk=pace.from_the_disk,
         token_seconds=pace.token_seconds,
         first_token_seconds=pace.first_token_seconds,
         speeds=pace.speeds,
+        found_token_seconds=pace.found_token_seconds,
     )
 
 
@@ -117,3 +122,28 @@ def _held(placement: Placement) -> tuple[Held, ...]:
         units[placed.device, placed.tier] += 1
         nbytes[placed.device, placed.tier] += placed.stored
     return tuple(Held(device, tier.value, count, nbytes[device, tier]) for (device, tier), count in units.items())
+
+
+def experts_of(work: Sequence[RoutedWork]) -> tuple[Experts, ...]:
+    """All modules of a device, and of a tier, together."""
+    groups: dict[tuple[str, Tier], list[RoutedWork]] = {}
+    for routed in work:
+        groups.setdefault((routed.device, routed.tier), []).append(routed)
+    found = []
+    for (device, tier), own in groups.items():
+        stored = [routed.experts * routed.expert_bytes for routed in own]
+        found.append(
+            Experts(
+                device=device,
+                tier=tier.value,
+                count=sum(routed.experts for routed in own),
+                used=sum(routed.used for routed in own),
+                stored_bytes=sum(stored),
+                used_bytes=sum(routed.used_bytes for routed in own),
+                kept_bytes=round(sum(one.on_device * size for one, size in zip(own, stored, strict=True))),
+                host_bytes=round(sum(one.in_host * size for one, size in zip(own, stored, strict=True))),
+                read_bytes=round(sum(routed.read_bytes for routed in own)),
+                copied_bytes=round(sum(routed.copied_bytes for routed in own)),
+            )
+        )
+    return tuple(found)

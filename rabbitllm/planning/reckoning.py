@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,16 @@ from rabbitllm.engine.load import Blueprint
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, Way, stays_cached
 from rabbitllm.layers.compression import BLOCKS
+from rabbitllm.planning.expert_times import DIRECT, DROPPED, ExpertTimes
 from rabbitllm.planning.generation import PROMPT_TOKENS, Speed
 from rabbitllm.planning.machine import Machine
 from rabbitllm.planning.overheads import binding_seconds, sizes_of
 from rabbitllm.planning.pace import ALONE, Step, Strain, pass_seconds
 from rabbitllm.planning.products import WorkingSet, working_set
 from rabbitllm.planning.reading import Sample
+from rabbitllm.planning.routing import RoutedWork, by_unit
 from rabbitllm.planning.work import UnitWork, shapes
 
-DIRECT, DROPPED = Way(direct=True), Way(drop=True)
 Memory = tuple[str, bool]
 """What weights are multiplied from, and whether they stay, as mapped, or come into a buffer for each pass."""
 _SMALL = 0.02
@@ -36,6 +37,7 @@ class Pace:
     token_seconds: float | None
     first_token_seconds: float | None
     speeds: tuple[Speed, ...]
+    found_token_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +71,24 @@ class Reckoning:
     Args:
         drawn: the model.
         work: what a pass over it does.
+        routed: what it does with experts that are brought in by themselves.
         machine: where.
         files: to measure reading with.
     """
 
-    def __init__(self, drawn: Blueprint, work: Sequence[UnitWork], machine: Machine, files: Sequence[Path]) -> None:
+    def __init__(
+        self,
+        drawn: Blueprint,
+        work: Sequence[UnitWork],
+        routed: Sequence[RoutedWork],
+        machine: Machine,
+        files: Sequence[Path],
+    ) -> None:
         self._drawn = drawn
         self._work = work
+        self._routed = routed
         self._machine = machine
+        self._files = files
         self._streamed = drawn.placement.streamed_bytes
         largest = max(unit.streamed for unit in work) or max(placed.stored for placed in drawn.placement.units)
         self._sample = Sample(files, largest)
@@ -93,14 +105,40 @@ class Reckoning:
         many = {name: _Products(found, PROMPT_TOKENS) for name, found in sets.items()}
         strain = self._strain(reads, sets, one) if reads is not None and self._streamed else ALONE
         self._note(one, reads)
+        calls = ExpertTimes(self._drawn, self._routed, self._machine, self._files)
+        self._note_experts(calls)
         binding = self._bindings()
         steady, disk = (reads.steady, reads.disk) if reads is not None else (1.0, 1.0)
-        token = pass_seconds(self._steps(one, binding, steady, [unit for unit in self._work if not unit.once]), strain)
-        first = None
-        if reads is not None:
-            computing = pass_seconds(self._steps(many, binding, disk, self._work), strain)
-            first = max(computing, (self._mapped_bytes() + self._streamed) / disk)
-        return Pace(bool(self._streamed) and not self._cached, token, first, tuple(self._speeds))
+        decoding = [unit for unit in self._work if not unit.once]
+
+        def token(experts: Mapping[str, float] | None) -> float | None:
+            return (
+                None if experts is None else pass_seconds(self._steps(one, binding, steady, decoding, experts), strain)
+            )
+
+        first, prompt = None, self._of_units(lambda routed: calls.of(routed).prompt)
+        if reads is not None and prompt is not None:
+            computing = pass_seconds(self._steps(many, binding, disk, self._work, prompt), strain)
+            touched = sum(routed.touched_bytes(PROMPT_TOKENS) for routed in self._routed)
+            first = max(computing, (self._mapped_bytes() + self._streamed + touched) / disk)
+        return Pace(
+            from_the_disk=(bool(self._streamed) and not self._cached) or calls.from_the_disk,
+            token_seconds=token(self._of_units(lambda routed: calls.of(routed).token(routed))),
+            first_token_seconds=first,
+            speeds=tuple(self._speeds),
+            found_token_seconds=token(self._of_units(lambda routed: calls.of(routed).found)),
+        )
+
+    def _of_units(self, seconds: Callable[[RoutedWork], float | None]) -> dict[str, float] | None:
+        """Of the experts of each unit; None if it is not known of one."""
+        found: dict[str, float] = {}
+        for unit, modules in by_unit(self._routed).items():
+            taken = [seconds(routed) for routed in modules]
+            known = [one for one in taken if one is not None]
+            if len(known) < len(taken):
+                return None
+            found[unit] = sum(known)
+        return found
 
     def _devices(self) -> list[str]:
         return list(dict.fromkeys(unit.device for unit in self._work))
@@ -179,8 +217,9 @@ class Reckoning:
         binding: Mapping[tuple[Any, ...], float],
         read_rate: float,
         work: Sequence[UnitWork],
+        experts: Mapping[str, float],
     ) -> list[Step]:
-        """A pass, in seconds."""
+        """A pass, in seconds; `experts`: unit -> those of its experts, which nothing is read ahead of."""
         dtype, home = self._drawn.model.dtype, self._drawn.placement.home
         sizes = sizes_of(self._drawn.model.config.get_text_config())
         steps = [Step(home, self._machine.overhead(sizes, dtype, home).a_pass)]
@@ -192,6 +231,7 @@ class Reckoning:
             bound = binding[unit.kind] if unit.hooked else 0.0
             # a GPU is told what to do ahead of doing it
             compute = bound + (small + products if device.shares_host_memory else max(small, products))
+            compute += experts.get(unit.unit, 0.0)
             brought = unit.streamed if device.shares_host_memory else unit.uploaded
             steps.append(Step(unit.device, compute, brought * bringing[unit.device]))
         return steps
@@ -220,3 +260,15 @@ class Reckoning:
         if reads is not None and self._streamed:
             words = {DIRECT: "past the page cache", DROPPED: "through the page cache"}
             self._speeds.append(Speed(f"reading {words.get(reads.way, 'out of the page cache')}", reads.steady))
+
+    def _note_experts(self, calls: ExpertTimes) -> None:
+        """The same of experts: bytes that a token uses, and seconds until their module is done with them."""
+        said = set()
+        for routed in self._routed:
+            times = calls.of(routed)
+            kinds = {"at hand": times.found, "in page-locked memory": times.near, "to be read": times.read}
+            for kind, seconds in kinds.items():
+                what = f"using experts {kind} on {routed.device}"
+                if seconds is not None and what not in said:
+                    self._speeds.append(Speed(what, routed.used_bytes / seconds))
+                    said.add(what)

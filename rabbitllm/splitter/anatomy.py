@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -104,7 +103,7 @@ def why_never_compressed(spec: TensorSpec) -> str | None:
         return f"under {MIN_ELEMENTS:,} elements"
     if len(spec.shape) > 3:
         return "more than 3 dimensions"
-    if is_compressible(dataclasses.replace(spec, shape=(MAX_ROUTER_ROWS + 1, MIN_ELEMENTS))):
+    if is_compressible(spec._replace(shape=(MAX_ROUTER_ROWS + 1, MIN_ELEMENTS))):
         return "expert router"  # the one rule that lets a tensor of that name pass if it has more rows
     return "convolution" if "conv" in spec.name.lower() else "state-space decay"
 

@@ -46,7 +46,7 @@ KEYS = {
 }
 GENERATION_KEYS = {
     *("compression", "obstacle", "placed", "stays_bytes", "read_bytes", "from_the_disk", "token_seconds"),
-    *("first_token_seconds", "speeds", "copied_bytes"),
+    *("first_token_seconds", "speeds", "copied_bytes", "experts", "found_token_seconds"),
 }
 OUTLOOK_KEYS = {
     *("compression", "folder", "state", "output_bytes", "layers_above_10_gb", "finished_at", "shards_used", "shards"),

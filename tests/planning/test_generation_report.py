@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from rabbitllm.planning.generation import Generation, Held, Plan, Speed
+from rabbitllm.planning.generation import Experts, Generation, Held, Plan, Speed
 from rabbitllm.planning.generation_report import generation_basis, moment, show_generations
 from rabbitllm.splitter.forecast import Rates
 
@@ -66,6 +67,36 @@ def test_several_devices_say_what_each_keeps() -> None:
 def test_what_is_copied_to_a_gpu_is_said() -> None:
     lines = text(plan_of(dataclasses.replace(LARGE, copied_bytes=9 * GIB), SMALL, devices=("cuda:0",)))
     assert [line for line in lines if "copied" in line] == ["    9.00 GiB are copied from host memory for each token"]
+
+
+def experts(**settings: Any) -> Experts:
+    whole = Experts("cpu", "by routing", 24576, 480, 40 * GIB, GIB, 10 * GIB, 0, 700 << 20, 0)
+    return dataclasses.replace(whole, **settings)
+
+
+def test_what_is_kept_of_experts_is_said_and_what_is_assumed() -> None:
+    routed = dataclasses.replace(LARGE, experts=(experts(),), found_token_seconds=0.5)
+    lines = text(plan_of(routed))
+    assert "    of 40.00 GiB of experts 10.00 GiB are kept" in lines
+    assert "    a token uses 1.00 GiB of them; 500 ms if all of them are there" in lines
+    assert len([line for line in lines if "used alike" in line]) == 1
+    nothing = text(plan_of(dataclasses.replace(routed, experts=(experts(kept_bytes=0),))))
+    assert "    a token uses 1.00 GiB of them" in nothing
+
+
+def test_experts_of_several_devices_are_counted_together() -> None:
+    both = tuple(experts(device=f"cuda:{at}", host_bytes=5 * GIB) for at in range(2))
+    routed = dataclasses.replace(LARGE, placed=(), experts=both, found_token_seconds=0.5)
+    lines = text(plan_of(routed, devices=("cuda:0", "cuda:1")))
+    assert "    of 80.00 GiB of experts 20.00 GiB and 10.00 GiB in page-locked RAM are kept" in lines
+    assert "    10.00 GiB on cuda:0, 10.00 GiB on cuda:1" in lines
+
+
+def test_experts_that_stay_need_no_line_of_their_own() -> None:
+    stay = experts(tier="resident", kept_bytes=40 * GIB, read_bytes=0)
+    lines = text(plan_of(dataclasses.replace(SMALL, experts=(stay,), found_token_seconds=0.017)))
+    assert not any("are kept" in line or "alike" in line for line in lines)
+    assert any("experts that stay" in line for line in lines)
 
 
 def test_an_obstacle_is_said_once(tmp_path: Path) -> None:

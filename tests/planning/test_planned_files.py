@@ -21,8 +21,11 @@ from tests.support.meta_files import tiny_llama, write_meta
 from tests.support.tiny_models import split
 
 COMPRESSIONS = [None, "8bit", "4bit"]
-ROOMS = [0, 20_000, 150_000, 1 << 34]
-"""Bytes of weights: nothing, a little, about half, all."""
+ROOMS = [0, 20_000, 150_000, 400_000, 1 << 34]
+"""Bytes of weights: nothing, a little, about half, most of it, all."""
+EXPERTS = ["qwen3_moe", "gpt_oss", "qwen3_next", "mixtral", "deepseek_v3", "jamba"]
+FAMILIES = ["llama", "gemma3", "gpt_oss", "qwen3_moe", "opt", "mamba2", "t5"]
+MORE = [pytest.param(family, marks=pytest.mark.long) for family in EXPERTS if family not in FAMILIES]
 
 
 def planned(folder: Path, compression: str | None) -> PlannedFiles:
@@ -33,7 +36,7 @@ def planned(folder: Path, compression: str | None) -> PlannedFiles:
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "qwen3_moe", "opt", "mamba2", "t5"])
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE])
 def test_tensors_and_placement_are_those_of_the_split(tmp_path: Path, family: str, compression: str | None) -> None:
     folder = build_checkpoint(tmp_path / "m", family, tied=family == "t5", dtype=torch.bfloat16, shards=3)
     files = planned(folder, compression)
@@ -47,16 +50,28 @@ def test_tensors_and_placement_are_those_of_the_split(tmp_path: Path, family: st
     assert files.tensors == LayerStore(made).tensors
     assert foretold == [load_model(made, given).placement for given in options]
     assert len(set(foretold)) > 2
+    assert {bool(placement.experts) for placement in foretold} == {family in EXPERTS}
+    if family in EXPERTS and compression is None:
+        assert {bool(placement.pools) for placement in foretold} == {True, False}
+        assert any(pool.slots for placement in foretold for pool in placement.pools)
 
 
-def test_placement_on_gpus_is_that_of_the_split(tmp_path: Path) -> None:
-    folder = build_checkpoint(tmp_path / "m", "qwen3_moe", dtype=torch.bfloat16, shards=2)
+@pytest.mark.parametrize("host", [0, 100_000, 1 << 30])
+@pytest.mark.parametrize("compression", [None, "4bit"])
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("qwen3_next", marks=pytest.mark.long)])
+def test_placement_on_gpus_is_that_of_the_split(
+    tmp_path: Path, family: str, compression: str | None, host: int
+) -> None:
+    folder = build_checkpoint(tmp_path / "m", family, dtype=torch.bfloat16, shards=2, num_experts=12)
     gpus: list[Device] = [FakeGpu(0), FakeGpu(1)]
-    options = StreamOptions(max_memory={gpu.name: 120_000 for gpu in gpus}, show_progress=False)
-    files = planned(folder, "4bit")
+    room = 120_000 if compression else 400_000
+    options = StreamOptions(max_memory={**{gpu.name: room for gpu in gpus}, "cpu": host}, show_progress=False)
+    files = planned(folder, compression)
     foretold = blueprint(files, options, folder, gpus).placement
     assert {placed.device for placed in foretold.units} == {gpu.name for gpu in gpus}
-    assert foretold == load_model(split(folder, "4bit"), options, None, gpus).placement
+    assert {pool.device for pool in foretold.pools} == {gpu.name for gpu in gpus}
+    assert any(pool.host_slots for pool in foretold.pools) == bool(host > 100_000)
+    assert foretold == load_model(split(folder, compression), options, None, gpus).placement
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)

@@ -14,10 +14,12 @@ import torch
 
 import rabbitllm
 from rabbitllm.engine.devices import CpuDevice, Device
+from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import DeviceError, OptionError
 from rabbitllm.options import StreamOptions
 from rabbitllm.planning import reckoning
+from rabbitllm.planning.expert_calls import ExpertCalls
 from rabbitllm.planning.generation import Generation, Plan
 from rabbitllm.planning.machine import Machine
 from rabbitllm.planning.predict import predict
@@ -27,7 +29,7 @@ from tests.planning.test_planned_files import planned
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu
 from tests.support.quick_measuring import quick_measuring  # noqa: F401  another one
-from tests.support.tiny_models import one_thread  # noqa: F401  one more
+from tests.support.tiny_models import one_thread, split  # noqa: F401  one more
 
 COMPRESSIONS = [None, "8bit", "4bit"]
 
@@ -81,6 +83,42 @@ def test_what_a_plan_says_is_what_is_loaded(tmp_path: Path, room: int | None) ->
     assert [found.placed for found in after.generations] == [found.placed for found in plan.generations]
 
 
+@pytest.mark.parametrize("compression", [None, "4bit"])
+@pytest.mark.parametrize("room", [0, 600_000, 1 << 34])
+def test_what_a_plan_says_of_experts_is_what_is_loaded(tmp_path: Path, room: int, compression: str | None) -> None:
+    folder = checkpoint(tmp_path / "m", "qwen3_moe", num_experts=12, num_experts_per_tok=3)
+    found = foretell(folder, compression, room)
+    options = StreamOptions(device="cpu", max_memory={"cpu": room}, show_progress=False)
+    placement = load_model(split(folder, compression), options).placement
+    (own,) = found.experts
+    assert {placed.tier.value for placed in placement.experts} == {own.tier}
+    assert sum(placed.stored for placed in placement.experts) == own.stored_bytes
+    assert own.used_bytes * 4 == own.stored_bytes
+    slots = sum(pool.slots for pool in placement.pools)
+    kept = slots / own.count if placement.pools else 1
+    assert own.kept_bytes == pytest.approx(kept * own.stored_bytes, abs=1)
+    assert found.read_bytes == pytest.approx(placement.streamed_bytes + (1 - kept) * own.used_bytes, abs=1)
+    assert (found.found_token_seconds or 0) > 0
+    assert found.token_seconds is not None
+    assert found.token_seconds >= found.found_token_seconds  # type: ignore[operator]
+
+
+def test_what_is_kept_of_experts_spares_a_token_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a tenth of a second for each module that finds all, and ten if it reads all, by the share that is kept."""
+    monkeypatch.setattr(ExpertCalls, "found", lambda self, tokens: 0.1)
+    monkeypatch.setattr(ExpertCalls, "read", lambda self, way, slots: 10.0)
+    monkeypatch.setattr(ExpertCalls, "first", lambda self, tokens, way, slots: 40.0)
+    folder = checkpoint(tmp_path / "m", "qwen3_moe", num_experts=12, num_experts_per_tok=3)
+    for room in (0, 600_000):
+        found = foretell(folder, None, room)
+        (own,) = found.experts
+        missed = 1 - own.kept_bytes / own.stored_bytes
+        assert found.found_token_seconds == pytest.approx(3 * 0.1, abs=0.3)
+        assert found.token_seconds == pytest.approx(3 * (0.1 + missed * 9.9), abs=0.3)
+        assert found.first_token_seconds == pytest.approx(3 * 40, abs=1)
+    assert 0 < missed < 1
+
+
 def test_what_fits_takes_as_long_as_its_products(tmp_path: Path, known_rates: None) -> None:
     folder = checkpoint(tmp_path / "m", hidden_size=128, intermediate_size=512)
     found = foretell(folder)
@@ -109,6 +147,26 @@ def test_without_anything_to_read_only_what_fits_has_a_time(tmp_path: Path, monk
     assert fits.first_token_seconds is None
     assert streams.token_seconds is streams.first_token_seconds is None
     assert streams.read_bytes > 0
+
+
+@pytest.mark.parametrize("host", [0, 300_000, 1 << 30])
+def test_experts_on_gpus_that_are_none(tmp_path: Path, host: int) -> None:
+    folder = checkpoint(tmp_path / "m", "qwen3_moe", num_experts=12, num_experts_per_tok=3, moe_intermediate_size=32)
+    gpus: list[Device] = [FakeGpu(0), FakeGpu(1)]
+    machine = Machine(gpus, StreamOptions(max_memory={**{gpu.name: 260_000 for gpu in gpus}, "cpu": host}), 0)
+    found = predict(None, planned(folder, None), folder, machine, list(folder.glob("*.safetensors")))
+    assert {own.device for own in found.experts} == {"fake:0", "fake:1"}
+    for own in found.experts:
+        assert 0 < own.kept_bytes < own.stored_bytes
+        missed = 1 - (own.kept_bytes + own.host_bytes) / own.stored_bytes
+        assert own.copied_bytes == pytest.approx(own.used_bytes * (1 - own.kept_bytes / own.stored_bytes), abs=2)
+        assert own.read_bytes == pytest.approx(own.used_bytes * missed, abs=2)
+        assert (missed < 1e-6) == (host == 1 << 30)
+    assert any(own.host_bytes for own in found.experts) == bool(host)
+    said = {speed.what for speed in found.speeds}
+    assert "using experts at hand on fake:1" in said
+    assert ("using experts in page-locked memory on fake:0" in said) == bool(host)
+    assert (found.token_seconds or 0) > 0
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next", "gpt_oss", "t5", "mamba2"])

@@ -45,6 +45,7 @@ def test_rates(tmp_path: Path, way: Way) -> None:
     sample = Sample([file(tmp_path, 2_000_000)], 300_000)
     assert (sample.rate(way) or 0) > 0
     assert (sample.cached_rate() or 0) > 0
+    assert (sample.mapped_rate() or 0) > 0
     with sample.going_on(way) as beside:
         pass
     assert (beside.rate or 0) > 0
@@ -53,7 +54,7 @@ def test_rates(tmp_path: Path, way: Way) -> None:
 def test_nothing_to_read_has_no_rate(tmp_path: Path) -> None:
     for sample in (Sample([], 1), Sample([file(tmp_path, 0)], 1)):
         assert sample.spans == ()
-        assert sample.rate(THROUGH_THE_CACHE) is sample.cached_rate() is None
+        assert sample.rate(THROUGH_THE_CACHE) is sample.cached_rate() is sample.mapped_rate() is None
     gone = file(tmp_path, 5000)
     sample = Sample([gone], 1 << 20)
     gone.unlink()

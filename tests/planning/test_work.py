@@ -62,7 +62,20 @@ def test_what_does_not_fit_is_streamed_and_bound_for_each_pass(tmp_path: Path) -
     assert len({unit.kind for unit in layers}) == 1
 
 
-def test_of_experts_a_token_needs_those_that_are_picked(tmp_path: Path) -> None:
+def test_experts_are_no_products_of_their_layer(tmp_path: Path) -> None:
+    found = drawn(tmp_path / "m", "qwen3_moe")
+    products = [product for unit in work_of(found) for product in unit.products]
+    assert {product.share for product in products} == {1.0}
+    linears = [module.weight for module in found.model.modules() if isinstance(module, nn.Linear)]
+    routers = [module.weight for name, module in found.model.named_modules() if name.endswith("mlp.gate")]
+    assert sum(product.nbytes for product in products) == sum(2 * weight.numel() for weight in linears + routers)
+
+
+def test_of_experts_that_come_with_their_layer_a_token_needs_those_that_are_picked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a family whose experts are not brought in by themselves."""
+    monkeypatch.setattr("rabbitllm.engine.load.expert_sources", lambda *given: [])
     work = work_of(drawn(tmp_path / "m", "qwen3_moe"))
     shares = {product.share for unit in work for product in unit.products}
     assert shares == {0.5, 1.0}  # 2 of 4
