@@ -275,8 +275,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "page-locked RAM, one GPU after the other; the disk as it says.",
         "s/token: as if all experts were used alike; as published: with what a model of as many experts found of them "
         "(https://github.com/kekzl/imp/pull/2061). Each is the sum of VRAM, copies and disk, nothing behind another.",
-        "Without Python and launches. On this machine's CPU a model of 48 such layers, 10 experts a token and matrices of "
-        f"next to nothing takes {overhead:.2f} s a token (measured).",
+        "Without Python and launches. On this machine's CPU a model of 48 such layers, 10 experts a token and matrices "
+        f"of next to nothing takes {overhead:.2f} s a token (measured).",
         f"The first token of a prompt of {PROMPT_TOKENS} reads {rows[0].first_bytes / 1e9:.1f} GB of experts.",
     ]
     title = "Qwen3-Coder-Next at 4bit on machines that were not at hand: computed, not measured"
