@@ -62,7 +62,6 @@ def make_checkpoint(work: Path, scale_name: str, config_class: str = "Qwen2Confi
 
 
 def _write_model(folder: Path, scale: Scale, config_class: str) -> None:
-    import tokenizers
     import torch
     import transformers
 
@@ -75,10 +74,19 @@ def _write_model(folder: Path, scale: Scale, config_class: str) -> None:
     model = transformers_.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.generation_config = transformers_.GenerationConfig(do_sample=False)
     model.save_pretrained(folder, max_shard_size=scale.shard_bytes)
-    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(scale.vocab_size)}, unk_token="w0")
+    write_tokenizer(folder, scale.vocab_size)
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """One word a token: w0, w1, ..."""
+    import tokenizers
+    import transformers
+
+    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(vocab_size)}, unk_token="w0")
     wrapped = tokenizers.Tokenizer(words)
     wrapped.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformers_.PreTrainedTokenizerFast(tokenizer_object=wrapped, unk_token="w0").save_pretrained(folder)
+    made: Any = transformers.PreTrainedTokenizerFast(tokenizer_object=wrapped, unk_token="w0")
+    made.save_pretrained(folder)
 
 
 def shards(folder: Path) -> list[Path]:

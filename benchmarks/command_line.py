@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.checkpoint import SCALES
 
 _HERE = Path(__file__).resolve().parent
-_NEEDED_BYTES = {"full": 10 * 1000**3, "medium": 2 * 1000**3, "tiny": 100 * 1000**2}
+NEEDED_BYTES: Mapping[str, int] = {"full": 10 * 1000**3, "medium": 2 * 1000**3, "tiny": 100 * 1000**2}
 """For checkpoints and splits; environments come on top."""
 
 
@@ -28,15 +28,21 @@ def parser(description: str | None, turns: int, rows: Sequence[str]) -> argparse
     return made
 
 
-def settle(options: argparse.Namespace, name: str) -> None:
-    """Make the work folder, choose the results file, and refuse what cannot work."""
+def settle(options: argparse.Namespace, name: str, needed_bytes: Mapping[str, int] = NEEDED_BYTES) -> None:
+    """Make the work folder, choose the results file, and refuse what cannot work.
+
+    Args:
+        options: what `parser` made of the command line.
+        name: of the benchmark.
+        needed_bytes: on the disk, by scale.
+    """
     if sys.platform != "linux":
         raise SystemExit("The benchmarks need Linux: /proc, posix_fadvise and the cp of GNU coreutils.")
     if options.turns < 1:
         raise SystemExit("--turns must be at least 1.")
     options.work_dir = options.work_dir.resolve()
     options.work_dir.mkdir(parents=True, exist_ok=True)
-    free, needed = shutil.disk_usage(options.work_dir).free, _NEEDED_BYTES[options.scale]
+    free, needed = shutil.disk_usage(options.work_dir).free, needed_bytes[options.scale]
     if free < needed:
         raise SystemExit(f"{needed / 1e9:.1f} GB must be free for --work-dir; {free / 1e9:.1f} GB are.")
     if options.results is None:  # trial figures are not for keeping

@@ -40,10 +40,10 @@ _SAID_BYTES = 1000**3
 
 
 class Content:
-    """The block, and what is made of it."""
+    """The block, of weights of one standard deviation, and what is made of it."""
 
-    def __init__(self) -> None:
-        self.block = _normal_bfloat16(BLOCK_ELEMENTS).data.cast("B").toreadonly()
+    def __init__(self, scale: np.float32 = SCALE) -> None:
+        self.block = _normal_bfloat16(BLOCK_ELEMENTS, scale).data.cast("B").toreadonly()
 
     @cached_property
     def mark(self) -> str:
@@ -71,15 +71,20 @@ class Content:
         return b"".join(self.of_file(shard, start, start + elements * ELEMENT_BYTES))
 
 
-def _normal_bfloat16(elements: int) -> npt.NDArray[np.uint16]:
-    """Bits of normally distributed weights, rounded to the nearest bfloat16, to even at a tie."""
+def _normal_bfloat16(elements: int, scale: np.float32) -> npt.NDArray[np.uint16]:
+    """Bits of normally distributed weights."""
     random = np.random.default_rng(SEED)
     made = np.empty(elements, np.uint16)
     for start in range(0, elements, _DRAWN_AT_ONCE):
         count = min(_DRAWN_AT_ONCE, elements - start)
-        bits = (random.standard_normal(count, np.float32) * SCALE).view(np.uint32)
-        made[start : start + count] = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
+        made[start : start + count] = bfloat16_bits(random.standard_normal(count, np.float32) * scale)
     return made
+
+
+def bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """Finite values rounded to the nearest bfloat16, to even at a tie, as bits."""
+    bits = values.view(np.uint32)
+    return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 @dataclass(frozen=True)

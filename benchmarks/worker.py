@@ -53,11 +53,12 @@ def import_libraries(package: str) -> dict[str, str]:
 
 
 def split(job: dict[str, Any]) -> dict[str, Any]:
-    """Split a checkpoint into layer files: the time of that call alone, and where they are."""
+    """Split a checkpoint into layer files: the time of that call alone, what all cores took, and where they are."""
     package = importlib.import_module(job["package"])
-    start = time.perf_counter()
+    start, begun = time.perf_counter(), time.process_time()
     folder = package.split_and_save_layers(job["checkpoint"], **job["options"])
-    return {"seconds": time.perf_counter() - start, "folder": str(folder)}
+    seconds, core_seconds = time.perf_counter() - start, time.process_time() - begun
+    return {"seconds": seconds, "core_seconds": core_seconds, "folder": str(folder)}
 
 
 READING_TURNS = 5
@@ -114,6 +115,86 @@ def decode(job: dict[str, Any]) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "placed": _placed(model),
+    }
+
+
+class Routed:
+    """What the routers of a model of Qwen3-Next's kind choose, noted pass by pass (a router's third output)."""
+
+    def __init__(self, model: Any) -> None:
+        self.routers = [module for name, module in model.named_modules() if name.endswith(".mlp.gate")]
+        self.chosen: list[Any] = []
+        for router in self.routers:
+            router.register_forward_hook(self._note)
+
+    def _note(self, router: Any, given: Any, made: Any) -> None:
+        self.chosen.append(made[2].cpu().numpy().astype("uint16"))
+
+    def save(self, path: str) -> None:
+        """As `expert_trace.Trace` has it."""
+        import numpy as np
+
+        layers = len(self.routers)
+        passes = [np.stack(self.chosen[at : at + layers], axis=1) for at in range(0, len(self.chosen), layers)]
+        ends = np.cumsum([len(one) for one in passes])
+        np.savez_compressed(path, ids=np.concatenate(passes), ends=ends, experts=self.routers[0].num_experts)
+
+
+def requests(job: dict[str, Any]) -> dict[str, Any]:
+    """Load a model of experts and generate greedily for one prompt after another; see `moe.MoeRun`.
+
+    What is timed and counted are the steps after the first token, of all requests but the first `warm_up`.
+    """
+    import torch
+
+    start = time.perf_counter()
+    model = LOADERS[job["loader"]](job)
+    loaded = time.perf_counter()
+    routed, firsts, steps, read, tokens = Routed(model), [], [], [], []
+    for number, given in enumerate(job["prompts"]):
+        if number == job["warm_up"] and hasattr(model, "profiler"):
+            model.profiler.clear()
+        clock, prompt = Clock(), torch.tensor([given])
+        begun = time.perf_counter()
+        output = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=job["tokens"],
+            do_sample=False,
+            streamer=clock,
+        )
+        tokens.append(output[0, prompt.shape[1] :].tolist())
+        if number >= job["warm_up"]:
+            firsts.append(clock.times[1] - begun)
+            steps += [later - earlier for earlier, later in itertools.pairwise(clock.times[1:])]
+            read += [later - earlier for earlier, later in itertools.pairwise(clock.read[1:])]
+    routed.save(job["trace"])
+    return _experts(model) | {
+        "load_seconds": loaded - start,
+        "first_token_seconds": statistics.median(firsts),
+        "step_seconds": steps,
+        "step_bytes": read,
+        "token_seconds": statistics.fmean(steps),
+        "tokens": tokens,
+        "threads": torch.get_num_threads(),
+        "placed": _placed(model),
+    }
+
+
+def _experts(model: Any) -> dict[str, Any]:
+    """This project's: what its profiler says of the steps after the first token, and where their time went."""
+    sums = getattr(getattr(model, "profiler", None), "sums", {}).get("further")
+    if sums is None:
+        return {}
+    kept, read = (sums.stages.get(f"experts on the {where}") for where in ("device", "disk"))
+    return {
+        "hits": kept.count if kept else 0,
+        "missed": read.count if read else 0,
+        "missed_bytes": read.nbytes if read else 0,
+        "read_bytes": sums.stages["read"].nbytes if "read" in sums.stages else 0,
+        "slots": sum(pool.slots for pool in model.placement.pools),
+        "stage_seconds": {stage: total.seconds for stage, total in sums.stages.items() if total.seconds},
+        "wall_seconds": sums.wall,
     }
 
 
@@ -204,7 +285,12 @@ def predict(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-TASKS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"split": split, "decode": decode, "predict": predict}
+TASKS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "split": split,
+    "decode": decode,
+    "requests": requests,
+    "predict": predict,
+}
 
 
 def main() -> None:

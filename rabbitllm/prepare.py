@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rabbitllm import durable, locations
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardFacts, SourceIdentity
@@ -28,6 +29,7 @@ from rabbitllm.checkpoints.json_file import read_json
 from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any, is_writable
 from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME, GENERATION_NAME, names_a_model
 from rabbitllm.checkpoints.naming import LayerNaming
+from rabbitllm.checkpoints.quantised import quantised_as
 from rabbitllm.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -305,6 +307,7 @@ def ensure_split(
     Raises:
         SplitMismatchError: the directory belongs to another source.
         MissingShardError: shards are gone and no unfinished split has their tensors.
+        OptionError: the weights are quantised as they are published, and compression would quantise them once more.
     """
     if source.finished and not _has_work_left(source.split_folder, options):
         _check_finished(source, options)
@@ -314,8 +317,14 @@ def ensure_split(
             _check_finished(source, options)
             return Profiler(enabled=options.profiling)
         checkpoint = _open(source, options, naming)
-        family = _family(source.config_folder, checkpoint)
-        request = Request(checkpoint, source.split_folder, family, options, naming, quantise_on)
+        config = _config(source.config_folder, checkpoint)
+        if options.compression is not None and (method := quantised_as(config)) is not None:
+            raise OptionError(
+                f"The weights of {source.name} are quantised already ({method}); "
+                f"compression={options.compression!r} would quantise what is left, their scales among it.",
+                "Leave compression out: they are split and streamed as they are.",
+            )
+        request = Request(checkpoint, source.split_folder, _named_in(config), options, naming, quantise_on)
         try:
             return split(request)
         except MissingShardError as error:
@@ -522,13 +531,22 @@ def _may_derive(source: Source) -> bool:
 
 def _family(config_folder: Path, checkpoint: Checkpoint | None = None) -> str | None:
     """The model type by the config in a folder, or by that which a checkpoint derives."""
+    return _named_in(_config(config_folder, checkpoint))
+
+
+def _named_in(config: Mapping[str, Any]) -> str | None:
+    family = config.get("model_type")
+    return family if isinstance(family, str) else None
+
+
+def _config(config_folder: Path, checkpoint: Checkpoint | None = None) -> Mapping[str, Any]:
+    """The config in a folder, or that which a checkpoint derives; empty where there is none."""
     path = config_folder / CONFIG_NAME
     derived = checkpoint.derived() if checkpoint is not None else {}
     if CONFIG_NAME in derived:
-        family = json.loads(derived[CONFIG_NAME]).get("model_type")
-    else:
-        family = read_json(path).get("model_type") if path.exists() else None
-    return family if isinstance(family, str) else None
+        found: Mapping[str, Any] = json.loads(derived[CONFIG_NAME])
+        return found
+    return read_json(path) if path.exists() else {}
 
 
 def _with_other_splits(error: MissingShardError, source: Source) -> MissingShardError:

@@ -119,7 +119,7 @@ def test_the_two_halves_do_not_know_each_other() -> None:
                 assert not any(room_of(target) == other for target in imports_of(path)), name
 
 
-def test_only_one_module_names_bitsandbytes() -> None:
+def test_few_modules_name_bitsandbytes() -> None:
     naming = set()
     for name, path in modules().items():
         if room_of(name) == "demo":  # the script that trains the bundled model compares with bitsandbytes itself
@@ -130,7 +130,8 @@ def test_only_one_module_names_bitsandbytes() -> None:
                 naming.add(name)
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("bitsandbytes"):
                 naming.add(name)
-    assert naming == {"rabbitllm.layers.compression"}
+    # the one quantises with it; the other measures its own modules, of checkpoints that are published for them
+    assert naming == {"rabbitllm.layers.compression", "rabbitllm.planning.bitsandbytes_products"}
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:

@@ -238,15 +238,15 @@ def _halves_first(tensor: TensorSpec, heads: int) -> TensorSpec:
     row, column = tensor.strides or (columns, 1)
     half = rows // heads // 2
     view, strides = (heads, 2, half, columns), (2 * half * row, row, 2 * row, column)
-    return dataclasses.replace(tensor, strides=strides, view=view)
+    return tensor._replace(strides=strides, view=view)
 
 
 def _as_piece(tensor: TensorSpec, name: str, dim: int | None, rank: int, ranks: int) -> TensorSpec:
     if dim is None or ranks == 1:
-        return dataclasses.replace(tensor, name=name)
+        return tensor._replace(name=name)
     shape = tuple(size * ranks if at == dim else size for at, size in enumerate(tensor.shape))
     piece = Piece(name, shape, dim, rank * tensor.shape[dim])
-    return dataclasses.replace(tensor, name=f"{name}{PIECE_MARK}{rank}", piece=piece)
+    return tensor._replace(name=f"{name}{PIECE_MARK}{rank}", piece=piece)
 
 
 def _contradiction(tensor: TensorSpec, file: str, expected: str) -> InvalidIndexError:

@@ -68,8 +68,10 @@ def naming(family: str, patterns: Iterable[str]) -> LayerNaming:
     return LayerNaming(family, tuple(compiled))
 
 
+# What bitsandbytes stores beside a weight that was quantised before it was published: `lm_head.weight.absmax`.
+_STATE = r"(?:\.(?:(?:nested_)?(?:absmax|quant_map)|quant_state\.bitsandbytes__\w+))?"
 # The module that owns a tensor, where that is not a decoder layer: `model.embed_tokens.weight` -> `embed_tokens`.
-_OWNER = r"(?:model\.)?(?P<id>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*?)\.[^.]+$"
+_OWNER = rf"(?:model\.)?(?P<id>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*?)\.[^.]+{_STATE}$"
 _STACK = r"(?:[A-Za-z_]\w*\.)*?"
 
 _LLAMA = (
@@ -141,7 +143,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     ),
     "opt": _DECODER,
     **dict.fromkeys(("gpt2", "gpt_bigcode", "gptj", "gpt_neo", "bloom", "falcon", "mpt", "chatglm", "qwen"), _GPT2),
-    "gpt_neox": (r"gpt_neox\.(?P<id>layers\.\d+)\.", r"(?:gpt_neox\.)?(?P<id>\w+)\.[^.]+$"),
+    "gpt_neox": (r"gpt_neox\.(?P<id>layers\.\d+)\.", rf"(?:gpt_neox\.)?(?P<id>\w+)\.[^.]+{_STATE}$"),
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "zamba2"), _BACKBONE),
     **dict.fromkeys(("t5", "mt5", "umt5"), _ENCODER_DECODER),
     **dict.fromkeys(

@@ -67,6 +67,7 @@ class EmbeddingRows:
         form = self._stored.quantised
         if form is None:
             return self._part(self._stored.parts[0]).index_select(0, ids).to(self._dtype)
+        assert self._dtype is not None
         count, width = len(ids), form.shape[1]
         payload, absmax, table = (self._part(spec) for spec in self._stored.parts[:3])
         # index_select: like an embedding, and unlike [], it takes no negative ids

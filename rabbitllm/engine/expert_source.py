@@ -21,6 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rabbitllm.engine.packed_weight import PackedWeight, StoredMatrix
+from rabbitllm.engine.published import BY_MATRIX
 from rabbitllm.engine.span_reader import BLOCK, Span
 from rabbitllm.engine.unit_source import Packs, typed
 from rabbitllm.engine.units import Place, Unit
@@ -169,13 +170,15 @@ class Leaf:
         form = replace(first.form, shape=self.shape)
         codes = typed(payload, _as(first.payload, (len(payload),)))
         absmax = typed(scales, _as(first.scales, (len(scales) // 4,)))
+        assert self.recipe.dtype is not None
         return PackedWeight(kind(form, codes, absmax, first.table), self.recipe.dtype)
 
     def _made(self, block: Block, bytes_of: BytesOf) -> torch.Tensor:
         payload = typed(bytes_of(block.payload), _as(block.payload, block.payload.shape))
         dtype = self.recipe.dtype
         if block.form is None:
-            return payload.to(dtype) if payload.is_floating_point() else payload
+            return payload.to(dtype) if dtype is not None and payload.is_floating_point() else payload
+        assert dtype is not None
         assert block.scales is not None
         assert block.table is not None
         absmax = typed(bytes_of(block.scales), _as(block.scales, block.scales.shape))
@@ -184,7 +187,7 @@ class Leaf:
     def _converted(self, model: PreTrainedModel, bytes_of: BytesOf) -> torch.Tensor:
         names = tuple((block.pattern, str(at)) for at, block in enumerate(self.blocks))
 
-        def read(name: str, dtype: torch.dtype) -> torch.Tensor:
+        def read(name: str, dtype: torch.dtype | None) -> torch.Tensor:
             block = self.blocks[int(name)]
             made = self._made(block, bytes_of)
             return made[None] if block.sliced else made
@@ -406,10 +409,14 @@ def _stacks(recipe: Recipe, place: Place, blocks: Sequence[Block]) -> bool | Non
                 return None
             rows = kind in _STACKING and operation.dim <= 1
             only_rows = only_rows and rows
+        elif kind in BY_MATRIX:
+            only_rows = False
         else:
             return None
+    if not only_rows:
+        return False
     rows = sum(block.shape[0] for block in blocks)
-    return only_rows and (rows, *blocks[0].shape[1:]) == tuple(place.shape[1:])
+    return (rows, *blocks[0].shape[1:]) == tuple(place.shape[1:])
 
 
 def _block(pattern: str, stored: Sequence[StoredTensor], experts: int) -> Block | None:
@@ -464,11 +471,15 @@ def _number(name: str) -> int:
 def _lay_out(leaves: Mapping[str, Leaf]) -> tuple[dict[str, Leaf], int]:
     """Give every part its place among an expert's bytes.
 
-    Payloads of one leaf lie one after the other, and so do their scales, so that together they are one matrix; these
-    runs come in the order in which the first expert has them in its file, so that one read brings as many as can be.
+    Payloads of one leaf lie one after the other, and so do their scales, so that together they are one matrix, if they
+    make one by lying so; these runs come in the order in which the first expert has them in its file, so that one read
+    brings as many as can be.
     """
     runs = []
     for leaf in leaves.values():
+        if not leaf.stacks:
+            runs += [[part] for part in leaf.parts]
+            continue
         runs.append([block.payload for block in leaf.blocks])
         runs.append([block.scales for block in leaf.blocks if block.scales is not None])
     places: dict[int, int] = {}
@@ -502,7 +513,7 @@ def _packing(leaf: Leaf, packs: Packs | None) -> type[StoredMatrix] | None:
             return None
         if block.form.shape[0] * block.form.shape[1] % BLOCKS[first.scheme]:
             return None
-    return packs(replace(first, shape=leaf.shape), leaf.recipe.dtype)
+    return packs(replace(first, shape=leaf.shape), leaf.recipe.dtype) if leaf.recipe.dtype is not None else None
 
 
 def _follows(before: Part, after: Part) -> bool:

@@ -12,7 +12,8 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
-from rabbitllm.engine import skeleton
+from rabbitllm.collection import uncollected
+from rabbitllm.engine import published, skeleton
 from rabbitllm.engine.costs import cache_room, unit_costs
 from rabbitllm.engine.devices import CpuDevice, Device, resolve_devices, suits_bf16
 from rabbitllm.engine.expert_source import ExpertSource, expert_sources, without_experts
@@ -58,9 +59,10 @@ def check(config_folder: Path, options: StreamOptions, devices: Sequence[Device]
         UnknownArchitectureError, OptionError: as `load_model` does.
     """
     config = skeleton.read_config(config_folder, options.trust_remote_code)
+    quantiser = published.quantiser_for(config_folder, config, devices)
     dtype = _named_dtype(options.dtype) or _config_dtype(config) or torch.float32
     attention = _attention(options.attn_implementation, config, devices, dtype)
-    skeleton.build_skeleton(config_folder, config, dtype, attention, options.trust_remote_code)
+    skeleton.build_skeleton(config_folder, config, dtype, attention, options.trust_remote_code, quantiser)
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class Blueprint:
         sources: its units, in the order of a pass, without the experts.
         experts: the modules whose experts are brought in one by one.
         placement: where each goes.
+        quantiser: transformers' own, of weights that are published quantised; None for plain ones.
     """
 
     model: Any
@@ -80,8 +83,10 @@ class Blueprint:
     sources: Mapping[str, UnitSource]
     experts: tuple[ExpertSource, ...]
     placement: Placement
+    quantiser: Any = None
 
 
+@uncollected()
 def blueprint(store: WeightFiles, options: StreamOptions, home: Path, devices: Sequence[Device]) -> Blueprint:
     """Decide all that `load_model` decides from names and sizes alone.
 
@@ -96,10 +101,13 @@ def blueprint(store: WeightFiles, options: StreamOptions, home: Path, devices: S
         RabbitLLMError: the model changes its weights, and not all of them can stay.
     """
     config = skeleton.read_config(home, options.trust_remote_code)
+    quantiser = published.quantiser_for(home, config, devices)
     dtype = _choose_dtype(options.dtype, config, store, devices)
+    if quantiser is not None:
+        dtype = quantiser.update_dtype(dtype)
     attention = _attention(options.attn_implementation, config, devices, dtype)
-    model = skeleton.build_skeleton(home, config, dtype, attention, options.trust_remote_code)
-    weights = map_weights(model, store.tensors, str(store.folder))
+    model = skeleton.build_skeleton(home, config, dtype, attention, options.trust_remote_code, quantiser)
+    weights = map_weights(model, store.tensors, str(store.folder), quantiser)
     packs = _packs_on_host if not options.exact and all(device.shares_host_memory for device in devices) else None
     units = find_units(model)
     experts = expert_sources(model, units, weights, store, packs)
@@ -111,7 +119,7 @@ def blueprint(store: WeightFiles, options: StreamOptions, home: Path, devices: S
             f"{sum(source.ready_bytes for source in sources.values()):,} bytes, more than the limits allow.",
             "Allow more with max_memory.",
         )
-    return Blueprint(model, weights, sources, tuple(experts), placement)
+    return Blueprint(model, weights, sources, tuple(experts), placement, quantiser)
 
 
 @torch.inference_mode(False)  # a caller's inference mode is no reason for weights that can never have gradients
@@ -136,7 +144,8 @@ def load_model(
         IncompleteSplitError: a tensor is missing or damaged; each is named.
         UnknownArchitectureError: transformers does not know the model.
         DeviceError: the device does not exist.
-        MissingPackageError: the layers are compressed and bitsandbytes is not installed.
+        MissingPackageError: the layers are compressed and bitsandbytes is not installed, or they are published
+            quantised in a way that needs a package which is not.
     """
     store: WeightFiles = LayerStore(folder) if isinstance(folder, Path) else folder
     folder = store.folder
@@ -176,6 +185,8 @@ def load_model(
         PassBar(model, [sources[placed.unit].unit.module for placed in placement.units])
     if weights.unused:
         logger.info("%d stored tensors are not used by %s.", len(weights.unused), type(model).__name__)
+    published.finish(model, drawn.quantiser)
+    published.say_how(drawn.quantiser, folder, model.dtype, chosen)
     streamed = adopt(model, home_device, placement)
     streamed.tokenizer = skeleton.read_tokenizer(home, options.trust_remote_code)
     streamed.profiler = profiler
@@ -215,7 +226,8 @@ def _stored_dtype(store: WeightFiles) -> torch.dtype:
         if tensor.quantised is not None and tensor.quantised.dtype is not None:
             found: torch.dtype = getattr(torch, tensor.quantised.dtype)
             return found
-        if tensor.quantised is None and (dtype := torch_dtype(tensor.parts[0].dtype)).is_floating_point:
+        dtype = torch_dtype(tensor.parts[0].dtype)
+        if tensor.quantised is None and dtype.is_floating_point and dtype.itemsize > 1:  # a byte is a published code
             return dtype
     return torch.float32
 

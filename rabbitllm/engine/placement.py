@@ -116,7 +116,8 @@ class Pool:
         host_slots: experts that are kept in host memory beside it.
         transit: slots for experts that are not kept.
         slot: bytes of a slot.
-        stored: bytes of all the experts that come and go there.
+        experts: that come and go there.
+        stored: bytes of them.
     """
 
     device: str
@@ -124,6 +125,7 @@ class Pool:
     host_slots: int
     transit: int
     slot: int
+    experts: int
     stored: int
 
     @property
@@ -288,7 +290,7 @@ def _pool(experts: Sequence[ExpertCost], device: str, left: int) -> Pool:
     slot = max(cost.slot for cost in experts)
     count, transit = sum(cost.experts for cost in experts), max(cost.transit for cost in experts)
     slots = min(max(left, 0) // slot, count)
-    return Pool(device, slots, 0, transit, slot, sum(cost.stored for cost in experts))
+    return Pool(device, slots, 0, transit, slot, count, sum(cost.stored for cost in experts))
 
 
 def _with_host_slots(placement: Placement, host_bytes: int) -> tuple[Pool, ...]:
@@ -302,7 +304,7 @@ def _with_host_slots(placement: Placement, host_bytes: int) -> tuple[Pool, ...]:
     room = host_bytes - pinned - STAGING * sum(largest.values())
     wanting = [pool for pool in placement.pools if pool.device in apart]
     room -= sum(EXPERT_STAGING * pool.slot for pool in wanting)
-    wants = {pool.device: max(pool.stored // pool.slot - pool.slots, 0) for pool in wanting}
+    wants = {pool.device: pool.experts - pool.slots for pool in wanting}
     total = sum(wants[pool.device] * pool.slot for pool in wanting) or 1
     share = min(max(room, 0) / total, 1.0)
     return tuple(replace(pool, host_slots=int(wants.get(pool.device, 0) * share)) for pool in placement.pools)

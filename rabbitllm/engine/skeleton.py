@@ -11,6 +11,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rabbitllm.engine.published import change_modules, check_method
 from rabbitllm.errors import OptionError, UnknownArchitectureError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConf
 
     Raises:
         UnknownArchitectureError: transformers does not know the model type, its code is not trusted, or the weights
-            are quantised by another program.
+            are quantised by a method that is not supported.
     """
     from transformers import AutoConfig
 
@@ -39,21 +40,8 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConf
         model_class(config)
     except (ValueError, KeyError, ImportError, OSError) as error:  # OSError: config.json is not JSON
         raise _unknown(folder, error) from error
-    _refuse_quantised(folder, config)
+    check_method(folder, config)
     return config
-
-
-def _refuse_quantised(folder: Path, config: PretrainedConfig) -> None:
-    """Without the scales that come with such weights the model would run, and answer nonsense."""
-    for part in (config, config.get_text_config()):
-        found = getattr(part, "quantization_config", None)
-        if found:
-            method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", found)
-            raise UnknownArchitectureError(
-                f"The weights that belong to {folder} are quantised already ({method}), which is not supported; "
-                "expected plain ones.",
-                "Name the model's unquantised checkpoint; compression='4bit' or '8bit' makes it small.",
-            )
 
 
 def _unknown(folder: Path, error: Exception) -> UnknownArchitectureError:
@@ -89,6 +77,7 @@ def build_skeleton(
     dtype: torch.dtype,
     attn_implementation: str | None,
     trust_remote_code: bool = False,
+    quantiser: Any = None,
 ) -> PreTrainedModel:
     """The model of a config, in eval mode, all parameters and buffers on the meta device.
 
@@ -97,6 +86,7 @@ def build_skeleton(
         config: as `read_config` gave it.
         dtype: of the parameters, except those that the model keeps in float32.
         attn_implementation: as transformers takes it; None for its own choice.
+        quantiser: of weights that are published quantised, see `engine.published`.
 
     Raises:
         UnknownArchitectureError: transformers has no model for this config.
@@ -121,6 +111,8 @@ def build_skeleton(
                 "Leave attn_implementation out: transformers then chooses one that works.",
             ) from error
         raise _unknown(folder, error) from error
+    if quantiser is not None:
+        change_modules(model, quantiser, dtype)
     model.eval()
     _apply_dtype_plan(model, dtype)
     _read_generation_config(model, folder)

@@ -118,12 +118,12 @@ def choose_way(store: Paths, spans: Iterable[Span], room: int, nbytes: int | Non
 
     Args:
         store: where they are.
-        spans: all that is streamed, or a sample of it.
+        spans: all that is streamed, or a sample of it; may be none.
         room: bytes of memory that the page cache may take, beside what stays in memory.
         nbytes: of all that is streamed, if `spans` is a sample.
     """
     chosen = list(spans)
-    if stays_cached(sum(span.nbytes for span in chosen) if nbytes is None else nbytes, room):
+    if not chosen or stays_cached(sum(span.nbytes for span in chosen) if nbytes is None else nbytes, room):
         return THROUGH_THE_CACHE
     longest = heapq.nlargest(PROBES, chosen, key=lambda span: span.nbytes)
     buffer = page_aligned(max(_probe(span).end for span in longest))

@@ -67,6 +67,13 @@ class StreamedModel:
         with self.profiler.forward(*entry_of(args, kwargs)):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
+    def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether `generate` compiles, as it does by itself on a GPU with a static cache.
+
+        Not where weights come and go: what is compiled, or captured as a graph, would use those of another pass.
+        """
+        return super()._valid_auto_compile_criteria(*args, **kwargs) and self._all_resident  # type: ignore[misc]
+
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model as it is: where its weights live was decided when it was loaded."""
         wanted = [value for value in (*args, *kwargs.values()) if value is not None and not isinstance(value, bool)]
@@ -147,6 +154,8 @@ def adopt(model: PreTrainedModel, device: torch.device, placement: Placement) ->
     streamed.placement = placement
     streamed._all_resident = placement.is_resident
     streamed._turn = threading.RLock()
-    # transformers reads it: generate() then compiles nothing, and pipelines leave the model where it is
-    streamed.hf_device_map = {"": str(device)}
+    # transformers reads it: pipelines leave the model where it is, and of a static cache each layer's part is made
+    # where that layer computes, unless the map has one device only
+    where = {placed.unit: placed.device for placed in placement.units}
+    streamed.hf_device_map = where if len(set(where.values())) > 1 else {"": str(device)}
     return streamed

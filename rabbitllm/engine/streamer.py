@@ -175,7 +175,8 @@ class Streamer:
         def before(module: nn.Module, args: Any) -> None:
             self._letting_go[name] = let_go
             part = supply.bring()
-            with self._profiler.stage(name, DEQUANTISE):
+            # a parameter that is made in a caller's inference mode hides that it requires a gradient: see Place.bind
+            with self._profiler.stage(name, DEQUANTISE), torch.inference_mode(False):
                 source.make(self._model, part)
                 if self._profiler.enabled:
                     device.synchronise()

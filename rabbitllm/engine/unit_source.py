@@ -5,6 +5,9 @@ Everything is decided once, when the model is built; a pass only reads and makes
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -50,7 +53,6 @@ class UnitSource:
         jobs: what makes its parameters.
         stored: the tensors it needs, by name.
         spans: what to read into one buffer, in file order.
-        positions: (file, offset) of a stored part -> its place in that buffer.
         buffer_bytes: length of that buffer.
         ready_bytes: of the parameters, made.
         is_view: whether the parameters are the stored bytes themselves: nothing compressed, cast or fused.
@@ -60,7 +62,6 @@ class UnitSource:
     jobs: tuple[Job, ...]
     stored: Mapping[str, StoredTensor]
     spans: tuple[Span, ...]
-    positions: Mapping[tuple[str, int], int]
     buffer_bytes: int
     ready_bytes: int
     is_view: bool
@@ -104,21 +105,25 @@ class UnitSource:
         stored = self.stored[recipe.sources[0][1]]
         assert stored.quantised is not None
         payload, absmax, table = (part(spec) for spec in stored.parts[:3])
+        assert recipe.dtype is not None
         return PackedWeight(kind(stored.quantised, payload, absmax, table), recipe.dtype)
 
-    def _checkpoint_tensor(self, name: str, dtype: torch.dtype, part: PartReader) -> torch.Tensor:
+    def _checkpoint_tensor(self, name: str, dtype: torch.dtype | None, part: PartReader) -> torch.Tensor:
         tensor = self.stored[name]
         if tensor.quantised is not None:
+            assert dtype is not None
             payload, absmax, table = (part(spec) for spec in tensor.parts[:3])
             return dequantise(tensor.quantised, payload, absmax, table, dtype)
         plain = part(tensor.parts[0])
-        return plain.to(dtype) if plain.is_floating_point() else plain
+        return plain.to(dtype) if dtype is not None and plain.is_floating_point() else plain
 
     def part_of(self, buffer: torch.Tensor) -> PartReader:
         """A reader of parts that are views of a buffer that `read` filled (or a device copy of it)."""
+        begins = [(span.file, span.offset) for span in self.spans]
 
         def read(spec: TensorSpec) -> torch.Tensor:
-            begin = self.positions[spec.file, spec.offset]
+            span = self.spans[bisect.bisect_right(begins, (spec.file, spec.offset)) - 1]
+            begin = span.at + spec.offset - span.offset
             return typed(buffer[begin : begin + spec.nbytes], spec)
 
         return read
@@ -170,23 +175,26 @@ def source_of(unit: Unit, weights: WeightMap, store: WeightFiles, packs: Packs |
             made.append((made_as, place))
     jobs = tuple(Job(recipe, tuple(made), tuple(packed)) for recipe, made, packed in by_key.values())
     stored = {name: store.tensors[name] for job in jobs for _, name in job.recipe.sources}
-    spans, positions, size = _layout(stored)
-    ready = sum(place.shape.numel() * place.dtype.itemsize for job in jobs for _, place in job.places)
+    spans = _spans(stored)
+    size = spans[-1].end if spans else 0
+    anew = [job for job in jobs if not job.recipe.wraps]
+    ready = sum(place.shape.numel() * place.dtype.itemsize for job in anew for _, place in job.places)
     ready += sum(stored[job.recipe.sources[0][1]].nbytes for job in jobs if job.packed)
+    ready += sum(stored[name].nbytes for job in jobs if job.recipe.wraps for _, name in job.recipe.sources)
     is_view = all(_is_view(job.recipe, stored) for job in jobs if job.places)
-    return UnitSource(unit, jobs, stored, spans, positions, size, ready, is_view)
+    return UnitSource(unit, jobs, stored, spans, size, ready, is_view)
 
 
 def _kind(place: Place, recipe: Recipe, tensors: Mapping[str, StoredTensor], packs: Packs) -> type[StoredMatrix] | None:
     form = tensors[recipe.sources[0][1]].quantised
-    if not place.is_linear_weight or recipe.converter is not None or form is None:
+    if not place.is_linear_weight or recipe.converter is not None or form is None or recipe.dtype is None:
         return None
     return packs(form, recipe.dtype)
 
 
 def _is_view(recipe: Recipe, stored: Mapping[str, StoredTensor]) -> bool:
     if recipe.converter is not None:
-        return False
+        return recipe.wraps
     tensor = stored[recipe.sources[0][1]]
     if tensor.quantised is not None:
         return False
@@ -194,22 +202,22 @@ def _is_view(recipe: Recipe, stored: Mapping[str, StoredTensor]) -> bool:
     return dtype == recipe.dtype or not dtype.is_floating_point
 
 
-def _layout(stored: Mapping[str, StoredTensor]) -> tuple[tuple[Span, ...], dict[tuple[str, int], int], int]:
-    """Spans of parts that touch each other in their file, in one buffer, each in blocks of its own."""
-    parts = sorted(
-        {part for tensor in stored.values() for part in tensor.parts if part.nbytes},
-        key=lambda part: (part.file, part.offset),
-    )
+def _spans(stored: Mapping[str, StoredTensor]) -> tuple[Span, ...]:
+    """Parts that touch each other in their file, in one buffer, each run in blocks of its own, in file order.
+
+    Where several begin at one place, as weights that share a storage do, the longest comes last.
+    """
+    parts = sorted((part.file, part.offset, part.nbytes) for tensor in stored.values() for part in tensor.parts)
     spans: list[Span] = []
-    positions: dict[tuple[str, int], int] = {}
-    for part in parts:
-        last = spans[-1] if spans else None
-        if last is not None and (last.file, last.offset + last.nbytes) == (part.file, part.offset):
-            positions[part.file, part.offset] = last.at + last.nbytes
-            spans[-1] = Span(last.file, last.offset, last.nbytes + part.nbytes, last.at)
-            continue
-        at = (last.end if last is not None else 0) + part.offset % BLOCK
-        positions[part.file, part.offset] = at
-        spans.append(Span(part.file, part.offset, part.nbytes, at))
-    size = spans[-1].end if spans else 0
-    return tuple(spans), positions, size
+    end = 0
+    for file, run in itertools.groupby(((f, o, n) for f, o, n in parts if n), key=operator.itemgetter(0)):
+        runs: list[list[int]] = []
+        for _, offset, nbytes in run:
+            if runs and sum(runs[-1]) == offset:
+                runs[-1][1] += nbytes
+            else:
+                runs.append([offset, nbytes])
+        for offset, nbytes in runs:
+            spans.append(Span(file, offset, nbytes, end + offset % BLOCK))
+            end = spans[-1].end
+    return tuple(spans)

@@ -41,8 +41,12 @@ class Place:
         """Put a tensor there; as a parameter if parameters live there.
 
         It says that it requires a gradient, as a parameter of an ordinary model does, because torch.matmul folds its
-        operands differently if one does, and the last bits with them.
+        operands differently if one does, and the last bits with them. One that is a parameter already is a quantiser's
+        own kind, with its scales on it.
         """
+        if isinstance(tensor, nn.Parameter):
+            self.table[self.leaf] = tensor
+            return
         needs = tensor.is_floating_point() and tensor.dtype.itemsize > 1
         self.table[self.leaf] = nn.Parameter(tensor, requires_grad=needs) if self._is_parameter else tensor
 

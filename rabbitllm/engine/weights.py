@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from rabbitllm.engine import published
+from rabbitllm.engine.key_conversion import KeyRenaming, in_load_order
 from rabbitllm.errors import IncompleteSplitError
+from rabbitllm.formats.tensor_spec import torch_dtype
 from rabbitllm.layers.layer_store import StoredTensor
 
 if TYPE_CHECKING:
@@ -39,29 +43,40 @@ class Recipe:
         targets: every full name it makes.
         sources: (pattern, stored name), in the order in which the conversion wants them.
         converter: transformers' operation; None if the one source is the one target.
-        dtype: what each floating source is cast to before the conversion.
+        dtype: what each floating source is cast to before the conversion; None where it takes them as they are stored.
+        wraps: whether what the converter makes are the stored bytes themselves, with what belongs to them.
     """
 
     key: str
     targets: tuple[str, ...]
     sources: tuple[tuple[str, str], ...]
     converter: Any
-    dtype: torch.dtype
+    dtype: torch.dtype | None
+    wraps: bool = False
 
-    def make(self, model: PreTrainedModel, read: Callable[[str, torch.dtype], torch.Tensor]) -> dict[str, torch.Tensor]:
+    def make(
+        self, model: PreTrainedModel, read: Callable[[str, torch.dtype | None], torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """The targets' tensors.
 
         Args:
             model: the skeleton; some conversions look at its config.
-            read: stored name and dtype -> the checkpoint tensor, floating ones in that dtype.
+            read: stored name and dtype -> the checkpoint tensor, floating ones in that dtype, if one is asked for.
         """
         if self.converter is None:
             return {self.key: read(self.sources[0][1], self.dtype)}
-        operation = copy.deepcopy(self.converter)
+        operation = _fresh(self.converter)
         for pattern, name in self.sources:
             operation.add_tensor(self.key, name, pattern, lambda name=name: read(name, self.dtype))
         made = operation.convert(self.key, model=model, config=model.config)
         return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+
+
+def _fresh(converter: Any) -> Any:
+    """A conversion that has collected nothing; its operations, which hold nothing of what they convert, are shared."""
+    made = copy.copy(converter)
+    made.collected_tensors, made.layer_targets = defaultdict(list), defaultdict(set)
+    return made
 
 
 @dataclass(frozen=True)
@@ -85,19 +100,22 @@ class WeightMap:
         return self.recipes.get(target) or self.recipes.get(self.ties.get(target, ""))
 
 
-def map_weights(model: PreTrainedModel, stored: Mapping[str, StoredTensor], where: str) -> WeightMap:
+def map_weights(
+    model: PreTrainedModel, stored: Mapping[str, StoredTensor], where: str, quantiser: Any = None
+) -> WeightMap:
     """Match a split directory's tensors with a model's parameters.
 
     Args:
         model: the skeleton.
         stored: checkpoint name -> stored tensor.
         where: the folder, for messages.
+        quantiser: of weights that are published quantised, see `engine.published`.
 
     Raises:
         IncompleteSplitError: a parameter has no tensor, or one of another shape; all of them are named.
     """
     expected = model.state_dict()
-    recipes, unused = _recipes(model, stored, expected)
+    recipes, unused = _recipes(model, stored, expected, quantiser)
     ties = _ties(model, recipes)
     absent = frozenset(name for name in expected if name not in recipes and name not in ties)
     allowed = frozenset(name for name in absent if _matches(model._keys_to_ignore_on_load_missing, name))
@@ -113,31 +131,67 @@ def map_weights(model: PreTrainedModel, stored: Mapping[str, StoredTensor], wher
 
 
 def _recipes(
-    model: PreTrainedModel, stored: Mapping[str, StoredTensor], expected: Mapping[str, torch.Tensor]
+    model: PreTrainedModel,
+    stored: Mapping[str, StoredTensor],
+    expected: Mapping[str, torch.Tensor],
+    quantiser: Any,
 ) -> tuple[dict[str, Recipe], list[str]]:
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
 
-    mapping = get_model_conversion_mapping(model)
+    mapping = get_model_conversion_mapping(model, hf_quantizer=quantiser)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     groups: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
     unused = []
-    for name in sorted(stored, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, expected)
-        if target not in expected and name in expected:  # it was no name to rename, it may need the prefix
-            target, pattern = rename_source_key(name, [], [], model.base_model_prefix, expected)
+    renamed = KeyRenaming(renamings, converters, model.base_model_prefix, expected)
+    for name in in_load_order(stored):
+        target, pattern = renamed(name)
         if target not in expected:
             unused.append(name)
             continue
         converter = by_pattern[pattern] if pattern is not None else None
         groups.setdefault(target, (converter, []))[1].append((pattern or name, name))
     recipes: dict[str, Recipe] = {}
+    alike: dict[tuple[Any, ...], torch.Size] = {}
     for key, (converter, sources) in groups.items():
-        recipe = _checked(Recipe(key, (key,), tuple(sources), converter, expected[key].dtype), model, stored, expected)
+        recipe = _recipe(key, tuple(sources), converter, stored, expected, quantiser)
+        # layers convert alike, and trying it out on hundreds of experts takes long
+        shapes = tuple([(pattern, stored[name].shape, stored[name].parts[0].dtype) for pattern, name in recipe.sources])
+        kind = (id(converter), recipe.dtype, shapes)
+        tried = not published.is_opaque(recipe.converter) and alike.get(kind) == expected[key].shape
+        if recipe.converter is None or not tried:
+            recipe = _checked(recipe, model, stored, expected)
+            if recipe.targets == (key,):
+                alike[kind] = expected[key].shape
         recipes.update(dict.fromkeys(recipe.targets, recipe))
     return recipes, unused
+
+
+def _recipe(
+    key: str,
+    sources: tuple[tuple[str, str], ...],
+    converter: Any,
+    stored: Mapping[str, StoredTensor],
+    expected: Mapping[str, torch.Tensor],
+    quantiser: Any,
+) -> Recipe:
+    """A recipe before it is tried out.
+
+    A quantiser's own conversion is tried on every tensor of a name that it knows, and passes on as it is what has
+    nothing beside it: that is no conversion.
+    """
+    if not published.loads(converter, quantiser):
+        return Recipe(key, (key,), sources, converter, expected[key].dtype)
+    if len(sources) == 1 and sources[0][0] in quantiser.serialized_names:
+        alone = stored[sources[0][1]]
+        published.check_alone(expected[key], alone, key)
+        as_stored = not getattr(quantiser, "casts_plain", False)
+        dtype = torch_dtype(alone.parts[0].dtype) if as_stored else expected[key].dtype
+        return Recipe(key, (key,), sources, None, dtype)
+    needed, converter = published.needed(sources, quantiser), published.for_many_passes(converter)
+    return Recipe(key, (key,), needed, converter, None, published.wraps(converter))
 
 
 def _checked(
@@ -148,10 +202,11 @@ def _checked(
     Raises:
         IncompleteSplitError: it fails, or makes a tensor of another shape than the module has.
     """
-    import torch
-
+    if published.is_opaque(recipe.converter):
+        published.check_opaque(recipe.key, expected[recipe.key], recipe.sources, stored)
+        return recipe
     try:
-        made = recipe.make(model, lambda name, dtype: torch.empty(stored[name].shape, dtype=dtype, device="meta"))
+        made = recipe.make(model, lambda name, dtype: _weightless(stored[name], dtype))
     except Exception as error:  # whatever a conversion raises on tensors of unexpected number or shape
         raise IncompleteSplitError(
             f"the tensors for {recipe.key} ({', '.join(name for _, name in recipe.sources[:3])}, …) do not convert: "
@@ -164,7 +219,14 @@ def _checked(
                 f"the tensor for {name} has shape {tuple(tensor.shape)}; the model's config asks for {wanted}.",
                 "The config and the weights are of different models: check where each came from.",
             )
-    return Recipe(recipe.key, tuple(made), recipe.sources, recipe.converter, recipe.dtype)
+    return replace(recipe, targets=tuple(made))
+
+
+def _weightless(stored: StoredTensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A tensor without elements in memory; in its own dtype where none is asked for."""
+    import torch
+
+    return torch.empty(stored.shape, dtype=dtype or torch_dtype(stored.parts[0].dtype), device="meta")
 
 
 def _ties(model: PreTrainedModel, recipes: Mapping[str, Recipe]) -> dict[str, str]:

@@ -22,7 +22,11 @@ _X8 = 1 << 23
 
 def combine(first: int, second: int, second_bytes: int) -> int:
     """The CRC-32 of two runs of bytes, one after the other, from the CRC-32 of each and the length of the second."""
-    return _multiply(_shift(second_bytes), first) ^ second
+    if not first:
+        return second
+    lowest, low, high, highest = _shifted(second_bytes)
+    shifted = lowest[first & 255] ^ low[first >> 8 & 255] ^ high[first >> 16 & 255] ^ highest[first >> 24]
+    return shifted ^ second
 
 
 def combine_all(pieces: Iterable[tuple[int, int]]) -> int:
@@ -42,7 +46,24 @@ def crc32_of_file(path: Path) -> int:
     return total
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=256)
+def _shifted(nbytes: int) -> tuple[tuple[int, ...], ...]:
+    """What each value of each byte of a sum, the lowest first, becomes with so many bytes behind it.
+
+    Multiplying is linear, so a sum is the exclusive or of what becomes of its bytes. Layers of hundreds of experts have
+    thousands of runs of a few lengths.
+    """
+    power = _shift(nbytes)
+    tables = []
+    for byte in range(4):
+        table = [0]
+        for bit in range(8):
+            of_bit = _multiply(power, 1 << 8 * byte + bit)
+            table += [value ^ of_bit for value in table]
+        tables.append(tuple(table))
+    return tuple(tables)
+
+
 def _shift(nbytes: int) -> int:
     """x^(8 * nbytes) modulo the polynomial, by repeated squaring."""
     power, square = _ONE, _X8

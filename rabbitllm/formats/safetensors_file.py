@@ -10,6 +10,7 @@ does not start with `{`, an unknown field, a name that is no printable text.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import mmap
@@ -18,7 +19,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rabbitllm.collection import uncollected
 from rabbitllm.errors import CorruptShardError
@@ -157,28 +158,38 @@ def _no_minus_zero(text: str) -> int:
 def _spec(name: str, entry: object, data_start: int, file: str) -> TensorSpec:
     if len(name) > MAX_NAME:
         raise _corrupt(file, f"the name {name[:40]!r}... has {len(name):,} characters; at most {MAX_NAME:,} are read")
-    where = f"tensor {name!r}"
     if not name or not name.isprintable():
-        raise _corrupt(file, f"{where} has a name that is empty or not printable")
+        raise _unsound(file, name, "has a name that is empty or not printable")
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
-        raise _corrupt(file, f"{where} is described by {_short(entry)}; expected dtype, shape and data_offsets alone")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        raise _unsound(file, name, f"is described by {_short(entry)}; expected dtype, shape and data_offsets alone")
+    dtype, sizes, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise _corrupt(file, f"{where} has dtype {_short(dtype)}; known ones are {', '.join(DTYPES)}")
-    if not _naturals(shape) or len(shape) > MAX_DIMENSIONS:
-        raise _corrupt(file, f"{where} has shape {_short(shape)}; expected at most {MAX_DIMENSIONS} natural numbers")
-    if math.prod([size or 1 for size in shape]) >= _LIMIT:  # without elements too, torch could not count its strides
-        raise _corrupt(file, f"{where} has shape {_short(shape)}; no tensor is that large")
+        raise _unsound(file, name, f"has dtype {_short(dtype)}; known ones are {', '.join(DTYPES)}")
+    if not _naturals(sizes) or len(sizes) > MAX_DIMENSIONS:
+        raise _unsound(file, name, f"has shape {_short(sizes)}; expected at most {MAX_DIMENSIONS} natural numbers")
+    shape = tuple(sizes)
+    if not _is_countable(shape):
+        raise _unsound(file, name, f"has shape {_short(sizes)}; no tensor is that large")
     if not _naturals(offsets) or len(offsets) != 2 or offsets[1] < offsets[0]:
-        raise _corrupt(file, f"{where} has data_offsets {_short(offsets)}; expected [begin, end]")
+        raise _unsound(file, name, f"has data_offsets {_short(offsets)}; expected [begin, end]")
     nbytes = offsets[1] - offsets[0]
     try:
-        expected = byte_size(dtype, tuple(shape))
+        expected = byte_size(dtype, shape)
     except ValueError as error:
-        raise _corrupt(file, f"{where}: {error}") from None
+        raise _corrupt(file, f"tensor {name!r}: {error}") from None
     if nbytes != expected:
-        raise _corrupt(file, f"{where} spans {nbytes:,} bytes; {dtype} of shape {_short(shape)} needs {expected:,}")
-    return TensorSpec(name, dtype, tuple(shape), file, data_start + offsets[0], nbytes)
+        raise _unsound(file, name, f"spans {nbytes:,} bytes; {dtype} of shape {_short(sizes)} needs {expected:,}")
+    return TensorSpec(name, dtype, shape, file, data_start + offsets[0], nbytes)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_countable(shape: tuple[int, ...]) -> bool:
+    """Whether torch could count the elements, and, of a tensor without any, its strides."""
+    return math.prod([size or 1 for size in shape]) < _LIMIT
+
+
+def _unsound(file: str, name: str, what: str) -> CorruptShardError:
+    return _corrupt(file, f"tensor {name!r} {what}")
 
 
 def _is_text(value: str) -> bool:
@@ -207,8 +218,7 @@ def _corrupt(file: str, what: str) -> CorruptShardError:
     return CorruptShardError(f"{file} is not a sound safetensors file: {what}.", "Fetch or copy the file again.")
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(NamedTuple):
     """A tensor to be written: its name, dtype and shape. Its place follows from its turn."""
 
     name: str
@@ -227,17 +237,28 @@ def encode_header(tensors: Iterable[Placed]) -> tuple[bytes, tuple[int, ...]]:
     The header is padded with spaces, which the format allows, so that the data starts on a multiple
     of 4096 bytes.
     """
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    entries = ['{"__metadata__":{"format":"pt"}']
     begins, at = [], 0
-    for tensor in tensors:
+    for tensor in tensors:  # written out, since a layer of hundreds of experts has thousands
         begins.append(at)
         end = at + tensor.nbytes
-        entries[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (at, end)}
+        described = _described(tensor.dtype, tensor.shape)
+        entries.append(f'{_quoted(tensor.name)}:{{{described},"data_offsets":[{at},{end}]}}')
         at = end
-    raw = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    raw = (",".join(entries) + "}").encode()
     data_start = math.ceil((LENGTH_BYTES + len(raw)) / DATA_ALIGNMENT) * DATA_ALIGNMENT
     padded = raw.ljust(data_start - LENGTH_BYTES)
     return len(padded).to_bytes(LENGTH_BYTES, "little") + padded, tuple(data_start + begin for begin in begins)
+
+
+_quoted = json.encoder.encode_basestring
+"""A text as JSON, escaped no more than it has to be."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _described(dtype: str, shape: tuple[int, ...]) -> str:
+    """What a header says of a tensor beside its place."""
+    return f'"dtype":{_quoted(dtype)},"shape":[{",".join(map(str, shape))}]'
 
 
 class MappedFile:

@@ -1,6 +1,6 @@
 """What a tensor becomes under compression, how it gets there block by block, and the way back.
 
-The only module that names bitsandbytes. The stored keys are RabbitLLM 1.1's (and AirLLM's):
+The only module that quantises with bitsandbytes. The stored keys are RabbitLLM 1.1's (and AirLLM's):
 
 - 4bit: `<name>` uint8 ((n+1)//2, 1), `<name>.4bit.absmax` float32 (blocks of 64), `<name>.4bit.quant_map`
   float32 (16), `<name>.4bit.quant_state.bitsandbytes__nf4` (the JSON bytes of bitsandbytes' packed QuantState);
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm.errors import IncompleteSplitError, MissingPackageError, OptionError
 from rabbitllm.formats.safetensors_file import Placed
-from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
+from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, byte_size, torch_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -42,10 +42,11 @@ MIN_ELEMENTS = 4096
 MAX_ROUTER_ROWS = 1024
 """A matrix named `gate` with more rows is no router: no model has that many experts."""
 
+LONGEST_STATE = 4096
+"""Bytes of a QuantState's JSON; they have about 90."""
 INT8_SCALES = ".8bit.absmax"
 NF4_STATE = ".4bit.quant_state.bitsandbytes__nf4"
 _ROUTER = re.compile(r"(?:^|\.)(?:gate|router|shared_expert_gate)(?:\.|$)")
-_CONVOLUTION = re.compile(r"conv", re.IGNORECASE)
 _STATE_SPACE_DECAY = re.compile(r"(?:^|\.)A_log$")
 
 
@@ -63,6 +64,11 @@ class StoredForm:
     source: TensorSpec
     scheme: str | None
     parts: tuple[Placed, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all parts."""
+        return sum([byte_size(part.dtype, part.shape) for part in self.parts])
 
 
 def check_compression(compression: str | None) -> None:
@@ -102,11 +108,14 @@ def is_compressible(spec: TensorSpec) -> bool:
     Every floating tensor of two or more dimensions and at least 4,096 elements, embeddings and head included,
     except what is small and sensitive: expert routers, convolutions, and the decay of a state-space layer.
     """
-    if not DTYPES[spec.dtype].quantisable or len(spec.shape) < 2 or spec.elements < MIN_ELEMENTS:
+    if not _is_worth_it(spec.dtype, spec.shape) or "conv" in spec.name.lower() or _STATE_SPACE_DECAY.search(spec.name):
         return False
-    if len(spec.shape) > 3 or _CONVOLUTION.search(spec.name) or _STATE_SPACE_DECAY.search(spec.name):
-        return False
-    return not (_ROUTER.search(spec.name) and spec.shape[0] <= MAX_ROUTER_ROWS)
+    return spec.shape[0] > MAX_ROUTER_ROWS or not _ROUTER.search(spec.name)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_worth_it(dtype: str, shape: tuple[int, ...]) -> bool:
+    return DTYPES[dtype].quantisable and 2 <= len(shape) <= 3 and math.prod(shape) >= MIN_ELEMENTS
 
 
 def stored_form(spec: TensorSpec, compression: str | None) -> StoredForm:
@@ -118,18 +127,20 @@ def form_in(spec: TensorSpec, scheme: str | None) -> StoredForm:
     """A tensor as it is (None), or at "4bit" or "8bit", whether or not compression would touch it."""
     if scheme is None:
         return StoredForm(spec, None, (Placed(spec.name, spec.dtype, spec.shape),))
-    stored = zip(part_names(spec.name, scheme), _part_shapes(scheme, spec.dtype, spec.shape), strict=True)
-    return StoredForm(spec, scheme, tuple(Placed(name, dtype, shape) for name, (dtype, shape) in stored))
+    stored = zip(part_names(spec.name, scheme), *_part_shapes(scheme, spec.dtype, spec.shape), strict=True)
+    return StoredForm(spec, scheme, tuple([Placed(*part) for part in stored]))
 
 
 @functools.lru_cache(maxsize=1024)
-def _part_shapes(scheme: str, dtype: str, shape: tuple[int, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Dtype and shape of each stored part of such a tensor; experts have the same ones in their ten thousands."""
+def _part_shapes(
+    scheme: str, dtype: str, shape: tuple[int, ...]
+) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
+    """Dtypes and shapes of the stored parts of such a tensor; experts have the same ones in their ten thousands."""
     n = math.prod(shape)
     if scheme == "4bit":
-        state = ("U8", (len(_nf4_state(dtype, shape)),))
-        return ("U8", ((n + 1) // 2, 1)), ("F32", (math.ceil(n / NF4_BLOCK),)), ("F32", (16,)), state
-    return ("U8", shape), ("F32", (math.ceil(n / INT8_BLOCK),)), ("F32", (256,))
+        shapes = ((n + 1) // 2, 1), (math.ceil(n / NF4_BLOCK),), (16,), (len(_nf4_state(dtype, shape)),)
+        return ("U8", "F32", "F32", "U8"), shapes
+    return ("U8", "F32", "F32"), (shape, (math.ceil(n / INT8_BLOCK),), (256,))
 
 
 def constants(form: StoredForm) -> Mapping[str, bytes]:
@@ -237,10 +248,10 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 def schemes(keys: Iterable[str]) -> dict[str, str | None]:
     """Which tensors a layer file with these stored keys holds, and how: tensor name -> None, "4bit" or "8bit"."""
     found: dict[str, str | None] = dict.fromkeys(keys)
-    for key in tuple(found):
-        for scheme, mark in (("4bit", NF4_STATE), ("8bit", INT8_SCALES)):
+    for scheme, mark in (("4bit", NF4_STATE), ("8bit", INT8_SCALES)):
+        for key in [key for key in found if key.endswith(mark)]:
             name = key.removesuffix(mark)
-            if name != key and name in found:
+            if name in found:
                 found[name] = scheme
     for name, how in tuple(found.items()):
         for part in part_names(name, how)[1:]:
@@ -289,18 +300,10 @@ def read_state(name: str, scheme: str, parts: Mapping[str, TensorSpec], state: b
     for part in part_names(name, scheme):
         if part not in parts:
             raise IncompleteSplitError(f"tensor {name!r} is stored at {scheme} without its part {part!r}.")
-    payload = parts[name]
-    if scheme == "8bit":
-        found = Quantised(scheme, payload.shape, None)
-        expected_payload, table = payload.elements, (f"{name}.8bit.code", 256)
-    else:
-        found = _parse_nf4_state(name, state)
-        expected_payload, table = (math.prod(found.shape) + 1) // 2, (f"{name}.4bit.quant_map", 16)
-    blocks = math.ceil(math.prod(found.shape) / BLOCKS[scheme])
-    wanted = ((name, "U8", expected_payload), (f"{name}.{scheme}.absmax", "F32", blocks), (table[0], "F32", table[1]))
-    for part, dtype, elements in wanted:
+    found = Quantised(scheme, parts[name].shape, None) if scheme == "8bit" else _parse_nf4_state(name, state)
+    for part, (dtype, elements) in zip(part_names(name, scheme), _part_sizes(scheme, found.shape), strict=False):
         spec = parts[part]
-        if (spec.dtype, spec.elements) != (dtype, elements):
+        if spec.dtype != dtype or spec.elements != elements:
             raise IncompleteSplitError(
                 f"the part {part!r} has {spec.elements:,} elements of {spec.dtype}; a {scheme} tensor of shape "
                 f"{found.shape} needs {elements:,} of {dtype}."
@@ -308,7 +311,27 @@ def read_state(name: str, scheme: str, parts: Mapping[str, TensorSpec], state: b
     return found
 
 
+@functools.lru_cache(maxsize=1024)
+def _part_sizes(scheme: str, shape: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
+    """Dtype and elements of the parts that kernels are given, for a tensor of this shape."""
+    n = math.prod(shape)
+    payload, table = ((n + 1) // 2, 16) if scheme == "4bit" else (n, 256)
+    return ("U8", payload), ("F32", math.ceil(n / BLOCKS[scheme])), ("F32", table)
+
+
 def _parse_nf4_state(name: str, raw: bytes) -> Quantised:
+    found = _nf4_form(raw) if len(raw) <= LONGEST_STATE else None
+    if found is None:
+        raise IncompleteSplitError(
+            f"the quantisation state of {name!r} is {raw[:120]!r}; expected the JSON of an unnested nf4 state of "
+            f"blocks of {NF4_BLOCK}."
+        )
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _nf4_form(raw: bytes) -> Quantised | None:
+    """What the JSON of a QuantState says; None where it is none of ours. Experts have the same in their thousands."""
     try:
         state = json.loads(raw)
         shape = tuple(state["shape"])
@@ -321,12 +344,7 @@ def _parse_nf4_state(name: str, raw: bytes) -> Quantised:
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         sound = False
-    if not sound:
-        raise IncompleteSplitError(
-            f"the quantisation state of {name!r} is {raw[:120]!r}; expected the JSON of an unnested nf4 state of "
-            f"blocks of {NF4_BLOCK}."
-        )
-    return Quantised("4bit", shape, state["dtype"])
+    return Quantised("4bit", shape, state["dtype"]) if sound else None
 
 
 def dequantise(

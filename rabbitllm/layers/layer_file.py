@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from urllib.parse import quote
 
 from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import InvalidIndexError
-from rabbitllm.formats.safetensors_file import encode_header
+from rabbitllm.formats.safetensors_file import Placed, encode_header
 from rabbitllm.layers.compression import StoredForm
 from rabbitllm.layers.order import FORMAT_VERSION, in_order
 from rabbitllm.layers.pieces import Joined, forms_in_scratch, scratch_places
@@ -37,9 +36,8 @@ class LayerLayout:
     Attributes:
         layer: its id and stem.
         forms: its tensors as they are stored, and the pieces of those that are cut.
-        packed_header: the file's leading bytes, compressed: of a layer with hundreds of experts they are a megabyte,
-            and are wanted once.
-        header_bytes: their length, a multiple of 4096, where the data starts.
+        parts: what the file holds, in its order.
+        header_bytes: length of its leading bytes, a multiple of 4096, where the data starts.
         places: stored key -> absolute offset, bytes; of a piece that goes straight into the file, too.
         size: of the whole file, bytes.
         shard_bytes: shard -> what its tensors take in the file, or in the scratch file.
@@ -51,7 +49,7 @@ class LayerLayout:
 
     layer: LayerName
     forms: tuple[StoredForm, ...]
-    packed_header: bytes
+    parts: tuple[Placed, ...]
     header_bytes: int
     places: Mapping[str, int]
     size: int
@@ -63,8 +61,8 @@ class LayerLayout:
 
     @property
     def header(self) -> bytes:
-        """The file's leading bytes."""
-        return zlib.decompress(self.packed_header)
+        """The file's leading bytes; of a layer with hundreds of experts a megabyte, so made when they are wanted."""
+        return encode_header(self.parts)[0]
 
     @property
     def file_name(self) -> str:
@@ -105,8 +103,9 @@ def lay_out(
     whole = tuple(forms)
     stored = (*whole, *(piece for one in joined for piece in one.pieces))
     ordered = in_order((part for form in (*whole, *(one.whole for one in joined)) for part in form.parts), version)
-    twice = next((name for name, times in Counter(part.name for part in ordered).items() if times > 1), None)
-    if twice is not None:
+    names = Counter(part.name for part in ordered)
+    if len(names) < len(ordered):
+        twice = next(name for name, times in names.items() if times > 1)
         raise InvalidIndexError(
             f"Two tensors of layer {layer.id} would be stored as {twice!r}: its weights seem to be compressed already.",
             "Leave compression out.",
@@ -114,10 +113,10 @@ def lay_out(
     header, offsets = encode_header(ordered)
     end = offsets[-1] + ordered[-1].nbytes if ordered else len(header)
     places = {part.name: offset for part, offset in zip(ordered, offsets, strict=True)}
-    shard_bytes: Counter[str] = Counter()
+    shard_bytes: dict[str, int] = {}
     for form in stored:
-        shard_bytes[form.source.file] += sum(part.nbytes for part in form.parts)
-    layout = LayerLayout(layer, stored, zlib.compress(header, 1), len(header), places, end, shard_bytes)
+        shard_bytes[form.source.file] = shard_bytes.get(form.source.file, 0) + form.nbytes
+    layout = LayerLayout(layer, stored, tuple(ordered), len(header), places, end, shard_bytes)
     return _with_pieces(layout, joined) if joined else layout
 
 

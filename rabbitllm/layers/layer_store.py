@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from rabbitllm import durable
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.json_file import read_json
+from rabbitllm.collection import uncollected
 from rabbitllm.errors import (
     CorruptShardError,
     IncompleteSplitError,
@@ -238,6 +239,7 @@ class LayerStore:
         tensors: checkpoint name -> where it lies.
     """
 
+    @uncollected()
     def __init__(self, folder: Path) -> None:
         """
         Raises:

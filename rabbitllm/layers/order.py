@@ -9,13 +9,14 @@ or their codes, or their scales, are one matrix without a copy. Pure, and the sa
 from __future__ import annotations
 
 import functools
+import operator
 import re
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from rabbitllm.checkpoints.index import natural_key
 from rabbitllm.durable import DIRECT_ALIGNMENT
 from rabbitllm.formats.safetensors_file import Placed
+from rabbitllm.formats.tensor_spec import byte_size
 
 TENSOR_ALIGNMENT = 64
 """A kernel may give other last bits on weights aligned to less than 16 bytes; 64 is a cache line."""
@@ -27,6 +28,8 @@ split that was begun or is repaired keeps its own."""
 
 _BLOCKS, _LINES, _REST = range(3)
 """Ranks: whole blocks, multiples of 64 bytes, the rest."""
+_DATA, _OTHERS, _CONSTANTS = range(3)
+"""Within each rank: what experts are read for, all that is of no expert, tables and sizes of experts."""
 _EXPERT = re.compile(r"(?P<block>(?:.*?\.)?experts)\.(?:expert_)?(?P<number>[0-9]+)\.(?P<rest>.+)")
 _PROJECTIONS = {"gate_proj": 0, "w1": 0, "fc1": 0, "up_proj": 1, "w3": 1, "fc3": 1, "down_proj": 2, "w2": 2, "fc2": 2}
 """The order in which transformers' conversion_mapping.py fuses them; where there is no gate, it fuses nothing."""
@@ -35,17 +38,6 @@ _CONSTANT = re.compile(r"(?:^|\.)(?:quant_map|nested_quant_map|code|quant_state\
 """Tables and sizes that do not depend on the weights: an expert is read without them."""
 
 _Key = tuple[object, ...]
-
-
-class _Expert(NamedTuple):
-    """Which expert a part is of."""
-
-    block: str
-    number: str
-
-    @property
-    def key(self) -> _Key:
-        return _block_key(self.block), int(self.number), self.number
 
 
 def in_order(parts: Iterable[Placed], version: int = FORMAT_VERSION) -> list[Placed]:
@@ -60,46 +52,44 @@ def in_order(parts: Iterable[Placed], version: int = FORMAT_VERSION) -> list[Pla
         version: the format version of the file.
     """
     if version == BY_NAME:
-        return sorted(parts, key=lambda part: (_rank(part.nbytes), natural_key(part.name)))
-    found = [(part, _rank(part.nbytes), *_within_expert(part.name)) for part in parts]
-    ranks: dict[_Expert, int] = {}
-    for _, rank, expert, place in found:
-        if expert is not None and place is not None and rank > ranks.get(expert, _BLOCKS) and rank != _REST:
-            ranks[expert] = rank
-    keys: dict[str, _Key] = {}
-    for part, rank, expert, place in found:
-        if expert is None:
-            keys[part.name] = (rank, 1, natural_key(part.name))
-        elif place is None:
-            keys[part.name] = (rank, 2, *expert.key, natural_key(part.name))
-        else:
-            together = rank if rank == _REST else ranks.get(expert, _BLOCKS)
-            keys[part.name] = (together, 0, *expert.key, place, part.name)
-    return sorted((part for part, *_ in found), key=lambda part: keys[part.name])
+        return sorted(parts, key=lambda part: (_rank(part.dtype, part.shape), natural_key(part.name)))
+    keyed: list[tuple[_Key, Placed]] = []
+    experts: dict[tuple[str, str], list[tuple[int, _Key, Placed]]] = {}
+    for part in parts:
+        rank = _rank(part.dtype, part.shape)
+        match = _EXPERT.fullmatch(part.name)
+        if match is None:
+            keyed.append(((rank, _OTHERS, natural_key(part.name)), part))
+            continue
+        block, number, rest = match.groups()
+        experts.setdefault((block, number), []).append((rank, _place(rest), part))
+    for (block, number), members in experts.items():
+        expert = (_block_key(block), int(number), number)
+        together = max((rank for rank, place, _ in members if place[0] == _DATA and rank != _REST), default=_BLOCKS)
+        for rank, (which, *place), part in members:
+            own = together if which == _DATA and rank != _REST else rank
+            keyed.append(((own, which, *expert, *place, part.name), part))
+    keyed.sort(key=_first)
+    return [part for _, part in keyed]
 
 
-def _rank(nbytes: int) -> int:
+_first = operator.itemgetter(0)
+
+
+@functools.lru_cache(maxsize=1024)
+def _rank(dtype: str, shape: tuple[int, ...]) -> int:
+    nbytes = byte_size(dtype, shape)
     if nbytes % DIRECT_ALIGNMENT == 0:
         return _BLOCKS
     return _LINES if nbytes % TENSOR_ALIGNMENT == 0 else _REST
 
 
-def _within_expert(name: str) -> tuple[_Expert | None, _Key | None]:
-    """The expert that a part is of, if it is of one; and its place in that expert, unless it is a constant."""
-    match = _EXPERT.fullmatch(name)
-    if match is None:
-        return None, None
-    return _Expert(match["block"], match["number"]), _place(match["rest"])
-
-
 @functools.lru_cache(maxsize=1024)
-def _place(rest: str) -> _Key | None:
+def _place(rest: str) -> _Key:
     """Where in an expert a part lies, by what its name has after the expert's number; experts have the same ones."""
     projection, _, leaf = rest.partition(".")
-    if _CONSTANT.search(leaf):
-        return None
     turn = (_PROJECTIONS.get(projection, len(_PROJECTIONS)), natural_key(projection))
-    return leaf not in _MATRICES, natural_key(leaf), turn
+    return _CONSTANTS if _CONSTANT.search(leaf) else _DATA, leaf not in _MATRICES, natural_key(leaf), turn
 
 
 @functools.lru_cache(maxsize=1024)

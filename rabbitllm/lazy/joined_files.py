@@ -5,7 +5,6 @@ They are copies, in memory of their own. Knows how pieces make a whole, and noth
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,7 +49,7 @@ class JoinedFiles:
             return torch.cat(parts, cut.dim) if cut is not None else parts[0].clone()
 
     def _part(self, piece: TensorSpec) -> torch.Tensor:
-        plain = dataclasses.replace(piece, shape=piece.sizes, view=None, piece=None)
+        plain = piece._replace(shape=piece.sizes, view=None, piece=None)
         return self._files[piece.file].tensor(plain).reshape(piece.shape)
 
     def fill(self, spec: TensorSpec, buffer: memoryview) -> bool:

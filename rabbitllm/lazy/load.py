@@ -6,7 +6,6 @@ checkpoint; knows no tensors' bytes.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -168,7 +167,7 @@ def _open_meta(folder: Path, mapped: bool) -> LazyCheckpoint:
     places: dict[str, tuple[TensorSpec, ShardFile | JoinedFiles]] = {}
     for name, (first, *_) in pieces.items():
         plain = first.piece is None and first.view is None
-        described = dataclasses.replace(first, strides=None, view=None) if first.piece is None else first.whole
+        described = first._replace(strides=None, view=None) if first.piece is None else first.whole
         places[name] = (first, files[first.file]) if plain else (described, joined)
     return LazyCheckpoint(folder, files, places)
 

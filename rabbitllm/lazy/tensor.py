@@ -19,7 +19,6 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -192,8 +191,7 @@ class LazyTensor(torch.Tensor):
         else:
             return None
         count, row_bytes = max(0, end - begin), spec.nbytes // rows
-        part = replace(
-            spec,
+        part = spec._replace(
             shape=(count, *spec.shape[1:]),
             offset=spec.offset + begin * row_bytes,
             nbytes=count * row_bytes,

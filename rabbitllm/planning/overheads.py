@@ -22,6 +22,7 @@ from rabbitllm.engine.devices import Device
 from rabbitllm.engine.load import Blueprint
 from rabbitllm.engine.unit_source import Job, PartReader, UnitSource, typed
 from rabbitllm.formats.tensor_spec import TensorSpec
+from rabbitllm.planning.bitsandbytes_products import made_up_state
 from rabbitllm.planning.generation import PROMPT_TOKENS
 
 FEW_LAYERS, MORE_LAYERS = 1, 7
@@ -197,6 +198,7 @@ def _made_up(source: UnitSource, device: Device) -> PartReader:
         buffer.fill_(0)  # what has not been written to is read at no cost
 
     def read(spec: TensorSpec) -> torch.Tensor:
-        return typed(buffer[: spec.nbytes], spec)
+        said = made_up_state(spec.name)
+        return said.to(device.torch_device) if said is not None else typed(buffer[: spec.nbytes], spec)
 
     return read

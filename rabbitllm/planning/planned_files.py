@@ -5,10 +5,12 @@ So that what a model will take can be told by the code that later loads it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+from rabbitllm.collection import uncollected
 from rabbitllm.formats.safetensors_file import MappedFile
-from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec
+from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, byte_size
 from rabbitllm.layers.compression import Quantised, StoredForm, stored_form
 from rabbitllm.layers.layer_file import LayerLayout
 from rabbitllm.layers.layer_store import StoredTensor
@@ -23,13 +25,14 @@ class PlannedFiles:
         tensors: checkpoint name -> where it will lie.
     """
 
+    @uncollected()
     def __init__(self, plan: SplitPlan, folder: Path) -> None:
         self.folder = folder
-        specs = {spec.name: spec for spec in plan.tensors}
         self.tensors: dict[str, StoredTensor] = {}
         for layout in plan.layouts.values():
-            for name in layout.tensors:
-                self.tensors[name] = _planned(stored_form(specs[name], plan.compression), layout)
+            file = layout.file_name
+            for form in _whole(layout, plan.compression):
+                self.tensors[form.source.name] = _planned(form, layout, file)
 
     def mapped(self, file: str) -> MappedFile:
         """There is none.
@@ -44,10 +47,24 @@ class PlannedFiles:
         return self.folder / file
 
 
-def _planned(form: StoredForm, layout: LayerLayout) -> StoredTensor:
+def _whole(layout: LayerLayout, compression: str | None) -> Iterator[StoredForm]:
+    """The tensors of a layer as its file holds them; those that are cut into pieces once."""
+    cut: set[str] = set()
+    for form in layout.forms:
+        if form.source.piece is None:
+            yield form
+        elif form.source.piece.of not in cut:
+            cut.add(form.source.piece.of)
+            yield stored_form(form.source.whole, compression)
+
+
+def _planned(form: StoredForm, layout: LayerLayout, file: str) -> StoredTensor:
+    places = layout.places
     parts = tuple(
-        TensorSpec(part.name, part.dtype, part.shape, layout.file_name, layout.places[part.name], part.nbytes)
-        for part in form.parts
+        [
+            TensorSpec(part.name, part.dtype, part.shape, file, places[part.name], byte_size(part.dtype, part.shape))
+            for part in form.parts
+        ]
     )
     if form.scheme is None:
         return StoredTensor(form.source.name, parts, None)

@@ -18,6 +18,7 @@ from rabbitllm.engine.devices import Device, aligned_host
 from rabbitllm.engine.packed_weight import PackedWeight
 from rabbitllm.layers.compression import BLOCKS, Quantised
 from rabbitllm.layers.packed_products import Matrix
+from rabbitllm.planning.bitsandbytes_products import is_form, matrix, nbytes_of
 
 SET_BYTES = 256 << 20
 """Of all matrices that are multiplied with in turn."""
@@ -108,7 +109,7 @@ def working_set(
     """Matrices of these shapes, in proportion to the bytes that a token needs of each.
 
     Args:
-        form: "4bit" or "8bit", multiplied from codes; else a torch dtype's name.
+        form: "4bit" or "8bit", multiplied from codes; a form of bitsandbytes' own; else a torch dtype's name.
         shapes: at least one.
         dtype: of the inputs.
         device: where.
@@ -131,6 +132,8 @@ def working_set(
 
 def _nbytes(form: str, rows: int, columns: int) -> int:
     """Of a matrix as it is stored, its scales among them."""
+    if is_form(form):
+        return nbytes_of(form, rows, columns)
     elements = rows * columns
     if form in BLOCKS:
         return elements // (2 if form == "4bit" else 1) + -(-elements // BLOCKS[form]) * 4
@@ -139,6 +142,8 @@ def _nbytes(form: str, rows: int, columns: int) -> int:
 
 
 def _weight(form: str, rows: int, columns: int, dtype: torch.dtype, memory: Memory) -> torch.Tensor:
+    if is_form(form):
+        return PackedWeight(matrix(form, rows, columns, lambda nbytes: _filled(memory, nbytes)), dtype)
     if form not in BLOCKS:
         plain: torch.dtype = getattr(torch, form)
         return _filled(memory, rows * columns * plain.itemsize).view(plain).view(rows, columns)

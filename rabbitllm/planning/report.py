@@ -90,7 +90,9 @@ def _of_anatomy(anatomy: Anatomy) -> Iterator[tuple[str, str]]:
     spread = f"{anatomy.layers_over_shards} in several shards (at most {anatomy.most_shards_of_a_layer})"
     yield "layers", f"{anatomy.layers:,}, {largest}" + (f"; {spread}" if anatomy.layers_over_shards else "")
     yield "embeddings", _HEADS[anatomy.tied_embeddings]
-    if anatomy.never_compressed:
+    if anatomy.quantised is not None:
+        yield "quantised", f"{anatomy.quantised}, as published; split and streamed so"
+    elif anatomy.never_compressed:
         yield "kept as is", f"{_groups(anatomy.never_compressed)}, at any compression"
     if anatomy.not_floating:
         yield "not floating", _groups(anatomy.not_floating)

@@ -15,6 +15,7 @@ from typing import Any
 from rabbitllm import prepare
 from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity
 from rabbitllm.checkpoints.json_file import read_json
+from rabbitllm.checkpoints.quantised import quantised_as
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.layers.layer_store import MANIFEST_NAME, Manifest, is_legacy, read_manifest
 from rabbitllm.options import SplitOptions
@@ -76,6 +77,11 @@ class Survey:
         except InvalidIndexError:
             return {}
 
+    @cached_property
+    def quantised(self) -> str | None:
+        """How the weights are quantised as they are published; None for plain ones."""
+        return quantised_as(self.config)
+
     @property
     def warnings(self) -> tuple[str, ...]:
         """What from_pretrained will not like, although a plan can be made."""
@@ -102,9 +108,10 @@ class Survey:
 
     @cached_property
     def plans(self) -> dict[str | None, SplitPlan]:
-        """What was or would be done at each compression, be there still a way to it or not."""
+        """What was or would be done at each compression that applies, be there still a way to it or not."""
         base = self.base
-        plans = {} if base is None else {c: recompressed(base, c) if c else base for c in self.folders}
+        applies = [c for c in self.folders if c is None or self.quantised is None]
+        plans = {} if base is None else {c: recompressed(base, c) if c else base for c in applies}
         return {**plans, **{c: self._with_places(earlier.plan) for c, earlier in self.journals.items()}}
 
     def _with_places(self, plan: SplitPlan) -> SplitPlan:
@@ -135,6 +142,8 @@ class Survey:
         """Why a split at this compression can be neither used, begun nor finished; None if nothing is in the way."""
         if compression in self.manifests:
             return self._other_split(compression, self.manifests[compression])
+        if compression is not None and self.quantised is not None:
+            return f"the weights are quantised already ({self.quantised})"
         earlier = self.journals.get(compression)
         if earlier is None or self.checkpoint is None:
             return self._gone

@@ -16,6 +16,7 @@ from rabbitllm.engine.load import Blueprint
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.unit_source import UnitSource
 from rabbitllm.engine.units import Place
+from rabbitllm.planning.bitsandbytes_products import form_of
 
 HOOKED = (Tier.PACKED, Tier.PINNED, Tier.STREAMED)
 """Tiers whose parameters are bound for each pass."""
@@ -27,7 +28,8 @@ class Product:
     """A matrix, or equal ones, that a pass multiplies with.
 
     Attributes:
-        form: what it is multiplied from: "4bit" and "8bit" are codes, anything else is a torch dtype's name.
+        form: what it is multiplied from: "4bit" and "8bit" are codes, "bitsandbytes …" those of a checkpoint that is
+            published so, anything else is a torch dtype's name.
         shape: (rows, columns).
         nbytes: in that form; of all of them.
         share: of the bytes that one token needs: below 1 for experts, of which a router picks a few.
@@ -128,9 +130,17 @@ def _products(source: UnitSource, picked: int | None) -> Iterable[Product]:
             assert stored.quantised is not None
             yield Product(stored.quantised.scheme, _matrix(place), stored.nbytes)
         for _, place in job.places:
-            if len(place.shape) >= 2:
+            if job.recipe.wraps and (form := form_of(_owner(source, place))) is not None:
+                yield Product(form, _matrix(place), sum(source.stored[name].nbytes for _, name in job.recipe.sources))
+            elif len(place.shape) >= 2:
                 nbytes = place.shape.numel() * place.dtype.itemsize
                 yield Product(str(place.dtype).removeprefix("torch."), _matrix(place), nbytes, _share(place, picked))
+
+
+def _owner(source: UnitSource, place: Place) -> nn.Module:
+    """The module that a place is in."""
+    inside = place.target.rpartition(".")[0].removeprefix(source.unit.name)
+    return source.unit.module.get_submodule(inside.removeprefix("."))
 
 
 def _matrix(place: Place) -> tuple[int, int]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rabbitllm.checkpoints.quantised import quantised_as
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec
 from rabbitllm.layers.compression import MAX_ROUTER_ROWS, MIN_ELEMENTS, is_compressible
 from rabbitllm.options import BIG_LAYER_BYTES
@@ -41,6 +41,7 @@ class Anatomy:
         not_floating: by dtype.
         empty, scalars: how many tensors have no element, and no dimension.
         layers_over_shards, most_shards_of_a_layer: how many layers lie in several shards, and the most that one does.
+        quantised: how the weights are quantised as they are published; None for plain ones.
     """
 
     total_bytes: int
@@ -58,6 +59,7 @@ class Anatomy:
     scalars: int
     layers_over_shards: int
     most_shards_of_a_layer: int
+    quantised: str | None = None
 
 
 def anatomy_of(plan: SplitPlan, config: Mapping[str, Any]) -> Anatomy:
@@ -82,6 +84,7 @@ def anatomy_of(plan: SplitPlan, config: Mapping[str, Any]) -> Anatomy:
         scalars=sum(spec.shape == () for spec in specs),
         layers_over_shards=sum(shards > 1 for shards in spread),
         most_shards_of_a_layer=max(spread, default=0),
+        quantised=quantised_as(config),
     )
 
 
@@ -100,7 +103,7 @@ def why_never_compressed(spec: TensorSpec) -> str | None:
         return f"under {MIN_ELEMENTS:,} elements"
     if len(spec.shape) > 3:
         return "more than 3 dimensions"
-    if is_compressible(dataclasses.replace(spec, shape=(MAX_ROUTER_ROWS + 1, MIN_ELEMENTS))):
+    if is_compressible(spec._replace(shape=(MAX_ROUTER_ROWS + 1, MIN_ELEMENTS))):
         return "expert router"  # the one rule that lets a tensor of that name pass if it has more rows
     return "convolution" if "conv" in spec.name.lower() else "state-space decay"
 

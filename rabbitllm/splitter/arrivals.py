@@ -46,9 +46,12 @@ class _Here:
     def __init__(self, checkpoint: Checkpoint, shard: str) -> None:
         self._checkpoint = checkpoint
         self._shard = shard
+        self._path: Path | None = None
 
-    def until(self, end: int) -> Path:
-        return self.whole()
+    def until(self, end: int) -> Path:  # asked for every few MB, and its place is checked whenever it is acquired
+        if self._path is None:
+            self._path = self.whole()
+        return self._path
 
     def whole(self) -> Path:
         return self._checkpoint.acquire(self._shard)

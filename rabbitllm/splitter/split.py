@@ -370,7 +370,7 @@ def _checksum(layout: LayerLayout, checksums: Mapping[str, tuple[int, ...]], fol
     for form in layout.fixed:
         for name, content in constants(form).items():
             parts[layout.places[name]] = (zlib.crc32(content), len(content))
-    pieces = [(zlib.crc32(layout.header), len(layout.header)), *(parts[at] for at in sorted(parts))]
+    pieces = [(zlib.crc32(layout.header), layout.header_bytes), *(parts[at] for at in sorted(parts))]
     return combine_all(pieces)
 
 

@@ -56,7 +56,7 @@ ROUTE_KEYS = {"name", "disk_bytes", "created_bytes", "cache_bytes", "lacking", "
 ANATOMY_KEYS = {
     *("total_bytes", "shards", "largest_shard_bytes", "layers", "largest_layer", "largest_layer_bytes", "tensors"),
     *("parameters", "tied_embeddings", "never_compressed", "not_floating", "empty", "scalars"),
-    *("layers_over_shards", "most_shards_of_a_layer"),
+    *("layers_over_shards", "most_shards_of_a_layer", "quantised"),
 }
 
 

@@ -119,6 +119,7 @@ def _cached_pages(path: Path) -> int:
 def test_what_fits_beside_the_rest_is_read_through_the_cache(tmp_path: Path) -> None:
     store = folder(tmp_path, 100_000)
     assert choose_way(store, [], 0) == THROUGH_THE_CACHE
+    assert choose_way(store, [], -5) == THROUGH_THE_CACHE  # nothing is read, and nothing to be tried
     assert choose_way(store, [span(0, 80_000)], 100_000) == THROUGH_THE_CACHE
     assert choose_way(store, [span(0, 80_001)], 100_000) != THROUGH_THE_CACHE
     assert choose_way(store, [span(0, 1)], -5) != THROUGH_THE_CACHE

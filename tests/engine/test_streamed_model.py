@@ -13,7 +13,7 @@ import transformers
 from rabbitllm.engine.streamed_model import StreamedModel
 from rabbitllm.errors import RabbitLLMError
 from tests.support.builders import build_checkpoint
-from tests.support.tiny_models import INPUT, load, split
+from tests.support.tiny_models import ALL, INPUT, load, split
 
 
 @pytest.fixture
@@ -37,6 +37,25 @@ def test_it_says_where_it_computes(model: Any) -> None:
     assert model.device == torch.device("cpu")
     assert model.hf_device_map == {"": "cpu"}
     assert model.dtype == torch.float32
+
+
+@pytest.mark.parametrize("budget", [ALL, 0])
+def test_nothing_is_compiled_whose_weights_come_and_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int
+) -> None:
+    """On a GPU `generate` compiles by itself where the cache is static; the settings ask for it on any device."""
+    model = load(split(build_checkpoint(tmp_path, "llama")), budget)
+    settings = transformers.CompileConfig(backend="eager")
+    settings._compile_all_devices = True
+    compiled = []
+
+    def compile_nothing(function: Any, **kwargs: Any) -> Any:
+        compiled.append(function)
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile_nothing)
+    model.generate(INPUT, max_new_tokens=3, do_sample=False, cache_implementation="static", compile_config=settings)
+    assert bool(compiled) == model.placement.is_resident == (budget == ALL)
 
 
 @pytest.mark.parametrize(

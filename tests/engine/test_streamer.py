@@ -15,7 +15,7 @@ import torch
 from rabbitllm.engine.placement import Tier
 from rabbitllm.profiler import READ
 from tests.support.builders import Reference, build_checkpoint, reference_logits
-from tests.support.tiny_models import ALL, INPUT, assert_same, bytes_when_made, load, run, split, tiers
+from tests.support.tiny_models import ALL, INPUT, assert_same, bytes_when_made, load, plain_model, run, split, tiers
 
 T = TypeVar("T")
 LAYERS = [f"model.layers.{i}" for i in range(3)]
@@ -82,6 +82,16 @@ def assert_nothing_is_bound(model: Any) -> None:
     for name, weight in weights.items():
         assert weight.isnan().all(), name
         assert weight.untyped_storage().nbytes() <= 4
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_what_a_caller_computes_in_changes_no_bit(checkpoint: Path, mode: Any) -> None:
+    """The last positions of a batch lie at strides, and how torch multiplies those depends on the weight's gradient."""
+    ids = torch.cat([INPUT, INPUT.flip(1), INPUT + 1, INPUT + 2])
+    plain, streamed = plain_model(checkpoint), load(split(checkpoint), 0)
+    with mode():
+        wanted = plain(ids, logits_to_keep=1).logits
+        assert torch.equal(streamed(ids, logits_to_keep=1).logits, wanted)
 
 
 def test_which_units_stream(model: Any) -> None:

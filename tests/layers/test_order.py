@@ -158,8 +158,9 @@ def test_tables_lie_behind_everything_of_their_size() -> None:
     ordered = names(in_order(parts))
     run = [f"experts.{n}.{w}.{leaf}" for n in (0, 1) for leaf in ("weight", "weight.4bit.absmax") for w in WS]
     assert ordered[: len(run)] == run
-    maps = [f"{name}.4bit.quant_map" for name in matrices]
-    states = [f"{name}.4bit.quant_state.bitsandbytes__nf4" for name in matrices]
+    fused = [f"experts.{number}.{which}.weight" for number in (0, 1) for which in WS]
+    maps = [f"{name}.4bit.quant_map" for name in fused]
+    states = [f"{name}.4bit.quant_state.bitsandbytes__nf4" for name in fused]
     others = ["z.weight", "z.weight.4bit.absmax", "z.weight.4bit.quant_map"]
     odd = ["odd", "z.weight.4bit.quant_state.bitsandbytes__nf4"]
     assert ordered[len(run) :] == [*others, *maps, *odd, *states]

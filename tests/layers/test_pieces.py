@@ -133,7 +133,7 @@ def test_the_whole_is_read_of_its_pieces(rows: int, columns: int, ranks: int, di
 
 
 def changed(specs: list[TensorSpec], number: int, **changes: object) -> list[TensorSpec]:
-    return [dataclasses.replace(s, **changes) if at == number else s for at, s in enumerate(specs)]  # type: ignore[arg-type]
+    return [s._replace(**changes) if at == number else s for at, s in enumerate(specs)]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch
 from rabbitllm.engine.devices import CpuDevice
 from rabbitllm.engine.packed_weight import PackedWeight
 from rabbitllm.planning import products
+from rabbitllm.planning.bitsandbytes_products import matrix, nbytes_of
 from rabbitllm.planning.products import working_set
 from tests.support.fake_gpu import FakeGpu, watched
 
@@ -69,3 +70,18 @@ def test_weights_that_stay_are_in_small_pages() -> None:
     for one, two in zip(made.weights, other.weights, strict=True):
         if one.shape[1] == 256:
             assert torch.equal(torch.nn.functional.linear(x, one), torch.nn.functional.linear(x, two))
+
+
+@pytest.mark.parametrize("form", ["bitsandbytes 8bit", "bitsandbytes 4bit in float32", "bitsandbytes 4bit in bfloat16"])
+def test_products_of_bitsandbytes_own_modules(form: str) -> None:
+    """The very modules that such a checkpoint computes with, around made-up codes."""
+    made = matrix(form, 64, 128, lambda nbytes: torch.full((nbytes,), 0x3C, dtype=torch.uint8))
+    found = made.linear(torch.ones(1, 3, 128, dtype=torch.bfloat16), None)
+    assert found.shape == (1, 3, 64)
+    # at 8bit a code is a 127th of the scale; at 4bit 3 and 12 are the codes, in turns
+    table = torch.tensor([-0.3949, 0.4407])
+    wanted = 128 * (0x3C / 127 if "8bit" in form else float(table.mean()))
+    assert torch.allclose(found.float(), torch.full((1, 3, 64), wanted), rtol=0.05)
+    chosen = working_set(form, {(64, 128): 1}, torch.bfloat16, CpuDevice(), 5 * nbytes_of(form, 64, 128))
+    assert chosen.nbytes == 5 * nbytes_of(form, 64, 128)
+    assert chosen.rate(1) > 0

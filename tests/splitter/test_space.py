@@ -156,7 +156,7 @@ def test_file_that_does_not_fit_names_the_stream_that_does(tmp_path: Path, free:
 
 
 def transposed(tensor: TensorSpec) -> TensorSpec:
-    return dataclasses.replace(tensor, strides=(1, tensor.shape[0]))
+    return tensor._replace(strides=(1, tensor.shape[0]))
 
 
 def test_shards_that_must_be_whole_are_never_streamed(tmp_path: Path, free: list[int]) -> None:

@@ -32,7 +32,7 @@ Assignment = Callable[[str], int] | Sequence[Sequence[str]]
 
 _SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
 _MERGES = "t h|th e|i n|e r|a n|an d|o n|r e|Ġ the|Ġ and|in g|o r|e d"
-_VOCABULARY_SIZE = len(_SPECIAL_TOKENS) + 256 + len(_MERGES.split("|"))
+VOCABULARY_SIZE = len(_SPECIAL_TOKENS) + 256 + len(_MERGES.split("|"))
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
@@ -40,7 +40,7 @@ _CHAT_TEMPLATE = (
 
 # Some matrices above 4096 elements and some below; every row a multiple of 16 bytes, in 16 bit too.
 _COMMON: Mapping[str, object] = {
-    "vocab_size": _VOCABULARY_SIZE,
+    "vocab_size": VOCABULARY_SIZE,
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 3,
@@ -178,7 +178,7 @@ class Reference:
 
 def build_checkpoint(
     folder: Path,
-    family: str,
+    family: str | Family,
     *,
     tied: bool = False,
     dtype: torch.dtype = torch.float32,
@@ -192,7 +192,8 @@ def build_checkpoint(
     One shard is one ``model.safetensors`` without an index; more are exactly so many files and an index. ``settings``
     override the family's configuration.
     """
-    model = _random_model(FAMILIES[family], tied, dtype, seed, settings)
+    chosen = FAMILIES[family] if isinstance(family, str) else family
+    model = _random_model(chosen, tied, dtype, seed, settings)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder, max_shard_size="1TB")
     if tokenizer:

@@ -227,6 +227,7 @@ def watched() -> Iterator[Operations]:
 
 _GET_DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 _TO = (torch.Tensor.to, torch.Tensor.cpu)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _MAKERS = (torch.tensor, torch.as_tensor)
 _TRANSFERS = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
 # in inference mode an operation that is made of others is not taken apart
@@ -236,6 +237,10 @@ _INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, tor
 
 class _DeviceOfTensors(TorchFunctionMode):
     """Tensors answer where they are, and can be fetched to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._answering: list[Any] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -254,6 +259,14 @@ class _DeviceOfTensors(TorchFunctionMode):
                 result = func(args[0].clone(), *args[1:], **given)
                 _ledger.put(result, where)
                 return result
+        own = next((kind for kind in types if "__torch_function__" in vars(kind) and kind not in _PLAIN), None)
+        if own is not None and func not in self._answering:  # a kind of tensor that may ask others where they are
+            self._answering.append(func)
+            try:
+                with self:
+                    return own.__torch_function__(func, types, args, given)
+            finally:
+                self._answering.pop()
         result = func(*args, **given)
         if func in _MAKERS and given.get("device") is not None and torch.device(given["device"]).index is not None:
             _ledger.put(result, torch.device(given["device"]))  # the operations below do not show its device

@@ -82,14 +82,23 @@ def assert_same(got: Reference, expected: Reference) -> None:
 
 
 def tiers(model: Any) -> dict[str, Tier]:
-    """Where each unit is."""
-    return {placed.unit: placed.tier for placed in model.placement.units}
+    """Where each unit is, and the experts of each module that has any."""
+    return {placed.unit: placed.tier for placed in (*model.placement.units, *model.placement.experts)}
 
 
 def bytes_when_made(model: Any) -> int:
-    """What all units take when every one of them is ready to use."""
+    """What all units take when every one of them is ready to use, and the slots that experts go through, but no
+    expert that is brought in by itself."""
+    by_themselves = tuple(placed.unit + "." for placed in model.placement.experts)
     places = [place for unit in find_units(model) for place in unit.places]
-    return sum(place.shape.numel() * place.dtype.itemsize for place in places)
+    made = sum(p.shape.numel() * p.dtype.itemsize for p in places if not p.target.startswith(by_themselves))
+    return made + (_transit_bytes(model) if by_themselves else 0)
+
+
+def _transit_bytes(model: Any) -> int:
+    """Of a pool that keeps nothing."""
+    pools = load(Path(model.name_or_path), 0).placement.pools
+    return sum(pool.nbytes for pool in pools)
 
 
 def is_compressed(name: str, tensor: torch.Tensor) -> bool:

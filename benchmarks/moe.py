@@ -1,0 +1,187 @@
+"""A mixture of experts on the CPU with less memory than it has: seconds and bytes a token, and how good the cache is.
+
+The checkpoint (`moe_checkpoint.py`, 6.6 GB in bfloat16) routes its texts the way trained models do: "flat" texts as was
+published of a model with 512 experts, "skewed" ones more pronouncedly. Requests take turns among 8 topics, batch 1,
+greedy; the first round warms the cache up, the second one is measured, without its prompts. Every process runs in a
+control group of its own, bounded, once everything is imported, to what it takes then and a share of the size of the
+weights in bfloat16; page cache counts too. Rows of others get two requests and few tokens, and no warm-up, since they
+read all experts for each token.
+
+Hits are counted by the engine; beside them stand what the optimum and LRU would have hit with as many slots, replayed
+(`expert_policies.py`) over what the routers chose in that very process.
+
+    sudo python -m benchmarks.moe [--turns 3] [--tokens 25] [--shares 25 50] [--only ROW ...] [--scale tiny]
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import bars, command_line, report
+from benchmarks.checkpoint import shards
+from benchmarks.control_group import control_group
+from benchmarks.decode import Runner
+from benchmarks.expert_policies import Clairvoyant, Recency, replay
+from benchmarks.expert_trace import Trace
+from benchmarks.measure import drop_cached
+from benchmarks.moe_checkpoint import HABITS, SCALES, TEXTS, make_moe_checkpoint, passage
+from benchmarks.moe_report import OURS, Case, MoeRun, bars_of, notes_on, tabulate
+from benchmarks.peers import THIS, Cap, PeerError, make_layer_files, run_worker
+from benchmarks.runs import run_all
+
+RUNNERS: Mapping[str, Runner] = {
+    "transformers": Runner(THIS, "transformers", "in memory"),
+    "transformers-disk": Runner(THIS, "transformers", "offloaded"),
+    "rabbitllm-2": Runner(THIS, "rabbitllm", options={"profiling_mode": True}),
+    "rabbitllm-2-4bit": Runner(THIS, "rabbitllm", options={"profiling_mode": True, "compression": "4bit"}),
+}
+UNCAPPED = ("transformers", *OURS)
+NEEDED_BYTES = {"full": 26 * 1000**3, "medium": 3 * 1000**3, "tiny": 300 * 1000**2}
+"""Checkpoint, layer files of both kinds, and what transformers writes to offload it."""
+PROMPT_TOKENS = {"full": 32, "medium": 32, "tiny": 6}
+TOPICS = TEXTS // len(HABITS)
+OTHERS_REQUESTS, OTHERS_TOKENS = 2, 4
+RUN_LIMIT_SECONDS = 600
+LEAST_ROOM_BYTES = 128 << 20
+"""Beside the idle process, whatever the share: less than this a model that is only tried out with cannot compute in."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What every row does."""
+
+    checkpoint: Path
+    weights: int
+    folder: Path
+    scale: str
+    tokens: int
+
+    def requests(self, case: Case) -> tuple[list[list[int]], int]:
+        """Passages, prompt and what is to come; and how many of them only warm up."""
+        length = PROMPT_TOKENS[self.scale] + self.made(case)
+        count = 2 * TOPICS if case.is_ours else OTHERS_REQUESTS
+        found = [passage(self.scale, case.habits, request, length) for request in range(count)]
+        return found, TOPICS if case.is_ours else 0
+
+    def made(self, case: Case) -> int:
+        """Tokens of each request."""
+        return self.tokens if case.is_ours else min(self.tokens, OTHERS_TOKENS)
+
+    def prepared(self, runner: str) -> Path:
+        """Where a runner's layer files are."""
+        return self.folder / f"layers-{RUNNERS[runner].options.get('compression', 'none')}"
+
+
+def prepare_files(runner: str, workload: Workload, work: Path) -> None:
+    """The layer files of this project's rows, unless they are there.
+
+    Raises:
+        PeerError: it failed.
+    """
+    place = workload.prepared(runner)
+    if runner in OURS and not place.exists():
+        compression = RUNNERS[runner].options.get("compression")
+        make_layer_files(THIS, "rabbitllm", workload.checkpoint, place, compression, work, f"moe-{runner}-files")
+
+
+def measure(run: MoeRun, case: Case, workload: Workload, work: Path) -> None:
+    """Carry out one row of one turn."""
+    chosen, (passages, warm_up) = RUNNERS[case.runner], workload.requests(case)
+    prompt, made = PROMPT_TOKENS[workload.scale], workload.made(case)
+    label = f"moe-{case.runner}-{case.habits}-{case.share}-{run.turn}"
+    trace, offload = workload.folder / f"{label}.npz", workload.folder / "offload"
+    job = {
+        "task": "requests",
+        "package": chosen.package,
+        "loader": chosen.loader,
+        "checkpoint": str(workload.checkpoint),
+        "options": {"layer_shards_saving_path": str(workload.prepared(case.runner)), **chosen.options},
+        "offload_folder": str(offload),
+        "prompts": [one[:prompt] for one in passages],
+        "tokens": made,
+        "warm_up": warm_up,
+        "trace": str(trace),
+    }
+    cold = [workload.checkpoint, workload.folder]
+    try:
+        if case.share is None:
+            outcome = run_worker(THIS, job, work, label, cold, limit_seconds=RUN_LIMIT_SECONDS)
+        else:
+            with control_group(f"rabbitllm-benchmark-{os.getpid()}") as group:
+                cap = Cap(group, max(workload.weights * case.share // 100, LEAST_ROOM_BYTES))
+                outcome = run_worker(THIS, job, work, label, cold, cap=cap, limit_seconds=RUN_LIMIT_SECONDS)
+    finally:
+        shutil.rmtree(offload, ignore_errors=True)
+    for name, value in outcome.answer.items():
+        setattr(run, name, value)
+    run.take_from(outcome)
+    run.follows = run.tokens == [one[prompt:] for one in passages]
+    if run.slots:
+        compare(run, Trace.load(trace), made, warm_up)
+
+
+def compare(run: MoeRun, trace: Trace, tokens: int, warm_up: int) -> None:
+    """What the optimum and LRU would have hit with as many slots, in the steps that the engine's hits are of."""
+    counted = [number % tokens > 0 and number // tokens >= warm_up for number in range(len(trace.ends))]
+    run.optimal_rate = replay(trace, run.slots, Clairvoyant(counted), counted=counted).rate
+    run.recent_rate = replay(trace, run.slots, Recency(), counted=counted).rate
+
+
+def cases_of(rows: Sequence[str], shares: Sequence[int], habits: Sequence[str]) -> list[Case]:
+    """This project's rows with all habits, those of others with the first, since they read all experts anyway."""
+    found = [Case(row, one, None) for row in UNCAPPED if row in rows for one in habits[: None if row in OURS else 1]]
+    for share in shares:
+        found += [Case(row, one, share) for row in rows for one in habits[: None if row in OURS else 1]]
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, print, write; not 0 if a row of this project failed."""
+    parser = command_line.parser(__doc__, 3, list(RUNNERS))
+    parser.add_argument("--tokens", type=int, default=25, help="of each request, at least 2 (default: %(default)s)")
+    parser.add_argument("--shares", type=int, nargs="+", default=[25, 50], help="of the weights, in percent")
+    parser.add_argument("--keep-files", action="store_true", help="layer files are left for the next run, and taken")
+    parser.add_argument("--habits", nargs="+", choices=list(HABITS), default=list(HABITS), help="of the texts")
+    options = parser.parse_args(arguments)
+    command_line.settle(options, "moe", NEEDED_BYTES)
+    command_line.check_tokens(options)
+    work = options.work_dir
+    checkpoint = make_moe_checkpoint(work, options.scale)
+    weights = sum(path.stat().st_size for path in shards(checkpoint))
+    workload = Workload(checkpoint, weights, work / f"moe-run-{options.scale}", options.scale, options.tokens)
+    if not options.keep_files:
+        shutil.rmtree(workload.folder, ignore_errors=True)
+    workload.folder.mkdir(exist_ok=True)
+    cases = cases_of(options.only, options.shares, options.habits)
+    unusable: dict[str, str] = {}
+    try:
+        for row in options.only:
+            try:
+                prepare_files(row, workload, work)
+            except PeerError as error:
+                unusable[row] = f"its files: {error}"
+        drop_cached(workload.folder)
+        machine = report.describe_machine(work)
+        named = {case.name: case for case in cases}
+        without = {case.name: unusable[case.runner] for case in cases if case.runner in unusable}
+        runs = run_all(
+            list(named), options.turns, MoeRun, lambda run: measure(run, named[run.row], workload, work), without
+        )
+    finally:
+        if not options.keep_files:
+            shutil.rmtree(workload.folder, ignore_errors=True)
+    experts = f"{SCALES[options.scale].num_experts} experts a layer, {weights / 1e9:.2f} GB"
+    title = f"A mixture of {experts}, with memory capped, on the CPU, {command_line.turns(options)}"
+    table = tabulate(runs, cases, options.turns, SCALES[options.scale].experts)
+    report.write(options.results, title, machine, table, notes_on(runs, cases), runs)
+    drawn = bars_of(runs, cases)
+    bars.draw(options.results.with_name(options.results.name + ".svg"), title, "seconds a token", drawn)
+    return int(any(run.error for run in runs if named[run.row].is_ours))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,343 @@
+"""Weights that are quantised as they are published, loaded by transformers' own quantisers a layer at a time.
+
+A quantiser of transformers changes the skeleton's modules before weights are loaded, and its rules of conversion make
+their parameters from the stored codes and scales. Both serve here as they are; only the loading is ours, so what is
+streamed is what the file holds. Where a quantiser has no kernels for a device it dequantises while it loads, and then a
+layer is dequantised each time it is used, by the same operation and with the same bits; nothing is written.
+
+Knows the methods that are tried out, and what of them has to be seen to beside transformers. Knows no files.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rabbitllm.checkpoints.quantised import BITSANDBYTES, method_of
+from rabbitllm.errors import IncompleteSplitError, MissingPackageError, UnknownArchitectureError
+from rabbitllm.formats.tensor_spec import torch_dtype
+from rabbitllm.layers.layer_store import StoredTensor
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from rabbitllm.engine.devices import Device
+
+logger = logging.getLogger(__name__)
+
+KEPT = (f"{BITSANDBYTES} 4bit", f"{BITSANDBYTES} 8bit")
+"""Methods whose modules compute with the stored bytes."""
+_COMPRESSED_TENSORS = "compressed-tensors"
+_INTEGERS = ("awq", "gptq")
+DEQUANTISED = ("fp8", "mxfp8", "mxfp4", _COMPRESSED_TENSORS, *_INTEGERS)
+"""Methods of which each layer is dequantised when it is used."""
+_WRAPPED = ("WrapAgain", "Bnb8bitDeserialize")
+"""Operations of transformers that make a parameter around the stored bytes, without copying them."""
+_OPAQUE = ("WrapAgain", "CompressedTensorsDequantize")
+"""Operations of transformers that read some of their tensors: what they make depends on more than shapes."""
+BY_MATRIX = frozenset({"QuickFp8", "QuickMxfp4", "CompressedTensorsDequantize", "Dequantise"})
+"""Operations that make each matrix of its own parts, so that one expert is made like all."""
+_STATE = ".quant_state.bitsandbytes__"
+_FETCH_AGAIN = "The checkpoint is incomplete: fetch it again, its config.json and every file that its index names."
+
+
+def settings_in(config: PretrainedConfig) -> Any:
+    """What a config says of its weights' quantisation, as a dict or transformers' own object; None for plain ones."""
+    for part in (config, config.get_text_config(decoder=True)):
+        found = getattr(part, "quantization_config", None)
+        if found:
+            return found
+    return None
+
+
+def check_method(folder: Path, config: PretrainedConfig) -> None:
+    """Refuse weights that would load without their scales, and answer nonsense.
+
+    Raises:
+        UnknownArchitectureError: they are quantised by a method that is not supported.
+    """
+    found = settings_in(config)
+    if found is None or (method := _method(found)) in (*KEPT, *DEQUANTISED):
+        return
+    raise UnknownArchitectureError(
+        f"The weights that belong to {folder} are quantised already ({method}), which is not supported; expected "
+        f"plain ones, or {', '.join(KEPT)}, {', '.join(DEQUANTISED[:-1])} or {DEQUANTISED[-1]}.",
+        "Name the model's checkpoint in one of these forms, or its unquantised one; compression='4bit' or '8bit' makes "
+        "that small.",
+    )
+
+
+def quantiser_for(folder: Path, config: PretrainedConfig, devices: Iterable[Device]) -> Any:
+    """transformers' quantiser for a checkpoint's weights, ready for these devices; None for plain weights.
+
+    The config gets its settings as transformers' own object, as `from_pretrained` would give it.
+
+    Raises:
+        MissingPackageError: the quantiser needs a package that is not installed.
+        UnknownArchitectureError: the settings are malformed.
+    """
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    from rabbitllm.engine.packed_integers import PackedIntegers
+
+    settings = settings_in(config)
+    if settings is None:
+        return None
+    method, names = _method(settings), [str(device.torch_device) for device in devices]
+    try:
+        config.quantization_config = AutoHfQuantizer.merge_quantization_configs(settings, None)
+        if method in _INTEGERS:
+            quantiser: Any = PackedIntegers(config.quantization_config, pre_quantized=True)
+        else:
+            quantiser = AutoHfQuantizer.from_config(config.quantization_config, pre_quantized=True)
+        if method in DEQUANTISED:
+            quantiser.quantization_config.dequantize = True
+        quantiser.validate_environment(device_map={"": names[0]}, weights_only=True)
+    except ImportError as error:
+        raise MissingPackageError(
+            f"The weights that belong to {folder} are quantised already ({method}), and transformers cannot load "
+            f"such ones here: {error}.",
+            "Install the package that it names, or name the model's unquantised checkpoint.",
+        ) from error
+    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+        raise UnknownArchitectureError(
+            f"The weights that belong to {folder} are quantised already ({method}), in a way that transformers does "
+            f"not take: {error}.",
+            "Fetch its config.json again, update transformers, or name the model's unquantised checkpoint.",
+        ) from error
+    return quantiser
+
+
+def say_how(quantiser: Any, folder: Path, dtype: torch.dtype, devices: Iterable[Device]) -> None:
+    """Say, once a model, that its layers are dequantised, where they are."""
+    if quantiser is not None and is_dequantised(quantiser):
+        where = ", ".join(device.name for device in devices)
+        logger.warning(
+            "The weights in %s are %s. On %s each layer is dequantised to %s when it is used; the files stay as they "
+            "are.",
+            folder,
+            _method(quantiser.quantization_config),
+            where,
+            str(dtype).removeprefix("torch."),
+        )
+
+
+def is_dequantised(quantiser: Any) -> bool:
+    """Whether its model computes with plain matrices."""
+    return bool(getattr(quantiser.quantization_config, "dequantize", False))
+
+
+def change_modules(model: PreTrainedModel, quantiser: Any, dtype: torch.dtype) -> None:
+    """Let a quantiser put its own modules into a skeleton. In training mode, as new modules are: call `eval` after."""
+    import torch
+
+    with torch.device("meta"):
+        quantiser.preprocess_model(
+            model=model, dtype=dtype, device_map={"": "cpu"}, checkpoint_files=[], use_kernels=False
+        )
+        if _method(quantiser.quantization_config) == _COMPRESSED_TENSORS:
+            _quantise_activations(model, quantiser)
+    for module in model.modules():
+        if type(module).__name__ == "Linear8bitLt":
+            _say_casts_once()
+            module.register_forward_hook(_give_back_8bit)
+        elif type(module).__name__ == "Linear4bit":
+            module.register_forward_hook(_give_back_4bit)
+
+
+def _quantise_activations(model: PreTrainedModel, quantiser: Any) -> None:
+    """Where a scheme rounds inputs or outputs too, let compressed-tensors' own modules do it, around plain weights."""
+    from compressed_tensors.quantization import QuantizationStatus, apply_quantization_config
+
+    config = quantiser.compressor.quantization_config
+    schemes = config.config_groups.values()
+    if config.kv_cache_scheme is None and not any(s.input_activations or s.output_activations for s in schemes):
+        return
+    before = {name for name, _ in model.named_parameters()}
+    apply_quantization_config(model, config, show_progress=False)
+    for name, _ in list(model.named_parameters()):
+        path, _, leaf = name.rpartition(".")
+        if name not in before and leaf.startswith("weight_"):
+            delattr(model.get_submodule(path), leaf)
+    for module in model.modules():
+        if hasattr(module, "quantization_status"):
+            module.quantization_status = QuantizationStatus.DECOMPRESSED
+
+
+@functools.cache
+def _say_casts_once() -> None:
+    """At 8bit bitsandbytes warns of the cast to float16 at every product of every token."""
+    said: set[str] = set()
+
+    def first_time(record: logging.LogRecord) -> bool:
+        known = record.getMessage() in said
+        said.add(record.getMessage())
+        return not known
+
+    logging.getLogger("bitsandbytes.autograd._functions").addFilter(first_time)
+
+
+def _give_back_8bit(module: Any, args: Any, output: Any) -> None:
+    """What a forward moved from the weight into the module's state goes back, and leaves together with the weight."""
+    state = module.state
+    if state.CB is not None and not state.has_fp16_weights:
+        module.weight.CB, module.weight.SCB = state.CB, state.SCB
+        state.reset_grads()
+        state.CB = state.SCB = None
+
+
+def _give_back_4bit(module: Any, args: Any, output: Any) -> None:
+    module.quant_state = None  # the weight has it too
+
+
+def finish(model: PreTrainedModel, quantiser: Any) -> None:
+    """Leave on the model what transformers' own loading leaves there."""
+    if quantiser is not None:
+        model.hf_quantizer = quantiser
+        quantiser.postprocess_model(model)
+
+
+def loads(converter: Any, quantiser: Any) -> bool:
+    """Whether a conversion is a quantiser's own, which gets its tensors in the dtype in which they are stored."""
+    if quantiser is None or converter is None:
+        return False
+    return any(getattr(operation, "hf_quantizer", None) for operation in converter.operations)
+
+
+def for_many_passes(converter: Any) -> Any:
+    """The same conversion, for one target that is made anew for each pass."""
+    from rabbitllm.engine.quick_dequantise import QuickFp8, QuickMxfp4
+    from rabbitllm.engine.wrapped_codes import WrapAgain
+
+    first, *others = converter.operations
+    kind = type(first).__name__
+    if kind == "Bnb4bitDeserialize":
+        first = WrapAgain(first)
+    elif kind == "Fp8Dequantize":
+        first = QuickFp8(first.hf_quantizer)
+    elif kind == "Mxfp4Dequantize":
+        first = QuickMxfp4(first.hf_quantizer)
+    made = copy.copy(converter)
+    made.operations = [first, *others]
+    return made
+
+
+def wraps(converter: Any) -> bool:
+    """Whether what a conversion makes are the stored bytes themselves."""
+    return converter is not None and any(type(operation).__name__ in _WRAPPED for operation in converter.operations)
+
+
+def check_alone(target: torch.Tensor, stored: StoredTensor, key: str) -> None:
+    """Refuse codes that came without their scales: a quantiser's conversion takes what comes alone for a plain tensor.
+
+    Raises:
+        IncompleteSplitError: the target is of another kind than what is stored.
+    """
+    found = torch_dtype(stored.parts[0].dtype)
+    if found.is_floating_point and found.itemsize > 1:
+        if target.dtype.is_floating_point:
+            return
+        problem = (
+            f"the tensor for {key} is plain {stored.parts[0].dtype}, where the model's config says it is quantised."
+        )
+    else:
+        problem = f"the tensor for {key} holds codes ({stored.parts[0].dtype}) and has no scales beside it."
+    raise IncompleteSplitError(problem, _FETCH_AGAIN)
+
+
+def needed(sources: tuple[tuple[str, str], ...], quantiser: Any) -> tuple[tuple[str, str], ...]:
+    """Sources of a quantiser's own conversion, without those that it can do without.
+
+    compressed-tensors stores the shape of each packed matrix, which for experts is known where whole codes fill an
+    int32; an expert would take a read for each of them.
+    """
+    if _method(quantiser.quantization_config) != _COMPRESSED_TENSORS or not any("*" in p for p, _ in sources):
+        return sources
+    from transformers.integrations.compressed_tensors import get_experts_scheme
+
+    bits = get_experts_scheme(quantiser.compressor.quantization_config).weights.num_bits
+    return sources if 32 % bits else tuple(s for s in sources if not s[0].endswith(".weight_shape"))
+
+
+def is_opaque(converter: Any) -> bool:
+    """Whether a conversion reads its tensors, so that it cannot be tried out without their bytes."""
+    return converter is not None and any(type(operation).__name__ in _OPAQUE for operation in converter.operations)
+
+
+def check_opaque(
+    key: str, expected: torch.Tensor, sources: Iterable[tuple[str, str]], stored: Mapping[str, StoredTensor]
+) -> None:
+    """Check of an opaque conversion what names and sizes tell.
+
+    Args:
+        key: what is made.
+        expected: the parameter as the module has it, on the meta device.
+        sources: (pattern, stored name), as `Recipe` has them.
+        stored: checkpoint name -> stored tensor.
+
+    Raises:
+        IncompleteSplitError: a part is missing, or the codes are not as many as the matrix has elements.
+    """
+    # what stands before the word "weight" tells projections of experts apart, what stands after it the parts
+    projections: dict[str, dict[str, list[StoredTensor]]] = {}
+    for pattern, name in sources:
+        projection, _, part = pattern.rpartition("weight")
+        projections.setdefault(projection, {}).setdefault(part, []).append(stored[name])
+    for projection, parts in projections.items():
+        is_4bit = any(part.startswith((".quant", ".absmax")) for part in parts)
+        missing = _missing_at_4bit(parts) if is_4bit else _missing_when_compressed(parts)
+        if missing:
+            raise IncompleteSplitError(
+                f"the tensors for {key} lack {', '.join(f'{projection}weight{part}' for part in missing)}.",
+                _FETCH_AGAIN,
+            )
+        experts = expected.shape[0] if projection else 1
+        counts = {len(found) for found in parts.values()}
+        if counts != {experts}:
+            raise IncompleteSplitError(
+                f"the tensors for {key} are of {' or '.join(map(str, sorted(counts)))} experts; the model's config "
+                f"asks for {experts}.",
+                _FETCH_AGAIN,
+            )
+        if not projection:
+            _check_size(key, expected, parts, is_4bit)
+
+
+def _missing_at_4bit(parts: Iterable[str]) -> list[str]:
+    found = set(parts)
+    missing = [part for part in ("", ".absmax", ".quant_map") if part not in found]
+    state = any(part.startswith(_STATE) for part in found)
+    return missing if state else [*missing, f"{_STATE}nf4"]
+
+
+def _missing_when_compressed(parts: Mapping[str, Sequence[StoredTensor]]) -> list[str]:
+    if "" not in parts and "_packed" not in parts:
+        return ["_packed"]
+    plain = "_packed" not in parts and torch_dtype(parts[""][0].parts[0].dtype).itemsize > 1
+    return [] if plain or "_scale" in parts else ["_scale"]
+
+
+def _check_size(key: str, expected: torch.Tensor, parts: Mapping[str, Sequence[StoredTensor]], is_4bit: bool) -> None:
+    """Compare what of the codes' size is certain: at 4bit their number, packed by compressed-tensors their rows."""
+    codes = parts[""][0] if "" in parts else parts["_packed"][0]
+    if is_4bit:
+        agrees = codes.nbytes == (expected.numel() + 1) // 2
+    elif "" in parts:
+        agrees = codes.shape == tuple(expected.shape)
+    else:
+        agrees = codes.shape[:1] == tuple(expected.shape[:1])
+    if not agrees:
+        raise IncompleteSplitError(
+            f"the codes for {key} have shape {codes.shape}; the model's config asks for {tuple(expected.shape)} "
+            "elements.",
+            "The config and the weights are of different models: check where each came from.",
+        )
+
+
+def _method(settings: Any) -> str:
+    return method_of(settings if isinstance(settings, Mapping) else settings.to_dict())

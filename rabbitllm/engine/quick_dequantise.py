@@ -1,0 +1,96 @@
+"""transformers' operations that dequantise FP8 and MXFP4, by compiled kernels where the codes are on the CPU.
+
+With the same bits, in a fraction of the time, and without tensors of float32 or of indices as large as the matrix.
+Anywhere else, and for what the kernels do not know, they are transformers' own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.integrations import mxfp4
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import Mxfp4Dequantize
+
+from rabbitllm.layers import published_kernels as kernels
+
+_BITS = {torch.bfloat16: np.uint16, torch.float16: np.uint16, torch.float32: np.uint32}
+_CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
+_CPU = torch.device("cpu")
+"""One without an index; whatever stands in for another device in a test has one."""
+
+
+class QuickFp8(Fp8Dequantize):  # type: ignore[misc]
+    """See `Fp8Dequantize`."""
+
+    def _dequantize_one(
+        self, quantized: torch.Tensor, scales: torch.Tensor, output_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        if not _suits(quantized, scales, output_dtype):
+            whole: torch.Tensor = super()._dequantize_one(quantized, scales, output_dtype)
+            return whole
+        assert output_dtype is not None
+        factors = torch.exp2(scales.float() - 127.0) if scales.dtype == torch.uint8 else scales.float()
+        codes = quantized.view(torch.uint8).numpy()
+        made = torch.empty(quantized.shape, dtype=output_dtype)
+        kernels.blocks(codes, _values(quantized.dtype), factors.numpy(), _bits(made), torch.get_num_threads())
+        return made
+
+
+class QuickMxfp4(Mxfp4Dequantize):  # type: ignore[misc]
+    """See `Mxfp4Dequantize`."""
+
+    def convert(
+        self, input_dict: Mapping[str, Any], model: Any = None, full_layer_name: str = "", **others: Any
+    ) -> dict[str, torch.Tensor]:
+        """Parts by pattern (`…_blocks`, `…_scales`) -> experts (E, in, out) under the parameter's name."""
+        parts = {pattern.rpartition("_")[2]: tensors for pattern, tensors in input_dict.items()}
+        blocks, scales = (tensors[0] if isinstance(tensors, list) else tensors for tensors in map(parts.get, _PARTS))
+        dtype = model.get_parameter_or_buffer(full_layer_name).dtype
+        if blocks is None or scales is None or blocks.device != _CPU or dtype not in _BITS or blocks.shape[-1] != 16:
+            return super().convert(  # type: ignore[no-any-return]
+                dict(input_dict), model=model, full_layer_name=full_layer_name, **others
+            )
+        experts, outputs, groups = scales.shape
+        made = torch.empty(experts, 32 * groups, outputs, dtype=dtype)
+        for codes, factors, out in zip(blocks.numpy(), scales.numpy(), _bits(made), strict=True):
+            kernels.nibbles(codes, factors, _table(dtype), out, torch.get_num_threads())
+        return {full_layer_name: made}
+
+
+_PARTS = ("blocks", "scales")
+
+
+def _suits(quantized: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype | None) -> bool:
+    if quantized.device != _CPU or quantized.dtype not in _CODES or dtype not in (torch.bfloat16, torch.float32):
+        return False
+    if quantized.dim() != 2 or scales.dim() != 2 or not quantized.is_contiguous() or not scales.numel():
+        return False
+    if scales.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.uint8):
+        return False
+    return not any(size % parts for size, parts in zip(quantized.shape, scales.shape, strict=True))
+
+
+def _bits(tensor: torch.Tensor) -> Any:
+    """A tensor's memory as unsigned integers of its own size."""
+    kind = _BITS[tensor.dtype]
+    return tensor.view(torch.int16 if kind is np.uint16 else torch.int32).numpy().view(kind)
+
+
+@functools.cache
+def _values(dtype: torch.dtype) -> Any:
+    """What each byte stands for, float32 (256,)."""
+    return torch.arange(256, dtype=torch.uint8).view(dtype).float().numpy()
+
+
+@functools.cache
+def _table(dtype: torch.dtype) -> Any:
+    """What each scale and code of MXFP4 stand for together, (256, 16), as transformers itself says."""
+    codes = torch.arange(16, dtype=torch.uint8).expand(1, 256, 1, 16)
+    scales = torch.arange(256, dtype=torch.uint8).view(1, 256, 1)
+    made = mxfp4.convert_moe_packed_tensors(codes.contiguous(), scales, dtype=dtype)  # (1, 32, 256)
+    return _bits(made[0, ::2].t().contiguous())

@@ -1,0 +1,138 @@
+"""The benchmark of a mixture of experts: what routing is like, that the texts are known by heart, and its figures."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks import moe, moe_report, routing, worker
+from benchmarks.control_group import control_group
+from benchmarks.expert_trace import Trace, joined, of_tokens, use_of
+from benchmarks.moe_checkpoint import HABITS, SCALES, make_moe_checkpoint, passage
+from benchmarks.moe_report import Case, MoeRun
+from benchmarks.published import ELEMENT_BYTES
+
+
+def groups_can_be_made() -> bool:
+    try:
+        with control_group(f"rabbitllm-test-{os.getpid()}") as group:
+            return (group.folder / group.limit_file).exists()
+    except SystemExit:
+        return False
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_moe_checkpoint(tmp_path_factory.mktemp("moe"), "tiny")
+
+
+def test_a_trace_is_what_it_was_once_it_is_read_again(tmp_path: Path) -> None:
+    ids = np.arange(24, dtype=np.uint16).reshape(4, 2, 3)
+    trace = joined([of_tokens(ids[:1], 30), Trace(ids[1:], np.array([3]), 30)])
+    trace.save(tmp_path / "trace.npz")
+    again = Trace.load(tmp_path / "trace.npz")
+    assert [one.tolist() for one in again.passes()] == [ids[:1].tolist(), ids[1:].tolist()]
+    assert (again.experts, again.layers, again.slots) == (30, 2, 60)
+
+
+def test_how_experts_are_used_is_measured() -> None:
+    ids = np.array([[0, 1], [1, 2], [0, 1]], np.uint16)[:, None]
+    use = use_of(of_tokens(ids, 8), [1 / 8, 2 / 8, 1.0])
+    assert use.touched == 3 / 8
+    assert use.hottest_share == 3 / 6
+    assert use.overlap == 0.5
+    assert use.reuse == pytest.approx({1 / 8: 1 / 6, 2 / 8: 1 / 6, 1.0: 3 / 6})
+
+
+def test_routing_is_like_what_was_published() -> None:
+    published = routing.PUBLISHED
+    text = routing.meanings(routing.FLAT, 0, published.tokens, 0)
+    use = use_of(routing.trace(routing.FLAT, [text], 2, 512, 10)[0], list(published.reuse))
+    assert use.reuse == pytest.approx(published.reuse, abs=0.06)
+    assert use.overlap == pytest.approx(routing.PUBLISHED_OVERLAP, abs=0.06)
+    assert use.hottest_share == pytest.approx(published.hottest_share, abs=0.08)
+
+
+def test_skewed_texts_use_fewer_experts() -> None:
+    uses = []
+    for habits in HABITS.values():
+        texts = [routing.meanings(habits, topic, 100, 0) for topic in (0, 1)]
+        uses.append(use_of(joined(routing.trace(habits, texts, 2, 128, 8)), [0.25]))
+    assert uses[1].hottest_share > 1.2 * uses[0].hottest_share
+    assert uses[1].reuse[0.25] > 1.1 * uses[0].reuse[0.25]
+
+
+def test_generation_goes_on_with_the_text_and_routing_is_noted(checkpoint: Path, tmp_path: Path) -> None:
+    scale = SCALES["tiny"]
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
+    routed = worker.Routed(model)
+    for habits in HABITS:
+        text = passage("tiny", habits, 1, 10)
+        made = model.generate(torch.tensor([text[:6]]), max_new_tokens=4, do_sample=False)
+        assert made[0].tolist() == text
+    routed.save(str(tmp_path / "trace.npz"))
+    trace = Trace.load(tmp_path / "trace.npz")
+    assert [len(one) for one in trace.passes()] == [6, *[1] * 3] * 2
+    assert (trace.layers, trace.experts) == (scale.num_hidden_layers, scale.num_experts)
+    assert all(len(set(ids.tolist())) == scale.num_experts_per_tok for ids in trace.ids.reshape(-1, trace.ids.shape[2]))
+    touched = [len(np.unique(trace.ids[:, layer])) for layer in range(trace.layers)]
+    assert min(touched) > scale.num_experts_per_tok
+
+
+def test_an_expert_is_as_large_as_is_said(checkpoint: Path) -> None:
+    scale = SCALES["tiny"]
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
+    experts = model.model.layers[0].mlp.experts
+    assert sum(p[0].numel() for p in experts.parameters()) * ELEMENT_BYTES == scale.expert_bytes
+
+
+def test_passages_take_turns_among_texts_and_stay_in_them() -> None:
+    each, tokens = SCALES["tiny"].text_tokens, 10
+    found = [passage("tiny", "flat", request, tokens) for request in range(3 * moe.TOPICS)]
+    assert [one[0] // each for one in found] == list(range(moe.TOPICS)) * 3
+    assert all(one[0] // each == one[-1] // each for one in found)
+    assert len({one[0] for one in found}) == len(found)
+    assert passage("tiny", "skewed", 0, tokens)[0] // each == moe.TOPICS
+
+
+def test_hits_are_set_beside_those_of_the_optimum_and_of_lru() -> None:
+    # a prompt of two tokens and two steps, three times; the first request only warms up
+    prompt, steps = [[[0], [1]]], [[[2]], [[0]]]
+    passes = (prompt[0], *steps) * 3
+    ids = np.array([token for one in passes for token in one], np.uint16)[:, None]
+    trace = Trace(ids, np.cumsum([len(one) for one in passes]), 3)
+    run = MoeRun("row", 0, hits=2, missed=2, slots=2)
+    moe.compare(run, trace, tokens=3, warm_up=1)
+    assert run.hit_rate == 0.5
+    assert run.optimal_rate == 1.0  # it keeps 0 and 2, and lets the prompt's 1 pass through
+    assert run.recent_rate == 0.0  # 0, 1, 2, and 0 again, in a cache of two
+    assert moe_report.of_optimum([run], Case("row", "flat", 25)) == []
+    run.row = Case("rabbitllm-2", "flat", 25).name
+    run.step_bytes, run.missed_bytes = [110, 110], 200
+    assert moe_report.of_optimum([run], Case("rabbitllm-2", "flat", 25)) == [0.5]
+    assert moe_report.of_missed([run], Case("rabbitllm-2", "flat", 25)) == [1.1]
+
+
+def test_rows_of_others_get_the_first_texts_only() -> None:
+    rows = [case.name for case in moe.cases_of(list(moe.RUNNERS), [25], list(HABITS))]
+    assert "transformers-disk, flat, 25 %" in rows
+    assert "transformers-disk, skewed, 25 %" not in rows
+    assert "transformers-disk, flat, no cap" not in rows
+    assert {f"rabbitllm-2, {habits}, {cap}" for habits in HABITS for cap in ("no cap", "25 %")} <= set(rows)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not groups_can_be_made(), reason="no control group with a memory limit can be made")
+def test_this_project_under_a_cap_at_tiny_scale(tmp_path: Path) -> None:
+    rows = ["rabbitllm-2", "rabbitllm-2-4bit"]
+    given = ["--scale", "tiny", "--turns", "1", "--tokens", "4", "--shares", "50", "--habits", "flat"]
+    assert moe.main([*given, "--work-dir", str(tmp_path), "--results", str(tmp_path / "r"), "--only", *rows]) == 0
+    text = (tmp_path / "r.md").read_text()
+    assert all(f"| {row}, flat, {cap} | 1/1 |" in text for row in rows for cap in ("no cap", "50 %"))
+    assert (tmp_path / "r.svg").read_text().startswith("<?xml")
+    assert not (tmp_path / "moe-run-tiny").exists()

@@ -1,0 +1,27 @@
+"""How a config says that its weights are quantised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rabbitllm.checkpoints.quantised import quantised_as
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ({"text_config": {"quantization_config": {"quant_method": "mxfp4"}}}, "mxfp4"),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "bitsandbytes 4bit"),
+        ({"quantization_config": {"load_in_8bit": True}}, "bitsandbytes 8bit"),
+        ({"quantization_config": {"bits": 3}}, "by an unnamed method"),
+        ({"quantization_config": None, "text_config": None}, None),
+        ({"quantization_config": {}}, None),
+        ({"quantization_config": "fp8"}, None),
+        ({}, None),
+    ],
+)
+def test_what_a_config_says(config: dict[str, Any], said: str | None) -> None:
+    assert quantised_as(config) == said

@@ -1,0 +1,96 @@
+"""Llama 4's layers by routed expert, beside transformers' own forward of the same module."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
+from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+
+from rabbitllm.engine.llama4_experts import routed_forward
+from tests.support.builders import build_checkpoint
+from tests.support.hybrid_families import HYBRIDS
+from tests.support.long_generation import assert_same_trail, continued, prompts
+from tests.support.tiny_models import plain_model
+
+EXPERTS = 8
+
+
+def layer(top_k: int, dtype: torch.dtype, seed: int = 0, **settings: int) -> Any:
+    """A mixture of random experts."""
+    sizes = {"hidden_size": 96, "intermediate_size": 160, "num_local_experts": EXPERTS, **settings}
+    config: Any = Llama4TextConfig(num_experts_per_tok=top_k, num_attention_heads=4, num_key_value_heads=2, **sizes)
+    made = Llama4TextMoe(config).to(dtype).eval()
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.2)
+    return made
+
+
+def inputs(tokens: int, dtype: torch.dtype, hidden: int = 96, seed: int = 1) -> torch.Tensor:
+    return torch.randn(1, tokens, hidden, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def routed(moe: Any, given: torch.Tensor) -> set[int]:
+    """The experts that some token goes to, by the router's logits."""
+    chosen = moe.router(given.reshape(-1, moe.hidden_dim))[1].topk(moe.top_k, dim=1).indices
+    return set(chosen.flatten().tolist())
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("tokens", [0, 1, 2, 33])
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bits_of_transformers(dtype: torch.dtype, top_k: int, tokens: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    moe, given = layer(top_k, dtype), inputs(tokens, dtype)
+    with torch.no_grad():
+        expected, logits = moe(given)
+        found, found_logits = routed_forward(moe, given)
+    assert found.dtype == dtype
+    assert torch.equal(found, expected)
+    assert torch.equal(found_logits, logits)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize(("hidden", "intermediate"), [(500, 300), (640, 256)])
+def test_a_token_alone_is_rounded_as_in_the_batch_of_all_experts(threads: int, hidden: int, intermediate: int) -> None:
+    """One matrix by itself would be spread over the threads, which shows at these sizes."""
+    torch.set_num_threads(threads)
+    moe = layer(1, torch.float32, hidden_size=hidden, intermediate_size=intermediate)
+    for seed in range(2):
+        given = inputs(1, torch.float32, hidden, seed)
+        with torch.no_grad():
+            assert torch.equal(routed_forward(moe, given)[0], moe(given)[0])
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_experts_without_a_token_are_not_touched(top_k: int, tokens: int) -> None:
+    moe, given = layer(top_k, torch.float32), inputs(tokens, torch.float32)
+    with torch.no_grad():
+        expected = moe(given)[0]
+        others = sorted(set(range(EXPERTS)) - routed(moe, given))
+        assert others
+        moe.experts.gate_up_proj[others] = torch.nan
+        moe.experts.down_proj[others] = torch.nan
+        assert moe(given)[0].isnan().all()
+        assert torch.equal(routed_forward(moe, given)[0], expected)
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_whole_models_generate_the_same(tmp_path: Path, dtype: torch.dtype, top_k: int) -> None:
+    folder = build_checkpoint(tmp_path / "model", HYBRIDS["llama4"], dtype=dtype, num_experts_per_tok=top_k)
+    model = plain_model(folder, dtype=dtype)
+    expected = continued(model, prompts(), 12)
+    found = [module for module in model.modules() if isinstance(module, Llama4TextMoe)]
+    assert found
+    for module in found:
+        module.forward = partial(routed_forward, module)
+    assert_same_trail(continued(model, prompts(), 12), expected)

@@ -1,0 +1,314 @@
+"""Checkpoints that are published quantised: kept as they are, and bit for bit what transformers computes with them."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import rabbitllm
+from rabbitllm import AutoModel
+from rabbitllm.engine.placement import Tier
+from rabbitllm.errors import IncompleteSplitError, MissingPackageError, OptionError
+from rabbitllm.layers.layer_store import LayerStore
+from tests.engine.test_fake_gpu import run_on
+from tests.support import quantised, splitting
+from tests.support.builders import SINGLE_NAME, read_tensors, reference_logits
+from tests.support.fake_gpu import FakeGpu
+from tests.support.tiny_models import INPUT, assert_same, load, run, split, tiers
+
+Build = Callable[[Path], Path]
+
+PUBLISHED: dict[str, Build] = {
+    "fp8-llama": lambda folder: quantised.build_fp8(folder, "llama", shards=3),
+    "fp8-qwen3_moe": lambda folder: quantised.build_fp8(folder, "qwen3_moe", shards=3, tied=True),
+    "fp8-deepseek_v3": lambda folder: quantised.build_fp8(folder, "deepseek_v3", shards=3),
+    "mxfp8-qwen2": lambda folder: quantised.build_mxfp8(folder, "qwen2", shards=3),
+    "mxfp4-gpt_oss": lambda folder: quantised.build_mxfp4(folder, shards=3),
+    "4bit-llama-nf4-nested": lambda folder: quantised.build_bitsandbytes(
+        folder, "llama", 4, shards=3, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    ),
+    "4bit-qwen3_moe-fp4": lambda folder: quantised.build_bitsandbytes(folder, "qwen3_moe", 4, shards=3),
+    "4bit-qwen3-bfloat16-storage": lambda folder: quantised.build_bitsandbytes(
+        folder,
+        "qwen3",
+        4,
+        shards=3,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_quant_storage=torch.bfloat16,
+    ),
+    "4bit-gpt2": lambda folder: quantised.build_bitsandbytes(folder, "gpt2", 4, shards=2),
+    "8bit-llama": lambda folder: quantised.build_bitsandbytes(folder, "llama", 8, shards=3),
+    "8bit-qwen2-float16": lambda folder: quantised.build_bitsandbytes(
+        folder, "qwen2", 8, shards=2, dtype=torch.float16, llm_int8_threshold=0.0
+    ),
+}
+COMPRESSED = {
+    f"{scheme}-{family}": lambda folder, family=family, scheme=scheme: quantised.build_compressed_tensors(
+        folder, family, scheme, shards=3
+    )
+    for scheme, family in (
+        ("W4A16", "llama"),
+        ("W4A16", "qwen3_moe"),
+        ("W8A16", "qwen3"),
+        ("W8A8", "llama"),
+        ("FP8-dynamic", "llama"),
+        ("FP8-static", "qwen2"),
+    )
+}
+"""Of a package that need not be installed."""
+SHORT = ("fp8-qwen3_moe", "mxfp4-gpt_oss", "4bit-llama-nf4-nested", "8bit-llama")
+"""One of each; the others take the same ways."""
+MODELS = [pytest.param(PUBLISHED[n], id=n, marks=() if n in SHORT else pytest.mark.long) for n in PUBLISHED]
+FEW = [pytest.param(PUBLISHED[name], id=name) for name in SHORT]
+
+
+def expected_of(folder: Path) -> Any:
+    return reference_logits(folder, INPUT, "auto")  # type: ignore[arg-type]
+
+
+def take_out(folder: Path, *gone: str, **other: torch.Tensor) -> None:
+    """Rewrite a checkpoint of one shard without some tensors, or with others in their place."""
+    tensors = {name: tensor for name, tensor in read_tensors(folder).items() if not name.endswith(gone or ("-",))}
+    save_file(tensors | other, folder / SINGLE_NAME, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("build", MODELS)
+def test_what_transformers_computes(tmp_path: Path, build: Build) -> None:
+    folder = build(tmp_path / "model")
+    expected = expected_of(folder)
+    unsplit = AutoModel.from_pretrained(
+        folder, split=False, device="cpu", max_memory={"cpu": 0}, show_layer_progress=False
+    )
+    assert_same(run(unsplit), expected)
+    assert not list(folder.glob("splitted*"))
+
+    directory = split(folder)
+    resident = load(directory)
+    assert resident.placement.is_resident
+    assert_same(run(resident), expected)
+    streamed = load(directory, 0)
+    assert Tier.STREAMED in tiers(streamed).values()
+    assert_same(run(streamed), expected)
+    half = load(directory, sum(placed.stored for placed in resident.placement.units) // 2)
+    assert_same(run(half), expected)
+
+
+@pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed")
+@pytest.mark.parametrize("build", [pytest.param(build, id=name) for name, build in COMPRESSED.items()])
+def test_what_transformers_computes_with_compressed_tensors(tmp_path: Path, build: Build) -> None:
+    """It decompresses in its first pass, and rounds activations where the scheme says so."""
+    folder = build(tmp_path / "model")
+    directory = split(folder)
+    expected = expected_of(folder)
+    assert_same(run(load(directory)), expected)
+    assert_same(run(load(directory, 0)), expected)
+
+
+@pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed")
+@pytest.mark.parametrize(
+    ("gone", "said"),
+    [
+        ("layers.1.mlp.up_proj.weight_scale", "lack weight_scale"),
+        ("layers.1.mlp.experts.2.up_proj.weight_scale", "are of 3 or 4 experts"),
+    ],
+)
+def test_packed_codes_without_a_part(tmp_path: Path, gone: str, said: str) -> None:
+    family = "qwen3_moe" if "experts" in gone else "llama"
+    folder = quantised.build_compressed_tensors(tmp_path / "model", family, "W4A16")
+    take_out(folder, gone)
+    with pytest.raises(IncompleteSplitError, match=said):
+        load(split(folder))
+
+
+@pytest.mark.parametrize("build", FEW)
+def test_what_is_split_is_what_is_published(tmp_path: Path, build: Build) -> None:
+    """Every tensor in its own dtype, a layer's codes and scales in one file; the same bytes on either route."""
+    folder, other = build(tmp_path / "model"), build(tmp_path / "other")
+    published = read_tensors(folder)
+    directory = splitting.split(folder, sequential=False)
+    store = LayerStore(directory)
+    assert store.tensors.keys() == published.keys()
+    for name, tensor in published.items():
+        (part,) = store.tensors[name].parts
+        found = store.mapped(part.file).tensor(part)
+        assert found.dtype == tensor.dtype
+        assert torch.equal(found.flatten().view(torch.uint8), tensor.flatten().view(torch.uint8))
+    layers = {name: ".".join(name.split(".")[:3]) for name in published if ".layers." in name}
+    assert all(store.tensors[name].parts[0].file == f"{layer}.safetensors" for name, layer in layers.items())
+    in_order = splitting.split(other, sequential=True)
+    assert not list(other.glob("*.safetensors"))
+    assert splitting.layer_files(in_order) == splitting.layer_files(directory)
+
+
+@pytest.mark.parametrize("build", FEW)
+def test_on_a_device_of_its_own_memory(tmp_path: Path, build: Build) -> None:
+    folder = build(tmp_path / "model")
+    expected = expected_of(folder)
+    assert_same(run_on([FakeGpu(0), FakeGpu(1)], split(folder), 40_000), expected)
+
+
+@pytest.mark.parametrize("name", ["4bit-llama-nf4-nested", "8bit-llama"])
+def test_codes_that_stay_are_used_where_they_lie(tmp_path: Path, name: str) -> None:
+    folder = PUBLISHED[name](tmp_path / "model")
+    model = load(split(folder))
+    store = LayerStore(split(folder))
+    projection = model.model.layers[1].mlp.up_proj
+    stored = store.tensors["model.layers.1.mlp.up_proj.weight"]
+    run(model)
+    assert type(projection).__name__ in ("Linear4bit", "Linear8bitLt")
+    assert projection.weight.data.nbytes == stored.nbytes
+    assert sum(placed.stored for placed in model.placement.units) == sum(t.nbytes for t in store.tensors.values())
+
+
+@pytest.mark.parametrize("name", ["4bit-llama-nf4-nested", "8bit-llama"])
+def test_codes_that_are_streamed_leave_nothing(tmp_path: Path, name: str) -> None:
+    """bitsandbytes' modules keep the scales, and at 8bit the codes, of the last forward in a state of their own."""
+    model = load(split(PUBLISHED[name](tmp_path / "model")), 0)
+    run(model)
+    for module in model.model.layers[1].modules():
+        if type(module).__name__ in ("Linear4bit", "Linear8bitLt"):
+            held = [value for value in gc.get_referents(module.__dict__) if isinstance(value, torch.Tensor)]
+            state = getattr(module, "state", None)
+            assert not held
+            assert getattr(module, "quant_state", None) is None
+            assert state is None or (state.CB is None and state.SCB is None)
+
+
+def test_a_layer_is_said_to_be_dequantised_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = quantised.build_fp8(tmp_path / "model", "llama")
+    directory = split(folder)
+    with caplog.at_level(logging.WARNING, "rabbitllm"):
+        model = load(directory, 0)
+        run(model)
+    said = [record.message for record in caplog.records if "dequantised" in record.message]
+    assert said == [
+        f"The weights in {directory} are fp8. On cpu each layer is dequantised to bfloat16 when it is used; the files "
+        "stay as they are."
+    ]
+    assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    assert not hasattr(model.config, "quantization_config")  # as transformers leaves a model that it dequantised
+
+
+def test_a_model_of_bitsandbytes_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = quantised.build_bitsandbytes(tmp_path / "model", "llama", 4)
+    with caplog.at_level(logging.WARNING, "rabbitllm"):
+        model = load(split(folder))
+    assert "dequantised" not in caplog.text
+    assert model.is_loaded_in_4bit
+    assert model.is_quantized
+    assert model.config.quantization_config.load_in_4bit
+
+
+@pytest.mark.parametrize("compression", ["4bit", "8bit"])
+@pytest.mark.parametrize("sequential", [True, False])
+def test_they_are_not_quantised_once_more(tmp_path: Path, compression: str, sequential: bool) -> None:
+    folder = quantised.build_fp8(tmp_path / "model", "llama", shards=2)
+    before = splitting.contents(folder)
+    with pytest.raises(OptionError) as refused:
+        AutoModel.from_pretrained(folder, device="cpu", compression=compression, sequential_shard_processing=sequential)
+    assert "are quantised already (fp8)" in refused.value.problem
+    assert f"compression={compression!r}" in refused.value.problem
+    assert "Leave compression out" in refused.value.remedy
+    assert splitting.contents(folder) == before
+
+
+def test_codes_without_scales(tmp_path: Path) -> None:
+    folder = quantised.build_fp8(tmp_path / "model", "llama")
+    take_out(folder, "layers.1.mlp.up_proj.weight_scale_inv")
+    with pytest.raises(IncompleteSplitError) as refused:
+        load(split(folder))
+    assert "model.layers.1.mlp.up_proj.weight holds codes (F8_E4M3) and has no scales" in refused.value.problem
+    assert "fetch it again" in refused.value.remedy
+
+
+def test_an_expert_s_codes_without_scales(tmp_path: Path) -> None:
+    folder = quantised.build_fp8(tmp_path / "model", "qwen3_moe")
+    take_out(folder, "layers.1.mlp.experts.2.down_proj.weight_scale_inv")
+    with pytest.raises(IncompleteSplitError, match=r"model.layers.1.mlp.experts.down_proj"):
+        load(split(folder))
+
+
+def test_scales_without_codes(tmp_path: Path) -> None:
+    folder = quantised.build_mxfp4(tmp_path / "model")
+    take_out(folder, "layers.1.mlp.experts.down_proj_blocks")
+    with pytest.raises(IncompleteSplitError, match=r"model.layers.1.mlp.experts.down_proj"):
+        load(split(folder))
+
+
+@pytest.mark.parametrize("gone", ["absmax", "quant_map", "quant_state.bitsandbytes__nf4"])
+def test_codes_of_bitsandbytes_without_a_part(tmp_path: Path, gone: str) -> None:
+    folder = quantised.build_bitsandbytes(tmp_path / "model", "llama", 4, bnb_4bit_quant_type="nf4")
+    take_out(folder, f"layers.1.mlp.up_proj.weight.{gone}")
+    with pytest.raises(IncompleteSplitError, match=rf"model.layers.1.mlp.up_proj.weight lack weight\.{gone}"):
+        load(split(folder))
+
+
+def test_plain_weights_where_the_config_says_codes(tmp_path: Path) -> None:
+    folder = quantised.build_bitsandbytes(tmp_path / "model", "llama", 4)
+    name = "model.layers.1.mlp.up_proj.weight"
+    take_out(folder, name, *(f"{name}.{part}" for part in ("absmax", "quant_map", "quant_state.bitsandbytes__fp4")))
+    take_out(folder, **{name: torch.zeros(128, 64, dtype=torch.bfloat16)})
+    with pytest.raises(IncompleteSplitError, match="is plain BF16, where the model's config says it is quantised"):
+        load(split(folder))
+
+
+def test_codes_of_another_size(tmp_path: Path) -> None:
+    folder = quantised.build_bitsandbytes(tmp_path / "model", "llama", 4)
+    take_out(folder, **{"model.layers.1.mlp.up_proj.weight": torch.zeros(96, 1, dtype=torch.uint8)})
+    with pytest.raises(
+        IncompleteSplitError, match=r"up_proj.weight have shape \(96, 1\); the model's config asks for \(128, 64\)"
+    ):
+        load(split(folder))
+
+
+@pytest.mark.skipif(find_spec("compressed_tensors") is not None, reason="it is installed")
+def test_a_package_that_is_missing_is_named(tmp_path: Path) -> None:
+    folder = quantised.build_compressed_tensors(tmp_path / "model", "llama", "W4A16", packed=False)
+    before = splitting.contents(folder)
+    with pytest.raises(MissingPackageError) as refused:
+        AutoModel.from_pretrained(folder, device="cpu")
+    assert "(compressed-tensors)" in refused.value.problem
+    assert "pip install compressed-tensors" in refused.value.problem
+    assert splitting.contents(folder) == before
+
+
+@pytest.mark.parametrize("build", FEW)
+def test_a_plan_says_what_they_are(tmp_path: Path, build: Build) -> None:
+    folder = build(tmp_path / "model")
+    made = rabbitllm.plan(folder, device="cpu", max_memory={"cpu": 0})
+    assert made.anatomy is not None
+    method = made.anatomy.quantised
+    assert method is not None
+    as_it_is, *others = made.outlooks
+    assert as_it_is.obstacle is None
+    assert any(route.fits for route in as_it_is.routes)
+    assert [outlook.obstacle for outlook in others] == [f"the weights are quantised already ({method})"] * 2
+    first, *rest = made.generations
+    assert first.obstacle is None
+    assert first.token_seconds is not None
+    assert [found.obstacle for found in rest] == [outlook.obstacle for outlook in others]
+    loaded = load(split(folder), 0)
+    assert sum(held.stored_bytes for held in first.placed) == sum(p.stored for p in loaded.placement.units)
+    assert first.read_bytes == loaded.placement.streamed_bytes
+
+
+@pytest.mark.parametrize("name", ["fp8-qwen3_moe", "mxfp4-gpt_oss"])
+def test_experts_come_by_routing(tmp_path: Path, name: str) -> None:
+    """An expert is made of its own codes and scales; those that no token is routed to are not read."""
+    model = load(split(PUBLISHED[name](tmp_path / "model")), 0, profiling=True)
+    run(model)
+    assert {placed.tier for placed in model.placement.experts} == {Tier.ROUTED}
+    (pool,) = model.streamer.pools.values()
+    for source in pool.sources:
+        stored = [leaf.parts for leaf in source.leaves.values()]
+        assert source.expert_bytes == sum(part.nbytes for parts in stored for part in parts)
+        assert source.expert_bytes < source.ready_bytes // source.experts

@@ -1,0 +1,108 @@
+"""The kernels' bits are those of transformers' own operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import Mxfp4Dequantize
+
+from rabbitllm.engine.quick_dequantise import QuickFp8, QuickMxfp4
+from rabbitllm.layers import published_kernels
+
+
+@pytest.fixture(autouse=True)
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which kernels were used."""
+    used: list[str] = []
+    for name in ("blocks", "nibbles"):
+        own = getattr(published_kernels, name)
+        monkeypatch.setattr(
+            published_kernels, name, lambda *args, name=name, own=own: (used.append(name), own(*args))[1]
+        )
+    return used
+
+
+def everything(dtype: torch.dtype, rows: int, columns: int) -> torch.Tensor:
+    """Every byte that is a number, again and again."""
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype)
+    codes = codes[codes.float().isfinite()]
+    picked = torch.randint(len(codes), (rows, columns), generator=torch.Generator().manual_seed(0))
+    return codes.view(torch.uint8)[picked].view(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("made", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("rows", "columns", "grid"), [(96, 320, (6, 5)), (64, 64, (64, 2)), (7, 33, (1, 1))])
+def test_fp8(
+    dtype: torch.dtype, made: torch.dtype, rows: int, columns: int, grid: tuple[int, int], counted: list[str]
+) -> None:
+    codes = everything(dtype, rows, columns)
+    scales = torch.rand(grid, generator=torch.Generator().manual_seed(1)) * 3e-3
+    exponents = torch.randint(90, 140, grid, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    for factors in (scales, scales.bfloat16(), exponents):
+        found = QuickFp8(None)._dequantize_one(codes, factors, made)
+        wanted = Fp8Dequantize(None)._dequantize_one(codes, factors, made)
+        assert found.dtype == wanted.dtype
+        assert torch.equal(found, wanted)
+    assert counted == ["blocks"] * 3
+
+
+def test_fp8_in_several_threads(counted: list[str]) -> None:
+    codes, scales = everything(torch.float8_e4m3fn, 515, 1024), torch.rand(1, 8)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        found = QuickFp8(None)._dequantize_one(codes, scales, torch.bfloat16)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found, Fp8Dequantize(None)._dequantize_one(codes, scales, torch.bfloat16))
+    assert counted == ["blocks"]
+
+
+@pytest.mark.parametrize(
+    ("codes", "scales", "made"),
+    [
+        (torch.ones(4, 4, dtype=torch.float8_e4m3fn), torch.ones(2, 2), torch.float16),
+        (torch.ones(4, 4, dtype=torch.float8_e4m3fn), torch.tensor(2.0), torch.bfloat16),
+        (torch.ones(4, 4, dtype=torch.float8_e4m3fn).t(), torch.ones(2, 2), None),
+        (torch.ones(3, 4, 4, dtype=torch.float8_e4m3fn), torch.ones(3, 2, 2), torch.bfloat16),
+        (torch.ones(4, 4, dtype=torch.int8), torch.ones(4, 2), torch.bfloat16),
+        (torch.ones(4, 4, dtype=torch.float8_e4m3fn, device="meta"), torch.ones(2, 2, device="meta"), torch.bfloat16),
+    ],
+)
+def test_what_the_kernel_does_not_know_is_transformers_own(
+    codes: torch.Tensor, scales: torch.Tensor, made: torch.dtype | None, counted: list[str]
+) -> None:
+    found = QuickFp8(None)._dequantize_one(codes, scales, made)
+    wanted = Fp8Dequantize(None)._dequantize_one(codes, scales, made)
+    assert (found.dtype, found.shape, found.device) == (wanted.dtype, wanted.shape, wanted.device)
+    assert found.is_meta or torch.equal(found, wanted)
+    assert counted == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("outputs", "groups", "threads"), [(40, 3, 1), (160, 64, 2)])
+def test_mxfp4(dtype: torch.dtype, outputs: int, groups: int, threads: int, counted: list[str]) -> None:
+    made = torch.Generator().manual_seed(0)
+    blocks = torch.randint(256, (3, outputs, groups, 16), dtype=torch.uint8, generator=made)
+    low, high = (1, 254) if dtype != torch.float16 else (110, 140)
+    scales = torch.randint(low, high, (3, outputs, groups), dtype=torch.uint8, generator=made)
+    model: Any = nn.Module()
+    model.experts = nn.Module()
+    model.experts.down_proj = nn.Parameter(torch.zeros(3, 32 * groups, outputs, dtype=dtype))
+    model.get_parameter_or_buffer = lambda name: model.experts.down_proj
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        parts = {"down_proj_blocks": [blocks], "down_proj_scales": [scales]}
+        found = QuickMxfp4(None).convert(dict(parts), model=model, full_layer_name="experts.down_proj")
+    finally:
+        torch.set_num_threads(before)
+    wanted = Mxfp4Dequantize(None).convert(dict(parts), model=model, full_layer_name="experts.down_proj")
+    assert found.keys() == wanted.keys() == {"experts.down_proj"}
+    assert torch.equal(found["experts.down_proj"], wanted["experts.down_proj"])
+    assert counted == ["nibbles"] * 3

@@ -1,0 +1,300 @@
+"""Tiny checkpoints that are published quantised: the same random models, their weights as codes and scales.
+
+bitsandbytes' are saved by transformers itself; the others are written here by the published rule of their format, and
+it is transformers that says in the tests what they mean.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from tests.support.builders import SINGLE_NAME, build_checkpoint, make_tokenizer, read_tensors, reshard
+
+Named = Iterator[tuple[str, torch.Tensor]]
+
+_LINEAR = re.compile(r"(_proj|_proj_with_mqa|\.w[123])\.weight$")
+"""Weights that such checkpoints have as codes: those of Linears in layers, experts' among them."""
+FP8_LARGEST = 448.0
+"""The largest number of float8_e4m3fn."""
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""What the codes 0 to 7 stand for; 8 to 15 are the same, negative."""
+
+
+def build_fp8(folder: Path, family: str, block: int = 16, *, shards: int = 1, **settings: Any) -> Path:
+    """As DeepSeek-V3 and Qwen3-FP8 are published: a scale for each block of so many rows and columns."""
+    build_checkpoint(folder, family, dtype=torch.bfloat16, **settings)
+    config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [block, block]}
+    return _rewrite(folder, lambda name, tensor: _fp8(name, tensor, block), config, shards)
+
+
+def build_mxfp8(folder: Path, family: str, *, shards: int = 1, **settings: Any) -> Path:
+    """FP8 with a power of two for each 32 elements of a row, as the byte of its exponent."""
+    build_checkpoint(folder, family, dtype=torch.bfloat16, **settings)
+    config = {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32]}
+    return _rewrite(folder, _mxfp8, {**config, "scale_fmt": "ue8m0"}, shards)
+
+
+def build_mxfp4(folder: Path, *, shards: int = 1, **settings: Any) -> Path:
+    """As GPT-OSS is published: experts at 4 bits, with a power of two for each 32 elements, all else bfloat16."""
+    build_checkpoint(folder, "gpt_oss", dtype=torch.bfloat16, **settings)
+    left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    return _rewrite(folder, _mxfp4, {"quant_method": "mxfp4", "modules_to_not_convert": left}, shards)
+
+
+def build_bitsandbytes(
+    folder: Path, family: str, bits: int, *, shards: int = 1, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> Path:
+    """A model that transformers loaded at 4bit or 8bit and saved; `options` as BitsAndBytesConfig takes them."""
+    plain = build_checkpoint(folder / "plain", family, dtype=dtype)
+    config = transformers.BitsAndBytesConfig(**{f"load_in_{bits}bit": True, **options})
+    auto: Any = transformers.AutoModelForCausalLM
+    auto.from_pretrained(plain, dtype=dtype, quantization_config=config).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    for path in plain.iterdir():
+        path.unlink()
+    plain.rmdir()
+    _spread(folder, shards)
+    return folder
+
+
+@dataclass(frozen=True)
+class Integers:
+    """A matrix (out, in) in small integers: those, and the scales and zeros of groups of inputs, (out, groups)."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor
+    group: torch.Tensor
+    """Of each input."""
+
+    @property
+    def matrix(self) -> torch.Tensor:
+        """What they stand for, in float16 throughout."""
+        centred = self.codes - self.zeros[:, self.group]
+        return centred.to(torch.float16) * self.scales[:, self.group]
+
+
+def integers_of(tensor: torch.Tensor, bits: int, inputs: int = 16, *, disordered: bool = False) -> Integers:
+    """Round a matrix (out, in) in groups of so many inputs, one after the other or any."""
+    columns = tensor.shape[1]
+    group = torch.arange(columns) // inputs
+    if disordered:
+        group = group[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
+    members = torch.stack([tensor[:, group == number].float() for number in range(columns // inputs)], 1)
+    low, high = members.amin(2).clamp(max=0), members.amax(2).clamp(min=0)
+    scales = ((high - low) / (2**bits - 1)).to(torch.float16)
+    zeros = (-low / scales.float()).round().clamp(1, 2**bits - 1).to(torch.int64)
+    codes = (tensor.float() / scales.float()[:, group] + zeros[:, group]).round().clamp(0, 2**bits - 1)
+    return Integers(codes.to(torch.int64), scales, zeros, group)
+
+
+def build_awq(folder: Path, family: str, plain: Path, *, shards: int = 1, **settings: Any) -> Path:
+    """As AutoAWQ publishes ("gemm", 4 bits), and into `plain` the model that its integers stand for."""
+    config = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 16, "zero_point": True}
+    return _build_integers(folder, family, plain, config, _awq, shards, bits=4, **settings)
+
+
+def build_gptq(
+    folder: Path, family: str, plain: Path, bits: int = 4, form: str = "gptq", *, shards: int = 1, **settings: Any
+) -> Path:
+    """As AutoGPTQ publishes, and into `plain` the model that its integers stand for; with groups in no order."""
+    config = {"quant_method": "gptq", "bits": bits, "group_size": 16, "desc_act": True, "checkpoint_format": form}
+    offset = 1 if form == "gptq" else 0
+
+    def change(integers: Integers) -> dict[str, torch.Tensor]:
+        return _gptq(integers, bits, offset)
+
+    return _build_integers(folder, family, plain, config, change, shards, bits=bits, disordered=True, **settings)
+
+
+def _build_integers(
+    folder: Path,
+    family: str,
+    plain: Path,
+    config: Mapping[str, Any],
+    parts: Callable[[Integers], dict[str, torch.Tensor]],
+    shards: int,
+    *,
+    bits: int,
+    disordered: bool = False,
+    **settings: Any,
+) -> Path:
+    for made in (folder, plain):
+        build_checkpoint(made, family, dtype=torch.float16, **settings)
+
+    def change(name: str, tensor: torch.Tensor, *, packed: bool) -> Named:
+        if not _LINEAR.search(name):
+            yield name, tensor
+            return
+        integers = integers_of(tensor, bits, disordered=disordered)
+        if not packed:
+            yield name, integers.matrix.contiguous()
+            return
+        for part, value in parts(integers).items():
+            yield name.removesuffix("weight") + part, value
+
+    _rewrite(plain, lambda name, tensor: change(name, tensor, packed=False), None, 1)
+    return _rewrite(folder, lambda name, tensor: change(name, tensor, packed=True), config, shards)
+
+
+def _awq(integers: Integers) -> dict[str, torch.Tensor]:
+    turns = (0, 2, 4, 6, 1, 3, 5, 7)
+
+    def packed(rows: torch.Tensor) -> torch.Tensor:
+        """(rows, out) -> (rows, out / 8)."""
+        eight = rows.reshape(rows.shape[0], -1, 8)
+        return _int32(sum(eight[:, :, output] << 4 * place for place, output in enumerate(turns)))
+
+    return {
+        "qweight": packed(integers.codes.t()),
+        "qzeros": packed(integers.zeros.t()),
+        "scales": integers.scales.t().contiguous(),
+    }
+
+
+def _gptq(integers: Integers, bits: int, offset: int) -> dict[str, torch.Tensor]:
+    count = 32 // bits
+
+    def packed(rows: torch.Tensor) -> torch.Tensor:
+        """(n, others) -> (n / count, others)."""
+        several = rows.reshape(-1, count, rows.shape[1])
+        return _int32(sum(several[:, place] << bits * place for place in range(count)))
+
+    return {
+        "qweight": packed(integers.codes.t()),
+        "qzeros": packed(integers.zeros - offset).t().contiguous(),
+        "scales": integers.scales.t().contiguous(),
+        "g_idx": integers.group.to(torch.int32),
+    }
+
+
+def _int32(bits: Any) -> torch.Tensor:
+    """int64 whose lower 32 bits are meant, as int32."""
+    return torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32).contiguous()
+
+
+def _rewrite(
+    folder: Path, change: Callable[[str, torch.Tensor], Named], quantised: Mapping[str, Any] | None, shards: int
+) -> Path:
+    """Replace the tensors of a checkpoint by what `change` makes of each, and say so in its config, if it is to."""
+    changed = dict(entry for name, tensor in read_tensors(folder).items() for entry in change(name, tensor))
+    save_file(changed, folder / SINGLE_NAME, metadata={"format": "pt"})
+    if quantised is not None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": dict(quantised)}))
+    _spread(folder, shards)
+    return folder
+
+
+def _spread(folder: Path, shards: int) -> None:
+    """Over so many shards, so that codes and their scales lie apart now and then."""
+    if shards > 1:
+        names = list(read_tensors(folder))
+        reshard(folder, lambda name: names.index(name) * shards // len(names))
+
+
+def _fp8(name: str, tensor: torch.Tensor, block: int) -> Named:
+    if not _LINEAR.search(name):
+        yield name, tensor
+        return
+    rows, columns = tensor.shape
+    blocks = tensor.float().reshape(rows // block, block, columns // block, block)
+    scales = blocks.abs().amax((1, 3)) / FP8_LARGEST
+    yield name, (blocks / scales[:, None, :, None]).reshape(rows, columns).to(torch.float8_e4m3fn)
+    yield f"{name}_scale_inv", scales
+
+
+def _mxfp8(name: str, tensor: torch.Tensor) -> Named:
+    if not _LINEAR.search(name) or tensor.shape[1] % 32:
+        yield name, tensor
+        return
+    groups = tensor.float().unflatten(1, (-1, 32))
+    exponents = torch.ceil(torch.log2(groups.abs().amax(2) / FP8_LARGEST))
+    yield name, (groups / torch.exp2(exponents)[:, :, None]).flatten(1).to(torch.float8_e4m3fn)
+    yield f"{name}_scale_inv", (exponents + 127).to(torch.uint8)
+
+
+def _mxfp4(name: str, tensor: torch.Tensor) -> Named:
+    """Of experts (E, in, out): `_blocks` (E, out, in / 32, 16), two codes a byte, the lower half first; `_scales`."""
+    if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        yield name, tensor
+        return
+    groups = tensor.float().transpose(1, 2).unflatten(2, (-1, 32))
+    exponents = torch.ceil(torch.log2(groups.abs().amax(3) / FP4_VALUES[-1]))
+    scaled = groups / torch.exp2(exponents)[..., None]
+    codes = (scaled.abs()[..., None] - torch.tensor(FP4_VALUES)).abs().argmin(-1).to(torch.uint8)
+    codes += 8 * (scaled < 0).to(torch.uint8)
+    yield f"{name}_blocks", codes[..., 0::2] | (codes[..., 1::2] << 4)
+    yield f"{name}_scales", (exponents + 127).to(torch.uint8)
+
+
+INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16}
+"""A scheme of compressed-tensors: eight codes in an int32, a scale for 16 elements of a row."""
+_CHANNEL = {"num_bits": 8, "symmetric": True, "strategy": "channel"}
+_TOKEN = {"num_bits": 8, "symmetric": True, "strategy": "token", "dynamic": True}
+_TENSOR = {"num_bits": 8, "symmetric": True, "strategy": "tensor"}
+SCHEMES: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any] | None]] = {
+    "W4A16": ("pack-quantized", INT4, None),
+    "W8A16": ("pack-quantized", {**_CHANNEL, "type": "int"}, None),
+    "W8A8": ("int-quantized", {**_CHANNEL, "type": "int"}, {**_TOKEN, "type": "int"}),
+    "FP8-dynamic": ("float-quantized", {**_CHANNEL, "type": "float"}, {**_TOKEN, "type": "float"}),
+    "FP8-static": ("float-quantized", {**_TENSOR, "type": "float"}, {**_TENSOR, "type": "float"}),
+}
+"""Name -> format, weights, activations, as compressed-tensors' config has them."""
+
+
+def build_compressed_tensors(
+    folder: Path, family: str, scheme: str, *, shards: int = 1, packed: bool = True, **settings: Any
+) -> Path:
+    """As llm-compressor publishes: every Linear but the head, experts too, compressed by compressed-tensors itself.
+
+    Without `packed` only the config says so, and the package need not be there.
+    """
+    build_checkpoint(folder, family, dtype=torch.bfloat16, **settings)
+    form, weights, activations = SCHEMES[scheme]
+    group = {"targets": ["Linear"], "weights": dict(weights), "input_activations": activations, "format": form}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+    change = _compressed(form, weights, group) if packed else lambda name, tensor: iter([(name, tensor)])
+    return _rewrite(folder, change, config, shards)
+
+
+def _compressed(
+    form: str, weights: Mapping[str, Any], group: Mapping[str, Any]
+) -> Callable[[str, torch.Tensor], Named]:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    scheme = QuantizationScheme(**{**group, "weights": dict(weights)})
+    compressor = BaseCompressor.get_value_from_registry(form)
+
+    def change(name: str, tensor: torch.Tensor) -> Named:
+        if not _LINEAR.search(name):
+            yield name, tensor
+            return
+        rows = {"group": tensor.unflatten(1, (-1, 16)), "channel": tensor[:, None], "tensor": tensor.reshape(1, -1)}
+        within = rows[weights["strategy"]].float()
+        scale, _ = calculate_qparams(within.amin(-1), within.amax(-1), scheme.weights)
+        parts = compressor.compress({"weight": tensor, "weight_scale": scale.to(tensor.dtype)}, scheme)
+        path = name.removesuffix("weight")
+        for part, value in parts.items():
+            yield path + part, value.contiguous()
+        if scheme.input_activations is not None and not scheme.input_activations.dynamic:
+            yield f"{path}input_scale", torch.full((1,), 0.02, dtype=tensor.dtype)
+
+    return change
