@@ -78,7 +78,8 @@ class ExpertTimes:
     def _measured(self, work: RoutedWork) -> CallTimes:
         source = self._sources[work.name]
         sample = Sample(self._files, max(source.nbytes, PIECE_BYTES))
-        calls = ExpertCalls(self._drawn.model, source, self._machine.device(work.device), sample)
+        between = self._drawn.sources[source.unit].stored_bytes
+        calls = ExpertCalls(self._drawn.model, source, self._machine.device(work.device), sample, between)
         if work.tier is not Tier.ROUTED:
             return _staying(calls, work, sample)
         pool = next(pool for pool in self._drawn.placement.pools if pool.device == work.device)
