@@ -15,7 +15,6 @@ from rabbitllm.engine.expert_pool import ExpertPool, PooledExperts, transit_slot
 from rabbitllm.engine.expert_source import ExpertSource, with_tables
 from rabbitllm.engine.expert_stack import ExpertStack, Supply
 from rabbitllm.engine.expert_supply import FileBytes, MappedExperts, mapped_bytes
-from rabbitllm.engine.llama4_experts import is_llama4, route
 from rabbitllm.engine.page_locked import HostBuffers
 from rabbitllm.engine.placement import ExpertCost, Placement, Tier
 from rabbitllm.engine.span_reader import SpanReader, Way
@@ -83,9 +82,6 @@ def bind_experts(
     for placed in placement.experts:
         if placed.tier is not Tier.ROUTED:
             _bind_mapped(model, known[placed.unit], file_bytes, placed.tier is Tier.RESIDENT)
-    for source in sources:
-        if is_llama4(source.module):
-            route(model.get_submodule(source.name.rpartition(".")[0]))
     return pools
 
 

@@ -41,12 +41,11 @@ class CallTimes:
 
     def token(self, work: RoutedWork) -> float | None:
         """Of a token that finds as many as are found if all were used alike; None if that is not known."""
-        total = self.found
-        for share, other in ((work.in_host, self.near), (work.missed, self.read)):
-            if share and other is None:
+        total = 0.0
+        for share, seconds in ((work.on_device, self.found), (work.in_host, self.near), (work.missed, self.read)):
+            if share and seconds is None:
                 return None
-            if share and other is not None:
-                total += share * max(other - self.found, 0.0)
+            total += share * (seconds or 0.0)
         return total
 
 
@@ -78,7 +77,8 @@ class ExpertTimes:
     def _measured(self, work: RoutedWork) -> CallTimes:
         source = self._sources[work.name]
         sample = Sample(self._files, max(source.nbytes, PIECE_BYTES))
-        calls = ExpertCalls(self._drawn.model, source, self._machine.device(work.device), sample)
+        between = self._drawn.sources[source.unit].stored_bytes
+        calls = ExpertCalls(self._drawn.model, source, self._machine.device(work.device), sample, between)
         if work.tier is not Tier.ROUTED:
             return _staying(calls, work, sample)
         pool = next(pool for pool in self._drawn.placement.pools if pool.device == work.device)

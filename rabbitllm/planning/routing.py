@@ -79,7 +79,7 @@ def routed_work(drawn: Blueprint) -> tuple[RoutedWork, ...]:
     for placed in drawn.placement.experts:
         source = known[placed.unit]
         routed = placed.tier is Tier.ROUTED
-        on_device, in_host = _shares(pools[placed.device], _count(drawn, placed.device)) if routed else (1.0, 0.0)
+        on_device, in_host = _shares(pools[placed.device]) if routed else (1.0, 0.0)
         forms = tuple((leaf.shape, leaf.is_view, leaf.packed) for leaf in source.leaves.values())
         found.append(
             RoutedWork(
@@ -107,11 +107,5 @@ def by_unit(work: Iterable[RoutedWork]) -> dict[str, list[RoutedWork]]:
     return found
 
 
-def _count(drawn: Blueprint, device: str) -> int:
-    """Experts that come and go on a device."""
-    own = {p.unit for p in drawn.placement.experts if p.device == device and p.tier is Tier.ROUTED}
-    return sum(source.experts for source in drawn.experts if source.name in own)
-
-
-def _shares(pool: Pool, count: int) -> tuple[float, float]:
-    return pool.slots / count, min(pool.host_slots / count, 1 - pool.slots / count)
+def _shares(pool: Pool) -> tuple[float, float]:
+    return pool.slots / pool.experts, pool.host_slots / pool.experts

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from rabbitllm.engine.expert_source import is_routed
+from rabbitllm.engine.expert_finding import is_routed
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import SpanReader
 from rabbitllm.errors import CorruptShardError, OptionError
