@@ -1,7 +1,7 @@
 """A mixture of experts on the CPU with less memory than it has: seconds and bytes a token, and how good the cache is.
 
 The checkpoint (`moe_checkpoint.py`, 6.6 GB in bfloat16) routes its texts the way trained models do: "flat" texts as was
-published of a model with 512 experts, "skewed" ones more pronouncedly. Requests take turns among 8 topics, batch 1,
+published of a model with 512 experts, "skewed" ones more pronouncedly. Requests take turns among 4 topics, batch 1,
 greedy; the first round warms the cache up, the second one is measured, without its prompts. Every process runs in a
 control group of its own, bounded, once everything is imported, to what it takes then and a share of the size of the
 weights in bfloat16; page cache counts too. Rows of others get two requests and few tokens, and no warm-up, since they
@@ -10,7 +10,7 @@ read all experts for each token.
 Hits are counted by the engine; beside them stand what the optimum and LRU would have hit with as many slots, replayed
 (`expert_policies.py`) over what the routers chose in that very process.
 
-    sudo python -m benchmarks.moe [--turns 3] [--tokens 25] [--shares 25 50] [--only ROW ...] [--scale tiny]
+    sudo python -m benchmarks.moe [--turns 3] [--tokens 48] [--shares 25 50] [--only ROW ...] [--scale tiny]
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.decode import Runner
 from benchmarks.expert_policies import Clairvoyant, Recency, replay
 from benchmarks.expert_trace import Trace
 from benchmarks.measure import drop_cached
-from benchmarks.moe_checkpoint import HABITS, SCALES, TEXTS, make_moe_checkpoint, passage
+from benchmarks.moe_checkpoint import HABITS, SCALES, make_moe_checkpoint, passage
 from benchmarks.moe_report import OURS, Case, MoeRun, bars_of, notes_on, tabulate
 from benchmarks.peers import THIS, Cap, PeerError, make_layer_files, run_worker
 from benchmarks.runs import run_all
@@ -42,8 +42,9 @@ RUNNERS: Mapping[str, Runner] = {
 UNCAPPED = ("transformers", *OURS)
 NEEDED_BYTES = {"full": 26 * 1000**3, "medium": 3 * 1000**3, "tiny": 300 * 1000**2}
 """Checkpoint, layer files of both kinds, and what transformers writes to offload it."""
-PROMPT_TOKENS = {"full": 32, "medium": 32, "tiny": 6}
-TOPICS = TEXTS // len(HABITS)
+PROMPT_TOKENS = {"full": 16, "medium": 16, "tiny": 6}
+TOPICS = 4
+"""Of which each has a request that warms up, and one that is measured."""
 OTHERS_REQUESTS, OTHERS_TOKENS = 2, 4
 RUN_LIMIT_SECONDS = 600
 LEAST_ROOM_BYTES = 128 << 20
@@ -64,7 +65,7 @@ class Workload:
         """Passages, prompt and what is to come; and how many of them only warm up."""
         length = PROMPT_TOKENS[self.scale] + self.made(case)
         count = 2 * TOPICS if case.is_ours else OTHERS_REQUESTS
-        found = [passage(self.scale, case.habits, request, length) for request in range(count)]
+        found = [passage(self.scale, case.habits, at % TOPICS, at // TOPICS, length) for at in range(count)]
         return found, TOPICS if case.is_ours else 0
 
     def made(self, case: Case) -> int:
@@ -142,7 +143,7 @@ def cases_of(rows: Sequence[str], shares: Sequence[int], habits: Sequence[str]) 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, write; not 0 if a row of this project failed."""
     parser = command_line.parser(__doc__, 3, list(RUNNERS))
-    parser.add_argument("--tokens", type=int, default=25, help="of each request, at least 2 (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=48, help="of each request, at least 2 (default: %(default)s)")
     parser.add_argument("--shares", type=int, nargs="+", default=[25, 50], help="of the weights, in percent")
     parser.add_argument("--keep-files", action="store_true", help="layer files are left for the next run, and taken")
     parser.add_argument("--habits", nargs="+", choices=list(HABITS), default=list(HABITS), help="of the texts")

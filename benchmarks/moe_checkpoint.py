@@ -110,12 +110,11 @@ def model_of(scale_name: str) -> Model:
     )
 
 
-def passage(scale_name: str, habits: str, request: int, tokens: int) -> list[int]:
-    """A piece of a text: of the next text for each request, and the piece after that when its turn comes again."""
+def passage(scale_name: str, habits: str, topic: int, piece: int, tokens: int) -> list[int]:
+    """A piece of the text on a topic, `tokens` long; the next piece begins where this one ends."""
     scale = SCALES[scale_name]
-    each = TEXTS // len(HABITS)
-    text = list(HABITS).index(habits) * each + request % each
-    start = request // each * tokens % max(1, scale.text_tokens - tokens)
+    text = list(HABITS).index(habits) * (TEXTS // len(HABITS)) + topic
+    start = piece * tokens % max(1, scale.text_tokens - tokens)
     return [text * scale.text_tokens + start + at for at in range(tokens)]
 
 

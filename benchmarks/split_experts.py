@@ -1,6 +1,6 @@
 """Splitting hundreds of experts beside splitting a dense model of the same size: what thousands of small tensors cost.
 
-Both checkpoints are of equal size, cut into shards of equal size, and hold the same values one after another; the one
+Both checkpoints have about the same size, in shards of the same, and hold the same values one after another; the one
 with experts has twice as many tensors a GB as Qwen3-Coder-Next. Each is split on the sequential route at each
 compression, in turns, into a folder beside it, until all of it is on the disk. Shards are links to those that were made
 once, so that they can be given up. Process start and imports are not timed; seconds of all cores that the process takes
@@ -39,7 +39,7 @@ _EXPERTS: Config = {
 _DENSE: Config = {
     **qwen2.QWEN2_5_72B,
     "hidden_size": 4096,
-    "intermediate_size": 11008,
+    "intermediate_size": 13568,
     "num_attention_heads": 32,
     "num_hidden_layers": 4,
     "vocab_size": 4096,

@@ -1,7 +1,7 @@
 """Which experts stay in memory. Pure: what was used in, which slot of memory each expert gets out.
 
 Each module has slots of its own, in proportion to its experts, and every expert a worth: how often it was used lately
-(an average over some 4 tokens) and in the long run (over some 500). The first decides among what was used just now, the
+(an average over some 3 tokens) and in the long run (over some 500). The first decides among what was used just now, the
 second among all the rest; over traces with published distributions of use no single average came near to both
 (docs/PERFORMANCE.md). An expert that is not there takes the slot of the one with the least worth, unless its own is
 less still: then it is brought in for this use alone, and nothing leaves for it. Knows no files and no memory.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-HALF_LIVES = (4.0, 512.0)
+HALF_LIVES = (3.0, 512.0)
 """Tokens after which a use counts for half: lately, and in the long run."""
 
 Numbers = npt.NDArray[np.int64]

@@ -117,7 +117,8 @@ class ExpertPool:
         self._slots = [_Slot(part, number, device.leave()) for number, part in enumerate(cut[:slots])]
         self._transit = [_Slot(part, -1, device.leave()) for part in cut[slots:]]
         self.host_cache = ExpertCache(counts, host_slots)
-        self._host = [host.take_anyhow(size) for _ in range(host_slots)] if host is not None else []
+        kept = host.take_anyhow(host_slots * size) if host is not None and host_slots else torch.empty(0)
+        self._host = [kept[at * size : (at + 1) * size] for at in range(host_slots)]
         self._host_left: list[Any] = [None] * len(self._host)
         self._staging = deque([host.take_anyhow(size) for _ in range(EXPERT_STAGING)] if host is not None else [])
         self._host_memory = host  # unlocked when nobody has it any more

@@ -8,11 +8,9 @@ lie; so it is kept as one array of offsets for each of them, not as objects. Kno
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,25 +19,17 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rabbitllm.engine.packed_weight import PackedWeight, StoredMatrix
-from rabbitllm.engine.published import BY_MATRIX
 from rabbitllm.engine.span_reader import BLOCK, Span
 from rabbitllm.engine.unit_source import Packs, typed
-from rabbitllm.engine.units import Place, Unit
-from rabbitllm.engine.weights import Recipe, WeightMap
+from rabbitllm.engine.units import Place
+from rabbitllm.engine.weights import Recipe
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size, torch_dtype
 from rabbitllm.layers.compression import BLOCKS, Quantised, dequantise
-from rabbitllm.layers.layer_store import StoredTensor, WeightFiles
-from rabbitllm.layers.order import TENSOR_ALIGNMENT
+from rabbitllm.layers.layer_store import WeightFiles
 
 BytesOf = Callable[["Part"], torch.Tensor]
 """A part of one expert -> its bytes, uint8 (nbytes,)."""
-
-_EXPERT = re.compile(r"\.(\d+)(?=\.)")
-_WITHIN_AN_EXPERT = {"MergeModulelist": 0, "Concatenate": 1, "Interleave": 1, "Chunk": 1}
-"""transformers' conversions that leave each expert to itself -> the least `dim` for which they do."""
-_STACKING = frozenset({"MergeModulelist", "Concatenate"})
-"""Those that only put rows under each other."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,41 +262,13 @@ class ExpertSource:
         )
 
 
-def expert_sources(
-    model: PreTrainedModel, units: Iterable[Unit], weights: WeightMap, store: WeightFiles, packs: Packs | None
-) -> list[ExpertSource]:
-    """The modules whose experts can be brought in one by one, in the order of a pass.
-
-    That are those that transformers computes through its registry of experts kernels, all of whose weights are made of
-    one stored tensor an expert, or of slices of one, by operations that leave each expert to itself.
-
-    Args:
-        model: the skeleton.
-        units: its units.
-        weights: which stored tensors make which parameters.
-        store: where they are.
-        packs: how matrices are multiplied as they are stored; None to make all of them.
-    """
-    found = []
-    for unit in units:
-        by_target = {place.target: place for place in unit.places}
-        for path, module in unit.module.named_modules():
-            name = ".".join(part for part in (unit.name, path) if part)
-            source = _source(name, unit.name, module, by_target, weights, store, packs)
-            if source is not None and unit.is_layer:
-                found.append(source)
-    return found
-
-
-def without_experts(unit: Unit, sources: Iterable[ExpertSource]) -> Unit:
-    """A unit less what is brought in by expert."""
-    apart = {leaf.place.target for source in sources for leaf in source.leaves.values()}
-    return replace(unit, places=tuple(place for place in unit.places if place.target not in apart))
-
-
-def is_routed(module: nn.Module) -> bool:
-    """Whether transformers computes a module through its registry of experts kernels."""
-    return hasattr(module, "is_transposed") and hasattr(module, "has_gate") and hasattr(module, "num_experts")
+def packed_by(source: ExpertSource, packs: Packs | None) -> ExpertSource:
+    """A source whose matrices are multiplied as they are stored, where `packs` knows a way."""
+    if packs is None or getattr(source.module, "is_transposed", True):  # a kernel multiplies by rows
+        return source
+    return replace(
+        source, leaves={key: replace(leaf, packed=_packing(leaf, packs)) for key, leaf in source.leaves.items()}
+    )
 
 
 def with_tables(source: ExpertSource, store: WeightFiles, device: torch.device) -> ExpertSource:
@@ -334,179 +296,10 @@ def _table(source: ExpertSource, block: Block, store: WeightFiles, device: torch
     return torch.frombuffer(bytearray(found.pop()), dtype=torch.float32).to(device)
 
 
-def _source(
-    name: str,
-    unit: str,
-    module: nn.Module,
-    by_target: Mapping[str, Place],
-    weights: WeightMap,
-    store: WeightFiles,
-    packs: Packs | None,
-) -> ExpertSource | None:
-    if not is_routed(module):
-        return None
-    experts: int = module.num_experts  # type: ignore[assignment]
-    leaves: dict[str, Leaf] = {}
-    for key, parameter in module._parameters.items():
-        if parameter is None or parameter.dim() < 3:
-            continue
-        place = by_target.get(f"{name}.{key}")
-        leaf = _leaf(place, experts, weights, store.tensors) if place is not None else None
-        if leaf is None:
-            return None
-        leaves[key] = leaf
-    if not leaves:
-        return None
-    laid_out, nbytes = _lay_out(leaves)
-    if not module.is_transposed:  # a kernel multiplies by rows
-        laid_out = {key: replace(leaf, packed=_packing(leaf, packs)) for key, leaf in laid_out.items()}
-    return ExpertSource(name, unit, module, experts, _used(module, experts), laid_out, nbytes)
-
-
-def _used(module: nn.Module, experts: int) -> int:
-    config: Any = getattr(module, "config", None)
-    for key in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts"):
-        found = getattr(config, key, None)
-        if isinstance(found, int):
-            return min(found, experts)
-    return min(8, experts)
-
-
-def _leaf(place: Place, experts: int, weights: WeightMap, tensors: Mapping[str, StoredTensor]) -> Leaf | None:
-    recipe = weights.recipes.get(place.target)
-    if recipe is None or place.shape[0] != experts:
-        return None
-    by_pattern: dict[str, list[str]] = {}
-    for pattern, name in recipe.sources:
-        by_pattern.setdefault(pattern, []).append(name)
-    blocks = []
-    for pattern, names in by_pattern.items():
-        block = _block(pattern, [tensors[name] for name in names], experts)
-        if block is None:
-            return None
-        blocks.append(block)
-    stacks = _stacks(recipe, place, blocks)
-    if stacks is None or len({block.sliced for block in blocks}) > 1:
-        return None
-    return Leaf(place, recipe, tuple(blocks), stacks)
-
-
-def _stacks(recipe: Recipe, place: Place, blocks: Sequence[Block]) -> bool | None:
-    """Whether the parameter is the rows of the blocks; None if an expert cannot be made by itself."""
-    if recipe.converter is None:
-        return True
-    only_rows = True
-    for operation in recipe.converter.operations:
-        kind = type(operation).__name__
-        if kind == "Transpose":
-            dims = (operation.dim0, operation.dim1)
-            same = operation.check_dims and blocks[0].shape == tuple(place.shape[1:])
-            if min(dims) < 1 and not same:
-                return None
-            only_rows = only_rows and same
-        elif kind in _WITHIN_AN_EXPERT:
-            if operation.dim < _WITHIN_AN_EXPERT[kind] or (kind == "MergeModulelist" and operation.dim):
-                return None
-            rows = kind in _STACKING and operation.dim <= 1
-            only_rows = only_rows and rows
-        elif kind in BY_MATRIX:
-            only_rows = False
-        else:
-            return None
-    if not only_rows:
-        return False
-    rows = sum(block.shape[0] for block in blocks)
-    return (rows, *blocks[0].shape[1:]) == tuple(place.shape[1:])
-
-
-def _block(pattern: str, stored: Sequence[StoredTensor], experts: int) -> Block | None:
-    first = stored[0]
-    if len(stored) == 1 and len(first.shape) >= 2 and first.shape[0] == experts and experts > 1:
-        return _slices(pattern, first, experts)
-    if len(stored) != experts or [_number(tensor.name) for tensor in stored] != list(range(experts)):
-        return None
-    if any(
-        (t.quantised, t.parts[0].dtype, t.shape) != (first.quantised, first.parts[0].dtype, first.shape) for t in stored
-    ):
-        return None
-    payload = _part([tensor.parts[0] for tensor in stored])
-    if first.quantised is None:
-        return Block(pattern, False, None, payload)
-    tables = tuple(tensor.parts[2] for tensor in stored)
-    return Block(pattern, False, first.quantised, payload, _part([tensor.parts[1] for tensor in stored]), tables)
-
-
-def _slices(pattern: str, stored: StoredTensor, experts: int) -> Block | None:
-    shape, payload = stored.shape[1:], stored.parts[0]
-    if stored.quantised is None:
-        return Block(pattern, True, None, _slice(payload, payload.dtype, shape, experts))
-    form = replace(stored.quantised, shape=shape)
-    block, elements = BLOCKS[form.scheme], int(np.prod(shape))
-    if elements % block or (form.scheme == "4bit" and elements % 2):
-        return None
-    codes = (elements // 2, 1) if form.scheme == "4bit" else shape
-    scales = _slice(stored.parts[1], "F32", (elements // block,), experts)
-    return Block(pattern, True, form, _slice(payload, "U8", codes, experts), scales, (stored.parts[2],))
-
-
-def _slice(whole: TensorSpec, dtype: str, shape: tuple[int, ...], experts: int) -> Part:
-    nbytes = byte_size(dtype, shape)
-    offsets = whole.offset + nbytes * np.arange(experts, dtype=np.int64)
-    return Part(dtype, shape, nbytes, 0, (whole.file,), offsets)
-
-
-def _part(specs: Sequence[TensorSpec]) -> Part:
-    files = tuple(spec.file for spec in specs)
-    offsets = np.array([spec.offset for spec in specs], np.int64)
-    first = specs[0]
-    return Part(first.dtype, first.shape, first.nbytes, 0, files[:1] if len(set(files)) == 1 else files, offsets)
-
-
-def _number(name: str) -> int:
-    """The expert that a checkpoint's name speaks of: the last number in it."""
-    found = _EXPERT.findall(name)
-    return int(found[-1]) if found else -1
-
-
-def _lay_out(leaves: Mapping[str, Leaf]) -> tuple[dict[str, Leaf], int]:
-    """Give every part its place among an expert's bytes.
-
-    Payloads of one leaf lie one after the other, and so do their scales, so that together they are one matrix, if they
-    make one by lying so; these runs come in the order in which the first expert has them in its file, so that one read
-    brings as many as can be.
-    """
-    runs = []
-    for leaf in leaves.values():
-        if not leaf.stacks:
-            runs += [[part] for part in leaf.parts]
-            continue
-        runs.append([block.payload for block in leaf.blocks])
-        runs.append([block.scales for block in leaf.blocks if block.scales is not None])
-    places: dict[int, int] = {}
-    end = 0
-    for run in sorted(filter(None, runs), key=lambda run: (run[0].file(0), int(run[0].offsets[0]))):
-        end = -(-end // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
-        for part in run:
-            places[id(part)] = end
-            end += part.nbytes
-
-    def placed(part: Part | None) -> Any:
-        return replace(part, at=places[id(part)]) if part is not None else None
-
-    made = {
-        key: replace(
-            leaf,
-            blocks=tuple(replace(b, payload=placed(b.payload), scales=placed(b.scales)) for b in leaf.blocks),
-        )
-        for key, leaf in leaves.items()
-    }
-    return made, -(-end // BLOCK) * BLOCK
-
-
-def _packing(leaf: Leaf, packs: Packs | None) -> type[StoredMatrix] | None:
+def _packing(leaf: Leaf, packs: Packs) -> type[StoredMatrix] | None:
     """How all rows together are multiplied as one stored matrix, or None."""
     first = leaf.blocks[0].form
-    if packs is None or not leaf.stacks or first is None or len(leaf.shape) != 2:
+    if not leaf.stacks or first is None or len(leaf.shape) != 2:
         return None
     for block in leaf.blocks:
         if block.form is None or replace(block.form, shape=first.shape) != first:

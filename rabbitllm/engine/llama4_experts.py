@@ -11,20 +11,36 @@ touches nothing else of them.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 
-def routed_forward(moe: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The forward of a `Llama4TextMoe`.
+def route_llama4(model: nn.Module) -> None:
+    """Let every `Llama4TextMoe` of a model compute by routed expert.
+
+    Its experts then have the marks and the arguments of a module that the registry serves.
+    """
+    for moe in model.modules():
+        if type(moe).__name__ != "Llama4TextMoe":
+            continue
+        layer: Any = moe
+        experts = layer.experts
+        experts.config, experts.has_gate, experts.is_transposed = layer.shared_expert.config, True, True
+        experts.forward = partial(experts_forward, experts)
+        layer.forward = partial(moe_forward, layer)
+
+
+def moe_forward(moe: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The forward of a `Llama4TextMoe` whose experts compute by `experts_forward`.
 
     Finite hidden states and weights give the bits of transformers' own forward on a CPU. (One that is infinite becomes
     NaN there in every expert; here in those that were asked.)
 
     Args:
-        moe: the module, whose `experts` have `gate_up_proj` (experts, hidden, 2 x intermediate) and `down_proj`
-            (experts, intermediate, hidden).
+        moe: the module.
         hidden_states: (..., hidden).
 
     Returns:
@@ -32,27 +48,41 @@ def routed_forward(moe: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor,
     """
     tokens = hidden_states.reshape(-1, moe.hidden_dim)
     scores, logits = moe.router(tokens)
+    chosen = logits.topk(moe.top_k, dim=1).indices
+    routed = moe.experts(tokens, chosen, scores.gather(1, chosen))
     out: torch.Tensor = moe.shared_expert(tokens)
-    out.add_(_routed(moe, tokens, scores))
-    return out, logits
+    return out.add_(routed), logits
 
 
-def _routed(moe: Any, tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+def experts_forward(
+    experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
     """What the routed experts make of each token, summed.
 
     Two terms beside zeros have the same sum in any order. More are summed as transformers does it, with all the zeros.
+
+    Args:
+        experts: the module, with `gate_up_proj` (experts, hidden, 2 x intermediate) and `down_proj` (experts,
+            intermediate, hidden).
+        hidden_states: (tokens, hidden).
+        top_k_index, top_k_weights: each token's experts, and what scales its inputs to them, (tokens, experts a token).
+
+    Returns:
+        (tokens, hidden).
     """
-    summed = torch.zeros_like(tokens)
-    terms = tokens.new_zeros(scores.shape[1], *tokens.shape) if moe.top_k > 2 else None
-    hit = torch.nonzero((scores != 0).any(0)).flatten()
+    scores = top_k_weights.new_zeros(len(hidden_states), experts.num_experts).scatter_(1, top_k_index, top_k_weights)
+    summed = torch.zeros_like(hidden_states)
+    few = top_k_index.shape[1] <= 2
+    terms = None if few else hidden_states.new_zeros(experts.num_experts, *hidden_states.shape)
+    hit = torch.unique(top_k_index)
     at_once = min(torch.get_num_threads(), len(hit))
     for some in torch.split(hit, at_once) if at_once else ():
-        inputs = tokens * scores.t()[some].unsqueeze(-1)
-        for expert, made in zip(some.tolist(), _multiplied(moe.experts, some, inputs), strict=True):
-            if terms is not None:
-                terms[expert] = made
-            else:
+        inputs = hidden_states * scores.t()[some].unsqueeze(-1)
+        for expert, made in zip(some.tolist(), _multiplied(experts, some, inputs), strict=True):
+            if terms is None:
                 summed += made
+            else:
+                terms[expert] = made
     return summed if terms is None else terms.sum(dim=0)
 
 
@@ -62,14 +92,15 @@ def _multiplied(experts: Any, some: torch.Tensor, inputs: torch.Tensor) -> torch
     Of a batch with fewer matrices than there are threads, torch spreads each over several of them, and then rounds its
     sums differently than in the batch of all experts. So the last expert is multiplied with as often as is lacking.
     """
-    lacking = min(torch.get_num_threads(), experts.num_experts) - len(some)
-    if len(some) == 1:  # no copy of its weights
-        expert = int(some)
-        gate_up = experts.gate_up_proj[expert].expand(1 + lacking, -1, -1)
-        down = experts.down_proj[expert].expand(1 + lacking, -1, -1)
-    else:
-        padded = torch.cat([some, some[-1:].expand(lacking)])
-        gate_up, down = experts.gate_up_proj[padded], experts.down_proj[padded]
-    padded_inputs = torch.cat([inputs, inputs[-1:].expand(lacking, -1, -1)])
-    gate, up = torch.bmm(padded_inputs, gate_up).chunk(2, dim=-1)
-    return torch.bmm(up * experts.act_fn(gate), down)[: len(some)]
+    batch = min(torch.get_num_threads(), experts.num_experts)
+    lacking = batch - len(some)
+    padded = torch.cat([some, some[-1:].expand(lacking)])
+
+    def weights(stack: torch.Tensor) -> torch.Tensor:
+        if len(some) > 1:
+            return stack[padded]
+        return stack[int(some)].expand(batch, -1, -1)  # no copy of it
+
+    given = torch.cat([inputs, inputs[-1:].expand(lacking, -1, -1)])
+    gate, up = torch.bmm(given, weights(experts.gate_up_proj)).chunk(2, dim=-1)
+    return torch.bmm(up * experts.act_fn(gate), weights(experts.down_proj))[: len(some)]

@@ -16,9 +16,12 @@ from rabbitllm.collection import uncollected
 from rabbitllm.engine import published, skeleton
 from rabbitllm.engine.costs import cache_room, unit_costs
 from rabbitllm.engine.devices import CpuDevice, Device, resolve_devices, suits_bf16
-from rabbitllm.engine.expert_source import ExpertSource, expert_sources, without_experts
+from rabbitllm.engine.expert_finding import expert_sources, without_experts
+from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.experts import bind_experts, expert_costs
 from rabbitllm.engine.fused_choice import FusedChoice
+from rabbitllm.engine.fused_units import fused_experts, fused_units
+from rabbitllm.engine.llama4_experts import route_llama4
 from rabbitllm.engine.packed_weight import StoredMatrix
 from rabbitllm.engine.page_locked import keep_units
 from rabbitllm.engine.pass_bar import PassBar
@@ -33,7 +36,6 @@ from rabbitllm.engine.weights import WeightMap, map_weights
 from rabbitllm.errors import OptionError, RabbitLLMError
 from rabbitllm.formats.tensor_spec import torch_dtype
 from rabbitllm.layers.compression import Quantised, check_compression
-from rabbitllm.layers.fused_products import FusedMatrix
 from rabbitllm.layers.layer_store import LayerStore, WeightFiles
 from rabbitllm.layers.packed_products import Matrix, multiplies
 from rabbitllm.options import StreamOptions
@@ -107,6 +109,7 @@ def blueprint(store: WeightFiles, options: StreamOptions, home: Path, devices: S
         dtype = quantiser.update_dtype(dtype)
     attention = _attention(options.attn_implementation, config, devices, dtype)
     model = skeleton.build_skeleton(home, config, dtype, attention, options.trust_remote_code, quantiser)
+    route_llama4(model)
     weights = map_weights(model, store.tensors, str(store.folder), quantiser)
     packs = _packs_on_host if not options.exact and all(device.shares_host_memory for device in devices) else None
     units = find_units(model)
@@ -161,11 +164,14 @@ def load_model(
     way = _way(sources, placement, by_name, store)
     ways = _expert_ways(drawn.experts, placement, by_name, store)
     placement, kept = keep_units(placement, sources, by_name, store)
+    experts: Sequence[ExpertSource] = drawn.experts
     if not options.exact:
-        sources = {**sources, **_fused(sources, placement, by_name, weights, store)}
+        choice = FusedChoice()
+        sources = {**sources, **fused_units(sources, placement, by_name, weights, store, choice)}
+        experts = fused_experts(experts, placement, by_name, choice)
     profiler.in_place = _in_place(model, sources, placement)
     with torch.no_grad():
-        pools = bind_experts(model, drawn.experts, placement, by_name, store, profiler, ways)
+        pools = bind_experts(model, experts, placement, by_name, store, profiler, ways)
         streamer = Streamer(
             model,
             sources,
@@ -271,30 +277,6 @@ def _place(
 
 def _packs_on_host(form: Quantised, dtype: torch.dtype) -> type[StoredMatrix] | None:
     return Matrix if multiplies(form) else None
-
-
-def _fused(
-    sources: Mapping[str, UnitSource],
-    placement: Placement,
-    devices: Mapping[str, Device],
-    weights: WeightMap,
-    store: WeightFiles,
-) -> dict[str, UnitSource]:
-    """Units that other devices than the host make for each use, multiplied from their codes where that is sooner.
-
-    What is resident was made once, and stays so: any number of inputs is then multiplied at once.
-    """
-    choice, found = FusedChoice(), {}
-    for placed in placement.units:
-        device = devices[placed.device]
-        if device.shares_host_memory or placed.tier in (Tier.RESIDENT, Tier.ROWS):
-            continue
-
-        def packs(form: Quantised, dtype: torch.dtype, device: Device = device) -> type[StoredMatrix] | None:
-            return FusedMatrix if choice.pays(device, form, dtype) else None
-
-        found[placed.unit] = source_of(sources[placed.unit].unit, weights, store, packs)
-    return found
 
 
 def _host_room(devices: Sequence[Device], options: StreamOptions) -> int:

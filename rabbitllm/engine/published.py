@@ -81,7 +81,9 @@ def quantiser_for(folder: Path, config: PretrainedConfig, devices: Iterable[Devi
         MissingPackageError: the quantiser needs a package that is not installed.
         UnknownArchitectureError: the settings are malformed.
     """
+    import transformers
     from transformers.quantizers.auto import AutoHfQuantizer
+    from transformers.quantizers.base import HfQuantizer
 
     from rabbitllm.engine.packed_integers import PackedIntegers
 
@@ -89,6 +91,12 @@ def quantiser_for(folder: Path, config: PretrainedConfig, devices: Iterable[Devi
     if settings is None:
         return None
     method, names = _method(settings), [str(device.torch_device) for device in devices]
+    if not hasattr(HfQuantizer, "serialized_names"):  # what its conversions are told apart by
+        raise MissingPackageError(
+            f"The weights that belong to {folder} are quantised already ({method}), which needs transformers 5.21 or "
+            f"later; found {transformers.__version__}.",
+            "Run `pip install --upgrade transformers`.",
+        )
     try:
         config.quantization_config = AutoHfQuantizer.merge_quantization_configs(settings, None)
         if method in _INTEGERS:

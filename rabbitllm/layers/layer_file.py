@@ -103,16 +103,15 @@ def lay_out(
     whole = tuple(forms)
     stored = (*whole, *(piece for one in joined for piece in one.pieces))
     ordered = in_order((part for form in (*whole, *(one.whole for one in joined)) for part in form.parts), version)
-    names = Counter(part.name for part in ordered)
-    if len(names) < len(ordered):
-        twice = next(name for name, times in names.items() if times > 1)
+    header, offsets = encode_header(ordered)
+    places = {part.name: offset for part, offset in zip(ordered, offsets, strict=True)}
+    if len(places) < len(ordered):
+        twice = next(name for name, times in Counter(part.name for part in ordered).items() if times > 1)
         raise InvalidIndexError(
             f"Two tensors of layer {layer.id} would be stored as {twice!r}: its weights seem to be compressed already.",
             "Leave compression out.",
         )
-    header, offsets = encode_header(ordered)
     end = offsets[-1] + ordered[-1].nbytes if ordered else len(header)
-    places = {part.name: offset for part, offset in zip(ordered, offsets, strict=True)}
     shard_bytes: dict[str, int] = {}
     for form in stored:
         shard_bytes[form.source.file] = shard_bytes.get(form.source.file, 0) + form.nbytes

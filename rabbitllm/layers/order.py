@@ -26,11 +26,11 @@ FORMAT_VERSION = EXPERTS_TOGETHER
 """Of the layer files that are made now. Those of every version are read, since a header says where its tensors lie; a
 split that was begun or is repaired keeps its own."""
 
-_BLOCKS, _LINES, _REST = range(3)
+_RANKS = _BLOCKS, _LINES, _REST = range(3)
 """Ranks: whole blocks, multiples of 64 bytes, the rest."""
 _DATA, _OTHERS, _CONSTANTS = range(3)
 """Within each rank: what experts are read for, all that is of no expert, tables and sizes of experts."""
-_EXPERT = re.compile(r"(?P<block>(?:.*?\.)?experts)\.(?:expert_)?(?P<number>[0-9]+)\.(?P<rest>.+)")
+_EXPERT = re.compile(r"(?P<block>(?:.*?\.)?experts\.(?:expert_)?)(?P<number>[0-9]+)\.(?P<rest>.+)")
 _PROJECTIONS = {"gate_proj": 0, "w1": 0, "fc1": 0, "up_proj": 1, "w3": 1, "fc3": 1, "down_proj": 2, "w2": 2, "fc2": 2}
 """The order in which transformers' conversion_mapping.py fuses them; where there is no gate, it fuses nothing."""
 _MATRICES = frozenset({"weight", "qweight", "weight_packed"})
@@ -53,27 +53,48 @@ def in_order(parts: Iterable[Placed], version: int = FORMAT_VERSION) -> list[Pla
     """
     if version == BY_NAME:
         return sorted(parts, key=lambda part: (_rank(part.dtype, part.shape), natural_key(part.name)))
-    keyed: list[tuple[_Key, Placed]] = []
-    experts: dict[tuple[str, str], list[tuple[int, _Key, Placed]]] = {}
+    others: list[list[Placed]] = [[] for _ in _RANKS]
+    experts: dict[tuple[str, str], list[tuple[str, int, Placed]]] = {}
     for part in parts:
         rank = _rank(part.dtype, part.shape)
         match = _EXPERT.fullmatch(part.name)
         if match is None:
-            keyed.append(((rank, _OTHERS, natural_key(part.name)), part))
-            continue
-        block, number, rest = match.groups()
-        experts.setdefault((block, number), []).append((rank, _place(rest), part))
+            others[rank].append(part)
+        else:
+            block, number, rest = match.groups()
+            experts.setdefault((block, number), []).append((rest, rank, part))
+    runs: list[tuple[_Key, list[Placed]]] = []
+    for rank in _RANKS:
+        runs.append(((rank, _OTHERS), sorted(others[rank], key=_by_name)))
     for (block, number), members in experts.items():
         expert = (_block_key(block), int(number), number)
-        together = max((rank for rank, place, _ in members if place[0] == _DATA and rank != _REST), default=_BLOCKS)
-        for rank, (which, *place), part in members:
-            own = together if which == _DATA and rank != _REST else rank
-            keyed.append(((own, which, *expert, *place, part.name), part))
-    keyed.sort(key=_first)
-    return [part for _, part in keyed]
+        for rank, which, turns in _runs(tuple([(rest, rank) for rest, rank, _ in members])):
+            runs.append(((rank, which, *expert), [members[turn][2] for turn in turns]))
+    runs.sort(key=operator.itemgetter(0))
+    return [part for _, run in runs for part in run]
 
 
-_first = operator.itemgetter(0)
+def _by_name(part: Placed) -> _Key:
+    return natural_key(part.name)
+
+
+@functools.lru_cache(maxsize=1024)
+def _runs(members: tuple[tuple[str, int], ...]) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+    """An expert's parts that lie together; experts of a layer are alike, and share what is found for one.
+
+    Args:
+        members: what each part's name has after the expert's number, and its rank by itself.
+
+    Returns:
+        Rank, kind, and the members in order, for each run.
+    """
+    data = [rank for rest, rank in members if _place(rest)[0] == _DATA and rank != _REST]
+    runs: dict[tuple[int, int], list[tuple[_Key, int]]] = {}
+    for turn, (rest, rank) in enumerate(members):
+        which, *place = _place(rest)
+        own = max(data) if which == _DATA and rank != _REST else rank
+        runs.setdefault((own, which), []).append(((*place, rest), turn))
+    return tuple((*kind, tuple(turn for _, turn in sorted(run))) for kind, run in runs.items())
 
 
 @functools.lru_cache(maxsize=1024)
@@ -85,7 +106,7 @@ def _rank(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _place(rest: str) -> _Key:
+def _place(rest: str) -> tuple[int, bool, _Key, _Key]:
     """Where in an expert a part lies, by what its name has after the expert's number; experts have the same ones."""
     projection, _, leaf = rest.partition(".")
     turn = (_PROJECTIONS.get(projection, len(_PROJECTIONS)), natural_key(projection))

@@ -25,6 +25,8 @@ _WORTH_A_THREAD = 1 << 16
 """Elements; fewer are done before another thread has begun."""
 _TILE = 32
 """Rows that are turned into columns at a time: both sides stay in the cache."""
+_WORDS = 16
+"""Neighbouring int32 that are taken apart at a time: a line of the cache."""
 
 
 def blocks(codes: Bytes, values: Floats, scales: Floats, out: Bits, threads: int) -> None:
@@ -80,7 +82,7 @@ def integers(
         tiles = -(-out.shape[0] // _TILE)
         _share(lambda a, b: _inputs(packed, bits, zeros, scales, group, out, a, b), tiles, out.size, threads)
     else:
-        tiles = -(-packed.shape[1] // 4)
+        tiles = -(-packed.shape[1] // _WORDS)
         _share(lambda a, b: _outputs(packed, bits, zeros, scales, group, order, out, a, b), tiles, out.size, threads)
 
 
@@ -99,6 +101,10 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="dequantise")
 
 
+# Rows are cut out before the innermost loops: an index that is only counted up there is not asked whether it is
+# negative, and the loops are vectorised.
+
+
 @compiled
 def _blocks_16(codes, values, scales, out, begin, end):  # type: ignore[no-untyped-def]
     rows, columns = codes.shape[0] // scales.shape[0], codes.shape[1] // scales.shape[1]
@@ -106,14 +112,16 @@ def _blocks_16(codes, values, scales, out, begin, end):  # type: ignore[no-untyp
     word = number.view(np.uint32)
     for row in range(begin, end):
         for block in range(scales.shape[1]):
-            scale, first = scales[row // rows, block], block * columns
+            scale = scales[row // rows, block]
+            code = codes[row, block * columns : (block + 1) * columns]
+            made = out[row, block * columns : (block + 1) * columns]
             for i in range(columns):
-                number[i] = values[codes[row, first + i]] * scale
+                number[i] = values[code[i]] * scale
             for i in range(columns):  # to the nearest; of two that are as near, to the even one
                 bits = word[i]
                 rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
                 unordered = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-                out[row, first + i] = np.uint16(0x7FC0) if unordered else np.uint16(rounded)
+                made[i] = np.uint16(0x7FC0) if unordered else np.uint16(rounded)
 
 
 @compiled
@@ -122,9 +130,11 @@ def _blocks_32(codes, values, scales, out, begin, end):  # type: ignore[no-untyp
     numbers = out.view(np.float32)
     for row in range(begin, end):
         for block in range(scales.shape[1]):
-            scale, first = scales[row // rows, block], block * columns
+            scale = scales[row // rows, block]
+            code = codes[row, block * columns : (block + 1) * columns]
+            made = numbers[row, block * columns : (block + 1) * columns]
             for i in range(columns):
-                numbers[row, first + i] = values[codes[row, first + i]] * scale
+                made[i] = values[code[i]] * scale
 
 
 @compiled
@@ -134,47 +144,66 @@ def _nibbles(codes, scales, table, out, begin, end):  # type: ignore[no-untyped-
         count = min(_TILE, codes.shape[0] - first)
         for group in range(codes.shape[1]):
             for row in range(count):
-                scale = scales[first + row, group]
+                meant, code = table[scales[first + row, group]], codes[first + row, group]
                 for i in range(16):
-                    code = codes[first + row, group, i]
-                    tile[2 * i, row] = table[scale, code & np.uint8(15)]
-                    tile[2 * i + 1, row] = table[scale, code >> np.uint8(4)]
+                    tile[2 * i, row] = meant[code[i] & np.uint8(15)]
+                    tile[2 * i + 1, row] = meant[code[i] >> np.uint8(4)]
             for i in range(32):
+                turned, made = tile[i], out[32 * group + i, first : first + count]
                 for row in range(count):
-                    out[32 * group + i, first + row] = tile[i, row]
+                    made[row] = turned[row]
 
 
 @compiled
 def _outputs(packed, bits, zeros, scales, group, order, out, begin, end):  # type: ignore[no-untyped-def]
-    several, mask = 32 // bits, (1 << bits) - 1
-    tile = np.empty((4 * several, _TILE), np.float32)
-    for first in range(begin * 4, min(end * 4, packed.shape[1]), 4):
-        words = min(4, packed.shape[1] - first)
+    several, mask = 32 // bits, np.uint32((1 << bits) - 1)
+    shifts = np.empty(_WORDS * several, np.uint32)
+    for w in range(_WORDS):
+        for i in range(several):
+            shifts[w * several + order[i]] = np.uint32(bits * i)
+    words, number = np.empty(len(shifts), np.uint32), np.empty(len(shifts), np.float32)
+    tile = np.empty((len(shifts), _TILE), np.float32)
+    for first in range(begin * _WORDS, min(end * _WORDS, packed.shape[1]), _WORDS):
+        count = min(_WORDS, packed.shape[1] - first)
+        n, width = first * several, count * several
         for begin_input in range(0, packed.shape[0], _TILE):
-            count = min(_TILE, packed.shape[0] - begin_input)
-            for k in range(count):
-                of = group[begin_input + k]
-                for w in range(words):
-                    word = packed[begin_input + k, first + w]
+            inputs = min(_TILE, packed.shape[0] - begin_input)
+            for k in range(inputs):
+                of, line = group[begin_input + k], packed[begin_input + k, first : first + count]
+                zero, scale = zeros[of, n : n + width], scales[of, n : n + width]
+                for w in range(count):
                     for i in range(several):
-                        output = w * several + order[i]
-                        n = first * several + output
-                        code = (word >> (bits * i)) & mask
-                        tile[output, k] = np.float32(code - zeros[of, n]) * scales[of, n]
-            for output in range(words * several):
-                for k in range(count):
-                    out[first * several + output, begin_input + k] = tile[output, k]
+                        words[w * several + i] = np.uint32(line[w])
+                for j in range(width):
+                    number[j] = np.float32(np.int32((words[j] >> shifts[j]) & mask) - zero[j]) * scale[j]
+                for j in range(width):
+                    tile[j, k] = number[j]
+            for j in range(width):
+                turned, made = tile[j], out[n + j, begin_input : begin_input + inputs]
+                for k in range(inputs):
+                    made[k] = turned[k]
 
 
 @compiled
 def _inputs(packed, bits, zeros, scales, group, out, begin, end):  # type: ignore[no-untyped-def]
-    several, mask = 32 // bits, (1 << bits) - 1
+    several, mask = 32 // bits, np.uint32((1 << bits) - 1)
+    lines = max(_TILE // several, 1)
+    number = np.empty(_TILE, np.float32)
+    tile = np.empty((_TILE, lines * several), np.float32)
     for first in range(begin * _TILE, min(end * _TILE, packed.shape[1]), _TILE):
-        last = min(first + _TILE, packed.shape[1])
-        for line in range(packed.shape[0]):
-            for n in range(first, last):
-                word = packed[line, n]
-                for i in range(several):
-                    k = line * several + i
-                    of = group[k]
-                    out[n, k] = np.float32(((word >> (bits * i)) & mask) - zeros[of, n]) * scales[of, n]
+        count = min(_TILE, packed.shape[1] - first)
+        for begin_line in range(0, packed.shape[0], lines):
+            several_lines = min(lines, packed.shape[0] - begin_line)
+            begin_input, inputs = begin_line * several, several_lines * several
+            for k in range(inputs):
+                of, shift = group[begin_input + k], np.uint32(bits * (k % several))
+                line = packed[begin_line + k // several, first : first + count]
+                zero, scale = zeros[of, first : first + count], scales[of, first : first + count]
+                for j in range(count):
+                    number[j] = np.float32(np.int32((np.uint32(line[j]) >> shift) & mask) - zero[j]) * scale[j]
+                for j in range(count):
+                    tile[j, k] = number[j]
+            for j in range(count):
+                turned, made = tile[j], out[first + j, begin_input : begin_input + inputs]
+                for k in range(inputs):
+                    made[k] = turned[k]

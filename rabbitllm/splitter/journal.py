@@ -45,6 +45,7 @@ class Replay:
     checksums: Mapping[str, tuple[int, ...]]
 
 
+@uncollected()
 def begin(folder: Path, plan: SplitPlan, quantiser: str | None) -> None:
     """Write a journal with no shard used up yet, durably."""
     line = json.dumps(_encode(plan, quantiser), separators=(",", ":"))

@@ -139,8 +139,18 @@ def make_plan(
 ) -> SplitPlan:
     """Fix every layer file from the shards' tensors and the layer each belongs to."""
     weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
-    specs = {tensor.name: tensor for shard in shards for tensor in shard.tensors}
     layer_map = build_layer_map(weight_map, assigned)
+    return _plan_with(source, shards, layer_map, compression, format_version)
+
+
+def _plan_with(
+    source: SourceIdentity,
+    shards: tuple[PlannedShard, ...],
+    layer_map: LayerMap,
+    compression: str | None,
+    format_version: int,
+) -> SplitPlan:
+    specs = {tensor.name: tensor for shard in shards for tensor in shard.tensors}
     layouts = {
         layer: _layout(name, map(specs.__getitem__, layer_map.layer_to_tensors[layer]), compression, format_version)
         for layer, name in layer_map.layers.items()
@@ -270,11 +280,10 @@ def _bytes_from(plan: SplitPlan, shard: PlannedShard, seen: set[str]) -> int:
     return total
 
 
+@uncollected()
 def recompressed(plan: SplitPlan, compression: str | None) -> SplitPlan:
     """The same split at another compression."""
-    layer_map = plan.layer_map
-    assigned = {tensor: name for id, name in layer_map.layers.items() for tensor in layer_map.layer_to_tensors[id]}
-    return make_plan(plan.source, plan.shards, assigned, compression, plan.format_version)
+    return _plan_with(plan.source, plan.shards, plan.layer_map, compression, plan.format_version)
 
 
 def gib(nbytes: int) -> str:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks import moe, moe_report, routing, worker
 from benchmarks.control_group import control_group
 from benchmarks.expert_trace import Trace, joined, of_tokens, use_of
-from benchmarks.moe_checkpoint import HABITS, SCALES, make_moe_checkpoint, passage
+from benchmarks.moe_checkpoint import HABITS, SCALES, TEXTS, make_moe_checkpoint, passage
 from benchmarks.moe_report import Case, MoeRun
 from benchmarks.published import ELEMENT_BYTES
 
@@ -72,7 +72,7 @@ def test_generation_goes_on_with_the_text_and_routing_is_noted(checkpoint: Path,
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
     routed = worker.Routed(model)
     for habits in HABITS:
-        text = passage("tiny", habits, 1, 10)
+        text = passage("tiny", habits, 1, 0, 10)
         made = model.generate(torch.tensor([text[:6]]), max_new_tokens=4, do_sample=False)
         assert made[0].tolist() == text
     routed.save(str(tmp_path / "trace.npz"))
@@ -91,13 +91,13 @@ def test_an_expert_is_as_large_as_is_said(checkpoint: Path) -> None:
     assert sum(p[0].numel() for p in experts.parameters()) * ELEMENT_BYTES == scale.expert_bytes
 
 
-def test_passages_take_turns_among_texts_and_stay_in_them() -> None:
+def test_passages_follow_one_another_in_their_text() -> None:
     each, tokens = SCALES["tiny"].text_tokens, 10
-    found = [passage("tiny", "flat", request, tokens) for request in range(3 * moe.TOPICS)]
-    assert [one[0] // each for one in found] == list(range(moe.TOPICS)) * 3
-    assert all(one[0] // each == one[-1] // each for one in found)
-    assert len({one[0] for one in found}) == len(found)
-    assert passage("tiny", "skewed", 0, tokens)[0] // each == moe.TOPICS
+    first, second = (passage("tiny", "flat", 3, piece, tokens) for piece in (0, 1))
+    assert first[0] == 3 * each
+    assert first + second == list(range(first[0], first[0] + 2 * tokens))
+    other = passage("tiny", "skewed", 3, 0, tokens)
+    assert other[0] == first[0] + TEXTS // len(HABITS) * each
 
 
 def test_hits_are_set_beside_those_of_the_optimum_and_of_lru() -> None:

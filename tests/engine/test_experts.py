@@ -11,12 +11,13 @@ import pytest
 import torch
 import transformers
 
-from rabbitllm.engine.expert_source import is_routed
+from rabbitllm.engine.expert_finding import is_routed
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import SpanReader
 from rabbitllm.errors import CorruptShardError, OptionError
 from rabbitllm.profiler import EXPERTS_ON_DEVICE, EXPERTS_READ, READ
 from tests.support.builders import build_checkpoint, reference_logits
+from tests.support.hybrid_families import HYBRIDS
 from tests.support.tiny_models import ALL, INPUT, assert_same, dequantised, load, one_thread, plain_model, run, split
 
 __all__ = ["one_thread"]
@@ -307,3 +308,20 @@ def test_a_family_that_is_new_to_us_still_has_the_right_bits(ernie: Path) -> Non
     expected = reference_logits(ernie, INPUT, torch.float32)
     for budget in (0, 200_000, ALL):
         assert_same(run(load(split(ernie), budget)), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_llama_4_reads_the_experts_that_a_token_is_routed_to(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Its own forward multiplies by all of them, and transformers has no registry for it."""
+    folder = build_checkpoint(tmp_path / "model", HYBRIDS["llama4"], dtype=dtype)
+    expected = reference_logits(folder, INPUT, dtype)
+    directory = split(folder)
+    for budget in (0, 300_000, ALL):
+        assert_same(run(load(directory, budget)), expected)
+    model = load(directory, 0, profiling=True)
+    with torch.inference_mode():
+        model(torch.tensor([[7]]))
+    (pool,) = model.streamer.pools.values()
+    read = [model.profiler.layers[source.name][READ].nbytes for source in pool.sources]
+    assert read == [source.expert_bytes for source in pool.sources]
+    assert [source.experts for source in pool.sources] == [4] * len(read)

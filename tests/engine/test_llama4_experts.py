@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from functools import partial
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
-from rabbitllm.engine.llama4_experts import routed_forward
+from rabbitllm.engine.llama4_experts import route_llama4
+from rabbitllm.engine.placement import Tier
+from rabbitllm.profiler import EXPERTS_READ
+from tests.engine.test_expert_stack import Given
 from tests.support.builders import build_checkpoint
 from tests.support.hybrid_families import HYBRIDS
 from tests.support.long_generation import assert_same_trail, continued, prompts
-from tests.support.tiny_models import plain_model
+from tests.support.tiny_models import ALL, dequantised, load, plain_model, split
 
 EXPERTS = 8
 
@@ -30,6 +34,13 @@ def layer(top_k: int, dtype: torch.dtype, seed: int = 0, **settings: int) -> Any
         for parameter in made.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.2)
     return made
+
+
+def by_expert(moe: Any) -> Any:
+    """A copy that computes by routed expert."""
+    changed = copy.deepcopy(moe)
+    route_llama4(changed)
+    return changed
 
 
 def inputs(tokens: int, dtype: torch.dtype, hidden: int = 96, seed: int = 1) -> torch.Tensor:
@@ -51,7 +62,7 @@ def test_the_bits_of_transformers(dtype: torch.dtype, top_k: int, tokens: int, t
     moe, given = layer(top_k, dtype), inputs(tokens, dtype)
     with torch.no_grad():
         expected, logits = moe(given)
-        found, found_logits = routed_forward(moe, given)
+        found, found_logits = by_expert(moe)(given)
     assert found.dtype == dtype
     assert torch.equal(found, expected)
     assert torch.equal(found_logits, logits)
@@ -66,7 +77,7 @@ def test_a_token_alone_is_rounded_as_in_the_batch_of_all_experts(threads: int, h
     for seed in range(2):
         given = inputs(1, torch.float32, hidden, seed)
         with torch.no_grad():
-            assert torch.equal(routed_forward(moe, given)[0], moe(given)[0])
+            assert torch.equal(by_expert(moe)(given)[0], moe(given)[0])
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -80,7 +91,24 @@ def test_experts_without_a_token_are_not_touched(top_k: int, tokens: int) -> Non
         moe.experts.gate_up_proj[others] = torch.nan
         moe.experts.down_proj[others] = torch.nan
         assert moe(given)[0].isnan().all()
-        assert torch.equal(routed_forward(moe, given)[0], expected)
+        assert torch.equal(by_expert(moe)(given)[0], expected)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("tokens", [1, 3, 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_stacks_it_asks_for_each_routed_expert_once(dtype: torch.dtype, tokens: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    moe, given = layer(1, dtype), inputs(tokens, dtype)
+    with torch.no_grad():
+        expected, wanted = moe(given)[0], routed(moe, given)
+        leaves = {name: parameter.data for name, parameter in moe.experts.named_parameters()}
+        asked = {name: Given(**{name: leaf}) for name, leaf in leaves.items()}
+        for name, supply in asked.items():
+            setattr(moe.experts, name, nn.Parameter(supply.stack(name)))
+        assert torch.equal(by_expert(moe)(given)[0], expected)
+    for supply in asked.values():
+        assert supply.asked == sorted(wanted)
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
@@ -89,8 +117,35 @@ def test_whole_models_generate_the_same(tmp_path: Path, dtype: torch.dtype, top_
     folder = build_checkpoint(tmp_path / "model", HYBRIDS["llama4"], dtype=dtype, num_experts_per_tok=top_k)
     model = plain_model(folder, dtype=dtype)
     expected = continued(model, prompts(), 12)
-    found = [module for module in model.modules() if isinstance(module, Llama4TextMoe)]
-    assert found
-    for module in found:
-        module.forward = partial(routed_forward, module)
+    assert any(isinstance(module, Llama4TextMoe) for module in model.modules())
+    route_llama4(model)
     assert_same_trail(continued(model, prompts(), 12), expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "compression"),
+    [
+        (torch.bfloat16, None),
+        (torch.float32, "4bit"),
+        pytest.param(torch.float32, None, marks=pytest.mark.long),
+        pytest.param(torch.bfloat16, "8bit", marks=pytest.mark.long),
+    ],
+)
+def test_experts_that_come_and_go(tmp_path: Path, dtype: torch.dtype, compression: str | None) -> None:
+    """A loaded model brings in the routed experts, and no other; and has the bits of transformers' own model."""
+    sizes = {"num_local_experts": 12, "num_hidden_layers": 4}
+    folder = build_checkpoint(tmp_path / "model", HYBRIDS["llama4"], dtype=dtype, shards=2, **sizes)
+    meant = dequantised(folder, tmp_path / "meant", compression, dtype) if compression else folder
+    expected = continued(plain_model(meant, dtype=dtype), prompts(), 12)
+    directory = split(folder, compression)
+    for budget in (0, 200_000, ALL):
+        model = load(directory, budget, profiling=True)
+        assert len(model.placement.experts) == 4
+        assert_same_trail(continued(model, prompts(), 12), expected)
+        if budget == 0:
+            assert {placed.tier for placed in model.placement.experts} == {Tier.ROUTED}
+            model.profiler.clear()
+            with torch.inference_mode():
+                model(torch.tensor([[7]]))
+            counted = [totals[EXPERTS_READ] for totals in model.profiler.layers.values() if EXPERTS_READ in totals]
+            assert [total.count for total in counted] == [1] * 4

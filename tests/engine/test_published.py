@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 
 import rabbitllm
@@ -23,6 +24,10 @@ from tests.support import quantised, splitting
 from tests.support.builders import SINGLE_NAME, read_tensors, reference_logits
 from tests.support.fake_gpu import FakeGpu
 from tests.support.tiny_models import INPUT, assert_same, load, run, split, tiers
+
+pytestmark = pytest.mark.skipif(
+    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 21), reason="its quantisers are others"
+)
 
 Build = Callable[[Path], Path]
 
@@ -298,7 +303,7 @@ def test_a_plan_says_what_they_are(tmp_path: Path, build: Build) -> None:
     assert [found.obstacle for found in rest] == [outlook.obstacle for outlook in others]
     loaded = load(split(folder), 0)
     assert sum(held.stored_bytes for held in first.placed) == sum(p.stored for p in loaded.placement.units)
-    assert first.read_bytes == loaded.placement.streamed_bytes
+    assert first.read_bytes == loaded.placement.streamed_bytes + sum(own.read_bytes for own in first.experts)
 
 
 @pytest.mark.parametrize("name", ["fp8-qwen3_moe", "mxfp4-gpt_oss"])
