@@ -28,7 +28,7 @@ import torch
 
 from benchmarks import qwen3_next
 from benchmarks.models import MODELS
-from benchmarks.published import checkpoint
+from benchmarks.published import Model, checkpoint
 from benchmarks.report import Table, describe_machine
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.naming import assign_layers
@@ -115,9 +115,9 @@ class Row:
     seconds: Mapping[str, float]
 
 
-def split_plan(compression: str | None) -> SplitPlan:
+def split_plan(model: Model, compression: str | None) -> SplitPlan:
     """Of the published checkpoint, from the names and shapes of its tensors."""
-    made = checkpoint(MODELS["coder-next"], 1)
+    made = checkpoint(model, 1)
     shards = []
     for shard in made.shards:
         specs = tuple(
@@ -126,16 +126,16 @@ def split_plan(compression: str | None) -> SplitPlan:
         )
         shards.append(PlannedShard(shard.name, shard.size, "published", specs, staged=True))
     names = [tensor.name for shard in shards for tensor in shard.tensors]
-    source = SourceIdentity("hub", made.model.repository, None, {})
+    source = SourceIdentity("hub", model.repository, None, {})
     return make_plan(source, tuple(shards), assign_layers(names, "qwen3_next"), compression)
 
 
-def drawn_on(plan: SplitPlan, machines: Sequence[Tiers]) -> list[Blueprint]:
+def drawn_on(model: Model, plan: SplitPlan, machines: Sequence[Tiers]) -> list[Blueprint]:
     """The model on each machine."""
     made = []
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
-        (home / "config.json").write_text(json.dumps(qwen3_next.QWEN3_CODER_NEXT))
+        (home / "config.json").write_text(json.dumps(model.config))
         gpus: list[Device] = [PaperGpu(0)]
         options = StreamOptions(dtype="float16", max_memory={"cuda:0": 0, "cpu": 0}, show_progress=False)
         drawn = blueprint(PlannedFiles(plan, home), options, home, gpus)
@@ -156,7 +156,7 @@ def row_of(tiers: Tiers, drawn: Blueprint) -> Row:
     stored = sum(own.stored_bytes for own in experts)
     copied = sum(own.copied_bytes for own in experts) + sum(unit.uploaded for unit in units)
     read = sum(own.read_bytes for own in experts) + sum(unit.streamed for unit in units)
-    of_memory = dense / MEMORY_RATE + _experts_seconds(routed)
+    of_memory = dense / MEMORY_RATE + _experts_seconds(routed, drawn.model.config)
     total = sum(own.used_bytes for own in experts)
     here = sum(own.kept_bytes for own in experts) / stored
     beside = sum(own.host_bytes for own in experts) / stored
@@ -184,10 +184,9 @@ def found(share: float) -> float:
     return float(np.interp(share, list(FOUND), list(FOUND.values())))
 
 
-def _experts_seconds(routed: Sequence[RoutedWork]) -> float:
+def _experts_seconds(routed: Sequence[RoutedWork], config: Any) -> float:
     """Experts are dequantised, then multiplied with: codes read, float16 written and read."""
-    config = qwen3_next.QWEN3_CODER_NEXT
-    made = 2 * 3 * config["hidden_size"] * config["moe_intermediate_size"]
+    made = 2 * 3 * config.hidden_size * config.moe_intermediate_size
     return sum(one.used * (one.expert_bytes + 2 * made) for one in routed) / MEMORY_RATE
 
 
@@ -261,9 +260,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     here = Path(__file__).resolve().parent
     parser.add_argument("--results", type=Path, default=here / "results" / "plan-coder-next", help="without suffix")
     options = parser.parse_args(arguments)
-    plans = {name or "none": split_plan(name) for name in (None, "8bit", "4bit")}
+    model = MODELS["coder-next"]
+    plans = {name or "none": split_plan(model, name) for name in (None, "8bit", "4bit")}
     disks = {name: {"layer files": plan.output_bytes, **disk_of(plan)} for name, plan in plans.items()}
-    rows = [row_of(*pair) for pair in zip(MACHINES, drawn_on(plans["4bit"], MACHINES), strict=True)]
+    rows = [row_of(*pair) for pair in zip(MACHINES, drawn_on(model, plans["4bit"], MACHINES), strict=True)]
     overhead, machine = overhead_seconds(), describe_machine(here)
     disk_table = Table(
         ["", *disks], [[what, *(f"{found[what] / 1e9:.1f}" for found in disks.values())] for what in disks["none"]]

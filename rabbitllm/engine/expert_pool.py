@@ -67,11 +67,12 @@ class _Shelf:
 
 @dataclass(frozen=True)
 class _Call:
-    """What one pass does with the experts of a module: which are in which slot, and which pass through."""
+    """What one pass does with the experts of a module: which are in which slot, and which pass through, from where;
+    and places in host memory that are free after it."""
 
     module: int
     slots: Mapping[int, _Slot]
-    passing: frozenset[int]
+    passing: Mapping[int, _Shelf]
     promoted: tuple[int, ...]
 
 
@@ -156,17 +157,17 @@ class ExpertPool:
         shelves, promoted = self._shelves(module, missing, given)
         found = {e: self._slots[n] for e, n in zip(experts[here].tolist(), slots[here].tolist(), strict=True)}
         transit = iter(self._transit if np.count_nonzero(given < 0) <= len(self._transit) else ())
-        passing = []
+        passing = {}
         for expert, number, shelf in zip(missing.tolist(), given.tolist(), shelves, strict=True):
             slot = self._slots[number] if number >= 0 else next(transit, None)
-            if slot is None and not shelf.filled and shelf.number >= 0:
-                self.host_cache.forget(module, shelf.number)  # parts of it come at different times
             if slot is None:
-                passing.append(expert)
+                if shelf.number >= 0 and not shelf.filled:
+                    self.host_cache.forget(module, shelf.number)  # parts of it come at different times
+                passing[expert] = shelf if shelf.filled else _Shelf()
             else:
                 found[expert] = slot
                 self._send(module, expert, slot, shelf)
-        self._call = _Call(module, found, frozenset(passing), promoted)
+        self._call = _Call(module, found, passing, promoted)
         self._count(source, len(found) - len(missing) + len(passing), shelves)
 
     def warm(self, uses: Mapping[str, Values]) -> None:
@@ -219,8 +220,8 @@ class ExpertPool:
 
     def end(self) -> None:
         """Declare that the pass is done with the experts of its module, or was broken off."""
+        wait([future for _, future, _, _ in self._sent])
         sent, self._sent = self._sent, []
-        wait([future for _, future, _, _ in sent])
         for module, future, slot, shelf in sent:
             if future.cancelled() or future.exception() is not None:
                 self._empty(module, slot, shelf)
@@ -252,25 +253,25 @@ class ExpertPool:
             self.begin(module, distinct, np.ones_like(distinct), 1)
             call = self._call
             assert call is not None
-        passing = self._through(module, leaf, [expert for expert in experts if expert in call.passing])
+        passing = self._through(module, leaf, [(e, call.passing[e]) for e in experts if e in call.passing])
         for expert in experts:
             slot = call.slots.get(expert)
             yield next(passing) if slot is None else self._weight(source, leaf, slot)
 
-    def _through(self, module: int, leaf: str, experts: Sequence[int]) -> Iterator[torch.Tensor]:
+    def _through(self, module: int, leaf: str, experts: Sequence[tuple[int, _Shelf]]) -> Iterator[torch.Tensor]:
         """One leaf of experts that have no slot, read ahead as far as transit slots reach."""
         source = self.sources[module]
         coming: deque[_Slot] = deque()
         free, wanted = deque(self._transit), deque(experts)
         for _ in experts:
             while free and wanted:
-                slot = free.popleft()
-                self._send(module, wanted.popleft(), slot, _Shelf(), leaf)
+                slot, (expert, shelf) = free.popleft(), wanted.popleft()
+                slot.left = self._device.leave()  # whoever had it before has asked for all that uses it
+                self._send(module, expert, slot, shelf, leaf)
                 coming.append(slot)
             slot = coming.popleft()
             self._wait(source, slot)
             yield self._made(source.leaves[leaf], slot)
-            slot.left = self._device.leave()
             free.append(slot)
 
     def _weight(self, source: ExpertSource, leaf: str, slot: _Slot) -> torch.Tensor:
@@ -324,22 +325,20 @@ class ExpertPool:
         if self._device.shares_host_memory:
             self._read(source, expert, leaf, slot.memory)
             return None
-        if shelf.number >= 0:
-            return self._from_shelf(source, expert, slot, shelf)
+        number, extent = shelf.number, source.extent(leaf)
+        if number >= 0:
+            if not shelf.filled:
+                self._fill(source, expert, number)
+            ticket = self._device.upload(self._host[number][extent], slot.memory[extent], slot.left)
+            self._host_left[number] = ticket
+            return ticket
         staged = self._staging.popleft()  # one for each thread
         try:
             self._read(source, expert, leaf, staged)
-            ticket = self._device.upload(staged, slot.memory, slot.left)
+            ticket = self._device.upload(staged[extent], slot.memory[extent], slot.left)
             self._device.landed(ticket)
         finally:
             self._staging.append(staged)
-        return ticket
-
-    def _from_shelf(self, source: ExpertSource, expert: int, slot: _Slot, shelf: _Shelf) -> Any:
-        number = shelf.number
-        if not shelf.filled:
-            self._fill(source, expert, number)
-        ticket = self._host_left[number] = self._device.upload(self._host[number], slot.memory, slot.left)
         return ticket
 
     def _read(self, source: ExpertSource, expert: int, leaf: str | None, memory: torch.Tensor) -> None:

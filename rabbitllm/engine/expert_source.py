@@ -237,6 +237,12 @@ class ExpertSource:
             Span(file.file(expert), int(file.offsets[expert]), nbytes, file.at) for file, nbytes in self._runs[leaf]
         ]
 
+    def extent(self, leaf: str | None = None) -> slice:
+        """Where the bytes of an expert are in its memory, or those that one leaf is made from."""
+        chosen = self.leaves.values() if leaf is None else (self.leaves[leaf],)
+        parts = [part for one in chosen for part in one.parts]
+        return slice(min(part.at for part in parts), max(part.at + part.nbytes for part in parts))
+
     @cached_property
     def _runs(self) -> Mapping[str | None, list[tuple[Part, int]]]:
         """Parts that lie one after the other, in the files as in memory: the first one, and the bytes of all."""

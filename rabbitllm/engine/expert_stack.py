@@ -66,6 +66,7 @@ class ExpertStack(torch.Tensor):
         self.leaf = leaf
         self.turned = turned
         self._whole_shape = shape
+        self._where = device
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ExpertStack({tuple(self.shape)}, {self.dtype}, by expert)"
@@ -75,11 +76,11 @@ class ExpertStack(torch.Tensor):
 
     def turn(self) -> ExpertStack:
         """With the last two dimensions exchanged."""
-        return ExpertStack(self.supply, self.leaf, self._whole_shape, self.dtype, self.device, not self.turned)
+        return ExpertStack(self.supply, self.leaf, self._whole_shape, self.dtype, self._where, not self.turned)
 
     def again(self) -> ExpertStack:
         """Another object for the same."""
-        return ExpertStack(self.supply, self.leaf, self._whole_shape, self.dtype, self.device, self.turned)
+        return ExpertStack(self.supply, self.leaf, self._whole_shape, self.dtype, self._where, self.turned)
 
     def each(self, experts: Sequence[int]) -> Iterator[torch.Tensor]:
         """These experts' matrices, in this order; each is good until the next one is asked for."""
@@ -88,7 +89,7 @@ class ExpertStack(torch.Tensor):
 
     def copied(self, experts: Sequence[int]) -> torch.Tensor:
         """Copies of these experts' matrices, (len(experts), ...)."""
-        made = torch.empty((len(experts), *self.shape[1:]), dtype=self.dtype, device=self.device)
+        made = torch.empty((len(experts), *self.shape[1:]), dtype=self.dtype, device=self._where)
         distinct = sorted(set(experts))
         places = {expert: [at for at, one in enumerate(experts) if one == expert] for expert in distinct}
         for expert, weight in zip(distinct, self.each(distinct), strict=True):

@@ -175,7 +175,7 @@ class ExpertCalls:
             if parameter is not None and key not in stacks:
                 made = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
                 module._parameters[key] = nn.Parameter(made, requires_grad=False)
-        width = self._model.config.get_text_config().hidden_size
+        width = _width(self._source)
 
         def call(index: torch.Tensor) -> None:
             inputs = torch.full((len(index), width), 0.5, dtype=dtype, device=device)
@@ -206,6 +206,12 @@ class _Nowhere:
     def path(self, file: str) -> Any:
         """There is none."""
         raise FileNotFoundError(file)
+
+
+def _width(source: ExpertSource) -> int:
+    """Of what goes into a module's experts."""
+    first = next(leaf for key, leaf in source.leaves.items() if not key.startswith("down"))
+    return first.shape[0] if source.module.is_transposed else first.shape[-1]
 
 
 def _bring_all(pool: ExpertPool, count: int) -> None:

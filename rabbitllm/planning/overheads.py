@@ -55,7 +55,10 @@ def sizes_of(config: Any) -> Sizes:
     """By the words of a config; those of a small model for what it does not say, or says in another form."""
 
     def whole(name: str, default: int) -> int:
-        value = getattr(config, name, None)
+        try:
+            value = getattr(config, name, None)
+        except RuntimeError:  # transformers' way to say that layers differ in it
+            return default
         return value if type(value) is int and value > 0 else default
 
     heads = whole("num_attention_heads", 4)

@@ -40,7 +40,6 @@ class WorkingSet:
     weights: Sequence[torch.Tensor]
     nbytes: int
     device: Device
-    dtype: torch.dtype
 
     def rate(self, inputs: int, *, disturbed: bool = False) -> float:
         """Bytes of weights a second, with so many inputs at a time.
@@ -48,18 +47,23 @@ class WorkingSet:
         Alone by the median of rounds; `disturbed` by something beside it, by their mean: most of a disturbance may lie
         in few of them.
         """
-        rows = {weight.shape[1]: self._inputs(inputs, weight.shape[1]) for weight in self.weights}
+        rows = {key: self._inputs(inputs, *key) for key in {_fits(weight) for weight in self.weights}}
         products: list[Callable[[], object]] = [
-            lambda weight=weight: torch.nn.functional.linear(rows[weight.shape[1]], weight)  # type: ignore[misc]
+            lambda weight=weight: torch.nn.functional.linear(rows[_fits(weight)], weight)  # type: ignore[misc]
             for weight in self.weights
         ]
         with torch.inference_mode():
             taken = _rounds(products, self.device)
         return self.nbytes / (statistics.mean(taken) if disturbed else statistics.median(taken))
 
-    def _inputs(self, count: int, width: int) -> torch.Tensor:
+    def _inputs(self, count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         memory = memory_of(self.device, mapped=False)
-        return _filled(memory, count * width * self.dtype.itemsize).view(self.dtype).view(1, count, width)
+        return _filled(memory, count * width * dtype.itemsize).view(dtype).view(1, count, width)
+
+
+def _fits(weight: torch.Tensor) -> tuple[int, torch.dtype]:
+    """Width and dtype of inputs: a matrix that is kept in float32 gets such."""
+    return weight.shape[1], weight.dtype
 
 
 def _rounds(work: Sequence[Callable[[], object]], device: Device) -> list[float]:
@@ -111,7 +115,7 @@ def working_set(
     Args:
         form: "4bit" or "8bit", multiplied from codes; a form of bitsandbytes' own; else a torch dtype's name.
         shapes: at least one.
-        dtype: of the inputs.
+        dtype: of the inputs to codes.
         device: where.
         nbytes: of all that the model has in this form: a small model is found in the processor's caches again.
         mapped: see `memory_of`.
@@ -127,7 +131,7 @@ def working_set(
         for _ in range(max(round(nbytes * share / total / (few * row_bytes)), 1)):
             weights.append(_weight(form, few, columns, dtype, memory))
             made += _nbytes(form, few, columns)
-    return WorkingSet(weights, made, device, dtype)
+    return WorkingSet(weights, made, device)
 
 
 def _nbytes(form: str, rows: int, columns: int) -> int:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from rabbitllm.engine import fused_choice, streamer
+from rabbitllm.engine import expert_pool, fused_choice, streamer
 from rabbitllm.engine.ahead import Loaded
 from rabbitllm.engine.boundary import Boundary
 from rabbitllm.engine.load import load_model
@@ -620,6 +620,26 @@ def test_experts_come_from_the_device_from_host_memory_and_from_the_disk(
         assert sum(gpu.allocated for gpu in gpus) >= sum(pool.nbytes for pool in pools)
         found |= here
     assert found == set(EXPERT_TIERS)
+
+
+@pytest.mark.parametrize("kernel", ["eager", "batched_mm", "grouped_mm"])
+def test_experts_that_pass_through_a_device_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str
+) -> None:
+    """With fewer slots than a prompt uses, each is filled anew while others compute."""
+    monkeypatch.setattr(expert_pool, "MOST_TRANSIT", 1)
+    folder = build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16, **MANY_EXPERTS)
+    plain, directory = load(split(folder)), split(folder)
+    plain.set_experts_implementation(kernel)
+    expected = run(plain)
+    for host in (0, 1 << 19):
+        with watched():
+            model = load_on([FakeGpu(0)], directory, 0, host)
+            model.set_experts_implementation(kernel)
+            got = run(model)
+        assert_same(got, expected)
+        (pool,) = model.placement.pools
+        assert (pool.slots, pool.transit) == (0, 3)
 
 
 def test_what_a_device_takes_in_leaves_host_memory(tmp_path: Path) -> None:

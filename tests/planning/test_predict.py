@@ -28,6 +28,7 @@ from rabbitllm.planning.reading import Sample
 from tests.planning.test_planned_files import planned
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu
+from tests.support.hybrid_families import HYBRIDS
 from tests.support.quick_measuring import quick_measuring  # noqa: F401  another one
 from tests.support.tiny_models import one_thread, split  # noqa: F401  one more
 
@@ -176,6 +177,14 @@ def test_other_families(tmp_path: Path, family: str) -> None:
         found = foretell(folder, compression, room)
         assert (found.token_seconds or 0) > 0
         assert (found.first_token_seconds or 0) > 0
+
+
+@pytest.mark.parametrize("family", ["zamba", "hy_v4", "dots3_note", "llama4"])
+def test_families_of_their_own(tmp_path: Path, family: str) -> None:
+    """Matrices kept in float32; layers that differ in what a config says once; experts with a forward of their own."""
+    folder = build_checkpoint(tmp_path / "m", HYBRIDS[family], dtype=torch.bfloat16)
+    for room in (0, 1 << 34):
+        assert (foretell(folder, None, room).token_seconds or 0) > 0
 
 
 def test_on_gpus_that_are_none(tmp_path: Path) -> None:
