@@ -316,19 +316,24 @@ def ensure_split(
         if _is_finished(source.split_folder):  # asked anew: whoever had the lock before may have done it
             _check_finished(source, options)
             return Profiler(enabled=options.profiling)
+        _refuse_to_quantise_again(source, options)
         checkpoint = _open(source, options, naming)
-        config = _config(source.config_folder, checkpoint)
-        if options.compression is not None and (method := quantised_as(config)) is not None:
-            raise OptionError(
-                f"The weights of {source.name} are quantised already ({method}); "
-                f"compression={options.compression!r} would quantise what is left, their scales among it.",
-                "Leave compression out: they are split and streamed as they are.",
-            )
-        request = Request(checkpoint, source.split_folder, _named_in(config), options, naming, quantise_on)
+        family = _family(source.config_folder, checkpoint)
+        request = Request(checkpoint, source.split_folder, family, options, naming, quantise_on)
         try:
             return split(request)
         except MissingShardError as error:
             raise _with_other_splits(error, source) from None
+
+
+def _refuse_to_quantise_again(source: Source, options: SplitOptions) -> None:
+    method = quantised_as(_config(source.config_folder)) if options.compression is not None else None
+    if method is not None:
+        raise OptionError(
+            f"The weights of {source.name} are quantised already ({method}); compression={options.compression!r} would "
+            "quantise what is left, their scales among it.",
+            "Leave compression out: they are split and streamed as they are.",
+        )
 
 
 def _has_work_left(folder: Path, options: SplitOptions) -> bool:
@@ -531,11 +536,7 @@ def _may_derive(source: Source) -> bool:
 
 def _family(config_folder: Path, checkpoint: Checkpoint | None = None) -> str | None:
     """The model type by the config in a folder, or by that which a checkpoint derives."""
-    return _named_in(_config(config_folder, checkpoint))
-
-
-def _named_in(config: Mapping[str, Any]) -> str | None:
-    family = config.get("model_type")
+    family = _config(config_folder, checkpoint).get("model_type")
     return family if isinstance(family, str) else None
 
 

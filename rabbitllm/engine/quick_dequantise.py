@@ -25,20 +25,41 @@ _CPU = torch.device("cpu")
 
 
 class QuickFp8(Fp8Dequantize):  # type: ignore[misc]
-    """See `Fp8Dequantize`."""
+    """See `Fp8Dequantize`, which cuts a matrix into as many equal blocks as there are scales.
+
+    A matrix that is no whole number of the config's blocks (DeepSeek-V3 has some of 576 rows, with blocks of 128) has
+    smaller ones at its ends instead. transformers multiplies with FP8 so, but does not dequantise so: it refuses such a
+    matrix, or cuts it elsewhere.
+    """
 
     def _dequantize_one(
         self, quantized: torch.Tensor, scales: torch.Tensor, output_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        if not _suits(quantized, scales, output_dtype):
+        size = self._block(quantized, scales)
+        if size is None or output_dtype is None:
             whole: torch.Tensor = super()._dequantize_one(quantized, scales, output_dtype)
             return whole
-        assert output_dtype is not None
         factors = torch.exp2(scales.float() - 127.0) if scales.dtype == torch.uint8 else scales.float()
+        if quantized.device != _CPU or output_dtype not in (torch.bfloat16, torch.float32):
+            for dim in (0, 1):
+                factors = factors.repeat_interleave(size[dim], dim).narrow(dim, 0, quantized.shape[dim])
+            return (quantized.float() * factors).to(output_dtype)
         codes = quantized.view(torch.uint8).numpy()
         made = torch.empty(quantized.shape, dtype=output_dtype)
-        kernels.blocks(codes, _values(quantized.dtype), factors.numpy(), _bits(made), torch.get_num_threads())
+        kernels.blocks(codes, _values(quantized.dtype), factors.numpy(), size, _bits(made), torch.get_num_threads())
         return made
+
+    def _block(self, quantized: torch.Tensor, scales: torch.Tensor) -> tuple[int, int] | None:
+        """Rows and columns of a block; None for what is not known here."""
+        if quantized.dtype not in _CODES or quantized.dim() != 2 or scales.dim() != 2 or not quantized.is_contiguous():
+            return None
+        if scales.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.uint8):
+            return None
+        (rows, columns), (n, k) = quantized.shape, scales.shape
+        said = getattr(getattr(self.hf_quantizer, "quantization_config", None), "weight_block_size", None)
+        if said is not None and (-(-rows // said[0]), -(-columns // said[1])) == (n, k):
+            return int(said[0]), int(said[1])
+        return (rows // n, columns // k) if n and k and not (rows % n or columns % k) else None
 
 
 class QuickMxfp4(Mxfp4Dequantize):  # type: ignore[misc]
@@ -63,16 +84,6 @@ class QuickMxfp4(Mxfp4Dequantize):  # type: ignore[misc]
 
 
 _PARTS = ("blocks", "scales")
-
-
-def _suits(quantized: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype | None) -> bool:
-    if quantized.device != _CPU or quantized.dtype not in _CODES or dtype not in (torch.bfloat16, torch.float32):
-        return False
-    if quantized.dim() != 2 or scales.dim() != 2 or not quantized.is_contiguous() or not scales.numel():
-        return False
-    if scales.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.uint8):
-        return False
-    return not any(size % parts for size, parts in zip(quantized.shape, scales.shape, strict=True))
 
 
 def _bits(tensor: torch.Tensor) -> Any:

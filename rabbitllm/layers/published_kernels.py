@@ -29,18 +29,19 @@ _WORDS = 16
 """Neighbouring int32 that are taken apart at a time: a line of the cache."""
 
 
-def blocks(codes: Bytes, values: Floats, scales: Floats, out: Bits, threads: int) -> None:
+def blocks(codes: Bytes, values: Floats, scales: Floats, size: tuple[int, int], out: Bits, threads: int) -> None:
     """Numbers of a byte each, with a scale for each block of rows and columns.
 
     Args:
         codes: (N, K).
         values: what each byte stands for, (256,).
-        scales: (n, k), of blocks of N / n rows and K / k columns.
+        scales: one for each block, (n, k).
+        size: of a block, rows and columns; those at the ends may be smaller.
         out: (N, K); the bits of bfloat16 as uint16, or of float32 as uint32.
         threads: to do it in.
     """
     kernel = _blocks_16 if out.dtype == np.uint16 else _blocks_32
-    _share(lambda begin, end: kernel(codes, values, scales, out, begin, end), len(codes), codes.size, threads)
+    _share(lambda begin, end: kernel(codes, values, scales, *size, out, begin, end), len(codes), codes.size, threads)
 
 
 def nibbles(codes: Bytes, scales: Bytes, table: Bits, out: Bits, threads: int) -> None:
@@ -106,8 +107,7 @@ def _pool() -> ThreadPoolExecutor:
 
 
 @compiled
-def _blocks_16(codes, values, scales, out, begin, end):  # type: ignore[no-untyped-def]
-    rows, columns = codes.shape[0] // scales.shape[0], codes.shape[1] // scales.shape[1]
+def _blocks_16(codes, values, scales, rows, columns, out, begin, end):  # type: ignore[no-untyped-def]
     number = np.empty(columns, np.float32)
     word = number.view(np.uint32)
     for row in range(begin, end):
@@ -115,9 +115,9 @@ def _blocks_16(codes, values, scales, out, begin, end):  # type: ignore[no-untyp
             scale = scales[row // rows, block]
             code = codes[row, block * columns : (block + 1) * columns]
             made = out[row, block * columns : (block + 1) * columns]
-            for i in range(columns):
+            for i in range(len(code)):
                 number[i] = values[code[i]] * scale
-            for i in range(columns):  # to the nearest; of two that are as near, to the even one
+            for i in range(len(code)):  # to the nearest; of two that are as near, to the even one
                 bits = word[i]
                 rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
                 unordered = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
@@ -125,15 +125,14 @@ def _blocks_16(codes, values, scales, out, begin, end):  # type: ignore[no-untyp
 
 
 @compiled
-def _blocks_32(codes, values, scales, out, begin, end):  # type: ignore[no-untyped-def]
-    rows, columns = codes.shape[0] // scales.shape[0], codes.shape[1] // scales.shape[1]
+def _blocks_32(codes, values, scales, rows, columns, out, begin, end):  # type: ignore[no-untyped-def]
     numbers = out.view(np.float32)
     for row in range(begin, end):
         for block in range(scales.shape[1]):
             scale = scales[row // rows, block]
             code = codes[row, block * columns : (block + 1) * columns]
             made = numbers[row, block * columns : (block + 1) * columns]
-            for i in range(columns):
+            for i in range(len(code)):
                 made[i] = values[code[i]] * scale
 
 

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import command_line, decode, peers, predict, report, runs, split
+from benchmarks import command_line, decode, peers, predict, report, runs, split, split_experts
 from benchmarks.checkpoint import SCALES, make_checkpoint, same_tensors, shards
 from benchmarks.measure import (
     BLOCK_BYTES,
@@ -350,6 +350,23 @@ def test_an_environment_that_pip_cannot_make(tmp_path: Path) -> None:
     unusable = peers.prepare({"one": broken, "other": broken, "mine": peers.THIS}, tmp_path)
     assert set(unusable) == {"one", "other"}
     assert unusable["one"].startswith("cannot be installed: ERROR: ")
+
+
+@pytest.mark.long
+def test_experts_beside_a_dense_model_at_tiny_scale(tmp_path: Path) -> None:
+    folders = ["--scale", "tiny", "--work-dir", str(tmp_path / "w"), "--results", str(tmp_path / "r" / "experts")]
+    rows = ["dense-4bit", "experts-4bit"]
+    assert split_experts.main([*folders, "--turns", "2", "--only", *rows]) == 0
+    found = json.loads((tmp_path / "r" / "experts.json").read_text())
+    assert [run["row"] for run in found["runs"]] == [*rows, *reversed(rows)]
+    for run in found["runs"]:
+        kind = run["row"].removesuffix("-4bit")
+        kept = shards(tmp_path / "w" / f"split-experts-tiny-{kind}")  # each turn is given links to them
+        assert run["source_bytes"] == sum(shard.stat().st_size for shard in kept)
+        assert run["source_bytes"] / 4 < run["layer_bytes"] < run["source_bytes"]
+        assert run["seconds"] > 0
+        assert run["core_seconds"] > 0
+    assert any(note.startswith("experts-4bit, seconds a GB x dense-4bit: ") for note in found["notes"])
 
 
 @pytest.mark.long

@@ -132,7 +132,7 @@ def test_folder_as_json(folder: Path) -> None:
         assert entry["routes"][0]["seconds"] > 0
     assert (found["kind"], found["label"], found["commit"]) == ("local", str(folder), None)
     assert (found["max_disk"], found["min_free_disk"]) == (1 << 30, 10**9)
-    assert found["memory_bytes"] == 200_000_000 + 2200 * found["anatomy"]["tensors"]
+    assert found["memory_bytes"] == 200_000_000 + 2400 * found["anatomy"]["tensors"]
     assert found["choice"]["compression"] == "4bit"
     assert found["rates"]["read"]["measured_bytes"] == found["anatomy"]["total_bytes"]
     assert found["rates"]["fetch"] is None

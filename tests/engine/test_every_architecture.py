@@ -14,6 +14,7 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from rabbitllm.engine.expert_finding import is_routed
 from rabbitllm.engine.load import SCALES_IN_PLACE
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import RabbitLLMError
@@ -196,4 +197,6 @@ def test_every_type_has_the_bits_of_transformers(tmp_path: Path, name: str) -> N
             continue
         streamed = load(directory, 0)
         assert Tier.STREAMED in tiers(streamed).values()
+        routed = {path for path, module in streamed.named_modules() if is_routed(module)}
+        assert routed == {placed.unit for placed in streamed.placement.experts}
         assert all(torch.equal(a, b) for a, b in zip(passes(streamed, generates), found, strict=True))

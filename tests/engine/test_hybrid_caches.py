@@ -40,7 +40,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "assisted": {"assistant_model": None},
 }
 """Options of `generate`; transformers refuses some of them for some models, and then we have to as well."""
-ALWAYS = {"no cache", "beams", "drawn"}
+ALWAYS = {"no cache", "drawn"}
 
 
 def family(name: str) -> str:
@@ -198,9 +198,13 @@ def test_two_devices(tmp_path: Path, name: str) -> None:
     """
     folder = checkpoint(tmp_path / "model", name)
     directory, plain = split(folder), plain_model(folder)
-    for way in ("beams", "static, in chunks"):
+    for way in ("drawn",) if name in NO_LAYER_OF_ITS_OWN else ("beams", "static, in chunks"):
+        expected = attempt(plain, WAYS[way], new_tokens=FEWEST, mode=torch.no_grad)
+        if way == "static, in chunks" and isinstance(expected, Exception):
+            continue  # on one device transformers makes that cache beforehand, which not every model bears
         with watched():
             model = load_on([FakeGpu(0), FakeGpu(1)], directory, *budgets(directory, name)[-1:] or [1 << 30])
             got = attempt(model, WAYS[way], new_tokens=FEWEST, mode=torch.no_grad)
         assert len({placed.device for placed in model.placement.units}) == 2
-        assert_same_outcome(got, attempt(plain, WAYS[way], new_tokens=FEWEST, mode=torch.no_grad))
+        assert isinstance(expected, Trail)
+        assert_same_outcome(got, expected)

@@ -21,7 +21,7 @@ from rabbitllm.errors import IncompleteSplitError, MissingPackageError, OptionEr
 from rabbitllm.layers.layer_store import LayerStore
 from tests.engine.test_fake_gpu import run_on
 from tests.support import quantised, splitting
-from tests.support.builders import SINGLE_NAME, read_tensors, reference_logits
+from tests.support.builders import SINGLE_NAME, build_checkpoint, read_tensors, reference_logits
 from tests.support.fake_gpu import FakeGpu
 from tests.support.tiny_models import INPUT, assert_same, load, run, split, tiers
 
@@ -224,6 +224,22 @@ def test_they_are_not_quantised_once_more(tmp_path: Path, compression: str, sequ
     assert f"compression={compression!r}" in refused.value.problem
     assert "Leave compression out" in refused.value.remedy
     assert splitting.contents(folder) == before
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_matrices_that_are_no_whole_number_of_blocks(tmp_path: Path, family: str) -> None:
+    """As DeepSeek-V3 is; transformers itself dequantises none of them."""
+    folder = quantised.build_fp8(tmp_path / "model", family, block=24)
+    published = read_tensors(folder)
+    plain = build_checkpoint(tmp_path / "plain", family, dtype=torch.bfloat16)
+    for name, tensor in published.items():
+        if tensor.dtype == torch.float8_e4m3fn:
+            scale = published[f"{name}_scale_inv"].repeat_interleave(24, 0).repeat_interleave(24, 1)
+            rows, columns = tensor.shape
+            published[name] = (tensor.float() * scale[:rows, :columns]).bfloat16()
+    kept = {name: tensor for name, tensor in published.items() if not name.endswith("_scale_inv")}
+    save_file(kept, plain / SINGLE_NAME, metadata={"format": "pt"})
+    assert_same(run(load(split(folder), 0)), reference_logits(plain, INPUT, torch.bfloat16))
 
 
 def test_codes_without_scales(tmp_path: Path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import nn
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize, _dequantize_fp8_weight
 from transformers.integrations.mxfp4 import Mxfp4Dequantize
 
 from rabbitllm.engine.quick_dequantise import QuickFp8, QuickMxfp4
@@ -79,7 +80,7 @@ def test_fp8_in_several_threads(counted: list[str]) -> None:
         (torch.ones(4, 4, dtype=torch.float8_e4m3fn, device="meta"), torch.ones(2, 2, device="meta"), torch.bfloat16),
     ],
 )
-def test_what_the_kernel_does_not_know_is_transformers_own(
+def test_what_the_kernel_does_not_know_is_done_without(
     codes: torch.Tensor, scales: torch.Tensor, made: torch.dtype | None, counted: list[str]
 ) -> None:
     found = QuickFp8(None)._dequantize_one(codes, scales, made)
@@ -87,6 +88,18 @@ def test_what_the_kernel_does_not_know_is_transformers_own(
     assert (found.dtype, found.shape, found.device) == (wanted.dtype, wanted.shape, wanted.device)
     assert found.is_meta or torch.equal(found, wanted)
     assert counted == []
+
+
+@pytest.mark.parametrize("made", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize(("rows", "columns"), [(72, 48), (24, 40), (64, 24), (8, 8)])
+def test_smaller_blocks_at_the_ends(rows: int, columns: int, made: torch.dtype) -> None:
+    """As transformers' own FP8 products cut them; of blocks of 16, (24, 40) has as many as two by four equal ones."""
+    quantiser = SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=(16, 16)))
+    codes = everything(torch.float8_e4m3fn, rows, columns)
+    scales = torch.rand(-(-rows // 16), -(-columns // 16), generator=torch.Generator().manual_seed(1)) * 1e-2
+    found = QuickFp8(quantiser)._dequantize_one(codes, scales, made)
+    exact = _dequantize_fp8_weight(codes, scales, [16, 16], torch.float32)
+    assert torch.equal(found, exact.to(made))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

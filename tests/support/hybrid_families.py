@@ -153,7 +153,8 @@ HYBRIDS: Mapping[str, Family] = {
     "mistral": FAMILIES["mistral"],
     "mixtral": Family("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
     "modernbert_decoder": Family(
-        "modernbert-decoder", {"local_attention": WINDOW, "layer_types": _SLIDING["layer_types"]}
+        "modernbert-decoder",
+        {"num_key_value_heads": 4, "local_attention": WINDOW, "layer_types": _SLIDING["layer_types"]},
     ),
     "olmo3": Family("olmo3", _SLIDING),
     "phi3": Family("phi3", {"sliding_window": WINDOW}),

@@ -207,9 +207,11 @@ def _fp8(name: str, tensor: torch.Tensor, block: int) -> Named:
         yield name, tensor
         return
     rows, columns = tensor.shape
-    blocks = tensor.float().reshape(rows // block, block, columns // block, block)
+    whole = torch.nn.functional.pad(tensor.float(), (0, -columns % block, 0, -rows % block))
+    blocks = whole.unflatten(1, (-1, block)).unflatten(0, (-1, block))
     scales = blocks.abs().amax((1, 3)) / FP8_LARGEST
-    yield name, (blocks / scales[:, None, :, None]).reshape(rows, columns).to(torch.float8_e4m3fn)
+    codes = (blocks / scales[:, None, :, None]).flatten(2).flatten(0, 1)
+    yield name, codes[:rows, :columns].to(torch.float8_e4m3fn).contiguous()
     yield f"{name}_scale_inv", scales
 
 
