@@ -25,7 +25,7 @@ from tests.support.tiny_models import load, plain_model, split, tiers
 FEW = 24
 FEWEST = 10
 """New tokens where not the length is what is tried; more than any window has room for."""
-NO_LAYER_OF_ITS_OWN = ("gpt_neo", "rwkv", "xlstm")
+NO_LAYER_OF_ITS_OWN = ("gpt_neo", "minimax", "rwkv", "xlstm")
 """Families that keep a window, or a state, elsewhere than in a layer of transformers' cache."""
 WAYS: dict[str, dict[str, Any]] = {
     "static": {"cache_implementation": "static"},
