@@ -33,7 +33,16 @@ setup(
         "rich>=13",  # comes with transformers
     ],
     extras_require={
-        "dev": ["pytest", "hypothesis", "ruff", "mypy", "sentencepiece", "tiktoken", "matplotlib"],
+        "dev": [
+            "pytest",
+            "hypothesis",
+            "ruff",
+            "mypy",
+            "sentencepiece",
+            "tiktoken",
+            "matplotlib",
+            "compressed-tensors>=0.15",
+        ],
         "plot": ["matplotlib>=3.9"],
         "fuzz": ["atheris>=3"],
     },

@@ -372,7 +372,9 @@ def _dot(scheme: str, width: int, rows: int, tokens: int) -> Any:
     return dot
 
 
-_compiled: Any = numba.njit(nogil=True)
+# Into each caller: a function of its own would have the same name in every kernel, and what two processes compiled and
+# kept, each a kernel, is linked by name where a third one loads both. One of them then computed with the other's loops.
+_compiled: Any = numba.njit(nogil=True, inline="always")
 _to_array: Any = getattr(numba, "carray")  # noqa: B009 - numba does not say that it exports it
 
 

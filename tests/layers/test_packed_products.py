@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -230,3 +234,29 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, cap
             assert "is off by 1.0e-03 here and is not used" in caplog.text
     finally:
         packed_products._kernel_agrees.cache_clear()
+
+
+_IN_A_PROCESS = """
+import sys
+import torch
+from tests.layers.test_packed_products import error, inputs, matrix, meant
+from rabbitllm.layers import packed_products
+for key in sys.argv[1:]:
+    scheme, width = key.split("-")
+    for worth in (1 << 10, 1 << 30):  # by threads of a team, and by one
+        packed_products.WORTH_A_THREAD = worth
+        parts, x = matrix(scheme, 70, 704), inputs(3, 704)
+        got = packed_products.Matrix(*parts).times_with(int(width), x)
+        assert error(got, x.double() @ meant(parts).T) < 1e-6, key
+"""
+
+
+@pytest.mark.long
+@needs_kernel
+def test_what_processes_compiled_apart_works_together(tmp_path: Path) -> None:
+    """numba links what it kept by name, and processes that compile a kernel each count their functions alike."""
+    kernels = [f"{scheme}-{packed_kernels.lanes(scheme)}" for scheme in SCHEMES]
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    for chosen in (kernels[1:], kernels[:1], kernels, kernels[::-1]):
+        subprocess.run([sys.executable, "-c", _IN_A_PROCESS, *chosen], env=environment, check=True, timeout=600)
+    assert list(tmp_path.rglob("*.nbc"))

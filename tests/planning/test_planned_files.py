@@ -21,7 +21,7 @@ from tests.support.meta_files import tiny_llama, write_meta
 from tests.support.tiny_models import split
 
 COMPRESSIONS = [None, "8bit", "4bit"]
-ROOMS = [0, 20_000, 150_000, 400_000, 1 << 34]
+ROOMS = [0, 20_000, 150_000, 600_000, 1 << 34]
 """Bytes of weights: nothing, a little, about half, most of it, all."""
 EXPERTS = ["qwen3_moe", "gpt_oss", "qwen3_next", "mixtral", "deepseek_v3", "jamba"]
 FAMILIES = ["llama", "gemma3", "gpt_oss", "qwen3_moe", "opt", "mamba2", "t5"]
