@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from rabbitllm.engine.devices import Device
 from rabbitllm.engine.expert_cache import ExpertCache, Numbers, Values
-from rabbitllm.engine.expert_source import ExpertSource, Leaf
+from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.loader import bytes_of
 from rabbitllm.engine.page_locked import HostBuffers
 from rabbitllm.engine.placement import EXPERT_STAGING
@@ -46,7 +46,8 @@ class _Slot:
         coming: what is under way into it.
         ticket: of the copy that filled it, until the computation was told to wait for that.
         left: the last use of it, for the next copy into it.
-        ready: leaf -> the expert's weight, of those that are used as they are stored.
+        ready: (kind of module, leaf) -> the weight that is there, of those that are used as they are stored: a view of
+            the memory, whichever expert is in it.
     """
 
     memory: torch.Tensor
@@ -54,7 +55,7 @@ class _Slot:
     left: Any
     coming: Future[Any] | None = None
     ticket: Any = None
-    ready: dict[str, torch.Tensor] = field(default_factory=dict)
+    ready: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,8 @@ class ExpertPool:
         self._device = device
         self._disk = disk
         self._profiler = profiler
+        kinds = [source.kind for source in sources]
+        self._kinds = [kinds.index(kind) for kind in kinds]
         counts = [source.experts for source in sources]
         size, transit = slot_bytes(sources), transit_slots(sources)
         self.cache = ExpertCache(counts, slots)
@@ -239,7 +242,6 @@ class ExpertPool:
     def _empty(self, module: int, slot: _Slot, shelf: _Shelf) -> None:
         """Forget what should have come: it may be half there."""
         slot.coming = None
-        slot.ready.clear()
         if slot.number >= 0:
             self.cache.forget(module, slot.number)
         if shelf.number >= 0 and not shelf.filled:
@@ -247,7 +249,7 @@ class ExpertPool:
 
     def each(self, module: int, leaf: str, experts: Sequence[int]) -> Iterator[torch.Tensor]:
         """See `expert_stack.Supply`."""
-        call, source = self._call, self.sources[module]
+        call = self._call
         if call is None or call.module != module or not {*call.slots, *call.passing}.issuperset(experts):
             distinct = np.unique(np.asarray(experts, np.int64))  # nobody said what would be used
             self.begin(module, distinct, np.ones_like(distinct), 1)
@@ -256,11 +258,10 @@ class ExpertPool:
         passing = self._through(module, leaf, [(e, call.passing[e]) for e in experts if e in call.passing])
         for expert in experts:
             slot = call.slots.get(expert)
-            yield next(passing) if slot is None else self._weight(source, leaf, slot)
+            yield next(passing) if slot is None else self._weight(module, leaf, slot)
 
     def _through(self, module: int, leaf: str, experts: Sequence[tuple[int, _Shelf]]) -> Iterator[torch.Tensor]:
         """One leaf of experts that have no slot, read ahead as far as transit slots reach."""
-        source = self.sources[module]
         coming: deque[_Slot] = deque()
         free, wanted = deque(self._transit), deque(experts)
         for _ in experts:
@@ -270,21 +271,20 @@ class ExpertPool:
                 self._send(module, expert, slot, shelf, leaf)
                 coming.append(slot)
             slot = coming.popleft()
-            self._wait(source, slot)
-            yield self._made(source.leaves[leaf], slot)
+            yield self._weight(module, leaf, slot)
             free.append(slot)
 
-    def _weight(self, source: ExpertSource, leaf: str, slot: _Slot) -> torch.Tensor:
+    def _weight(self, module: int, leaf: str, slot: _Slot) -> torch.Tensor:
+        source, key = self.sources[module], (self._kinds[module], leaf)
         self._wait(source, slot)
+        found = slot.ready.get(key)
+        if found is not None:
+            return found
         chosen = source.leaves[leaf]
-        if not chosen.is_view and chosen.packed is None:
-            return self._made(chosen, slot)
-        if leaf not in slot.ready:
-            slot.ready[leaf] = self._made(chosen, slot)
-        return slot.ready[leaf]
-
-    def _made(self, leaf: Leaf, slot: _Slot) -> torch.Tensor:
-        return leaf.weight(self._model, lambda part: slot.memory[part.at : part.at + part.nbytes])
+        made = chosen.weight(self._model, lambda part: slot.memory[part.at : part.at + part.nbytes])
+        if chosen.is_view or chosen.packed is not None:
+            slot.ready[key] = made
+        return made
 
     def _wait(self, source: ExpertSource, slot: _Slot) -> None:
         if slot.coming is not None:
@@ -304,7 +304,6 @@ class ExpertPool:
 
     def _send(self, module: int, expert: int, slot: _Slot, shelf: _Shelf, leaf: str | None = None) -> None:
         """Begin to fill a slot with an expert, or with what one of its leaves is made from."""
-        slot.ready.clear()
         slot.coming = self._threads.submit(self._bring, self.sources[module], expert, slot, shelf, leaf)
         self._sent.append((module, slot.coming, slot, shelf))
 

@@ -8,7 +8,7 @@ lie; so it is kept as one array of offsets for each of them, not as objects. Kno
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -227,6 +227,21 @@ class ExpertSource:
         )
 
     @property
+    def kind(self) -> Hashable:
+        """Equal for modules whose experts' weights lie alike in memory, and mean the same."""
+        return tuple(
+            (
+                key,
+                leaf.shape,
+                leaf.recipe.dtype,
+                leaf.packed,
+                tuple((part.dtype, part.shape, part.at) for part in leaf.parts),
+                tuple((block.form, _raw(block.table)) for block in leaf.blocks),
+            )
+            for key, leaf in self.leaves.items()
+        )
+
+    @property
     def is_ready(self) -> bool:
         """Whether every weight is used as it is stored: a view, or multiplied from its codes."""
         return all(leaf.is_view or leaf.packed is not None for leaf in self.leaves.values())
@@ -266,6 +281,10 @@ class ExpertSource:
             for runs in self._runs.values()
             for part, nbytes in runs
         )
+
+
+def _raw(table: torch.Tensor | None) -> bytes | None:
+    return None if table is None else table.cpu().numpy().tobytes()
 
 
 def packed_by(source: ExpertSource, packs: Packs | None) -> ExpertSource:
