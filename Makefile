@@ -16,8 +16,9 @@ $(VENV)/.installed: setup.py constraints.txt
 demo: $(VENV)/.installed
 	$(BIN)/rabbitllm demo
 
+# a process a core, each with whole files of tests
 test: $(VENV)/.installed lint
-	$(BIN)/python -m pytest -m "not long"
+	$(BIN)/python -m pytest -m "not long" -n auto --maxprocesses 4 --dist loadfile
 
 test-long: $(VENV)/.installed
 	$(BIN)/python -m pytest

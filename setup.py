@@ -42,6 +42,7 @@ setup(
             "tiktoken",
             "matplotlib",
             "compressed-tensors>=0.15",
+            "pytest-xdist",
         ],
         "plot": ["matplotlib>=3.9"],
         "fuzz": ["atheris>=3"],
