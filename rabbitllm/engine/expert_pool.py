@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +46,7 @@ class _Slot:
         coming: what is under way into it.
         ticket: of the copy that filled it, until the computation was told to wait for that.
         left: the last use of it, for the next copy into it.
+        has: the module and the expert whose bytes are all in it.
         ready: (kind of module, leaf) -> the weight that is there, of those that are used as they are stored: a view of
             the memory, whichever expert is in it.
     """
@@ -55,6 +56,7 @@ class _Slot:
     left: Any
     coming: Future[Any] | None = None
     ticket: Any = None
+    has: tuple[int, int] | None = None
     ready: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
 
 
@@ -124,11 +126,12 @@ class ExpertPool:
         kept = host.take_anyhow(host_slots * size) if host is not None and host_slots else torch.empty(0)
         self._host = [kept[at * size : (at + 1) * size] for at in range(host_slots)]
         self._host_left: list[Any] = [None] * len(self._host)
+        self._host_has: list[tuple[int, int] | None] = [None] * len(self._host)
         self._staging = deque([host.take_anyhow(size) for _ in range(EXPERT_STAGING)] if host is not None else [])
         self._host_memory = host  # unlocked when nobody has it any more
         self._threads = ThreadPoolExecutor(EXPERT_STAGING, thread_name_prefix=f"experts-{device.name}")
         self._call: _Call | None = None
-        self._sent: list[tuple[int, Future[Any], _Slot, _Shelf]] = []
+        self._sent: list[tuple[Future[Any], _Slot | None]] = []
 
     def _memory(self, count: int, size: int) -> list[torch.Tensor]:
         if not self._device.shares_host_memory:
@@ -153,7 +156,7 @@ class ExpertPool:
         source = self.sources[module]
         for cache in (self.cache, self.host_cache):
             cache.use(module, experts, counts, tokens)
-        slots = self.cache.slots_of(module, experts)
+        slots = self._kept(module, experts)
         here = slots >= 0
         missing = experts[~here]
         given = self.cache.admit(module, missing, slots[here])
@@ -184,21 +187,29 @@ class ExpertPool:
             for cache in (self.cache, self.host_cache):
                 cache.learn(module, uses[source.name])
             best = self.cache.best(module)
-            missing = best[self.cache.slots_of(module, best) < 0]
-            given = self.cache.admit(module, missing, self.cache.slots_of(module, best[:0]))
+            missing = best[self._kept(module, best) < 0]
+            given = self.cache.admit(module, missing, best[:0])
             for expert, number in zip(missing[given >= 0].tolist(), given[given >= 0].tolist(), strict=True):
                 self._send(module, expert, self._slots[number], _Shelf())
             if self._host:
                 beside = missing[given < 0]
-                beside = beside[self.host_cache.slots_of(module, beside) < 0]
+                beside = beside[self._kept_on_host(module, beside) < 0]
                 given = self.host_cache.admit(module, beside, beside[:0])
                 for expert, number in zip(beside[given >= 0].tolist(), given[given >= 0].tolist(), strict=True):
-                    self._stock(module, expert, _Shelf(number))
+                    self._sent.append((self._threads.submit(self._fill, module, expert, number), None))
         self.end()
 
     def uses(self) -> dict[str, Values]:
         """How often each expert of each module was used, older uses for less."""
         return {source.name: found for source, found in zip(self.sources, self.cache.uses(), strict=True)}
+
+    def _kept(self, module: int, experts: Numbers) -> Numbers:
+        """The slots of experts, -1 for those that are in none."""
+        return _really(self.cache, module, experts, lambda number: self._slots[number].has)
+
+    def _kept_on_host(self, module: int, experts: Numbers) -> Numbers:
+        """The same of host memory."""
+        return _really(self.host_cache, module, experts, self._host_has.__getitem__)
 
     def _shelves(self, module: int, missing: Numbers, given: Numbers) -> tuple[list[_Shelf], tuple[int, ...]]:
         """Where in host memory each missing expert is or goes, and the places that are free after this pass.
@@ -207,7 +218,7 @@ class ExpertPool:
         """
         if not self._host:
             return [_Shelf()] * len(missing), ()
-        at = self.host_cache.slots_of(module, missing)
+        at = self._kept_on_host(module, missing)
         filled = at >= 0
         homeless = ~filled & (given < 0)
         at[homeless] = self.host_cache.admit(module, missing[homeless], at[filled])
@@ -223,13 +234,13 @@ class ExpertPool:
 
     def end(self) -> None:
         """Declare that the pass is done with the experts of its module, or was broken off."""
-        wait([future for _, future, _, _ in self._sent])
+        wait([future for future, _ in self._sent])
         sent, self._sent = self._sent, []
-        for module, future, slot, shelf in sent:
-            if future.cancelled() or future.exception() is not None:
-                self._empty(module, slot, shelf)
-            elif slot.coming is future:
-                self._filled(slot, future.result())
+        for future, slot in sent:
+            if slot is not None and slot.coming is future:
+                slot.coming = None
+                if not future.cancelled() and future.exception() is None:
+                    slot.ticket = future.result()
         call, self._call = self._call, None
         if call is None:
             return
@@ -238,14 +249,6 @@ class ExpertPool:
             slot.left = left
         for number in call.promoted:
             self.host_cache.forget(call.module, number)
-
-    def _empty(self, module: int, slot: _Slot, shelf: _Shelf) -> None:
-        """Forget what should have come: it may be half there."""
-        slot.coming = None
-        if slot.number >= 0:
-            self.cache.forget(module, slot.number)
-        if shelf.number >= 0 and not shelf.filled:
-            self.host_cache.forget(module, shelf.number)
 
     def each(self, module: int, leaf: str, experts: Sequence[int]) -> Iterator[torch.Tensor]:
         """See `expert_stack.Supply`."""
@@ -290,7 +293,8 @@ class ExpertPool:
         if slot.coming is not None:
             start = time.perf_counter()
             try:
-                self._filled(slot, slot.coming.result())
+                slot.ticket = slot.coming.result()
+                slot.coming = None
             finally:
                 waited = time.perf_counter() - start
                 self.waited += waited
@@ -299,46 +303,43 @@ class ExpertPool:
             self._device.arrive(slot.ticket)
             slot.ticket = None
 
-    def _filled(self, slot: _Slot, ticket: Any) -> None:
-        slot.ticket, slot.coming = ticket, None
-
     def _send(self, module: int, expert: int, slot: _Slot, shelf: _Shelf, leaf: str | None = None) -> None:
         """Begin to fill a slot with an expert, or with what one of its leaves is made from."""
-        slot.coming = self._threads.submit(self._bring, self.sources[module], expert, slot, shelf, leaf)
-        self._sent.append((module, slot.coming, slot, shelf))
+        slot.has = None
+        slot.coming = self._threads.submit(self._bring, module, expert, slot, shelf, leaf)
+        self._sent.append((slot.coming, slot))
 
-    def _stock(self, module: int, expert: int, shelf: _Shelf) -> None:
-        """Begin to fill a place in host memory."""
-        nowhere = _Slot(self._host[shelf.number], -1, None)
-        filling = self._threads.submit(self._fill, self.sources[module], expert, shelf.number)
-        self._sent.append((module, filling, nowhere, shelf))
-
-    def _fill(self, source: ExpertSource, expert: int, number: int) -> None:
-        """In a thread."""
-        if self._host_left[number] is not None:
-            self._device.landed(self._host_left[number])
-        self._read(source, expert, None, self._host[number])
-
-    def _bring(self, source: ExpertSource, expert: int, slot: _Slot, shelf: _Shelf, leaf: str | None) -> Any:
-        """In a thread."""
+    def _bring(self, module: int, expert: int, slot: _Slot, shelf: _Shelf, leaf: str | None) -> Any:
+        """In a thread: fill a slot; returns the ticket of the copy that does so."""
+        source, ticket = self.sources[module], None
         if self._device.shares_host_memory:
             self._read(source, expert, leaf, slot.memory)
-            return None
-        number, extent = shelf.number, source.extent(leaf)
-        if number >= 0:
+        elif shelf.number >= 0:
             if not shelf.filled:
-                self._fill(source, expert, number)
-            ticket = self._device.upload(self._host[number][extent], slot.memory[extent], slot.left)
-            self._host_left[number] = ticket
-            return ticket
-        staged = self._staging.popleft()  # one for each thread
-        try:
-            self._read(source, expert, leaf, staged)
-            ticket = self._device.upload(staged[extent], slot.memory[extent], slot.left)
-            self._device.landed(ticket)
-        finally:
-            self._staging.append(staged)
+                self._fill(module, expert, shelf.number)
+            ticket = self._upload(self._host[shelf.number], slot, source.extent(leaf))
+            self._host_left[shelf.number] = ticket
+        else:
+            staged = self._staging.popleft()  # one for each thread
+            try:
+                self._read(source, expert, leaf, staged)
+                ticket = self._upload(staged, slot, source.extent(leaf))
+                self._device.landed(ticket)
+            finally:
+                self._staging.append(staged)
+        slot.has = (module, expert) if leaf is None else None
         return ticket
+
+    def _upload(self, host: torch.Tensor, slot: _Slot, extent: slice) -> Any:
+        return self._device.upload(host[extent], slot.memory[extent], slot.left)
+
+    def _fill(self, module: int, expert: int, number: int) -> None:
+        """In a thread: fill a place in host memory."""
+        self._host_has[number] = None
+        if self._host_left[number] is not None:
+            self._device.landed(self._host_left[number])
+        self._read(self.sources[module], expert, None, self._host[number])
+        self._host_has[number] = (module, expert)
 
     def _read(self, source: ExpertSource, expert: int, leaf: str | None, memory: torch.Tensor) -> None:
         spans = source.spans(expert, leaf)
@@ -374,6 +375,15 @@ class PooledExperts:
     def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """After it."""
         self._pool.end()
+
+
+def _really(cache: ExpertCache, module: int, experts: Numbers, has: Callable[[int], tuple[int, int] | None]) -> Numbers:
+    """What a cache says of experts, after it forgot those that did not come: a read failed, or a pass was broken off
+    between giving a slot and filling it."""
+    for expert, slot in zip(experts.tolist(), cache.slots_of(module, experts).tolist(), strict=True):
+        if slot >= 0 and has(slot) != (module, expert):
+            cache.forget(module, slot)
+    return cache.slots_of(module, experts)
 
 
 def slot_bytes(sources: Iterable[ExpertSource]) -> int:

@@ -55,10 +55,6 @@ class Part:
         """Where an expert's bytes lie."""
         return self.files[expert if len(self.files) > 1 else 0]
 
-    def spec(self, expert: int) -> TensorSpec:
-        """The same for one expert, as a tensor of its file."""
-        return TensorSpec("", self.dtype, self.shape, self.file(expert), int(self.offsets[expert]), self.nbytes)
-
 
 @dataclass(frozen=True, eq=False)
 class Block:
@@ -234,6 +230,7 @@ class ExpertSource:
                 key,
                 leaf.shape,
                 leaf.recipe.dtype,
+                leaf.stacks,
                 leaf.packed,
                 tuple((part.dtype, part.shape, part.at) for part in leaf.parts),
                 tuple((block.form, _raw(block.table)) for block in leaf.blocks),

@@ -115,14 +115,12 @@ class ExpertStack(torch.Tensor):
                 groups.append((expert, begin, end))
             begin = max(begin, end)
         made = []
-        for (_, begin, end), weight in zip(groups, self._stored([expert for expert, *_ in groups]), strict=True):
+        weights = self.supply.each(self.leaf, [expert for expert, *_ in groups])
+        for (_, begin, end), weight in zip(groups, weights, strict=True):
             made.append(self._product(rows[begin:end], weight))
         out = torch.cat(made) if made else rows.new_empty(0, self.shape[-1])
         missing = len(rows) - len(out)  # rows of no group; their values are nobody's business
         return torch.cat([out, out.new_zeros(missing, out.shape[-1])]) if missing else out
-
-    def _stored(self, experts: Sequence[int]) -> Iterator[torch.Tensor]:
-        return self.supply.each(self.leaf, experts)
 
     def _product(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if self.turned and isinstance(weight, PackedWeight):
@@ -156,7 +154,7 @@ class ExpertStack(torch.Tensor):
     ) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):  # what nn.Parameter does with it
             return args[0].again()
-        if func is getattr(torch.ops.transformers, "grouped_mm_fallback", None) or _is_fallback(func):
+        if _is_fallback(func):
             return args[1].grouped_mm(args[0], args[2])
         plain = tree_map(_whole, args)
         named = tree_map(_whole, dict(kwargs or {}))

@@ -12,19 +12,47 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rabbitllm.engine.expert_finding import is_routed
+from rabbitllm.engine.expert_pool import ExpertPool
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import SpanReader
 from rabbitllm.errors import CorruptShardError, OptionError
 from rabbitllm.profiler import EXPERTS_ON_DEVICE, EXPERTS_READ, READ
 from tests.support.builders import build_checkpoint, reference_logits
 from tests.support.hybrid_families import HYBRIDS
-from tests.support.tiny_models import ALL, INPUT, assert_same, dequantised, load, one_thread, plain_model, run, split
+from tests.support.tiny_models import (
+    ALL,
+    INPUT,
+    assert_same,
+    budget_that_keeps,
+    dequantised,
+    load,
+    one_thread,
+    plain_model,
+    run,
+    split,
+)
 
 __all__ = ["one_thread"]
-MANY = {"num_experts": 12, "num_experts_per_tok": 3}
-FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "qwen3_next", "jamba", "gpt_oss")
-BUDGETS = (0, 150_000, 400_000, ALL)
-"""Bytes for weights: no expert is kept, some are, most are, all are."""
+MANY = {"num_experts": 24, "num_experts_per_tok": 3}
+FAMILIES = {
+    "qwen3_moe": "num_experts",
+    "mixtral": "num_local_experts",
+    "deepseek_v3": "n_routed_experts",
+    "qwen3_next": "num_experts",
+    "jamba": "num_experts",
+    "gpt_oss": "num_local_experts",
+}
+"""And what each calls the number of its experts."""
+SHARES = (0.0, 0.25, 1.0)
+"""Of the experts that are kept. Of so few, more would not be kept than that: transit slots hold the others."""
+
+
+def with_share(directory: Path, share: float, **options: Any) -> Any:
+    """A model that keeps so many of its experts."""
+    budget = budget_that_keeps(directory, share) if 0 < share < 1 else int(share) * ALL
+    model = load(directory, budget, **options)
+    assert bool(share) == bool(not model.placement.pools or model.placement.pools[0].slots)
+    return model
 
 
 @pytest.fixture
@@ -73,25 +101,23 @@ class Reads:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("compression", [None, "4bit", "8bit"])
 def test_bits_do_not_depend_on_where_experts_are(tmp_path: Path, family: str, compression: str | None) -> None:
-    dtype = torch.float32 if family in FAMILIES[::2] else torch.bfloat16
-    folder = build_checkpoint(tmp_path / "model", family, shards=3, dtype=dtype)
+    dtype = torch.float32 if list(FAMILIES).index(family) % 2 == 0 else torch.bfloat16
+    folder = build_checkpoint(tmp_path / "model", family, shards=3, dtype=dtype, **{FAMILIES[family]: 24})
     meant = dequantised(folder, tmp_path / "reference", compression, dtype) if compression else folder
     expected = reference_logits(meant, INPUT, dtype)
     directory = split(folder, compression)
-    found = set()
-    for budget in BUDGETS:
-        model = load(directory, budget)
+    for share in SHARES:
+        model = with_share(directory, share)
         assert_same(run(model), expected)
-        found |= {placed.tier for placed in model.placement.experts}
-    assert found > {Tier.ROUTED}
+        assert (Tier.ROUTED in {placed.tier for placed in model.placement.experts}) == (share < 1)
 
 
 @pytest.mark.parametrize("kernel", ["eager", "batched_mm", "grouped_mm"])
-@pytest.mark.parametrize("budget", BUDGETS)
-def test_every_kernel_of_transformers_gets_the_experts_it_asks_for(checkpoint: Path, kernel: str, budget: int) -> None:
+@pytest.mark.parametrize("share", SHARES)
+def test_every_kernel_of_transformers_gets_the_experts_it_asks_for(checkpoint: Path, kernel: str, share: float) -> None:
     plain = plain_model(checkpoint)
     plain.set_experts_implementation(kernel)
-    model = load(split(checkpoint), budget)
+    model = with_share(split(checkpoint), share)
     model.set_experts_implementation(kernel)
     batch = torch.stack([INPUT[0], INPUT[0].flip(0)])
     with torch.inference_mode():
@@ -120,7 +146,12 @@ def test_a_token_touches_no_expert_it_is_not_routed_to(
             wanted.update((span.file, span.offset, span.nbytes) for span in source.spans(expert))
             nbytes += source.expert_bytes
     files = {span[0] for span in wanted}
-    of_experts = {(s.file, s.offset, s.nbytes) for source in pool.sources for e in range(12) for s in source.spans(e)}
+    of_experts = {
+        (s.file, s.offset, s.nbytes)
+        for source in pool.sources
+        for e in range(MANY["num_experts"])
+        for s in source.spans(e)
+    }
     assert Counter(span for span in reads.spans if span in of_experts) == wanted
     assert files <= {span[0] for span in reads.spans}
     counted = [totals[EXPERTS_READ] for totals in model.profiler.layers.values() if EXPERTS_READ in totals]
@@ -157,11 +188,7 @@ def test_resident_experts_are_ordinary_tensors_over_the_file(checkpoint: Path) -
 
 
 def test_what_was_read_stays_for_the_next_generation(checkpoint: Path) -> None:
-    model = load(split(checkpoint), 1 << 20, profiling=True)
-    if not model.placement.pools:
-        model = load(split(checkpoint), 700_000, profiling=True)
-    (pool,) = model.placement.pools
-    assert pool.slots
+    model = with_share(split(checkpoint), 0.25, profiling=True)
     model.generate(INPUT, max_new_tokens=4, do_sample=False)
     first = model.profiler.stages
     model.profiler.clear()
@@ -176,12 +203,12 @@ def test_what_was_read_stays_for_the_next_generation(checkpoint: Path) -> None:
 
 def test_the_next_start_is_warm(checkpoint: Path, tmp_path: Path) -> None:
     directory, file = split(checkpoint), tmp_path / "use.safetensors"
-    model = load(directory, 700_000)
+    model = with_share(directory, 0.25)
     expected = model.generate(INPUT, max_new_tokens=6, do_sample=False)
     model.save_expert_use(file)
     reads = {}
     for warm in (False, True):
-        again = load(directory, 700_000, profiling=True)
+        again = with_share(directory, 0.25, profiling=True)
         if warm:
             again.load_expert_use(file)
             (pool,) = again.streamer.pools.values()
@@ -196,7 +223,7 @@ def test_use_of_another_model_is_refused(checkpoint: Path, tmp_path: Path) -> No
     other = build_checkpoint(tmp_path / "other", "qwen3_moe", dtype=torch.bfloat16, **{**MANY, "num_experts": 6})
     file = tmp_path / "use.safetensors"
     load(split(other), 0).save_expert_use(file)
-    with pytest.raises(OptionError, match=r"has F64 \(2, 6\) .* expected F64 \(2, 12\)"):
+    with pytest.raises(OptionError, match=r"has F64 \(2, 6\) .* expected F64 \(2, 24\)"):
         load(split(checkpoint), 0).load_expert_use(file)
     file.write_bytes(b"nothing of the kind")
     with pytest.raises(CorruptShardError):
@@ -222,12 +249,12 @@ def test_a_long_prompt_goes_through_few_slots_and_is_read_once(
     assert sum(model.profiler.layers[source.name][READ].nbytes for source in experts.sources) == wanted
 
 
-@pytest.mark.parametrize("budget", [0, 400_000])
+@pytest.mark.parametrize("share", [0.0, 0.25])
 def test_a_failed_read_is_an_error_and_the_next_pass_is_right(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, budget: int
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
     expected = reference_logits(checkpoint, INPUT, torch.bfloat16)
-    model, whole = load(split(checkpoint), budget), SpanReader.read
+    model, whole = with_share(split(checkpoint), share), SpanReader.read
     left = [5]
 
     def read(reader: SpanReader, spans: Any, buffer: memoryview) -> None:
@@ -246,7 +273,7 @@ def test_a_failed_read_is_an_error_and_the_next_pass_is_right(
 
 def test_an_interrupted_pass_leaves_nothing_behind(checkpoint: Path) -> None:
     expected = reference_logits(checkpoint, INPUT, torch.bfloat16)
-    model = load(split(checkpoint), 400_000)
+    model = with_share(split(checkpoint), 0.25)
     last = list(routed(model).values())[-1]
 
     def interrupt(*_: Any) -> None:
@@ -259,12 +286,34 @@ def test_an_interrupted_pass_leaves_nothing_behind(checkpoint: Path) -> None:
     assert_same(run(model), expected)
 
 
+@pytest.mark.parametrize("sent", [0, 1, 4])
+def test_broken_off_while_experts_are_sent_for(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, sent: int) -> None:
+    """Slots were given to experts that nobody read: what was in them before is not taken for these."""
+    expected = reference_logits(checkpoint, INPUT, torch.bfloat16)
+    model = with_share(split(checkpoint), 0.25)
+    with torch.inference_mode():
+        model(INPUT.flip(1))  # other experts are in the slots now
+    whole, left = ExpertPool._send, [sent]
+
+    def send(*args: Any, **kwargs: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        whole(*args, **kwargs)
+
+    monkeypatch.setattr(ExpertPool, "_send", send)
+    with torch.inference_mode(), pytest.raises(KeyboardInterrupt):
+        model(INPUT)
+    monkeypatch.undo()
+    assert_same(run(model), expected)
+
+
 def test_without_a_split_experts_come_out_of_the_shards(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "model", "qwen3_moe", shards=3, dtype=torch.bfloat16, **MANY)
     from rabbitllm import AutoModel
 
     expected = reference_logits(folder, INPUT, torch.bfloat16)
-    for budget in (0, 400_000, ALL):
+    for budget in (0, budget_that_keeps(split(folder), 0.25), ALL):
         model = AutoModel.from_pretrained(str(folder), split=False, device="cpu", max_memory={"cpu": budget})
         assert_same(run(model), expected)
         assert {placed.tier for placed in model.placement.experts} == {Tier.RESIDENT if budget == ALL else Tier.ROUTED}
@@ -278,10 +327,10 @@ def test_from_their_codes_experts_are_near_to_the_dequantised_ones(tmp_path: Pat
             dequantised(folder, tmp_path / compression, compression, torch.float32), INPUT, torch.float32
         )
         got = {}
-        for budget in (0, 500_000, ALL):
-            got[budget] = run(load(split(folder, compression), budget, exact=False)).logits
-            assert (got[budget] - expected.logits).norm() / expected.logits.norm() < 1e-5
-        assert torch.equal(got[0], got[500_000])
+        for share in SHARES:
+            got[share] = run(with_share(split(folder, compression), share, exact=False)).logits
+            assert (got[share] - expected.logits).norm() / expected.logits.norm() < 1e-5
+        assert torch.equal(got[0.0], got[0.25])
 
 
 def test_experts_that_are_not_alike_are_streamed_with_their_layer(checkpoint: Path) -> None:
@@ -303,7 +352,7 @@ def test_llama_4_reads_the_experts_that_a_token_is_routed_to(tmp_path: Path, dty
     folder = build_checkpoint(tmp_path / "model", HYBRIDS["llama4"], dtype=dtype)
     expected = reference_logits(folder, INPUT, dtype)
     directory = split(folder)
-    for budget in (0, 300_000, ALL):
+    for budget in (0, ALL):
         assert_same(run(load(directory, budget)), expected)
     model = load(directory, 0, profiling=True)
     with torch.inference_mode():

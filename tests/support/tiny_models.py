@@ -54,6 +54,20 @@ def load(folder: Path, budget: int = ALL, **options: Any) -> Any:
     return load_model(folder, StreamOptions(**settings))
 
 
+def budget_that_keeps(folder: Path, share: float, **options: Any) -> int:
+    """The bytes for weights with which a model keeps this share of the experts that it brings in by themselves, and
+    not all of them."""
+    low, high = 0, 1 << 22
+    while high - low > 1000:
+        middle = (low + high) // 2
+        pools = load(folder, middle, **options).placement.pools
+        enough = not pools or sum(pool.slots for pool in pools) >= share * sum(pool.experts for pool in pools)
+        low, high = (low, middle) if enough else (middle, high)
+    pools = load(folder, high, **options).placement.pools
+    assert sum(pool.slots for pool in pools) >= share * sum(pool.experts for pool in pools) > 0
+    return high
+
+
 def run(model: Any, ids: torch.Tensor = INPUT) -> Reference:
     """What `builders.reference_logits` does with a plain model."""
     ids = ids.to(model.device)
