@@ -14,8 +14,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,48 +24,15 @@ from transformers import PreTrainedModel
 
 from rabbitllm.engine.devices import Device
 from rabbitllm.engine.expert_cache import ExpertCache, Numbers, Values
+from rabbitllm.engine.expert_slots import ExpertMemory, Shelf, Slot
 from rabbitllm.engine.expert_source import ExpertSource
-from rabbitllm.engine.loader import bytes_of
 from rabbitllm.engine.page_locked import HostBuffers
-from rabbitllm.engine.placement import EXPERT_STAGING
 from rabbitllm.engine.span_reader import SpanReader
-from rabbitllm.profiler import EXPERTS_IN_HOST_MEMORY, EXPERTS_ON_DEVICE, EXPERTS_READ, READ, READ_WAIT, Profiler
+from rabbitllm.profiler import EXPERTS_IN_HOST_MEMORY, EXPERTS_ON_DEVICE, EXPERTS_READ, READ_WAIT, Profiler
 
 MOST_TRANSIT = 16
 TRANSIT_BYTES = 64 << 20
 """Slots for experts that are brought in for one use: what a token uses of one layer, and more if they are small."""
-
-
-@dataclass(eq=False)
-class _Slot:
-    """Memory of one expert.
-
-    Attributes:
-        memory: uint8, where the device computes.
-        number: in the cache; -1 for transit.
-        coming: what is under way into it.
-        ticket: of the copy that filled it, until the computation was told to wait for that.
-        left: the last use of it, for the next copy into it.
-        has: the module and the expert whose bytes are all in it.
-        ready: (kind of module, leaf) -> the weight that is there, of those that are used as they are stored: a view of
-            the memory, whichever expert is in it.
-    """
-
-    memory: torch.Tensor
-    number: int
-    left: Any
-    coming: Future[Any] | None = None
-    ticket: Any = None
-    has: tuple[int, int] | None = None
-    ready: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class _Shelf:
-    """A place in host memory, -1 for none, and whether it has the expert already."""
-
-    number: int = -1
-    filled: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,8 +41,8 @@ class _Call:
     and places in host memory that are free after it."""
 
     module: int
-    slots: Mapping[int, _Slot]
-    passing: Mapping[int, _Shelf]
+    slots: Mapping[int, Slot]
+    passing: Mapping[int, Shelf]
     promoted: tuple[int, ...]
 
 
@@ -112,36 +79,22 @@ class ExpertPool:
         self.waited = 0.0
         self._model = model
         self._device = device
-        self._disk = disk
         self._profiler = profiler
         kinds = [source.kind for source in sources]
         self._kinds = [kinds.index(kind) for kind in kinds]
         counts = [source.experts for source in sources]
-        size, transit = slot_bytes(sources), transit_slots(sources)
-        self.cache = ExpertCache(counts, slots)
-        cut = self._memory(slots + transit, size)
-        self._slots = [_Slot(part, number, device.leave()) for number, part in enumerate(cut[:slots])]
-        self._transit = [_Slot(part, -1, device.leave()) for part in cut[slots:]]
-        self.host_cache = ExpertCache(counts, host_slots)
-        kept = host.take_anyhow(host_slots * size) if host is not None and host_slots else torch.empty(0)
-        self._host = [kept[at * size : (at + 1) * size] for at in range(host_slots)]
-        self._host_left: list[Any] = [None] * len(self._host)
-        self._host_has: list[tuple[int, int] | None] = [None] * len(self._host)
-        self._staging = deque([host.take_anyhow(size) for _ in range(EXPERT_STAGING)] if host is not None else [])
-        self._host_memory = host  # unlocked when nobody has it any more
-        self._threads = ThreadPoolExecutor(EXPERT_STAGING, thread_name_prefix=f"experts-{device.name}")
+        self._memory = ExpertMemory(sources, device, slot_bytes(sources), disk, profiler, host, host_slots)
+        cut = self._memory.slots(slots + transit_slots(sources))
+        for slot in cut[slots:]:
+            slot.number = -1
+        self._slots, self._transit = cut[:slots], cut[slots:]
+        self.cache, self.host_cache = ExpertCache(counts, slots), ExpertCache(counts, host_slots)
         self._call: _Call | None = None
-        self._sent: list[tuple[Future[Any], _Slot | None]] = []
-
-    def _memory(self, count: int, size: int) -> list[torch.Tensor]:
-        if not self._device.shares_host_memory:
-            return [self._device.device_buffer(size) for _ in range(count)]
-        memory = self._device.host_buffer(count * size)  # in one, for huge pages
-        return [memory[at * size : (at + 1) * size] for at in range(count)]
+        self._sent: list[tuple[Future[Any], Slot | None]] = []
 
     def close(self) -> None:
         """Stop the reading threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._memory.close()
 
     def begin(self, module: int, experts: Numbers, counts: Numbers, tokens: int) -> None:
         """Bring what a pass uses of a module, as far as there are slots.
@@ -169,12 +122,12 @@ class ExpertPool:
             if slot is None:
                 if shelf.number >= 0 and not shelf.filled:
                     self.host_cache.forget(module, shelf.number)  # parts of it come at different times
-                passing[expert] = shelf if shelf.filled else _Shelf()
+                passing[expert] = shelf if shelf.filled else Shelf()
             else:
                 found[expert] = slot
                 self._send(module, expert, slot, shelf)
         self._call = _Call(module, found, passing, promoted)
-        self._count(source, len(found) - len(missing) + len(passing), shelves)
+        self._count(source, int(np.count_nonzero(here)), shelves)
 
     def warm(self, uses: Mapping[str, Values]) -> None:
         """Begin with what was used at an earlier time, and bring as much of it as there are slots.
@@ -190,13 +143,13 @@ class ExpertPool:
             missing = best[self._kept(module, best) < 0]
             given = self.cache.admit(module, missing, best[:0])
             for expert, number in zip(missing[given >= 0].tolist(), given[given >= 0].tolist(), strict=True):
-                self._send(module, expert, self._slots[number], _Shelf())
-            if self._host:
+                self._send(module, expert, self._slots[number], Shelf())
+            if self._memory.places:
                 beside = missing[given < 0]
                 beside = beside[self._kept_on_host(module, beside) < 0]
                 given = self.host_cache.admit(module, beside, beside[:0])
                 for expert, number in zip(beside[given >= 0].tolist(), given[given >= 0].tolist(), strict=True):
-                    self._sent.append((self._threads.submit(self._fill, module, expert, number), None))
+                    self._sent.append((self._memory.stock(module, expert, number), None))
         self.end()
 
     def uses(self) -> dict[str, Values]:
@@ -209,23 +162,23 @@ class ExpertPool:
 
     def _kept_on_host(self, module: int, experts: Numbers) -> Numbers:
         """The same of host memory."""
-        return _really(self.host_cache, module, experts, self._host_has.__getitem__)
+        return _really(self.host_cache, module, experts, self._memory.host_has.__getitem__)
 
-    def _shelves(self, module: int, missing: Numbers, given: Numbers) -> tuple[list[_Shelf], tuple[int, ...]]:
+    def _shelves(self, module: int, missing: Numbers, given: Numbers) -> tuple[list[Shelf], tuple[int, ...]]:
         """Where in host memory each missing expert is or goes, and the places that are free after this pass.
 
         What the device has a slot for needs no place in host memory.
         """
-        if not self._host:
-            return [_Shelf()] * len(missing), ()
+        if not self._memory.places:
+            return [Shelf()] * len(missing), ()
         at = self._kept_on_host(module, missing)
         filled = at >= 0
         homeless = ~filled & (given < 0)
         at[homeless] = self.host_cache.admit(module, missing[homeless], at[filled])
-        shelves = [_Shelf(number, is_filled) for number, is_filled in zip(at.tolist(), filled.tolist(), strict=True)]
+        shelves = [Shelf(number, is_filled) for number, is_filled in zip(at.tolist(), filled.tolist(), strict=True)]
         return shelves, tuple(at[filled & (given >= 0)].tolist())
 
-    def _count(self, source: ExpertSource, here: int, shelves: Sequence[_Shelf]) -> None:
+    def _count(self, source: ExpertSource, here: int, shelves: Sequence[Shelf]) -> None:
         near = sum(shelf.filled for shelf in shelves)
         found = {EXPERTS_ON_DEVICE: here, EXPERTS_IN_HOST_MEMORY: near, EXPERTS_READ: len(shelves) - near}
         for tier, count in found.items():
@@ -263,9 +216,22 @@ class ExpertPool:
             slot = call.slots.get(expert)
             yield next(passing) if slot is None else self._weight(module, leaf, slot)
 
-    def _through(self, module: int, leaf: str, experts: Sequence[tuple[int, _Shelf]]) -> Iterator[torch.Tensor]:
+    def order(self, module: int, experts: Sequence[int]) -> tuple[list[int], list[int]]:
+        """See `expert_stack.Supply`."""
+        call = self._call
+        if call is None or call.module != module:
+            return [], list(range(len(experts)))
+        here: list[int] = []
+        coming: list[int] = []
+        passing: list[int] = []
+        for at, expert in enumerate(experts):
+            slot = call.slots.get(expert)
+            (passing if slot is None else here if slot.is_quiet else coming).append(at)
+        return here, coming + passing
+
+    def _through(self, module: int, leaf: str, experts: Sequence[tuple[int, Shelf]]) -> Iterator[torch.Tensor]:
         """One leaf of experts that have no slot, read ahead as far as transit slots reach."""
-        coming: deque[_Slot] = deque()
+        coming: deque[Slot] = deque()
         free, wanted = deque(self._transit), deque(experts)
         for _ in experts:
             while free and wanted:
@@ -277,7 +243,7 @@ class ExpertPool:
             yield self._weight(module, leaf, slot)
             free.append(slot)
 
-    def _weight(self, module: int, leaf: str, slot: _Slot) -> torch.Tensor:
+    def _weight(self, module: int, leaf: str, slot: Slot) -> torch.Tensor:
         source, key = self.sources[module], (self._kinds[module], leaf)
         self._wait(source, slot)
         found = slot.ready.get(key)
@@ -289,7 +255,7 @@ class ExpertPool:
             slot.ready[key] = made
         return made
 
-    def _wait(self, source: ExpertSource, slot: _Slot) -> None:
+    def _wait(self, source: ExpertSource, slot: Slot) -> None:
         if slot.coming is not None:
             start = time.perf_counter()
             try:
@@ -303,48 +269,9 @@ class ExpertPool:
             self._device.arrive(slot.ticket)
             slot.ticket = None
 
-    def _send(self, module: int, expert: int, slot: _Slot, shelf: _Shelf, leaf: str | None = None) -> None:
+    def _send(self, module: int, expert: int, slot: Slot, shelf: Shelf, leaf: str | None = None) -> None:
         """Begin to fill a slot with an expert, or with what one of its leaves is made from."""
-        slot.has = None
-        slot.coming = self._threads.submit(self._bring, module, expert, slot, shelf, leaf)
-        self._sent.append((slot.coming, slot))
-
-    def _bring(self, module: int, expert: int, slot: _Slot, shelf: _Shelf, leaf: str | None) -> Any:
-        """In a thread: fill a slot; returns the ticket of the copy that does so."""
-        source, ticket = self.sources[module], None
-        if self._device.shares_host_memory:
-            self._read(source, expert, leaf, slot.memory)
-        elif shelf.number >= 0:
-            if not shelf.filled:
-                self._fill(module, expert, shelf.number)
-            ticket = self._upload(self._host[shelf.number], slot, source.extent(leaf))
-            self._host_left[shelf.number] = ticket
-        else:
-            staged = self._staging.popleft()  # one for each thread
-            try:
-                self._read(source, expert, leaf, staged)
-                ticket = self._upload(staged, slot, source.extent(leaf))
-                self._device.landed(ticket)
-            finally:
-                self._staging.append(staged)
-        slot.has = (module, expert) if leaf is None else None
-        return ticket
-
-    def _upload(self, host: torch.Tensor, slot: _Slot, extent: slice) -> Any:
-        return self._device.upload(host[extent], slot.memory[extent], slot.left)
-
-    def _fill(self, module: int, expert: int, number: int) -> None:
-        """In a thread: fill a place in host memory."""
-        self._host_has[number] = None
-        if self._host_left[number] is not None:
-            self._device.landed(self._host_left[number])
-        self._read(self.sources[module], expert, None, self._host[number])
-        self._host_has[number] = (module, expert)
-
-    def _read(self, source: ExpertSource, expert: int, leaf: str | None, memory: torch.Tensor) -> None:
-        spans = source.spans(expert, leaf)
-        with self._profiler.stage(source.name, READ, sum(span.nbytes for span in spans)):
-            self._disk.read(spans, bytes_of(memory))
+        self._sent.append((self._memory.bring(module, expert, slot, shelf, leaf), slot))
 
 
 class PooledExperts:
@@ -362,6 +289,10 @@ class PooledExperts:
     def each(self, leaf: str, experts: Sequence[int]) -> Iterator[torch.Tensor]:
         """See `expert_stack.Supply`."""
         return self._pool.each(self._module, leaf, experts)
+
+    def order(self, experts: Sequence[int]) -> tuple[list[int], list[int]]:
+        """See `expert_stack.Supply`."""
+        return self._pool.order(self._module, experts)
 
     def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Before the module computes: bring the experts that its second argument routes to."""

@@ -9,12 +9,13 @@ files and no caches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_map
 
-from rabbitllm.engine.packed_weight import PackedWeight
+from rabbitllm.engine.packed_weight import Grouping, PackedWeight
 
 
 class Supply(Protocol):
@@ -22,6 +23,11 @@ class Supply(Protocol):
 
     def each(self, leaf: str, experts: Sequence[int]) -> Iterator[torch.Tensor]:
         """The weights of these experts in this order; each is good until the next one is asked for."""
+        ...
+
+    def order(self, experts: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Positions of those of these experts that are here, and stay until the pass is done with them; and of the
+        others, in the order in which they come."""
         ...
 
 
@@ -114,13 +120,31 @@ class ExpertStack(torch.Tensor):
             if end > begin:
                 groups.append((expert, begin, end))
             begin = max(begin, end)
-        made = []
-        weights = self.supply.each(self.leaf, [expert for expert, *_ in groups])
-        for (_, begin, end), weight in zip(groups, weights, strict=True):
-            made.append(self._product(rows[begin:end], weight))
-        out = torch.cat(made) if made else rows.new_empty(0, self.shape[-1])
-        missing = len(rows) - len(out)  # rows of no group; their values are nobody's business
-        return torch.cat([out, out.new_zeros(missing, out.shape[-1])]) if missing else out
+        if not groups:
+            return rows.new_zeros(len(rows), self.shape[-1])
+        here, coming = self.supply.order([expert for expert, *_ in groups])
+        chosen = [groups[at] for at in (*here, *coming)]
+        weights = self.supply.each(self.leaf, [expert for expert, *_ in chosen])
+        first, spans = next(weights), [(begin, end) for _, begin, end in chosen]
+        product = self._grouped(rows, first)
+        if product is not None:
+            matrices = (weight.matrix for weight in chain([first], weights) if isinstance(weight, PackedWeight))
+            at_once = list(islice(matrices, max(len(here), 1)))
+            product.multiply(at_once, spans[: len(at_once)])
+            for span, matrix in zip(spans[len(at_once) :], matrices, strict=True):
+                product.multiply([matrix], [span])
+            return product.result()
+        out = rows.new_zeros(len(rows), self.shape[-1])  # rows of no group stay so
+        for (begin, end), weight in zip(spans, chain([first], weights), strict=True):
+            out[begin:end] = self._product(rows[begin:end], weight)
+        return out
+
+    def _grouped(self, rows: torch.Tensor, weight: torch.Tensor) -> Grouping | None:
+        """For weights like this one, where many products are done sooner as one."""
+        needs_gradient = torch.is_grad_enabled() and rows.requires_grad
+        if not self.turned or not isinstance(weight, PackedWeight) or needs_gradient:
+            return None
+        return weight.matrix.grouped(rows)
 
     def _product(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if self.turned and isinstance(weight, PackedWeight):

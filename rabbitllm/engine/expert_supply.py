@@ -39,6 +39,10 @@ class MappedExperts:
         for expert in experts:
             yield self._weight(leaf, expert)
 
+    def order(self, experts: Sequence[int]) -> tuple[list[int], list[int]]:
+        """See `expert_stack.Supply`."""
+        return list(range(len(experts))), []
+
     def strided(self, leaf: str) -> torch.Tensor | None:
         """All experts as one ordinary tensor over the mapped file, where each lies as far from the one before as any
         other does; None where they do not, or not as they are used."""

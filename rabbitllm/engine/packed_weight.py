@@ -15,6 +15,18 @@ from torch.utils._pytree import tree_map
 from rabbitllm.layers.compression import Quantised
 
 
+class Grouping(Protocol):
+    """Groups of rows (S, K), each times a matrix of its own."""
+
+    def multiply(self, matrices: Sequence[Any], groups: Sequence[tuple[int, int]]) -> None:
+        """Note `x[begin:end] @ W.T` for each of these matrices and its group (begin, end)."""
+        ...
+
+    def result(self) -> torch.Tensor:
+        """All that was noted, (S, N) of x's dtype; rows of no group are zero."""
+        ...
+
+
 class StoredMatrix(Protocol):
     """A matrix (N, K) by its stored parts, where it is multiplied."""
 
@@ -38,6 +50,10 @@ class StoredMatrix(Protocol):
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`x @ W.T + bias`, (..., K) -> (..., N)."""
+        ...
+
+    def grouped(self, x: torch.Tensor) -> Grouping | None:
+        """Products of groups of these rows (S, K) with matrices like this one; None where one by one is as quick."""
         ...
 
 

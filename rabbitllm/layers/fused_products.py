@@ -34,6 +34,9 @@ class FusedMatrix:
         """The matrix itself, anew."""
         return dequantise(self.form, self.payload, self.absmax, self.table, dtype)
 
+    def grouped(self, x: torch.Tensor) -> None:
+        """One by one."""
+
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`x @ W.T + bias`: (..., K) of a floating dtype -> (..., N) of the same."""
         import torch

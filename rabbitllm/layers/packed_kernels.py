@@ -64,8 +64,9 @@ RowRange = Callable[..., None]
 ARGUMENTS = ("codes", "scales", "even", "odd", "table", "out", "row_bytes", "segments", "shift", "tokens", "rows")
 """Of every function here, all int64: addresses up to `out`; bytes of codes a row, segments a row, the logarithm of
 segments a block, inputs, rows in all."""
-GIVEN = 3 + len(ARGUMENTS)
-"""What a thread of a team is given; see `in_a_team`."""
+BEFORE_MATRICES = 4
+GIVEN = len(ARGUMENTS)
+"""What a thread of a team is given: so much, and then so much for each matrix; see `in_a_team`."""
 
 
 @functools.cache
@@ -95,8 +96,8 @@ def row_range(scheme: str, width: int) -> RowRange:
 @functools.cache
 def in_a_team(scheme: str, width: int) -> int:
     """The address of a function for every thread of an OpenMP team: it is given the address of int64s, which are the
-    addresses of the functions that tell its number and how many they are, rows for each, and then `ARGUMENTS`. A team
-    may have fewer threads than were asked for: the last one does what is left."""
+    addresses of the functions that tell its number and how many they are, rows for each, how many matrices, and then
+    `ARGUMENTS` for each of these. A team may have fewer threads than were asked for: the last one does what is left."""
     pointer: Any = types.CPointer
     made = c_function(types.void(pointer(types.int64)), _FUNCTIONS[scheme, width][1])
     _KEPT.append(made)
@@ -411,15 +412,18 @@ _asked: Any = _told_by
 @_compiled
 def _part(walk, data):  # type: ignore[no-untyped-def]
     """What one thread of a team does; see `in_a_team`."""
-    given = _to_array(data, GIVEN)
-    number, threads, share, rows = _asked(given[0]), _asked(given[1]), given[2], given[13]
+    matrices = _to_array(data, BEFORE_MATRICES)[3]
+    given = _to_array(data, BEFORE_MATRICES + GIVEN * matrices)
+    number, threads, share = _asked(given[0]), _asked(given[1]), given[2]
     first = number * share
-    last = rows if number + 1 == threads else min(first + share, rows)
-    if first < last:
-        walk(
-            given[3], given[4], given[5], given[6], given[7], given[8], given[9], given[10], given[11], given[12], rows,
-            first, last,
-        )  # fmt: skip
+    for at in range(BEFORE_MATRICES, BEFORE_MATRICES + GIVEN * matrices, GIVEN):
+        rows = given[at + 10]
+        last = rows if number + 1 == threads else min(first + share, rows)
+        if first < last:
+            walk(
+                given[at], given[at + 1], given[at + 2], given[at + 3], given[at + 4], given[at + 5], given[at + 6],
+                given[at + 7], given[at + 8], given[at + 9], rows, first, last,
+            )  # fmt: skip
 
 
 # Functions of the module with a name each, since numba keeps no others from one process to the next.

@@ -14,7 +14,7 @@ import ctypes
 import functools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -78,6 +78,10 @@ class Matrix:
         """See `linear`."""
         return linear(x, self, bias)
 
+    def grouped(self, x: torch.Tensor) -> GroupedProduct:
+        """See `GroupedProduct`."""
+        return GroupedProduct(x, self)
+
     def times(self, x: torch.Tensor) -> torch.Tensor:
         """`x @ W.T` in float32, from the codes: (T, K) of any floating dtype -> (T, N)."""
         return self.times_with(kernel_for(self.form.scheme, x.dtype), x)
@@ -86,38 +90,97 @@ class Matrix:
         """The same by the kernel of so many lanes."""
         import torch
 
-        count, (rows, columns) = len(x), self.form.shape
-        if width == PAIRS:
-            ready, odd = x.contiguous(), 0
-        else:
-            ready = torch.empty(2, count, columns // 2)  # even and odd inputs
-            ready.copy_(x.view(count, columns // 2, 2).permute(2, 0, 1))
-            odd = ready.data_ptr() + count * columns * 2
-        out = torch.empty(count, rows)
-        self._walk(width, (ready.data_ptr(), odd), out, count)
+        out = torch.empty(len(x), self.form.shape[0])
+        _walk(width, _Inputs(width, x), [(self, 0, len(x))], out)
         return out
 
-    def _walk(self, width: int, inputs: tuple[int, int], out: torch.Tensor, count: int) -> None:
-        import torch
-
-        kernels, scheme, rows = _kernels(), self.form.scheme, self.form.shape[0]
-        addresses = (self.payload.data_ptr(), self.absmax.data_ptr(), *inputs, self._table(width), out.data_ptr())
-        given = (*addresses, *self._given, count, rows)
-        threads = min(torch.get_num_threads(), -(-rows * self._given[0] // WORTH_A_THREAD))
-        share = -(-rows // (threads * kernels.ROWS)) * kernels.ROWS
-        if threads == 1:
-            kernels.row_range(scheme, width)(*given, 0, rows)
-        elif (team := torchs_team()) is not None:
-            data = (ctypes.c_int64 * kernels.GIVEN)(team.thread_number, team.thread_count, share, *given)
-            team.run(kernels.in_a_team(scheme, width), ctypes.addressof(data), threads)
-        else:
-            _in_threads(kernels.row_range(scheme, width), given, rows, share)
+    def arguments(self, width: int) -> tuple[tuple[int, int], int, tuple[int, ...]]:
+        """What a kernel of so many lanes is told of it: addresses of codes and scales; of what codes are looked up in;
+        and how they lie."""
+        return (self.payload.data_ptr(), self.absmax.data_ptr()), self._table(width), self._given
 
     def _table(self, width: int) -> int:
-        """The address of what a kernel looks codes up in."""
         if width not in self._tables:  # the array itself stays, since `table_of` remembers it
             self._tables[width] = table_of(self.form.scheme, width, self.table.numpy().tobytes()).ctypes.data
         return self._tables[width]
+
+
+class _Inputs:
+    """Rows (T, K) in the form of a kernel of so many lanes."""
+
+    def __init__(self, width: int, x: torch.Tensor) -> None:
+        import torch
+
+        count, columns = x.shape
+        self._step = columns * 2  # bytes of a row's even inputs in float32, or of all of them in bfloat16
+        if width == PAIRS:
+            self._ready, self._odd = x.contiguous(), 0
+        else:
+            self._ready = torch.empty(2, count, columns // 2)  # even and odd inputs
+            self._ready.copy_(x.view(count, columns // 2, 2).permute(2, 0, 1))
+            self._odd = self._ready.data_ptr() + count * self._step
+
+    def of(self, row: int) -> tuple[int, int]:
+        """The addresses of a row's even inputs and of its odd ones; the second is 0 where they lie together."""
+        return self._ready.data_ptr() + row * self._step, self._odd and self._odd + row * self._step
+
+
+class GroupedProduct:
+    """Groups of rows, each times a matrix of its own, all of one form: the inputs are prepared once, and many matrices
+    are one piece of work for all threads.
+
+    Args:
+        x: (S, K), of a floating dtype.
+        like: a matrix of the form, (N, K).
+    """
+
+    def __init__(self, x: torch.Tensor, like: Matrix) -> None:
+        import torch
+
+        self._x = x
+        self._width = kernel_for(like.form.scheme, x.dtype)
+        self._inputs = _Inputs(self._width, x)
+        self._out = torch.zeros(len(x), like.form.shape[0])
+
+    def multiply(self, matrices: Sequence[Matrix], groups: Sequence[tuple[int, int]]) -> None:
+        """Fill `x[begin:end] @ W.T` for each matrix and its group."""
+        few = []
+        for matrix, (begin, end) in zip(matrices, groups, strict=True):
+            if end - begin <= _most_inputs(self._width):
+                few.append((matrix, begin, end))
+            else:
+                self._out[begin:end] = _in_chunks(self._x[begin:end], matrix, None)
+        if few:
+            _walk(self._width, self._inputs, few, self._out)
+
+    def result(self) -> torch.Tensor:
+        """All of them, (S, N) of x's dtype; rows of no group are zero."""
+        return self._out.to(self._x.dtype)
+
+
+def _walk(width: int, inputs: _Inputs, work: Sequence[tuple[Matrix, int, int]], out: torch.Tensor) -> None:
+    """Multiply rows from one to before another with each matrix; all matrices are of one form."""
+    import torch
+
+    kernels, form, given = _kernels(), work[0][0].form, []
+    rows = form.shape[0]
+    for matrix, begin, end in work:
+        stored, table, shape = matrix.arguments(width)
+        target = out.data_ptr() + begin * rows * 4
+        given.append((*stored, *inputs.of(begin), table, target, *shape, end - begin, rows))
+    nbytes = rows * shape[0] * len(work)
+    threads = min(torch.get_num_threads(), -(-nbytes // WORTH_A_THREAD))
+    share = -(-rows // (threads * kernels.ROWS)) * kernels.ROWS
+    if threads == 1:
+        for one in given:
+            kernels.row_range(form.scheme, width)(*one, 0, rows)
+    elif (team := torchs_team()) is not None:
+        told = [team.thread_number, team.thread_count, share, len(work), *(value for one in given for value in one)]
+        data = (ctypes.c_int64 * len(told))(*told)
+        team.run(kernels.in_a_team(form.scheme, width), ctypes.addressof(data), threads)
+    else:
+        for one in given:
+            _in_threads(kernels.row_range(form.scheme, width), one, rows, share)
 
 
 @functools.cache
@@ -151,7 +214,7 @@ def linear(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.
     """
     flat = x.reshape(-1, x.shape[-1])
     width = kernel_for(matrix.form.scheme, x.dtype)
-    if flat.shape[0] <= (MOST_INPUTS_IN_PAIRS if width == PAIRS else MOST_INPUTS):
+    if flat.shape[0] <= _most_inputs(width):
         result = matrix.times_with(width, flat)
         if bias is not None:
             result += bias
@@ -159,6 +222,10 @@ def linear(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.
     else:
         result = _in_chunks(flat, matrix, bias)
     return result.view(*x.shape[:-1], matrix.form.shape[0])
+
+
+def _most_inputs(width: int) -> int:
+    return MOST_INPUTS_IN_PAIRS if width == PAIRS else MOST_INPUTS
 
 
 def _in_threads(walk: Callable[..., None], given: tuple[int, ...], rows: int, share: int) -> None:

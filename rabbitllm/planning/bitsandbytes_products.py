@@ -60,6 +60,9 @@ class BitsandbytesMatrix:
         """Never asked for."""
         raise NotImplementedError
 
+    def grouped(self, x: torch.Tensor) -> None:
+        """One by one."""
+
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`x @ W.T`, as the module does it."""
         result: torch.Tensor = self._module(x)

@@ -192,6 +192,36 @@ def test_without_torchs_team_threads_of_our_own_give_the_same(
 
 
 @needs_kernel
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("in_a_team", [True, False])
+def test_groups_have_the_bits_of_one_by_one(
+    scheme: str, dtype: torch.dtype, in_a_team: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrices = [Matrix(*matrix(scheme, 70, 256, seed)) for seed in range(5)]
+    groups = [(0, 1), (1, 4), (6, 6 + MOST_INPUTS_IN_PAIRS + 1), (80, 85), (85, 86)]  # of rows 4 and 5 nothing is asked
+    x = inputs(90, 256, dtype)
+    if not in_a_team:
+        monkeypatch.setattr(packed_products, "torchs_team", lambda: None)
+    monkeypatch.setattr(packed_products, "WORTH_A_THREAD", 1 << 12)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            product = matrices[0].grouped(x)
+            product.multiply(matrices[:1], groups[:1])
+            product.multiply(matrices[1:], groups[1:])
+            got = product.result()
+            assert got.dtype == dtype
+            for one, (begin, end) in zip(matrices, groups, strict=True):
+                assert torch.equal(got[begin:end], linear(x[begin:end], one, None))
+            assert not got[4:6].any()
+            assert not got[86:].any()
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_kernel
 def test_several_threads_of_python_at_a_time() -> None:
     parts = Matrix(*matrix("4bit", 512, 1024))
     batches = [inputs(count, 1024) for count in (1, 2, 3, 4, 5, 6, 7, 8)]
