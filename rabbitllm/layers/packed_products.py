@@ -32,6 +32,8 @@ MOST_INPUTS = 16
 MOST_INPUTS_IN_PAIRS = 64
 """Rows of input up to which the kernel is the faster way, in float32 and in pairs of bfloat16 (2 cores of an AMD EPYC,
 with AVX-512); beyond them dequantising is."""
+MOST_GROUPED = 512
+"""Rows of all groups together, which are in memory in float32 as inputs and as results."""
 CHUNK_ELEMENTS = 1 << 21
 """Elements that are dequantised at a time: 4 MiB of bfloat16."""
 WORTH_A_THREAD = 1 << 16
@@ -78,9 +80,9 @@ class Matrix:
         """See `linear`."""
         return linear(x, self, bias)
 
-    def grouped(self, x: torch.Tensor) -> GroupedProduct:
-        """See `GroupedProduct`."""
-        return GroupedProduct(x, self)
+    def grouped(self, x: torch.Tensor) -> GroupedProduct | None:
+        """See `GroupedProduct`; None for so many rows that what a product takes beside the multiplying is nothing."""
+        return GroupedProduct(x, self) if len(x) <= MOST_GROUPED else None
 
     def times(self, x: torch.Tensor) -> torch.Tensor:
         """`x @ W.T` in float32, from the codes: (T, K) of any floating dtype -> (T, N)."""

@@ -17,7 +17,14 @@ from hypothesis import strategies as st
 from rabbitllm.layers import packed_kernels, packed_products
 from rabbitllm.layers.code_tables import PAIRS, table_of
 from rabbitllm.layers.compression import BLOCKS, Quantised, _bitsandbytes, dequantise
-from rabbitllm.layers.packed_products import MOST_INPUTS, MOST_INPUTS_IN_PAIRS, Matrix, linear, multiplies
+from rabbitllm.layers.packed_products import (
+    MOST_GROUPED,
+    MOST_INPUTS,
+    MOST_INPUTS_IN_PAIRS,
+    Matrix,
+    linear,
+    multiplies,
+)
 
 SCHEMES = ("4bit", "8bit")
 needs_kernel = pytest.mark.skipif(
@@ -209,6 +216,7 @@ def test_groups_have_the_bits_of_one_by_one(
         for threads in (1, 3):
             torch.set_num_threads(threads)
             product = matrices[0].grouped(x)
+            assert product is not None
             product.multiply(matrices[:1], groups[:1])
             product.multiply(matrices[1:], groups[1:])
             got = product.result()
@@ -219,6 +227,13 @@ def test_groups_have_the_bits_of_one_by_one(
             assert not got[86:].any()
     finally:
         torch.set_num_threads(before)
+
+
+@needs_kernel
+def test_many_rows_are_not_grouped() -> None:
+    one = Matrix(*matrix("4bit", 8, 64))
+    assert one.grouped(inputs(MOST_GROUPED, 64)) is not None
+    assert one.grouped(inputs(MOST_GROUPED + 1, 64)) is None
 
 
 @needs_kernel
