@@ -178,7 +178,8 @@ class FakeGpu:
 
     def landed(self, ticket: Any) -> None:
         with _ledger.lock, _disable_current_modes():
-            ticket.staged = ticket.host.clone()
+            if ticket.staged is None:  # the first time: from then on the host buffer may hold something else
+                ticket.staged = ticket.host.clone()
 
     def arrive(self, ticket: Any) -> None:
         with _ledger.lock, _disable_current_modes():
