@@ -48,6 +48,7 @@ INT8_SCALES = ".8bit.absmax"
 NF4_STATE = ".4bit.quant_state.bitsandbytes__nf4"
 _ROUTER = re.compile(r"(?:^|\.)(?:gate|router|shared_expert_gate)(?:\.|$)")
 _STATE_SPACE_DECAY = re.compile(r"(?:^|\.)A_log$")
+_BIAS = re.compile(r"(?:^|[._])bias$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +107,12 @@ def is_compressible(spec: TensorSpec) -> bool:
     """Whether compression touches a tensor.
 
     Every floating tensor of two or more dimensions and at least 4,096 elements, embeddings and head included,
-    except what is small and sensitive: expert routers, convolutions, and the decay of a state-space layer.
+    except what is small and sensitive: expert routers, convolutions, the biases of all experts in one tensor, and the
+    decay of a state-space layer.
     """
-    if not _is_worth_it(spec.dtype, spec.shape) or "conv" in spec.name.lower() or _STATE_SPACE_DECAY.search(spec.name):
+    if not _is_worth_it(spec.dtype, spec.shape) or "conv" in spec.name.lower():
+        return False
+    if _STATE_SPACE_DECAY.search(spec.name) or _BIAS.search(spec.name):
         return False
     return spec.shape[0] > MAX_ROUTER_ROWS or not _ROUTER.search(spec.name)
 

@@ -23,7 +23,7 @@ def show_generations(console: Console, plan: Plan) -> None:
     """Print a line a compression; an obstacle that all of them share is said once."""
     known = [found for found in plan.generations if found.obstacle is None]
     for obstacle in dict.fromkeys(found.obstacle for found in plan.generations if found.obstacle is not None):
-        which = [found.compression or "uncompressed" for found in plan.generations if found.obstacle == obstacle]
+        which = [plan.called(found.compression) for found in plan.generations if found.obstacle == obstacle]
         of = "" if len(which) == len(plan.generations) else f" of {', '.join(which)}"
         put(console, Text(f"no time of a token{of}: {obstacle}", "yellow"))
     if known:
@@ -50,7 +50,7 @@ def _show(console: Console, plan: Plan, found: Generation) -> None:
     source = "disk" if found.from_the_disk else "cached"
     read = f"{gib(found.read_bytes)}, {source}" if found.read_bytes else "nothing"
     times = (moment(found.first_token_seconds), moment(found.token_seconds))
-    name = found.compression or "uncompressed"
+    name = plan.called(found.compression)
     put(console, Text(_columns(f"  {name}", gib(found.stays_bytes), read, *times)))
     if found.copied_bytes:
         copied = f"    {gib(found.copied_bytes)} are copied from host memory for each token"

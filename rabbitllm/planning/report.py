@@ -113,7 +113,7 @@ def _columns(route: str, disk: str, created: str) -> str:
 
 
 def _show_outlook(console: Console, forecast: Forecast, outlook: Outlook) -> None:
-    head = Text(outlook.compression or "uncompressed", "bold")
+    head = Text(forecast.called(outlook.compression), "bold")
     if outlook.output_bytes is not None:
         head.append(f", {gib(outlook.output_bytes)} of layer files", "not bold")
     if outlook.finished and outlook.finished_at is not None:
@@ -169,20 +169,21 @@ def _show_choice(console: Console, forecast: Forecast) -> None:
     assert chosen is not None
     if asked is not None and asked is not chosen:
         why = "fits on no route" if asked.routes else "is not possible"
-        put(console, Text(f"{_capitalised(asked)} {why}.", "bold red"))
+        put(console, Text(f"{_capitalised(forecast, asked)} {why}.", "bold red"))
     if choice.route is None:
         verdict = "is finished. This loads it"
     else:
         verdict = f"fits{_CONDITIONS['sequential' if _is_alone(chosen, choice.route) else choice.route]}"
-    put(console, Text(f"{_capitalised(chosen)} {verdict}:", "bold green"))
+    put(console, Text(f"{_capitalised(forecast, chosen)} {verdict}:", "bold green"))
     if forecast.kind == "local" and choice.route not in (None, "standard"):
         put(console, Text(f"This deletes the shards in {forecast.label}, one after the other.", "yellow"))
     console.print()
     console.print(Text(choice.call), soft_wrap=True)
 
 
-def _capitalised(outlook: Outlook) -> str:
-    return outlook.compression or "Uncompressed"
+def _capitalised(forecast: Forecast, outlook: Outlook) -> str:
+    name = forecast.called(outlook.compression)
+    return name[0].upper() + name[1:]
 
 
 def _nothing_fits(forecast: Forecast) -> str:
@@ -193,7 +194,7 @@ def _nothing_fits(forecast: Forecast) -> str:
     assert route.lacking is not None
     more = "Allow more with max_disk" if _is_limited(forecast, route) else "Free more there"
     return (
-        f"Nothing fits. Nearest is {outlook.compression or 'uncompressed'}, {_route_name(outlook, route)}: it needs "
+        f"Nothing fits. Nearest is {forecast.called(outlook.compression)}, {_route_name(outlook, route)}: it needs "
         f"{gib(route.lacking.need)}; {gib(route.lacking.have)} is {route.lacking.where}. {more}, or name another disk "
         "(--dir, layer_shards_saving_path)."
     )

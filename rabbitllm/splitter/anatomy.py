@@ -105,6 +105,8 @@ def why_never_compressed(spec: TensorSpec) -> str | None:
         return "more than 3 dimensions"
     if is_compressible(spec._replace(shape=(MAX_ROUTER_ROWS + 1, MIN_ELEMENTS))):
         return "expert router"  # the one rule that lets a tensor of that name pass if it has more rows
+    if spec.name.endswith("bias"):
+        return "biases of experts"
     return "convolution" if "conv" in spec.name.lower() else "state-space decay"
 
 

@@ -186,6 +186,12 @@ class Forecast:
         """The outlook at a compression."""
         return next((outlook for outlook in self.outlooks if outlook.compression == compression), None)
 
+    def called(self, compression: str | None) -> str:
+        """What people call the layer files at a compression: those of codes are not "uncompressed"."""
+        if compression is not None:
+            return compression
+        return "as published" if self.anatomy is not None and self.anatomy.quantised is not None else "uncompressed"
+
 
 def memory_bytes(tensors: int) -> int:
     """Anonymous memory that a split of so many tensors adds to its process at most; of any size they may be."""

@@ -26,6 +26,7 @@ from rabbitllm.splitter.forecast import ROUTES, Forecast, Outlook, Route
 from rabbitllm.splitter.plan import gib
 from rabbitllm.splitter.rates import FETCHED_BYTES
 from tests.splitter.test_split import LARGE
+from tests.support import quantised
 from tests.support.builders import SINGLE_NAME, build_checkpoint, cut, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
@@ -118,6 +119,15 @@ def test_folder_as_text(folder: Path) -> None:
     assert text.count("fits") == 3 * 2 + 1
     assert f'model = AutoModel.from_pretrained("{folder}")' in text.replace("\n    ", "").replace(",\n)", ")")
     assert "\x1b" not in text
+
+
+def test_codes_as_they_are_published_are_not_called_uncompressed(tmp_path: Path) -> None:
+    text = run(str(quantised.build_fp8(tmp_path / "model", "llama")), "--bandwidth", "100MB", "--device", "cpu")
+    assert re.search(r"^quantised +fp8, as published", text, re.MULTILINE)
+    assert re.search(r"^as published, [\d.]+ MiB of layer files$", text, re.MULTILINE)
+    assert re.search(r"^  as published +[\d.]+ MiB", text, re.MULTILINE)
+    assert re.search(r"^As published fits:$", text, re.MULTILINE)
+    assert "ncompressed" not in text
 
 
 def test_folder_as_json(folder: Path) -> None:

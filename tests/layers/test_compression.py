@@ -72,6 +72,7 @@ def raw(tensor: torch.Tensor) -> bytes:
         ("model.layers.0.mlp.gate.weight", (2048, 64), "BF16"),  # a gated projection: no model has 2048 experts
         ("model.layers.0.mlp.shared_expert.gate_proj.weight", (64, 64), "BF16"),
         ("model.layers.0.self_attn.gated.weight", (64, 64), "BF16"),
+        ("model.layers.0.self_attn.relative_attention_bias.weight", (64, 64), "BF16"),
     ],
 )
 def test_compressed(name: str, shape: tuple[int, ...], dtype: str) -> None:
@@ -97,6 +98,8 @@ def test_compressed(name: str, shape: tuple[int, ...], dtype: str) -> None:
         ("model.layers.0.self_attn.q_proj.weight", (64, 64), "F64"),
         ("model.layers.0.self_attn.q_proj.weight", (64, 64), "F8_E4M3"),
         ("model.layers.0.self_attn.q_proj.weight", (64, 64), "U8"),
+        ("model.layers.0.mlp.experts.gate_up_proj_bias", (128, 5760), "BF16"),
+        ("model.layers.0.mlp.experts.down_proj.bias", (128, 2880), "BF16"),
         ("model.position_ids", (1, 8192), "I64"),
         ("empty", (0, 8192), "BF16"),
     ],

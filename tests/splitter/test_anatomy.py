@@ -28,6 +28,7 @@ def special() -> tuple[PlannedShard, ...]:
             "model.layers.0.mlp.gate.weight": ("BF16", (8, 1024)),
             "model.layers.0.conv1d.weight": ("F32", (128, 1, 64)),
             "model.layers.0.A_log": ("F32", (128, 64)),
+            "model.layers.0.mlp.experts.down_proj_bias": ("BF16", (64, 65)),
             "model.layers.0.patch.weight": ("BF16", (8, 8, 16, 16)),
         },
     )
@@ -55,8 +56,8 @@ def test_anatomy_of_a_checkpoint_with_everything() -> None:
     assert (found.shards, found.largest_shard_bytes) == (2, max(shard.size for shard in shards))
     assert (found.layers, found.largest_layer) == (3, "layers.0")
     assert found.largest_layer_bytes == plan.layouts["layers.0"].size
-    assert found.tensors == 14
-    floating = 128 * 64 + 64 * 64 + 8 * 1024 + 128 * 64 + 128 * 64 + 8 * 8 * 16 * 16 + 64 * 64 + 16 + 8 + 1 + 0 + 64
+    assert found.tensors == 15
+    floating = 128 * 64 + 64 * 64 + 8 * 1024 + 128 * 64 + 128 * 64 + 8 * 8 * 16 * 16 + 64 * 65 + 64 * 64 + 16 + 8 + 1 + 64
     assert found.parameters == floating
     assert found.tied_embeddings is True
     assert found.never_compressed == (
@@ -64,6 +65,7 @@ def test_anatomy_of_a_checkpoint_with_everything() -> None:
         Group("more than 3 dimensions", 1, 8 * 8 * 16 * 16 * 2),
         Group("state-space decay", 1, 128 * 64 * 4),
         Group("expert router", 1, 8 * 1024 * 2),
+        Group("biases of experts", 1, 64 * 65 * 2),
         Group("F8_E4M3 already", 1, 64 * 64),
         Group("under 4,096 elements", 2, 32 + 16),
     )
@@ -92,7 +94,7 @@ def test_tied_embeddings(head: str | None, config: Mapping[str, object], tied: b
     assert anatomy.anatomy_of(plan_of((shard_of("a", tensors),)), config).tied_embeddings is tied
 
 
-NAMES = ("w.weight", "mlp.gate.weight", "mlp.gate_proj.weight", "router.weight", "conv1d.weight", "A_log", "a.Conv.b")
+NAMES = ("w.weight", "mlp.gate.weight", "mlp.gate_proj.weight", "router.weight", "conv1d.weight", "A_log", "a.Conv.b", "a.bias")
 SHAPES = ((), (0, 64), (4096,), (63, 65), (64, 64), (1024, 64), (1025, 64), (4, 32, 32), (2, 2, 32, 32), (1, 2, 3, 4))
 
 
@@ -108,7 +110,7 @@ def test_a_reason_is_named_for_what_is_not_compressed_and_for_nothing_else() -> 
                 reasons.add(why)
                 ordinary = anatomy.is_floating(tensor) and len(shape) >= 2 and tensor.elements
                 assert (why is None) == (not ordinary or is_compressible(tensor)), tensor
-    assert {"expert router", "convolution", "state-space decay", "more than 3 dimensions", "F64 already"} < reasons
+    assert {"expert router", "convolution", "state-space decay", "biases of experts", "more than 3 dimensions", "F64 already"} < reasons
 
 
 def test_which_dtypes_are_floating() -> None:

@@ -29,7 +29,7 @@ NEW_TOKENS = 8
 ALL = 1 << 34
 """A budget in which every tiny model fits."""
 
-_NEVER_COMPRESSED = re.compile(r"(^|\.)(gate|router|shared_expert_gate)\.weight$|conv|A_log$")
+_NEVER_COMPRESSED = re.compile(r"(^|\.)(gate|router|shared_expert_gate)\.weight$|conv|A_log$|[._]bias$")
 
 
 @pytest.fixture(autouse=True)
