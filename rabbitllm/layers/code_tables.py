@@ -10,17 +10,23 @@ import numpy.typing as npt
 
 PAIRS = 32
 """Stands for the number of lanes of a kernel that multiplies pairs of bfloat16."""
+ZERO_CODE = 127
+"""The code of 8bit that means 0: those below mean negative values, those above positive ones."""
+RAMP_BYTES = 64
+"""Of the slopes of ramps, and of their starts: 8 in float32, twice, since AVX-512 looks at four bits of an index."""
+_RAMP_ERROR = 5e-7
+"""Of a value: three or four roundings of float32."""
 
 
 @functools.cache
-def table_of(scheme: str, width: int, levels: bytes) -> npt.NDArray[Any]:
-    """The table as the kernels want it, from the float32 values that the codes mean.
+def table_of(scheme: str, width: int, levels: bytes) -> npt.NDArray[Any] | None:
+    """The table as the kernels want it, from the float32 values that the codes mean; None if they cannot have it.
 
     For `PAIRS` that is bfloat16 of the values times a factor (16 values twice, so that a fifth bit of an index makes no
-    difference), and behind them, in float32, what to multiply sums with.
+    difference), and behind them, in float32, what to multiply sums with. Else for 4bit it is the values, and for 8bit
+    slopes and starts of ramps, float32 (32,).
     """
     values = np.frombuffer(levels, np.float32)
-    words = values.view(np.uint32)
     if width == PAIRS:
         # of 256 factors between 1 and 2, the one that leaves the least error: two thirds of it for NF4, half for 8bit
         factors = 1 + np.arange(256, dtype=np.float32) / 256
@@ -31,7 +37,33 @@ def table_of(scheme: str, width: int, levels: bytes) -> npt.NDArray[Any]:
         return np.concatenate([halves, halves, back] if scheme == "4bit" else [halves, back])
     if scheme == "4bit":
         return values.copy()
-    return np.concatenate([(words >> np.uint32(16)).astype(np.uint16), words.astype(np.uint16)])
+    return _ramps(values)
+
+
+def _ramps(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32] | None:
+    """256 values as straight lines; None if they are none.
+
+    A dynamic map (T. Dettmers, "8-bit Approximations for Parallelism in Deep Learning", 2015, and bitsandbytes'
+    `create_dynamic_map`) has on each side of zero, from distance 2**e to 2**(e + 1), values that are evenly apart. So
+    the exponent of the distance says which line it is. Distances are taken half a step longer: 0 then has an exponent
+    too, the same in three bits as 128 has, which is alone on its line; one through both serves.
+    """
+    if not np.isfinite(values).all():
+        return None
+    side = np.arange(256) - ZERO_CODE
+    distance = (np.abs(side) + 0.5).astype(np.float32)
+    ramp = distance.view(np.uint32) >> np.uint32(23) & np.uint32(7)
+    slopes, starts = np.zeros((2, 8), np.float32)
+    for number in range(8):
+        own = np.flatnonzero((ramp == number) & (side >= 0))
+        first, last = own[0], own[-1]
+        if last > first:
+            slopes[number] = (values[last] - values[first]) / (distance[last] - distance[first])
+        starts[number] = values[first] - np.float64(slopes[number]) * distance[first]  # where values are smallest
+    meant = np.copysign(slopes[ramp].astype(np.float64) * distance + starts[ramp], side)
+    if (np.abs(meant - values) > _RAMP_ERROR * np.abs(values)).any():
+        return None
+    return np.concatenate([slopes, slopes, starts, starts])
 
 
 def _nearest_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

@@ -1,16 +1,17 @@
 """Dot products with rows of 4bit and 8bit codes, compiled for this processor's vectors by numba and LLVM.
 
-A code is looked up in a table that stays in registers, 16 (AVX-512) or 8 (AVX2) codes at a time, multiplied by its
-input and summed in float32; a block's sum is multiplied by the block's scale. Nothing is made of the weights on the
-way, so the memory read is that of the codes. LLVM does not find these instructions in plain code (it would gather
-from memory), so they are asked for by name: VPERMPS for the 16 values of 4bit, VPERMI2W for the upper and lower halves
-of the 256 values of 8bit.
+What 16 (AVX-512) or 8 (AVX2) codes mean is found at a time, multiplied by their inputs and summed in float32; a block's
+sum is multiplied by the block's scale. Nothing is made of the weights on the way, so the memory read is that of the
+codes. Codes of 4bit are looked up in a table that stays in registers (VPERMPS, asked for by name, since LLVM would
+gather from memory). The 256 values of 8bit are too many for that: looking them up took four times as long as reckoning
+them, from the slopes and starts of eight ramps (see `code_tables.py`).
 
-Even and odd inputs come in two arrays, because two codes of 4bit share a byte, and so do the halves of 8bit.
+Even and odd inputs come in two arrays, because two codes of 4bit share a byte, and those of 8bit are read in words.
 
 Inputs of bfloat16 come as they are, where the processor multiplies pairs of them (VDPBF16PS): a table of bfloat16 then
-needs half the looking up and half the multiplying. What a code means is rounded for it, after multiplication by the
-factor that makes the rounding least (see `code_tables.py`); sums are kept in float32 as before.
+needs half the looking up and half the multiplying, and 256 of them are looked up, by VPERMI2W. What a code means is
+rounded for it, after multiplication by the factor that makes the rounding least (see `code_tables.py`); sums are kept
+in float32 as before.
 
 Every function releases the interpreter lock. Knows no tensors. All of it is in one file because numba tells by a file's
 time whether what it kept of its functions is still good.
@@ -29,7 +30,7 @@ from numba import types
 from numba.core import cgutils
 from numba.core.extending import intrinsic
 
-from rabbitllm.layers.code_tables import PAIRS
+from rabbitllm.layers.code_tables import PAIRS, RAMP_BYTES, ZERO_CODE
 from rabbitllm.layers.compiling import c_function, compiled
 
 SEGMENT = 64
@@ -75,12 +76,9 @@ def features() -> frozenset[str]:
     return frozenset(name for name, there in llvm.get_host_cpu_features().items() if there)
 
 
-def lanes(scheme: str) -> int:
-    """Codes that are looked up at a time at "4bit" or "8bit"; 0 where there is no kernel for this processor."""
-    found = features()
-    if scheme == "4bit":
-        return 16 if "avx512f" in found else 8 if {"avx2", "fma"} <= found else 0
-    return 16 if {"avx512f", "avx512bw"} <= found else 0
+def lanes() -> int:
+    """Codes whose meaning is found at a time; 0 where there is no kernel for this processor."""
+    return 16 if "avx512f" in features() else 8 if {"avx2", "fma"} <= features() else 0
 
 
 def multiplies_pairs() -> bool:
@@ -153,9 +151,17 @@ class _Emitter:
         return functools.reduce(self.b.add, (number(term) for term in terms))
 
     def fma(self, a: Any, b: Any, c: Any) -> Any:
-        return self.b.call(
-            self.function(f"llvm.fma.v{self.width}f32", self.floats, self.floats, self.floats, self.floats), [a, b, c]
-        )
+        return self.of_floats("fma", a, b, c)
+
+    def look_up(self, table: Any, index: Any) -> Any:
+        """Floats of a vector by indices, of which the lowest 4 bits (of 16 lanes) or 3 (of 8) count alone."""
+        name = "llvm.x86.avx512.permvar.sf.512" if self.width == 16 else "llvm.x86.avx2.permps"
+        return self.b.call(self.function(name, self.floats, self.floats, self.ints), [table, index])
+
+    def of_floats(self, name: str, *operands: Any) -> Any:
+        """An LLVM function from vectors of floats to one."""
+        function = self.function(f"llvm.{name}.v{self.width}f32", self.floats, *[self.floats] * len(operands))
+        return self.b.call(function, operands)
 
     def every(self, value: int) -> Any:
         return ir.Constant(self.ints, [value] * self.width)
@@ -223,13 +229,10 @@ class _Nibbles(_Floats):
         return self._look_up(emit.b.lshr(wide, emit.every(4))), self._look_up(wide)  # the first in the high half
 
     def _look_up(self, index: Any) -> Any:
-        """The instructions look at the lowest 4 bits (of 16 lanes) or 3 (of 8) alone."""
         emit = self._emit
         if emit.width == 16:
-            permute = emit.function("llvm.x86.avx512.permvar.sf.512", emit.floats, emit.floats, emit.ints)
-            return emit.b.call(permute, [self._tables[0], index])
-        permute = emit.function("llvm.x86.avx2.permps", emit.floats, emit.floats, emit.ints)
-        low, high = (emit.b.call(permute, [table, index]) for table in self._tables)
+            return emit.look_up(self._tables[0], index)
+        low, high = (emit.look_up(table, index) for table in self._tables)
         is_high = emit.b.icmp_unsigned("!=", emit.b.and_(index, emit.every(8)), emit.every(0))
         return emit.b.select(is_high, high, low)
 
@@ -248,25 +251,27 @@ def _of_256(emit: _Emitter, vectors: list[Any], index: Any) -> Any:
 
 
 class _Bytes(_Floats):
-    """Looks up codes of 8bit: 32 of them give 16 even and 16 odd weights."""
-
-    codes_a_step = 32
+    """Reckons what codes of 8bit mean: `width` words give as many even and odd weights."""
 
     def __init__(self, emit: _Emitter, table: Any) -> None:
         super().__init__(emit, "8bit")
-        vectors = [emit.load(emit.add(table, 64 * at), _WORDS, 2) for at in range(16)]
-        self._upper, self._lower = vectors[:8], vectors[8:]
+        self.codes_a_step = 2 * emit.width
+        self._slopes, self._starts = (emit.load(emit.add(table, at), emit.floats, 4) for at in (0, RAMP_BYTES))
 
     def weights(self, address: Any) -> tuple[Any, Any]:
         emit = self._emit
-        index = emit.b.zext(emit.load(address, ir.VectorType(_I8, 32), 1), _WORDS)
-        upper = emit.b.bitcast(_of_256(emit, self._upper, index), emit.ints)
-        lower = emit.b.bitcast(_of_256(emit, self._lower, index), emit.ints)
-        sixteen, low_half = emit.every(16), emit.every(0xFFFF)
-        high_half = emit.every(-0x10000)
-        even = emit.b.or_(emit.b.shl(upper, sixteen), emit.b.and_(lower, low_half))
-        odd = emit.b.or_(emit.b.and_(upper, high_half), emit.b.lshr(lower, sixteen))
-        return emit.b.bitcast(even, emit.floats), emit.b.bitcast(odd, emit.floats)
+        wide = emit.b.zext(emit.load(address, ir.VectorType(_I16, emit.width), 1), emit.ints)
+        return self._meant(emit.b.and_(wide, emit.every(255))), self._meant(emit.b.lshr(wide, emit.every(8)))
+
+    def _meant(self, code: Any) -> Any:
+        """On the ramp that the exponent of its distance from zero says, with its side's sign."""
+        emit = self._emit
+        signed = emit.b.sitofp(emit.b.sub(code, emit.every(ZERO_CODE)), emit.floats)
+        half = ir.Constant(emit.floats, [0.5] * emit.width)
+        distance = emit.b.fadd(emit.of_floats("fabs", signed), half)
+        ramp = emit.b.lshr(emit.b.bitcast(distance, emit.ints), emit.every(23))
+        value = emit.fma(emit.look_up(self._slopes, ramp), distance, emit.look_up(self._starts, ramp))
+        return emit.of_floats("copysign", value, signed)
 
 
 class _Pairs:
@@ -431,6 +436,7 @@ def _part(walk, data):  # type: ignore[no-untyped-def]
 _N16_ONE, _N16_TALL, _N16_WIDE, _N16_SQUARE = _dots("4bit", 16)
 _N8_ONE, _N8_TALL, _N8_WIDE, _N8_SQUARE = _dots("4bit", 8)
 _B16_ONE, _B16_TALL, _B16_WIDE, _B16_SQUARE = _dots("8bit", 16)
+_B8_ONE, _B8_TALL, _B8_WIDE, _B8_SQUARE = _dots("8bit", 8)
 _NP_ONE, _NP_TALL, _NP_WIDE, _NP_SQUARE = _dots("4bit", PAIRS)
 _BP_ONE, _BP_TALL, _BP_WIDE, _BP_SQUARE = _dots("8bit", PAIRS)
 
@@ -450,6 +456,12 @@ def _nibbles_8(codes, scales, even, odd, table, out, row_bytes, segments, shift,
 @compiled
 def _bytes_16(codes, scales, even, odd, table, out, row_bytes, segments, shift, tokens, rows, first, last):  # type: ignore[no-untyped-def]
     dots = (_B16_ONE, _B16_TALL, _B16_WIDE, _B16_SQUARE)
+    _tiles(dots, codes, scales, even, odd, table, out, row_bytes, segments, shift, tokens, rows, first, last)
+
+
+@compiled
+def _bytes_8(codes, scales, even, odd, table, out, row_bytes, segments, shift, tokens, rows, first, last):  # type: ignore[no-untyped-def]
+    dots = (_B8_ONE, _B8_TALL, _B8_WIDE, _B8_SQUARE)
     _tiles(dots, codes, scales, even, odd, table, out, row_bytes, segments, shift, tokens, rows, first, last)
 
 
@@ -477,6 +489,10 @@ def _part_of_bytes_16(data):  # type: ignore[no-untyped-def]
     _part(_bytes_16, data)
 
 
+def _part_of_bytes_8(data):  # type: ignore[no-untyped-def]
+    _part(_bytes_8, data)
+
+
 def _part_of_nibbles_in_pairs(data):  # type: ignore[no-untyped-def]
     _part(_nibbles_in_pairs, data)
 
@@ -489,6 +505,7 @@ _FUNCTIONS: dict[tuple[str, int], tuple[RowRange, Callable[..., None]]] = {
     ("4bit", 16): (_nibbles_16, _part_of_nibbles_16),
     ("4bit", 8): (_nibbles_8, _part_of_nibbles_8),
     ("8bit", 16): (_bytes_16, _part_of_bytes_16),
+    ("8bit", 8): (_bytes_8, _part_of_bytes_8),
     ("4bit", PAIRS): (_nibbles_in_pairs, _part_of_nibbles_in_pairs),
     ("8bit", PAIRS): (_bytes_in_pairs, _part_of_bytes_in_pairs),
 }

@@ -1,8 +1,9 @@
 """Products with a matrix that is stored at 4bit or 8bit, on the CPU, without making the matrix.
 
-For few inputs each code is looked up and multiplied on the spot (`packed_kernels.py`): a token then reads a quarter of
-the bytes that bfloat16 takes. For many inputs at once, as in a prompt, looking up costs more than it saves, and a few
-rows at a time are dequantised into memory that stays in the cache, and multiplied by torch.
+For few inputs what each code means is found and multiplied on the spot (`packed_kernels.py`): a token then reads a
+quarter of the bytes that bfloat16 takes. For many inputs at once, as in a prompt, finding it costs more than it saves,
+and a few rows at a time are dequantised into memory that stays in the cache, and multiplied by torch. So are those
+whose codes mean what no kernel here has a table for.
 
 What is multiplied is code value times scale in float32, which the dequantised matrix is the rounding of. Knows no
 modules.
@@ -82,7 +83,8 @@ class Matrix:
 
     def grouped(self, x: torch.Tensor) -> GroupedProduct | None:
         """See `GroupedProduct`; None for so many rows that what a product takes beside the multiplying is nothing."""
-        return GroupedProduct(x, self) if len(x) <= MOST_GROUPED else None
+        width = kernel_for(self.form.scheme, x.dtype)
+        return GroupedProduct(x, self) if len(x) <= MOST_GROUPED and self.is_known_to(width) else None
 
     def times(self, x: torch.Tensor) -> torch.Tensor:
         """`x @ W.T` in float32, from the codes: (T, K) of any floating dtype -> (T, N)."""
@@ -101,9 +103,14 @@ class Matrix:
         and how they lie."""
         return (self.payload.data_ptr(), self.absmax.data_ptr()), self._table(width), self._given
 
+    def is_known_to(self, width: int) -> bool:
+        """Whether a kernel of so many lanes has what the codes mean."""
+        return bool(self._table(width))
+
     def _table(self, width: int) -> int:
         if width not in self._tables:  # the array itself stays, since `table_of` remembers it
-            self._tables[width] = table_of(self.form.scheme, width, self.table.numpy().tobytes()).ctypes.data
+            found = table_of(self.form.scheme, width, self.table.numpy().tobytes())
+            self._tables[width] = 0 if found is None else found.ctypes.data
         return self._tables[width]
 
 
@@ -148,7 +155,7 @@ class GroupedProduct:
         """Fill `x[begin:end] @ W.T` for each matrix and its group."""
         few = []
         for matrix, (begin, end) in zip(matrices, groups, strict=True):
-            if end - begin <= _most_inputs(self._width):
+            if end - begin <= _most_inputs(self._width) and matrix.is_known_to(self._width):
                 few.append((matrix, begin, end))
             else:
                 self._out[begin:end] = _in_chunks(self._x[begin:end], matrix, None)
@@ -200,7 +207,7 @@ def kernel_for(scheme: str, dtype: torch.dtype) -> int:
 
     if dtype == torch.bfloat16 and _kernels().multiplies_pairs() and _agrees(scheme, PAIRS):
         return PAIRS
-    return int(_kernels().lanes(scheme))
+    return int(_kernels().lanes())
 
 
 def linear(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
@@ -216,7 +223,7 @@ def linear(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.
     """
     flat = x.reshape(-1, x.shape[-1])
     width = kernel_for(matrix.form.scheme, x.dtype)
-    if flat.shape[0] <= _most_inputs(width):
+    if flat.shape[0] <= _most_inputs(width) and matrix.is_known_to(width):
         result = matrix.times_with(width, flat)
         if bias is not None:
             result += bias
@@ -265,11 +272,18 @@ def _in_chunks(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> to
 def _kernel_agrees(scheme: str) -> bool:
     """Whether this machine has a kernel, and it gives on a sample what dequantising does."""
     try:
-        lanes = _kernels().lanes(scheme)
+        lanes = _kernels().lanes()
     except ImportError:
         logger.info("numba is not installed; compressed layers are dequantised for each use.")
         return False
     return bool(lanes) and _agrees(scheme, lanes)
+
+
+def _sample_of_values(scheme: str) -> list[float]:
+    """What codes may mean so that every kind of table has it as it is."""
+    if scheme == "4bit":
+        return [(code - 8) / 8 for code in range(16)]
+    return [(code - 127) / 128 / (1 << abs(code - 127).bit_length() % 4) for code in range(256)]
 
 
 def _agrees(scheme: str, width: int) -> bool:
@@ -277,17 +291,16 @@ def _agrees(scheme: str, width: int) -> bool:
 
     dtype = torch.bfloat16 if width == PAIRS else torch.float32
     generator = torch.Generator().manual_seed(0)
-    count = 16 if scheme == "4bit" else 256
+    meaning = torch.tensor(_sample_of_values(scheme))
     for inputs, rows, columns in ((1, 7, 192), (6, 5, 4096), (1, 64, 4096)):  # the last by several threads
         blocks = -(-rows * columns // BLOCKS[scheme])
         nbytes = rows * columns // (2 if scheme == "4bit" else 1)
         payload = torch.randint(0, 256, (nbytes, 1), dtype=torch.uint8, generator=generator)
-        table = torch.linspace(-1, 1, count).bfloat16().float()  # which a table of bfloat16 has as they are
         absmax = torch.rand(blocks, generator=generator)
         x = torch.randn(inputs, columns, generator=generator).to(dtype)
-        matrix = Matrix(Quantised(scheme, (rows, columns), "float32"), payload, absmax, table)
+        matrix = Matrix(Quantised(scheme, (rows, columns), "float32"), payload, absmax, meaning)
         codes = torch.stack([payload >> 4, payload & 15], -1) if scheme == "4bit" else payload
-        values = table[codes.long().view(-1)]
+        values = meaning[codes.long().view(-1)]
         scales = absmax.repeat_interleave(BLOCKS[scheme])[: rows * columns]
         expected = x.float() @ (values * scales).view(rows, columns).T
         got = matrix.times_with(width, x)

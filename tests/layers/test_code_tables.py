@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
+import numpy.typing as npt
+import pytest
 import torch
 
+from rabbitllm.layers import compression
 from rabbitllm.layers.code_tables import PAIRS, _nearest_bfloat16, table_of
 
 
@@ -18,6 +23,7 @@ def test_rounding_to_bfloat16_is_torchs() -> None:
 def test_a_factor_loses_less_than_none() -> None:
     values = np.sort(np.random.default_rng(3).uniform(-1, 1, 16)).astype(np.float32)
     words = table_of("4bit", PAIRS, values.tobytes())
+    assert words is not None
     assert len(words) == 34
     assert np.array_equal(words[:16], words[16:32])
     back = float(words[32:].view(np.float32)[0])
@@ -28,12 +34,42 @@ def test_a_factor_loses_less_than_none() -> None:
 def test_what_bfloat16_can_say_stays_as_it_is() -> None:
     values = np.linspace(-1, 1, 257, dtype=np.float32)[:256]
     words = table_of("8bit", PAIRS, values.tobytes())
+    assert words is not None
     back = float(words[256:].view(np.float32)[0])
     assert np.array_equal((words[:256].astype(np.uint32) << 16).view(np.float32) * back, values)
 
 
-def test_the_other_tables_are_the_values_themselves() -> None:
-    values = np.linspace(-1, 1, 256, dtype=np.float32)
-    assert np.array_equal(table_of("4bit", 16, values[:16].tobytes()), values[:16])
-    words = table_of("8bit", 16, values.tobytes()).astype(np.uint32)
-    assert np.array_equal((words[:256] << 16 | words[256:]).view(np.float32), values)
+def test_the_table_of_4bit_is_the_values_themselves() -> None:
+    values = np.linspace(-1, 1, 16, dtype=np.float32)
+    assert np.array_equal(table(4, values), values)
+
+
+def on_ramps(ramps: npt.NDArray[np.float32], code: int) -> float:
+    """What a code means, by a table of slopes and starts."""
+    distance = abs(code - 127) + 0.5
+    number = math.frexp(distance)[1] - 1 + 7  # the exponent: its lowest three bits are those of float32's own
+    return math.copysign(float(ramps[number % 8]) * distance + float(ramps[16 + number % 8]), code - 127)
+
+
+def test_the_dynamic_map_of_bitsandbytes_is_eight_ramps() -> None:
+    values = np.frombuffer(compression._int8_code(), np.float32)
+    ramps = table(8, values)
+    assert ramps.shape == (32,)
+    assert np.array_equal(ramps.reshape(4, 8)[::2], ramps.reshape(4, 8)[1::2])
+    for code in range(256):
+        assert on_ramps(ramps, code) == pytest.approx(float(values[code]), rel=3e-7, abs=0)
+
+
+@pytest.mark.parametrize("code", [0, 63, 126, 128, 130, 254])  # 127 and 255 have a line to themselves
+@pytest.mark.parametrize("wrong", [1.00001, -1.0, math.nan, math.inf])
+def test_a_map_that_is_no_ramps_has_no_table(code: int, wrong: float) -> None:
+    values = np.frombuffer(compression._int8_code(), np.float32).copy()
+    values[code] *= wrong
+    for width in (8, 16):
+        assert table_of("8bit", width, values.tobytes()) is None
+
+
+def table(bits: int, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    found = table_of(f"{bits}bit", 16, values.tobytes())
+    assert found is not None
+    return found

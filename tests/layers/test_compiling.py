@@ -20,8 +20,8 @@ except RuntimeError as error:
     print("numba:", error)
 from rabbitllm.layers import compression, packed_kernels, packed_products
 assert compression._compiled_kernels_agree("4bit")
-assert packed_products._kernel_agrees("4bit") == bool(packed_kernels.lanes("4bit"))
-if width := packed_kernels.lanes("4bit"):
+assert packed_products._kernel_agrees("4bit") == bool(packed_kernels.lanes())
+if width := packed_kernels.lanes():
     assert packed_kernels.in_a_team("4bit", width)
 print("compiled")
 """
@@ -43,7 +43,7 @@ from numba.core.errors import NumbaWarning
 warnings.simplefilter("error", NumbaWarning)
 from rabbitllm.layers import packed_kernels
 for scheme, width in packed_kernels._FUNCTIONS:
-    if width == 32 and packed_kernels.multiplies_pairs() or width <= packed_kernels.lanes(scheme):
+    if width == 32 and packed_kernels.multiplies_pairs() or width <= packed_kernels.lanes():
         packed_kernels.in_a_team(scheme, width)
 """
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
