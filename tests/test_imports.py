@@ -48,7 +48,7 @@ FLOORS = (
     ("locations", "split_display", "lazy"),
     ("splitter", "engine"),
     ("prepare",),
-    ("auto_model", "planning", "inspection", "convert"),
+    ("auto_model", "planning", "inspection", "convert", "notebooks"),
     ("rabbitllm_1_names",),
     ("demo", "bench"),
     ("cli",),

@@ -11,6 +11,11 @@ from rabbitllm.splitter.forecast import Rate
 @pytest.fixture(autouse=True)
 def quick_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every measurement is made, on as little as it can be; but for the quantiser's, which has tests of its own."""
+    measure_quickly(monkeypatch)
+
+
+def measure_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the fixture does, for a process of its own."""
     monkeypatch.setattr(products, "SET_BYTES", 1 << 18)
     monkeypatch.setattr(products, "SECONDS", 0.0)
     monkeypatch.setattr(reading, "SECONDS", 0.0)

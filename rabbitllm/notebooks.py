@@ -1,0 +1,162 @@
+"""Where things belong in a hosted notebook: large files on its scratch disk, and nothing in what it saves.
+
+Kaggle saves `/kaggle/working` (20 GB) with the notebook and shows the free space of its host, terabytes that a session
+may not use; its scratch disk is any other folder, and gone with the session. Colab has one disk, whose free space is
+what it says. Knows folders and environment variables; loads no model and asks no hub.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rabbitllm.checkpoints.index import ENTRY_NAMES, META_PARAMETERS
+from rabbitllm.layers.layer_store import MANIFEST_NAME
+from rabbitllm.locations import HOME_VARIABLE, home
+from rabbitllm.options import expand
+from rabbitllm.terminal import size
+
+logger = logging.getLogger(__name__)
+
+ROOT = Path("/")
+"""Where the folders of a notebook are looked for; a test has another."""
+KAGGLE_BYTES = 50 << 30
+"""What a split may use on Kaggle: users report disks of 57 to 73 GB, and installed packages take some of it."""
+ELSEWHERE = "this machine"
+HF_HOME = "HF_HOME"
+_COLAB_VARIABLE = "COLAB_RELEASE_TAG"
+_SCRATCH = {"Kaggle": ("kaggle/tmp", "tmp", "var/tmp"), "Colab": ("content", "tmp")}
+_DEEPEST = 6
+"""Folders below `/kaggle/input` that a checkpoint may lie in: models/owner/name/framework/variation/version."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where things go.
+
+    Attributes:
+        kind: "Kaggle", "Colab", or "this machine".
+        layers: folder for split directories.
+        hub: huggingface_hub's own folder (`HF_HOME`): its cache of small files, tokens.
+        room: bytes that splits may occupy; None where free space says it.
+        attached: folders with checkpoints or splits that are attached to the notebook, read in place.
+    """
+
+    kind: str
+    layers: Path
+    hub: Path
+    room: int | None
+    attached: tuple[Path, ...] = ()
+
+    def max_disk(self, model: str | Path) -> int | None:
+        """Bytes that a split of this model may occupy: the room, less what splits of other models have of it."""
+        if self.room is None:
+            return None
+        return max(self.room - sum(_occupied(folder) for folder in self._others(str(model))), 0)
+
+    def _others(self, model: str) -> Iterator[Path]:
+        local = self.layers / "local"
+        is_folder = expand(model).is_dir()
+        own = f"{expand(model).resolve().name}-" if is_folder else f"models--{model.replace('/', '--')}"
+        for folder in (*_folders_in(self.layers), *_folders_in(local)):
+            mine = folder.name.startswith(own) if is_folder else folder.name == own
+            if folder != local and not mine:
+                yield folder
+
+    def __str__(self) -> str:
+        lines = [
+            self.kind,
+            f"  layers    {self.layers}",
+            f"  hub       {self.hub}",
+            f"  room      {'what is free there' if self.room is None else size(self.room)}",
+        ]
+        return "\n".join([*lines, *(f"  attached  {folder}" for folder in self.attached)])
+
+
+def find(environment: Mapping[str, str] = os.environ) -> Places:
+    """Where things belong in the notebook that this process runs in; on any other machine, where they go anyway.
+
+    `RABBITLLM_HOME` and `HF_HOME` are kept where they are set.
+    """
+    kind = _kind(environment)
+    scratch = _scratch(kind)
+    if scratch is None:
+        from huggingface_hub import constants
+
+        return Places(kind, home(), Path(constants.HF_HOME), None)
+    layers, hub = environment.get(HOME_VARIABLE), environment.get(HF_HOME)
+    return Places(
+        kind,
+        Path(layers) if layers else scratch / "rabbitllm",
+        Path(hub) if hub else scratch / "huggingface",
+        KAGGLE_BYTES if kind == "Kaggle" else None,
+        tuple(_checkpoints_in(ROOT / "kaggle" / "input")) if kind == "Kaggle" else (),
+    )
+
+
+def settle() -> Places:
+    """Find the places; in a hosted notebook make their folders, and set `RABBITLLM_HOME` and `HF_HOME` to them.
+
+    To be called before anything imports huggingface_hub, which reads its variable once.
+    """
+    places = find()
+    if places.kind == ELSEWHERE:
+        return places
+    for folder in (places.layers, places.hub):
+        folder.mkdir(parents=True, exist_ok=True)
+    os.environ[HOME_VARIABLE], os.environ[HF_HOME] = str(places.layers), str(places.hub)
+    constants = sys.modules.get("huggingface_hub.constants")
+    if constants is not None and Path(constants.HF_HOME) != places.hub:
+        logger.warning(
+            "huggingface_hub was imported before and goes on using %s; restart the kernel to change that.",
+            constants.HF_HOME,
+        )
+    return places
+
+
+def _kind(environment: Mapping[str, str]) -> str:
+    if (ROOT / "kaggle" / "working").is_dir():
+        return "Kaggle"
+    return "Colab" if _COLAB_VARIABLE in environment else ELSEWHERE
+
+
+def _scratch(kind: str) -> Path | None:
+    """The scratch folder: the first one where it can be made, else the one with the most room; None elsewhere."""
+    candidates = [ROOT / name for name in _SCRATCH.get(kind, ())]
+    if not candidates:
+        return None
+    first, *others = candidates
+    try:
+        first.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        pass
+    else:
+        if os.access(first, os.W_OK):
+            return first
+    return max(filter(Path.is_dir, others), key=lambda folder: shutil.disk_usage(folder).free)
+
+
+def _checkpoints_in(folder: Path) -> Iterator[Path]:
+    """Folders below this one with a checkpoint or a finished split; none below another such folder."""
+    for where, folders, names in os.walk(folder):
+        here = Path(where)
+        if {*ENTRY_NAMES, META_PARAMETERS, MANIFEST_NAME} & set(names):
+            folders.clear()
+            yield here
+        elif len(here.relative_to(folder).parts) >= _DEEPEST:
+            folders.clear()
+        folders.sort()
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+
+
+def _occupied(folder: Path) -> int:
+    """Bytes that the files below a folder occupy; holes are none."""
+    return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())

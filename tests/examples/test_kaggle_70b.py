@@ -1,0 +1,222 @@
+"""The notebook for Kaggle through its own cells: with a small model, a disk that is too small for it, and a crash."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rabbitllm.layers.verify import verify
+from rabbitllm.splitter.journal import glance
+from tests.support.hub_fixtures import HubEnvironment
+from tests.support.local_hub import LocalHub
+from tests.support.notebook import Run, code_of, mark, read, started
+from tests.support.splitting import names_in, occupied
+
+ROOT = Path(__file__).parent.parent.parent
+MODEL = ROOT / "rabbitllm" / "demo" / "model"
+NOTEBOOK = ROOT / "examples" / "kaggle_70b.ipynb"
+CELLS = read(NOTEBOOK)["cells"]
+CODE = {cell["id"]: cell for cell in CELLS if cell["cell_type"] == "code"}
+REPOSITORY = "org/demo"
+ROOM = 3 << 20
+"""The bundled model has 7 MiB in shards of 0.6, and 2 MiB at 4bit."""
+QUESTION, ANSWER = "What is 12 + 30?", "42"
+PARAMETERS = {"MODEL": REPOSITORY, "PROMPT": QUESTION, "MAX_NEW_TOKENS": 8}
+PATIENCE_SECONDS = 120
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    """What a session on Kaggle begins with."""
+    for folder in ("kaggle/working", "kaggle/input"):
+        (tmp_path / "machine" / folder).mkdir(parents=True)
+    return tmp_path / "machine"
+
+
+@pytest.fixture
+def repository(tmp_path: Path, hub_environment: HubEnvironment) -> Path:
+    return shutil.copytree(MODEL, tmp_path / "hub" / REPOSITORY)
+
+
+@contextlib.contextmanager
+def peak_of(folder: Path) -> Iterator[list[int]]:
+    """The most that a folder occupies while the context is open, looked at all the time."""
+    peak, over = [0], threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.002):
+            peak[0] = max(peak[0], occupied(folder))
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        yield peak
+    finally:
+        over.set()
+        watcher.join()
+
+
+def run_all(machine: Path, **options: Any) -> str:
+    """Run all cells to the end; what they print."""
+    run = Run(str(NOTEBOOK), str(machine), **{"parameters": PARAMETERS, "room": ROOM, **options})
+    with started(run) as process:
+        output, errors = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 0, errors
+    assert "imported before" not in errors
+    return output
+
+
+def run_until_shards_are_used(machine: Path, shards: int) -> set[str]:
+    """Run the cells and kill the process once so many shards are used up; their names."""
+    journal = machine / "kaggle/tmp/rabbitllm"
+    with started(Run(str(NOTEBOOK), str(machine), PARAMETERS, ROOM)) as process:
+        until = time.monotonic() + PATIENCE_SECONDS
+        while len(used := used_shards(journal)) < shards:
+            assert time.monotonic() < until, "no shard was used up"
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        process.kill()
+        output, _ = process.communicate()
+    assert mark(CODE["plan"]) in output
+    assert mark(CODE["load"]) not in output
+    return used_shards(journal) | used
+
+
+def used_shards(layers: Path) -> set[str]:
+    seen = [glance(journal.parent) for journal in layers.glob("*/*/*/split.journal")]
+    return {shard for journal in seen if journal is not None for shard in journal.used}
+
+
+def made(layers: Path) -> dict[str, tuple[int, int]]:
+    """Finished layer file -> what tells it from one that was made anew."""
+    found = layers.glob("*/*/*/*.safetensors")
+    return {file.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in found}
+
+
+def test_killed_and_run_again(machine: Path, repository: Path, local_hub: LocalHub) -> None:
+    layers = machine / "kaggle/tmp/rabbitllm"
+    local_hub.faults.delay_per_mib = 0.3
+    with peak_of(layers) as peak:
+        used = run_until_shards_are_used(machine, 3)
+        assert 3 <= len(used) < 12
+        before = made(layers)
+        local_hub.faults.delay_per_mib = 0.0
+        output = run_all(machine, gpus=2, gpu_bytes=1_200_000)
+    [folder] = layers.glob("*/*/splitted_model.4bit")
+    checkpoint = sum(file.stat().st_size for file in repository.glob("*.safetensors"))
+    assert 0 < peak[0] <= ROOM < checkpoint
+    assert verify(folder).damaged == ()
+    assert names_in(folder, "*-of-*") == []
+    assert before
+    assert before.items() <= made(layers).items()
+    assert names_in(machine / "kaggle/working") == []
+    for cell in CODE.values():
+        assert mark(cell) in output
+    assert ANSWER in output
+    assert "fake:0" in output
+    assert "fake:1" in output
+    assert f"layers    {layers}" in output
+    assert names_in(machine / "kaggle/tmp/huggingface/hub", "models--*") == ["models--org--demo"]
+
+
+@pytest.mark.long
+def test_a_restarted_kernel_with_a_whole_split_fetches_nothing(
+    machine: Path, repository: Path, local_hub: LocalHub
+) -> None:
+    run_all(machine)
+    before, seen = made(machine / "kaggle/tmp/rabbitllm"), len(local_hub.requests)
+    output = run_all(machine)
+    assert ANSWER in output
+    assert made(machine / "kaggle/tmp/rabbitllm") == before
+    again = [request for request in local_hub.requests[seen:] if request.method == "GET" and "-of-" in request.file]
+    assert again  # the plan's, of headers
+    assert all(request.range for request in again)
+    assert names_in(machine / "kaggle/working") == []
+
+
+@pytest.mark.long
+def test_an_attached_model_is_read_in_place_and_kept(machine: Path, hub_environment: HubEnvironment) -> None:
+    attached = shutil.copytree(MODEL, machine / "kaggle/input/models/rabbit/demo/transformers/default/1")
+    before = {file.name: file.read_bytes() for file in attached.iterdir()}
+    for file in attached.iterdir():
+        file.chmod(0o444)
+    attached.chmod(0o555)
+    try:
+        output = run_all(machine, parameters={**PARAMETERS, "MODEL": str(attached)})
+    finally:
+        attached.chmod(0o755)
+    assert f"attached  {attached}" in output
+    assert ANSWER in output
+    left = {file.name: file.read_bytes() for file in attached.iterdir() if file.is_file()}
+    assert left == before
+    assert names_in(machine / "kaggle/working") == []
+
+
+@pytest.mark.long
+def test_on_colab(tmp_path: Path, repository: Path) -> None:
+    machine = tmp_path / "colab"
+    (machine / "content").mkdir(parents=True)
+    output = run_all(machine, variables={"COLAB_RELEASE_TAG": "release-colab"})
+    assert ANSWER in output
+    assert len([*(machine / "content/rabbitllm").glob("*/*/splitted_model.4bit/split.json")]) == 1
+
+
+@pytest.mark.long
+def test_installs_the_attached_copy(tmp_path: Path) -> None:
+    """In an environment of its own, without what it depends on, from a folder that may not be written."""
+    attached = tmp_path / "input" / "copy-of-rabbitllm"
+    left_out = shutil.ignore_patterns(".git", ".venv", "build", "*.egg-info", "__pycache__", "benchmarks", "tests")
+    shutil.copytree(ROOT, attached, ignore=left_out)
+    venv.create(tmp_path / "venv", with_pip=True)
+    code = code_of(CODE["install"]).replace("/kaggle/input", str(tmp_path / "input"))
+    code = code.replace("/tmp/rabbitllm-source", str(tmp_path / "source"))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PIP_NO_DEPS": "1"}
+    python = tmp_path / "venv" / "bin" / "python"
+    subprocess.run([python, "-c", code], check=True, env=environment, cwd=tmp_path)
+    ask = "import rabbitllm; print(rabbitllm.__version__, rabbitllm.__file__)"
+    said = subprocess.run(
+        [python, "-c", ask], check=True, env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert said.stdout.startswith("2.")
+    assert str(tmp_path / "venv") in said.stdout
+    assert not (attached / "build").exists()
+
+
+def test_without_a_copy_the_install_cell_says_what_to_do(tmp_path: Path) -> None:
+    code = (
+        code_of(CODE["install"]).replace("/kaggle/input", str(tmp_path)).replace('"rabbitllm")', '"no_such_package")')
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "Attach a copy of the project as a dataset, or set SOURCE." in done.stderr
+
+
+def test_is_a_tidy_notebook() -> None:
+    """Version 4.5 of the format: every cell has an id of its own, code has no outputs, sources are lists of lines."""
+    text = NOTEBOOK.read_text(encoding="utf-8")
+    notebook = json.loads(text)
+    assert text == json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    assert notebook["metadata"]["kernelspec"]["name"] == "python3"
+    ids = [cell["id"] for cell in CELLS]
+    assert len(set(ids)) == len(ids)
+    for cell in CELLS:
+        assert cell["cell_type"] in ("code", "markdown")
+        assert all(line.endswith("\n") for line in cell["source"][:-1])
+        assert not cell["source"][-1].endswith("\n")
+        if cell["cell_type"] == "code":
+            assert (cell["outputs"], cell["execution_count"]) == ([], None)
+            assert max(map(len, cell["source"])) <= 121
+    assert [cell["id"] for cell in CELLS if "parameters" in cell["metadata"].get("tags", ())] == ["choose"]
