@@ -1,0 +1,94 @@
+"""docs/MOVING.md says of every argument and name what the code does."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rabbitllm
+from rabbitllm import AutoModel
+from rabbitllm.auto_model import WITHOUT_EFFECT
+from rabbitllm.rabbitllm_1_names import _POSITIONAL
+from tests.support.builders import build_checkpoint
+
+PAGE = (Path(__file__).parent.parent / "docs" / "MOVING.md").read_text(encoding="utf-8")
+SIGNATURE = {
+    parameter.name: parameter.default
+    for parameter in inspect.signature(AutoModel.from_pretrained).parameters.values()
+    if parameter.kind is parameter.KEYWORD_ONLY
+}
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The rows of the table that begins with such a heading, cell by cell."""
+    table = PAGE[PAGE.index(heading) :].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table]
+
+
+def argument(cell: str) -> tuple[str, Any]:
+    """Name and default out of `name=default`."""
+    name, _, default = cell.strip("`").partition("=")
+    return name, eval(default, {})
+
+
+OLD = {
+    argument(cells[0])[0]: (argument(cells[0])[1], *cells[1:]) for cells in rows("| argument, and its default | in |")
+}
+NEW = dict(argument(cells[0]) for cells in rows("| argument, and its default | what for |"))
+
+
+def test_every_argument_of_rabbitllm_1_1_is_there_in_its_order() -> None:
+    assert [name for name, (_, where, _) in OLD.items() if where in ("both", "1.1")] == list(_POSITIONAL)
+
+
+def test_every_argument_here_is_in_one_of_the_tables_with_its_default() -> None:
+    kept = {name: default for name, (default, _, here) in OLD.items() if "TypeError" not in here}
+    assert kept | NEW == SIGNATURE
+    assert not kept.keys() & NEW.keys()
+
+
+def test_what_is_said_to_have_no_effect_has_none() -> None:
+    assert {name for name, (_, _, here) in OLD.items() if here.startswith("accepted without effect")} == {
+        *WITHOUT_EFFECT
+    }
+
+
+def test_a_value_without_effect_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = build_checkpoint(tmp_path / "m", "qwen2")
+    with caplog.at_level(logging.WARNING, "rabbitllm"):
+        AutoModel.from_pretrained(folder, device="cpu", split=False, max_seq_len=1024)
+    assert "max_seq_len has no effect" in caplog.text
+
+
+@pytest.mark.parametrize("name", [name for name, (_, _, here) in OLD.items() if "TypeError" in here])
+def test_what_is_said_to_be_refused_is(name: str) -> None:
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+        AutoModel.from_pretrained("nowhere", **{name: True})
+
+
+def test_every_name_here_is_public_and_every_public_name_is_here() -> None:
+    named = set(re.findall(r"`rabbitllm\.(\w+)`", PAGE))
+    assert named == {*rabbitllm.__all__} - {"__version__"}
+    for name in named:
+        assert getattr(importlib.import_module("rabbitllm"), name)
+
+
+def test_attributes_that_are_said_to_be_gone_are(tmp_path: Path) -> None:
+    model = AutoModel.from_pretrained(build_checkpoint(tmp_path / "m", "qwen2"), device="cpu", split=False)
+    [said] = [cells for cells in rows("| there | here |") if cells[1].startswith("none; `model.config")]
+    gone = re.findall(r"`model\.(\w+)", said[0])
+    assert len(gone) == 2
+    assert not any(hasattr(model, name) for name in gone)
+    assert hasattr(model, "print_profile_summary")
+    assert model.config._attn_implementation
+
+
+def test_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)#]+)", PAGE):
+        assert (Path(__file__).parent.parent / "docs" / target).exists(), target
