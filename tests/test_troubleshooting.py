@@ -1,0 +1,152 @@
+"""docs/TROUBLESHOOTING.md and the messages of the package, kept in step.
+
+A message is the constant text of an error or a warning in the code, with "…" for whatever is put in. An entry of the
+page has patterns: what its heading says in backquotes, and what follows "Also" in its text. A pattern fits a message
+that begins with its text, "…" standing for anything.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import rabbitllm
+from rabbitllm import errors
+
+PACKAGE = Path(rabbitllm.__file__).parent
+PAGE = (PACKAGE.parent / "docs" / "TROUBLESHOOTING.md").read_text(encoding="utf-8")
+ERRORS = {
+    name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, errors.RabbitLLMError)
+}
+HOLE = "…"
+LEAST_LETTERS = 7
+"""Of the constant text of a pattern; less would fit anything."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """What the code says, and where; `error` is the name of the class, empty for a warning."""
+
+    text: str
+    error: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    heading: str
+    patterns: tuple[str, ...]
+    error: str
+
+
+def text_of(node: ast.expr, around: ast.AST) -> list[str] | None:
+    """The texts that an expression can be, with holes; None if there is no constant text in it."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return [re.sub(r"%[-+#0-9.]*[a-z]", HOLE, text)]
+        case ast.JoinedStr(values=values):
+            return ["".join(part.value if isinstance(part, ast.Constant) else HOLE for part in values)]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            firsts, seconds = text_of(left, around) or [HOLE], text_of(right, around) or [HOLE]
+            return [first + second for first in firsts for second in seconds]
+        case ast.IfExp(body=body, orelse=orelse):
+            return [*(text_of(body, around) or [HOLE]), *(text_of(orelse, around) or [HOLE])]
+        case ast.Name(id=name):
+            return values_of(name, around)
+    return None
+
+
+def values_of(name: str, around: ast.AST) -> list[str] | None:
+    """The texts that a variable is given in a function."""
+    found: list[str] = []
+    for node in ast.walk(around):
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
+            found += text_of(node.value, around) or []
+    return found or None
+
+
+def passes_on(node: ast.expr) -> bool:
+    """Whether an expression hands on the message of another error, which is looked at where it is raised."""
+    return any(isinstance(part, ast.Attribute) and part.attr == "problem" for part in ast.walk(node))
+
+
+def spoken(call: ast.Call) -> str | None:
+    """The name of an error that is made, "" for a warning that is given, None for any other call."""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    if name in ERRORS and call.args:
+        return name
+    is_log = isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name)
+    return "" if is_log and name == "warning" and call.func.value.id == "logger" else None  # type: ignore[attr-defined]
+
+
+def messages() -> Iterator[Message]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            error = spoken(call)
+            if error is None or any(map(passes_on, call.args)):
+                continue
+            around = next((f for f in reversed(functions) if f.lineno <= call.lineno <= (f.end_lineno or 0)), tree)
+            where = f"{path.relative_to(PACKAGE)}:{call.lineno}"
+            bare = isinstance(call.args[0], ast.Constant) and call.args[0].value == "%s"
+            for text in text_of(call.args[bare], around) or [HOLE]:
+                yield Message(text, error, where)
+
+
+def entries() -> Iterator[Entry]:
+    for part in re.split(r"^### ", PAGE, flags=re.MULTILINE)[1:]:
+        heading, _, body = part.partition("\n")
+        heading, _, kind = heading.removesuffix("`)").partition(" (`")
+        patterns = re.findall(r"`([^`]+)`", heading) if heading.startswith("`") else []
+        also = re.match(r"\n(Also .*?)(?:\n\n|\.`\s+[A-Z]|`[.:]? +[A-Z]|`\.\n[A-Z]|\Z)", body, re.DOTALL)
+        said = re.sub(r"\s+", " ", also[0] + "`") if also else ""
+        yield Entry(heading, (*patterns, *re.findall(r"`([^`]+)`", said)), kind if kind.isalpha() else "")
+
+
+def fits(pattern: str, message: Message) -> bool:
+    wanted = ".*".join(re.escape(part) for part in pattern.removesuffix(HOLE).split(HOLE))
+    return re.match(wanted, message.text, re.DOTALL) is not None
+
+
+MESSAGES = [*messages()]
+ENTRIES = [*entries()]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.where)
+def test_every_message_has_an_entry(message: Message) -> None:
+    assert any(fits(pattern, message) for entry in ENTRIES for pattern in entry.patterns), (
+        f"{message.error or 'the warning'} {message.text!r} has no entry in docs/TROUBLESHOOTING.md"
+    )
+
+
+@pytest.mark.parametrize("entry", [entry for entry in ENTRIES if entry.patterns], ids=lambda entry: entry.heading[:50])
+def test_every_entry_is_of_a_message(entry: Entry) -> None:
+    for pattern in entry.patterns:
+        found = [message for message in MESSAGES if fits(pattern, message)]
+        assert found, f"no error and no warning says {pattern!r}"
+        assert len(re.sub(r"\W", "", pattern)) >= LEAST_LETTERS, f"{pattern!r} would fit anything"
+    if entry.error:
+        assert entry.error in {message.error for message in MESSAGES if fits(entry.patterns[0], message)}
+
+
+def test_the_messages_are_all_of_them() -> None:
+    """The walk finds as many places as a look at the text does, and texts in each."""
+    places = 0
+    for path in PACKAGE.rglob("*.py"):
+        code = path.read_text(encoding="utf-8")
+        places += len(re.findall(rf"\braise (?:{'|'.join(ERRORS)})\(\s*[^)\s]", code))
+    assert places <= len({message.where for message in MESSAGES}) + 10  # those that pass on what others say
+    assert places > 100
+    assert [message for message in MESSAGES if not re.search(r"[a-z]{3}", message.text)] == []
+
+
+@pytest.mark.parametrize("text", ["a hare is no rabbit", "… is no hare; expected a rabbit.", "…"])
+def test_a_message_that_is_new_has_none(text: str) -> None:
+    new = Message(text, "OptionError", "nowhere")
+    assert not any(fits(pattern, new) for entry in ENTRIES for pattern in entry.patterns)
