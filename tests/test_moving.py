@@ -87,8 +87,3 @@ def test_attributes_that_are_said_to_be_gone_are(tmp_path: Path) -> None:
     assert not any(hasattr(model, name) for name in gone)
     assert hasattr(model, "print_profile_summary")
     assert model.config._attn_implementation
-
-
-def test_links_lead_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)#]+)", PAGE):
-        assert (Path(__file__).parent.parent / "docs" / target).exists(), target

@@ -1,4 +1,4 @@
-"""Every code block of the README runs: Python as it stands, against a hub that serves the repositories it names."""
+"""README and docs: Python runs as it stands, against a hub that serves the repositories it names; links and figures."""
 
 from __future__ import annotations
 
@@ -17,41 +17,59 @@ from tests.support.quick_measuring import quick_measuring  # noqa: F401  a fixtu
 from tests.support.tiny_models import one_thread  # noqa: F401  another one
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
-PYTHON = [code for language, code in BLOCKS if language == "python"]
-SHELL = [line for language, code in BLOCKS if language == "bash" for line in code.splitlines()]
-KAGGLE_FOLDER = "/kaggle/tmp"
+RUN_ELSEWHERE = {"docs/walkthrough/README.md"}
+"""Pages whose Python other tests run."""
+PAGES = {
+    page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8")
+    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))
+}
+README = PAGES["README.md"]
+BLOCKS = [
+    (page, language, code)
+    for page, text in PAGES.items()
+    if page not in RUN_ELSEWHERE
+    for language, code in re.findall(r"```(\w+)\n(.*?)```", text, re.DOTALL)
+]
+PYTHON = [(page, code) for page, language, code in BLOCKS if language == "python"]
+SHELL = [line for page, language, code in BLOCKS if language == "bash" for line in code.splitlines()]
+FIGURE = re.compile(r"\d+\.\d+")
+VERSIONS = re.compile(r"(?:RabbitLLM|AirLLM|oLLM|Qwen|Llama) ?\d+\.\d+(?:\.\d+)?")
 
 
 def test_only_known_languages() -> None:
-    assert {language for language, _ in BLOCKS} <= {"python", "bash", "text"}
-    assert PYTHON
+    assert {language for _, language, _ in BLOCKS} <= {"python", "bash", "text"}
+    assert any(page == "README.md" for page, _ in PYTHON)
     assert SHELL
 
 
-@pytest.mark.parametrize("code", PYTHON, ids=lambda code: code.strip().splitlines()[-1][:40])
-def test_python_block_runs(
-    code: str, hub_environment: HubEnvironment, local_hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def serve_what_is_named(code: str, hub: Path) -> None:
     for repository in re.findall(r'"([\w.-]+/[\w.-]+)"', code):
-        build_checkpoint(tmp_path / "hub" / repository, "qwen2", dtype=torch.bfloat16, shards=3)
+        build_checkpoint(hub / repository, "qwen2", dtype=torch.bfloat16, shards=3)
+
+
+@pytest.mark.parametrize(("page", "code"), PYTHON, ids=[f"{page}: {code.split()[-1][:40]}" for page, code in PYTHON])
+def test_python_block_runs(
+    page: str,
+    code: str,
+    hub_environment: HubEnvironment,
+    local_hub: LocalHub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    serve_what_is_named(code, tmp_path / "hub")
     work = tmp_path / "work"
     work.mkdir()
     build_checkpoint(work / "my-checkpoint", "qwen3", dtype=torch.bfloat16, shards=2)
     monkeypatch.chdir(work)
-    # the one path of another machine; everything else runs as it stands
-    exec(compile(code.replace(KAGGLE_FOLDER, str(work)), "README.md", "exec"), {})
+    exec(compile(code, page, "exec"), {})
 
 
-def test_kaggle_block_leaves_no_shard(
-    hub_environment: HubEnvironment, local_hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    build_checkpoint(tmp_path / "hub" / "Qwen/Qwen2.5-72B-Instruct", "qwen2", dtype=torch.bfloat16, shards=3)
-    exec(PYTHON[0].replace(KAGGLE_FOLDER, str(tmp_path)), {})
-    assert (tmp_path / "layers" / "splitted_model.4bit" / "split.json").exists()
-    left = [path for path in (*hub_environment.home.rglob("*"), *tmp_path.glob("layers/**/*")) if "-of-" in path.name]
-    assert left == []
+def test_the_first_block_leaves_no_shard(hub_environment: HubEnvironment, local_hub: LocalHub, tmp_path: Path) -> None:
+    code = next(code for page, code in PYTHON if page == "README.md")
+    serve_what_is_named(code, tmp_path / "hub")
+    exec(code, {})
+    assert len([*hub_environment.home.glob("rabbitllm/*/*/splitted_model.4bit/split.json")]) == 1
+    assert [path for path in hub_environment.home.rglob("*") if "-of-" in path.name] == []
 
 
 @pytest.mark.parametrize("line", SHELL)
@@ -59,10 +77,40 @@ def test_shell_line_exists(line: str) -> None:
     """`make` targets exist; `make test` is what runs this, and `make demo` has a test of its own."""
     words = line.split()
     if words[0] == "make":
-        dry_run = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True)
+        dry_run = subprocess.run(["make", "-n", words[1]], cwd=ROOT, capture_output=True, text=True)
         assert dry_run.returncode == 0, dry_run.stderr
     else:
         assert words == ["pip", "install", "."]
+
+
+def test_every_command_of_the_readme_exists_and_every_command_is_there() -> None:
+    from rabbitllm.cli.main import app
+
+    named = set(re.findall(r"^\| `rabbitllm (\w+)`", README, re.MULTILINE))
+    assert named == {command.name or command.callback.__name__ for command in app.registered_commands}  # type: ignore
+
+
+def anchors(page: str) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", PAGES[page]):
+        there = (ROOT / page).parent / target if target else ROOT / page
+        assert there.exists(), target
+        if anchor:
+            assert anchor in anchors(there.read_text(encoding="utf-8")), f"{target}#{anchor}"
+
+
+def test_figures_of_the_readme_are_those_that_were_measured() -> None:
+    """Those of its tables; where they come from is said in the pages of measurements."""
+    tables = "\n".join(line for line in README.splitlines() if line.startswith("|"))
+    measured = PAGES["docs/MEASURED.md"] + PAGES["docs/LARGE_MODELS.md"]
+    figures = FIGURE.findall(VERSIONS.sub("", tables))
+    assert len(figures) > 10
+    assert [figure for figure in figures if not re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", measured)] == []
 
 
 @pytest.mark.long

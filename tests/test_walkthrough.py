@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -27,10 +26,3 @@ def test_what_a_page_says_is_compared() -> None:
     text = "```python\na = 1\n```\n\n```python\nprint(a)\n```\n\n```text\n2\n```\n"
     assert pieces_of(text) == [Piece("a = 1\n", None, 2), Piece("print(a)\n", "2\n", 6)]
     assert run(pieces_of(text), Path("page")) == ["", "1\n"]
-
-
-def test_links_lead_somewhere() -> None:
-    headings = {re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-") for line in TEXT.splitlines()}
-    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]+))?\)", TEXT):
-        assert (PAGE.parent / target).exists(), target
-        assert target or anchor in headings, anchor

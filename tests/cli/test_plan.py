@@ -587,13 +587,13 @@ def test_terminal_of_80_columns_is_enough(
     assert {line for line in rows if "fits" in line} < set(rows)
 
 
-README = (Path(rabbitllm.__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+PAGE = (Path(rabbitllm.__file__).parent.parent / "docs" / "SPLITTING.md").read_text(encoding="utf-8")
 MEASURED = re.compile(r"free disk +[\d.]+|[\d.,]+ [MG]B/s|under 1 s|[\d.]+ m?s|cuda:0|\bcpu\b|\d+ CPU threads")
 
 
-def test_readme_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     """All but what is measured."""
-    block = re.search(r"```text\n\$ rabbitllm plan ([^\n]*)\n(.*?)```", README, re.DOTALL)
+    block = re.search(r"```text\n\$ rabbitllm plan ([^\n]*)\n(.*?)```", PAGE, re.DOTALL)
     assert block is not None
     monkeypatch.chdir(Path(rabbitllm.__file__).parent.parent)
     shown, printed = (MEASURED.sub("#", text).split() for text in (block[2], run(*block[1].split())))
