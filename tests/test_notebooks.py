@@ -71,7 +71,8 @@ def test_elsewhere_nothing_changes(
 def test_settling_sets_variables_and_makes_folders(
     kaggle: Path, hub_environment: HubEnvironment, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.delenv(HOME_VARIABLE, raising=False)
+    monkeypatch.setenv(HOME_VARIABLE, "")  # so that what is set below is taken back after the test
+    monkeypatch.delenv(HOME_VARIABLE)
     monkeypatch.delenv(HF_HOME)
     with caplog.at_level(logging.WARNING, "rabbitllm"):
         places = notebooks.settle()
@@ -80,8 +81,6 @@ def test_settling_sets_variables_and_makes_folders(
     assert (os.environ[HOME_VARIABLE], os.environ[HF_HOME]) == (str(places.layers), str(places.hub))
     assert notebooks.find() == places
     assert "huggingface_hub was imported before" in caplog.text  # by these tests
-    monkeypatch.delenv(HOME_VARIABLE)  # what the test set itself is not put back otherwise
-    monkeypatch.setenv(HF_HOME, str(hub_environment.home))
 
 
 def test_the_module_itself_imports_no_hub() -> None:

@@ -107,7 +107,7 @@ def made(layers: Path) -> dict[str, tuple[int, int]]:
 
 def test_killed_and_run_again(machine: Path, repository: Path, local_hub: LocalHub) -> None:
     layers = machine / "kaggle/tmp/rabbitllm"
-    local_hub.faults.delay_per_mib = 0.3
+    local_hub.faults.delay_per_mib = 0.6
     with peak_of(layers) as peak:
         used = run_until_shards_are_used(machine, 3)
         assert 3 <= len(used) < 12
