@@ -29,7 +29,7 @@ class SplitOptions:
         compression: None, "4bit" or "8bit".
         sequential: take one shard at a time and delete it as soon as it is used up.
         delete_original: remove the original when the split is whole; with `sequential`, what the loop left of it.
-        max_disk: bytes that the split itself may occupy (layer files and staged shards); None for what is free.
+        max_disk: bytes that the split may create (layer files and fetched shards); None for what is free.
         shard_transfer: how shards of a repository arrive on the sequential route: "file" (each is fetched whole, and
             the next one meanwhile where the disk has room), "stream" (none is ever a file), or "auto" (the first of
             them that fits).

@@ -156,6 +156,13 @@ def constants(form: StoredForm) -> Mapping[str, bytes]:
     return {form.parts[2].name: _int8_code()} if form.scheme == "8bit" else {}
 
 
+def code_values(scheme: str) -> torch.Tensor:
+    """What the codes of "4bit" or "8bit" mean, before their scale: float32 (16,) or (256,), rising; a new tensor."""
+    import torch
+
+    return torch.frombuffer(bytearray(_nf4_map() if scheme == "4bit" else _int8_code()), dtype=torch.float32)
+
+
 @functools.lru_cache(maxsize=1024)
 def _nf4_state(dtype: str, shape: tuple[int, ...]) -> bytes:
     """The JSON that bitsandbytes' QuantState packs into a tensor, byte for byte as it writes it."""

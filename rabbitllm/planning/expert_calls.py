@@ -28,6 +28,7 @@ from rabbitllm.engine.expert_stack import ExpertStack, Supply
 from rabbitllm.engine.expert_supply import MappedExperts
 from rabbitllm.engine.page_locked import HostBuffers
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, Span, SpanReader, Way
+from rabbitllm.layers.compression import code_values
 from rabbitllm.layers.order import TENSOR_ALIGNMENT
 from rabbitllm.planning import products
 from rabbitllm.planning.products import small_pages
@@ -241,7 +242,7 @@ def _with_parts(source: ExpertSource, part: Callable[[Part], Part], device: torc
 
     def block(old: Block) -> Block:
         scales = None if old.scales is None else part(old.scales)
-        table = torch.linspace(-1, 1, 16 if old.form.scheme == "4bit" else 256, device=device) if old.form else None
+        table = code_values(old.form.scheme).to(device) if old.form else None
         return dataclasses.replace(old, payload=part(old.payload), scales=scales, table=table)
 
     def leaf(old: Leaf) -> Leaf:

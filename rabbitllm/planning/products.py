@@ -16,7 +16,7 @@ import torch
 
 from rabbitllm.engine.devices import Device, aligned_host
 from rabbitllm.engine.packed_weight import PackedWeight
-from rabbitllm.layers.compression import BLOCKS, Quantised
+from rabbitllm.layers.compression import BLOCKS, Quantised, code_values
 from rabbitllm.layers.packed_products import Matrix
 from rabbitllm.planning.bitsandbytes_products import is_form, matrix, nbytes_of
 
@@ -154,8 +154,7 @@ def _weight(form: str, rows: int, columns: int, dtype: torch.dtype, memory: Memo
     elements = rows * columns
     payload = _filled(memory, elements // (2 if form == "4bit" else 1)).view(-1, 1)
     absmax = torch.ones(-(-elements // BLOCKS[form]))
-    table = torch.linspace(-1, 1, 16 if form == "4bit" else 256)
-    return PackedWeight(Matrix(Quantised(form, (rows, columns), "float32"), payload, absmax, table), dtype)
+    return PackedWeight(Matrix(Quantised(form, (rows, columns), "float32"), payload, absmax, code_values(form)), dtype)
 
 
 def _filled(memory: Memory, nbytes: int) -> torch.Tensor:

@@ -77,7 +77,8 @@ class Route:
     Attributes:
         name: a key of `ROUTES`.
         disk_bytes: the most by which this machine's disks are fuller than now, the hub cache included.
-        created_bytes: the most that the split directory occupies; what `max_disk` bounds.
+        created_bytes: the most that the split directory occupies, and what goes into the hub cache before it is begun;
+            what `max_disk` bounds.
         cache_bytes: of `disk_bytes`, what goes into the hub cache.
         lacking: what is missing, as the split itself would say; None if it fits.
         seconds: estimated; None if a rate for it is not known.
@@ -258,7 +259,7 @@ def route_of(
         used=ground.used,
         in_use=ground.in_use,
     )
-    return Route(name, use.added + cache_bytes, use.created, cache_bytes, lacking, seconds)
+    return Route(name, use.added + cache_bytes, ground.created(use), cache_bytes, lacking, seconds)
 
 
 def best(outlooks: Sequence[Outlook], asked: str | None) -> tuple[Outlook, Route | None] | None:

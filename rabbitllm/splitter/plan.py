@@ -183,7 +183,7 @@ class DiskUse:
 
     Attributes:
         created: the most that the split directory occupies at any moment, layer files, staged shards and the small
-            files beside them; what `max_disk` bounds.
+            files beside them.
         added: the most by which the disk is fuller than now; less than `created` where shards of the source are
             deleted on the way, or an earlier run has created some of it.
     """

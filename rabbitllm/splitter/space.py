@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rabbitllm.errors import NotEnoughSpaceException, OptionError
 from rabbitllm.options import SplitOptions
-from rabbitllm.splitter.plan import Arrival, SplitPlan, disk_use, gib, recompressed
+from rabbitllm.splitter.plan import Arrival, DiskUse, SplitPlan, disk_use, gib, recompressed
 
 COMPRESSIONS = ("8bit", "4bit")
 
@@ -37,6 +37,10 @@ class Ground:
     downloads: tuple[tuple[Path, int], ...] = ()
     used: frozenset[str] = frozenset()
     in_use: int = 0
+
+    def created(self, use: DiskUse) -> int:
+        """Bytes that `max_disk` bounds: of the split directory, and of what is downloaded beside it and stays."""
+        return use.created + sum(nbytes for _, nbytes in self.downloads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +108,9 @@ def shortage(plan: SplitPlan, ground: Ground, options: SplitOptions, arrival: Ar
         used=ground.used,
         in_use=ground.in_use,
     )
-    if options.max_disk is not None and use.created > options.max_disk:
-        return Shortage(use.created, options.max_disk, f"allowed by max_disk={options.max_disk:,}")
+    created = ground.created(use)
+    if options.max_disk is not None and created > options.max_disk:
+        return Shortage(created, options.max_disk, f"allowed by max_disk={options.max_disk:,}")
     for place, need in _by_disk([(ground.folder, use.added), *ground.downloads]):
         free = shutil.disk_usage(place).free
         if need and need + options.min_free > free:
@@ -131,6 +136,8 @@ def _what_would_fit(plan: SplitPlan, ground: Ground, options: SplitOptions, shor
     way = candidates(plan, "auto")[-1]
     if options.shard_transfer == "file" and way is Arrival.STREAM and shortage(plan, ground, options, way) is None:
         return "shard_transfer='stream' (or 'auto') would fit: no shard is then on the disk."
+    if not options.sequential and any(need for _, need in ground.downloads):
+        return "sequential_shard_processing=True takes one shard at a time instead of downloading all of them first."
     smaller = COMPRESSIONS[COMPRESSIONS.index(plan.compression) + 1 :] if plan.compression else COMPRESSIONS
     for compression in () if ground.used else smaller:
         if shortage(recompressed(plan, compression), ground, options, way) is None:

@@ -7,6 +7,8 @@ import torch
 
 from rabbitllm.engine.devices import CpuDevice
 from rabbitllm.engine.packed_weight import PackedWeight
+from rabbitllm.layers import packed_kernels
+from rabbitllm.layers.packed_products import Matrix, kernel_for
 from rabbitllm.planning import products
 from rabbitllm.planning.bitsandbytes_products import matrix, nbytes_of
 from rabbitllm.planning.products import working_set
@@ -31,6 +33,17 @@ def test_shapes_and_proportions(form: str) -> None:
     assert large / sum(weight.numel() for weight in made.weights) == pytest.approx(0.75, abs=0.05)
     assert made.nbytes == pytest.approx(4 << 20, rel=0.2)
     assert all(isinstance(weight, PackedWeight) == (form in ("4bit", "8bit")) for weight in made.weights)
+
+
+@pytest.mark.skipif(not packed_kernels.lanes(), reason="no vectors of a kind that is used here")
+@pytest.mark.parametrize("form", ["4bit", "8bit"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_is_measured_is_the_kernel(form: str, dtype: torch.dtype) -> None:
+    """Made-up codes with a meaning that no kernel knows would be dequantised."""
+    for weight in working_set(form, SHAPES, dtype, CpuDevice(), ALL).weights:
+        assert isinstance(weight, PackedWeight)
+        assert isinstance(weight.matrix, Matrix)
+        assert weight.matrix.is_known_to(kernel_for(form, dtype))
 
 
 def test_of_a_large_matrix_some_rows(monkeypatch: pytest.MonkeyPatch) -> None:

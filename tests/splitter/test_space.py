@@ -188,6 +188,15 @@ def test_local_shards_arrive_one_way(tmp_path: Path, free: list[int]) -> None:
         assert choose(plan_of(even(2, MIB)), tmp_path, None, deletes=True, transfer=transfer) is Arrival.FILE
 
 
+def test_max_disk_counts_what_is_downloaded_beside_the_split(tmp_path: Path, free: list[int]) -> None:
+    plan, cache = plan_of(even(4, MIB)), ((tmp_path / "cache", 10 * MIB),)
+    need = disk_use(plan, deletes_shards=False).created + 10 * MIB
+    choose(plan, tmp_path / "split", need, deletes=False, downloads=cache)
+    with pytest.raises(NotEnoughSpaceException, match=re.escape(f"allowed by max_disk={need - 1:,}")) as refused:
+        choose(plan, tmp_path / "split", need - 1, deletes=False, downloads=cache)
+    assert "sequential_shard_processing=True takes one shard at a time" in str(refused.value)
+
+
 def test_download_counts_on_its_own_disk(tmp_path: Path, free: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(even(4, MIB))
     need = disk_use(plan, deletes_shards=False).added
