@@ -39,7 +39,7 @@ PUBLIC = {
 
 FLOORS = (
     ("version",),
-    ("errors", "durable", "progress", "collection", "terminal"),
+    ("errors", "durable", "progress", "collection", "terminal", "generation_stream"),
     ("options", "profiling"),
     ("profiler",),
     ("formats",),
