@@ -1,8 +1,8 @@
 """Tokens as text while they are being generated: what `generate(streamer=…)` is given.
 
-Text is handed on with the token that completes it: at once, and never half a character of UTF-8. What has been handed on
-is never taken back, and at the end all of it is what the tokenizer makes of the tokens together. Knows tokenizers and
-clocks; knows no model, and not what becomes of the text.
+Text is handed on with the token that completes it: at once, and never half a character of UTF-8. What has been handed
+on is never taken back, and at the end all of it is what the tokenizer makes of the tokens together. Knows tokenizers
+and clocks; knows no model, and not what becomes of the text.
 """
 
 from __future__ import annotations
