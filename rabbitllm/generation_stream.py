@@ -94,10 +94,16 @@ class TextStream:
 def print_text(text: str) -> None:
     """Write text on stdout, now; characters that its encoding lacks become question marks.
 
+    On a terminal, characters that it might act upon stand there as escapes: a model may say anything.
+
     Raises:
         BrokenPipeError: nobody reads any more.
     """
     out = sys.stdout
     encoding = out.encoding or "utf-8"
-    out.write(text.encode(encoding, "replace").decode(encoding))
+    shown = text.translate(_ACTED_UPON) if out.isatty() else text
+    out.write(shown.encode(encoding, "replace").decode(encoding))
     out.flush()
+
+
+_ACTED_UPON = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}

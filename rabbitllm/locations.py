@@ -18,6 +18,8 @@ from rabbitllm.checkpoints.local import is_writable
 from rabbitllm.layers.layer_store import SPLIT_DIRECTORY, directory_name, is_legacy
 
 HOME_VARIABLE = "RABBITLLM_HOME"
+LOCAL_FOLDER = "local"
+"""In `home()`, of checkpoints in folders that cannot be written to."""
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -60,7 +62,7 @@ def for_local(checkpoint: Path, saving_path: Path | None, compression: str | Non
     if is_writable(checkpoint):
         return beside
     mark = hashlib.sha256(str(checkpoint.resolve()).encode()).hexdigest()[:12]
-    return home() / "local" / f"{checkpoint.resolve().name}-{mark}" / name
+    return home() / LOCAL_FOLDER / f"{checkpoint.resolve().name}-{mark}" / name
 
 
 def for_repository(repo_id: str, commit: str, saving_path: Path | None, compression: str | None) -> Path:
@@ -73,6 +75,13 @@ def of_other_commits(repo_id: str, commit: str, compression: str | None) -> list
     """Split directories of the same repository at other commits, in `home()`."""
     found = (home() / _repo_folder(repo_id)).glob(f"*/{directory_name(compression)}")
     return sorted(path for path in found if path.parent.name != commit)
+
+
+def known_names() -> list[str]:
+    """Names of the models that have something in `home()`: repositories, and folders that could not be written to."""
+    base = home()
+    repositories = (path.name.removeprefix("models--").replace("--", "/") for path in base.glob("models--*"))
+    return sorted({*repositories, *(path.name.rpartition("-")[0] for path in (base / LOCAL_FOLDER).glob("*-*"))})
 
 
 def remember_commit(repo_id: str, revision: str | None, commit: str) -> None:

@@ -33,6 +33,8 @@ class SplitOptions:
         shard_transfer: how shards of a repository arrive on the sequential route: "file" (each is fetched whole, and
             the next one meanwhile where the disk has room), "stream" (none is ever a file), or "auto" (the first of
             them that fits).
+        keep_own: of a repository without `sequential`: take one shard at a time all the same, and delete those that the
+            split fetched for itself; what is in the hub cache stays there.
         profiling: record where the time of each layer goes.
         threads: workers that read, quantise and write; by default one a core, at least 2.
         min_free: bytes; free disk below which a split stops cleanly, since the machine itself needs some.
@@ -46,6 +48,7 @@ class SplitOptions:
     threads: int = field(default_factory=lambda: usable_cores())
     shard_transfer: str = "auto"
     min_free: int = 1_000_000_000
+    keep_own: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ Knows the sources and the splitter, not the engine.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import tempfile
@@ -48,6 +49,7 @@ from rabbitllm.layers.layer_store import (
     is_legacy,
     read_manifest,
 )
+from rabbitllm.model_name import meant, with_near_names
 from rabbitllm.options import SplitOptions, expand
 from rabbitllm.profiler import Profiler
 from rabbitllm.splitter import journal
@@ -92,7 +94,7 @@ class Sought:
     """What to look for.
 
     Attributes:
-        name: a folder, a split directory, or a repository id.
+        name: a folder, a split directory, or a repository id; see `model_name`.
         compression: None, "4bit" or "8bit".
         saving_path: where the user wants the split directory; None for the default place.
         access: how to reach the hub.
@@ -118,15 +120,19 @@ def find(sought: Sought) -> Source:
         SplitMismatchError: the folder is a split at another compression.
         HubError: the hub did not answer, and nothing here will do.
     """
+    sought = dataclasses.replace(sought, name=meant(sought.name))
     folder = expand(sought.name)
     if sought.name and folder.is_dir():  # an empty name would be the current folder
         return _find_local(folder, sought)
-    if not locations.is_repo_id(sought.name):
-        raise CheckpointNotFoundError(
-            f"There is no folder {sought.name!r}, and it is no repository id either.",
-            "Give a folder that exists, or a repository as 'organisation/name'.",
-        )
-    return _find_repository(sought)
+    try:
+        if not locations.is_repo_id(sought.name):
+            raise CheckpointNotFoundError(
+                f"There is no folder {sought.name!r}, and it is no repository id either.",
+                "Give a folder that exists, or a repository as 'organisation/name'.",
+            )
+        return _find_repository(sought)
+    except CheckpointNotFoundError as error:
+        raise with_near_names(error, sought.name) from error.__cause__
 
 
 def _find_local(folder: Path, sought: Sought) -> Source:
@@ -350,7 +356,7 @@ def _has_work_left(folder: Path, options: SplitOptions) -> bool:
 def _open(source: Source, options: SplitOptions, naming: LayerNaming | None) -> Checkpoint:
     if source.repository is not None:
         remote = HubCheckpoint(source.repository)
-        if options.sequential:
+        if options.sequential or options.keep_own:
             return remote
         family = _family(source.config_folder, remote)
         check_before_download(Request(remote, source.split_folder, family, options, naming), source.repository.cache)

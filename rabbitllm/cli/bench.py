@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from rabbitllm.errors import OptionError
+from rabbitllm.cli.arguments import (
+    JsonOption,
+    MemoryOption,
+    ModelArgument,
+    compression_of,
+    limits_of,
+    put_json,
+)
 
 
 def bench_command(
-    model: Annotated[str, typer.Argument(help="A split directory, a checkpoint's folder, or organisation/name.")],
+    model: ModelArgument,
     compression: Annotated[str, typer.Option(help="none, 4bit or 8bit.")] = "none",
     device: Annotated[str, typer.Option(help="cuda:N, cpu, or auto for every GPU.")] = "cuda:0",
-    max_memory: Annotated[
-        list[str] | None, typer.Option(help="What weights may take, as cpu=24GiB or 0=14GiB; again for each device.")
-    ] = None,
+    max_memory: MemoryOption = None,
     folder: Annotated[str | None, typer.Option("--dir", help="Folder for the split directory.")] = None,
     tokens: Annotated[int, typer.Option(help="To generate, of each sequence.", min=2)] = 32,
     prompt_tokens: Annotated[int, typer.Option(help="Of the prompt, which is random.", min=1)] = 16,
@@ -32,7 +35,7 @@ def bench_command(
         Path | None, typer.Option(help="Draw a further token's time here: .png, .svg or .pdf (needs matplotlib).")
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Write every event here (JSON; open it in Perfetto).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Generate greedily and tell seconds a token, bytes a token, and what the time goes into.
 
@@ -51,9 +54,9 @@ def bench_command(
     if plot is not None:
         check_picture(plot)
     options: dict[str, Any] = {
-        "compression": None if compression.lower() == "none" else compression,
+        "compression": compression_of(compression),
         "device": device,
-        "max_memory": _limits(max_memory),
+        "max_memory": limits_of(max_memory),
         "layer_shards_saving_path": folder,
         "exact": exact,
         "split": not no_split,
@@ -67,22 +70,6 @@ def bench_command(
     if trace is not None:
         measured.trace.write(trace)
     if as_json:
-        json.dump(as_record(measured), sys.stdout, indent=1)
-        print()
+        put_json(as_record(measured))
     else:
         show(measured, Console(highlight=False))
-
-
-def _limits(given: list[str] | None) -> dict[str, str] | None:
-    """`cpu=24GiB`, once for each device -> what `max_memory` takes.
-
-    Raises:
-        OptionError: no equals sign.
-    """
-    limits = {}
-    for text in given or ():
-        name, sign, size = text.partition("=")
-        if not sign:
-            raise OptionError(f"--max-memory {text} names no device.", "For example --max-memory cpu=24GiB.")
-        limits[name.strip()] = size.strip()
-    return limits or None

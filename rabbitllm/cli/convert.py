@@ -8,9 +8,11 @@ from typing import Annotated
 
 import typer
 
+from rabbitllm.cli.arguments import ModelArgument
+
 
 def convert_command(
-    source: Annotated[str, typer.Argument(help="A file, a folder, or a repository as organisation/name.")],
+    source: ModelArgument,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write to: empty, or not there yet.")],
     sequential: Annotated[
         bool, typer.Option("--sequential", help="One shard at a time, each deleted when it is used up.")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import io
-import json
 import sys
 from typing import Annotated
 
 import typer
 
+from rabbitllm.cli.arguments import JsonOption, ModelArgument, put_json
+
 
 def inspect_command(
-    source: Annotated[str, typer.Argument(help="A file, a folder, or a repository as organisation/name.")],
+    source: ModelArgument,
     name: Annotated[
         str | None, typer.Option(help="Only what has this in its name; with * or ? a pattern for the whole name.")
     ] = None,
@@ -23,7 +24,7 @@ def inspect_command(
         bool, typer.Option("--opcodes", help="The opcodes of a file's pickle instead, even of one that is refused.")
     ] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the repository.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show the tensors, the vocabulary, the settings or the pickle of a file, of a checkpoint or of a split directory.
 
@@ -49,8 +50,7 @@ def inspect_command(
         limit = ON_A_TERMINAL
     choice = Choice(name, skip, limit or None)
     if as_json:
-        json.dump(as_record(found, choice), sys.stdout, indent=1)
-        print()
+        put_json(as_record(found, choice))
     else:
         show(found, choice, console)
     if found.refusal is not None:

@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
+from rabbitllm.cli import exit_codes
 from rabbitllm.cli.bench import bench_command
 from rabbitllm.cli.convert import convert_command
 from rabbitllm.cli.demo import demo
 from rabbitllm.cli.inspect import inspect_command
+from rabbitllm.cli.ls import ls_command
 from rabbitllm.cli.plan import plan_command
+from rabbitllm.cli.pull import pull_command
+from rabbitllm.cli.rm import rm_command
+from rabbitllm.cli.run import run_command
+from rabbitllm.cli.show import show_command
 from rabbitllm.cli.verify import verify_command
 from rabbitllm.errors import RabbitLLMError
 from rabbitllm.version import __version__
 
-EXIT_ERROR = 1
-"""A `RabbitLLMError`; wrong arguments exit with 2, an interrupt with 130."""
-EXIT_INTERRUPT = 130
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+class _Commands(TyperGroup):
+    """The commands, with one meaning of an interrupt and of a reader that is gone, whichever typer is installed."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except BrokenPipeError:
+            # what is left in the buffer would fail once more when Python ends, and say so
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(exit_codes.BROKEN_PIPE) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(exit_codes.INTERRUPTED) from None
+
+
+app = typer.Typer(cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False, epilog=exit_codes.EPILOG)
 
 
 def _version(wanted: bool) -> None:
@@ -36,12 +57,18 @@ def root(
     """Options that come before a subcommand."""
 
 
-app.command(name="bench")(bench_command)
-app.command(name="convert")(convert_command)
-app.command(name="demo")(demo)
-app.command(name="inspect")(inspect_command)
-app.command(name="plan")(plan_command)
-app.command(name="verify")(verify_command)
+USE, KEEP, LOOK = "Get and run", "What is here", "Look and measure"
+app.command(name="plan", rich_help_panel=USE)(plan_command)
+app.command(name="pull", rich_help_panel=USE)(pull_command)
+app.command(name="run", rich_help_panel=USE)(run_command)
+app.command(name="ls", rich_help_panel=KEEP)(ls_command)
+app.command(name="show", rich_help_panel=KEEP)(show_command)
+app.command(name="verify", rich_help_panel=KEEP)(verify_command)
+app.command(name="rm", rich_help_panel=KEEP)(rm_command)
+app.command(name="inspect", rich_help_panel=LOOK)(inspect_command)
+app.command(name="convert", rich_help_panel=LOOK)(convert_command)
+app.command(name="bench", rich_help_panel=LOOK)(bench_command)
+app.command(name="demo", rich_help_panel=LOOK)(demo)
 
 
 def main() -> None:
@@ -50,6 +77,6 @@ def main() -> None:
         app()
     except RabbitLLMError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_ERROR)
+        sys.exit(exit_codes.ERROR)
     except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPT)
+        sys.exit(exit_codes.INTERRUPTED)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Annotated
 
 import typer
 
+from rabbitllm.cli.arguments import JsonOption, ModelArgument, compression_of, limits_of, put_json
+
 
 def plan_command(
-    model: Annotated[str, typer.Argument(help="A folder, or a repository as organisation/name.")],
+    model: ModelArgument,
     compression: Annotated[str, typer.Option(help="The one to prefer: none, 8bit or 4bit.")] = "none",
     folder: Annotated[str | None, typer.Option("--dir", help="Folder for the split directory.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the repository.")] = None,
@@ -23,7 +23,7 @@ def plan_command(
     max_memory: Annotated[
         list[str] | None, typer.Option(help="Bytes for weights of a device, e.g. 0=14GiB or cpu=24GiB; more than once.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Tell from headers alone what splitting a model would take, what fits, and the call to make. Changes nothing.
 
@@ -42,34 +42,16 @@ def plan_command(
     with Console(stderr=True).status("reading headers, measuring …"):
         forecast = plan(
             model,
-            compression=None if compression.lower() == "none" else compression,
+            compression=compression_of(compression),
             layer_shards_saving_path=folder,
             revision=revision,
             max_disk=max_disk,
             min_free_disk=min_free_disk,
             bandwidth=bandwidth,
             device=device,
-            max_memory=_limits(max_memory or []),
+            max_memory=limits_of(max_memory),
         )
     if as_json:
-        json.dump(as_record(forecast), sys.stdout, indent=1)
-        print()
+        put_json(as_record(forecast))
     else:
         show(forecast, Console(highlight=False))
-
-
-def _limits(given: list[str]) -> dict[int | str, int | str] | None:
-    """`max_memory` from words such as "0=14GiB".
-
-    Raises:
-        OptionError: a word without "=".
-    """
-    from rabbitllm.errors import OptionError
-
-    found: dict[int | str, int | str] = {}
-    for word in given:
-        name, equals, size = word.partition("=")
-        if not equals:
-            raise OptionError(f"--max-memory {word} names no device.", "For example --max-memory 0=14GiB.")
-        found[int(name) if name.isdigit() else name] = size
-    return found or None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -10,31 +9,41 @@ from typing import Annotated
 
 import typer
 
+from rabbitllm.cli.arguments import FolderOption, JsonOption, ModelArgument, put_json
 from rabbitllm.layers.layer_store import Manifest
 from rabbitllm.layers.verify import Verification, verify
 
 
 def verify_command(
-    folder: Annotated[Path, typer.Argument(help="A split directory.")],
+    model: ModelArgument,
+    compression: Annotated[
+        str | None, typer.Option(help="Which of its splits: none, 4bit or 8bit.", show_default=False)
+    ] = None,
+    place: FolderOption = None,
     repair: Annotated[bool, typer.Option("--repair", help="Make damaged layers anew from their shards.")] = False,
     original: Annotated[
         Path | None, typer.Option(help="The checkpoint's folder, to repair a split that was not made from the hub.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Read every layer file and check its checksum, shapes and tensors.
+    """Read every layer file of a split directory and check its checksum, shapes and tensors.
 
     Exits with 1 if any is damaged (and was not repaired).
 
-    Example: rabbitllm verify ~/models/splitted_model.4bit
+    Example: rabbitllm verify Qwen/Qwen2.5-7B-Instruct --compression 4bit
     """
+    from rabbitllm.library.find import of_model, one_of_model
+    from rabbitllm.options import expand
     from rabbitllm.prepare import repair_split
 
+    folder, saving_path = expand(model), expand(place) if place is not None else None
+    if of_model(model, compression, saving_path) or not folder.is_dir():  # else the check itself says what is wrong
+        folder = one_of_model(model, compression, saving_path).folder
     start = time.perf_counter()
     found = _verify_with_bar(folder)
     seconds = time.perf_counter() - start
     if as_json:
-        print(json.dumps(_as_record(found, seconds)))
+        put_json(_as_record(found, seconds))
     else:
         print(_report(found, seconds))
     if not found.damaged:

@@ -115,14 +115,18 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     durable.write_whole(folder / MANIFEST_NAME, (json.dumps(content, indent=1) + "\n").encode())
 
 
-def read_manifest(folder: Path) -> Manifest | None:
+def read_manifest(folder: Path, name: str = MANIFEST_NAME) -> Manifest | None:
     """The manifest of a finished split; None if there is none.
+
+    Args:
+        folder: the split directory.
+        name: of the file, where it has another one than usual.
 
     Raises:
         IncompleteSplitError: it is no manifest.
         SplitMismatchError: a later version of this package wrote it.
     """
-    path = folder / MANIFEST_NAME
+    path = folder / name
     if not path.exists():
         return None
     try:

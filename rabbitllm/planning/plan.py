@@ -92,7 +92,7 @@ def plan(
     survey = Survey(source, sought, options)
     devices, foretold = generations(survey, StreamOptions(device=str(device), max_memory=limits), options.min_free)
     measured = _measure(survey, said)
-    outlooks = tuple(_outlook(survey, choice, measured) for choice in survey.folders)
+    outlooks = tuple(outlook_at(survey, choice, measured) for choice in survey.folders)
     anatomy = anatomy_of(survey.base, survey.config) if survey.base is not None else None
     arguments = {
         "layer_shards_saving_path": str(layer_shards_saving_path) if saving_path is not None else None,
@@ -160,7 +160,8 @@ def _quantise_on() -> str:
     return "cuda:0" if torch.cuda.is_available() else "cpu"
 
 
-def _outlook(survey: Survey, compression: str | None, measured: Rates) -> Outlook:
+def outlook_at(survey: Survey, compression: str | None, measured: Rates) -> Outlook:
+    """What lies ahead at one compression."""
     folder, plan = survey.folders[compression], survey.plans.get(compression)
     manifest = survey.manifests.get(compression)
     finished = compression in survey.manifests
@@ -230,7 +231,8 @@ def _into_cache(survey: Survey, name: str, plan: SplitPlan) -> int:
 
 def _placed(survey: Survey, name: str, compression: str | None) -> tuple[SplitPlan, Ground]:
     """The plan and its ground on a route; on the standard one what the hub cache lacks is downloaded there first."""
-    plan, request = survey.feasible[compression], survey.request(compression, sequential=name != STANDARD)
+    sequential = name != STANDARD and not survey.options.keep_own
+    plan, request = survey.feasible[compression], survey.request(compression, sequential=sequential)
     if name != STANDARD or survey.source.repository is None:
         return plan, ground_of(request, plan)
     missing = sum(on_disk(shard.size) for shard in plan.shards if shard.staged)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rabbitllm import durable
+from rabbitllm.errors import SplitError
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -83,6 +84,31 @@ def locked(folder: Path) -> Iterator[None]:
     finally:
         for path in made:
             durable.remove_empty_folder(path)
+
+
+@contextlib.contextmanager
+def locked_at_once(folder: Path) -> Iterator[None]:
+    """As `locked`, of a folder that is there, and without waiting.
+
+    Raises:
+        SplitError: another process is at work on it.
+    """
+    with durable.open_scratch(folder / LOCK_NAME) as descriptor:
+        has_locks = _has_locks(descriptor)
+        try:
+            lock = _try(folder / LOCK_NAME, descriptor) if has_locks else None
+        except _Unlinked:
+            lock = None
+    if lock is None and has_locks:
+        raise SplitError(
+            f"{folder} is being worked on by {_holder(folder)}.", "Wait until that is done, or end it, and call again."
+        )
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+        _remove_lock_file(folder / LOCK_NAME, contended=lock is not None)
 
 
 def is_left_over(folder: Path) -> bool:

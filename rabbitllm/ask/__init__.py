@@ -1,0 +1,1 @@
+"""`rabbitllm run`: one prompt to a model, and its answer."""

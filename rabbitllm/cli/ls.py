@@ -1,0 +1,36 @@
+"""`rabbitllm ls`: the split directories of this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rabbitllm.cli.arguments import JsonOption, put_json
+
+
+def ls_command(
+    folders: Annotated[
+        list[Path] | None, typer.Argument(metavar="[FOLDER]...", help="Look here too, and in what is below.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the models that are split here, whole or not: those in RABBITLLM_HOME, and those in folders you name.
+
+    Example: rabbitllm ls ~/models
+    """
+    from rich.console import Console
+
+    from rabbitllm.library.entry import as_record
+    from rabbitllm.library.find import below, known
+    from rabbitllm.library.report import put_entries
+    from rabbitllm.options import expand
+
+    found = {entry.folder.resolve(): entry for entry in known()}
+    for folder in folders or ():
+        found |= {entry.folder.resolve(): entry for entry in below(expand(folder))}
+    if as_json:
+        put_json([as_record(entry) for entry in found.values()])
+    else:
+        put_entries([*found.values()], Console(highlight=False))

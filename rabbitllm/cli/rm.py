@@ -1,0 +1,64 @@
+"""`rabbitllm rm`: a split directory taken away, and nothing else."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from rabbitllm.cli import exit_codes
+from rabbitllm.cli.arguments import FolderOption, JsonOption, ModelArgument, put_json
+
+
+def rm_command(
+    model: ModelArgument,
+    compression: Annotated[
+        str | None, typer.Option(help="Which of its splits: none, 4bit or 8bit.", show_default=False)
+    ] = None,
+    folder: FolderOption = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    only_copy: Annotated[
+        bool, typer.Option("--only-copy", help="Also if its layer files are the only copy of the model.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove a split directory, after asking. The checkpoint that it was made from is never touched.
+
+    Refuses a folder that has anything else in it, one that is being worked on, and, without --only-copy, layer files
+    whose original is not found.
+
+    Example: rabbitllm rm Qwen/Qwen2.5-7B-Instruct --compression 4bit
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    from rabbitllm.errors import OptionError
+    from rabbitllm.library.find import one_of_model
+    from rabbitllm.library.original import original_of
+    from rabbitllm.library.remove import plan_removal, refuse_only_copy, remove
+    from rabbitllm.library.report import put_removal
+    from rabbitllm.model_name import meant
+    from rabbitllm.options import expand
+    from rabbitllm.terminal import put, size
+
+    plain = expand(model)
+    entry = None if plain.is_symlink() else one_of_model(model, compression, expand(folder) if folder else None)
+    removal = plan_removal(plain if entry is None else entry.folder)
+    named = expand(meant(model))
+    original = original_of(removal.entry, named if named.is_dir() and named != removal.entry.folder else None)
+    errors = Console(stderr=True, highlight=False)
+    put_removal(removal, original, errors)
+    if not only_copy:
+        refuse_only_copy(removal, original)
+    if not yes:
+        if not sys.stdin.isatty():
+            raise OptionError("There is no terminal to ask on, so nothing was removed.", "Say --yes.")
+        if not typer.confirm("Remove it?", err=True):
+            put(errors, Text("Nothing was removed."))
+            raise typer.Exit(exit_codes.ERROR)
+    freed = remove(removal)
+    if as_json:
+        put_json({"folder": str(removal.entry.folder), "freed_bytes": freed})
+    else:
+        put(Console(highlight=False), Text(f"Removed {removal.entry.folder}: {size(freed)} freed."))

@@ -1,0 +1,153 @@
+"""`rabbitllm run`: one prompt, and the answer as it comes."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from typing import Annotated, Any
+
+import typer
+
+from rabbitllm.cli import exit_codes
+from rabbitllm.cli.arguments import (
+    DeviceOption,
+    FolderOption,
+    JsonOption,
+    MemoryOption,
+    ModelArgument,
+    compression_of,
+    default_device,
+    limits_of,
+    put_json,
+)
+
+
+def run_command(
+    model: ModelArgument,
+    prompt: Annotated[
+        str | None, typer.Argument(help="What to say; what is piped in stands before it.", show_default=False)
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="What the model is told before the prompt.")] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="To generate at most; 512, or what the context leaves.", min=1)
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="Choose by chance; 0, the default, does not.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="By chance, among tokens of so much probability.")] = None,
+    seed: Annotated[int | None, typer.Option(help="For the same text again.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Go on with the text as it is; no chat template.")] = False,
+    compression: Annotated[str, typer.Option(help="none, 4bit or 8bit.")] = "none",
+    device: DeviceOption = None,
+    max_memory: MemoryOption = None,
+    folder: FolderOption = None,
+    max_disk: Annotated[str | None, typer.Option(help="What a split may occupy, e.g. 57GiB.")] = None,
+    sequential: Annotated[
+        bool, typer.Option("--sequential", help="In a split, delete each shard when it is used up.")
+    ] = False,
+    no_split: Annotated[
+        bool, typer.Option("--no-split", help="Out of the checkpoint's own shards; nothing is written.")
+    ] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the repository.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Say on stderr what it took, and where the time went.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Answer one prompt, token by token on stdout. A model that is not split yet is split first, as pull does it.
+
+    The prompt goes through the model's chat template, if it has one. Ctrl-C ends the text (exit code 130).
+
+    Example: rabbitllm run Qwen/Qwen2.5-7B-Instruct "What is a rabbit?" --compression 4bit
+    """
+    from rabbitllm.ask.prompt import joined, piped_text
+
+    try:
+        text = joined(prompt, piped_text())
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="PROMPT") from None
+
+    from huggingface_hub.utils import disable_progress_bars
+    from rich.console import Console
+
+    from rabbitllm.ask.answer import INTERRUPTED, Sampling, answer, most_new_tokens
+    from rabbitllm.ask.prompt import prompt_ids
+    from rabbitllm.ask.report import answer_record, how_it_ended, put_statistics
+    from rabbitllm.checkpoints.hub import HubAccess
+    from rabbitllm.generation_stream import print_text
+    from rabbitllm.pull.make import Wish
+
+    sampling = Sampling(temperature, top_p, seed)
+    disable_progress_bars()  # shards have a bar of ours, and what else is fetched is small
+    wish = Wish(
+        name=model,
+        compression=compression_of(compression),
+        folder=folder,
+        sequential=sequential,
+        access=HubAccess(revision),
+        max_disk=max_disk,
+        device=device or default_device(),
+        max_memory=limits_of(max_memory),
+        trust_remote_code=trust_remote_code,
+    )
+    errors = Console(stderr=True, highlight=False)
+    start = time.perf_counter()
+    with contextlib.redirect_stdout(sys.stderr):  # what is printed while loading is no part of the answer
+        loaded = _loaded(wish, no_split, verbose, errors)
+    load_seconds = time.perf_counter() - start
+    ids = prompt_ids(loaded.tokenizer, text, system, raw=raw)
+    most = most_new_tokens(loaded, ids.shape[-1], max_new_tokens)
+    write = (lambda piece: None) if as_json else print_text
+    with errors.status("reading the prompt …") as status:
+        found = answer(loaded, ids, most, sampling, write, status.stop)
+    if as_json:
+        put_json(answer_record(model, found, load_seconds, _where(loaded, wish)))
+    elif found.text and not found.text.endswith("\n"):
+        print_text("\n")
+    if (ended := how_it_ended(found, most)) is not None and not as_json:
+        errors.print(ended)
+    if verbose:
+        put_statistics(errors, found, load_seconds, loaded.profiler.sums)
+    if found.finish == INTERRUPTED:
+        raise typer.Exit(exit_codes.INTERRUPTED)
+
+
+def _loaded(wish: Any, no_split: bool, verbose: bool, errors: Any) -> Any:
+    """The model: split first if need be, with its progress; then loaded."""
+    from rabbitllm.auto_model import AutoModel
+    from rabbitllm.pull.make import pull
+    from rabbitllm.split_display import shown
+
+    # a bar over layers would be drawn over the text, where both are on one terminal
+    bar = sys.stderr.isatty() and not (sys.__stdout__ is not None and sys.__stdout__.isatty())
+    options = {
+        "device": wish.device,
+        "max_memory": wish.max_memory,
+        "profiling_mode": verbose,
+        "show_layer_progress": bar,
+        "trust_remote_code": wish.trust_remote_code,
+    }
+    by_name = {"compression": wish.compression, "layer_shards_saving_path": wish.folder}
+    if no_split:
+        with shown():
+            return AutoModel.from_pretrained(
+                wish.name, split=False, revision=wish.access.revision, **by_name, **options
+            )
+    with shown():
+        pulled = pull(wish)
+    with errors.status("loading …"):
+        if pulled.config_folder == pulled.entry.folder:
+            return AutoModel.from_pretrained(pulled.entry.folder, **options)
+        return AutoModel.from_pretrained(wish.name, revision=wish.access.revision, **by_name, **options)
+
+
+def _where(model: Any, wish: Any) -> dict[str, Any]:
+    """How it was run, for `--json`."""
+    return {
+        "device": str(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "compression": wish.compression,
+        "folder": model.name_or_path,
+    }

@@ -1,0 +1,36 @@
+"""`rabbitllm show`: what one model is, and where its splits are."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from rabbitllm.cli.arguments import FolderOption, JsonOption, ModelArgument, put_json
+
+
+def show_command(
+    model: ModelArgument,
+    folder: FolderOption = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the repository.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what a model is (architecture, parameters, context) and where its split directories are.
+
+    Reads configs and headers only; of a model that is not split here, those on the hub.
+
+    Example: rabbitllm show Qwen/Qwen2.5-7B-Instruct
+    """
+    from huggingface_hub.utils import disable_progress_bars
+    from rich.console import Console
+
+    from rabbitllm.library.report import put_shown
+    from rabbitllm.library.show import show, shown_record
+
+    disable_progress_bars()  # a config is fetched at most
+    with Console(stderr=True).status("reading headers …"):
+        found = show(model, folder, revision)
+    if as_json:
+        put_json(shown_record(found))
+    else:
+        put_shown(found, Console(highlight=False))
