@@ -10,14 +10,16 @@ from __future__ import annotations
 import difflib
 import re
 from pathlib import Path
+from typing import TypeVar
 
 from rabbitllm import locations
 from rabbitllm.checkpoints.index import META_PARAMETERS, TORCH_SUFFIXES, is_index, is_meta, is_rank, read_index
 from rabbitllm.checkpoints.local import entry_in
-from rabbitllm.errors import CheckpointNotFoundError, OptionError
+from rabbitllm.errors import CheckpointNotFoundError, HubError, OptionError
 from rabbitllm.layers.layer_store import SPLIT_DIRECTORY
 from rabbitllm.options import expand
 
+_NotFound = TypeVar("_NotFound", CheckpointNotFoundError, HubError)
 MOST_NEAR = 3
 """Names that are proposed at most."""
 _HUB_ADDRESS = re.compile(r"(?:hf://(?:models/)?|https?://(?:www\.)?(?:huggingface\.co|hf\.co)/)(.*)")
@@ -96,9 +98,9 @@ def near(name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))[:MOST_NEAR]
 
 
-def with_near_names(error: CheckpointNotFoundError, name: str) -> CheckpointNotFoundError:
+def with_near_names(error: _NotFound, name: str) -> _NotFound:
     """The same error, with what is here and has a similar name."""
-    found = near(name)
+    found = [one for one in near(name) if one != name]
     if not found:
         return error
-    return CheckpointNotFoundError(error.problem, f"Did you mean {' or '.join(found)}? Else: {error.remedy}")
+    return type(error)(error.problem, f"Did you mean {' or '.join(found)}? Else: {error.remedy}")

@@ -131,7 +131,9 @@ def find(sought: Sought) -> Source:
                 "Give a folder that exists, or a repository as 'organisation/name'.",
             )
         return _find_repository(sought)
-    except CheckpointNotFoundError as error:
+    except GatedRepositoryError:
+        raise
+    except (CheckpointNotFoundError, HubError) as error:
         raise with_near_names(error, sought.name) from error.__cause__
 
 

@@ -44,13 +44,6 @@ DeviceOption = Annotated[
 ]
 
 
-def default_device() -> str:
-    """Where to compute if nobody says: the first GPU, else the CPU."""
-    import torch
-
-    return "cuda:0" if torch.cuda.is_available() else "cpu"
-
-
 def compression_of(word: str) -> str | None:
     """`none` in any spelling -> None."""
     return None if word.lower() == "none" else word

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rabbitllm.cli.arguments import FolderOption, JsonOption, ModelArgument, compression_of, default_device, put_json
+from rabbitllm.cli.arguments import FolderOption, JsonOption, ModelArgument, compression_of, put_json
 
 
 def pull_command(
@@ -64,7 +64,6 @@ def pull_command(
         max_disk=max_disk,
         min_free_disk=min_free_disk,
         shard_transfer=shard_transfer,
-        device=default_device(),
         trust_remote_code=trust_remote_code,
     )
     console = Console(highlight=False)

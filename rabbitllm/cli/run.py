@@ -17,7 +17,6 @@ from rabbitllm.cli.arguments import (
     MemoryOption,
     ModelArgument,
     compression_of,
-    default_device,
     limits_of,
     put_json,
 )
@@ -88,7 +87,7 @@ def run_command(
         sequential=sequential,
         access=HubAccess(revision),
         max_disk=max_disk,
-        device=device or default_device(),
+        device=device,
         max_memory=limits_of(max_memory),
         trust_remote_code=trust_remote_code,
     )
@@ -123,7 +122,7 @@ def _loaded(wish: Any, no_split: bool, verbose: bool, errors: Any) -> Any:
     # a bar over layers would be drawn over the text, where both are on one terminal
     bar = sys.stderr.isatty() and not (sys.__stdout__ is not None and sys.__stdout__.isatty())
     options = {
-        "device": wish.device,
+        "device": wish.where,
         "max_memory": wish.max_memory,
         "profiling_mode": verbose,
         "show_layer_progress": bar,

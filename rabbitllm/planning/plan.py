@@ -20,7 +20,6 @@ from rabbitllm.layers.layer_file import LAYER_SUFFIX
 from rabbitllm.layers.layer_store import MANIFEST_NAME
 from rabbitllm.options import SplitOptions, StreamOptions, expand, parse_max_memory, parse_size
 from rabbitllm.planning.generation import Plan
-from rabbitllm.planning.predict import generations
 from rabbitllm.planning.survey import Survey
 from rabbitllm.splitter import forecast, rates
 from rabbitllm.splitter.anatomy import anatomy_of, big_layers, commonest_dtype
@@ -77,6 +76,8 @@ def plan(
     Raises:
         RabbitLLMError: an argument that no call could honour, no such source, or one that is malformed.
     """
+    from rabbitllm.planning.predict import generations  # seconds, with all of transformers; `outlook_at` needs none
+
     check_compression(compression)
     options = SplitOptions(
         compression=compression,

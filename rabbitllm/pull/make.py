@@ -47,7 +47,7 @@ class Wish:
         max_disk, min_free_disk: bytes, as a number or in words.
         shard_transfer: "auto", "file" or "stream".
         device, max_memory, trust_remote_code: of the generation that comes later; what that would refuse is refused
-            before the split.
+            before the split. By default the first GPU, else the CPU.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Wish:
     max_disk: int | str | None = None
     min_free_disk: int | str = "1GB"
     shard_transfer: str = "auto"
-    device: str = "cuda:0"
+    device: str | None = None
     max_memory: Mapping[int | str, int | str] | None = None
     trust_remote_code: bool = False
 
@@ -89,10 +89,17 @@ class Wish:
             shard_transfer=check_transfer(self.shard_transfer, one_at_a_time),
         )
 
+    @property
+    def where(self) -> str:
+        """The device to generate on."""
+        import torch
+
+        return self.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
+
     def stream_options(self) -> StreamOptions:
         """How it will be run."""
         limits = parse_max_memory(self.max_memory)
-        return StreamOptions(device=self.device, max_memory=limits, trust_remote_code=self.trust_remote_code)
+        return StreamOptions(device=self.where, max_memory=limits, trust_remote_code=self.trust_remote_code)
 
 
 @dataclass(frozen=True, slots=True)
