@@ -15,11 +15,11 @@ from typing import TypeVar
 from rabbitllm import locations
 from rabbitllm.checkpoints.index import META_PARAMETERS, TORCH_SUFFIXES, is_index, is_meta, is_rank, read_index
 from rabbitllm.checkpoints.local import entry_in
-from rabbitllm.errors import CheckpointNotFoundError, HubError, OptionError
+from rabbitllm.errors import CheckpointNotFoundError, OptionError, RabbitLLMError
 from rabbitllm.layers.layer_store import SPLIT_DIRECTORY
 from rabbitllm.options import expand
 
-_NotFound = TypeVar("_NotFound", CheckpointNotFoundError, HubError)
+_Error = TypeVar("_Error", bound=RabbitLLMError)
 MOST_NEAR = 3
 """Names that are proposed at most."""
 _HUB_ADDRESS = re.compile(r"(?:hf://(?:models/)?|https?://(?:www\.)?(?:huggingface\.co|hf\.co)/)(.*)")
@@ -98,7 +98,7 @@ def near(name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))[:MOST_NEAR]
 
 
-def with_near_names(error: _NotFound, name: str) -> _NotFound:
+def with_near_names(error: _Error, name: str) -> _Error:
     """The same error, with what is here and has a similar name."""
     found = [one for one in near(name) if one != name]
     if not found:
