@@ -82,7 +82,7 @@ def test_near_names_are_those_that_are_here(home: Path, tmp_path: Path) -> None:
     assert near("my-rabit") == ("my-rabbit",)
     assert near("something-else") == ()
     (tmp_path / "checkpoint").mkdir()
-    assert near(str(tmp_path / "chekpoint")) == (str(tmp_path / "checkpoint"),)
+    assert near(str(tmp_path / "chekpoint"))[0] == str(tmp_path / "checkpoint")
 
 
 def test_a_name_that_is_not_found_is_answered_with_near_ones(hub_environment: HubEnvironment) -> None:

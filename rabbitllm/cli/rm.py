@@ -52,7 +52,7 @@ def rm_command(
     if not only_copy:
         refuse_only_copy(removal, original)
     if not yes:
-        if not sys.stdin.isatty():
+        if not has_terminal():
             raise OptionError("There is no terminal to ask on, so nothing was removed.", "Say --yes.")
         if not typer.confirm("Remove it?", err=True):
             put(errors, Text("Nothing was removed."))
@@ -62,3 +62,8 @@ def rm_command(
         put_json({"folder": str(removal.entry.folder), "freed_bytes": freed})
     else:
         put(Console(highlight=False), Text(f"Removed {removal.entry.folder}: {size(freed)} freed."))
+
+
+def has_terminal() -> bool:
+    """Whether there is somebody to ask."""
+    return sys.stdin.isatty()

@@ -35,7 +35,9 @@ def run_command(
     top_p: Annotated[float | None, typer.Option(help="By chance, among tokens of so much probability.")] = None,
     seed: Annotated[int | None, typer.Option(help="For the same text again.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Go on with the text as it is; no chat template.")] = False,
-    compression: Annotated[str, typer.Option(help="none, 4bit or 8bit.")] = "none",
+    compression: Annotated[
+        str | None, typer.Option(help="none, 4bit or 8bit; by default that of a split that is here, else none.")
+    ] = None,
     device: DeviceOption = None,
     max_memory: MemoryOption = None,
     folder: FolderOption = None,
@@ -76,14 +78,21 @@ def run_command(
     from rabbitllm.ask.report import answer_record, how_it_ended, put_statistics
     from rabbitllm.checkpoints.hub import HubAccess
     from rabbitllm.generation_stream import print_text
+    from rabbitllm.library.find import compression_here
+    from rabbitllm.options import expand
     from rabbitllm.pull.make import Wish
 
+    place = expand(folder) if folder is not None else None
+    if compression is None:
+        chosen = None if no_split else compression_here(model, place)
+    else:
+        chosen = compression_of(compression)
     sampling = Sampling(temperature, top_p, seed)
     disable_progress_bars()  # shards have a bar of ours, and what else is fetched is small
     wish = Wish(
         name=model,
-        compression=compression_of(compression),
-        folder=folder,
+        compression=chosen,
+        folder=place,
         sequential=sequential,
         access=HubAccess(revision),
         max_disk=max_disk,

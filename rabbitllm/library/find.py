@@ -12,7 +12,7 @@ from pathlib import Path
 from rabbitllm import locations
 from rabbitllm.errors import CheckpointNotFoundError, OptionError
 from rabbitllm.layers.layer_store import SPLIT_DIRECTORY
-from rabbitllm.library.entry import Entry, look
+from rabbitllm.library.entry import WHOLE, Entry, look
 from rabbitllm.model_name import meant, with_near_names
 from rabbitllm.options import expand
 
@@ -73,6 +73,12 @@ def one_of_model(name: str, compression: str | None = None, saving_path: Path | 
             "Say which with --compression, or name its folder.",
         )
     return found[0]
+
+
+def compression_here(name: str, saving_path: Path | None = None) -> str | None:
+    """The compression of a model whose user does not say one: that of its least compressed whole split, else none."""
+    whole = [entry.compression for entry in of_model(name, saving_path=saving_path) if entry.state == WHOLE]
+    return min(whole, key=COMPRESSIONS.index, default=None)
 
 
 def no_split_of(name: str) -> CheckpointNotFoundError:

@@ -1,0 +1,1 @@
+"""Tests of one prompt and its answer."""

@@ -1,0 +1,91 @@
+"""What of an argument and a pipe becomes the prompt, and what ids it is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from rabbitllm.ask.prompt import joined, prompt_ids
+from rabbitllm.errors import OptionError
+from tests.support.builders import make_tokenizer
+
+
+@pytest.mark.parametrize(
+    ("argument", "piped", "prompt"),
+    [
+        ("say", None, "say"),
+        (None, "a text\n", "a text"),
+        ("What is this?", "a text\nof lines\n\n", "a text\nof lines\n\nWhat is this?"),
+        ("say", "", "say"),
+        ("say", "\n", "say"),
+        ("", "text", "text"),
+        (None, "  indented\n", "  indented"),
+    ],
+)
+def test_both_become_one(argument: str | None, piped: str | None, prompt: str) -> None:
+    assert joined(argument, piped) == prompt
+
+
+@pytest.mark.parametrize(("argument", "piped"), [(None, None), ("", None), ("  ", "\n"), (None, "")])
+def test_nothing_is_no_prompt(argument: str | None, piped: str | None) -> None:
+    with pytest.raises(OptionError, match="There is no prompt"):
+        joined(argument, piped)
+
+
+@pytest.mark.parametrize("way", ["pipe", "file", "nothing"])
+def test_what_is_piped_or_redirected_is_read(tmp_path: object, way: str) -> None:
+    command = [sys.executable, "-c", "from rabbitllm.ask.prompt import piped_text; print(ascii(piped_text()))"]
+    text = "höhe\nund 🐇\n"
+    if way == "pipe":
+        out = subprocess.run(command, input=text.encode(), capture_output=True, check=True).stdout
+    elif way == "file":
+        path = f"{tmp_path}/prompt.txt"
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+        with open(path, "rb") as file:
+            out = subprocess.run(command, stdin=file, capture_output=True, check=True).stdout
+    else:
+        out = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True).stdout
+    assert out.decode().strip() == (ascii(text) if way != "nothing" else "None")
+
+
+def test_through_the_chat_template() -> None:
+    tokenizer = make_tokenizer()
+    found = prompt_ids(tokenizer, "Hello", "Be brief.")
+    assert found.shape[0] == 1
+    assert tokenizer.decode(found[0], skip_special_tokens=True) == "system: Be brief.\nuser: Hello\nassistant:"
+    assert "system" not in tokenizer.decode(prompt_ids(tokenizer, "Hello")[0])
+
+
+def test_as_it_is() -> None:
+    tokenizer = make_tokenizer()
+    raw = prompt_ids(tokenizer, "Hello", raw=True)
+    assert raw.tolist() == tokenizer("Hello", return_tensors="pt")["input_ids"].tolist()
+    tokenizer.chat_template = None
+    assert prompt_ids(tokenizer, "Hello").tolist() == raw.tolist()
+
+
+@pytest.mark.parametrize("raw", [True, False])
+def test_a_system_prompt_needs_a_place(raw: bool) -> None:
+    tokenizer = make_tokenizer()
+    if not raw:
+        tokenizer.chat_template = None
+    with pytest.raises(OptionError, match="no place for a system prompt"):
+        prompt_ids(tokenizer, "Hello", "Be brief.", raw=raw)
+
+
+def test_a_template_that_refuses() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}x"
+    )
+    with pytest.raises(OptionError, match="does not take a system prompt: System role not supported"):
+        prompt_ids(tokenizer, "Hello", "Be brief.")
+    assert prompt_ids(tokenizer, "Hello").shape == (1, 1)
+
+
+def test_a_model_without_a_tokenizer() -> None:
+    with pytest.raises(OptionError, match="no tokenizer"):
+        prompt_ids(None, "Hello")

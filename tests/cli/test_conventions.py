@@ -1,0 +1,152 @@
+"""What all commands have in common: examples, completion, exit codes, what they import, and the page about them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from rabbitllm import locations
+from rabbitllm.cli import exit_codes
+from rabbitllm.cli.arguments import complete_model
+from rabbitllm.cli.main import app
+from tests.support.builders import build_checkpoint
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "CLI.md").read_text(encoding="utf-8")
+COMMANDS: dict[str, Any] = dict(vars(typer.main.get_command(app))["commands"])
+WITH_A_MODEL = sorted(name for name, command in COMMANDS.items() if any(p.metavar == "MODEL" for p in command.params))
+
+
+def process(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rabbitllm", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, **options)  # type: ignore[call-overload,no-any-return]
+
+
+def help_of(name: str) -> str:
+    result = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    return " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_example_of_each_command_is_one(name: str) -> None:
+    """Its last line of help is a command that is parsed down to the last option; it is not carried out."""
+    command = COMMANDS[name]
+    example = re.search(r"\n\n *Example: (rabbitllm [^\n]+)\s*$", command.help or "")
+    assert example is not None, command.help
+    program, subcommand, *arguments = shlex.split(example[1])
+    assert (program, subcommand) == ("rabbitllm", name)
+    with command.make_context(name, arguments) as context:
+        given = [parameter for parameter in command.params if context.params[parameter.name] != parameter.default]
+    assert len(given) >= min(1, len(arguments))
+    assert example[1] in help_of(name)
+
+
+def test_every_model_is_named_in_the_same_way() -> None:
+    assert set(COMMANDS) - set(WITH_A_MODEL) == {"demo", "ls"}
+    for name in WITH_A_MODEL:
+        assert "A repository, a folder, a file of weights, or a split directory." in help_of(name)
+
+
+def test_the_page_has_every_command_and_every_option() -> None:
+    for name, command in COMMANDS.items():
+        section = re.search(rf"^## `{name}`.*?(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+        assert section is not None, name
+        for parameter in command.params:
+            if parameter.param_type_name == "option" and parameter.name != "help":
+                longest = max(parameter.opts, key=len)
+                assert f"`{longest}" in section[0], f"{name} {longest}"
+
+
+def test_exit_codes_are_told_in_help_and_page() -> None:
+    codes = {
+        value
+        for name, value in vars(exit_codes).items()
+        if name.isupper() and isinstance(value, int) and name[0] != "_"
+    }
+    told = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "300"}).stdout
+    for code in codes:
+        assert re.search(rf"\b{code}\b", told.rpartition("Exit codes")[2])
+        assert re.search(rf"^\| {code} \|", PAGE, re.MULTILINE)
+
+
+def test_errors_exit_with_1_and_wrong_arguments_with_2(tmp_path: Path) -> None:
+    failed = process("ls", str(tmp_path / "nowhere"))
+    assert (failed.returncode, failed.stdout) == (exit_codes.ERROR, "")
+    assert failed.stderr.startswith("error: There is no folder")
+    assert "What to do:" in failed.stderr
+    assert process("ls", "--nonsense").returncode == exit_codes.USAGE
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes break otherwise there")
+def test_a_reader_that_is_gone_is_no_error(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "rabbitllm", "inspect", str(ROOT / "rabbitllm/demo/model/tokenizer.json"), "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        running.stdout.close()
+        assert running.stderr.read() == b""
+        assert running.wait() == exit_codes.BROKEN_PIPE
+
+
+# Completion
+
+
+def test_completion_is_there_for_shells() -> None:
+    shown = process(
+        "--show-completion", "bash", env={**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "COMPLETE" in shown.stdout
+
+
+def completed(words: str) -> list[str]:
+    """What bash is told by the program itself."""
+    variables = {
+        "_RABBITLLM_COMPLETE": "complete_bash",
+        "COMP_WORDS": f"rabbitllm {words}",
+        "COMP_CWORD": str(len(words.split())),
+    }
+    code = "import sys; sys.argv = ['rabbitllm']; from rabbitllm.cli.main import app; app(prog_name='rabbitllm')"
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **variables}, capture_output=True, text=True)
+    return done.stdout.split()
+
+
+def test_commands_and_options_are_completed() -> None:
+    assert completed("pu") == ["pull"]
+    assert completed("pull --seq") == ["--sequential"]
+
+
+def test_models_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(locations.HOME_VARIABLE, str(tmp_path / "home"))
+    (tmp_path / "home" / "models--org--rabbit").mkdir(parents=True)
+    assert completed("run org/r") == ["org/rabbit"]
+    build_checkpoint(tmp_path / "hare", "llama")
+    (tmp_path / ".hidden").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert complete_model("") == ["org/rabbit", "hare/", "home/"]
+    assert complete_model("ha") == ["hare/"]
+    assert complete_model("hare/mod") == ["hare/model.safetensors"]
+    assert complete_model(".h") == [".hidden/"]
+    assert complete_model("nowhere/x") == []
+    assert complete_model(f"{tmp_path}/ha") == [f"{tmp_path}/hare/"]
+
+
+def test_help_and_completion_import_nothing_heavy() -> None:
+    code = "import sys; import rabbitllm.cli.main; from rabbitllm.cli.arguments import complete_model; "
+    code += "complete_model('x'); print(*sys.modules)"
+    loaded = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split())
+    assert "rabbitllm.locations" in loaded
+    assert not {"torch", "transformers", "numpy", "bitsandbytes", "numba", "psutil"} & loaded

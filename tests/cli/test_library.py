@@ -1,0 +1,179 @@
+"""`rabbitllm pull`, `ls`, `show`, `rm` and `verify` on one machine, as a user meets them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from rabbitllm.cli.main import app
+from rabbitllm.errors import CheckpointNotFoundError, OptionError, SplitError
+from tests.support.builders import build_checkpoint, cut, llama_tensors, write_shards
+from tests.support.hub_fixtures import HubEnvironment
+from tests.support.local_hub import LocalHub
+from tests.support.splitting import Call, contents, interrupted
+
+REPO = "org/rabbit"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return build_checkpoint(tmp_path / "models" / "hare", "llama", shards=3)
+
+
+@pytest.fixture
+def repository(tmp_path: Path, hub_environment: HubEnvironment) -> Path:
+    return build_checkpoint(tmp_path / "hub" / REPO, "llama", shards=3)
+
+
+def run(*arguments: object, code: int = 0, answer: str | None = None) -> Result:
+    words = [str(argument) for argument in arguments]
+    result = CliRunner().invoke(app, words, catch_exceptions=False, input=answer)
+    assert result.exit_code == code, result.output
+    return result
+
+
+def record(*arguments: object, code: int = 0) -> Any:
+    return json.loads(run(*arguments, "--json", code=code).stdout)
+
+
+def test_from_nothing_to_nothing(repository: Path, hub_environment: HubEnvironment) -> None:
+    assert "No model is split here yet" in run("ls").stdout
+    assert "not yet; `rabbitllm plan`" in run("show", REPO).stdout
+    text = run("pull", REPO, "--compression", "4bit").stdout
+    assert re.search(rf"^{REPO}, 4bit, is ready$", text, re.MULTILINE)
+    assert "the shards that were fetched for this are not kept" in text
+    assert f'rabbitllm run {REPO} --compression 4bit "What is a rabbit?"' in text
+    [entry] = record("ls")
+    assert (entry["name"], entry["compression"], entry["state"]) == (REPO, "4bit", "whole")
+    assert re.search(rf"^{REPO} +4bit .* whole +[0-9a-f]{{8}} ", run("ls").stdout, re.MULTILINE)
+    assert "sound: every checksum" in run("verify", REPO).stdout
+    freed = record("rm", REPO, "--yes")
+    assert freed == {"folder": entry["folder"], "freed_bytes": freed["freed_bytes"]}
+    assert freed["freed_bytes"] > 0.9 * entry["bytes"]
+    assert record("ls") == []
+
+
+def test_pull_of_what_is_whole(folder: Path) -> None:
+    run("pull", folder)
+    before = contents(folder)
+    assert "is ready; it was whole already" in run("pull", f"{folder}/splitted_model").stdout
+    assert record("pull", folder)["already_whole"] is True
+    assert contents(folder) == before
+
+
+def test_a_dry_run_answers_with_its_exit_code(folder: Path) -> None:
+    before = contents(folder)
+    assert "It fits." in run("pull", folder, "--dry-run").stdout
+    short = run("pull", folder, "--dry-run", "--max-disk", "1kB", code=1)
+    assert re.search(r"It does not fit: .* is needed, 1,000 bytes is allowed by max_disk", short.stdout)
+    assert record("pull", folder, "--dry-run", "--max-disk", "1kB", code=1)["fits"] is False
+    assert contents(folder) == before
+    run("pull", folder)
+    assert "whole already: nothing to do" in run("pull", folder, "--dry-run").stdout
+
+
+def test_progress_of_a_pull_is_not_on_stdout(folder: Path) -> None:
+    result = run("pull", folder, "--json")
+    assert json.loads(result.stdout)["state"] == "whole"
+    assert result.stderr.count("split ") == 3
+
+
+def test_ls_of_folders_with_unfinished_ones(folder: Path) -> None:
+    interrupted(Call(str(folder), compression="8bit", sequential=False), 2)
+    run("pull", folder, "--compression", "4bit")
+    text = run("ls", folder.parent).stdout
+    assert re.search(r"^hare +8bit +\S+ \S+ +\d+ of \d+ +unfinished", text, re.MULTILINE)
+    assert f"hare: 2 of 3 shards used up, 1 to go; this goes on: rabbitllm pull {folder} --compression 8bit" in text
+    assert "2 in all" in text
+    assert [entry["shards_used"] for entry in record("ls", folder.parent, folder)] == [2, 3]
+    run("pull", folder, "--compression", "8bit")
+    assert {entry["state"] for entry in record("ls", folder)} == {"whole"}
+
+
+def test_show_of_a_repository_before_and_after(
+    repository: Path, hub_environment: HubEnvironment, local_hub: LocalHub
+) -> None:
+    before = record("show", REPO)
+    assert before["config"]["architecture"] == "LlamaForCausalLM"
+    assert before["splits"] == []
+    run("pull", REPO, "--compression", "8bit")
+    local_hub.stop()  # what is split is shown without asking anybody
+    after = record("show", REPO)
+    assert after["parameters"] == before["parameters"]
+    assert after["config"] == before["config"]
+    [made] = after["splits"]
+    assert (made["state"], made["original_there"]) == ("whole", True)
+    assert "on the hub" in made["original"]
+    text = run("show", REPO).stdout
+    for fact in ("architecture", "layers", "context", "vocabulary", "parameters", "split", "folder", "made from"):
+        assert re.search(rf"^{fact} +\S", text, re.MULTILINE), fact
+
+
+def test_show_of_a_folder_says_whether_its_original_is_there(folder: Path) -> None:
+    run("pull", folder, "--sequential")
+    [made] = record("show", folder)["splits"]
+    assert made["original_there"] is False
+    assert "3 of its 3 shards not in" in made["original"]
+
+
+def test_rm_says_what_goes_and_asks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("pull", folder)
+    with pytest.raises(OptionError, match="no terminal to ask on"):
+        run("rm", folder)
+    monkeypatch.setattr("rabbitllm.cli.rm.has_terminal", lambda: True)
+    refused = run("rm", folder, answer="n\n", code=1)
+    assert "Nothing was removed." in refused.stderr
+    assert (folder / "splitted_model").exists()
+    agreed = run("rm", folder, answer="y\n")
+    assert re.search(r"frees +[\d.,]+ \w+ in \d+ files", agreed.stderr)
+    assert f"original      stays: in {folder}" in agreed.stderr
+    assert re.search(rf"Removed {folder}/splitted_model: [\d.,]+ \w+ freed\.\n$", agreed.stdout)
+    assert not (folder / "splitted_model").exists()
+
+
+def test_rm_of_the_only_copy_needs_a_word_more(folder: Path) -> None:
+    run("pull", folder, "--sequential")
+    before = contents(folder)
+    with pytest.raises(SplitError, match="may be the only copy"):
+        run("rm", folder, "--yes")
+    assert contents(folder) == before
+    run("rm", folder, "--yes", "--only-copy")
+    assert not (folder / "splitted_model").exists()
+
+
+def test_rm_of_one_of_several(folder: Path) -> None:
+    for compression in ("8bit", "4bit"):
+        run("pull", folder, "--compression", compression)
+    for command in (["rm", "--yes"], ["verify"]):
+        with pytest.raises(OptionError, match="has 2 split directories here"):
+            run(command[0], folder, *command[1:])
+    run("verify", folder, "--compression", "8bit")
+    run("rm", folder, "--compression", "8bit", "--yes")
+    assert [entry["compression"] for entry in record("ls", folder)] == ["4bit"]
+
+
+def test_rm_of_a_link_and_of_a_checkpoint(folder: Path, tmp_path: Path) -> None:
+    run("pull", folder)
+    link = tmp_path / "link"
+    link.symlink_to(folder / "splitted_model")
+    with pytest.raises(SplitError, match="is a link, to"):
+        run("rm", link, "--yes")
+    other = write_shards(tmp_path / "other", cut(llama_tensors(), 2))
+    with pytest.raises(CheckpointNotFoundError, match="No split of"):
+        run("rm", other, "--yes")
+    assert (folder / "splitted_model" / "split.json").exists()
+
+
+def test_names_that_are_not_here(hub_environment: HubEnvironment, repository: Path) -> None:
+    run("pull", REPO)
+    for command in ("rm", "verify"):
+        with pytest.raises(CheckpointNotFoundError, match=f"Did you mean {REPO}"):
+            run(command, "org/rabit")
+    for command in ("pull", "show", "plan", "inspect"):
+        with pytest.raises(CheckpointNotFoundError, match=f"Did you mean {REPO}"):
+            run(command, "org/rabit")

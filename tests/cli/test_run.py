@@ -1,0 +1,199 @@
+"""`rabbitllm run` as a user meets it: a prompt in, the answer and nothing else on stdout."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+from typer.testing import CliRunner, Result
+
+from rabbitllm.cli.main import app
+from rabbitllm.errors import OptionError
+from tests.support.builders import build_checkpoint
+from tests.support.hub_fixtures import HubEnvironment
+from tests.support.splitting import names_in
+from tests.support.tiny_models import one_thread, plain_model, split  # noqa: F401  a fixture that applies by itself
+
+PROMPT = "the rabbit and the hare"
+SHORT = ["--device", "cpu", "--max-new-tokens", "8"]
+DEMO = Path(__file__).parents[2] / "rabbitllm" / "demo" / "model"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = build_checkpoint(tmp_path_factory.mktemp("run") / "model", "llama", shards=2)
+    split(folder)
+    return folder
+
+
+def run(*arguments: str, code: int = 0) -> Result:
+    result = CliRunner().invoke(app, ["run", *arguments], catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    return result
+
+
+def expected(folder: Path, text: str, tokens: int = 8, *, begins: bool = True) -> str:
+    """What transformers says, with the token that begins a text in front or not."""
+    model = plain_model(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=begins)["input_ids"]
+    output = model.generate(ids, max_new_tokens=tokens, do_sample=False)
+    said: str = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+    return said
+
+
+def test_the_answer_alone_is_on_stdout(checkpoint: Path) -> None:
+    result = run(str(checkpoint), PROMPT, "--raw", *SHORT)
+    assert result.stdout.rstrip("\n") == expected(checkpoint, PROMPT).rstrip("\n")
+    assert "cut off after 8 tokens" in result.stderr
+
+
+def test_through_the_chat_template(checkpoint: Path) -> None:
+    said = run(str(checkpoint), PROMPT, "--system", "Be brief.", *SHORT, "--json")
+    text = f"system: Be brief.\nuser: {PROMPT}\nassistant:"
+    assert json.loads(said.stdout)["text"] == expected(checkpoint, text, begins=False)
+
+
+def test_one_json_object(checkpoint: Path) -> None:
+    result = run(str(checkpoint), PROMPT, "--raw", *SHORT, "--json", "--compression", "none")
+    found: dict[str, Any] = json.loads(result.stdout)
+    assert set(found) == {
+        *("model", "text", "tokens", "prompt_tokens", "new_tokens", "finish", "load_seconds", "first_token_seconds"),
+        *("seconds", "tokens_per_second", "device", "dtype", "compression", "folder"),
+    }
+    assert (found["text"], found["finish"], found["new_tokens"]) == (expected(checkpoint, PROMPT), "length", 8)
+    assert found["folder"] == str(checkpoint / "splitted_model")
+    assert result.stderr == ""
+
+
+def test_statistics_are_on_stderr(checkpoint: Path) -> None:
+    streamed = ["--max-memory", "cpu=0", "--verbose"]
+    result = run(str(checkpoint), PROMPT, "--raw", *SHORT, *streamed)
+    assert result.stdout.rstrip("\n") == expected(checkpoint, PROMPT).rstrip("\n")
+    for fact in ("load", "prompt", "first token", "answer", "each token"):
+        assert re.search(rf"^{fact} +\S", result.stderr, re.MULTILINE), fact
+    assert re.search(r"^each token +[\d.]+ s: .*computing \d+%.*, [\d.]+ MB read", result.stderr, re.MULTILINE)
+
+
+def test_the_compression_of_the_split_that_is_here(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "model", "llama")
+    split(folder, "4bit")
+    asked = [str(folder), PROMPT, "--raw", *SHORT, "--json"]
+    assert json.loads(run(*asked).stdout)["compression"] == "4bit"
+    split(folder, "8bit")
+    assert json.loads(run(*asked).stdout)["compression"] == "8bit"
+    assert json.loads(run(*asked, "--compression", "4bit").stdout)["compression"] == "4bit"
+    assert not (folder / "splitted_model").exists()
+
+
+@pytest.mark.parametrize("what", ["split directory", "file", "no split"])
+def test_every_kind_of_name(checkpoint: Path, tmp_path: Path, what: str) -> None:
+    folder = checkpoint
+    names = {"split directory": checkpoint / "splitted_model", "file": next(checkpoint.glob("*-of-*"))}
+    more = []
+    if what == "no split":
+        folder = build_checkpoint(tmp_path / "model", "llama", shards=2)
+        more = ["--no-split"]
+    result = run(str(names.get(what, folder)), PROMPT, "--raw", *SHORT, *more)
+    assert result.stdout.rstrip("\n") == expected(folder, PROMPT).rstrip("\n")
+    if what == "no split":
+        assert "splitted_model" not in names_in(folder)
+
+
+def test_a_model_that_is_not_split_is_split_first(tmp_path: Path, hub_environment: HubEnvironment) -> None:
+    folder = build_checkpoint(tmp_path / "hub" / "org/rabbit", "llama", shards=3)
+    result = run("hf://org/rabbit", PROMPT, "--raw", *SHORT)
+    assert result.stdout.rstrip("\n") == expected(folder, PROMPT).rstrip("\n")
+    assert [line[:11] for line in result.stderr.splitlines() if line.startswith("split ")] == [
+        "split 1/3 m",
+        "split 2/3 m",
+        "split 3/3 m",
+    ]
+    assert not list(hub_environment.home.rglob("*-of-*"))
+    again = run("org/rabbit", PROMPT, "--raw", *SHORT)
+    assert (again.stdout, "split " in again.stderr) == (result.stdout, False)
+
+
+def test_an_interrupt_ends_it_with_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    question, place = "Sort from low to high: 31 5 77 2", ["--dir", str(tmp_path), "--device", "cpu"]
+    whole = run(str(DEMO), question, *place).stdout
+    pieces: list[str] = []
+
+    def write(piece: str) -> None:
+        pieces.append(piece)
+        if len(pieces) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("rabbitllm.generation_stream.print_text", write)
+    result = run(str(DEMO), question, *place, code=130)
+    assert "interrupted after" in result.stderr
+    text = "".join(pieces).rstrip("\n")
+    assert text
+    assert whole.startswith(text)
+    assert len(text) < len(whole.strip())
+
+
+def test_no_prompt_is_a_wrong_call(checkpoint: Path) -> None:
+    result = run(str(checkpoint), code=2)
+    assert "There is no prompt" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--temperature", "-1"], "negative"),
+        (["--raw", "--system", "x"], "no place for a system prompt"),
+        (["--compression", "3bit"], "does not exist"),
+        (["--max-memory", "much"], "names no device"),
+        (["--max-new-tokens", "9999"], "the model was made for"),
+    ],
+)
+def test_wrong_options(checkpoint: Path, arguments: list[str], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        run(str(checkpoint), PROMPT, *SHORT, *arguments)
+
+
+def test_what_is_piped_stands_before_the_prompt(tmp_path: Path) -> None:
+    """A process of its own: only there is stdin a pipe."""
+    command = [sys.executable, "-m", "rabbitllm", "run", str(DEMO), "What is 3 + 4?", "--dir", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--device", "cpu", "--json", "--raw"], input="some text\n", capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    tokenizer: Any = AutoTokenizer.from_pretrained(DEMO)
+    assert found["prompt_tokens"] == len(tokenizer("some text\n\nWhat is 3 + 4?")["input_ids"])
+    assert (tmp_path / "splitted_model" / "split.json").exists()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+@pytest.mark.parametrize("how", ["interrupt", "reader gone"])
+def test_a_process_that_is_stopped(checkpoint: Path, how: str) -> None:
+    command = [sys.executable, "-m", "rabbitllm", "run", str(checkpoint), PROMPT, "--raw", "--max-new-tokens", "200"]
+    process = subprocess.Popen(
+        [*command, "--device", "cpu"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.read(1)
+    if how == "interrupt":
+        process.send_signal(signal.SIGINT)
+        start = time.monotonic()
+        process.communicate()
+        assert (process.returncode, time.monotonic() - start < 10) == (130, True)
+    else:
+        process.stdout.close()
+        errors = process.stderr.read()
+        assert process.wait() == 141
+        assert b"Traceback" not in errors
+        assert b"Exception" not in errors

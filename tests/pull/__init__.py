@@ -1,0 +1,1 @@
+"""Tests of getting a model ready."""
