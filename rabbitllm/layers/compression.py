@@ -18,7 +18,7 @@ import logging
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.errors import IncompleteSplitError, MissingPackageError, OptionError
@@ -376,11 +376,24 @@ def dequantise(
     """
     functional = _bitsandbytes()
     if form.scheme == "4bit":
-        result: torch.Tensor = functional.dequantize_4bit(payload, _nf4_quant_state(form, absmax, table))
+        whole = replace(form, shape=_in_whole_blocks(form.shape))
+        result: torch.Tensor = functional.dequantize_4bit(payload, _nf4_quant_state(whole, absmax, table))
     else:
         state = functional.QuantState(absmax=absmax, code=table, blocksize=INT8_BLOCK, dtype=dtype)
         result = functional.dequantize_blockwise(payload, state)
     return result.to(dtype).view(form.shape)
+
+
+def _in_whole_blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape of as many elements whose rows are whole blocks, where that can be; else one row.
+
+    bitsandbytes' kernel for the CPU (0.50) begins a block with each row, whatever was quantised: in rows of 80 elements
+    all but the first come out with the scales of others.
+    """
+    if shape and shape[-1] % NF4_BLOCK == 0:
+        return shape
+    elements = math.prod(shape)
+    return (elements // NF4_BLOCK, NF4_BLOCK) if elements % NF4_BLOCK == 0 else (elements,)
 
 
 def multiply_4bit(

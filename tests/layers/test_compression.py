@@ -212,7 +212,7 @@ def test_all_zeros(scheme: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scheme", ["4bit", "8bit"])
-@pytest.mark.parametrize("shape", [(64, 64), (65, 67), (3, 5, 401)], ids=str)
+@pytest.mark.parametrize("shape", [(64, 64), (65, 67), (3, 5, 401), (64, 80), (66, 66)], ids=str)
 def test_the_way_back_is_bitsandbytes_own(dtype: torch.dtype, scheme: str, shape: tuple[int, ...]) -> None:
     tensor = weights(shape, dtype)
     stored = in_chunks(tensor, scheme, 5)
@@ -224,7 +224,8 @@ def test_the_way_back_is_bitsandbytes_own(dtype: torch.dtype, scheme: str, shape
     table = torch.frombuffer(bytearray(stored[part_names("w", scheme)[2]]), dtype=torch.float32)
     if scheme == "4bit":
         codes, quantised = functional.quantize_4bit(tensor, blocksize=NF4_BLOCK, quant_type="nf4")
-        expected = functional.dequantize_4bit(codes, quantised)
+        quantised.shape = torch.Size([tensor.numel()])  # its kernel for the CPU begins a block with each row
+        expected = functional.dequantize_4bit(codes, quantised).view(shape)
     else:
         codes, quantised = functional.quantize_blockwise(tensor, blocksize=INT8_BLOCK)
         expected = functional.dequantize_blockwise(codes, quantised)
@@ -232,6 +233,18 @@ def test_the_way_back_is_bitsandbytes_own(dtype: torch.dtype, scheme: str, shape
     assert (found.dtype, found.shape) == (dtype, shape)
     assert raw(found) == raw(expected.to(dtype))
     assert (found.float() - tensor.float()).abs().max() < 0.2 * tensor.float().abs().max()
+
+
+@pytest.mark.parametrize("columns", [64, 80, 66, 65])
+def test_each_element_has_the_scale_of_its_block(columns: int) -> None:
+    """By the format's own rule, whatever the rows are."""
+    tensor = weights((64, columns), torch.float32) * torch.arange(1.0, 65.0)[:, None]
+    codes, state = functional.quantize_4bit(tensor, blocksize=NF4_BLOCK, quant_type="nf4")
+    assert state.code is not None
+    pairs = torch.stack([codes.view(-1) >> 4, codes.view(-1) & 15], dim=1).view(-1).long()
+    expected = (state.code[pairs] * state.absmax.repeat_interleave(NF4_BLOCK)[: len(pairs)]).view(tensor.shape)
+    form = Quantised("4bit", (64, columns), "float32")
+    assert torch.equal(dequantise(form, codes, state.absmax, state.code, torch.float32), expected)
 
 
 def specs_of(

@@ -135,6 +135,7 @@ def dequantised(folder: Path, target: Path, compression: str, dtype: torch.dtype
             continue
         if compression == "4bit":
             codes, state = functional.quantize_4bit(tensor, blocksize=64, quant_type="nf4")
+            state.shape = torch.Size([tensor.numel()])  # its kernel for the CPU begins a block with each row
             changed = functional.dequantize_4bit(codes, state)
         else:
             codes, state = functional.quantize_blockwise(tensor, blocksize=2048)
