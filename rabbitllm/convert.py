@@ -27,6 +27,7 @@ from rabbitllm.checkpoints.index import (
     CheckpointIndex,
     index_of,
     read_index,
+    shard_names,
 )
 from rabbitllm.checkpoints.json_file import read_json
 from rabbitllm.checkpoints.local import LocalCheckpoint
@@ -320,11 +321,6 @@ def _manifest(split_folder: Path) -> Manifest:
             "Convert the checkpoint again, into another folder; keep this one until that is done.",
         )
     return manifest
-
-
-def shard_names(count: int) -> tuple[str, ...]:
-    """The names of so many shards, as transformers writes them."""
-    return tuple(f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1))
 
 
 def _publish(folder: Path, split_folder: Path, manifest: Manifest) -> None:

@@ -3,6 +3,7 @@
     RabbitLLMError
     ├── OptionError (ValueError)               an argument no call could honour
     │   └── DeviceError                        a device this machine does not have
+    ├── ReadOnlyWeightError (RuntimeError)     a weight that is not in memory was to be written to
     ├── MissingPackageError (ImportError)      an optional dependency is not installed
     ├── CheckpointError                        the source is not what it claims to be
     │   ├── CheckpointNotFoundError (FileNotFoundError)
@@ -53,6 +54,10 @@ class OptionError(RabbitLLMError, ValueError):
 
 class DeviceError(OptionError):
     """The device asked for is not on this machine."""
+
+
+class ReadOnlyWeightError(RabbitLLMError, RuntimeError):
+    """A weight that is not in memory, or is there by its codes, was to be written to or pickled."""
 
 
 class MissingPackageError(RabbitLLMError, ImportError):

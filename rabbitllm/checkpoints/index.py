@@ -58,6 +58,11 @@ class CheckpointIndex:
     shards: tuple[str, ...]
 
 
+def shard_names(count: int) -> tuple[str, ...]:
+    """The names of so many shards, as transformers writes them."""
+    return tuple(f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1))
+
+
 def entry_of(names: Iterable[str], where: str) -> str:
     """The file that a checkpoint begins with: its index, or the one file that all of its tensors are in, or Meta's
     params.json, if weights in Meta's format are beside it.

@@ -13,7 +13,7 @@ from rabbitllm.engine.devices import Device
 from rabbitllm.engine.embedding_rows import can_bring_rows
 from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.free_memory import available_ram
-from rabbitllm.engine.placement import Placement, Tier, UnitCost
+from rabbitllm.engine.placement import SLOTS, Placement, Tier, UnitCost
 from rabbitllm.engine.unit_source import UnitSource
 
 
@@ -41,6 +41,30 @@ def unit_costs(
         sizes = source.stored_bytes, source.ready_bytes, source.is_view
         costs.append(UnitCost(name, *sizes, source.unit.is_layer, stays, rows, routed.get(name, 0)))
     return costs
+
+
+def held_bytes(placement: Placement, sources: Mapping[str, UnitSource], experts: Iterable[ExpertSource]) -> int:
+    """Bytes of weights that are in memory between two passes, and of the buffers that the others go through.
+
+    Of a tensor that several units use as it is stored, once.
+    """
+    as_stored: dict[str, int] = {}
+    made: dict[frozenset[str], int] = {}
+    largest: dict[str, int] = {}
+    for placed in placement.units:
+        source = sources[placed.unit]
+        if placed.tier is Tier.RESIDENT and not source.is_view:
+            made[frozenset(source.stored)] = source.ready_bytes
+        elif placed.tier in (Tier.RESIDENT, Tier.PACKED, Tier.PINNED):
+            as_stored |= {name: stored.nbytes for name, stored in source.stored.items()}
+        if placed.tier in (Tier.STREAMED, Tier.PINNED):
+            largest[placed.device] = max(largest.get(placed.device, 0), source.buffer_bytes)
+    for expert in experts:
+        tier = next(placed.tier for placed in placement.experts if placed.unit == expert.name)
+        if tier is not Tier.ROUTED:
+            made[frozenset([expert.name])] = expert.ready_bytes if tier is Tier.RESIDENT else expert.stored_bytes
+    pools = sum(pool.nbytes + pool.host_slots * pool.slot for pool in placement.pools)
+    return sum(as_stored.values()) + sum(made.values()) + pools + SLOTS * sum(largest.values())
 
 
 def cache_room(placement: Placement, devices: Iterable[Device]) -> int:

@@ -16,6 +16,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from rabbitllm.engine.packed_weight import Grouping, PackedWeight
+from rabbitllm.engine.unwritable import refuse_writing
 
 
 class Supply(Protocol):
@@ -165,6 +166,7 @@ class ExpertStack(torch.Tensor):
             found = answer(*args, **given)
             if found is not None:
                 return found
+        refuse_writing(func, args, kwargs, ExpertStack, "experts are read from the disk, or by their codes")
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **given)
 

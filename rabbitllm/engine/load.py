@@ -14,7 +14,7 @@ from torch import nn
 
 from rabbitllm.collection import uncollected
 from rabbitllm.engine import published, skeleton
-from rabbitllm.engine.costs import cache_room, unit_costs
+from rabbitllm.engine.costs import cache_room, held_bytes, unit_costs
 from rabbitllm.engine.devices import CpuDevice, Device, resolve_devices, suits_bf16
 from rabbitllm.engine.expert_finding import expert_sources, without_experts
 from rabbitllm.engine.expert_source import ExpertSource
@@ -27,6 +27,7 @@ from rabbitllm.engine.page_locked import keep_units
 from rabbitllm.engine.pass_bar import PassBar
 from rabbitllm.engine.placement import Budget, Placement, Tier, place
 from rabbitllm.engine.read_ahead import read_ahead
+from rabbitllm.engine.saving import origin_of
 from rabbitllm.engine.span_reader import PROBES, THROUGH_THE_CACHE, Way, choose_way
 from rabbitllm.engine.streamed_model import adopt
 from rabbitllm.engine.streamer import Streamer
@@ -198,6 +199,10 @@ def load_model(
     streamed.profiler = profiler
     streamed.streamer = streamer
     streamed.unused_tensors = weights.unused
+    in_place = model.config.model_type in SCALES_IN_PLACE
+    streamed._origin = origin_of(streamed, store, home, weights, changes_itself=in_place)
+    streamed._held_bytes = held_bytes(placement, sources, experts)
+    streamed._show_progress = options.show_progress
     read_ahead(_mapped_spans(model, sources, placement, by_name, store))
     return streamed
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_map
 
+from rabbitllm.engine.unwritable import refuse_writing
 from rabbitllm.layers.compression import Quantised
 
 
@@ -93,6 +94,7 @@ class PackedWeight(torch.Tensor):
     ) -> Any:
         if func is torch.nn.functional.linear:
             return _linear(*args, **(kwargs or {}))
+        refuse_writing(func, args, kwargs, PackedWeight, "it is there by its codes alone, at 4bit or 8bit")
         with torch._C.DisableTorchFunctionSubclass():  # or its results would be said to be packed too
             return func(*args, **(kwargs or {}))
 

@@ -19,8 +19,9 @@ from transformers import PreTrainedModel
 from rabbitllm.engine.expert_use import read_uses, write_uses
 from rabbitllm.engine.pass_entry import entry_of
 from rabbitllm.engine.placement import Placement
+from rabbitllm.engine.saving import Origin, save
 from rabbitllm.engine.streamer import Streamer
-from rabbitllm.errors import RabbitLLMError
+from rabbitllm.options import expand
 from rabbitllm.profiler import Profiler
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,9 @@ class StreamedModel:
     _compute_device: torch.device
     _all_resident: bool
     _turn: AbstractContextManager[Any]
+    _origin: Origin
+    _show_progress: bool
+    _held_bytes: int
 
     @property
     def device(self) -> torch.device:
@@ -75,20 +79,36 @@ class StreamedModel:
         return super()._valid_auto_compile_criteria(*args, **kwargs) and self._all_resident  # type: ignore[misc]
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the model as it is: where its weights live was decided when it was loaded."""
+        """Returns the model as it is: where its weights live was decided when it was loaded.
+
+        Silently where the model is there already, as libraries make sure that it is; else it says what to do instead.
+        """
         wanted = [value for value in (*args, *kwargs.values()) if value is not None and not isinstance(value, bool)]
         device, dtype = self._compute_device, str(self.dtype)  # type: ignore[attr-defined]
         as_it_is = {str(device), dtype, dtype.removeprefix("torch.")} | ({device.type} if not device.index else set())
         if not {str(value) for value in wanted} <= as_it_is:
-            logger.warning(
-                "model.to(%s) has no effect: device, dtype and max_memory of from_pretrained placed the weights.",
-                ", ".join(map(str, wanted)),
-            )
+            self._say_it_stays(f"to({', '.join(map(str, wanted))})")
         return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """What `type`, `double` and a wrapper's own `to` come down to; see `to`."""
+        sample = torch.empty(0, dtype=self.dtype, device=self._compute_device)  # type: ignore[attr-defined]
+        moved = fn(sample)
+        if (moved.device, moved.dtype) != (sample.device, sample.dtype):
+            self._say_it_stays(f"to({moved.device}, {moved.dtype})")
+        return self
+
+    def _say_it_stays(self, call: str) -> None:
+        logger.warning(
+            "model.%s has no effect: where and in which dtype the weights are was decided when the model was loaded. "
+            "Load it with device=, dtype= and max_memory= of AutoModel.from_pretrained as you want them.",
+            call,
+        )
 
     def cuda(self, *args: Any, **kwargs: Any) -> Any:
         """See `to`."""
-        return self.to("cuda")
+        device = args[0] if args else kwargs.get("device")
+        return self.to("cuda" if device is None else f"cuda:{device}" if isinstance(device, int) else device)
 
     def cpu(self) -> Any:
         """See `to`."""
@@ -102,20 +122,73 @@ class StreamedModel:
         """See `to`."""
         return self.to("float32")
 
+    def double(self, *args: Any) -> Any:
+        """See `to`."""
+        return self.to("float64")
+
     def bfloat16(self, *args: Any) -> Any:
         """See `to`."""
         return self.to("bfloat16")
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuses: the weights are not all in memory.
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Of the whole model, whatever of it is in memory; tied weights count once, as in an ordinary model."""
+        model: Any = self
+        total: int = super().num_parameters(only_trainable, exclude_embeddings)  # type: ignore[misc]
+        counted = dict(model.named_parameters())
+        embeddings = {f"{name}.weight" for name, kind in model.named_modules() if isinstance(kind, torch.nn.Embedding)}
+        for target, source in model.all_tied_weights_keys.items():
+            if {target, source} <= counted.keys() and not (exclude_embeddings and target in embeddings):
+                total -= counted[target].numel() if counted[target].requires_grad or not only_trainable else 0
+        return total
+
+    def get_memory_footprint(self, return_buffers: bool = True) -> int:
+        """Bytes of weights that are in memory between two passes, on any device, and of what streamed ones go through.
+
+        Those that are used in the mapped files count too. An ordinary model's is the size of all its weights.
+        """
+        buffers = (buffer.nbytes for buffer in self.buffers()) if return_buffers else ()  # type: ignore[attr-defined]
+        return self._held_bytes + sum(buffers)
+
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        is_main_process: bool = True,
+        *,
+        max_shard_size: int | str = "50GB",
+        tokenizer: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Write the whole model as a checkpoint that transformers loads: safetensors, config and generation config.
+
+        The weights go from the model's files to the shards a few megabytes at a time, whatever stays in memory. Stored
+        as they are, they keep their bits, and the dtype that they are stored in; at 4bit and 8bit they are dequantised
+        to the dtype that the model computes in; published quantised ones stay quantised. With an adapter of
+        `load_adapter`, that alone is saved, as transformers does.
+
+        Args:
+            save_directory: a folder without weights, or that is not there yet.
+            is_main_process: False writes nothing.
+            max_shard_size: of a shard, bytes or text such as "5GB"; a larger tensor has a shard of its own.
+            tokenizer: write the tokenizer too.
+            **kwargs: what transformers takes besides; what would change the result is refused.
 
         Raises:
-            RabbitLLMError: always.
+            OptionError: the folder holds a model; or an argument is not possible here. Nothing was touched.
+            NotEnoughSpaceException: it does not fit the disk.
+            RabbitLLMError: weights were changed in memory since the model was loaded.
         """
-        raise RabbitLLMError(
-            "A streamed model does not hold its weights, so it cannot save them.",
-            "The split directory is itself a copy that loads alone; copy that folder.",
-        )
+        if getattr(self, "_hf_peft_config_loaded", False):
+            super().save_pretrained(save_directory, is_main_process, max_shard_size=max_shard_size, **kwargs)  # type: ignore[misc]
+        elif is_main_process:
+            save(
+                self,
+                self._origin,
+                expand(save_directory),
+                max_shard_size=max_shard_size,
+                tokenizer=tokenizer,
+                show_progress=self._show_progress,
+                **kwargs,
+            )
 
     def save_expert_use(self, path: str | Path) -> None:
         """Write down which experts are used how often, for `load_expert_use` of a later process.
@@ -157,5 +230,7 @@ def adopt(model: PreTrainedModel, device: torch.device, placement: Placement) ->
     # transformers reads it: pipelines leave the model where it is, and of a static cache each layer's part is made
     # where that layer computes, unless the map has one device only
     where = {placed.unit: placed.device for placed in placement.units}
-    streamed.hf_device_map = where if len(set(where.values())) > 1 else {"": str(device)}
+    # no name of a device: of "cpu" accelerate and peft take it that they placed the model, and place it anew, for which
+    # one that is larger than RAM has no room
+    streamed.hf_device_map = where if len(set(where.values())) > 1 else {"": device}
     return streamed

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rabbitllm.engine.unwritable import AbsentWeight, nothing
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -51,13 +53,9 @@ class Place:
         self.table[self.leaf] = nn.Parameter(tensor, requires_grad=needs) if self._is_parameter else tensor
 
     def bind_placeholder(self, device: torch.device) -> None:
-        """Put something there that has the right device, dtype and shape, takes no memory, and is not a number.
-
-        A meta tensor would not do: code that moves inputs to `weight.device` would move them to meta, and an embedding
-        of meta ids returns garbage without an error.
-        """
-        empty = float("nan") if self.dtype.is_floating_point else 0
-        self.bind(torch.full((), empty, dtype=torch.float32).to(device, self.dtype).expand(self.shape))
+        """Put something there that has the right device, dtype and shape, takes no memory, and is not a number."""
+        kind = AbsentWeight if self._is_parameter else nothing
+        self.table[self.leaf] = kind(self.shape, self.dtype, device)
 
     @property
     def _is_parameter(self) -> bool:

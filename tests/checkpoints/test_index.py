@@ -21,6 +21,7 @@ from rabbitllm.checkpoints.index import (
     is_meta,
     natural_key,
     read_index,
+    shard_names,
 )
 from rabbitllm.errors import CheckpointError, CheckpointNotFoundError, InvalidIndexError, UnsafePathError
 from tests.attacks.folders import ATTACKS, HOSTILE_NAMES, FolderAttack, prepare, read_all
@@ -197,3 +198,7 @@ def test_folder_that_leads_out(tmp_path: Path) -> None:
     (folder / "sub").symlink_to(tmp_path)
     with pytest.raises(UnsafePathError):
         check_inside(folder / "sub" / "x", folder)
+
+
+def test_names_of_shards() -> None:
+    assert shard_names(2) == ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

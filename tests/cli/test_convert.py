@@ -16,7 +16,6 @@ import transformers
 from safetensors import safe_open
 from typer.testing import CliRunner
 
-from rabbitllm import convert as module
 from rabbitllm.cli.main import app
 from rabbitllm.convert import WORK_NAME, Conversion, convert
 from rabbitllm.durable import Step
@@ -407,7 +406,3 @@ def test_another_checkpoint_while_one_is_unfinished(tmp_path: Path, options: dic
         assert contents(two) == untouched
         convert(one, new, **options)
         check(new, llama_tensors())
-
-
-def test_names_of_shards() -> None:
-    assert module.shard_names(2) == ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

@@ -6,14 +6,15 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import transformers
 
 from rabbitllm.engine.streamed_model import StreamedModel
-from rabbitllm.errors import RabbitLLMError
+from rabbitllm.errors import ReadOnlyWeightError
 from tests.support.builders import build_checkpoint
-from tests.support.tiny_models import ALL, INPUT, load, split
+from tests.support.tiny_models import ALL, INPUT, load, plain_model, split
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def test_it_is_the_model_of_transformers(model: Any) -> None:
 
 def test_it_says_where_it_computes(model: Any) -> None:
     assert model.device == torch.device("cpu")
-    assert model.hf_device_map == {"": "cpu"}
+    assert model.hf_device_map == {"": torch.device("cpu")}
     assert model.dtype == torch.float32
 
 
@@ -65,6 +66,11 @@ def test_nothing_is_compiled_whose_weights_come_and_go(
         (lambda model: model.to(dtype=torch.float16), "torch.float16"),
         (lambda model: model.to("cpu", torch.float64), "cpu, torch.float64"),
         (lambda model: model.cuda(), "cuda"),
+        (lambda model: model.cuda(1), "cuda:1"),
+        (lambda model: model.cuda(device="cuda:3"), "cuda:3"),
+        (lambda model: model.double(), "float64"),
+        (lambda model: model.type(torch.float16), "cpu, torch.float16"),
+        (lambda model: torch.nn.Sequential(model).half() and model, "cpu, torch.float16"),
         (lambda model: model.half(), "float16"),
         (lambda model: model.bfloat16(), "bfloat16"),
     ],
@@ -101,15 +107,47 @@ def test_casting_it_to_its_own_dtype_says_nothing(model: Any, caplog: pytest.Log
         assert model.float() is model
         assert model.to("cpu", torch.float32) is model
         assert model.to("cpu", non_blocking=True) is model
+        assert torch.nn.Sequential(model).to("cpu")[0] is model
+        assert accelerate.Accelerator(cpu=True).prepare_model(model, evaluation_mode=True) is model
     assert not caplog.records
 
 
-def test_saving_is_refused_with_the_way_out(model: Any, tmp_path: Path) -> None:
-    with pytest.raises(RabbitLLMError) as caught:
-        model.save_pretrained(tmp_path / "copy")
-    assert "does not hold its weights" in caught.value.problem
-    assert "copy that folder" in caught.value.remedy
-    assert not (tmp_path / "copy").exists()
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("compression", [None, "4bit"])
+@pytest.mark.parametrize("budget", [ALL, 0])
+def test_it_says_how_large_it_is(tmp_path: Path, budget: int, compression: str | None, tied: bool) -> None:
+    source = build_checkpoint(tmp_path, "qwen2", tied=tied)
+    model, plain = load(split(source, compression), budget), plain_model(source)
+    for given in ({}, {"only_trainable": True}, {"exclude_embeddings": True}):
+        assert model.num_parameters(**given) == plain.num_parameters(**given)
+    model.requires_grad_(False)
+    assert model.num_parameters(only_trainable=True) == 0
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert {name: (t.shape, t.dtype) for name, t in model.state_dict().items()} == {
+        name: (tensor.shape, tensor.dtype) for name, tensor in plain.state_dict().items()
+    }
+
+
+def test_it_says_how_much_of_it_is_in_memory(tmp_path: Path) -> None:
+    source = build_checkpoint(tmp_path, "llama", tied=True, num_hidden_layers=8)
+    folder, plain = split(source), plain_model(source)
+    everything = load(folder)
+    assert everything.get_memory_footprint() == plain.get_memory_footprint()
+    assert everything.get_memory_footprint(return_buffers=False) == plain.get_memory_footprint(return_buffers=False)
+    nothing, half = load(folder, 0), load(folder, plain.get_memory_footprint() // 2)
+    layer = next(unit.stored for unit in nothing.placement.units if unit.unit.endswith("layers.0"))
+    assert 2 * layer <= nothing.get_memory_footprint() < 3 * layer + plain.lm_head.weight.nbytes
+    assert nothing.get_memory_footprint() < half.get_memory_footprint() < plain.get_memory_footprint()
+    # exact: dequantised once, and kept so
+    assert load(split(source, "4bit")).get_memory_footprint() == plain.get_memory_footprint()
+    assert load(split(source, "4bit"), exact=False).get_memory_footprint() < plain.get_memory_footprint() / 2
+
+
+@pytest.mark.parametrize("compression", [None, "4bit"])
+def test_what_is_not_in_memory_is_not_pickled_as_if_it_were(tmp_path: Path, compression: str | None) -> None:
+    model = load(split(build_checkpoint(tmp_path, "llama"), compression), 0)
+    with pytest.raises(ReadOnlyWeightError, match="not in memory"):
+        torch.save(model.state_dict(), tmp_path / "weights.pt")
 
 
 def test_printing_the_profile(model: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,218 @@
+"""`model.save_pretrained`: the whole model as a checkpoint, out of the files that its weights lie in.
+
+A streamed model holds few of its weights, so they are not asked of its modules: each stored tensor goes from its file
+to its shard, under the checkpoint's name, a chunk at a time. What was changed in memory since the model was loaded is
+not in the files, and is refused rather than lost. Knows no tiers and no hooks.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rabbitllm.checkpoints.json_file import read_json
+from rabbitllm.engine.placement import Tier
+from rabbitllm.engine.weights import WeightMap
+from rabbitllm.errors import OptionError, RabbitLLMError
+from rabbitllm.formats.tensor_spec import dtype_name
+from rabbitllm.layers.checkpoint_folder import plan_shards, write_checkpoint
+from rabbitllm.layers.layer_store import LayerStore, WeightFiles
+from rabbitllm.layers.plain_tensors import PlainReader, PlainTensor, plain
+from rabbitllm.options import parse_size
+
+CONFIG_NAME = "config.json"
+GENERATION_NAME = "generation_config.json"
+_WITHOUT_EFFECT = frozenset({"token", "safe_serialization", "save_peft_format"})
+_REFUSED: Mapping[str, tuple[Any, str]] = {
+    "state_dict": (None, "the weights come from the model's own files"),
+    "push_to_hub": (False, "save into a folder, and upload that with `hf upload`"),
+    "variant": (None, "rename the files afterwards"),
+    "save_original_format": (True, "the names are always the checkpoint's"),
+    "distributed_checkpoint": (False, "a streamed model is on one machine"),
+}
+"""Arguments of transformers' that would change what is written: the value that is accepted, and what to do instead."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a model came from, as far as saving it asks.
+
+    Attributes:
+        store: the files of its weights.
+        home: the folder of its config.
+        dtypes: stored name -> dtype in which the model computes with it.
+        config, generation: as they were when the model was loaded, as dicts.
+        parameters: name -> (the parameter, its version), of those that stay in memory; None for the others.
+    """
+
+    store: WeightFiles
+    home: Path
+    dtypes: Mapping[str, torch.dtype]
+    config: Mapping[str, Any]
+    generation: Mapping[str, Any]
+    parameters: Mapping[str, tuple[nn.Parameter, int] | None] = field(repr=False)
+
+
+def origin_of(
+    model: Any, store: WeightFiles, home: Path, weights: WeightMap, *, changes_itself: bool = False
+) -> Origin:
+    """Note what a model is made from, when all of it is bound and before anybody changes it.
+
+    Args:
+        model: with its placement.
+        store: the files of its weights.
+        home: the folder of its config.
+        weights: which stored tensors make which parameters.
+        changes_itself: its own forward writes to its weights, which so is no change of the caller's.
+    """
+    dtypes = {name: recipe.dtype for recipe in weights.recipes.values() for _, name in recipe.sources if recipe.dtype}
+    units = () if changes_itself else [p.unit for p in model.placement.units if p.tier is Tier.RESIDENT]
+    stay = {
+        name: (parameter, parameter._version) if any(name.startswith(unit + ".") for unit in units) else None
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+    generation = model.generation_config.to_dict() if model.can_generate() else {}
+    return Origin(store, home, dtypes, model.config.to_dict(), generation, stay)
+
+
+def save(
+    model: Any,
+    origin: Origin,
+    folder: Path,
+    *,
+    max_shard_size: int | str,
+    tokenizer: bool,
+    show_progress: bool,
+    **others: Any,
+) -> None:
+    """Write the whole model; see `StreamedModel.save_pretrained`."""
+    _check_arguments(others)
+    _refuse_changed(model, origin)
+    most = parse_size(max_shard_size, "max_shard_size")
+    tensors = {tensor.placed.name: tensor for tensor in _leaving(model, origin)}
+    shards = plan_shards((tensor.placed for tensor in tensors.values()), most)
+    beside = _beside(model, origin, tokenizer)
+    from transformers.utils import logging
+
+    total = sum(tensor.placed.nbytes for tensor in tensors.values())
+    bar: Any = logging.tqdm(
+        total=total, unit="B", unit_scale=True, desc="Writing model shards", disable=not show_progress or None
+    )
+    with bar, PlainReader(origin.store) as reader:
+        write_checkpoint(
+            folder,
+            shards,
+            beside,
+            lambda name: reader.chunks(tensors[name]),
+            source=_identity(origin.store),
+            tell=bar.update,
+        )
+
+
+def _check_arguments(others: Mapping[str, Any]) -> None:
+    for name, value in others.items():
+        if name in _REFUSED:
+            accepted, instead = _REFUSED[name]
+            if value is not accepted and value != accepted:
+                raise OptionError(f"save_pretrained({name}={value!r}) is not possible here.", f"Instead: {instead}.")
+        elif name not in _WITHOUT_EFFECT:
+            raise TypeError(f"save_pretrained() got an unexpected keyword argument {name!r}")
+
+
+def _refuse_changed(model: Any, origin: Origin) -> None:
+    """Refuse what would be written without a change that the caller made.
+
+    Raises:
+        RabbitLLMError: parameters were added, replaced or written to.
+    """
+    now = dict(model.named_parameters(remove_duplicate=False))
+    changed = sorted(now.keys() ^ origin.parameters.keys())
+    for name, known in origin.parameters.items():
+        if known is not None and name in now and not _is_as_it_was(now[name], *known):
+            changed.append(name)
+    if changed:
+        raise RabbitLLMError(
+            f"The model was changed since it was loaded ({', '.join(changed[:3])}{', …' if len(changed) > 3 else ''}), "
+            "and save_pretrained writes the weights that are in its files. Nothing was written.",
+            "Save an adapter by the save_pretrained of its PeftModel, and unload it before the model is saved. Other "
+            "changes are saved by transformers' own model, where that fits.",
+        )
+
+
+def _is_as_it_was(parameter: nn.Parameter, known: nn.Parameter, version: int) -> bool:
+    if parameter is not known:  # tie_weights gives another object for the same
+        plain_ones = type(parameter) is type(known) is nn.Parameter
+        if not plain_ones or parameter.data_ptr() != known.data_ptr() or parameter.shape != known.shape:
+            return False
+    return parameter._version == version
+
+
+def _leaving(model: Any, origin: Origin) -> list[PlainTensor]:
+    """Every stored tensor, in the order of the files."""
+    found = []
+    for name, stored in origin.store.tensors.items():
+        dtype = origin.dtypes.get(name, model.dtype)
+        found.append(plain(stored, dtype_name(dtype)))
+    files = {tensor.stored.parts[0].file: None for tensor in found}
+    order = {file: number for number, file in enumerate(files)}
+    return sorted(found, key=lambda tensor: (order[tensor.stored.parts[0].file], tensor.stored.parts[0].offset))
+
+
+def _beside(model: Any, origin: Origin, tokenizer: bool) -> dict[str, bytes]:
+    """Config, generation config and, if wanted, the tokenizer: name -> content."""
+    found = {CONFIG_NAME: _config(model, origin)}
+    if model.can_generate():
+        found[GENERATION_NAME] = _generation(model, origin)
+    if "auto_map" in read_json(origin.home / CONFIG_NAME):  # the model brings its own code
+        found |= {path.name: path.read_bytes() for path in sorted(origin.home.glob("*.py"))}
+    if tokenizer:
+        if model.tokenizer is None:
+            raise OptionError(
+                f"The model has no tokenizer: none could be read from {origin.home}.", "Leave tokenizer=True out."
+            )
+        with tempfile.TemporaryDirectory() as scratch:
+            model.tokenizer.save_pretrained(scratch)
+            files = [path for path in sorted(Path(scratch).rglob("*")) if path.is_file()]
+            found |= {path.relative_to(scratch).as_posix(): path.read_bytes() for path in files}
+    return found
+
+
+def _config(model: Any, origin: Origin) -> bytes:
+    """The checkpoint's own config, with what the caller changed in it, and the dtype of what was dequantised."""
+    content = read_json(origin.home / CONFIG_NAME)
+    changed = _changes(origin.config, model.config.to_dict())
+    if any(stored.quantised for stored in origin.store.tensors.values()):
+        key = "torch_dtype" if "torch_dtype" in content and "dtype" not in content else "dtype"
+        changed[key] = str(model.dtype).removeprefix("torch.")
+    if not changed:
+        return (origin.home / CONFIG_NAME).read_bytes()
+    return (json.dumps({**content, **changed}, indent=2, sort_keys=True, default=str) + "\n").encode()
+
+
+def _generation(model: Any, origin: Origin) -> bytes:
+    file = origin.home / GENERATION_NAME
+    if file.is_file() and not _changes(origin.generation, model.generation_config.to_dict()):
+        return file.read_bytes()
+    text: str = model.generation_config.to_json_string()
+    return text.encode()
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in now.items() if key not in before or before[key] != value}
+
+
+def _identity(store: WeightFiles) -> str:
+    """What tells these weights from others of the same names and shapes."""
+    manifest = store.manifest if isinstance(store, LayerStore) else None
+    if manifest is not None:
+        return json.dumps([manifest.compression, [[layer.file, layer.crc32] for layer in manifest.layers]])
+    files = sorted({stored.parts[0].file for stored in store.tensors.values()})
+    facts = [(file, store.path(file).stat().st_size, store.path(file).stat().st_mtime_ns) for file in files]
+    return json.dumps([str(store.folder.resolve()), facts])

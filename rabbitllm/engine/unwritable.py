@@ -1,0 +1,105 @@
+"""Weights that cannot be written to, and what stands for a weight while it is not in memory.
+
+Merging an adapter, loading other weights or initialising anew would be lost with the next pass, or not happen at all,
+and nobody would notice. So writing is refused, by name. Knows no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rabbitllm.errors import ReadOnlyWeightError
+
+_HARMLESS = frozenset({"requires_grad_", "detach_", "share_memory_", "rename_"})
+"""In-place methods that leave the values as they are."""
+_STAYS = frozenset({torch.Tensor.data.__get__, torch.Tensor.detach})  # type: ignore[attr-defined]
+"""What gives another name to the same weight."""
+
+
+def refuse_writing(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None, kind: type, why: str
+) -> None:
+    """Refuse a function of torch that would write to a weight of this kind.
+
+    Args:
+        func, args, kwargs: as `__torch_function__` gets them.
+        kind: of the weights.
+        why: what they are, for the message.
+
+    Raises:
+        ReadOnlyWeightError: it would.
+    """
+    written = bool(args) and isinstance(args[0], kind) and _writes_to_the_first(func)
+    if written or (kwargs and isinstance(kwargs.get("out"), kind)):
+        raise ReadOnlyWeightError(
+            f"A weight of this model cannot be written to: {why}.",
+            "Leave an adapter unmerged: it computes beside the weights. To merge it, or to change weights, load the "
+            "model uncompressed and with enough max_memory for all of it, or with transformers itself.",
+        )
+
+
+def _writes_to_the_first(func: Callable[..., Any]) -> bool:
+    if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+        return True
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and hasattr(torch.Tensor, name[:2] + name[3:]))
+    return name.endswith("_") and name not in _HARMLESS
+
+
+class AbsentWeight(nn.Parameter):
+    """A parameter of the right device, dtype and shape that takes no memory; its values are not numbers.
+
+    A meta tensor would not do: code that moves inputs to `weight.device` would move them to meta, and an embedding of
+    meta ids returns garbage without an error.
+
+    Args:
+        shape, dtype, device: of the weight.
+    """
+
+    _is_hf_initialized = True  # transformers asks before it initialises
+
+    @staticmethod
+    def __new__(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> AbsentWeight:
+        return _marked(nothing(shape, dtype, device))
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+        pass
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AbsentWeight:
+        return AbsentWeight(self.shape, self.dtype, self.device)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ReadOnlyWeightError(
+            "A weight of this model is not in memory, so it cannot be pickled (torch.save does that).",
+            "model.save_pretrained(folder) writes the whole model.",
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        refuse_writing(func, args, kwargs, AbsentWeight, "it is read from the disk when its layer computes")
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        return _marked(result, result.requires_grad) if func in _STAYS else result
+
+
+def nothing(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of that shape, one element in memory, that is not a number (0 where there is no such thing)."""
+    empty = float("nan") if dtype.is_floating_point else 0
+    return torch.full((), empty, dtype=torch.float32).to(device, dtype).expand(shape)
+
+
+def _marked(tensor: torch.Tensor, requires_grad: bool | None = None) -> AbsentWeight:
+    needs = tensor.is_floating_point() and tensor.dtype.itemsize > 1 if requires_grad is None else requires_grad
+    made: AbsentWeight = torch.Tensor._make_subclass(AbsentWeight, tensor, needs)
+    return made
