@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from rabbitllm.checkpoints.remote_header import FIRST_READ_BYTES
+from rabbitllm.cli import exit_codes
 from rabbitllm.cli.main import app
 from rabbitllm.errors import CheckpointNotFoundError, MissingShardError, OptionError, RabbitLLMError
 from rabbitllm.inspection.choice import Choice
@@ -286,7 +287,7 @@ def test_a_pipe_that_is_closed(tmp_path: Path) -> None:
             running.stdout.readline()
             running.stdout.close()
             assert running.stderr.read() == b""
-            assert running.wait(30) == 1
+            assert running.wait(30) == exit_codes.BROKEN_PIPE
 
 
 def test_letters_that_the_terminal_does_not_have(tmp_path: Path) -> None:
