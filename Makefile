@@ -20,7 +20,12 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed lint
 	$(BIN)/python -m pytest -m "not long" -n auto --maxprocesses 4 --dist loadfile
 
-test-long: $(VENV)/.installed
+# the libraries that the ecosystem's tests are about, half a gigabyte of them; `make test` leaves those tests out
+$(VENV)/.ecosystem: $(VENV)/.installed
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev,ecosystem]"
+	touch $@
+
+test-long: $(VENV)/.ecosystem
 	$(BIN)/python -m pytest
 
 $(VENV)/.fuzz: $(VENV)/.installed

@@ -15,9 +15,11 @@ from tests.support.builders import build_checkpoint
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
 from tests.support.quick_measuring import quick_measuring  # noqa: F401  a fixture that applies by itself
-from tests.support.tiny_models import one_thread  # noqa: F401  another one
+from tests.support.tiny_models import one_thread, plain_model  # noqa: F401  another one
 
 ROOT = Path(__file__).parent.parent
+OPTIONAL = ("peft", "lm_eval", "langchain_huggingface")
+"""Libraries whose blocks run where they are installed."""
 RUN_ELSEWHERE = {"docs/walkthrough/README.md"}
 """Pages whose Python other tests run."""
 PAGES = {
@@ -61,9 +63,24 @@ def test_python_block_runs(
     serve_what_is_named(code, tmp_path / "hub")
     work = tmp_path / "work"
     work.mkdir()
-    build_checkpoint(work / "my-checkpoint", "qwen3", dtype=torch.bfloat16, shards=2)
+    source = build_checkpoint(work / "my-checkpoint", "qwen3", dtype=torch.bfloat16, shards=2)
+    for library in OPTIONAL:
+        if f"from {library} " in code:
+            pytest.importorskip(library)
+    if "my-adapter" in code:
+        build_adapter(source, work / "my-adapter")
+    if "lm_eval" in code:
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", work / "datasets")
     monkeypatch.chdir(work)
     exec(compile(code, page, "exec"), {})
+
+
+def build_adapter(checkpoint: Path, folder: Path) -> None:
+    """A LoRA adapter that changes nothing yet."""
+    import peft
+
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    peft.get_peft_model(plain_model(checkpoint), settings).save_pretrained(folder)
 
 
 def test_the_first_block_leaves_no_shard(hub_environment: HubEnvironment, local_hub: LocalHub, tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """`model.save_pretrained`: the whole model as a checkpoint, out of the files that its weights lie in.
 
 A streamed model holds few of its weights, so they are not asked of its modules: each stored tensor goes from its file
-to its shard, under the checkpoint's name, a chunk at a time. What was changed in memory since the model was loaded is
-not in the files, and is refused rather than lost. Knows no tiers and no hooks.
+to its shard, under the checkpoint's name, a chunk at a time. What stays in memory as it is stored is taken from there,
+with what the caller made of it; other changes are refused rather than lost. Knows no hooks.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from rabbitllm.checkpoints.json_file import read_json
 from rabbitllm.engine.placement import Tier
-from rabbitllm.engine.weights import WeightMap
+from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.errors import OptionError, RabbitLLMError
-from rabbitllm.formats.tensor_spec import dtype_name
+from rabbitllm.formats.tensor_spec import dtype_name, torch_dtype
 from rabbitllm.layers.checkpoint_folder import plan_shards, write_checkpoint
-from rabbitllm.layers.layer_store import LayerStore, WeightFiles
-from rabbitllm.layers.plain_tensors import PlainReader, PlainTensor, plain
+from rabbitllm.layers.layer_store import LayerStore, StoredTensor, WeightFiles
+from rabbitllm.layers.plain_tensors import PlainReader, PlainTensor, in_memory, plain
 from rabbitllm.options import parse_size
 
 CONFIG_NAME = "config.json"
@@ -49,7 +48,8 @@ class Origin:
         home: the folder of its config.
         dtypes: stored name -> dtype in which the model computes with it.
         config, generation: as they were when the model was loaded, as dicts.
-        parameters: name -> (the parameter, its version), of those that stay in memory; None for the others.
+        names: of all parameters.
+        staying: those that stay in memory: name -> what makes it, and which of its targets it is.
     """
 
     store: WeightFiles
@@ -57,7 +57,8 @@ class Origin:
     dtypes: Mapping[str, torch.dtype]
     config: Mapping[str, Any]
     generation: Mapping[str, Any]
-    parameters: Mapping[str, tuple[nn.Parameter, int] | None] = field(repr=False)
+    names: frozenset[str] = field(repr=False)
+    staying: Mapping[str, tuple[Recipe, str]] = field(repr=False)
 
 
 def origin_of(
@@ -73,13 +74,17 @@ def origin_of(
         changes_itself: its own forward writes to its weights, which so is no change of the caller's.
     """
     dtypes = {name: recipe.dtype for recipe in weights.recipes.values() for _, name in recipe.sources if recipe.dtype}
-    units = () if changes_itself else [p.unit for p in model.placement.units if p.tier is Tier.RESIDENT]
-    stay = {
-        name: (parameter, parameter._version) if any(name.startswith(unit + ".") for unit in units) else None
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
+    placed = [] if changes_itself else [*model.placement.units, *model.placement.experts]
+    stay = tuple(p.unit + "." for p in placed if p.tier is Tier.RESIDENT)
+    routed = tuple(p.unit + "." for p in model.placement.experts if p.tier is not Tier.RESIDENT)
+    names = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
+    staying = {}
+    for name in names:
+        recipe = weights.recipe(name)
+        if name.startswith(stay) and not name.startswith(routed) and recipe is not None and not recipe.wraps:
+            staying[name] = recipe, name if name in recipe.targets else weights.ties[name]
     generation = model.generation_config.to_dict() if model.can_generate() else {}
-    return Origin(store, home, dtypes, model.config.to_dict(), generation, stay)
+    return Origin(store, home, dtypes, model.config.to_dict(), generation, names, staying)
 
 
 def save(
@@ -94,9 +99,10 @@ def save(
 ) -> None:
     """Write the whole model; see `StreamedModel.save_pretrained`."""
     _check_arguments(others)
-    _refuse_changed(model, origin)
     most = parse_size(max_shard_size, "max_shard_size")
-    tensors = {tensor.placed.name: tensor for tensor in _leaving(model, origin)}
+    with PlainReader(origin.store) as reader:
+        memory = _changeable(model, origin, reader)
+    tensors = {tensor.placed.name: tensor for tensor in _leaving(model, origin, memory)}
     shards = plan_shards((tensor.placed for tensor in tensors.values()), most)
     beside = _beside(model, origin, tokenizer)
     from transformers.utils import logging
@@ -126,40 +132,62 @@ def _check_arguments(others: Mapping[str, Any]) -> None:
             raise TypeError(f"save_pretrained() got an unexpected keyword argument {name!r}")
 
 
-def _refuse_changed(model: Any, origin: Origin) -> None:
-    """Refuse what would be written without a change that the caller made.
+def _changeable(model: Any, origin: Origin, reader: PlainReader) -> dict[str, torch.Tensor]:
+    """Stored name -> the parameter that it is, of those that are in memory as they are stored.
 
     Raises:
-        RabbitLLMError: parameters were added, replaced or written to.
+        RabbitLLMError: there are other parameters than before, or one that is made of stored tensors, and so cannot be
+            written as them, is not what they make.
     """
     now = dict(model.named_parameters(remove_duplicate=False))
-    changed = sorted(now.keys() ^ origin.parameters.keys())
-    for name, known in origin.parameters.items():
-        if known is not None and name in now and not _is_as_it_was(now[name], *known):
+    changed = sorted(now.keys() ^ origin.names)
+    found: dict[str, torch.Tensor] = {}
+    for name, (recipe, target) in origin.staying.items():
+        if name not in now:
+            continue
+        parameter, source = now[name].detach(), recipe.sources[0][1]
+        stored = origin.store.tensors[source]
+        known = found.get(source)
+        if known is not None:
+            same = known.data_ptr() == parameter.data_ptr() or torch.equal(known, parameter)
+        elif recipe.converter is None and stored.quantised is None and _is_stored_as(parameter, stored):
+            found[source], same = parameter, True
+        else:
+            made = recipe.make(model, lambda stored_name, dtype: reader.read(origin.store.tensors[stored_name], dtype))
+            same = _same_bits(made[target], parameter)
+        if not same:
             changed.append(name)
     if changed:
         raise RabbitLLMError(
             f"The model was changed since it was loaded ({', '.join(changed[:3])}{', …' if len(changed) > 3 else ''}), "
-            "and save_pretrained writes the weights that are in its files. Nothing was written.",
+            "and save_pretrained writes the weights as they are stored. Nothing was written.",
             "Save an adapter by the save_pretrained of its PeftModel, and unload it before the model is saved. Other "
             "changes are saved by transformers' own model, where that fits.",
         )
+    return found
 
 
-def _is_as_it_was(parameter: nn.Parameter, known: nn.Parameter, version: int) -> bool:
-    if parameter is not known:  # tie_weights gives another object for the same
-        plain_ones = type(parameter) is type(known) is nn.Parameter
-        if not plain_ones or parameter.data_ptr() != known.data_ptr() or parameter.shape != known.shape:
-            return False
-    return parameter._version == version
+def _is_stored_as(parameter: torch.Tensor, stored: StoredTensor) -> bool:
+    """Whether a parameter has the dtype and shape of a stored tensor."""
+    part = stored.parts[0]
+    return tuple(parameter.shape) == part.shape and parameter.dtype == torch_dtype(part.dtype)
 
 
-def _leaving(model: Any, origin: Origin) -> list[PlainTensor]:
+def _same_bits(made: torch.Tensor, parameter: torch.Tensor) -> bool:
+    there = parameter.cpu()
+    if made.dtype != there.dtype or made.shape != there.shape:
+        return False
+    return torch.equal(made.contiguous().view(-1).view(torch.uint8), there.contiguous().view(-1).view(torch.uint8))
+
+
+def _leaving(model: Any, origin: Origin, memory: Mapping[str, torch.Tensor]) -> list[PlainTensor]:
     """Every stored tensor, in the order of the files."""
     found = []
     for name, stored in origin.store.tensors.items():
-        dtype = origin.dtypes.get(name, model.dtype)
-        found.append(plain(stored, dtype_name(dtype)))
+        if name in memory:
+            found.append(in_memory(stored, memory[name]))
+        else:
+            found.append(plain(stored, dtype_name(origin.dtypes.get(name, model.dtype))))
     files = {tensor.stored.parts[0].file: None for tensor in found}
     order = {file: number for number, file in enumerate(files)}
     return sorted(found, key=lambda tensor: (order[tensor.stored.parts[0].file], tensor.stored.parts[0].offset))

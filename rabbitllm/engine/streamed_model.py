@@ -87,7 +87,7 @@ class StreamedModel:
         device, dtype = self._compute_device, str(self.dtype)  # type: ignore[attr-defined]
         as_it_is = {str(device), dtype, dtype.removeprefix("torch.")} | ({device.type} if not device.index else set())
         if not {str(value) for value in wanted} <= as_it_is:
-            self._say_it_stays(f"to({', '.join(map(str, wanted))})")
+            self._say_it_stays(", ".join(map(str, wanted)))
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -95,14 +95,14 @@ class StreamedModel:
         sample = torch.empty(0, dtype=self.dtype, device=self._compute_device)  # type: ignore[attr-defined]
         moved = fn(sample)
         if (moved.device, moved.dtype) != (sample.device, sample.dtype):
-            self._say_it_stays(f"to({moved.device}, {moved.dtype})")
+            self._say_it_stays(f"{moved.device}, {moved.dtype}")
         return self
 
-    def _say_it_stays(self, call: str) -> None:
+    def _say_it_stays(self, wanted: str) -> None:
         logger.warning(
-            "model.%s has no effect: where and in which dtype the weights are was decided when the model was loaded. "
+            "model.to(%s) has no effect: where the weights are, and their dtype, was decided when the model was loaded. "
             "Load it with device=, dtype= and max_memory= of AutoModel.from_pretrained as you want them.",
-            call,
+            wanted,
         )
 
     def cuda(self, *args: Any, **kwargs: Any) -> Any:
@@ -162,8 +162,9 @@ class StreamedModel:
 
         The weights go from the model's files to the shards a few megabytes at a time, whatever stays in memory. Stored
         as they are, they keep their bits, and the dtype that they are stored in; at 4bit and 8bit they are dequantised
-        to the dtype that the model computes in; published quantised ones stay quantised. With an adapter of
-        `load_adapter`, that alone is saved, as transformers does.
+        to the dtype that the model computes in; published quantised ones stay quantised. Uncompressed weights that stay
+        in memory are written with what was made of them there (a merged adapter); other changes are refused. With an
+        adapter of `load_adapter`, that alone is saved, as transformers does.
 
         Args:
             save_directory: a folder without weights, or that is not there yet.
@@ -175,7 +176,7 @@ class StreamedModel:
         Raises:
             OptionError: the folder holds a model; or an argument is not possible here. Nothing was touched.
             NotEnoughSpaceException: it does not fit the disk.
-            RabbitLLMError: weights were changed in memory since the model was loaded.
+            RabbitLLMError: the model was changed in a way that its stored tensors cannot show.
         """
         if getattr(self, "_hf_peft_config_loaded", False):
             super().save_pretrained(save_directory, is_main_process, max_shard_size=max_shard_size, **kwargs)  # type: ignore[misc]

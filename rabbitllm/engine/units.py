@@ -7,8 +7,8 @@ a tensor; every public way costs 50 to 200 times more. Knows no files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +30,7 @@ class Place:
         target: the full name in the model.
         shape, dtype: of the tensor that belongs there.
         is_linear_weight: whether it is only multiplied with, by `torch.nn.functional.linear`.
+        marks: what a quantiser says of its own kind of parameter, as attributes of it, and peft asks of it.
     """
 
     table: MutableMapping[str, Any]
@@ -38,6 +39,7 @@ class Place:
     shape: torch.Size
     dtype: torch.dtype
     is_linear_weight: bool = False
+    marks: Mapping[str, object] = field(default_factory=dict)
 
     def bind(self, tensor: torch.Tensor) -> None:
         """Put a tensor there; as a parameter if parameters live there.
@@ -54,8 +56,10 @@ class Place:
 
     def bind_placeholder(self, device: torch.device) -> None:
         """Put something there that has the right device, dtype and shape, takes no memory, and is not a number."""
-        kind = AbsentWeight if self._is_parameter else nothing
-        self.table[self.leaf] = kind(self.shape, self.dtype, device)
+        if self._is_parameter:
+            self.table[self.leaf] = AbsentWeight(self.shape, self.dtype, device, self.marks)
+        else:
+            self.table[self.leaf] = nothing(self.shape, self.dtype, device)
 
     @property
     def _is_parameter(self) -> bool:
@@ -129,4 +133,5 @@ def _places(module: nn.Module, path: str, *, recurse: bool) -> Iterator[Place]:
 
 def _place(owner: nn.Module, table: MutableMapping[str, Any], leaf: str, prefix: str, tensor: torch.Tensor) -> Place:
     multiplied = leaf == "weight" and type(owner).forward is nn.Linear.forward
-    return Place(table, leaf, f"{prefix}.{leaf}" if prefix else leaf, tensor.shape, tensor.dtype, multiplied)
+    marks = {key: value for key, value in vars(tensor).items() if isinstance(value, bool | int | str)}
+    return Place(table, leaf, f"{prefix}.{leaf}" if prefix else leaf, tensor.shape, tensor.dtype, multiplied, marks)

@@ -51,6 +51,9 @@ def _writes_to_the_first(func: Callable[..., Any]) -> bool:
     return name.endswith("_") and name not in _HARMLESS
 
 
+_WHY = "it is read from the disk when its layer computes"
+
+
 class AbsentWeight(nn.Parameter):
     """A parameter of the right device, dtype and shape that takes no memory; its values are not numbers.
 
@@ -59,19 +62,27 @@ class AbsentWeight(nn.Parameter):
 
     Args:
         shape, dtype, device: of the weight.
+        marks: attributes that it has besides.
     """
 
     _is_hf_initialized = True  # transformers asks before it initialises
 
     @staticmethod
-    def __new__(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> AbsentWeight:
-        return _marked(nothing(shape, dtype, device))
+    def __new__(
+        cls, shape: torch.Size, dtype: torch.dtype, device: torch.device, marks: Mapping[str, object] | None = None
+    ) -> AbsentWeight:
+        made = _absent(nothing(shape, dtype, device))
+        if marks:
+            made.__dict__.update(marks)
+        return made
 
-    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, shape: torch.Size, dtype: torch.dtype, device: torch.device, marks: Mapping[str, object] | None = None
+    ) -> None:
         pass
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentWeight:
-        return AbsentWeight(self.shape, self.dtype, self.device)
+        return AbsentWeight(self.shape, self.dtype, self.device, vars(self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ReadOnlyWeightError(
@@ -87,10 +98,12 @@ class AbsentWeight(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        refuse_writing(func, args, kwargs, AbsentWeight, "it is read from the disk when its layer computes")
+        if func == torch.Tensor.clone:  # of what is not there; peft clones what it will merge into
+            refuse_writing(torch.Tensor.copy_, args, None, AbsentWeight, _WHY)
+        refuse_writing(func, args, kwargs, AbsentWeight, _WHY)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-        return _marked(result, result.requires_grad) if func in _STAYS else result
+        return _absent(result, result.requires_grad) if func in _STAYS else result
 
 
 def nothing(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -99,7 +112,7 @@ def nothing(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torc
     return torch.full((), empty, dtype=torch.float32).to(device, dtype).expand(shape)
 
 
-def _marked(tensor: torch.Tensor, requires_grad: bool | None = None) -> AbsentWeight:
+def _absent(tensor: torch.Tensor, requires_grad: bool | None = None) -> AbsentWeight:
     needs = tensor.is_floating_point() and tensor.dtype.itemsize > 1 if requires_grad is None else requires_grad
     made: AbsentWeight = torch.Tensor._make_subclass(AbsentWeight, tensor, needs)
     return made

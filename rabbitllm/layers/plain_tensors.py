@@ -15,8 +15,8 @@ import torch
 
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.positional import PositionalFile, page_aligned
-from rabbitllm.formats.safetensors_file import Placed
-from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
+from rabbitllm.formats.safetensors_file import Placed, view_bytes
+from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, dtype_name, torch_dtype
 from rabbitllm.layers.compression import BLOCKS, SCALE_BYTES, Quantised, dequantise
 from rabbitllm.layers.layer_store import StoredTensor, WeightFiles
 
@@ -26,10 +26,11 @@ CHUNK_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class PlainTensor:
-    """A stored tensor and what a checkpoint holds of it."""
+    """A stored tensor and what a checkpoint holds of it; `memory` is it, where it may have been changed there."""
 
     stored: StoredTensor
     placed: Placed
+    memory: torch.Tensor | None = None
 
 
 def plain(stored: StoredTensor, dtype: str) -> PlainTensor:
@@ -38,6 +39,11 @@ def plain(stored: StoredTensor, dtype: str) -> PlainTensor:
     if form is None:
         return PlainTensor(stored, Placed(stored.name, stored.parts[0].dtype, stored.parts[0].shape))
     return PlainTensor(stored, Placed(stored.name, dtype, form.shape))
+
+
+def in_memory(stored: StoredTensor, memory: torch.Tensor) -> PlainTensor:
+    """A tensor that is taken from memory instead of its file."""
+    return PlainTensor(stored, Placed(stored.name, dtype_name(memory.dtype), tuple(memory.shape)), memory)
 
 
 class PlainReader:
@@ -58,12 +64,26 @@ class PlainReader:
         Raises:
             IncompleteSplitError: the file ends before the tensor does.
         """
-        if tensor.stored.quantised is None:
+        if tensor.memory is not None:
+            whole = tensor.memory.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            for begin in range(0, len(whole), CHUNK_BYTES):
+                yield whole[begin : begin + CHUNK_BYTES]
+        elif tensor.stored.quantised is None:
             part = tensor.stored.parts[0]
             for begin in range(0, part.nbytes, CHUNK_BYTES):
                 yield self._read(part, begin, min(CHUNK_BYTES, part.nbytes - begin))
         else:
             yield from self._dequantised(tensor.stored, tensor.stored.quantised, tensor.placed.dtype)
+
+    def read(self, stored: StoredTensor, dtype: torch.dtype | None) -> torch.Tensor:
+        """A tensor anew from its file, a floating one in this dtype, where one is asked for."""
+        tensor = plain(stored, dtype_name(dtype or torch.float32))
+        data = bytearray()
+        for chunk in self.chunks(tensor):
+            data += chunk
+        spec = TensorSpec(stored.name, tensor.placed.dtype, tensor.placed.shape, "", 0, len(data))
+        found = view_bytes(memoryview(data), spec)
+        return found.to(dtype) if dtype is not None and found.is_floating_point() else found
 
     def _dequantised(self, stored: StoredTensor, form: Quantised, dtype: str) -> Iterator[memoryview]:
         payload, absmax, table = stored.parts[:3]

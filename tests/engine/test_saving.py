@@ -134,15 +134,44 @@ def test_a_folder_with_a_model_is_left_alone(tmp_path: Path) -> None:
     assert before == {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
 
 
-def test_a_change_in_memory_is_refused_rather_than_lost(tmp_path: Path) -> None:
-    model = load(split(build_checkpoint(tmp_path / "source", "llama")))
+def test_what_is_in_memory_as_it_is_stored_is_saved_as_it_is_there(tmp_path: Path) -> None:
+    source = build_checkpoint(tmp_path / "source", "llama", tied=True)
+    model = load(split(source))
     model(INPUT)
     model.tie_weights()  # libraries call it; it changes nothing here
+    model.model.norm.weight.data += 1  # its version is none of the parameter's
     with torch.no_grad():
-        model.model.norm.weight.mul_(2)
-    with pytest.raises(RabbitLLMError, match=r"changed since it was loaded \(model.norm.weight\)"):
+        model.lm_head.weight.mul_(2)
+    model.save_pretrained(tmp_path / "copy")
+    expected = read_tensors(source)
+    expected["model.norm.weight"] += 1
+    expected["model.embed_tokens.weight"] *= 2
+    assert_holds(tmp_path / "copy", expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "compression", "changed"),
+    [
+        ("qwen3_moe", None, "model.layers.1.mlp.experts.down_proj"),
+        ("llama", "4bit", "model.layers.1.self_attn.q_proj.weight"),
+        ("llama", "8bit", "lm_head.weight"),
+    ],
+)
+def test_a_change_to_what_is_made_is_refused_rather_than_lost(
+    tmp_path: Path, family: str, compression: str | None, changed: str
+) -> None:
+    model = load(split(build_checkpoint(tmp_path / "source", family), compression))
+    model.get_parameter(changed).data[-1] += 1
+    with pytest.raises(RabbitLLMError, match=rf"changed since it was loaded \({changed}\)"):
         model.save_pretrained(tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
+
+
+def test_weights_that_are_no_longer_tied_are_refused(tmp_path: Path) -> None:
+    model = load(split(build_checkpoint(tmp_path / "source", "llama", tied=True)))
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 2)
+    with pytest.raises(RabbitLLMError, match="changed since it was loaded"):
+        model.save_pretrained(tmp_path / "copy")
 
 
 def test_a_new_module_is_refused(tmp_path: Path) -> None:
