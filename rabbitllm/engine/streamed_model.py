@@ -100,7 +100,7 @@ class StreamedModel:
 
     def _say_it_stays(self, wanted: str) -> None:
         logger.warning(
-            "model.to(%s) has no effect: where the weights are, and their dtype, was decided when the model was loaded. "
+            "model.to(%s) has no effect: where the weights are, and their dtype, was decided when it was loaded. "
             "Load it with device=, dtype= and max_memory= of AutoModel.from_pretrained as you want them.",
             wanted,
         )
