@@ -17,7 +17,11 @@ setup(
     license="MIT",
     python_requires=">=3.11",
     packages=find_packages(include=["rabbitllm", "rabbitllm.*"]),
-    package_data={"rabbitllm": ["py.typed"], "rabbitllm.demo": ["score.json", "model/*"]},
+    package_data={
+        "rabbitllm": ["py.typed"],
+        "rabbitllm.demo": ["score.json", "model/*"],
+        "rabbitllm.doctor": ["models.json"],
+    },
     # the lowest versions with which the tests pass, all of them together (Python 3.11)
     install_requires=[
         "torch>=2.10",

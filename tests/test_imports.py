@@ -52,7 +52,7 @@ FLOORS = (
     ("auto_model", "planning", "inspection", "convert", "notebooks"),
     ("library", "rabbitllm_1_names"),
     ("pull",),
-    ("demo", "bench", "ask"),
+    ("demo", "bench", "ask", "doctor"),
     ("cli",),
     ("__main__",),
 )

@@ -34,6 +34,9 @@ def bench_command(
     plot: Annotated[
         Path | None, typer.Option(help="Draw a further token's time here: .png, .svg or .pdf (needs matplotlib).")
     ] = None,
+    plot_tiers: Annotated[
+        Path | None, typer.Option(help="Draw here which layer lives where, in the same formats.")
+    ] = None,
     trace: Annotated[Path | None, typer.Option(help="Write every event here (JSON; open it in Perfetto).")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -49,10 +52,11 @@ def bench_command(
     from rabbitllm.bench.measure import Request, measure
     from rabbitllm.bench.record import as_record
     from rabbitllm.bench.report import headline, show, summary
+    from rabbitllm.engine.tier_picture import draw_placement
     from rabbitllm.profiling.picture import check_picture, draw
 
-    if plot is not None:
-        check_picture(plot)
+    for picture in filter(None, (plot, plot_tiers)):
+        check_picture(picture)
     options: dict[str, Any] = {
         "compression": compression_of(compression),
         "device": device,
@@ -67,6 +71,8 @@ def bench_command(
         )
     if plot is not None:
         draw(measured.trace, plot, headline(measured), summary(measured))
+    if plot_tiers is not None:
+        draw_placement(measured.placement, plot_tiers, headline(measured))
     if trace is not None:
         measured.trace.write(trace)
     if as_json:

@@ -13,6 +13,7 @@ from rabbitllm.cli import exit_codes
 from rabbitllm.cli.bench import bench_command
 from rabbitllm.cli.convert import convert_command
 from rabbitllm.cli.demo import demo
+from rabbitllm.cli.doctor import doctor_command
 from rabbitllm.cli.inspect import inspect_command
 from rabbitllm.cli.ls import ls_command
 from rabbitllm.cli.plan import plan_command
@@ -58,6 +59,7 @@ def root(
 
 
 USE, KEEP, LOOK = "Get and run", "What is here", "Look and measure"
+app.command(name="doctor", rich_help_panel=USE)(doctor_command)
 app.command(name="plan", rich_help_panel=USE)(plan_command)
 app.command(name="pull", rich_help_panel=USE)(pull_command)
 app.command(name="run", rich_help_panel=USE)(run_command)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -23,6 +24,9 @@ def plan_command(
     max_memory: Annotated[
         list[str] | None, typer.Option(help="Bytes for weights of a device, e.g. 0=14GiB or cpu=24GiB; more than once.")
     ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw which layer will live where: .png, .svg or .pdf (needs matplotlib).")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Tell from headers alone what splitting a model would take, what fits, and the call to make. Changes nothing.
@@ -35,9 +39,12 @@ def plan_command(
     from rich.console import Console
 
     from rabbitllm.planning.plan import plan
-    from rabbitllm.planning.report import show
+    from rabbitllm.planning.report import draw_plan, show
+    from rabbitllm.profiling.picture import check_picture
     from rabbitllm.splitter.forecast import as_json as as_record
 
+    if plot is not None:
+        check_picture(plot)
     disable_progress_bars()  # a config of a few KB is fetched at most
     with Console(stderr=True).status("reading headers, measuring …"):
         forecast = plan(
@@ -51,6 +58,8 @@ def plan_command(
             device=device,
             max_memory=limits_of(max_memory),
         )
+    if plot is not None:
+        draw_plan(forecast, plot)
     if as_json:
         put_json(as_record(forecast))
     else:

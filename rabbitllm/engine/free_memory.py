@@ -7,10 +7,28 @@ lie in each other, and each may have a limit. Knows no models.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 _NO_LIMIT = 1 << 60
 """Version 1 writes a number near 2**63 where there is no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLimit:
+    """A control group around this process that limits its memory.
+
+    Attributes:
+        version: of control groups, 1 or 2.
+        folder: where its files are.
+        limit: bytes that all processes in it may take.
+        room: what is left of them.
+    """
+
+    version: int
+    folder: Path
+    limit: int
+    room: int
 
 
 def available_ram() -> int:
@@ -21,14 +39,18 @@ def available_ram() -> int:
 
 
 def _rooms_of_groups(root: Path = Path("/")) -> list[int]:
-    """What is left under each limit of the control groups around this process (v2 and v1; none elsewhere than Linux).
+    return [group.room for group in group_limits(root)]
+
+
+def group_limits(root: Path = Path("/")) -> list[GroupLimit]:
+    """The control groups around this process that have a limit, innermost first (v2 and v1; none elsewhere than Linux).
 
     Of what a group uses, its page cache can be taken back, except what this process maps: its libraries, which would
     come from the disk again and again. Formats: cgroups(7), the kernel's admin-guide/cgroup-v2.rst and
     cgroup-v1/memory.rst.
     """
     mapped = _mapped_bytes(root)
-    rooms = []
+    found = []
     for folder, limit_name, kinds in _groups(root):
         try:
             limit = (folder / limit_name).read_text().strip()
@@ -39,8 +61,9 @@ def _rooms_of_groups(root: Path = Path("/")) -> list[int]:
         if limit.isdigit() and int(limit) < _NO_LIMIT:
             # version 1 counts groups within the group only in those that begin with total_
             kept = sum(used.get(f"total_{kind}", used.get(kind, 0)) for kind in kinds)
-            rooms.append(max(int(limit) - kept - mapped, 0))
-    return rooms
+            version = 2 if limit_name == "memory.max" else 1
+            found.append(GroupLimit(version, folder, int(limit), max(int(limit) - kept - mapped, 0)))
+    return found
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, str, tuple[str, ...]]]:

@@ -116,7 +116,7 @@ def blueprint(store: WeightFiles, options: StreamOptions, home: Path, devices: S
     units = find_units(model)
     experts = expert_sources(model, units, weights, store, packs)
     sources = {unit.name: source_of(without_experts(unit, experts), weights, store, packs) for unit in units}
-    placement = _place(model, sources, experts, devices, options)
+    placement = place_units(model, sources, experts, devices, options)
     if config.model_type in SCALES_IN_PLACE and not placement.is_resident:
         raise RabbitLLMError(
             f"{config.model_type} rescales its weights in place, so all of them must stay; they need "
@@ -257,13 +257,22 @@ def _attention(wanted: str, config: Any, devices: Sequence[Device], dtype: torch
     return "flash_attention_2" if supported and suits_bf16(devices[0]) and is_flash_attn_2_available() else None
 
 
-def _place(
+def place_units(
     model: nn.Module,
     sources: Mapping[str, UnitSource],
     experts: Sequence[ExpertSource],
     devices: Sequence[Device],
     options: StreamOptions,
 ) -> Placement:
+    """A place for every unit, within what is free or what the caller allows.
+
+    Args:
+        model: the skeleton.
+        sources: its units, in the order of a pass.
+        experts: those that are brought in by themselves.
+        devices: where to compute.
+        options: see `StreamOptions`.
+    """
     costs = unit_costs(model, sources, experts)
     limits = options.max_memory or {}
     budgets = [

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
 SLOTS = 2
@@ -181,6 +182,20 @@ class Placement:
     def uploaded_bytes(self) -> int:
         """What each pass copies from host memory to devices that share none, read from the disk or kept there."""
         return sum(self._uploaded(budget) for budget in self.budgets)
+
+    def plot(self, path: str | Path, title: str = "") -> None:
+        """Draw which layer lives where; see `engine.tier_picture.draw_placement`.
+
+        Args:
+            path: of the picture, .png, .svg or .pdf, which is replaced.
+            title: above it.
+
+        Raises:
+            OptionError, MissingPackageError: no such format, or matplotlib is not installed.
+        """
+        from rabbitllm.engine.tier_picture import draw_placement
+
+        draw_placement(self, path, title)
 
     def changed(self, tiers: Mapping[str, Tier]) -> Placement:
         """The same with other tiers for some units."""

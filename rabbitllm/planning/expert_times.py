@@ -76,17 +76,19 @@ class ExpertTimes:
 
     def _measured(self, work: RoutedWork) -> CallTimes:
         source = self._sources[work.name]
-        sample = Sample(self._files, max(source.nbytes, PIECE_BYTES))
+        sample = Sample(self._files, max(source.nbytes, PIECE_BYTES), whole=True)
+        prompts = self._machine.prompts
         between = self._drawn.sources[source.unit].stored_bytes
         calls = ExpertCalls(self._drawn.model, source, self._machine.device(work.device), sample, between)
         if work.tier is not Tier.ROUTED:
-            return _staying(calls, work, sample)
+            return _staying(calls, work, sample if prompts else None)
         pool = next(pool for pool in self._drawn.placement.pools if pool.device == work.device)
         own = [self._sources[p.unit] for p in self._drawn.placement.experts if p.device == work.device]
         way, is_cached = self._way(sample, own, pool.stored)
         if work.missed:
             self.from_the_disk = self.from_the_disk or not is_cached
-        prompt = calls.first(PROMPT_TOKENS, DIRECT if way == DIRECT else DROPPED, pool.slots)
+        dropping = DIRECT if way == DIRECT else DROPPED
+        prompt = calls.first(PROMPT_TOKENS, dropping, pool.slots) if prompts else None
         read = None
         if work.missed:
             if is_cached:
@@ -98,17 +100,18 @@ class ExpertTimes:
         """How the engine will read these experts, and whether they come out of the page cache."""
         if stays_cached(nbytes, cache_room(self._drawn.placement, self._machine.devices)):
             return THROUGH_THE_CACHE, True
-        past, through = sample.rate(DIRECT), sample.rate(DROPPED)
+        past = self._machine.measured(("read", DIRECT), lambda: sample.rate(DIRECT))
+        through = self._machine.measured(("read", DROPPED), lambda: sample.rate(DROPPED))
         in_blocks = all(source.in_blocks for source in own)
         if in_blocks and past is not None and (through is None or past >= through):
             return DIRECT, False
         return DROPPED, False
 
 
-def _staying(calls: ExpertCalls, work: RoutedWork, sample: Sample) -> CallTimes:
+def _staying(calls: ExpertCalls, work: RoutedWork, sample: Sample | None) -> CallTimes:
     """Of experts in mapped files, of which the first prompt touches many for the first time."""
     for_good = work.tier is Tier.RESIDENT
-    rate = sample.mapped_rate()
+    rate = sample.mapped_rate() if sample is not None else None
     prompt = None
     if rate is not None:
         prompt = calls.mapped(PROMPT_TOKENS, for_good=for_good) + work.touched_bytes(PROMPT_TOKENS) / rate

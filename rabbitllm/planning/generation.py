@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rabbitllm.engine.placement import Placement
 from rabbitllm.splitter.forecast import Forecast
 
 PROMPT_TOKENS = 16
@@ -78,6 +79,7 @@ class Generation:
         experts: those that are brought in by themselves, by device.
         found_token_seconds: a token after the first all of whose experts are where they compute; that of any token
             where there are none that come and go.
+        placement: where each unit will be.
     """
 
     compression: str | None
@@ -92,6 +94,7 @@ class Generation:
     copied_bytes: int = 0
     experts: tuple[Experts, ...] = ()
     found_token_seconds: float | None = None
+    placement: Placement | None = None
 
 
 @dataclass(frozen=True, slots=True)

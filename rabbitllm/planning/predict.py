@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rabbitllm import prepare
 from rabbitllm.engine.devices import resolve_devices
-from rabbitllm.engine.load import blueprint
+from rabbitllm.engine.load import Blueprint, blueprint
 from rabbitllm.engine.placement import Placement, Tier
 from rabbitllm.errors import RabbitLLMError
 from rabbitllm.layers.layer_file import LAYER_SUFFIX
@@ -22,7 +22,6 @@ from rabbitllm.options import StreamOptions
 from rabbitllm.planning.generation import Experts, Generation, Held
 from rabbitllm.planning.machine import Machine
 from rabbitllm.planning.planned_files import PlannedFiles
-from rabbitllm.planning.reading import something_to_read
 from rabbitllm.planning.reckoning import Reckoning
 from rabbitllm.planning.routing import RoutedWork, routed_work
 from rabbitllm.planning.survey import Survey
@@ -91,7 +90,23 @@ def predict(
     Raises:
         RabbitLLMError: what `load_model` would refuse.
     """
-    drawn = blueprint(store, machine.options, home, machine.devices)
+    return foretell(
+        compression, blueprint(store, machine.options, home, machine.devices), store.folder, machine, readable
+    )
+
+
+def foretell(
+    compression: str | None, drawn: Blueprint, folder: Path, machine: Machine, readable: Sequence[Path]
+) -> Generation:
+    """What generating takes with a model that is drawn already.
+
+    Args:
+        compression: of its files.
+        drawn: the model.
+        folder: where its layer files are, or will be.
+        machine: where it would be.
+        readable: see `predict`.
+    """
     work, routed = work_of(drawn), routed_work(drawn)
     experts = experts_of(routed)
     stays = sum(p.stored for p in drawn.placement.units if p.tier in STAYING)
@@ -102,8 +117,9 @@ def predict(
         copied_bytes=sum(unit.uploaded for unit in work if not unit.once) + sum(own.copied_bytes for own in experts),
         read_bytes=sum(unit.streamed for unit in work if not unit.once) + sum(own.read_bytes for own in experts),
         experts=experts,
+        placement=drawn.placement,
     )
-    with something_to_read(store.folder, readable, machine.min_free) as files:
+    with machine.something_to_read(folder, readable) as files:
         pace = Reckoning(drawn, work, routed, machine, files).pace()
     return dataclasses.replace(
         found,

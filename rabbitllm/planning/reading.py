@@ -43,12 +43,14 @@ class Sample:
     Args:
         files: that are there.
         unit: bytes of the largest unit that is streamed, which the engine reads at once.
+        whole: whether runs are as long as that however long it is, as those of an expert are; else at most as long as
+            one call of the system reads.
     """
 
-    def __init__(self, files: Sequence[Path], unit: int) -> None:
+    def __init__(self, files: Sequence[Path], unit: int, *, whole: bool = False) -> None:
         self._files = {str(number): path for number, path in enumerate(files)}
         sizes = {name: path.stat().st_size for name, path in self._files.items()}
-        self.spans = tuple(_pieces(sizes, max(min(unit, READ_BYTES), BLOCK)))
+        self.spans = tuple(_pieces(sizes, max(unit if whole else min(unit, READ_BYTES), BLOCK)))
         longest = max((span.end for span in self.spans), default=BLOCK)
         # as much memory in turns as the engine fills: less might stay in the processor's caches
         count = min(SLOTS * -(-unit // longest), max(APART_BYTES // longest, SLOTS))

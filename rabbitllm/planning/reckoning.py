@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, Way, stays_cached
 from rabbitllm.layers.compression import BLOCKS
 from rabbitllm.planning.expert_times import DIRECT, DROPPED, ExpertTimes
 from rabbitllm.planning.generation import PROMPT_TOKENS, Speed
-from rabbitllm.planning.machine import Machine
+from rabbitllm.planning.machine import Machine, product_key
 from rabbitllm.planning.overheads import binding_seconds, sizes_of
 from rabbitllm.planning.pace import ALONE, Step, Strain, pass_seconds
 from rabbitllm.planning.products import WorkingSet, working_set
@@ -52,7 +53,7 @@ class _Reads:
 class _Products:
     """Rates of products with so many inputs, by the form and the memory of the weights."""
 
-    def __init__(self, sets: Mapping[Memory, WorkingSet], tokens: int) -> None:
+    def __init__(self, sets: Mapping[Memory, _Set], tokens: int) -> None:
         self.tokens = tokens
         self.rates = {memory: found.rate(tokens) for memory, found in sets.items()}
 
@@ -63,6 +64,27 @@ class _Products:
             product.touched(self.tokens) / self.rates.get((product.form, not unit.streamed), commonest)
             for product in unit.products
         )
+
+
+class _Set:
+    """Matrices to measure with, which are made when something is to be measured."""
+
+    def __init__(self, machine: Machine, device: str, memory: Memory, make: Callable[[], WorkingSet]) -> None:
+        self.key = (device, *memory)
+        self._machine = machine
+        self._make = make
+        self._made: WorkingSet | None = None
+
+    def rate(self, tokens: int) -> float:
+        """Bytes of weights a second, with so many inputs at a time."""
+        return self._machine.measured(product_key(*self.key, tokens), lambda: self.matrices.rate(tokens))
+
+    @property
+    def matrices(self) -> WorkingSet:
+        """The matrices."""
+        if self._made is None:
+            self._made = self._make()
+        return self._made
 
 
 class Reckoning:
@@ -90,8 +112,7 @@ class Reckoning:
         self._machine = machine
         self._files = files
         self._streamed = drawn.placement.streamed_bytes
-        largest = max(unit.streamed for unit in work) or max(placed.stored for placed in drawn.placement.units)
-        self._sample = Sample(files, largest)
+        self._largest = max(unit.streamed for unit in work) or max(p.stored for p in drawn.placement.units)
         self._cached = stays_cached(self._streamed, cache_room(drawn.placement, machine.devices))
         self._speeds: list[Speed] = []
 
@@ -102,7 +123,6 @@ class Reckoning:
             return Pace(not self._cached, None, None, ())
         sets = {device: self._working_sets(device) for device in self._devices()}
         one = {name: _Products(found, 1) for name, found in sets.items()}
-        many = {name: _Products(found, PROMPT_TOKENS) for name, found in sets.items()}
         strain = self._strain(reads, sets, one) if reads is not None and self._streamed else ALONE
         self._note(one, reads)
         calls = ExpertTimes(self._drawn, self._routed, self._machine, self._files)
@@ -117,7 +137,8 @@ class Reckoning:
             )
 
         first, prompt = None, self._of_units(lambda routed: calls.of(routed).prompt)
-        if reads is not None and prompt is not None:
+        if reads is not None and prompt is not None and self._machine.prompts:
+            many = {name: _Products(found, PROMPT_TOKENS) for name, found in sets.items()}
             computing = pass_seconds(self._steps(many, binding, disk, self._work, prompt), strain)
             touched = sum(routed.touched_bytes(PROMPT_TOKENS) for routed in self._routed)
             first = max(computing, (self._mapped_bytes() + self._streamed + touched) / disk)
@@ -145,16 +166,26 @@ class Reckoning:
 
     # Reading
 
+    @cached_property
+    def _sample(self) -> Sample:
+        return Sample(self._files, self._largest)
+
+    def _read_rate(self, way: Way) -> float | None:
+        return self._machine.measured(("read", way), lambda: self._sample.rate(way))
+
+    def _cached_rate(self) -> float | None:
+        return self._sample.cached_rate()
+
     def _reads(self) -> _Reads | None:
-        through = self._sample.rate(DROPPED)
+        through = self._read_rate(DROPPED)
         if through is None:
             return None
         if not self._streamed:
             return _Reads(THROUGH_THE_CACHE, through, through)
         if self._cached:
-            steady = self._sample.cached_rate() or through
+            steady = self._machine.measured("read again", self._cached_rate) or through
             return _Reads(THROUGH_THE_CACHE, steady, through)
-        past = self._sample.rate(DIRECT)
+        past = self._read_rate(DIRECT)
         if past is not None and past >= through:
             return _Reads(DIRECT, past, past)
         return _Reads(DROPPED, through, through)
@@ -172,7 +203,7 @@ class Reckoning:
 
     # Computing
 
-    def _working_sets(self, device: str) -> dict[Memory, WorkingSet]:
+    def _working_sets(self, device: str) -> dict[Memory, _Set]:
         """By form and kind of memory, the one with the most bytes first; those of few bytes have none."""
         here = [unit for unit in self._work if unit.device == device]
         touched: Counter[Memory] = Counter()
@@ -186,22 +217,28 @@ class Reckoning:
         for (form, mapped), nbytes in touched.most_common():
             if nbytes >= least:
                 like = shapes((unit for unit in here if mapped is not bool(unit.streamed)), form)
-                found[form, mapped] = working_set(
-                    form, like, dtype, self._machine.device(device), stored[form, mapped], mapped=mapped
+                make = partial(
+                    working_set, form, like, dtype, self._machine.device(device), stored[form, mapped], mapped=mapped
                 )
+                found[form, mapped] = _Set(self._machine, device, (form, mapped), make)
         return found
 
-    def _strain(self, reads: _Reads, sets: dict[str, dict[Memory, WorkingSet]], alone: dict[str, _Products]) -> Strain:
+    def _strain(self, reads: _Reads, sets: dict[str, dict[Memory, _Set]], alone: dict[str, _Products]) -> Strain:
         """What reading does to the commonest products, and they to it; nothing to those on a GPU."""
         for name, found in sets.items():
             if found and self._machine.device(name).shares_host_memory:
                 memory, commonest = next(iter(found.items()))
-                with self._sample.going_on(reads.way) as beside:
-                    rate = commonest.rate(1, disturbed=True)
-                self._sample.forget()
-                slower = reads.steady / beside.rate if beside.rate else 1.0
-                return Strain(max(alone[name].rates[memory] / rate, 1.0), max(slower, 1.0))
+                undisturbed = alone[name].rates[memory]
+                key = ("strain", commonest.key, reads.way)
+                return self._machine.measured(key, partial(self._strained, reads, commonest, undisturbed))
         return ALONE
+
+    def _strained(self, reads: _Reads, commonest: _Set, alone: float) -> Strain:
+        with self._sample.going_on(reads.way) as beside:
+            rate = commonest.matrices.rate(1, disturbed=True)
+        self._sample.forget()
+        slower = reads.steady / beside.rate if beside.rate else 1.0
+        return Strain(max(alone / rate, 1.0), max(slower, 1.0))
 
     def _bindings(self) -> dict[tuple[Any, ...], float]:
         """Of each kind of unit whose parameters are bound for each pass."""

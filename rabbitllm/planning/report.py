@@ -6,12 +6,15 @@ Laid out for 80 columns. On a terminal there is colour and long lines are wrappe
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
+from rabbitllm.engine.tier_picture import draw_placement
+from rabbitllm.errors import OptionError
 from rabbitllm.planning.generation import Plan
-from rabbitllm.planning.generation_report import generation_basis, show_generations
+from rabbitllm.planning.generation_report import generation_basis, moment, show_generations
 from rabbitllm.splitter.anatomy import Anatomy, Group
 from rabbitllm.splitter.forecast import Forecast, Outlook, Rate, Route, least, missing_bytes
 from rabbitllm.splitter.plan import gib
@@ -61,6 +64,22 @@ def show(forecast: Plan, console: Console) -> None:
     for said in filter(None, (_split_basis(forecast), generation_basis(forecast))):
         console.print()
         put(console, Text(said, "dim"))
+
+
+def draw_plan(forecast: Plan, path: Path) -> None:
+    """Draw which layer will live where, at the compression of the call that is proposed, else at the one asked for.
+
+    Raises:
+        OptionError: nothing is known of generating at that compression; or as `draw_placement`.
+    """
+    chosen = forecast.choice.compression if forecast.choice is not None else forecast.compression
+    found = next((one for one in forecast.generations if one.compression == chosen), None)
+    if found is None or found.placement is None:
+        why = found.obstacle if found is not None and found.obstacle else "the model has no split at this compression"
+        raise OptionError(f"There is no placement to draw: {why}.", "Leave --plot out, or name another compression.")
+    title = f"{_title(forecast)}, {chosen or 'uncompressed'}: where its weights will live"
+    note = f"a token takes {moment(found.token_seconds)}, and the first {moment(found.first_token_seconds)}"
+    draw_placement(found.placement, path, title, note)
 
 
 def _title(forecast: Forecast) -> str:

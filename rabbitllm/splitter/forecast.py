@@ -6,6 +6,7 @@ Pure: plans, sizes of disks and measured rates come from the caller. Reads no fi
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -327,4 +328,6 @@ def _plain(value: Any) -> Any:
         return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
+    if isinstance(value, enum.Enum):
+        return value.value
     return str(value) if isinstance(value, Path) else value

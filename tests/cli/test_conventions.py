@@ -52,7 +52,7 @@ def test_the_example_of_each_command_is_one(name: str) -> None:
 
 
 def test_every_model_is_named_in_the_same_way() -> None:
-    assert set(COMMANDS) - set(WITH_A_MODEL) == {"demo", "ls"}
+    assert set(COMMANDS) - set(WITH_A_MODEL) == {"demo", "doctor", "ls"}
     for name in WITH_A_MODEL:
         assert "A repository, a folder, a file of weights, or a split directory." in help_of(name)
 

@@ -47,7 +47,7 @@ KEYS = {
 }
 GENERATION_KEYS = {
     *("compression", "obstacle", "placed", "stays_bytes", "read_bytes", "from_the_disk", "token_seconds"),
-    *("first_token_seconds", "speeds", "copied_bytes", "experts", "found_token_seconds"),
+    *("first_token_seconds", "speeds", "copied_bytes", "experts", "found_token_seconds", "placement"),
 }
 OUTLOOK_KEYS = {
     *("compression", "folder", "state", "output_bytes", "layers_above_10_gb", "finished_at", "shards_used", "shards"),
@@ -619,3 +619,16 @@ def test_markup_in_a_name_is_no_markup(tmp_path: Path) -> None:
 )
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_a_picture_of_where_layers_will_live(tmp_path: Path) -> None:
+    source = write_shards(tmp_path / "m", cut(llama_tensors(), 3))
+    wrong = CliRunner().invoke(app, ["plan", str(source), "--plot", str(tmp_path / "tiers.txt")])
+    assert isinstance(wrong.exception, OptionError)
+    bare = CliRunner().invoke(app, ["plan", str(source), "--plot", str(tmp_path / "none.png")])
+    assert isinstance(bare.exception, OptionError)  # without a config nothing is known of generating
+    assert not (tmp_path / "none.png").exists()
+    whole = build_checkpoint(tmp_path / "whole", "llama")
+    picture = tmp_path / "tiers.png"
+    run(str(whole), "--bandwidth", "1GB", "--device", "cpu", "--plot", str(picture))
+    assert picture.read_bytes().startswith(b"\x89PNG")

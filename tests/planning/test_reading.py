@@ -40,6 +40,16 @@ def test_of_a_small_file_all_is_read(tmp_path: Path) -> None:
     assert [(span.offset, span.nbytes) for span in Sample([file(tmp_path, 1000)], 1 << 30).spans] == [(0, 1000)]
 
 
+def test_runs_of_an_expert_are_as_long_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of DeepSeek-V3's is 44 MB, and was not found in runs of what one call reads."""
+    monkeypatch.setattr(reading, "READ_BYTES", 1 << 16)
+    files = [file(tmp_path, 900_000)]
+    assert {span.nbytes for span in Sample(files, 1 << 18).spans} <= {1 << 16, 900_000 % (1 << 16)}
+    whole = Sample(files, 1 << 18, whole=True)
+    assert [span.nbytes for span in whole.spans].count(1 << 18) == 3
+    assert (whole.rate(THROUGH_THE_CACHE) or 0) > 0
+
+
 @pytest.mark.parametrize("way", [THROUGH_THE_CACHE, Way(drop=True)])
 def test_rates(tmp_path: Path, way: Way) -> None:
     sample = Sample([file(tmp_path, 2_000_000)], 300_000)

@@ -1,0 +1,232 @@
+"""Which layer lives where, as a picture (PNG, SVG or PDF by the file's name), drawn by matplotlib from a placement.
+
+Above, a bar for each unit in the order of a pass, as high as it is stored, in the colour of the place where it stays;
+of experts that come and go the shares that are kept lie on it, below the share that is read when it is used. Below,
+each device and the disk with the bytes that are there. A planned placement is drawn like a model's own.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rabbitllm.durable import write_whole
+from rabbitllm.engine.placement import Placed, Placement, Tier
+from rabbitllm.profiling.picture import check_picture
+
+READY, STORED = "on the GPU, ready", "on the GPU, as stored"
+MAPPED, CODES = "in RAM", "in RAM, as stored"
+ROWS = "rows of the embedding, when used"
+LOCKED = "page-locked RAM, copied for each pass"
+DISK = "disk, read for each pass"
+EXPERTS, EXPERTS_NEAR = "experts that are kept", "experts in page-locked RAM"
+EXPERTS_AWAY = "experts on the disk, read when used"
+COLOURS: Mapping[str, str] = {
+    READY: "#E69F00",
+    STORED: "#F0E442",
+    MAPPED: "#009E73",
+    CODES: "#7FCFB3",
+    ROWS: "#999999",
+    LOCKED: "#56B4E9",
+    DISK: "#0072B2",
+    EXPERTS: "#D55E00",
+    EXPERTS_NEAR: "#CC79A7",
+    EXPERTS_AWAY: "#BFD9EC",
+}
+"""What is drawn, from the bottom of a bar up; from the palette of Okabe and Ito, which the colour-blind can tell
+apart."""
+ON_DISK = (DISK, EXPERTS_AWAY, ROWS)
+"""What has no place between two passes but its layer file."""
+_ON_GPU: Mapping[Tier, str] = {Tier.RESIDENT: READY, Tier.PACKED: STORED}
+_ON_HOST: Mapping[Tier, str] = {Tier.RESIDENT: MAPPED, Tier.PACKED: CODES}
+_ANYWHERE: Mapping[Tier, str] = {Tier.ROWS: ROWS, Tier.PINNED: LOCKED, Tier.STREAMED: DISK}
+_WIDTH = 8.5
+"""Inches: at 800 pixels a point of type is more than one pixel."""
+_AXIS, _LETTER, _GAP = 7.0, 0.085, 0.12
+"""Inches: of the axis of units, of a letter below it, and between two names there."""
+_MOST_LABELS = 14
+_SCALES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_SEEN = 0.0005
+"""Of all bytes: less is not seen, and not explained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One unit: its path, its device, and its stored bytes by the words of `COLOURS`, its experts' among them."""
+
+    unit: str
+    device: str
+    parts: Mapping[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all."""
+        return sum(self.parts.values())
+
+
+def bars(placement: Placement) -> tuple[Bar, ...]:
+    """What is drawn of each unit, in the order of a pass."""
+    hosts = {budget.device for budget in placement.budgets if budget.is_host}
+    shares = {pool.device: (pool.slots / pool.experts, pool.host_slots / pool.experts) for pool in placement.pools}
+    experts: dict[str, list[Placed]] = {}
+    units = {placed.unit for placed in placement.units}
+    for placed in placement.experts:
+        experts.setdefault(_unit_of(placed.unit, units), []).append(placed)
+    found = []
+    for placed in placement.units:
+        parts: Counter[str] = Counter({_word(placed, hosts): placed.stored})
+        for own in experts.get(placed.unit, ()):
+            kept, near = shares[own.device] if own.tier is Tier.ROUTED else (1.0, 0.0)
+            parts[EXPERTS] += round(kept * own.stored)
+            parts[EXPERTS_NEAR] += round(near * own.stored)
+            parts[EXPERTS_AWAY] += own.stored - round(kept * own.stored) - round(near * own.stored)
+        found.append(Bar(placed.unit, placed.device, {word: n for word in COLOURS if (n := parts[word])}))
+    return tuple(found)
+
+
+def _unit_of(module: str, units: set[str]) -> str:
+    """The unit that a module is in."""
+    while module not in units and "." in module:
+        module = module.rpartition(".")[0]
+    return module
+
+
+def _word(placed: Placed, hosts: set[str]) -> str:
+    own = _ON_HOST if placed.device in hosts else _ON_GPU
+    return own.get(placed.tier) or _ANYWHERE[placed.tier]
+
+
+def places(placement: Placement) -> dict[str, dict[str, int]]:
+    """Each device, page-locked memory and the disk -> what is there, in bytes by the words of `COLOURS`."""
+    found: dict[str, Counter[str]] = {budget.device: Counter() for budget in placement.budgets}
+    for bar in bars(placement):
+        for word, nbytes in bar.parts.items():
+            place = "disk" if word in ON_DISK else "page-locked" if word in (LOCKED, EXPERTS_NEAR) else bar.device
+            found.setdefault(place, Counter())[word] += nbytes
+    order = [*(budget.device for budget in placement.budgets), "page-locked", "disk"]
+    return {place: {word: n for word in COLOURS if (n := found[place][word])} for place in order if place in found}
+
+
+def draw_placement(placement: Placement, path: str | Path, title: str = "", note: str = "") -> None:
+    """Draw it.
+
+    Args:
+        placement: `model.placement`, or that of a plan (`plan(...).generations[0].placement`).
+        path: of the file, which is replaced.
+        title: first line, above the picture.
+        note: second line.
+
+    Raises:
+        OptionError: the file's name ends in no format that is drawn.
+        MissingPackageError: matplotlib is not installed.
+        OSError: the file cannot be written.
+    """
+    check_picture(path)
+    write_whole(Path(path), _drawn(placement, title, note, Path(path).suffix[1:].lower()))
+
+
+def _drawn(placement: Placement, title: str, note: str, ending: str) -> bytes:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    shown, there = bars(placement), places(placement)
+    sums = {word: sum(bar.parts.get(word, 0) for bar in shown) for word in COLOURS}
+    words = [word for word in COLOURS if sums[word] > _SEEN * sum(sums.values())]
+    rows = -(-len(words) // 2)
+    below = 0.34 * len(there) + 0.45
+    figure = Figure(figsize=(_WIDTH, 3.4 + below + 0.25 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    upper, lower = figure.subplots(2, 1, height_ratios=(3.0, below))
+    scale = next((one for one in _SCALES if sum(sums.values()) >= one[0]), _SCALES[-1])
+    _units(upper, shown, *scale)
+    _totals(lower, placement, there, *scale)
+    handles = [Patch(facecolor=COLOURS[word], edgecolor="white", label=word) for word in words]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=10)
+    figure.suptitle("\n".join(line for line in (title, note) if line), x=0.01, ha="left", fontsize=11)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=ending, dpi=150)
+    return buffer.getvalue()
+
+
+def _units(axes: Any, shown: Sequence[Bar], size: float, name: str) -> None:
+    """A bar for each unit; the devices' names above theirs."""
+    bottom = [0.0] * len(shown)
+    for word, colour in COLOURS.items():
+        heights = [bar.parts.get(word, 0) / size for bar in shown]
+        if any(heights):
+            axes.bar(range(len(shown)), heights, 0.86, bottom, color=colour, linewidth=0)
+            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    at, names = zip(*_labels(shown), strict=True)
+    axes.set_xticks(at, names, fontsize=10)
+    axes.set_xlim(-0.7, len(shown) - 0.3)
+    axes.set_ylim(0, 1.12 * max(bottom, default=0.0) or 1.0)
+    axes.tick_params(axis="y", labelsize=10)
+    axes.set_ylabel(f"{name} of each layer", fontsize=10)
+    for first, last, device in _spans(shown):
+        if first:
+            axes.axvline(first - 0.5, color="#444444", linewidth=0.8, linestyle=":")
+        axes.text((first + last) / 2, 0.99, device, transform=axes.get_xaxis_transform(), ha="center", va="top")
+    _plain(axes)
+
+
+def _spans(shown: Sequence[Bar]) -> Iterator[tuple[int, int, str]]:
+    """First and last bar of each device, in their order."""
+    first = 0
+    for at, bar in enumerate(shown):
+        if at + 1 == len(shown) or shown[at + 1].device != bar.device:
+            yield first, at, bar.device
+            first = at + 1
+
+
+def _labels(shown: Sequence[Bar]) -> list[tuple[int, str]]:
+    """Places and names: of what is no decoder layer the largest, of those some numbers, and none over another."""
+    inches = _AXIS / len(shown)
+    known = {at: bar.unit.rpartition(".")[2] for at, bar in enumerate(shown)}
+    layers = [at for at, name in known.items() if name.isdigit()]
+    others = sorted((at for at in known if at not in layers), key=lambda at: -shown[at].nbytes)
+    step = _rounded(-(-len(layers) // _MOST_LABELS))
+    found: dict[int, str] = {}
+    for at in (*others, *(at for at in layers if int(known[at]) % step == 0)):
+        beside = ((abs(at - other) * inches, len(known[at]) + len(name)) for other, name in found.items())
+        if all(distance >= letters / 2 * _LETTER + _GAP for distance, letters in beside):
+            found[at] = known[at]
+    return sorted(found.items())
+
+
+def _rounded(step: int) -> int:
+    """A step that people count in."""
+    return next((good for good in (1, 2, 5, 10, 20, 25, 50, 100) if good >= step), step)
+
+
+def _totals(axes: Any, placement: Placement, there: Mapping[str, Mapping[str, int]], size: float, name: str) -> None:
+    """A row for each place, as long as what is there; the limit of a device as a line."""
+    limits = {budget.device: budget.nbytes / size for budget in placement.budgets}
+    longest = max((sum(parts.values()) / size for parts in there.values()), default=0.0) or 1.0
+    for row, (place, parts) in enumerate(there.items()):
+        left = 0.0
+        for word, nbytes in parts.items():
+            axes.barh(row, nbytes / size, 0.66, left, color=COLOURS[word], linewidth=0)
+            left += nbytes / size
+        limit = limits.get(place)
+        said = f"{left:,.2f} {name}" + (f" of {limit:,.2f} allowed" if limit is not None else "")
+        end = left
+        if limit is not None and limit <= 1.3 * longest:
+            axes.plot([limit, limit], [row - 0.4, row + 0.4], color="#444444", linewidth=1.5)
+            end = max(left, limit)
+        axes.text(end + 0.01 * longest, row, f" {said}", va="center", fontsize=10)
+    axes.set_yticks(range(len(there)), list(there), fontsize=10)
+    axes.set_ylim(len(there) - 0.5, -0.5)
+    axes.set_xlim(0, 1.75 * longest)
+    axes.tick_params(axis="x", labelsize=10)
+    axes.set_xlabel(f"{name} as stored", fontsize=10)
+    _plain(axes)
+
+
+def _plain(axes: Any) -> None:
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)

@@ -1,0 +1,153 @@
+"""The picture of a placement: every stored byte is in it once, where the model has it, and its words are readable."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rabbitllm
+from rabbitllm.engine.devices import Device
+from rabbitllm.engine.load import load_model
+from rabbitllm.engine.placement import Budget, Placed, Placement, Pool, Tier, UnitCost, place
+from rabbitllm.engine.tier_picture import (
+    COLOURS,
+    DISK,
+    EXPERTS,
+    EXPERTS_AWAY,
+    EXPERTS_NEAR,
+    LOCKED,
+    MAPPED,
+    ROWS,
+    STORED,
+    bars,
+    draw_placement,
+    places,
+)
+from rabbitllm.errors import OptionError
+from rabbitllm.options import StreamOptions
+from tests.support.builders import build_checkpoint
+from tests.support.fake_gpu import FakeGpu
+from tests.support.quick_measuring import quick_measuring  # noqa: F401  applies by itself
+from tests.support.tiny_models import one_thread, split  # noqa: F401  one more
+
+MAGIC = {"png": b"\x89PNG\r\n\x1a\n", "svg": b"<?xml", "pdf": b"%PDF-"}
+LAYERS = 80
+
+
+def large(layers: int = LAYERS) -> Placement:
+    """Many layers, compressed, on two GPUs that hold less than half of them, with page-locked memory for some."""
+
+    def cost(name: str, nbytes: int, *, is_layer: bool = False, by_rows: bool = False) -> UnitCost:
+        return UnitCost(name, nbytes, 4 * nbytes, False, is_layer, False, by_rows)
+
+    costs = [cost("model.embed_tokens", 700_000_000, by_rows=True)]
+    costs += [cost(f"model.layers.{at}", 490_000_000, is_layer=True) for at in range(layers)]
+    costs += [cost("model.norm", 16_384), cost("lm_head", 700_000_000)]
+    budgets = [Budget("cuda:0", 12_000_000_000, False), Budget("cuda:1", 12_000_000_000, False)]
+    return place(costs, budgets, host_bytes=8_000_000_000)
+
+
+@pytest.fixture
+def words_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Draws a placement and gives all that is written in it."""
+    import matplotlib
+
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")  # text as text
+
+    def draw(placement: Placement, title: str = "a model") -> list[str]:
+        path = tmp_path / "tiers.svg"
+        draw_placement(placement, path, title, "a note")
+        return ["".join(one.itertext()).strip() for one in ElementTree.parse(path).iter() if one.tag.endswith("}text")]
+
+    return draw
+
+
+@pytest.mark.parametrize("ending", list(MAGIC))
+def test_formats(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"tiers.{ending}"
+    large(8).plot(path, "a model")
+    assert path.read_bytes().startswith(MAGIC[ending])
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+
+
+def test_another_ending_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="no name of a picture"):
+        large(8).plot(tmp_path / "tiers.txt")
+
+
+def test_many_layers_on_two_gpus(words_of: Any) -> None:
+    placement = large()
+    shown = bars(placement)
+    assert [bar.unit for bar in shown] == [placed.unit for placed in placement.units]
+    assert {word for bar in shown for word in bar.parts} == {STORED, LOCKED, DISK, ROWS}
+    words = words_of(placement, "many layers")
+    assert {"embed_tokens", "lm_head", "10", "70", "cuda:0", "cuda:1", "page-locked", "disk"} <= set(words)
+    assert {STORED, LOCKED, DISK, ROWS} <= set(words)
+    assert any(word.startswith("many layers") for word in words)
+    assert sum(word.isdigit() for word in words) < 30  # not every layer's number, which nobody could read
+    total = sum(placed.stored for placed in placement.units if placed.tier is Tier.STREAMED)
+    assert f"{(total + 700_000_000) / 1e9:,.2f} GB" in words
+
+
+@pytest.mark.parametrize("compression", [None, "4bit"])
+@pytest.mark.parametrize("room", [0, 120_000, 1 << 34])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_every_byte_of_a_model_is_drawn_where_it_is(
+    tmp_path: Path, family: str, room: int, compression: str | None
+) -> None:
+    folder = split(build_checkpoint(tmp_path / "m", family, dtype=torch.bfloat16), compression)
+    options = StreamOptions(device="cpu", max_memory={"cpu": room}, show_progress=False)
+    check(load_model(folder, options).placement)
+
+
+@pytest.mark.parametrize("host", [0, 300_000, 1 << 30])
+def test_experts_on_gpus_and_beside_them(tmp_path: Path, host: int, words_of: Any) -> None:
+    small = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+    folder = split(build_checkpoint(tmp_path / "m", "qwen3_moe", dtype=torch.bfloat16, **small), None)
+    gpus: Sequence[Device] = [FakeGpu(0), FakeGpu(1)]
+    limits = {**{gpu.name: 260_000 for gpu in gpus}, "cpu": host}
+    placement = load_model(folder, StreamOptions(max_memory=limits, show_progress=False), devices=gpus).placement
+    check(placement)
+    there = places(placement)
+    assert EXPERTS in there["fake:0"]
+    assert (EXPERTS_NEAR in there.get("page-locked", {})) == bool(host and placement.pools[0].host_slots)
+    assert (EXPERTS_AWAY in there.get("disk", {})) == (host < 1 << 30)
+    assert "fake:1" in words_of(placement)
+
+
+def check(placement: Placement) -> None:
+    """Sums by tier, device and unit, beside those that the placement itself gives."""
+    shown = bars(placement)
+    stored = sum(placed.stored for placed in (*placement.units, *placement.experts))
+    assert sum(bar.nbytes for bar in shown) == stored
+    assert sum(sum(parts.values()) for parts in places(placement).values()) == stored
+    assert sum(bar.parts.get(DISK, 0) for bar in shown) == placement.streamed_bytes
+    kept = sum(pool.slots * (pool.stored / pool.experts) for pool in placement.pools)
+    stays = sum(placed.stored for placed in placement.experts if placed.tier is not Tier.ROUTED)
+    assert sum(bar.parts.get(EXPERTS, 0) for bar in shown) == pytest.approx(kept + stays, abs=len(shown))
+    assert {word for bar in shown for word in bar.parts} <= set(COLOURS)
+
+
+def test_a_plan_is_drawn_as_the_model_that_comes_of_it(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "m", "llama", shards=2)
+    limits: Any = {"device": "cpu", "max_memory": {"cpu": 150_000}}
+    plan = rabbitllm.plan(folder, compression="4bit", bandwidth="1GB", **limits)
+    planned = next(found.placement for found in plan.generations if found.compression == "4bit")
+    model = rabbitllm.AutoModel.from_pretrained(folder, compression="4bit", show_layer_progress=False, **limits)
+    assert planned is not None
+    assert bars(planned) == bars(model.placement)
+
+
+def test_shares_of_experts_that_are_kept() -> None:
+    units = (Placed("model.layers.0", "cuda:0", Tier.RESIDENT, 10),)
+    experts = (Placed("model.layers.0.mlp.experts", "cuda:0", Tier.ROUTED, 1000),)
+    pools = (Pool("cuda:0", 2, 3, 1, 100, 10, 1000),)
+    (bar,) = bars(Placement(units, (Budget("cuda:0", 999, False),), experts, pools))
+    assert (bar.parts[EXPERTS], bar.parts[EXPERTS_NEAR], bar.parts[EXPERTS_AWAY]) == (200, 300, 500)
+    (bar,) = bars(Placement((Placed("model.layers.0", "cpu", Tier.RESIDENT, 10),), (Budget("cpu", 9, True),)))
+    assert bar.parts == {MAPPED: 10}
