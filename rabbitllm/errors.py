@@ -5,6 +5,8 @@
     │   └── DeviceError                        a device this machine does not have
     ├── ReadOnlyWeightError (RuntimeError)     a weight that is not in memory was to be written to
     ├── MissingPackageError (ImportError)      an optional dependency is not installed
+    ├── ChatError                              a conversation cannot go on like this
+    │   └── ChatFileError                      a file that is no saved conversation, or cannot be written
     ├── CheckpointError                        the source is not what it claims to be
     │   ├── CheckpointNotFoundError (FileNotFoundError)
     │   ├── UnsafePathError                    a name that points outside its folder
@@ -62,6 +64,14 @@ class ReadOnlyWeightError(RabbitLLMError, RuntimeError):
 
 class MissingPackageError(RabbitLLMError, ImportError):
     """A package that only some features need is not installed."""
+
+
+class ChatError(RabbitLLMError):
+    """A conversation cannot go on like this: the context is full, or the chat template refuses it."""
+
+
+class ChatFileError(ChatError):
+    """A file is no saved conversation, or none can be written there."""
 
 
 class CheckpointError(RabbitLLMError):

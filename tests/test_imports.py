@@ -53,6 +53,7 @@ FLOORS = (
     ("library", "rabbitllm_1_names"),
     ("pull",),
     ("demo", "bench", "ask", "doctor"),
+    ("chat",),
     ("cli",),
     ("__main__",),
 )

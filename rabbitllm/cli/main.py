@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 from rabbitllm.cli import exit_codes
 from rabbitllm.cli.bench import bench_command
+from rabbitllm.cli.chat import chat_command
 from rabbitllm.cli.convert import convert_command
 from rabbitllm.cli.demo import demo
 from rabbitllm.cli.doctor import doctor_command
@@ -63,6 +64,7 @@ app.command(name="doctor", rich_help_panel=USE)(doctor_command)
 app.command(name="plan", rich_help_panel=USE)(plan_command)
 app.command(name="pull", rich_help_panel=USE)(pull_command)
 app.command(name="run", rich_help_panel=USE)(run_command)
+app.command(name="chat", rich_help_panel=USE)(chat_command)
 app.command(name="ls", rich_help_panel=KEEP)(ls_command)
 app.command(name="show", rich_help_panel=KEEP)(show_command)
 app.command(name="verify", rich_help_panel=KEEP)(verify_command)

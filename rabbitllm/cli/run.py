@@ -103,7 +103,7 @@ def run_command(
     errors = Console(stderr=True, highlight=False)
     start = time.perf_counter()
     with contextlib.redirect_stdout(sys.stderr):  # what is printed while loading is no part of the answer
-        loaded = _loaded(wish, no_split, verbose, errors)
+        loaded = loaded_model(wish, no_split, verbose, errors)
     load_seconds = time.perf_counter() - start
     ids = prompt_ids(loaded.tokenizer, text, system, raw=raw)
     most = most_new_tokens(loaded, ids.shape[-1], max_new_tokens)
@@ -122,7 +122,7 @@ def run_command(
         raise typer.Exit(exit_codes.INTERRUPTED)
 
 
-def _loaded(wish: Any, no_split: bool, verbose: bool, errors: Any) -> Any:
+def loaded_model(wish: Any, no_split: bool, verbose: bool, errors: Any) -> Any:
     """The model: split first if need be, with its progress; then loaded."""
     from rabbitllm.auto_model import AutoModel
     from rabbitllm.pull.make import pull

@@ -1,0 +1,180 @@
+"""Conversations as files: JSON that people can read, written whole or not at all, and checked before it is believed.
+
+    {
+     "format": "rabbitllm chat",
+     "version": 1,
+     "model": "organisation/name",
+     "messages": [
+      {"role": "system", "content": "Answer briefly."},
+      {"role": "user", "content": "What is a rabbit?"},
+      {"role": "assistant", "content": "A small", "stopped": true}
+     ]
+    }
+
+`messages` begins with a system prompt or not; then user and assistant take turns, and an assistant has the last word.
+`stopped` is left out where an answer came to its end. Other keys are ignored. Knows no models and no terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rabbitllm import durable
+from rabbitllm.chat.conversation import ASSISTANT, SYSTEM, USER, Conversation, Exchange
+from rabbitllm.errors import ChatFileError
+from rabbitllm.formats.json_text import decode_json
+from rabbitllm.terminal import harmless
+
+FORMAT = "rabbitllm chat"
+VERSION = 1
+MAX_BYTES = 32 << 20
+"""Of a file; a conversation that fills a context of a million tokens has about 5 MB."""
+_SOUND = "Name a file that /save wrote; nothing was changed."
+
+
+@dataclass(frozen=True, slots=True)
+class SavedChat:
+    """What a file holds.
+
+    Attributes:
+        model: whom the conversation was with, as the user named it.
+        conversation: what was said.
+    """
+
+    model: str
+    conversation: Conversation
+
+
+def encode(saved: SavedChat) -> bytes:
+    """The text of a file, UTF-8."""
+    conversation = saved.conversation
+    messages: list[dict[str, Any]] = []
+    if conversation.system is not None:
+        messages.append({"role": SYSTEM, "content": conversation.system})
+    for exchange in conversation.exchanges:
+        messages.append({"role": USER, "content": exchange.question})
+        messages.append({"role": ASSISTANT, "content": exchange.answer})
+        if exchange.stopped:
+            messages[-1]["stopped"] = True
+    table = {"format": FORMAT, "version": VERSION, "model": saved.model, "messages": messages}
+    return (json.dumps(table, indent=1, ensure_ascii=False) + "\n").encode("utf-8")
+
+
+def decode(raw: bytes, name: str) -> SavedChat:
+    """What the bytes of a file say.
+
+    Args:
+        raw: all of them.
+        name: of the file, for messages.
+
+    Raises:
+        ChatFileError: they are no conversation; says what was found and where.
+    """
+    try:
+        table = decode_json(raw)
+    except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are such
+        raise ChatFileError(f"{name} is not valid JSON: {harmless(str(error))}.", _SOUND) from None
+    if not isinstance(table, dict) or table.get("format") != FORMAT:
+        raise ChatFileError(f'{name} is no saved conversation: it lacks "format": "{FORMAT}".', _SOUND)
+    if type(table.get("version")) is not int or table["version"] < 1:
+        raise ChatFileError(f"{name} has no version; expected a number from 1 on.", _SOUND)
+    if table["version"] > VERSION:
+        raise ChatFileError(
+            f"{name} has version {table['version']}; this RabbitLLM reads up to {VERSION}.",
+            "Load it with a newer RabbitLLM; nothing was changed.",
+        )
+    model = table.get("model", "")
+    if not isinstance(model, str):
+        raise ChatFileError(f"{name} names its model by a {type(model).__name__}; expected text.", _SOUND)
+    return SavedChat(model, _conversation(table.get("messages"), name))
+
+
+def _conversation(messages: Any, name: str) -> Conversation:
+    if not isinstance(messages, list):
+        raise ChatFileError(f'{name} has no list of "messages".', _SOUND)
+    checked = [_message(message, f"message {number} of {name}") for number, message in enumerate(messages, 1)]
+    has_system = bool(checked) and checked[0][0] == SYSTEM
+    talk = checked[1:] if has_system else checked
+    for at, (role, _, _) in enumerate(talk):
+        if role != (wanted := (USER, ASSISTANT)[at % 2]):
+            raise ChatFileError(
+                f"Message {at + 1 + has_system} of {name} is of the {role}; expected the {wanted}'s.", _SOUND
+            )
+    if len(talk) % 2:
+        raise ChatFileError(f"{name} ends with a question; expected an answer to it.", _SOUND)
+    exchanges = tuple(
+        Exchange(question, answer, stopped)
+        for (_, question, _), (_, answer, stopped) in zip(talk[::2], talk[1::2], strict=True)
+    )
+    return Conversation(None, exchanges).with_system(checked[0][1] if has_system else None)
+
+
+def _message(message: Any, where: str) -> tuple[str, str, bool]:
+    """Role, content, and whether it was stopped."""
+    if not isinstance(message, dict):
+        raise ChatFileError(f"In place of {where} is a {type(message).__name__}; expected an object.", _SOUND)
+    role, content, stopped = message.get("role"), message.get("content"), message.get("stopped", False)
+    if role not in (SYSTEM, USER, ASSISTANT):
+        raise ChatFileError(f"The role in {where} is {harmless(repr(role), 40)}; expected user or assistant.", _SOUND)
+    if not isinstance(content, str):
+        raise ChatFileError(f"The content in {where} is a {type(content).__name__}; expected text.", _SOUND)
+    if not isinstance(stopped, bool):
+        raise ChatFileError(f'"stopped" in {where} is a {type(stopped).__name__}; expected true or false.', _SOUND)
+    try:
+        content.encode("utf-8")
+    except UnicodeEncodeError:  # "\ud800" is JSON, and no text that a tokenizer takes
+        raise ChatFileError(f"The content in {where} has half a character (a lone surrogate).", _SOUND) from None
+    return role, content, stopped
+
+
+def read(path: Path) -> SavedChat:
+    """The conversation in a file.
+
+    Raises:
+        ChatFileError: there is none.
+    """
+    shown = harmless(str(path))
+    try:
+        # without waiting: a pipe would be waited for until somebody writes into it
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except OSError as error:
+        raise ChatFileError(f"{shown} cannot be read: {error.strerror}.", "Name a file that /save wrote.") from None
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise ChatFileError(f"{shown} is no regular file; expected one that /save wrote.", _SOUND)
+        if found.st_size > MAX_BYTES:
+            raise ChatFileError(f"{shown} has {found.st_size:,} bytes; at most {MAX_BYTES:,} are read.", _SOUND)
+        with open(descriptor, "rb", closefd=False) as file:
+            raw = file.read(MAX_BYTES)
+    finally:
+        os.close(descriptor)
+    return decode(raw, shown)
+
+
+def write(path: Path, saved: SavedChat) -> None:
+    """Write a conversation; a file of that name is replaced if it holds one too, and only when the new one is whole.
+
+    Raises:
+        ChatFileError: the file there is something else, or nothing can be written there.
+    """
+    shown = harmless(str(path))
+    if path.exists() or path.is_symlink():
+        try:
+            read(path)
+        except ChatFileError:
+            raise ChatFileError(
+                f"{shown} is there already and is no saved conversation; it was left as it is.",
+                "Choose another name for the file.",
+            ) from None
+    try:
+        durable.write_whole(path, encode(saved))
+    except OSError as error:
+        raise ChatFileError(
+            f"{shown} cannot be written: {error.strerror or error}.", "Choose another folder or name for the file."
+        ) from None

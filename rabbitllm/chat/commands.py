@@ -1,0 +1,64 @@
+"""What a line means: a command, or something to say to the model. Carries out nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rabbitllm.errors import ChatError
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "/system": ("[TEXT]", "set the system prompt; without a text show it, with - remove it"),
+    "/save": ("FILE", "write the conversation as JSON"),
+    "/load": ("FILE", "go on with a saved conversation instead of this one"),
+    "/drop": ("[N]", "forget the oldest exchange, or the N oldest"),
+    "/reset": ("", "forget everything but the system prompt"),
+    "/stats": ("", "tokens, times, passes and bytes, of the last answer and of all"),
+    "/help": ("", "this list"),
+    "/exit": ("", "leave; Ctrl-D does it too"),
+}
+"""Command -> its argument, in brackets if it may be left out, and what it does."""
+QUOTES = '"""'
+"""What several lines begin and end with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command with its argument; an empty one if there is none."""
+
+    name: str
+    argument: str
+
+
+def command_of(line: str) -> Command | None:
+    """The command that a line is; None if it is for the model.
+
+    Raises:
+        ChatError: no such command, or it lacks its argument, or has one that it does not take.
+    """
+    if not line.startswith("/"):
+        return None
+    name, _, rest = line.partition(" ")
+    argument = rest.strip()
+    if name not in COMMANDS:
+        raise ChatError(
+            f"There is no command {name[:40]!r}.", "/help lists them; a message may begin with a space, then a slash."
+        )
+    takes = COMMANDS[name][0]
+    if argument and not takes:
+        raise ChatError(f"{name} takes nothing more.", f"Type {name} alone.")
+    if not argument and takes and not takes.startswith("["):
+        raise ChatError(f"{name} needs the name of a file.", f"For example {name} talk.json.")
+    return Command(name, argument)
+
+
+def count_of(argument: str) -> int:
+    """The number that /drop was given; 1 by default.
+
+    Raises:
+        ChatError: it is none, or below 1.
+    """
+    if not argument:
+        return 1
+    if not (argument.isascii() and argument.isdigit()) or int(argument[:9]) < 1:
+        raise ChatError(f"/drop takes a number of exchanges, not {argument[:40]!r}.", "For example /drop 3.")
+    return int(argument[:9])

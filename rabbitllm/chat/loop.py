@@ -1,0 +1,300 @@
+"""The conversation at a terminal, or over a pipe: reads lines, shows answers as they come, carries out commands.
+
+On a terminal there is a prompt, and Ctrl-C stops an answer. Over a pipe each line is a message, answers alone go to
+stdout, and everything else to stderr. Decides nothing of what is computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from rabbitllm.chat import chat_file
+from rabbitllm.chat.chat_file import SavedChat
+from rabbitllm.chat.commands import COMMANDS, QUOTES, Command, command_of, count_of
+from rabbitllm.chat.conversation import Conversation, Exchange
+from rabbitllm.chat.reading import read_message
+from rabbitllm.chat.report import CacheState, Totals, show_stats
+from rabbitllm.chat.session import BY_THE_CONTEXT, BY_THE_LIMIT, BY_THE_USER, Answer, Session
+from rabbitllm.errors import RabbitLLMError
+from rabbitllm.terminal import counted, harmless, put_fact
+
+PATIENCE = 0.4
+"""Seconds until it is shown what an answer waits for."""
+HOW_TO_LEAVE = "/exit or Ctrl-D leaves"
+_FIRST_LINE = f"/help lists the commands, {QUOTES} begins several lines, Ctrl-C stops an answer, Ctrl-D leaves"
+_LINES = frozenset("\n\t")
+
+
+@dataclass(frozen=True, slots=True)
+class Surface:
+    """Where a conversation takes place.
+
+    Attributes:
+        read_line: a prompt -> a line without its end; raises EOFError after the last.
+        answers: what answers are written to.
+        notes: for everything else.
+        interactive: whether somebody sits there.
+    """
+
+    read_line: Callable[[str], str]
+    answers: Any
+    notes: Console
+    interactive: bool
+
+
+def standard_surface() -> Surface:
+    """This process's stdin and stdout."""
+    interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    if interactive:
+        with contextlib.suppress(ImportError):  # gives `input` a history and editing, where there is one
+            import readline  # noqa: F401
+    else:
+        _tolerate_any_bytes(sys.stdin)
+    return Surface(
+        lambda prompt: input(prompt if interactive else ""),
+        sys.stdout,
+        Console(highlight=False, stderr=not interactive),
+        interactive,
+    )
+
+
+def _tolerate_any_bytes(stream: Any) -> None:
+    with contextlib.suppress(AttributeError, ValueError):  # a stream that is no text file
+        stream.reconfigure(errors="replace")
+
+
+class Chat:
+    """A conversation under way.
+
+    Args:
+        session: what answers.
+        surface: where to talk.
+        model: its name, for files and the first line.
+        conversation: what was said before.
+    """
+
+    def __init__(self, session: Session, surface: Surface, model: str, conversation: Conversation) -> None:
+        self._session = session
+        self._surface = surface
+        self._model = model
+        self._last: Answer | None = None
+        self._totals = Totals()
+        self._failed = False
+        self.conversation = conversation
+
+    def run(self, in_place: dict[str, int] | None = None) -> bool:
+        """Talk until the other side leaves; whether everything that was asked for was done.
+
+        Args:
+            in_place: for /stats; see `show_stats`.
+        """
+        self._in_place = in_place or {}
+        if self._surface.interactive:
+            self._note(_FIRST_LINE)
+        for remark in self._session.remarks:
+            self._note(remark)
+        while True:
+            try:
+                message = read_message(self._surface.read_line)
+            except EOFError:
+                if self._surface.interactive:
+                    self._put("\n")
+                break
+            except KeyboardInterrupt:
+                if not self._surface.interactive:
+                    raise
+                self._put("\n")
+                self._note(HOW_TO_LEAVE)
+                continue
+            try:
+                if not self._take(message):
+                    break
+            except RabbitLLMError as error:
+                self._refuse(str(error))
+            except BrokenPipeError:  # nobody reads any more
+                raise
+            except (OSError, RuntimeError, MemoryError) as error:  # torch's own want of memory among them
+                self._session.forget()
+                self._refuse(
+                    f"{type(error).__name__}: {harmless(str(error), 500)}\n  What to do: /save keeps what was said."
+                )
+        return not self._failed
+
+    def _take(self, message: str) -> bool:
+        """Do what a message asks for; whether to go on."""
+        if not message.strip():
+            return True
+        command = command_of(message) if "\n" not in message else None
+        if command is None:
+            self._ask(message.strip())
+            return True
+        if command.name == "/exit":
+            return False
+        self._carry_out(command)
+        return True
+
+    def _ask(self, question: str) -> None:
+        question = question.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+        with _interruptible() as stopped, self._waiting() as (at_unit, begin):
+            came = False
+
+            def write(text: str) -> None:
+                nonlocal came
+                text = text if came else text.lstrip()
+                if text:
+                    came = True
+                    begin()
+                    self._put(shown(text))
+
+            answer = self._session.answer(self.conversation.messages(question), write, stopped=stopped, at_unit=at_unit)
+        self._put("\n" if answer.text or not self._surface.interactive else "")
+        self._last, self._totals = answer, self._totals.plus(answer)
+        if answer.ended == BY_THE_USER and not answer.text:
+            self._note("stopped before anything came; the question was taken back")
+            return
+        stopped_early = answer.ended == BY_THE_USER
+        self.conversation = self.conversation.with_exchange(Exchange(question, answer.text, stopped_early))
+        if stopped_early:
+            self._note("stopped; what came so far stays in the conversation")
+        elif answer.ended == BY_THE_CONTEXT:
+            self._note(
+                f"the context of {self._session.context:,} tokens is full: /drop forgets the oldest exchange, "
+                "/reset all of them"
+            )
+        elif answer.ended == BY_THE_LIMIT:
+            self._note(f"ended after {counted(answer.tokens, 'token')}; --max-new-tokens sets that limit")
+        elif not answer.text:
+            self._note("the model ended its answer at once")
+        if self._surface.interactive:
+            self._put("\n")
+
+    def _carry_out(self, command: Command) -> None:
+        match command.name:
+            case "/help":
+                self._help()
+            case "/stats":
+                session = self._session
+                state = CacheState(
+                    session.kept is not None, session.cached_tokens, session.cache_bytes, session.context
+                )
+                show_stats(self._surface.notes, self._last, self._totals, state, self._in_place)
+            case "/reset":
+                self.conversation = self.conversation.emptied()
+                self._session.forget()
+                self._note("forgotten, but for the system prompt" if self.conversation.system else "forgotten")
+            case "/drop":
+                had = len(self.conversation.exchanges)
+                self.conversation = self.conversation.without_oldest(count_of(command.argument))
+                left = len(self.conversation.exchanges)
+                self._note(f"forgot {counted(had - left, 'exchange')}; {left:,} left")
+            case "/system":
+                self._system(command.argument)
+            case "/save":
+                path = _path(command.argument)
+                chat_file.write(path, SavedChat(self._model, self.conversation))
+                self._note(f"wrote {counted(len(self.conversation.exchanges), 'exchange')} to {harmless(str(path))}")
+            case "/load":
+                self._load(_path(command.argument))
+
+    def _help(self) -> None:
+        for name, (argument, does) in COMMANDS.items():
+            put_fact(self._surface.notes, f"{name} {argument.strip('[]')}", does)
+        put_fact(self._surface.notes, QUOTES, f"begins a message of several lines, which ends with {QUOTES}")
+        put_fact(self._surface.notes, "Ctrl-C", "stops an answer; what came of it stays")
+
+    def _system(self, text: str) -> None:
+        if text:
+            self.conversation = self.conversation.with_system(None if text == "-" else text)
+            self._note("the system prompt is removed" if text == "-" else "the system prompt is set")
+        else:
+            self._note(harmless(self.conversation.system or "", 2000) or "there is no system prompt")
+
+    def _load(self, path: Path) -> None:
+        saved = chat_file.read(path)
+        self.conversation = saved.conversation
+        count = counted(len(saved.conversation.exchanges), "exchange")
+        other = f" with {harmless(saved.model)}" if saved.model != self._model else ""
+        self._note(f"loaded {count}{other} from {harmless(str(path))}")
+
+    def _put(self, text: str) -> None:
+        out = self._surface.answers
+        encoding = getattr(out, "encoding", None) or "utf-8"
+        out.write(text.encode(encoding, "replace").decode(encoding))
+        out.flush()
+
+    def _note(self, text: str) -> None:
+        notes = self._surface.notes
+        notes.print(Text(text, "dim"), soft_wrap=not notes.is_terminal)
+
+    def _refuse(self, text: str) -> None:
+        self._failed = True
+        self._surface.notes.print(Text(f"error: {text}", "red"), soft_wrap=not self._surface.notes.is_terminal)
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[tuple[Callable[[int, int], None], Callable[[], None]]]:
+        """What to call at each unit of the first pass, and when text comes: shows how far the pass is."""
+        status = self._surface.notes.status("")
+        began = time.monotonic()
+        showing = False
+
+        def at_unit(done: int, units: int) -> None:
+            nonlocal showing
+            if self._surface.interactive and time.monotonic() - began > PATIENCE:
+                status.update(f"[dim]reading the question: {done} of {units} layers[/]")
+                if not showing:
+                    showing = True
+                    status.start()
+
+        def begin() -> None:
+            nonlocal showing
+            if showing:
+                showing = False
+                status.stop()
+
+        try:
+            yield at_unit, begin
+        finally:
+            begin()
+
+
+def shown(text: str) -> str:
+    """Text of a model for a terminal: lines and tabs stay, whatever else a terminal might act upon is an escape."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in _LINES else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def _path(argument: str) -> Path:
+    return Path(argument.strip("\"'")).expanduser()
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed since; the second time it interrupts at once. Only in the main thread."""
+    pressed = False
+
+    def on_interrupt(number: int, frame: Any) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: pressed
+        return
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,90 @@
+"""`rabbitllm chat`: a conversation at the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Annotated
+
+import typer
+
+from rabbitllm.cli import exit_codes
+from rabbitllm.cli.arguments import (
+    DeviceOption,
+    FolderOption,
+    MemoryOption,
+    ModelArgument,
+    compression_of,
+    limits_of,
+)
+
+
+def chat_command(
+    model: ModelArgument,
+    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="Of an answer at most; by default until the model ends it.", min=1)
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="Choose by chance; 0, the default, does not.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="By chance, among tokens of so much probability.")] = None,
+    seed: Annotated[int | None, typer.Option(help="For the same answers to the same messages.")] = None,
+    compression: Annotated[
+        str | None, typer.Option(help="none, 4bit or 8bit; by default that of a split that is here, else none.")
+    ] = None,
+    device: DeviceOption = None,
+    max_memory: MemoryOption = None,
+    folder: FolderOption = None,
+    max_disk: Annotated[str | None, typer.Option(help="What a split may occupy, e.g. 57GiB.")] = None,
+    sequential: Annotated[
+        bool, typer.Option("--sequential", help="In a split, delete each shard when it is used up.")
+    ] = False,
+) -> None:
+    """Talk with a model; answers come as they are made, and a further one computes only what is new.
+
+    A model that is not split yet is split first, as pull does it. Over a pipe each line is a message, and stdout has
+    the answers alone. /help in the conversation lists its commands. Ctrl-C stops an answer, Ctrl-D leaves.
+
+    Example: rabbitllm chat Qwen/Qwen2.5-7B-Instruct --compression 4bit --system "Answer in one sentence."
+    """
+    from huggingface_hub.utils import disable_progress_bars
+    from rich.console import Console
+
+    from rabbitllm.ask.answer import Sampling
+    from rabbitllm.checkpoints.hub import HubAccess
+    from rabbitllm.cli.run import loaded_model
+    from rabbitllm.library.find import compression_here
+    from rabbitllm.options import expand
+    from rabbitllm.pull.make import Wish
+
+    sampling = Sampling(temperature, top_p, seed)
+    disable_progress_bars()  # shards have a bar of ours, and what else is fetched is small
+    place = expand(folder) if folder is not None else None
+    wish = Wish(
+        name=model,
+        compression=compression_here(model, place) if compression is None else compression_of(compression),
+        folder=place,
+        sequential=sequential,
+        access=HubAccess(None),
+        max_disk=max_disk,
+        device=device,
+        max_memory=limits_of(max_memory),
+    )
+    with contextlib.redirect_stdout(sys.stderr):  # what is printed while loading is no answer
+        loaded = loaded_model(wish, False, False, Console(stderr=True, highlight=False))
+    loaded.profiler.enabled = True  # only now: a split has no profile to show, and what stays no clock at each layer
+
+    from transformers import logging
+
+    from rabbitllm.chat.conversation import Conversation
+    from rabbitllm.chat.loop import Chat, standard_surface
+    from rabbitllm.chat.session import Choices, Session
+
+    logging.set_verbosity_error()  # which of its kernels a model lacks is nothing to read amid an answer
+    chat = Chat(
+        Session(loaded, Choices(max_new_tokens, sampling)),
+        standard_surface(),
+        model,
+        Conversation().with_system(system),
+    )
+    if not chat.run(dict(loaded.profiler.in_place)):
+        raise typer.Exit(exit_codes.ERROR)

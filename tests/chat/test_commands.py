@@ -1,0 +1,76 @@
+"""What lines mean: commands, messages, messages of several lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from rabbitllm.chat.commands import COMMANDS, Command, command_of, count_of
+from rabbitllm.chat.reading import read_message
+from rabbitllm.errors import ChatError
+
+
+def test_a_command_and_its_argument() -> None:
+    assert command_of("/save  my talk.json ") == Command("/save", "my talk.json")
+    assert command_of("/stats") == Command("/stats", "")
+    assert command_of("hello /stats") is None
+    assert command_of(" /stats") is None
+    for name, (argument, _) in COMMANDS.items():
+        assert command_of(f"{name} x" if argument else name) is not None
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/sav x", "There is no command '/sav'"),
+        ("/", "There is no command '/'"),
+        ("/save", "needs the name of a file"),
+        ("/load  ", "needs the name of a file"),
+        ("/reset all", "takes nothing more"),
+    ],
+)
+def test_what_is_no_command_is_said(line: str, message: str) -> None:
+    with pytest.raises(ChatError, match=message):
+        command_of(line)
+
+
+def test_numbers_to_drop() -> None:
+    assert [count_of(""), count_of("1"), count_of("12")] == [1, 1, 12]
+    for wrong in ("0", "-1", "two", "²", "1.5"):
+        with pytest.raises(ChatError, match="takes a number of exchanges"):
+            count_of(wrong)
+
+
+def reader(*lines: str) -> Callable[[str], str]:
+    """Lines one after the other, then the end."""
+    left = list(lines)
+
+    def read(prompt: str) -> str:
+        if not left:
+            raise EOFError
+        return left.pop(0)
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["hello "], "hello"),
+        (["", "later"], ""),
+        (['"""one', "", '  two"""'], "one\n\n  two"),
+        (['"""', "one", '"""', "next"], "one"),
+        (['"""all in one"""'], "all in one"),
+        (['"""one', "the end is missing"], "one\nthe end is missing"),
+        (['say """hello"""'], 'say """hello"""'),
+        (['""""""'], ""),
+    ],
+)
+def test_messages_of_one_line_and_of_several(lines: list[str], message: str) -> None:
+    assert read_message(reader(*lines)) == message
+
+
+def test_no_line_is_the_end() -> None:
+    with pytest.raises(EOFError):
+        read_message(reader())

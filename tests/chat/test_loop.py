@@ -1,0 +1,169 @@
+"""The conversation itself: what is said, written, refused and forgotten; with a model that says what it is told to."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from rabbitllm.chat.chat_file import SavedChat, read
+from rabbitllm.chat.conversation import Conversation, Exchange
+from rabbitllm.chat.loop import Chat, Surface, shown
+from rabbitllm.chat.session import Choices, Session
+from tests.chat.talkers import parrot_folder, talker
+from tests.support.tiny_models import ALL, one_thread  # noqa: F401  a fixture that applies by itself
+
+SAYS = {" ": "Y", "Y": "o", "o": "<eos>"}
+GREEDY = Choices()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made = talker(parrot_folder(tmp_path_factory.mktemp("talk") / "model", SAYS), ALL)
+    made.generation_config.suppress_tokens = None
+    return made
+
+
+class Talk:
+    """A conversation over given lines: what was said by whom, and whether all went well."""
+
+    def __init__(self, model: Any, *lines: str, choices: Choices = GREEDY, system: str | None = None):
+        left: Iterator[str] = iter(lines)
+
+        def read_line(prompt: str) -> str:
+            try:
+                return next(left)
+            except StopIteration:
+                raise EOFError from None
+
+        answers, notes = io.StringIO(), io.StringIO()
+        surface = Surface(read_line, answers, Console(file=notes, width=100), interactive=False)
+        self.session = Session(model, choices)
+        chat = Chat(self.session, surface, "a/model", Conversation(system))
+        self.well = chat.run({"cpu resident": 5 << 20})
+        self.conversation = chat.conversation
+        self.answers, self.notes = answers.getvalue(), notes.getvalue()
+
+
+def test_answers_and_nothing_else_are_written(model: Any) -> None:
+    talk = Talk(model, "Hello?", "", "   ", '"""And', 'you?"""')
+    assert (talk.answers, talk.notes, talk.well) == ("Yo\nYo\n", "", True)
+    assert talk.conversation.exchanges == (Exchange("Hello?", "Yo"), Exchange("And\nyou?", "Yo"))
+
+
+def test_exit_leaves(model: Any) -> None:
+    assert Talk(model, "/exit", "Hello?").answers == ""
+
+
+def test_help_lists_every_command(model: Any) -> None:
+    notes = Talk(model, "/help").notes
+    for name in ("/system TEXT", "/save FILE", "/load FILE", "/drop N", "/reset", "/stats", "/exit", '"""', "Ctrl-C"):
+        assert f"\n{name} " in "\n" + notes
+
+
+def test_saving_and_loading(model: Any, tmp_path: Path) -> None:
+    file = tmp_path / "my talk.json"
+    talk = Talk(model, "Hello?", f"/save {file}", f'/save "{file}"', system="Be brief.")
+    assert talk.well
+    assert f"wrote 1 exchange to {file}" in talk.notes
+    assert read(file) == SavedChat("a/model", talk.conversation)
+    later = Talk(model, "Before?", f"/load {file}", "And?")
+    assert "loaded 1 exchange from" in later.notes
+    assert later.conversation == talk.conversation.with_exchange(Exchange("And?", "Yo"))
+    file.write_text(file.read_text().replace("a/model", "another/one"))
+    assert "loaded 1 exchange with another/one from" in Talk(model, f"/load {file}").notes
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"format": "rabbitllm chat", "version": 1}', "\x1b[31m"])
+def test_a_damaged_file_changes_nothing(model: Any, tmp_path: Path, text: str) -> None:
+    (tmp_path / "talk.json").write_text(text)
+    talk = Talk(model, "Hello?", f"/load {tmp_path}/talk.json", "And?", system="Be brief.")
+    assert not talk.well
+    assert "error: " in talk.notes
+    assert "What to do: " in talk.notes
+    assert "\x1b" not in talk.notes
+    assert talk.answers == "Yo\nYo\n"
+    assert len(talk.conversation.exchanges) == 2
+    assert (tmp_path / "talk.json").read_text() == text
+
+
+def test_other_files_are_not_overwritten(model: Any, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    talk = Talk(model, "Hello?", f"/save {tmp_path}/notes.txt")
+    assert not talk.well
+    assert "is no saved conversation" in talk.notes
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_system_prompts(model: Any) -> None:
+    talk = Talk(model, "/system", "/system Answer in [bold]rhymes[/].", "/system", "Hello?", "/reset", "/system -")
+    assert talk.notes.splitlines() == [
+        "there is no system prompt",
+        "the system prompt is set",
+        "Answer in [bold]rhymes[/].",
+        "forgotten, but for the system prompt",
+        "the system prompt is removed",
+    ]
+    assert talk.conversation == Conversation()
+
+
+def test_forgetting(model: Any) -> None:
+    talk = Talk(model, "1?", "2?", "3?", "/drop", "/drop 5", "4?", "/reset", "5?")
+    assert "forgot 1 exchange; 2 left" in talk.notes
+    assert "forgot 2 exchanges; 0 left" in talk.notes
+    assert talk.conversation.exchanges == (Exchange("5?", "Yo"),)
+    assert talk.session.cached_tokens == len("user: 5?\nassistant: ") + 2
+
+
+def test_what_is_wrong_is_said_and_the_talk_goes_on(model: Any) -> None:
+    talk = Talk(model, "/frob", "/drop x", "Hello?")
+    assert (talk.answers, talk.well) == ("Yo\n", False)
+    assert "There is no command '/frob'." in talk.notes
+
+
+def test_a_question_for_which_there_is_no_room_is_taken_back(model: Any) -> None:
+    talk = Talk(model, "Hello?", "x" * 2000, "And?")
+    assert not talk.well
+    assert "the model's context 1,024" in talk.notes
+    assert "/drop forgets the oldest exchange" in " ".join(talk.notes.split())
+    assert [exchange.question for exchange in talk.conversation.exchanges] == ["Hello?", "And?"]
+
+
+def test_limits_are_said(tmp_path: Path) -> None:
+    endless = talker(parrot_folder(tmp_path / "model", {" ": "Y", "Y": "o", "o": " "}), ALL)
+    talk = Talk(endless, "Hello?", choices=Choices(max_new_tokens=5))
+    assert talk.answers == "Yo Yo\n"
+    assert "ended after 5 tokens; --max-new-tokens sets that limit" in talk.notes
+    talk = Talk(endless, "Hello?")
+    assert "the context of 1,024 tokens is full" in talk.notes
+
+
+def test_stats(model: Any) -> None:
+    notes = Talk(model, "/stats", "Hello?", "/stats", "And?", "/stats").notes
+    first, second, third = notes.split("KV cache")[:3]
+    assert "none yet" in first
+    assert "answers" not in second.split("last answer")[1]
+    facts = third.split("last answer")[1]
+    prompt = len("user: Hello?\nassistant: Yo\nuser: And?\nassistant: ")
+    held = len("user: Hello?\nassistant: Yo")
+    assert f"prompt      {prompt} tokens: {held} kept in the cache, {prompt - held} computed" in facts
+    assert f"passes      3, with {prompt - held + 2} tokens altogether" in facts
+    assert "all 2 answers" in facts
+    assert "nothing: all weights stay where they are used" in facts
+    assert "5.00 MiB cpu resident" in facts
+    assert f"{prompt + 2} of 1,024 tokens" in notes
+
+
+def test_what_a_model_says_does_nothing_to_the_terminal() -> None:
+    assert shown("Größe\n\t大きい") == "Größe\n\t大きい"
+    assert shown("a\x1b]0;title\x07\r\u202eb") == "a\\x1b]0;title\\x07\\r\\u202eb"
+
+
+def test_a_saved_file_is_plain_json(model: Any, tmp_path: Path) -> None:
+    Talk(model, "Hello?", f"/save {tmp_path}/talk.json")
+    assert json.loads((tmp_path / "talk.json").read_text())["messages"][1] == {"role": "assistant", "content": "Yo"}
