@@ -10,6 +10,7 @@ The names below are imported when they are first used, so that `import rabbitllm
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
 
 from rabbitllm.version import __version__
@@ -42,6 +43,10 @@ _HOME = {
 }
 
 __all__ = ["__version__", *_HOME]
+
+
+if os.environ.get("RABBITLLM_LOG"):
+    importlib.import_module("rabbitllm.logs").set_up(os.environ["RABBITLLM_LOG"])
 
 
 def __getattr__(name: str) -> Any:

@@ -94,7 +94,8 @@ class AutoModel:
             prefetch_pin_memory: page-locked host buffers for a GPU; False also keeps no layers in RAM for it.
             delete_original: delete the original checkpoint when the split is whole.
             attn_implementation: as transformers takes it; "auto" prefers FlashAttention 2 on a GPU that can.
-            show_layer_progress: a bar over the layers of a slow pass.
+            show_layer_progress: on stderr, how a split goes on, and a line over each pass that takes 2 s or more:
+                where it is, tokens a second, where the time goes.
             cache_layers: keep the bytes of this many decoder layers in host memory, whatever `max_memory` says.
             offload_small_layers: give embeddings, norm and head no preference over decoder layers.
             sequential_shard_processing: take one shard at a time, and delete it as soon as it is used up.

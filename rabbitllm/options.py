@@ -65,7 +65,7 @@ class StreamOptions:
         cache_layers: decoder layers to keep in host memory, at least; None leaves it to `max_memory`.
         small_layers_resident: place embeddings, norm and head before the decoder layers.
         profiling: record where the time of each layer goes.
-        show_progress: a bar over the layers of a slow pass.
+        show_progress: a line over a slow pass.
         trust_remote_code: allow the model's own Python code.
         exact: compute with the very matrices that 4bit and 8bit stand for, also where products with their codes are
             faster.

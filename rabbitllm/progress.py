@@ -37,6 +37,12 @@ class SplitStarted:
         output_bytes: of all layer files.
         peak_bytes: the most the split will add to the disk at any moment.
         resumed: shards that an earlier run used up.
+        shard_bytes: of each of `shards`.
+        layers: how many there will be.
+        layers_before: of them, those that an earlier run finished.
+        source_left_bytes: of the source's shards that are on this disk as it begins.
+        fetches: whether any shard comes from the hub.
+        quantises: whether tensors are quantised on the way.
     """
 
     label: str
@@ -45,6 +51,12 @@ class SplitStarted:
     output_bytes: int
     peak_bytes: int
     resumed: int
+    shard_bytes: tuple[int, ...] = ()
+    layers: int = 0
+    source_left_bytes: int = 0
+    fetches: bool = False
+    quantises: bool = False
+    layers_before: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +73,45 @@ class BytesFetched:
     """Bytes of a shard that have come from the hub, or that an earlier run had fetched; told of from any thread.
 
     During a download on the standard route, bytes of any file. Negative where a download starts over.
+
+    Attributes:
+        earlier: they were here before; no rate is to be reckoned from them.
     """
 
     shard: str
     nbytes: int
+    earlier: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class BytesDone:
-    """Source bytes of a shard that are in their layer files."""
+    """Source bytes of a shard that are in their layer files; told of from any thread, for a few MB at a time.
+
+    Attributes:
+        layer: which the last of them went to.
+        quantised: of them, those that were quantised.
+        written: bytes that were made of them.
+    """
 
     shard: str
     nbytes: int
+    layer: str = ""
+    quantised: int = 0
+    written: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSampled:
+    """A look at the disk; several times a second, from a thread of its own.
+
+    Attributes:
+        disk_bytes: what the split occupies: layer files (finished or not) and staged shards.
+        limit_bytes: what it may occupy: `max_disk`, or that and what else is free less `min_free_disk`, whichever is
+            less. Where others use the same disk, or shards of the source are deleted, it changes.
+    """
+
+    disk_bytes: int
+    limit_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,20 +163,38 @@ class SplitDone:
 
 
 Event: TypeAlias = (
-    DownloadStarted | SplitStarted | ShardStarted | BytesFetched | BytesDone | LayerDone | ShardDone | SplitDone
+    DownloadStarted
+    | SplitStarted
+    | ShardStarted
+    | BytesFetched
+    | BytesDone
+    | DiskSampled
+    | LayerDone
+    | ShardDone
+    | SplitDone
 )
 
 _listeners: list[Callable[[Event], None]] = []
+_showing: list[Callable[[Event], None]] = []
 
 
 @contextlib.contextmanager
-def listening(listener: Callable[[Event], None]) -> Iterator[None]:
-    """Call `listener` with every event while the context is open; from the thread that causes it."""
+def listening(listener: Callable[[Event], None], *, shows: bool = True) -> Iterator[None]:
+    """Call `listener` with every event while the context is open; from the thread that causes it.
+
+    Args:
+        listener: what to call.
+        shows: whether it shows them to a person, or only keeps them.
+    """
     _listeners.append(listener)
+    if shows:
+        _showing.append(listener)
     try:
         yield
     finally:
         _listeners.remove(listener)
+        if shows:
+            _showing.remove(listener)
 
 
 def tell(event: Event) -> None:
@@ -146,6 +203,6 @@ def tell(event: Event) -> None:
         listener(event)
 
 
-def has_listeners() -> bool:
-    """Whether anyone listens; where nobody does, a default display may be put up."""
-    return bool(_listeners)
+def is_shown() -> bool:
+    """Whether anyone shows the events to a person; where nobody does, a default display may be put up."""
+    return bool(_showing)

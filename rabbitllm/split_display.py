@@ -1,101 +1,163 @@
-"""What a split shows by itself: a bar on a terminal or in a notebook, a line a shard elsewhere."""
+"""What a split shows by itself: rows on a terminal, an output in a notebook, a line every few seconds elsewhere.
+
+How it is drawn, from facts; what the facts are is `split_facts.py`'s, and where rows go `live/`'s.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 from rabbitllm import progress
+from rabbitllm.live.region import THE_REGION, Claim
+from rabbitllm.live.words import Piece, Row, amount, bar, duration, fitting, part, speed
+from rabbitllm.split_facts import Facts, SplitLedger
 
-GB = 1e9
-REFRESH_SECONDS = 0.2
+TOGETHER = 90
+"""From so many columns on, the disk and the rates share a row."""
+LEAST_BAR, MOST_BAR = 8, 60
 
 
 class SplitDisplay:
-    """Listens to a split and shows it on stderr."""
+    """Listens to a split and shows it on stderr.
 
-    def __init__(self) -> None:
-        self._bar: Any = None
-        self._downloading = False
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._ledger = SplitLedger(clock)
         self._lock = threading.Lock()
-        self._fetched: dict[str, int] = {}
-        self._shown = 0.0
-        self._lines = not (sys.stderr.isatty() or "ipykernel" in sys.modules)
+        self._claim: Claim | None = None
 
     def __call__(self, event: progress.Event) -> None:
-        match event:
-            case progress.DownloadStarted():
-                self._start_download(event)
-            case progress.SplitStarted():
-                self._start(event)
-            case progress.BytesDone():
-                with self._lock:
-                    if self._bar is not None:
-                        self._bar.update(event.nbytes)
-            case progress.ShardStarted():
-                if self._bar is not None:
-                    self._bar.set_description(f"splitting shard {event.number}/{event.of}")
-            case progress.ShardDone():
-                disk = f"{(event.disk_bytes + event.source_left_bytes) / GB:.2f} GB"
-                if self._bar is not None:
-                    self._bar.set_postfix_str(f"disk {disk}")
-                else:
-                    text = f"split {event.number}/{event.of} {event.shard} ({event.disposal}), disk in use {disk}"
-                    print(text, file=sys.stderr, flush=True)
-            case progress.SplitDone():
-                self.close()
-            case progress.BytesFetched():
-                self._show_fetched(event)
-            case progress.LayerDone():
-                pass
-
-    def _start_download(self, event: progress.DownloadStarted) -> None:
-        self._downloading = True
-        if self._lines:
-            text = f"downloading {event.files} files of {event.label}, {event.nbytes / GB:.2f} GB"
-            print(text, file=sys.stderr, flush=True)
-        else:
-            self._open(event.nbytes, "downloading")
-
-    def _start(self, event: progress.SplitStarted) -> None:
-        self.close()
-        self._downloading = False
-        if not self._lines and event.shards:
-            self._open(event.source_bytes, "splitting")
-
-    def _open(self, total: int, what: str) -> None:
-        from tqdm.auto import tqdm
-
-        self._bar = tqdm(total=total, unit="B", unit_scale=True, desc=what, leave=False)
-
-    def _show_fetched(self, event: progress.BytesFetched) -> None:
-        """What has come of the shard that is waited for; a large one takes minutes in which nothing is split."""
         with self._lock:
-            if self._downloading:
-                if self._bar is not None:
-                    self._bar.update(event.nbytes)
-                return
-            self._fetched[event.shard] = self._fetched.get(event.shard, 0) + event.nbytes
-            now = time.monotonic()
-            if self._bar is not None and now - self._shown >= REFRESH_SECONDS:
-                self._shown = now
-                self._bar.set_postfix_str(f"fetched {self._fetched[event.shard] / GB:.2f} GB")
+            self._ledger.hear(event)
+        match event:  # without the lock, which the region's thread takes too
+            case progress.DownloadStarted():
+                self._show()
+            case progress.SplitStarted():
+                if event.shards:
+                    self._show()
+            case progress.SplitDone():
+                self.close(done_line(event, self.facts()) if self._claim is not None else "")
 
-    def close(self) -> None:
-        """Take the bar away."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+    def facts(self) -> Facts:
+        """As things are now."""
+        with self._lock:
+            return self._ledger.facts()
+
+    def rows(self, width: int) -> Sequence[Row]:
+        """For the region."""
+        return rows_of(self.facts(), width)
+
+    def line(self) -> str:
+        """For the region."""
+        return line_of(self.facts())
+
+    def _show(self) -> None:
+        if self._claim is None:
+            self._claim = THE_REGION.claim(self)
+
+    def close(self, last: str = "") -> None:
+        """Take the rows away; leave a line if one is given."""
+        if self._claim is not None:
+            self._claim.release(last)
+            self._claim = None
+
+
+def rows_of(facts: Facts, width: int) -> list[Row]:
+    """Three rows, or four where they are narrow.
+
+    Args:
+        facts: what to say.
+        width: columns.
+    """
+    head = f"{facts.doing} "
+    tail = fitting(
+        [
+            Piece(f"{100 * facts.share:.0f} %", 0, "bold"),
+            Piece(_rate(facts.rates.done), 2),
+            Piece(_left(facts), 1, "bold"),
+        ],
+        width - len(head) - LEAST_BAR - 1,
+    )
+    taken = len(head) + 1 + sum(len(text) for text, _ in tail)
+    first: Row = ((head, ""), *bar(facts.share, min(max(width - taken, 0), MOST_BAR)), (" ", ""), *tail)
+    disk, rates = _disk_pieces(facts), _rate_pieces(facts)
+    if width >= TOGETHER:
+        lower = [fitting([*disk, *rates], width)]
+    else:
+        lower = [fitting(disk, width), fitting(rates, width)]
+    rows = [first, fitting(_place_pieces(facts), width), *lower]
+    return [row for row in rows if row]
+
+
+def line_of(facts: Facts) -> str:
+    """All of it in one plain line."""
+    pieces = [
+        f"{facts.doing} {100 * facts.share:.0f} %",
+        _rate(facts.rates.done),
+        _left(facts),
+        *(piece.text for piece in (*_place_pieces(facts), *_disk_pieces(facts), *_rate_pieces(facts))),
+    ]
+    return ", ".join(piece for piece in pieces if piece)
+
+
+def done_line(event: progress.SplitDone, facts: Facts) -> str:
+    """What stays when all is done."""
+    took = f"{event.seconds:.1f} s" if event.seconds < 10 else duration(event.seconds)
+    return (
+        f"split into {event.layers} layers, {amount(event.output_bytes)}, in {took}; "
+        f"peak disk {amount(event.peak_disk_bytes)}"
+    )
+
+
+def _rate(rate: float | None) -> str:
+    return speed(rate) if rate else ""
+
+
+def _left(facts: Facts) -> str:
+    if facts.seconds_left is not None:
+        return f"{duration(facts.seconds_left)} left"
+    return "" if facts.rates.done is None else "waiting"
+
+
+def _place_pieces(facts: Facts) -> list[Piece]:
+    found = [Piece(part(facts.done_bytes, facts.total_bytes), 0)]
+    if facts.shards:
+        found.append(Piece(f"shard {max(facts.shard, 1)} of {facts.shards}", 1))
+    if facts.shard_here < 1:
+        found.append(Piece(f"{100 * facts.shard_here:.0f} % of it here", 3))
+    if facts.layer:
+        found.append(Piece(facts.layer, 2))
+    if facts.layers:
+        found.append(Piece(f"{facts.layers_done} of {facts.layers} layers", 4))
+    return found
+
+
+def _disk_pieces(facts: Facts) -> list[Piece]:
+    if facts.disk_bytes is None or facts.limit_bytes is None:
+        return []
+    found = [Piece(f"disk in use {part(facts.disk_bytes, facts.limit_bytes)}", 0)]
+    if facts.source_left_bytes:
+        found.append(Piece(f"source {amount(facts.source_left_bytes)}", 5))
+    return found
+
+
+def _rate_pieces(facts: Facts) -> list[Piece]:
+    rates = facts.rates
+    named = [("fetch", rates.fetch, 1), ("quantise", rates.quantise, 2), ("write", rates.write, 3)]
+    return [Piece(f"{name} {speed(rate)}", rank) for name, rate, rank in named if rate is not None]
 
 
 @contextlib.contextmanager
 def shown(wanted: bool = True) -> Iterator[None]:
-    """Show splits while the context is open, unless someone else listens."""
-    if not wanted or progress.has_listeners():
+    """Show splits while the context is open, unless someone else does."""
+    if not wanted or progress.is_shown():
         yield
         return
     display = SplitDisplay()

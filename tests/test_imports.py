@@ -39,14 +39,14 @@ PUBLIC = {
 
 FLOORS = (
     ("version",),
-    ("errors", "durable", "progress", "collection", "terminal", "generation_stream"),
+    ("errors", "durable", "progress", "collection", "terminal", "live", "logs", "generation_stream"),
     ("options", "profiling"),
     ("profiler",),
     ("formats",),
     ("checkpoints",),
     ("layers",),
-    ("locations", "split_display", "lazy"),
-    ("model_name",),
+    ("locations", "split_facts", "lazy"),
+    ("split_display", "model_name"),
     ("splitter", "engine"),
     ("prepare",),
     ("auto_model", "planning", "inspection", "convert", "notebooks"),

@@ -9,13 +9,14 @@ import pytest
 from rabbitllm import progress
 from rabbitllm.progress import (
     BytesDone,
+    DiskSampled,
     Event,
     LayerDone,
     ShardDone,
     ShardStarted,
     SplitDone,
     SplitStarted,
-    has_listeners,
+    is_shown,
     listening,
     tell,
 )
@@ -28,14 +29,14 @@ EVENT = ShardStarted("a", 1, 1)
 def test_everyone_hears_and_nobody_hears_afterwards() -> None:
     first: list[Event] = []
     second: list[Event] = []
-    assert not has_listeners()
+    assert not is_shown()
     with listening(first.append):
-        assert has_listeners()
+        assert is_shown()
         with listening(second.append):
             tell(EVENT)
         tell(EVENT)
     tell(EVENT)
-    assert not has_listeners()
+    assert not is_shown()
     assert (len(first), len(second)) == (2, 1)
 
 
@@ -45,7 +46,7 @@ def test_listener_that_raises_is_gone_afterwards() -> None:
 
     with pytest.raises(KeyError), listening(fail):
         tell(EVENT)
-    assert not has_listeners()
+    assert not is_shown()
 
 
 def test_one_listener_twice_hears_twice() -> None:
@@ -53,7 +54,7 @@ def test_one_listener_twice_hears_twice() -> None:
     with listening(heard.append), listening(heard.append):
         tell(EVENT)
     assert heard == [EVENT, EVENT]
-    assert not progress.has_listeners()
+    assert not progress.is_shown()
 
 
 def test_what_a_split_tells(tmp_path: Path) -> None:
@@ -63,7 +64,8 @@ def test_what_a_split_tells(tmp_path: Path) -> None:
     told: list[Event] = []
     with listening(told.append):
         folder = split(source)
-    started, *middle, finished = told
+    looks = [event for event in told if isinstance(event, DiskSampled)]
+    started, *middle, finished = [event for event in told if not isinstance(event, DiskSampled)]
     assert isinstance(started, SplitStarted)
     assert (started.label, started.shards, started.resumed) == (str(source), tuple(sizes), 0)
     assert started.source_bytes == sum(sizes.values())
@@ -82,3 +84,35 @@ def test_what_a_split_tells(tmp_path: Path) -> None:
     assert moved == sum(tensor.nbytes for tensor in tensors.values())
     left = [event.source_left_bytes for event in middle if isinstance(event, ShardDone)]
     assert left == [sum(list(sizes.values())[number:]) for number in (1, 2, 3)]
+    assert (started.shard_bytes, started.layers) == (tuple(sizes.values()), 6)
+    assert (started.source_left_bytes, started.fetches, started.quantises) == (sum(sizes.values()), False, False)
+    chunks = [event for event in middle if isinstance(event, BytesDone)]
+    assert all((event.written, event.quantised) == (event.nbytes, 0) for event in chunks)
+    assert {event.layer for event in chunks} <= {event.layer for event in layers}
+    assert told[0] == looks[0]  # before the first byte
+    assert max(event.disk_bytes for event in looks) == finished.peak_disk_bytes
+
+
+def test_what_quantising_makes_of_the_bytes(tmp_path: Path) -> None:
+    source = write_shards(tmp_path / "model", cut(llama_tensors(), 3))
+    told: list[Event] = []
+    with listening(told.append):
+        folder = split(source, compression="4bit", max_disk=10_000_000)
+    chunks = [event for event in told if isinstance(event, BytesDone)]
+    assert 0 < sum(event.quantised for event in chunks) < sum(event.nbytes for event in chunks)
+    written = sum(event.written for event in chunks)
+    assert 0.9 < written / sum(tensor_bytes(path) for path in folder.glob("*.safetensors")) <= 1
+    assert all(event.limit_bytes == 10_000_000 for event in told if isinstance(event, DiskSampled))
+
+
+def tensor_bytes(path: Path) -> int:
+    header = int.from_bytes(path.read_bytes()[:8], "little")
+    return path.stat().st_size - 8 - header
+
+
+def test_a_listener_that_only_keeps_is_no_show() -> None:
+    heard: list[Event] = []
+    with listening(heard.append, shows=False):
+        assert not is_shown()
+        tell(EVENT)
+    assert heard == [EVENT]

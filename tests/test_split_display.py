@@ -1,89 +1,177 @@
-"""What a person sees of a split: a bar on a terminal, a line a shard elsewhere, nothing where someone else listens."""
+"""What a person sees of a split: rows on a terminal, lines elsewhere, nothing where someone else shows it."""
 
 from __future__ import annotations
 
-import io
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from rabbitllm import progress, split_display
+from rabbitllm import progress
+from rabbitllm.live import region
+from rabbitllm.live.words import text_of
 from rabbitllm.progress import (
     BytesDone,
     BytesFetched,
+    DiskSampled,
     DownloadStarted,
-    ShardDone,
     ShardStarted,
     SplitDone,
     SplitStarted,
     tell,
 )
-from rabbitllm.split_display import shown
+from rabbitllm.split_display import line_of, rows_of, shown
+from rabbitllm.split_facts import Facts, Rates
 from tests.support.builders import cut, llama_tensors, write_shards
+from tests.support.screen import TerminalStream
 from tests.support.splitting import split
 
+GB = 1_000_000_000
+FACTS = Facts(
+    doing="splitting",
+    label="org/model",
+    done_bytes=60 * GB,
+    total_bytes=145 * GB,
+    rates=Rates(118e6, 121e6, 118e6, 33e6),
+    seconds_left=724,
+    disk_bytes=21 * GB,
+    limit_bytes=57 * GB,
+    shard=13,
+    shards=37,
+    shard_here=0.64,
+    layer="layers.27",
+    layers_done=26,
+    layers=83,
+)
+SPLIT = SplitStarted("m", ("a", "b"), 10 * GB, 3 * GB, 0, 0, (5 * GB, 5 * GB), 8)
 
-class Terminal(io.StringIO):
-    """A stderr that says it is one."""
 
-    def isatty(self) -> bool:
-        return True
+def test_rows_of_a_terminal() -> None:
+    rows = [text_of(row) for row in rows_of(FACTS, 79)]
+    assert rows[0].startswith("splitting ━━━")
+    assert rows[0].endswith("─ 41 % · 118 MB/s · 12 min left")
+    assert rows[1:] == [
+        "60.0 of 145.0 GB · shard 13 of 37 · 64 % of it here · layers.27 · 26 of 83 layers"[:79].rpartition(" · ")[0],
+        "disk in use 21.0 of 57.0 GB",
+        "fetch 121 MB/s · quantise 118 MB/s · write 33.0 MB/s",
+    ]
 
 
-def test_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
+@pytest.mark.parametrize("width", range(40, 140))
+def test_rows_fit_and_say_what_matters_most(width: int) -> None:
+    rows = [text_of(row) for row in rows_of(FACTS, width)]
+    assert len(rows) <= 4
+    assert max(map(len, rows)) <= width
+    text = "\n".join(rows)
+    for fact in ("41 %", "12 min left", "60.0 of 145.0 GB", "disk in use 21.0 of 57.0 GB", "fetch 121 MB/s"):
+        assert fact in text
+
+
+def test_a_line_has_all_of_it() -> None:
+    assert line_of(FACTS) == (
+        "splitting 41 %, 118 MB/s, 12 min left, 60.0 of 145.0 GB, shard 13 of 37, 64 % of it here, layers.27, "
+        "26 of 83 layers, disk in use 21.0 of 57.0 GB, fetch 121 MB/s, quantise 118 MB/s, write 33.0 MB/s"
+    )
+
+
+def test_before_anything_is_known() -> None:
+    assert line_of(Facts(total_bytes=GB)) == "splitting 0 %, 0.00 of 1.00 GB"
+    stalled = Facts(total_bytes=GB, rates=Rates(0.0, 0.0, None, 0.0))
+    assert line_of(stalled) == "splitting 0 %, waiting, 0.00 of 1.00 GB, fetch 0 MB/s, write 0 MB/s"
+
+
+def test_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = TerminalStream()
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(split_display, "REFRESH_SECONDS", 0.0)
+    monkeypatch.setattr(region, "REFRESH_SECONDS", 0.01)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
     with shown():
-        tell(SplitStarted("m", ("a", "b"), 10_000_000_000, 3_000_000_000, 0, 0))
+        tell(DownloadStarted("m", 2, 4 * GB))
+        tell(BytesFetched("a", 3 * GB))
+        wait_for(terminal, "3.00 of 4.00 GB")
+        assert terminal.screen(80)[0].startswith("downloading ━━")
+        tell(DiskSampled(GB, 57 * GB))
+        tell(SPLIT)
         tell(ShardStarted("a", 1, 2))
-        assert "splitting shard 1/2" in terminal.getvalue()
-        tell(BytesFetched("a", 1_000_000_000))
-        tell(BytesFetched("a", 1_500_000_000))
-        assert terminal.getvalue().rstrip("]").endswith("fetched 2.50 GB")
-        tell(BytesDone("a", 5_000_000_000))
-        tell(ShardDone("a", 1, 2, "deleted", 1_500_000_000, 0))
-        assert "50%" in terminal.getvalue()
-        assert "disk 1.50 GB" in terminal.getvalue()
-        tell(SplitDone("there", 3, 3_000_000_000, 1.0))
-    assert "\n" not in terminal.getvalue()
-    assert terminal.getvalue().endswith("\r")  # the line is empty again
+        tell(BytesDone("a", 2 * GB, "layers.3"))
+        wait_for(terminal, "20 %")
+        rows = terminal.screen(80)
+        assert len(rows) == 3 + ("fetch" in rows[-1])
+        assert rows[1].startswith("2.0 of 10.0 GB · shard 1 of 2 · ")
+        assert rows[2] == "disk in use 1.0 of 57.0 GB"
+        tell(SplitDone("there", 8, 3 * GB, 61.0, 4 * GB))
+    assert terminal.screen(80) == ["split into 8 layers, 3.00 GB, in 1 min 01 s; peak disk 4.00 GB"]
 
 
-def test_download_of_the_standard_route_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
+def wait_for(terminal: TerminalStream, text: str) -> None:
+    end = time.monotonic() + 10
+    while not any(text in line for line in terminal.screen(80)):
+        assert time.monotonic() < end, terminal.screen(80)
+        time.sleep(0.005)
+
+
+def test_an_error_takes_the_rows_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = TerminalStream()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with shown():
-        tell(DownloadStarted("m", 2, 4_000_000_000))
-        tell(BytesFetched("a", 1_000_000_000))
-        tell(BytesFetched("b", 2_000_000_000))
-        tell(BytesFetched("b", -1_000_000_000))  # it starts over
-        time.sleep(0.2)  # a bar is drawn at most ten times a second
-        tell(BytesFetched("b", 1_000_000_000))
-        assert "downloading:  75%" in terminal.getvalue()
-        tell(SplitStarted("m", ("a", "b"), 4_000_000_000, 3_000_000_000, 0, 0))
-        assert terminal.getvalue().rpartition("downloading")[2].count("splitting:   0%") == 1  # one bar at a time
-        tell(SplitDone("there", 3, 3_000_000_000, 1.0))
-    assert terminal.getvalue().endswith("\r")
+    monkeypatch.setenv("TERM", "xterm")
+    seen = []
+
+    def break_off() -> None:
+        with shown():
+            tell(SPLIT)
+            seen.extend(terminal.screen(80))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        break_off()
+    assert seen
+    assert terminal.screen(80) == []
 
 
-def test_lines_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_split_without_a_terminal_leaves_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_shards(tmp_path / "model", cut(llama_tensors(), 3))
     with shown():
         split(source)
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split(",")[0] for line in lines] == [
-        f"split {n}/3 model-0000{n}-of-00003.safetensors (deleted)" for n in (1, 2, 3)
-    ]
-    assert all(line.endswith(" GB") and "disk in use" in line for line in lines)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("split into 6 layers, 0.")
 
 
-def test_nothing_where_someone_else_listens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_every_few_seconds_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(region, "REFRESH_SECONDS", 0.005)
+    monkeypatch.setattr(region, "LINE_SECONDS", 0.02)
+    with shown():
+        tell(SPLIT)
+        tell(BytesDone("a", 2 * GB, "layers.3"))
+        end = time.monotonic() + 10
+        lines: list[str] = []
+        while len(lines) < 3 and time.monotonic() < end:
+            lines += capsys.readouterr().err.splitlines()
+    assert len(lines) >= 3
+    assert all(line.startswith("splitting 20 %, ") and "2.0 of 10.0 GB, shard 1 of 2" in line for line in lines)
+
+
+def test_what_is_whole_already_shows_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with shown():
+        tell(SplitStarted("m", (), GB, GB, 0, 2))
+        tell(SplitDone("there", 8, GB, 0.1))
+    assert capsys.readouterr().err == ""
+
+
+def test_nothing_where_someone_else_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_shards(tmp_path / "model", cut(llama_tensors(), 3))
     with progress.listening(lambda event: None), shown():
         split(source)
     with shown(wanted=False):
         split(write_shards(tmp_path / "other", cut(llama_tensors(), 3)))
     assert capsys.readouterr().err == ""
+
+
+def test_someone_who_only_keeps_events_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_shards(tmp_path / "model", cut(llama_tensors(), 3))
+    with progress.listening(lambda event: None, shows=False), shown():
+        split(source)
+    assert "split into 6 layers" in capsys.readouterr().err

@@ -149,7 +149,8 @@ class HubRepository:
 
         Args:
             name: of the file.
-            bar: a tqdm class that is shown the download instead of huggingface_hub's own.
+            bar: a tqdm class that is shown the download; by default one that shows nothing, since only small files
+                (config, index, tokenizer) are fetched without a word.
         """
         from huggingface_hub import hf_hub_download
 
@@ -162,7 +163,7 @@ class HubRepository:
                     revision=self.commit,
                     token=access.token,
                     cache_dir=access.cache_dir,
-                    tqdm_class=bar,
+                    tqdm_class=bar or _silent_bar(),
                 )
             )
 
@@ -402,16 +403,26 @@ def download_all(repository: HubRepository, index: CheckpointIndex) -> Path:
     return first.parents[min(wanted).count("/")]
 
 
-def _telling_bar(file: str) -> type[Any]:
-    """A tqdm class that shows nothing and tells of the bytes of a file."""
+def _silent_bar() -> type[Any]:
     from tqdm import tqdm
 
-    class TellingBar(tqdm):  # type: ignore[misc]
+    class SilentBar(tqdm):  # type: ignore[misc]
         monitor_interval = 0  # or each class has a thread that redraws its bars
 
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{**options, "disable": True})
-            self.update(options.get("initial", 0))  # what an earlier download left
+
+    return SilentBar
+
+
+def _telling_bar(file: str) -> type[Any]:
+    """A tqdm class that shows nothing and tells of the bytes of a file."""
+
+    class TellingBar(_silent_bar()):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            if left := int(options.get("initial", 0)):
+                tell(BytesFetched(file, left, earlier=True))
 
         def update(self, n: float | None = 1) -> None:
             tell(BytesFetched(file, int(n or 0)))

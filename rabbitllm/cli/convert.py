@@ -23,6 +23,9 @@ def convert_command(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the repository.")] = None,
     max_disk: Annotated[str | None, typer.Option(help="What this may occupy, e.g. 57GiB.")] = None,
     min_free_disk: Annotated[str, typer.Option(help="What is to stay free of the disk.")] = "1GB",
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the disk in use over time into this file (.png, .svg or .pdf).")
+    ] = None,
 ) -> None:
     """Write a checkpoint anew as safetensors, a shard a layer, with index, config and tokenizer.
 
@@ -34,11 +37,12 @@ def convert_command(
     from rich.text import Text
 
     from rabbitllm.convert import convert
+    from rabbitllm.profiling.disk_picture import pictured
     from rabbitllm.split_display import shown
     from rabbitllm.terminal import counted, harmless, put, put_fact, size
 
     start = time.perf_counter()
-    with shown():
+    with pictured(plot) as disk, shown():
         made = convert(
             source,
             output,
@@ -56,4 +60,6 @@ def convert_command(
         put_fact(console, "beside them", ", ".join(map(harmless, made.beside)))
     if "config.json" not in made.beside:
         put_fact(console, "config", "there was none: these are the weights alone, and transformers needs one")
+    if plot is not None and disk is not None:
+        put_fact(console, "picture", str(plot) if disk.points else "none, since nothing was left to do")
     put_fact(console, "time", "none, it was whole already" if made.before else f"{seconds:.1f} s")

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from rabbitllm import progress
 from rabbitllm.demo.tasks import KINDS, Problem, exact_match, held_out
+from rabbitllm.profiling.disk_picture import pictured
 from rabbitllm.splitter.interrupted import starting_afresh
 
 COMPRESSION = "4bit"
@@ -100,12 +101,13 @@ class ShardTable:
         return "█" * filled + "░" * (BAR_WIDTH - filled)
 
 
-def run(folder: Path, problems: int) -> bool:
+def run(folder: Path, problems: int, plot: Path | None = None) -> bool:
     """The whole demonstration.
 
     Args:
         folder: working folder, made if need be; the checkpoint is copied into it.
         problems: how many held-out problems to score; a multiple of the number of kinds.
+        plot: where to draw the disk in use over the split.
 
     Returns:
         Whether the score is within 2 points of the recorded one and no shard survived.
@@ -123,7 +125,7 @@ def run(folder: Path, problems: int) -> bool:
     )
     start = time.perf_counter()
     shard_table = ShardTable(console)
-    with watching(checkpoint) as peaks, progress.listening(shard_table), starting_afresh():
+    with watching(checkpoint) as peaks, pictured(plot), progress.listening(shard_table), starting_afresh():
         model = AutoModel.from_pretrained(checkpoint, sequential_shard_processing=True, compression=COMPRESSION)
     ready = time.perf_counter() - start
     surviving = sorted(path.name for path in checkpoint.glob("*.safetensors"))

@@ -24,7 +24,7 @@ from rabbitllm.engine.fused_units import fused_experts, fused_units
 from rabbitllm.engine.llama4_experts import route_llama4
 from rabbitllm.engine.packed_weight import StoredMatrix
 from rabbitllm.engine.page_locked import keep_units
-from rabbitllm.engine.pass_bar import PassBar
+from rabbitllm.engine.pass_line import PassLine
 from rabbitllm.engine.placement import Budget, Placement, Tier, place
 from rabbitllm.engine.read_ahead import read_ahead
 from rabbitllm.engine.saving import origin_of
@@ -188,8 +188,6 @@ def load_model(
     home_device = by_name[placement.home].torch_device
     if len(chosen) > 1:  # callers expect the output where their inputs came from
         model.register_forward_hook(lambda module, args, output: send_to_device(output, home_device))
-    if options.show_progress and (placement.streamed_bytes or placement.uploaded_bytes):
-        PassBar(model, [sources[placed.unit].unit.module for placed in placement.units])
     if weights.unused:
         logger.info("%d stored tensors are not used by %s.", len(weights.unused), type(model).__name__)
     published.finish(model, drawn.quantiser)
@@ -198,6 +196,9 @@ def load_model(
     streamed.tokenizer = skeleton.read_tokenizer(home, options.trust_remote_code)
     streamed.profiler = profiler
     streamed.streamer = streamer
+    if options.show_progress and (placement.streamed_bytes or placement.uploaded_bytes):
+        units = [sources[placed.unit].unit.module for placed in placement.units]
+        streamed.pass_line = PassLine(units, streamer.waited)
     streamed.unused_tensors = weights.unused
     in_place = model.config.model_type in SCALES_IN_PLACE
     streamed._origin = origin_of(streamed, store, home, weights, changes_itself=in_place)

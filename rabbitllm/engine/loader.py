@@ -31,7 +31,14 @@ class Loader:
         profiler: records reading and waiting.
         buffers: uint8, each as large as the largest unit (see `largest`).
         depth: how many units `expect` reads ahead.
+
+    Attributes:
+        loads: how many units were read.
+        waited: seconds that callers have waited for the disk, in all.
+        waited_for_copies: none here; see `Uploader`.
     """
+
+    waited_for_copies = 0.0
 
     def __init__(
         self,
@@ -49,6 +56,7 @@ class Loader:
         self._depth = depth
         self._ahead = Ahead([Slot(buffer) for buffer in buffers], f"read-{device.name}")
         self.loads = 0
+        self.waited = 0.0
 
     def request(self, unit: str) -> None:
         """Begin to read a unit, if it is not on its way."""
@@ -65,7 +73,9 @@ class Loader:
         """The unit's bytes; blocks until they are read, and records how long. `give_back` its slot after use."""
         start = time.perf_counter()
         loaded = self.bring(unit)
-        self._profiler.add(unit, READ_WAIT, time.perf_counter() - start)
+        waited = time.perf_counter() - start
+        self.waited += waited
+        self._profiler.add(unit, READ_WAIT, waited)
         return loaded
 
     def bring(self, unit: str) -> Loaded:

@@ -6,6 +6,7 @@ why it cannot be moved or cast.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from contextlib import AbstractContextManager
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 
 from rabbitllm.engine.expert_use import read_uses, write_uses
 from rabbitllm.engine.pass_entry import entry_of
+from rabbitllm.engine.pass_line import PassLine
 from rabbitllm.engine.placement import Placement
 from rabbitllm.engine.saving import Origin, save
 from rabbitllm.engine.streamer import Streamer
@@ -35,6 +37,7 @@ class StreamedModel:
         profiler: where the time of each layer goes, with `profiling_mode=True`.
         placement: which unit lives where; prints as a table.
         streamer: the machinery.
+        pass_line: shows slow passes; None where nothing is streamed, or nobody wants it.
         unused_tensors: stored tensors that the model class ignores; they are never read.
     """
 
@@ -42,6 +45,7 @@ class StreamedModel:
     profiler: Profiler
     placement: Placement
     streamer: Streamer
+    pass_line: PassLine | None = None
     unused_tensors: tuple[str, ...]
     _compute_device: torch.device
     _all_resident: bool
@@ -66,9 +70,11 @@ class StreamedModel:
             return self._pass(*args, **kwargs)
 
     def _pass(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.profiler.enabled:
+        if not self.profiler.enabled and self.pass_line is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        with self.profiler.forward(*entry_of(args, kwargs)):
+        entry, text = entry_of(args, kwargs)
+        shown = contextlib.nullcontext() if self.pass_line is None else self.pass_line.over(entry, text)
+        with shown, self.profiler.forward(entry, text):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:

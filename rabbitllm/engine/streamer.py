@@ -123,6 +123,12 @@ class Streamer:
         """Units that are neither resident nor unbound: at most those that compute at this moment."""
         return set(self._letting_go)
 
+    def waited(self) -> tuple[float, float]:
+        """Seconds that passes have waited so far: for the disk, and for copies from host memory."""
+        loaders = [lane.loader for lane in self.lanes.values()]
+        disk = sum(loader.waited for loader in loaders) + sum(pool.waited for pool in self.pools.values())
+        return disk, sum(loader.waited_for_copies for loader in loaders)
+
     def _recover_from_interrupts(self, layers: Sequence[str]) -> None:
         """Before each pass, let go of what an interrupted one left: torch runs no hooks after a KeyboardInterrupt.
 

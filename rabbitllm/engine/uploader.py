@@ -37,6 +37,10 @@ class Uploader:
         device: where they go.
         profiler: records reading, copying and waiting.
         memory: gives buffers to read into.
+
+    Attributes:
+        waited: seconds that callers have waited for units of the disk, in all.
+        waited_for_copies: and for those in host memory.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class Uploader:
         profiler: Profiler,
         memory: HostBuffers,
     ) -> None:
+        self.waited = self.waited_for_copies = 0.0
         self._sources = sources
         self._kept = kept
         self._device = device
@@ -81,8 +86,12 @@ class Uploader:
             self._ahead.forget()  # something else was expected; its slots are needed now
             self._ahead.request(unit, partial(self._upload, unit, None))
         loaded = self._ahead.take(unit)
-        waited = UPLOAD_WAIT if unit in self._kept else READ_WAIT
-        self._profiler.add(unit, waited, time.perf_counter() - start)
+        waited, stage = time.perf_counter() - start, UPLOAD_WAIT if unit in self._kept else READ_WAIT
+        if stage is READ_WAIT:
+            self.waited += waited
+        else:
+            self.waited_for_copies += waited
+        self._profiler.add(unit, stage, waited)
         self._device.arrive(loaded.ticket)
         if self._profiler.enabled:
             self._record_copy(loaded)

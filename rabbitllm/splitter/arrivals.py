@@ -156,11 +156,15 @@ class Arrivals:
                 return
 
     def _fetch(self, shard: str, fetched: _Fetched) -> Path:
+        earlier = True  # what is there when the fetch begins
+
         def come(path: Path, have: int) -> None:
+            nonlocal earlier
             if self._stop.is_set():
                 raise _Stopped
             self._watch()
-            tell(BytesFetched(shard, fetched.come(path, have)))
+            tell(BytesFetched(shard, fetched.come(path, have), earlier))
+            earlier = False
 
         if self._stop.is_set():
             raise _Stopped

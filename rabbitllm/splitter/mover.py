@@ -26,7 +26,7 @@ from rabbitllm.layers.compression import BLOCKS, SCALE_BYTES, StoredForm, consta
 from rabbitllm.layers.layer_file import LayerLayout
 from rabbitllm.layers.order import TENSOR_ALIGNMENT
 from rabbitllm.profiler import FETCH, QUANTISE, READ, SYNC, WRITE, Profiler
-from rabbitllm.progress import BytesDone, tell
+from rabbitllm.progress import BytesDone, BytesFetched, tell
 from rabbitllm.splitter.plan import CHUNK_BYTES, Move
 
 SPARE_BUFFERS = 2
@@ -105,8 +105,7 @@ class Mover:
         targets: Mapping[str, Target],
         work: Iterable[Move],
         arrived: Callable[[int], object],
-        *,
-        quietly: bool = False,
+        label: str | None = None,
     ) -> None:
         """Carry out `work`, in the shard's own order, from a shard that is a file, or is becoming one.
 
@@ -115,7 +114,7 @@ class Mover:
             targets: layer -> its file.
             work: what to do.
             arrived: waits until the file has its first so many bytes; may raise to stop.
-            quietly: tell nobody of the bytes, which are not the source's.
+            label: the shard that the bytes are told of as done; None where they are not the source's.
 
         Raises:
             CorruptShardError: the file cannot be read, or is shorter than its header said.
@@ -130,7 +129,7 @@ class Mover:
                     while len(running) >= QUEUED_BATCHES * self._threads:
                         wait(running, return_when=FIRST_COMPLETED)
                         running = _still_running(running)
-                    running.append(self._pool.submit(self._run_from_file, source, targets, batch, quietly))
+                    running.append(self._pool.submit(self._run_from_file, source, targets, batch, label))
                 self._finish(running)
             finally:
                 wait(running)
@@ -153,6 +152,7 @@ class Mover:
                 with self._profiler.stage(label, FETCH, end - begin):
                     stream.skip_to(begin)
                     stream.read_into(buffer[: end - begin])
+                tell(BytesFetched(label, end - begin))
                 running.append(self._pool.submit(self._run_from_buffer, label, buffer, spare, targets, batch))
         finally:
             wait(running)
@@ -186,16 +186,17 @@ class Mover:
             future.result()
 
     def _run_from_file(
-        self, source: PositionalFile, targets: Mapping[str, Target], batch: list[Move], quietly: bool
+        self, source: PositionalFile, targets: Mapping[str, Target], batch: list[Move], label: str | None
     ) -> None:
         self._watch()
+        written = 0
         for move in batch:
             buffer = self._own_buffer()[: move.nbytes]
             with self._profiler.stage(move.layer, READ, move.nbytes):
                 self._read(source, buffer, move)
-            self._write(targets[move.layer], move, buffer, aligned=True)
-        if not quietly:
-            tell(BytesDone(source.path.name, sum(move.nbytes for move in batch)))
+            written += self._write(targets[move.layer], move, buffer, aligned=True)
+        if label is not None:
+            tell(_done(label, batch, written))
 
     def _read(self, source: PositionalFile, buffer: memoryview, move: Move) -> None:
         spec = move.form.source
@@ -223,6 +224,7 @@ class Mover:
         targets: Mapping[str, Target],
         batch: list[Move],
     ) -> None:
+        written = 0
         try:
             self._watch()
             for move in batch:
@@ -232,21 +234,25 @@ class Mover:
                     own = self._own_buffer()[: move.nbytes]
                     own[:] = data
                     data = own
-                self._write(targets[move.layer], move, data, aligned=at % durable.DIRECT_ALIGNMENT == 0)
+                aligned = at % durable.DIRECT_ALIGNMENT == 0
+                written += self._write(targets[move.layer], move, data, aligned=aligned)
         finally:
             spare.put(buffer)
-        tell(BytesDone(label, sum(move.nbytes for move in batch)))
+        tell(_done(label, batch, written))
 
-    def _write(self, target: Target, move: Move, data: memoryview, *, aligned: bool) -> None:
+    def _write(self, target: Target, move: Move, data: memoryview, *, aligned: bool) -> int:
+        """Put a run where it belongs, quantised if it is to be; how many bytes were made of it."""
         form = move.form
         if form.scheme is None:
             with self._profiler.stage(move.layer, WRITE, move.nbytes):
                 self._put(target, form, 0, move.first, data, aligned=aligned)
-            return
+            return move.nbytes
+        made = 0
         if move.nbytes:
             with self._profiler.stage(move.layer, QUANTISE, move.nbytes):
                 codes, scales = quantise_blocks(form.scheme, data, form.source.dtype, self._quantise_on)
-            with self._profiler.stage(move.layer, WRITE, len(codes) + len(scales)):
+            made = len(codes) + len(scales)
+            with self._profiler.stage(move.layer, WRITE, made):
                 self._put(target, form, 0, move.first // 2 if form.scheme == "4bit" else move.first, codes)
                 self._put(target, form, 1, move.first // BLOCKS[form.scheme] * SCALE_BYTES, scales)
         if move.first == 0:
@@ -254,6 +260,7 @@ class Mover:
             for part, placed in enumerate(form.parts):
                 if placed.name in fixed:
                     self._put(target, form, part, 0, memoryview(fixed[placed.name]))
+        return made
 
     def _put(
         self, target: Target, form: StoredForm, part: int, begin: int, data: memoryview, *, aligned: bool = False
@@ -289,6 +296,11 @@ def _whole_sum(pieces: list[_Piece], part: Placed) -> int:
     if at != part.nbytes:  # the shard is deleted on the strength of this
         raise AssertionError(f"{part.name} was written up to byte {at} of {part.nbytes}")
     return combine_all((piece.crc, piece.nbytes) for piece in sorted(pieces))
+
+
+def _done(shard: str, batch: list[Move], written: int) -> BytesDone:
+    quantised = sum(move.nbytes for move in batch if move.form.scheme is not None)
+    return BytesDone(shard, sum(move.nbytes for move in batch), batch[-1].layer, quantised, written)
 
 
 def _still_running(futures: list[Future[None]]) -> list[Future[None]]:

@@ -108,6 +108,12 @@ class ShardLoop:
                 self.plan.output_bytes,
                 self.work.use.added,
                 len(self.used),
+                tuple(shard.size for shard in waiting),
+                len(self.plan.layouts),
+                self._source_left(),
+                any(shard.staged for shard in waiting),
+                self.plan.compression is not None,
+                sum(self._is_final(layout) for layout in self.plan.layouts.values()),
             )
         )
         for shard, arriving in self._arrivals.shards(waiting):
@@ -116,6 +122,7 @@ class ShardLoop:
             self._use_up(shard, arriving)
             release = self._release(shard)
             disk = disk_bytes(self.work.folder)
+            logger.info("Shard %d of %d, %s: %s.", number, len(self.plan.shards), shard.name, release.disposal.value)
             tell(
                 ShardDone(shard.name, number, len(self.plan.shards), release.disposal.value, disk, self._source_left())
             )
@@ -194,9 +201,7 @@ class ShardLoop:
         """Put the pieces in a synced scratch file to their places in the layer file, which is whole and synced then."""
         layout = target.layout
         work = moves_of((layout.layer.id, form) for form in layout.joins)
-        self._mover.from_file(
-            self._path(layout, SCRATCH_SUFFIX), {layout.layer.id: target}, work, lambda end: None, quietly=True
-        )
+        self._mover.from_file(self._path(layout, SCRATCH_SUFFIX), {layout.layer.id: target}, work, lambda end: None)
         self._write_fixed(target)
         self._mover.sync([target])
 
@@ -248,7 +253,8 @@ class ShardLoop:
                 try:
                     if early:
                         self._compare(shard, _header_so_far(path, shard, arrived))
-                    self._mover.from_file(path, targets, moves(self.plan, shard.name, targets), arrived)
+                    work = moves(self.plan, shard.name, targets)
+                    self._mover.from_file(path, targets, work, arrived, shard.name)
                     if not early:
                         self._compare(shard, read_shard_header(arriving.whole(), shard.name))
                 except FileNotFoundError:  # it was not what the hub says, and was taken away; if so, this says it too
@@ -337,6 +343,7 @@ class ShardLoop:
             spans = len(self.plan.layer_map.layer_to_shards[layout.layer.id]) > 1
             if spans and (since := self._first_seen.get(layout.layer.id)) is not None:
                 self.profiler.add(layout.layer.id, SHARD_WAIT, time.perf_counter() - since)
+            logger.debug("Layer %s is finished: %s.", layout.layer.id, layout.file_name)
             tell(LayerDone(layout.layer.id, layout.file_name, layout.size))
 
     def _release(self, shard: PlannedShard) -> Release:

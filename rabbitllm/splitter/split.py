@@ -96,7 +96,7 @@ def split(request: Request) -> Profiler:
     start = time.perf_counter()
     work, quantiser = _begin(request)
     profiler = Profiler(request.options.profiling, f"Split of {request.checkpoint.label}, by stage")
-    with Watch(request.folder, request.options.min_free) as watch:
+    with Watch(request.folder, request.options.min_free, max_disk=request.options.max_disk) as watch:
         loop = ShardLoop(work, profiler, watch.check)
         try:
             loop.take_shards()

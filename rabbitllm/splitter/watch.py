@@ -19,9 +19,10 @@ from types import TracebackType
 from typing import Any
 
 from rabbitllm.errors import DiskFullError
+from rabbitllm.progress import DiskSampled, tell
 
 DISK_SHARE = 0.01
-"""Part of the time that may go into summing the folder's files; with very many of them that is done less often."""
+"""Part of a core that may go into summing the folder's files; with very many of them that is done less often."""
 GB = 1e9
 
 
@@ -48,11 +49,13 @@ class Watch:
         folder: the split directory; its disk is watched even before it is there.
         min_free: bytes of free disk under which `check` raises; 0 for never.
         interval: seconds between samples.
+        max_disk: bytes that the folder may occupy; for those who are told, since the plan keeps to it.
     """
 
-    def __init__(self, folder: Path, min_free: int, interval: float = 0.1) -> None:
+    def __init__(self, folder: Path, min_free: int, interval: float = 0.1, max_disk: int | None = None) -> None:
         self._folder = folder
         self._min_free = min_free
+        self._max_disk = max_disk
         self._interval = interval
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._sample_on, name="watch", daemon=True)
@@ -68,7 +71,7 @@ class Watch:
 
         self._process = psutil.Process()
         self._memory_at_start = self._most_memory = anonymous_bytes(self._process)
-        self._sample()  # a disk that is too full at the start is seen by the first check
+        self._tell(self._sample())  # a disk that is too full at the start is seen by the first check
         self._thread.start()
         return self
 
@@ -78,7 +81,7 @@ class Watch:
         self._over.set()
         self._thread.join()
         self._next_disk = 0.0
-        self._sample()
+        self._tell(self._sample())
 
     def check(self) -> None:
         """Stop a split whose disk is running out, while there is still room to stop cleanly.
@@ -101,17 +104,31 @@ class Watch:
 
     def _sample_on(self) -> None:
         while not self._over.wait(self._interval):
-            self._sample()
+            seen = self._sample()
+            with contextlib.suppress(Exception):  # whoever listens, and fails at it, must not end the watch
+                self._tell(seen)
 
-    def _sample(self) -> None:
+    def _tell(self, seen: DiskSampled | None) -> None:
+        if seen is not None:
+            tell(seen)
+
+    def _sample(self) -> DiskSampled | None:
         self._most_memory = max(self._most_memory, anonymous_bytes(self._process))
+        free = 0
         with contextlib.suppress(OSError):  # the folder may come and go; a thread that dies would watch no more
-            self._lowest_free = min(self._lowest_free, shutil.disk_usage(_existing(self._folder)).free)
+            free = shutil.disk_usage(_existing(self._folder)).free
+            self._lowest_free = min(self._lowest_free, free)
         start = time.perf_counter()
-        if start >= self._next_disk:
-            self._most_disk = max(self._most_disk, disk_bytes(self._folder))
-            end = time.perf_counter()
-            self._next_disk = end + (end - start) / DISK_SHARE
+        if start < self._next_disk:
+            return None
+        cpu_start = time.thread_time()
+        in_use = disk_bytes(self._folder)
+        self._most_disk = max(self._most_disk, in_use)
+        end = time.perf_counter()
+        # not by the time that passed: on a busy machine most of it is spent waiting for a turn
+        self._next_disk = end + max((time.thread_time() - cpu_start) / DISK_SHARE, end - start)
+        limit = in_use + max(free - self._min_free, 0)
+        return DiskSampled(in_use, limit if self._max_disk is None else min(limit, self._max_disk))
 
 
 def anonymous_bytes(process: Any) -> int:

@@ -1,0 +1,57 @@
+"""In which form a person can watch what is written to a stream: in place (terminal, notebook), or in lines."""
+
+from __future__ import annotations
+
+import enum
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+
+class Form(enum.Enum):
+    """How progress is shown."""
+
+    TERMINAL = "rows that change in place"
+    NOTEBOOK = "an output that is replaced"
+    LINES = "a line every few seconds"
+
+
+def form_of(stream: Any, environment: Mapping[str, str] = os.environ) -> Form:
+    """The form for a stream, as things are now.
+
+    Lines where nobody can watch (files, pipes, CI, Kaggle's commit runs) and where rows cannot change: on terminals
+    that know no escape sequences, in a notebook's `!command`, whose output only looks like a terminal's, and while rich
+    draws something of its own on this stream.
+    """
+    if in_notebook():
+        return Form.LINES if environment.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch" else Form.NOTEBOOK
+    isatty = getattr(stream, "isatty", None)
+    if isatty is None or not isatty():
+        return Form.LINES
+    if environment.get("TERM") == "dumb" or "JPY_PARENT_PID" in environment:
+        return Form.LINES
+    if type(stream).__module__ == "rich.file_proxy":
+        return Form.LINES
+    if os.name == "nt" and "WT_SESSION" not in environment:  # an older console may not know escape sequences
+        return Form.LINES
+    return Form.TERMINAL
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    if "ipykernel" not in sys.modules:
+        return False
+    from IPython.core.getipython import get_ipython
+
+    return hasattr(get_ipython(), "kernel")
+
+
+def size_of(stream: Any) -> tuple[int, int]:
+    """Columns and rows of the terminal behind a stream; what the environment says where it does not tell."""
+    try:
+        size = os.get_terminal_size(stream.fileno())
+    except (OSError, ValueError, AttributeError):
+        size = shutil.get_terminal_size()
+    return (size.columns or 80, size.lines or 24)

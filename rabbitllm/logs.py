@@ -1,0 +1,68 @@
+"""What the package's loggers say on stderr or into a file, by the environment: `RABBITLLM_LOG=LEVEL` or `LEVEL:FILE`.
+
+Without that variable nothing is set up, as befits a library: warnings come out by Python's own rules, and a program
+that sets up logging has the records of the logger "rabbitllm" like any other.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "RABBITLLM_LOG"
+LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
+TIME = "%H:%M:%S"
+FILE_TIME = "%Y-%m-%d %H:%M:%S"
+
+
+def set_up(value: str) -> None:
+    """Do as the variable says; what makes no sense is said on stderr, and otherwise does nothing.
+
+    Args:
+        value: of the variable: "debug", "info", "warning" or "error"; after a colon a file, which is appended to.
+    """
+    level, _, file = value.partition(":")
+    name = level.strip().lower()
+    if name not in LEVELS:
+        print(
+            f"{VARIABLE}={value} has no effect: it takes {', '.join(LEVELS)}, and after a colon a file.",
+            file=sys.stderr,
+        )
+        return
+    try:
+        handler = _handler(file.strip())
+    except OSError as error:
+        print(f"{VARIABLE}={value}: {file.strip()} cannot be written to ({error.strerror}).", file=sys.stderr)
+        handler = _handler("")
+    logger = logging.getLogger("rabbitllm")
+    for old in [old for old in logger.handlers if getattr(old, "of_the_environment", False)]:
+        logger.removeHandler(old)
+        old.close()
+    logger.addHandler(handler)
+    logger.setLevel(LEVELS[name])
+    logger.propagate = False  # or a program that logs to stderr too would have everything twice
+
+
+def _handler(file: str) -> logging.Handler:
+    handler: Any = logging.FileHandler(Path(file).expanduser(), encoding="utf-8") if file else _ToStderr()
+    handler.setFormatter(logging.Formatter(FORMAT, FILE_TIME if file else TIME))
+    handler.of_the_environment = True
+    return handler  # type: ignore[no-any-return]
+
+
+class _ToStderr(logging.StreamHandler[Any]):
+    """Writes to what stderr is at that moment: it may be another than when this was made."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: Any) -> None:
+        raise AttributeError("this handler follows sys.stderr")
