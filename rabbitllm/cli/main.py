@@ -35,6 +35,10 @@ class _Commands(TyperGroup):
             result = super().invoke(ctx)
             sys.stdout.flush()
             return result
+        except SystemExit as stopped:  # rich exits with 1 where it is the one to find that out
+            if isinstance(stopped.__context__, BrokenPipeError):
+                raise typer.Exit(exit_codes.BROKEN_PIPE) from None
+            raise
         except BrokenPipeError:
             # what is left in the buffer would fail once more when Python ends, and say so
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
