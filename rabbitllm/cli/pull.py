@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -35,6 +36,9 @@ def pull_command(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only tell whether it would fit; exits with 1 if not.")
     ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the disk in use over time into this file (.png, .svg or .pdf).")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Get a model ready to run: split it, unless that is done, and say what is where.
@@ -48,6 +52,7 @@ def pull_command(
     from rich.console import Console
 
     from rabbitllm.checkpoints.hub import HubAccess
+    from rabbitllm.profiling.disk_picture import pictured
     from rabbitllm.pull import make
     from rabbitllm.pull.report import show_dry_run, show_pulled
     from rabbitllm.split_display import shown
@@ -75,7 +80,7 @@ def pull_command(
         else:
             show_dry_run(found, wish, console)
         raise typer.Exit(0 if found.fits else 1)
-    with contextlib.redirect_stdout(sys.stderr), shown():
+    with contextlib.redirect_stdout(sys.stderr), pictured(plot), shown():
         pulled = make.pull(wish)
     if as_json:
         put_json(make.pulled_record(pulled))

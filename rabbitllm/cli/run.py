@@ -128,13 +128,10 @@ def loaded_model(wish: Any, no_split: bool, verbose: bool, errors: Any) -> Any:
     from rabbitllm.pull.make import pull
     from rabbitllm.split_display import shown
 
-    # a bar over layers would be drawn over the text, where both are on one terminal
-    bar = sys.stderr.isatty() and not (sys.__stdout__ is not None and sys.__stdout__.isatty())
     options = {
         "device": wish.where,
         "max_memory": wish.max_memory,
         "profiling_mode": verbose,
-        "show_layer_progress": bar,
         "trust_remote_code": wish.trust_remote_code,
     }
     by_name = {"compression": wish.compression, "layer_shards_saving_path": wish.folder}

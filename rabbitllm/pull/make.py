@@ -169,7 +169,7 @@ def pull(wish: Wish) -> Pulled:
         if isinstance(event, progress.SplitDone):
             done.append(event)
 
-    with progress.listening(note):
+    with progress.listening(note, shows=False):
         prepare.ensure_split(source, options, quantise_on)
     entry = look(source.split_folder)
     if entry is None:

@@ -177,3 +177,13 @@ def test_names_that_are_not_here(hub_environment: HubEnvironment, repository: Pa
     for command in ("pull", "show", "plan", "inspect"):
         with pytest.raises(CheckpointNotFoundError, match=f"Did you mean {REPO}"):
             run(command, "org/rabit")
+
+
+def test_a_picture_of_the_disk_comes_with_a_split_and_not_without_one(folder: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "disk.svg"
+    run("pull", folder, "--plot", picture)
+    assert "whole" in run("show", folder).stdout
+    assert "MB on the disk" in picture.read_text()
+    picture.unlink()
+    run("pull", folder, "--plot", picture)
+    assert not picture.exists()
