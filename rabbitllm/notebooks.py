@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rabbitllm import durable
 from rabbitllm.checkpoints.index import ENTRY_NAMES, META_PARAMETERS
 from rabbitllm.layers.layer_store import MANIFEST_NAME
 from rabbitllm.locations import HOME_VARIABLE, home
@@ -108,7 +109,7 @@ def settle() -> Places:
     if places.kind == ELSEWHERE:
         return places
     for folder in (places.layers, places.hub):
-        folder.mkdir(parents=True, exist_ok=True)
+        durable.make_folder(folder)
     os.environ[HOME_VARIABLE], os.environ[HF_HOME] = str(places.layers), str(places.hub)
     constants = sys.modules.get("huggingface_hub.constants")
     if constants is not None and Path(constants.HF_HOME) != places.hub:
@@ -132,7 +133,7 @@ def _scratch(kind: str) -> Path | None:
         return None
     first, *others = candidates
     try:
-        first.mkdir(parents=True, exist_ok=True)
+        durable.make_folder(first)
     except OSError:
         pass
     else:

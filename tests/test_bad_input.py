@@ -66,10 +66,15 @@ def test_no_such_folder(name: str) -> None:
     assert isinstance(error, FileNotFoundError)
 
 
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(b"x")
-    assert str(file) in refused(CheckpointNotFoundError, file).problem
+def test_a_file_is_the_checkpoint_of_its_folder_or_nothing(tmp_path: Path) -> None:
+    other, damaged = tmp_path / "notes.txt", tmp_path / "model.safetensors"
+    other.write_bytes(b"x")
+    assert str(tmp_path) in refused(CheckpointNotFoundError, other).problem
+    damaged.write_bytes(b"x")
+    problem = refused(CorruptShardError, damaged).problem
+    assert str(tmp_path) in problem
+    assert damaged.name in problem
+    assert f"{other} is not what the checkpoint" in refused(CheckpointNotFoundError, other).problem
 
 
 def test_no_such_repository(hub_environment: HubEnvironment) -> None:

@@ -80,7 +80,7 @@ def test_a_dry_run_answers_with_its_exit_code(folder: Path) -> None:
 def test_progress_of_a_pull_is_not_on_stdout(folder: Path) -> None:
     result = run("pull", folder, "--json")
     assert json.loads(result.stdout)["state"] == "whole"
-    assert result.stderr.count("split ") == 3
+    assert result.stderr.count("split into ") == 1
 
 
 def test_ls_of_folders_with_unfinished_ones(folder: Path) -> None:

@@ -113,11 +113,7 @@ def test_a_model_that_is_not_split_is_split_first(tmp_path: Path, hub_environmen
     folder = build_checkpoint(tmp_path / "hub" / "org/rabbit", "llama", shards=3)
     result = run("hf://org/rabbit", PROMPT, "--raw", *SHORT)
     assert result.stdout.rstrip("\n") == expected(folder, PROMPT).rstrip("\n")
-    assert [line[:11] for line in result.stderr.splitlines() if line.startswith("split ")] == [
-        "split 1/3 m",
-        "split 2/3 m",
-        "split 3/3 m",
-    ]
+    assert len([line for line in result.stderr.splitlines() if line.startswith("split into ")]) == 1
     assert not list(hub_environment.home.rglob("*-of-*"))
     again = run("org/rabbit", PROMPT, "--raw", *SHORT)
     assert (again.stdout, "split " in again.stderr) == (result.stdout, False)
