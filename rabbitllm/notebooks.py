@@ -137,7 +137,7 @@ def _scratch(kind: str) -> Path | None:
     except OSError:
         pass
     else:
-        if os.access(first, os.W_OK):
+        if first.is_dir() and os.access(first, os.W_OK):
             return first
     return max(filter(Path.is_dir, others), key=lambda folder: shutil.disk_usage(folder).free)
 
