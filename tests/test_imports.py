@@ -46,7 +46,7 @@ FLOORS = (
     ("checkpoints",),
     ("layers",),
     ("locations", "split_facts", "lazy"),
-    ("split_display", "model_name"),
+    ("split_display", "verify_display", "model_name"),
     ("splitter", "engine"),
     ("prepare",),
     ("auto_model", "planning", "inspection", "convert", "notebooks"),

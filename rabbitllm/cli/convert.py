@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rabbitllm.cli.arguments import ModelArgument
+from rabbitllm.cli.arguments import JsonOption, ModelArgument, put_json
 
 
 def convert_command(
@@ -26,6 +27,7 @@ def convert_command(
     plot: Annotated[
         Path | None, typer.Option(help="Draw the disk in use over time into this file (.png, .svg or .pdf).")
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Write a checkpoint anew as safetensors, a shard a layer, with index, config and tokenizer.
 
@@ -53,6 +55,9 @@ def convert_command(
             min_free_disk=min_free_disk,
         )
     seconds = time.perf_counter() - start
+    if as_json:
+        put_json({**dataclasses.asdict(made), "folder": str(made.folder), "seconds": seconds})
+        return
     console = Console(highlight=False)
     put(console, Text(str(made.folder), "bold"))
     put_fact(console, "tensors", f"{made.tensors:,}, {size(made.nbytes)}, in {counted(made.shards, 'shard')}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -40,7 +39,7 @@ def verify_command(
     if of_model(model, compression, saving_path) or not folder.is_dir():  # else the check itself says what is wrong
         folder = one_of_model(model, compression, saving_path).folder
     start = time.perf_counter()
-    found = _verify_with_bar(folder)
+    found = _verify_and_show(folder)
     seconds = time.perf_counter() - start
     if as_json:
         put_json(_as_record(found, seconds))
@@ -53,20 +52,17 @@ def verify_command(
             print(_advice(found))
         raise typer.Exit(1)
     repair_split(folder, found.manifest, {damage.layer for damage in found.damaged}, original)
-    left = _verify_with_bar(folder).damaged
+    left = _verify_and_show(folder).damaged
     if not as_json:
         print(f"repaired: {len(found.damaged)} layers" if not left else f"{len(left)} layers are still damaged")
     raise typer.Exit(1 if left else 0)
 
 
-def _verify_with_bar(folder: Path) -> Verification:
-    from tqdm import tqdm
+def _verify_and_show(folder: Path) -> Verification:
+    from rabbitllm.verify_display import shown_reading
 
-    total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    with tqdm(
-        total=total, unit="B", unit_scale=True, desc="reading", leave=False, file=sys.stderr, disable=None
-    ) as bar:
-        return verify(folder, lambda name, nbytes: bar.update(nbytes) and None)
+    with shown_reading(sum(path.stat().st_size for path in folder.glob("*.safetensors"))) as tell:
+        return verify(folder, tell)
 
 
 def _report(found: Verification, seconds: float) -> str:

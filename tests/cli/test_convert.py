@@ -121,6 +121,17 @@ def test_families(tmp_path: Path, family: str) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+def test_what_was_made_as_one_object(tmp_path: Path) -> None:
+    source = write_shards(tmp_path / "model", cut(llama_tensors(), 3))
+    found = json.loads(run(source, "-o", tmp_path / "new", "--json"))
+    shards = [*(tmp_path / "new").glob("*.safetensors")]
+    tensors = read_tensors(tmp_path / "new")
+    assert (found["folder"], found["shards"], found["tensors"]) == (str(tmp_path / "new"), len(shards), len(tensors))
+    assert found["nbytes"] == sum(tensor.nbytes for tensor in tensors.values())
+    assert found["before"] is False
+    assert json.loads(run(source, "-o", tmp_path / "new", "--json"))["before"] is True
+
+
 def test_a_checkpoint_of_torch_with_tensors_that_share_bytes(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "plain", "llama", tied=True, dtype=torch.float16)
     tensors = read_tensors(folder)
