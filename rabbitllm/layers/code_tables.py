@@ -14,6 +14,8 @@ ZERO_CODE = 127
 """The code of 8bit that means 0: those below mean negative values, those above positive ones."""
 RAMP_BYTES = 64
 """Of the slopes of ramps, and of their starts: 8 in float32, twice, since AVX-512 looks at four bits of an index."""
+RAMP_STEP = 4
+"""What the next code's distance from zero is longer by."""
 _RAMP_ERROR = 5e-7
 """Of a value: three or four roundings of float32."""
 
@@ -45,13 +47,13 @@ def _ramps(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32] | None:
 
     A dynamic map (T. Dettmers, "8-bit Approximations for Parallelism in Deep Learning", 2015, and bitsandbytes'
     `create_dynamic_map`) has on each side of zero, from distance 2**e to 2**(e + 1), values that are evenly apart. So
-    the exponent of the distance says which line it is. Distances are taken half a step longer: 0 then has an exponent
-    too, the same in three bits as 128 has, which is alone on its line; one through both serves.
+    the exponent of the distance says which line it is. Distances are taken four times as long: 0, whose exponent is 0
+    in float32, then shares three bits of it with 128 alone, which has no other on its line; one through both serves.
     """
     if not np.isfinite(values).all():
         return None
     side = np.arange(256) - ZERO_CODE
-    distance = (np.abs(side) + 0.5).astype(np.float32)
+    distance = (RAMP_STEP * np.abs(side)).astype(np.float32)
     ramp = distance.view(np.uint32) >> np.uint32(23) & np.uint32(7)
     slopes, starts = np.zeros((2, 8), np.float32)
     for number in range(8):

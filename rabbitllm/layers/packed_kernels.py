@@ -30,7 +30,7 @@ from numba import types
 from numba.core import cgutils
 from numba.core.extending import intrinsic
 
-from rabbitllm.layers.code_tables import PAIRS, RAMP_BYTES, ZERO_CODE
+from rabbitllm.layers.code_tables import PAIRS, RAMP_BYTES, RAMP_STEP, ZERO_CODE
 from rabbitllm.layers.compiling import c_function, compiled
 
 SEGMENT = 64
@@ -41,6 +41,9 @@ HALF_BYTES = SEGMENT // 2 * 4
 """Of the even inputs of a segment, or the odd ones, float32; and of both together, bfloat16."""
 ROWS, TOKENS = 4, 4
 """Rows of codes that share the reading of an input, and inputs that share the looking up of a code."""
+
+_LARGE, _LARGE_VALUE = 0x4C000000, float(1 << 25)
+"""The bits of 2**25 in float32: a code in the lowest of them adds `RAMP_STEP` times as much, without a conversion."""
 
 _F32, _I8, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 
@@ -264,14 +267,15 @@ class _Bytes(_Floats):
         return self._meant(emit.b.and_(wide, emit.every(255))), self._meant(emit.b.lshr(wide, emit.every(8)))
 
     def _meant(self, code: Any) -> Any:
-        """On the ramp that the exponent of its distance from zero says, with its side's sign."""
+        """On the ramp that the exponent of its distance from zero says, on its side; looking up ignores the sign."""
         emit = self._emit
-        signed = emit.b.sitofp(emit.b.sub(code, emit.every(ZERO_CODE)), emit.floats)
-        half = ir.Constant(emit.floats, [0.5] * emit.width)
-        distance = emit.b.fadd(emit.of_floats("fabs", signed), half)
-        ramp = emit.b.lshr(emit.b.bitcast(distance, emit.ints), emit.every(23))
-        value = emit.fma(emit.look_up(self._slopes, ramp), distance, emit.look_up(self._starts, ramp))
-        return emit.of_floats("copysign", value, signed)
+        large = emit.b.bitcast(emit.b.or_(code, emit.every(_LARGE)), emit.floats)
+        distance = emit.b.fsub(large, ir.Constant(emit.floats, [_LARGE_VALUE + RAMP_STEP * ZERO_CODE] * emit.width))
+        bits = emit.b.bitcast(distance, emit.ints)
+        ramp = emit.b.lshr(bits, emit.every(23))
+        start = emit.b.bitcast(emit.look_up(self._starts, ramp), emit.ints)
+        start = emit.b.bitcast(emit.b.xor(start, emit.b.and_(bits, emit.every(-(1 << 31)))), emit.floats)
+        return emit.fma(emit.look_up(self._slopes, ramp), distance, start)
 
 
 class _Pairs:

@@ -46,8 +46,8 @@ def test_the_table_of_4bit_is_the_values_themselves() -> None:
 
 def on_ramps(ramps: npt.NDArray[np.float32], code: int) -> float:
     """What a code means, by a table of slopes and starts."""
-    distance = abs(code - 127) + 0.5
-    number = math.frexp(distance)[1] - 1 + 7  # the exponent: its lowest three bits are those of float32's own
+    distance = 4.0 * abs(code - 127)
+    number = math.frexp(distance)[1] + 126 if distance else 0  # float32's own exponent
     return math.copysign(float(ramps[number % 8]) * distance + float(ramps[16 + number % 8]), code - 127)
 
 
