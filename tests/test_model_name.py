@@ -45,7 +45,12 @@ def test_addresses_of_something_else_are_refused(address: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "gpt2", "no/such/path", "~/nowhere", "../x"])
-def test_what_is_no_file_and_no_address_stays_as_it_is(name: str) -> None:
+def test_what_is_no_file_and_no_address_stays_as_it_is(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert meant(name) == name
 
 
