@@ -3,7 +3,7 @@
 What 16 (AVX-512) or 8 (AVX2) codes mean is found at a time, multiplied by their inputs and summed in float32; a block's
 sum is multiplied by the block's scale. Nothing is made of the weights on the way, so the memory read is that of the
 codes. Codes of 4bit are looked up in a table that stays in registers (VPERMPS, asked for by name, since LLVM would
-gather from memory). The 256 values of 8bit are too many for that: looking them up took four times as long as reckoning
+gather from memory). The 256 values of 8bit are too many for that: looking them up took twice as long as reckoning
 them, from the slopes and starts of eight ramps (see `code_tables.py`).
 
 Even and odd inputs come in two arrays, because two codes of 4bit share a byte, and those of 8bit are read in words.
