@@ -481,6 +481,7 @@ def test_a_tiny_rehearsal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert {path.name for path in (tmp_path / "w").iterdir()} == {"kaggle-72b-digests.json"}
 
 
+@pytest.mark.long
 def test_a_tiny_rehearsal_of_experts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Both kinds of layers, shards as files, to its end and through the model."""
     monkeypatch.setattr(kaggle_72b, "hub_speed", lambda *arguments: (SPEED, HASHED))

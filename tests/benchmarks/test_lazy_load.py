@@ -17,6 +17,7 @@ OWN_ROWS = [row for row in ROWS if row != "torchhacks"]  # which would be fetche
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the benchmarks need Linux")
+@pytest.mark.long
 def test_all_read_the_same_and_the_figures_are_written(tmp_path: Path) -> None:
     base = tmp_path / "found" / "lazy_load"
     command = [sys.executable, "-m", "benchmarks.lazy_load", "--turns", "2", "--scale", "tiny", "--only", *OWN_ROWS]

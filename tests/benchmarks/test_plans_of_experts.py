@@ -17,6 +17,7 @@ from rabbitllm.engine.expert_finding import is_routed
 from rabbitllm.splitter.plan import Arrival
 
 
+@pytest.mark.long
 def test_the_even_model_counts_up_and_uses_its_experts_alike(tmp_path: Path) -> None:
     scale, tokens = SCALES["tiny"], 100
     folder = make_even_checkpoint(tmp_path, "tiny")
