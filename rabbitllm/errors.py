@@ -7,6 +7,9 @@
     ├── MissingPackageError (ImportError)      an optional dependency is not installed
     ├── ChatError                              a conversation cannot go on like this
     │   └── ChatFileError                      a file that is no saved conversation, or cannot be written
+    ├── BatchError                             a batch of requests cannot take on another one
+    │   ├── BusyError                          as many wait as may
+    │   └── ClosedError                        it is about to end, or has ended
     ├── CheckpointError                        the source is not what it claims to be
     │   ├── CheckpointNotFoundError (FileNotFoundError)
     │   ├── UnsafePathError                    a name that points outside its folder
@@ -72,6 +75,27 @@ class ChatError(RabbitLLMError):
 
 class ChatFileError(ChatError):
     """A file is no saved conversation, or none can be written there."""
+
+
+class BatchError(RabbitLLMError):
+    """A batch of requests cannot take on another one."""
+
+
+class BusyError(BatchError):
+    """As many requests wait as may.
+
+    Args:
+        problem, remedy: see `RabbitLLMError`.
+        retry_after: seconds after which there will probably be room.
+    """
+
+    def __init__(self, problem: str, remedy: str = "", retry_after: float = 1.0) -> None:
+        super().__init__(problem, remedy)
+        self.retry_after = retry_after
+
+
+class ClosedError(BatchError):
+    """The batch is about to end, or has ended."""
 
 
 class CheckpointError(RabbitLLMError):

@@ -54,6 +54,8 @@ FLOORS = (
     ("pull",),
     ("demo", "bench", "ask", "doctor"),
     ("chat",),
+    ("batching",),
+    ("serve",),
     ("cli",),
     ("__main__",),
 )

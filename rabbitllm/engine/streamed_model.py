@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 # imported at run time too: transformers resolves the annotations of a model class when the class is made
 import torch
@@ -25,8 +26,19 @@ from rabbitllm.engine.saving import Origin, save
 from rabbitllm.engine.streamer import Streamer
 from rabbitllm.options import expand
 from rabbitllm.profiler import Profiler
+from rabbitllm.profiling.passes import Entry
 
 logger = logging.getLogger(__name__)
+
+
+class SharedPasses(Protocol):
+    """Callers that go through the model together."""
+
+    def is_member(self) -> bool:
+        """Whether whoever calls the model now is one of them."""
+
+    def come_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Wait until the others are there, and what computes the call is in order."""
 
 
 class StreamedModel:
@@ -38,6 +50,7 @@ class StreamedModel:
         placement: which unit lives where; prints as a table.
         streamer: the machinery.
         pass_line: shows slow passes; None where nothing is streamed, or nobody wants it.
+        shared_passes: those that share passes at the moment; None mostly.
         unused_tensors: stored tensors that the model class ignores; they are never read.
     """
 
@@ -46,6 +59,7 @@ class StreamedModel:
     placement: Placement
     streamer: Streamer
     pass_line: PassLine | None = None
+    shared_passes: SharedPasses | None = None
     unused_tensors: tuple[str, ...]
     _compute_device: torch.device
     _all_resident: bool
@@ -64,10 +78,25 @@ class StreamedModel:
 
         Nor can two threads share one: a layer's weights are there for the pass that computes it. They take turns.
         """
+        shared = self.shared_passes
+        if shared is not None and shared.is_member():
+            shared.come_in(args, kwargs)
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
         if self._all_resident:
             return self._pass(*args, **kwargs)
         with self._turn, torch.no_grad():
             return self._pass(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def joint_pass(self, entry: Entry) -> Iterator[None]:
+        """A pass of several callers is what happens inside the context; see `rabbitllm.batching`.
+
+        Args:
+            entry: what goes in altogether.
+        """
+        shown = contextlib.nullcontext() if self.pass_line is None else self.pass_line.over(entry, None)
+        with self._turn, torch.no_grad(), shown, self.profiler.forward(entry, None):
+            yield
 
     def _pass(self, *args: Any, **kwargs: Any) -> Any:
         if not self.profiler.enabled and self.pass_line is None:

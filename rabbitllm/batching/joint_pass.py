@@ -1,0 +1,307 @@
+"""Several generations that go through the model together, so that each unit's weights are brought once for all.
+
+Every generation runs by itself, by the model's own code with its own KV cache, in a greenlet of one thread. Where it
+calls a unit it waits until the others are there too. Then the unit's hooks run once, and each generation's call is
+computed. Inside a layer they meet again at every module that treats each row by itself (linear layers, embeddings,
+routed experts): the rows of all of them go through it as one matrix. Everything else, attention above all, each
+computes alone: nothing is padded, and nothing can get from one text into another.
+
+    a pass   members come in ── unit ── meet ── linear: one product ── meet ── … ── unit ── … ── members are out
+    a member came in with its inputs, and is out when its forward has returned and it wants to come in again, or ends
+
+Knows nothing of what the members do between two passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from greenlet import getcurrent, greenlet
+from torch import nn
+
+from rabbitllm.batching.rows import joined, rowwise
+from rabbitllm.engine.pass_entry import entry_of
+from rabbitllm.profiling.passes import Entry
+
+
+class Left(BaseException):
+    """Thrown into a member that is taken out; no handler for errors is meant to catch it."""
+
+
+@dataclass(slots=True)
+class _Call:
+    """Where a member waits, and with what."""
+
+    point: _Point | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class _Alone:
+    """The answer to a member that shall compute its call by itself."""
+
+    __slots__ = ("args", "kwargs")
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args = args
+        self.kwargs = kwargs
+
+
+class Member(greenlet):  # type: ignore[misc]
+    """One generation among those that share passes.
+
+    Args:
+        work: what it does; calls the model as often as it likes.
+
+    Attributes:
+        error: what ended it, if it did not end by itself.
+        waits: where it is; None while it runs, and when it has ended.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        super().__init__(self._run)
+        self._work = work
+        self.waits: _Call | None = None
+        self.error: BaseException | None = None
+
+    def _run(self, answer: Any = None) -> None:
+        try:
+            self._work()
+        except Left:
+            pass
+        except BaseException as error:
+            self.error = error
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether it waits for the next pass."""
+        return self.waits is not None and self.waits.point is None
+
+
+class _Point:
+    """A module at which members meet."""
+
+    def __init__(self, module: nn.Module, *, is_unit: bool) -> None:
+        self.module = module
+        self.forward = module.forward
+        self.is_unit = is_unit
+        self.rowwise = rowwise(module)
+
+
+class JointPasses:
+    """Lets members meet at the modules of a model.
+
+    Args:
+        model: a streamed model, whose units are known.
+        exact: every member's rows go through every module by themselves, so that its results have the bits that it
+            would have alone.
+        behind_head: called with a member, and whether it goes on now (True) or has stopped again (False), around what
+            it does behind the model's last linear layer: there, tokens are drawn.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        exact: bool = False,
+        behind_head: Callable[[Member, bool], None] = lambda member, goes_on: None,
+    ) -> None:
+        self._model = model
+        self._exact = exact
+        self._behind_head = behind_head
+        self._hub: greenlet | None = None
+        self.members: list[Member] = []
+        head = model.get_output_embeddings()
+        units = {id(model.get_submodule(placed.unit)) for placed in model.placement.units}
+        self._points: list[_Point] = []
+        for module in model.modules():
+            is_unit = id(module) in units
+            if is_unit or (rowwise(module) and not exact):
+                self._points.append(_Point(module, is_unit=is_unit))
+        self._head = next((point for point in self._points if point.module is head), None)
+        for point in self._points:
+            point.module._compiled_call_impl = self._at(point)
+        model.shared_passes = self
+
+    def close(self) -> None:
+        """Take all members out, and leave the model as it was."""
+        for member in list(self.members):
+            self.take_out(member)
+        for point in self._points:
+            point.module._compiled_call_impl = None
+        self._model.shared_passes = None
+
+    def add(self, work: Callable[[], None]) -> Member:
+        """Let another one begin; it stops before its first pass.
+
+        Args:
+            work: see `Member`.
+        """
+        member = Member(work)
+        self.members.append(member)
+        self._go_on(member, None)
+        return member
+
+    def take_out(self, member: Member) -> None:
+        """End a member between two passes."""
+        self._end(member, Left())
+
+    def run(self) -> None:
+        """One pass for all members; afterwards each has ended, or waits for the next one.
+
+        What goes wrong in a member ends that member alone (its `error` says why); what goes wrong with the weights
+        ends all.
+        """
+        if not self.members:
+            return
+        inside = list(self.members)
+        with self._model.joint_pass(_entry(inside)):
+            for member in inside:
+                self._go_on(member, None)
+            while here := [member for member in inside if member.waits is not None and not member.is_outside]:
+                self._meet(here)
+
+    # what members call -----------------------------------------------------------------------------------------------
+
+    def is_member(self) -> bool:
+        """Whether the caller is one."""
+        return isinstance(getcurrent(), Member)
+
+    def come_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Wait for the next pass; called by the model in a member, with the inputs of its forward."""
+        self._wait(_Call(None, args, kwargs))
+
+    def _wait(self, call: _Call) -> Any:
+        member = getcurrent()
+        assert isinstance(member, Member)
+        assert self._hub is not None
+        member.waits = call
+        return self._hub.switch()
+
+    def _at(self, point: _Point) -> Callable[..., Any]:
+        ordinary = point.module._call_impl
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not isinstance(getcurrent(), Member):
+                return ordinary(*args, **kwargs)
+            answer = self._wait(_Call(point, args, kwargs))
+            if isinstance(answer, _Alone):
+                return point.forward(*answer.args, **answer.kwargs)
+            return answer
+
+        return call
+
+    # what the hub does -----------------------------------------------------------------------------------------------
+
+    def _go_on(self, member: Member, answer: Any) -> None:
+        """Let a member run until it waits again, or ends."""
+        drawing = member.waits is not None and member.waits.point is self._head and self._head is not None
+        if drawing:
+            self._behind_head(member, True)
+        self._hub = member.parent = getcurrent()
+        member.waits = None
+        member.switch(answer)
+        if drawing:
+            self._behind_head(member, False)
+        if member.dead:
+            self.members.remove(member)
+
+    def _end(self, member: Member, error: BaseException) -> None:
+        self._hub = member.parent = getcurrent()
+        member.waits = None
+        member.throw(error)
+        if not member.dead:  # it caught what was not meant for it
+            self._end(member, error)
+        elif member in self.members:
+            self.members.remove(member)
+
+    def _meet(self, members: Sequence[Member]) -> None:
+        """Compute the calls of one of the points where members are."""
+        point, here = _together(members)
+        try:
+            if point.rowwise is not None and not self._exact:
+                self._through_as_rows(point, here)
+            elif point.is_unit:
+                self._through_a_unit(point, here)
+            else:
+                self._each(point, here)
+        except Exception as error:  # of the weights, or of a product of everybody's rows
+            for member in here:
+                if not member.dead:
+                    self._end(member, _copy_of(error))
+
+    def _through_as_rows(self, point: _Point, members: Sequence[Member]) -> None:
+        calls = [_call_of(member) for member in members]
+        assert point.rowwise is not None
+        batch = joined(point.rowwise, [(call.args, call.kwargs) for call in calls])
+        if batch is None:
+            (self._through_a_unit if point.is_unit else self._each)(point, members)
+            return
+        answers = batch.parts(_called(point.module, *batch.args))
+        for member, answer in zip(members, answers, strict=True):
+            self._go_on(member, answer)
+
+    def _each(self, point: _Point, members: Sequence[Member]) -> None:
+        for member in members:
+            call = _call_of(member)
+            self._go_on(member, _Alone(call.args, call.kwargs))
+
+    def _through_a_unit(self, point: _Point, members: Sequence[Member]) -> None:
+        """Run a unit's hooks once, and between them every member's call, until all have left it."""
+        module = point.module
+        calls = [_call_of(member) for member in members]
+
+        def all_of_them(*brought: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+            for member, (args, kwargs) in zip(members, brought, strict=True):
+                self._go_on(member, _Alone(args, kwargs))
+            while inside := [member for member in members if _is_inside_a_unit(member)]:
+                self._meet(inside)
+
+        module.forward = all_of_them
+        try:
+            _called(module, *((call.args, call.kwargs) for call in calls))
+        finally:
+            del module.forward
+
+
+def _called(module: nn.Module, *args: Any) -> Any:
+    """The module's ordinary call, with its hooks."""
+    return module._call_impl(*args)  # type: ignore[no-untyped-call]
+
+
+def _is_inside_a_unit(member: Member) -> bool:
+    return member.waits is not None and member.waits.point is not None and not member.waits.point.is_unit
+
+
+def _call_of(member: Member) -> _Call:
+    assert member.waits is not None
+    return member.waits
+
+
+def _together(members: Sequence[Member]) -> tuple[_Point, list[Member]]:
+    """The point where most of them are, and who is there."""
+    by_point: dict[int, list[Member]] = {}
+    for member in members:
+        by_point.setdefault(id(_call_of(member).point), []).append(member)
+    most = max(by_point.values(), key=len)
+    point = _call_of(most[0]).point
+    assert point is not None
+    return point, most
+
+
+def _entry(members: Iterable[Member]) -> Entry:
+    """What goes into a pass altogether."""
+    entries = [entry_of(call.args, call.kwargs)[0] for call in map(_call_of, members)]
+    return Entry(1, sum(entry.batch * entry.length for entry in entries), None, None)
+
+
+def _copy_of(error: Exception) -> Exception:
+    """An error of its own for each member, with the same words: a traceback grows with whoever raises it."""
+    try:
+        copy = type(error)(*error.args)
+    except Exception:
+        copy = RuntimeError(str(error))
+    copy.__cause__ = error
+    return copy

@@ -1,0 +1,75 @@
+"""Modules that treat every row of their input by itself, and how the rows of several calls go through one together.
+
+linear     (…, in) -> (…, out)            rows: all but the last dimension
+embedding  ids (…) -> (…, width)          rows: every id
+experts    (tokens, hidden), (tokens, k), (tokens, k) -> (tokens, hidden), as transformers' routed experts have it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+
+class Kind(Enum):
+    """How rows lie in a call's tensors; the value is how many dimensions of the result are one row's."""
+
+    FEATURES = 1
+    IDS = 2
+
+
+def rowwise(module: nn.Module) -> Kind | None:
+    """Of which kind a module is; None if it may look at more than one row."""
+    if isinstance(module, nn.Linear | Conv1D):
+        return Kind.FEATURES
+    if type(module) is nn.Embedding:
+        return Kind.IDS
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The rows of several calls.
+
+    Attributes:
+        args: for one call with all of them.
+        parts: takes its result apart, into one for each call.
+    """
+
+    args: tuple[torch.Tensor, ...]
+    parts: Callable[[Any], list[Any]]
+
+
+def joined(kind: Kind, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> Batch | None:
+    """One call with the rows of all; None if they do not fit together.
+
+    Args:
+        kind: of the module.
+        calls: arguments of each.
+    """
+    if any(kwargs or len(args) != 1 for args, kwargs in calls):
+        return None
+    given = [args[0] for args, _ in calls]
+    if len(given) == 1:
+        return Batch((given[0],), lambda result: [result])
+    first = given[0]
+    width = first.shape[-1:] if kind is Kind.FEATURES else ()
+    if any(
+        one.dtype != first.dtype or one.device != first.device or (kind is Kind.FEATURES and one.shape[-1:] != width)
+        for one in given
+    ):
+        return None
+    rows = [one.reshape(-1, *width) for one in given]
+    lengths = [len(one) for one in rows]
+    shapes = [one.shape[: one.dim() - len(width)] for one in given]
+
+    def parts(result: torch.Tensor) -> list[torch.Tensor]:
+        return [part.view(*shape, *result.shape[1:]) for part, shape in zip(result.split(lengths), shapes, strict=True)]
+
+    return Batch((torch.cat(rows),), parts)
