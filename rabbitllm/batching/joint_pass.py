@@ -79,6 +79,13 @@ class Member(greenlet):  # type: ignore[misc]
         """Whether it waits for the next pass."""
         return self.waits is not None and self.waits.point is None
 
+    @property
+    def tokens(self) -> int:
+        """That it brings into the next pass, for which it waits."""
+        assert self.waits is not None
+        entry = entry_of(self.waits.args, self.waits.kwargs)[0]
+        return entry.batch * entry.length
+
 
 class _Point:
     """A module at which members meet."""
@@ -133,14 +140,16 @@ class JointPasses:
             point.module._compiled_call_impl = None
         self._model.shared_passes = None
 
-    def add(self, work: Callable[[], None]) -> Member:
+    def add(self, work: Callable[[], None], named: Callable[[Member], None] = lambda member: None) -> Member:
         """Let another one begin; it stops before its first pass.
 
         Args:
             work: see `Member`.
+            named: is given it before it begins.
         """
         member = Member(work)
         self.members.append(member)
+        named(member)
         self._go_on(member, None)
         return member
 
@@ -148,15 +157,15 @@ class JointPasses:
         """End a member between two passes."""
         self._end(member, Left())
 
-    def run(self) -> None:
-        """One pass for all members; afterwards each has ended, or waits for the next one.
+    def run(self, members: Sequence[Member]) -> None:
+        """One pass for some members; afterwards each of them has ended, or waits for the next one.
 
         What goes wrong in a member ends that member alone (its `error` says why); what goes wrong with the weights
         ends all.
         """
-        if not self.members:
+        inside = list(members)
+        if not inside:
             return
-        inside = list(self.members)
         with self._model.joint_pass(_entry(inside)):
             for member in inside:
                 self._go_on(member, None)
@@ -293,8 +302,7 @@ def _together(members: Sequence[Member]) -> tuple[_Point, list[Member]]:
 
 def _entry(members: Iterable[Member]) -> Entry:
     """What goes into a pass altogether."""
-    entries = [entry_of(call.args, call.kwargs)[0] for call in map(_call_of, members)]
-    return Entry(1, sum(entry.batch * entry.length for entry in entries), None, None)
+    return Entry(1, sum(member.tokens for member in members), None, None)
 
 
 def _copy_of(error: Exception) -> Exception:

@@ -146,7 +146,7 @@ class KeptCache:
         return self._shorten(length)
 
     def _shorten(self, length: int) -> int:
-        if length and all(_can_be_cut(layer) for layer in self.cache.layers):
+        if length and all(can_be_cut(layer) for layer in self.cache.layers):
             return self._cut(length)
         return self._put_back(length)
 
@@ -175,7 +175,7 @@ class KeptCache:
         return mark.length
 
 
-def _can_be_cut(layer: Any) -> bool:
+def can_be_cut(layer: Any) -> bool:
     """Whether the layer as it is can be cut at any length."""
     if _is_window(layer):
         return bool(layer.get_seq_length() < layer.sliding_window)
