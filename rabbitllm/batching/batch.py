@@ -24,7 +24,7 @@ from rabbitllm.batching.cache_cost import CacheCost, bytes_of, cost_by_cache, co
 from rabbitllm.batching.generation import Generation
 from rabbitllm.batching.joint_pass import JointPasses, Member
 from rabbitllm.batching.picking import Pace, Text, fits, retry_after, take_part, too_many
-from rabbitllm.batching.prefixes import Kept, beginning, copied, usable
+from rabbitllm.batching.prefixes import WORTH_TOKENS, Kept, beginning, copied, usable
 from rabbitllm.batching.request import Ended, Event, Facts, Request
 from rabbitllm.chat.kept_cache import keeps
 from rabbitllm.engine.free_memory import available_ram
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 FAILED = "failed"
 """Beside the values of `Ended`, how a request ends."""
 WORTH_WAITING = 64
-"""Tokens of a beginning that another request computes just now, for which one waits rather than compute them too."""
+"""A beginning of so many tokens that another request computes just now is waited for, rather than computed twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,9 +352,8 @@ class Batch:
             for known, cache in self._sources():
                 if (tokens := usable(ids, known, cache)) > best:
                     best, source = tokens, (known, cache)
-            if any(
-                beginning(ids, one._generation.request.prompt) >= best + WORTH_WAITING for one in self._prefilling()
-            ):
+            worth = max(best + WORTH_TOKENS, WORTH_WAITING)
+            if any(beginning(ids, one._generation.request.prompt) >= worth for one in self._prefilling()):
                 return False
             if source is not None:
                 known, cache = source
