@@ -17,6 +17,8 @@ from tests.support.tiny_models import load, one_thread, plain_model, split
 
 __all__ = ["one_thread"]
 
+DEFAULT = Limits()
+
 
 @pytest.fixture(scope="package")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -38,7 +40,7 @@ def open_batch(split_folder: Path) -> Iterator[Callable[..., tuple[Batch, Any]]]
     """Makes a batch over a model that streams most of itself."""
     opened: list[Batch] = []
 
-    def make(limits: Limits = Limits(), folder: Path = split_folder, budget: int = 60_000, **options: Any) -> Any:
+    def make(limits: Limits = DEFAULT, folder: Path = split_folder, budget: int = 60_000, **options: Any) -> Any:
         model = load(folder, budget, **{"dtype": "float32", "exact": False, **options})
         opened.append(Batch(model, limits))
         return opened[-1], model
