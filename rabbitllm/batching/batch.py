@@ -20,14 +20,13 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from rabbitllm.batching.cache_cost import CacheCost, bytes_of, cost_by_cache, cost_by_config
+from rabbitllm.batching.cache_cost import CacheCost, cost_by_cache, cost_by_config
 from rabbitllm.batching.generation import Generation
 from rabbitllm.batching.joint_pass import JointPasses, Member
 from rabbitllm.batching.picking import Pace, Text, fits, retry_after, take_part, too_many
 from rabbitllm.batching.prefixes import WORTH_TOKENS, Kept, beginning, copied, usable
 from rabbitllm.batching.request import Ended, Event, Facts, Request
 from rabbitllm.chat.kept_cache import keeps
-from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.errors import BatchError, BusyError, ClosedError, OptionError
 
 logger = logging.getLogger(__name__)
@@ -45,8 +44,8 @@ class Limits:
     Attributes:
         running: requests in one pass, at most.
         waiting: requests that wait for a place, at most.
-        cache_bytes: keys and values of all requests, and those kept for later prompts; None for a quarter of the
-            memory that is free when the batch begins.
+        cache_bytes: keys and values of all requests, and those kept for later prompts; None for half of the
+            memory that is free when the batch begins, on the devices that compute.
         chunk: tokens of one prompt in a pass, so that a long one does not keep the others waiting; of several
             together it may be more, see `picking.Pace`.
         exact: compute each request's rows by themselves: its tokens are then those that it gets alone in any dtype,
@@ -129,7 +128,7 @@ class Batch:
         self._config = model.config.get_text_config(decoder=True)
         self._cost: CacheCost = cost_by_config(self._config, model.dtype)
         self._cost_is_measured = False
-        self._cache_limit = limits.cache_bytes if limits.cache_bytes is not None else _share_of_memory(model.device)
+        self._cache_limit = limits.cache_bytes if limits.cache_bytes is not None else _share_of_memory(model)
         self._kept = Kept()
         self._pace = Pace()
         self._waiting: deque[Ticket] = deque()
@@ -432,6 +431,8 @@ class Batch:
             return
         self._kept.put(generation.ids[:tokens], generation.cache)
         generation.cache = None
+        others = sum(self._bytes_of(ticket) for ticket in self._running if ticket._generation is not generation)
+        self._kept.shrink(self._cache_limit - others)
 
     def _take_out(self, ticket: Ticket) -> None:
         if ticket._member is not None and not ticket._member.dead:
@@ -461,8 +462,10 @@ class Batch:
                 return
 
     def _bytes_of(self, ticket: Ticket) -> int:
-        cache = ticket._generation.cache
-        return self._cost.bytes_for(len(ticket._generation.ids)) if cache is None else bytes_of(cache)
+        generation = ticket._generation
+        # not of its tensors: another thread changes them meanwhile
+        tokens = generation.cache.get_seq_length() if generation.cache is not None else len(generation.ids)
+        return self._cost.bytes_for(tokens)
 
     def _behind_head(self, member: Member, goes_on: bool) -> None:
         generation = self._by_member.get(member)
@@ -475,8 +478,7 @@ def _text(ticket: Ticket) -> Text:
     return Text(len(generation.request.prompt) + len(generation.tokens), generation.room)
 
 
-def _share_of_memory(device: torch.device) -> int:
-    """Bytes for keys and values, where nobody says: a quarter of what is free."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0]) // 4
-    return available_ram() // 4
+def _share_of_memory(model: Any) -> int:
+    """Bytes for keys and values, where nobody says: half of what is free on the devices, beside the weights."""
+    free: list[int] = [lane.device.free_bytes() for lane in model.streamer.lanes.values()]
+    return len(free) * min(free) // 2

@@ -9,6 +9,10 @@ computes alone: nothing is padded, and nothing can get from one text into anothe
     a pass   members come in ── unit ── meet ── linear: one product ── meet ── … ── unit ── … ── members are out
     a member came in with its inputs, and is out when its forward has returned and it wants to come in again, or ends
 
+Where the model allows it (`packed_families.py`), members do not even go through the layers by themselves: their rows
+go through as those of one text, by one forward (`packed.py`), and each is answered at the entrance already. Those that
+cannot take part meet this forward on its way as if it were one more member.
+
 Knows nothing of what the members do between two passes.
 """
 
@@ -18,10 +22,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from greenlet import getcurrent, greenlet
 from torch import nn
 
-from rabbitllm.batching.rows import joined, rowwise
+from rabbitllm.batching.packed import PackedForward, Text
+from rabbitllm.batching.rows import Kind, joined, rowwise
 from rabbitllm.engine.pass_entry import entry_of
 from rabbitllm.profiling.passes import Entry
 
@@ -87,14 +93,40 @@ class Member(greenlet):  # type: ignore[misc]
         return entry.batch * entry.length
 
 
+class _Carrier(Member):
+    """Takes several members' texts through the model, as one.
+
+    Args:
+        forward: computes them.
+        texts: of the members.
+
+    Attributes:
+        outputs: of each text, once it has ended without error.
+    """
+
+    def __init__(self, forward: PackedForward, texts: Sequence[Text]) -> None:
+        super().__init__(self.carry)
+        self._forward = forward
+        self._texts = texts
+        self.outputs: list[Any] = []
+
+    def carry(self) -> None:
+        """Go through the model."""
+        self.outputs = self._forward(self._texts)
+
+    def carry_alone(self) -> None:
+        """The same, where there is nobody to meet."""
+        self._run()
+
+
 class _Point:
     """A module at which members meet."""
 
-    def __init__(self, module: nn.Module, *, is_unit: bool) -> None:
+    def __init__(self, module: nn.Module, kind: Kind | None, *, is_unit: bool) -> None:
         self.module = module
         self.forward = module.forward
         self.is_unit = is_unit
-        self.rowwise = rowwise(module)
+        self.rowwise = kind
 
 
 class JointPasses:
@@ -104,6 +136,7 @@ class JointPasses:
         model: a streamed model, whose units are known.
         exact: every member's rows go through every module by themselves, so that its results have the bits that it
             would have alone.
+        packing: let members' rows go through as those of one text, where that can be.
         behind_head: called with a member, and whether it goes on now (True) or has stopped again (False), around what
             it does behind the model's last linear layer: there, tokens are drawn.
     """
@@ -113,6 +146,7 @@ class JointPasses:
         model: Any,
         *,
         exact: bool = False,
+        packing: bool = True,
         behind_head: Callable[[Member, bool], None] = lambda member, goes_on: None,
     ) -> None:
         self._model = model
@@ -120,13 +154,16 @@ class JointPasses:
         self._behind_head = behind_head
         self._hub: greenlet | None = None
         self.members: list[Member] = []
+        self._packed = PackedForward.of(model) if packing and not exact else None
         head = model.get_output_embeddings()
         units = {id(model.get_submodule(placed.unit)) for placed in model.placement.units}
         self._points: list[_Point] = []
+        embedding = model.get_input_embeddings()  # some scale what they look up, row by row
         for module in model.modules():
             is_unit = id(module) in units
-            if is_unit or (rowwise(module) and not exact):
-                self._points.append(_Point(module, is_unit=is_unit))
+            kind = Kind.IDS if module is embedding and isinstance(module, nn.Embedding) else rowwise(module)
+            if is_unit or (kind and not exact):
+                self._points.append(_Point(module, kind, is_unit=is_unit))
         self._head = next((point for point in self._points if point.module is head), None)
         for point in self._points:
             point.module._compiled_call_impl = self._at(point)
@@ -167,10 +204,19 @@ class JointPasses:
         if not inside:
             return
         with self._model.joint_pass(_entry(inside)):
-            for member in inside:
+            packed = self._packable(inside)
+            others = [member for member in inside if member not in packed]
+            carrier = _Carrier(self._packed, list(packed.values())) if self._packed is not None and packed else None
+            if carrier is not None and not others:
+                carrier.carry_alone()
+            elif carrier is not None:
+                others.append(carrier)
+            for member in others:
                 self._go_on(member, None)
-            while here := [member for member in inside if member.waits is not None and not member.is_outside]:
+            while here := [member for member in others if member.waits is not None and not member.is_outside]:
                 self._meet(here)
+            if carrier is not None:
+                self._answer(carrier, list(packed))
 
     # what members call -----------------------------------------------------------------------------------------------
 
@@ -178,19 +224,27 @@ class JointPasses:
         """Whether the caller is one."""
         return isinstance(getcurrent(), Member)
 
-    def come_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Wait for the next pass; called by the model in a member, with the inputs of its forward."""
-        self._wait(_Call(None, args, kwargs))
+    def come_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Wait for the next pass; called by the model in a member, with the inputs of its forward.
+
+        Returns:
+            What the forward returns, if it was computed with the others'; else None.
+        """
+        return self._wait(_Call(None, args, kwargs))
 
     def _wait(self, call: _Call) -> Any:
         member = getcurrent()
         assert isinstance(member, Member)
         assert self._hub is not None
         member.waits = call
-        return self._hub.switch()
+        gradients = torch.is_grad_enabled()  # belongs to the thread, and `generate` changes it
+        try:
+            return self._hub.switch()
+        finally:
+            torch.set_grad_enabled(gradients)
 
     def _at(self, point: _Point) -> Callable[..., Any]:
-        ordinary = point.module._call_impl
+        ordinary: Callable[..., Any] = point.module._call_impl
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if not isinstance(getcurrent(), Member):
@@ -206,21 +260,47 @@ class JointPasses:
 
     def _go_on(self, member: Member, answer: Any) -> None:
         """Let a member run until it waits again, or ends."""
-        drawing = member.waits is not None and member.waits.point is self._head and self._head is not None
+        at = member.waits
+        computed = at is not None and at.point is None and answer is not None
+        drawing = computed or (at is not None and at.point is self._head and self._head is not None)
         if drawing:
             self._behind_head(member, True)
-        self._hub = member.parent = getcurrent()
-        member.waits = None
-        member.switch(answer)
+        self._switch(member, lambda: member.switch(answer))
         if drawing:
             self._behind_head(member, False)
-        if member.dead:
+        if member.dead and member in self.members:
             self.members.remove(member)
 
-    def _end(self, member: Member, error: BaseException) -> None:
+    def _switch(self, member: Member, into: Callable[[], Any]) -> None:
         self._hub = member.parent = getcurrent()
         member.waits = None
-        member.throw(error)
+        gradients = torch.is_grad_enabled()
+        into()
+        torch.set_grad_enabled(gradients)
+
+    def _packable(self, members: Sequence[Member]) -> dict[Member, Text]:
+        """Those whose calls one forward can compute, and what they bring."""
+        if self._packed is None:
+            return {}
+        calls = [(member, _call_of(member)) for member in members]
+        texts = [(member, self._packed.read(call.args, call.kwargs)) for member, call in calls]
+        known = {member: text for member, text in texts if text is not None}
+        sound = self._packed.in_range(list(known.values())) if known else []
+        return {member: text for (member, text), good in zip(known.items(), sound, strict=True) if good}
+
+    def _answer(self, carrier: _Carrier, members: Sequence[Member]) -> None:
+        """Give members what was computed for them."""
+        if carrier.error is not None and not isinstance(carrier.error, Exception):
+            raise carrier.error
+        for number, member in enumerate(members):
+            if carrier.error is None:
+                self._go_on(member, carrier.outputs[number])
+            else:
+                self._end(member, _copy_of(carrier.error))
+
+    def _end(self, member: Member, error: BaseException) -> None:
+        throw: Callable[..., Any] = member.throw
+        self._switch(member, lambda: throw(error))
         if not member.dead:  # it caught what was not meant for it
             self._end(member, error)
         elif member in self.members:
@@ -230,7 +310,8 @@ class JointPasses:
         """Compute the calls of one of the points where members are."""
         point, here = _together(members)
         try:
-            if point.rowwise is not None and not self._exact:
+            # looking up rows rounds nothing
+            if point.rowwise is not None and (point.rowwise is Kind.IDS or not self._exact):
                 self._through_as_rows(point, here)
             elif point.is_unit:
                 self._through_a_unit(point, here)
@@ -277,7 +358,8 @@ class JointPasses:
 
 def _called(module: nn.Module, *args: Any) -> Any:
     """The module's ordinary call, with its hooks."""
-    return module._call_impl(*args)  # type: ignore[no-untyped-call]
+    call: Callable[..., Any] = module._call_impl
+    return call(*args)
 
 
 def _is_inside_a_unit(member: Member) -> bool:

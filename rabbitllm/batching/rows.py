@@ -26,11 +26,10 @@ class Kind(Enum):
 
 def rowwise(module: nn.Module) -> Kind | None:
     """Of which kind a module is; None if it may look at more than one row."""
-    if isinstance(module, nn.Linear | Conv1D):
+    forward = type(module).forward  # what is derived from these may do more
+    if forward in (nn.Linear.forward, Conv1D.forward):
         return Kind.FEATURES
-    if type(module) is nn.Embedding:
-        return Kind.IDS
-    return None
+    return Kind.IDS if forward is nn.Embedding.forward else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +69,9 @@ def joined(kind: Kind, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) 
     shapes = [one.shape[: one.dim() - len(width)] for one in given]
 
     def parts(result: torch.Tensor) -> list[torch.Tensor]:
-        return [part.view(*shape, *result.shape[1:]) for part, shape in zip(result.split(lengths), shapes, strict=True)]
+        return [
+            part.view(*shape, *result.shape[1:])
+            for part, shape in zip(torch.split(result, lengths), shapes, strict=True)
+        ]
 
     return Batch((torch.cat(rows),), parts)

@@ -37,8 +37,12 @@ class SharedPasses(Protocol):
     def is_member(self) -> bool:
         """Whether whoever calls the model now is one of them."""
 
-    def come_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Wait until the others are there, and what computes the call is in order."""
+    def come_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Wait until the others are there, and what computes the call is in order; or until it has been computed.
+
+        Returns:
+            What the call returns; None if it is still to be computed.
+        """
 
 
 class StreamedModel:
@@ -80,8 +84,11 @@ class StreamedModel:
         """
         shared = self.shared_passes
         if shared is not None and shared.is_member():
-            shared.come_in(args, kwargs)
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+            computed = shared.come_in(args, kwargs)
+            if computed is not None:
+                return computed
+            with torch.no_grad():
+                return super().__call__(*args, **kwargs)  # type: ignore[misc]
         if self._all_resident:
             return self._pass(*args, **kwargs)
         with self._turn, torch.no_grad():

@@ -1,0 +1,147 @@
+"""The caches of several texts as one, for a pass in which their rows go through the model side by side.
+
+To the model it is a cache of transformers'. What it is given is dealt out to the texts' own caches; what it returns are
+the new keys and values alone, by which the attention finds those of each text (`packed_attention.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What the mask of one text covers.
+
+    Attributes:
+        queries: tokens that go in.
+        begins: how many came before them.
+        keys: tokens that they may look at, these included.
+        first_key: the number of the first of those in the text.
+    """
+
+    queries: int
+    begins: int
+    keys: int
+    first_key: int
+
+
+Layer = tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]
+"""The new keys of all texts, then the keys and the values of each."""
+
+
+class PackedCache(Cache):  # type: ignore[misc]
+    """Stands for the caches of texts whose rows lie one after the other.
+
+    Args:
+        caches: of each text; their layers are of the same kinds.
+        lengths: how many rows each has.
+        shares: whether layers use the keys and values of others.
+    """
+
+    def __init__(self, caches: Sequence[Any], lengths: Sequence[int], shares: bool) -> None:
+        super().__init__(layers=[])
+        self.lengths = list(lengths)
+        self._caches = list(caches)
+        self._shares = shares
+        self._asked = 0
+        self._given: dict[int, Layer] = {}
+        self._unused = 0
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append each text's rows to its own cache.
+
+        Args:
+            key_states, value_states: (1, heads, rows of all, width).
+            layer_idx: whose they are.
+
+        Returns:
+            The same keys and values.
+        """
+        if not self._shares:
+            self._given.clear()
+        keys, values = [], []
+        new = zip(torch.split(key_states, self.lengths, 2), torch.split(value_states, self.lengths, 2), strict=True)
+        for cache, (key, value) in zip(self._caches, new, strict=True):
+            all_keys, all_values = cache.layers[layer_idx].update(key, value, *args, **kwargs)
+            keys.append(all_keys)
+            values.append(all_values)
+        self._given[id(key_states)] = key_states, keys, values
+        self._unused += 1
+        return key_states, value_states
+
+    def of(self, key_states: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The keys and the values of each text, (1, heads, tokens, width), by what `update` returned.
+
+        Raises:
+            NotPackable: it returned nothing like this.
+        """
+        given = self._given.get(id(key_states))
+        if given is None:
+            raise NotPackable("attention was given other keys than the cache returned")
+        self._unused -= 1
+        return given[1], given[2]
+
+    def spans(self) -> list[Span]:
+        """What the mask has to cover that is being made, of each text."""
+        found = []
+        for cache, length in zip(self._caches, self.lengths, strict=True):
+            keys, first = cache.get_mask_sizes(length, self._asked)
+            found.append(Span(length, cache.get_query_offset(self._asked), keys, first))
+        return found
+
+    def finish(self) -> None:
+        """Make sure that all attention went by each text's keys.
+
+        Raises:
+            NotPackable: some did not, so that texts may have seen each other.
+        """
+        if self._unused > 0:
+            raise NotPackable("attention was computed otherwise than by transformers' attention interface")
+
+    # what models and the makers of masks ask ------------------------------------------------------------------------
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Of which layer a mask is made; the sizes are in `spans`."""
+        self._asked = layer_idx
+        return query_length, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """See `get_mask_sizes`."""
+        self._asked = layer_idx
+        return 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Has no answer."""
+        raise NotImplementedError("texts that go through a pass together have no common length")
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """Of each layer."""
+        return list(self._caches[0].is_sliding)
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Of each layer."""
+        return list(self._caches[0].is_linear)
+
+    @property
+    def is_dummy(self) -> list[bool]:
+        """Of each layer."""
+        return list(self._caches[0].is_dummy)
+
+    @property
+    def is_compileable(self) -> bool:
+        """Never."""
+        return False
+
+
+class NotPackable(RuntimeError):
+    """A model does something with what goes through it that rows of several texts side by side cannot bear."""

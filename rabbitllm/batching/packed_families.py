@@ -1,0 +1,75 @@
+"""Which models can have rows of several texts side by side in one forward: those of which a test has shown it.
+
+It takes a model in which nothing but attention looks from one row at another, and whose attention goes through
+transformers' attention interface, by keys and values that its cache returned. Settings can break that where the family
+does not: rotary angles that depend on the longest text, for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from rabbitllm.batching.packed_attention import OWN
+
+PACKABLE = frozenset({"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "mixtral", "gpt_oss"})
+"""Model types (transformers 5.23); their test is `tests/batching/test_packed_families.py`."""
+_BY_LONGEST = ("dynamic", "longrope")
+"""Rotary angles that depend on the largest position in a pass."""
+_EXTRAS = ("output_attentions", "output_hidden_states", "output_router_logits", "alibi")
+"""Settings that must be off."""
+
+
+def can_be_packed(model: Any) -> bool:
+    """Whether several texts can go through a model side by side."""
+    config = model.config
+    text = config.get_text_config(decoder=True)
+    return (
+        config.model_type in PACKABLE
+        and config._attn_implementation in OWN
+        and getattr(config, "return_dict", True)
+        and not model.training
+        and not any(getattr(one, extra, False) for one in (config, text) for extra in _EXTRAS)
+        and not any(rope in kind for kind in _rope_types(text) for rope in _BY_LONGEST)
+        and all(_is_known(layer) for layer in DynamicCache(config=text).layers)
+        and not (shares_keys(model) and len(set(model.hf_device_map.values())) > 1)
+    )
+
+
+def shares_keys(model: Any) -> bool:
+    """Whether layers use keys and values of others."""
+    return any(_is_nothing(layer) for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers)
+
+
+def has_known_layers(cache: DynamicCache, kinds: Sequence[type]) -> bool:
+    """Whether a cache has the layers that the model would make, with one text in it."""
+    layers = cache.layers
+    return len(layers) == len(kinds) and all(
+        type(layer) is kind and not getattr(layer, "record_past", False) and _is_one_text(layer)
+        for layer, kind in zip(layers, kinds, strict=True)
+    )
+
+
+def _is_known(layer: Any) -> bool:
+    return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) or _is_nothing(layer)
+
+
+def _is_nothing(layer: Any) -> bool:
+    """A layer without attention, or with another one's keys and values."""
+    return type(layer).__name__ == "DummyLayer"  # not in every version
+
+
+def _is_one_text(layer: Any) -> bool:
+    keys = getattr(layer, "keys", None)
+    return keys is None or keys.dim() < 2 or len(keys) == 1
+
+
+def _rope_types(config: Any) -> Iterator[str]:
+    """Of all layers."""
+    given = getattr(config, "rope_parameters", None) or {}
+    for one in (given, *(value for value in given.values() if isinstance(value, Mapping))):
+        kind = one.get("rope_type", one.get("type"))
+        if isinstance(kind, str):
+            yield kind
