@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
@@ -24,6 +25,14 @@ def harmless(text: str, most: int = 200) -> str:
     if not cut.isprintable():
         cut = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in cut)
     return cut if len(text) <= most else cut + "…"
+
+
+def shortened(path: Path) -> str:
+    """A path with `~` for the home folder, harmless."""
+    try:
+        return harmless(str(Path("~") / path.relative_to(Path.home())))
+    except (ValueError, RuntimeError):  # elsewhere; there is no home
+        return harmless(str(path))
 
 
 def counted(count: int, what: str) -> str:

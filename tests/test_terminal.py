@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import unicodedata
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from rabbitllm.terminal import Column, counted, harmless, large, put_fact, put_table, size
+from rabbitllm.terminal import Column, counted, harmless, large, put_fact, put_table, shortened, size
 
 
 def console(width: int | None = None) -> Console:
@@ -55,6 +56,13 @@ def test_no_character_that_a_terminal_acts_upon_gets_through(text: str) -> None:
 def test_a_long_name_is_cut() -> None:
     assert harmless("x" * 300) == "x" * 200 + "…"
     assert harmless("x" * 200) == "x" * 200
+
+
+def test_paths_below_the_home_folder_are_short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "me")
+    assert shortened(tmp_path / "me" / "mod\x1bels") == r"~/mod\x1bels"
+    assert shortened(tmp_path / "me") == "~"
+    assert shortened(tmp_path / "metoo") == str(tmp_path / "metoo")
 
 
 COLUMNS = [Column("name"), Column("middle", rank=2), Column("number", right=True, rank=1), Column("wide", rank=3)]

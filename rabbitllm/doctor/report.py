@@ -7,14 +7,13 @@ elsewhere each is one plain line.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
 from rabbitllm.doctor.facts import AtCompression, Folder, Hub, Machine, Memory, ModelOutlook, Package, Processor, Report
 from rabbitllm.planning.generation_report import moment
-from rabbitllm.terminal import counted, harmless, large, put, put_fact, size
+from rabbitllm.terminal import counted, harmless, large, put, put_fact, shortened, size
 
 COMPRESSIONS = (None, "8bit", "4bit")
 _CELL = 17
@@ -114,14 +113,8 @@ def _folders(folders: Sequence[Folder]) -> Iterator[tuple[str, str]]:
         said.setdefault(folder.disk, folder.uses[0])
         quota = f", {size(folder.quota)} at most" if folder.quota is not None else ""
         barred = "" if folder.writable else ", not writable"
-        path = harmless(_short_path(folder.path))
+        path = shortened(folder.path)
         yield "" if number else "disks", f"{' and '.join(folder.uses)}: {room}{quota}{barred} ({path})"
-
-
-def _short_path(path: Path) -> str:
-    """With the home folder as people write it."""
-    home = Path.home()
-    return f"~/{path.relative_to(home)}" if path.is_relative_to(home) and path != home else str(path)
 
 
 def _hub(hub: Hub) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -18,7 +17,7 @@ from rabbitllm.library.entry import DAMAGED, HALF_REMOVED, UNFINISHED, WHOLE, En
 from rabbitllm.library.original import Original
 from rabbitllm.library.remove import Removal
 from rabbitllm.library.show import Shown
-from rabbitllm.terminal import Column, counted, harmless, large, put, put_fact, put_table, size
+from rabbitllm.terminal import Column, counted, harmless, large, put, put_fact, put_table, shortened, size
 
 _COLUMNS = (
     Column("name"),
@@ -64,14 +63,6 @@ def _row(entry: Entry) -> list[str]:
 def when(moment: str) -> str:
     """An ISO time for people: to the minute, in its own zone."""
     return moment[:16].replace("T", " ")
-
-
-def shortened(path: Path) -> str:
-    """A path with `~` for the home folder."""
-    try:
-        return harmless(str(Path("~") / path.relative_to(Path.home())))
-    except (ValueError, RuntimeError):
-        return harmless(str(path))
 
 
 def _note(entry: Entry) -> str | None:
