@@ -39,7 +39,7 @@ PUBLIC = {
 
 FLOORS = (
     ("version",),
-    ("errors", "durable", "progress", "collection", "terminal", "live", "logs", "generation_stream"),
+    ("errors", "durable", "progress", "collection", "terminal", "plain_json", "live", "logs", "generation_stream"),
     ("options", "profiling"),
     ("profiler",),
     ("formats",),

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from rabbitllm.doctor.facts import Report
+from rabbitllm.plain_json import plain
 
 
 def as_record(report: Report) -> dict[str, Any]:
     """All that is in a report, and what follows from it."""
-    content: dict[str, Any] = _plain(dataclasses.asdict(report))
+    content: dict[str, Any] = plain(dataclasses.asdict(report))
     content["can_run"] = report.can_run
     for entry, model in zip(content["models"], report.models, strict=True):
         best = model.best
@@ -23,13 +21,3 @@ def as_record(report: Report) -> dict[str, Any]:
     for entry, package in zip(content["machine"]["packages"], report.machine.packages, strict=True):
         entry["sound"] = package.sound
     return content
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    if isinstance(value, enum.Enum):
-        return value.value
-    return str(value) if isinstance(value, Path) else value

@@ -6,12 +6,12 @@ Pure: plans, sizes of disks and measured rates come from the caller. Reads no fi
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rabbitllm.plain_json import plain
 from rabbitllm.splitter.anatomy import Anatomy
 from rabbitllm.splitter.plan import Arrival, SplitPlan, disk_use
 from rabbitllm.splitter.space import Ground, Shortage
@@ -311,7 +311,7 @@ def _literal(value: object) -> str:
 
 def as_json(forecast: Forecast) -> dict[str, Any]:
     """A forecast as one JSON object: snake_case keys, sizes in bytes, times in seconds."""
-    content: dict[str, Any] = _plain(dataclasses.asdict(forecast))
+    content: dict[str, Any] = plain(dataclasses.asdict(forecast))
     for entry, outlook in zip(content["outlooks"], forecast.outlooks, strict=True):
         entry["finished"] = outlook.finished
         entry["fits"] = outlook.finished or any(route.fits for route in outlook.routes)
@@ -321,13 +321,3 @@ def as_json(forecast: Forecast) -> dict[str, Any]:
                 lacking = route.lacking
                 record["lacking"] = {"need_bytes": lacking.need, "have_bytes": lacking.have, "where": lacking.where}
     return content
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    if isinstance(value, enum.Enum):
-        return value.value
-    return str(value) if isinstance(value, Path) else value
