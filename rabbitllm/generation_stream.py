@@ -2,7 +2,7 @@
 
 Text is handed on with the token that completes it: at once, and never half a character of UTF-8. What has been handed
 on is never taken back, and at the end all of it is what the tokenizer makes of the tokens together. Knows tokenizers
-and clocks; knows no model, and not what becomes of the text.
+and clocks; knows no model.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TextIO
+
+from rabbitllm.terminal import disarmed
 
 UNFINISHED = "\ufffd"
 """What a tokenizer puts where bytes are no character yet."""
@@ -91,19 +93,20 @@ class TextStream:
         return text
 
 
-def print_text(text: str) -> None:
-    """Write text on stdout, now; characters that its encoding lacks become question marks.
+def print_text(text: str, out: TextIO | None = None) -> None:
+    """Write text now; characters that the encoding lacks become question marks.
 
     On a terminal, characters that it might act upon stand there as escapes: a model may say anything.
+
+    Args:
+        text: of a model.
+        out: where to; by default stdout.
 
     Raises:
         BrokenPipeError: nobody reads any more.
     """
-    out = sys.stdout
-    encoding = out.encoding or "utf-8"
-    shown = text.translate(_ACTED_UPON) if out.isatty() else text
+    out = sys.stdout if out is None else out
+    encoding = getattr(out, "encoding", None) or "utf-8"
+    shown = disarmed(text) if out.isatty() else text
     out.write(shown.encode(encoding, "replace").decode(encoding))
     out.flush()
-
-
-_ACTED_UPON = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}

@@ -27,6 +27,23 @@ def harmless(text: str, most: int = 200) -> str:
     return cut if len(text) <= most else cut + "…"
 
 
+def disarmed(text: str) -> str:
+    """Text of a model for a terminal, with its lines and tabs: what a terminal would act upon is an escape.
+
+    That is control characters, and the marks that turn the writing round (Unicode's property Bidi_Control). What joins
+    characters stays: emoji are made with it, and Persian cannot do without.
+    """
+    return text.translate(_ACTED_UPON)
+
+
+_BIDI_CONTROLS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_ACTED_UPON = {
+    code: chr(code).encode("unicode_escape").decode("ascii")
+    for code in (*range(0x20), *range(0x7F, 0xA0), *_BIDI_CONTROLS)
+    if chr(code) not in "\n\t"
+}
+
+
 def shortened(path: Path) -> str:
     """A path with `~` for the home folder, harmless."""
     try:

@@ -139,6 +139,15 @@ def test_printed_at_once_in_what_the_terminal_has(monkeypatch: pytest.MonkeyPatc
     assert raw.getvalue() == b"\xe9?"
 
 
+@pytest.mark.skipif(os.name == "nt", reason="there are no such terminals there")
+def test_a_terminal_is_shown_escapes_and_a_pipe_what_was_said() -> None:
+    said, shown = "a\x1b[2J\u202eb می\u200cرود", "a\\x1b[2J\\u202eb می\u200cرود"
+    for (reader, writer), expected in ((os.openpty(), shown), (os.pipe(), said)):
+        with os.fdopen(reader, "rb", 0) as read, os.fdopen(writer, "w", encoding="utf-8") as out:
+            print_text(said, out)
+            assert read.read(100).decode() == expected
+
+
 @pytest.mark.skipif(os.name == "nt", reason="pipes break otherwise there")
 def test_a_reader_that_leaves_ends_it() -> None:
     code = "from rabbitllm.generation_stream import print_text\nwhile True: print_text('word ')"

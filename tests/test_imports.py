@@ -39,8 +39,8 @@ PUBLIC = {
 
 FLOORS = (
     ("version",),
-    ("errors", "durable", "progress", "collection", "terminal", "plain_json", "live", "logs", "generation_stream"),
-    ("options", "profiling"),
+    ("errors", "durable", "progress", "collection", "terminal", "plain_json", "live", "logs"),
+    ("options", "profiling", "generation_stream"),
     ("profiler",),
     ("formats",),
     ("checkpoints",),

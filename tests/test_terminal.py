@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from rabbitllm.terminal import Column, counted, harmless, large, put_fact, put_table, shortened, size
+from rabbitllm.terminal import Column, counted, disarmed, harmless, large, put_fact, put_table, shortened, size
 
 
 def console(width: int | None = None) -> Console:
@@ -25,6 +25,7 @@ def printed(made: Console) -> str:
     return made.file.getvalue()
 
 
+BIDI_CONTROLS = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 HOSTILE = [
     ("\x1b[2J\x1b]0;title\x07", r"\x1b[2J\x1b]0;title\x07"),
     ("a\rb\nc\td", r"a\rb\nc\td"),
@@ -51,6 +52,25 @@ def test_no_character_that_a_terminal_acts_upon_gets_through(text: str) -> None:
     shown = harmless(text)
     assert not {unicodedata.category(c) for c in shown} & {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
     assert harmless(shown) == shown or len(shown) > 200
+
+
+def test_what_a_model_says_does_nothing_to_the_terminal() -> None:
+    assert disarmed("a\x1b]0;title\x07\r\u202eb") == r"a\x1b]0;title\x07\r\u202eb"
+    assert disarmed("\x9b31m\x7f\u2066x\u2069\u200f") == r"\x9b31m\x7f\u2066x\u2069\u200f"
+
+
+@pytest.mark.parametrize("text", ["Größe\n\t大きい", "می\u200cرود", "👩\u200d🚀 ❤\ufe0f", "क\u094d\u200dष", "a\xa0b"])
+def test_what_joins_characters_stays(text: str) -> None:
+    assert disarmed(text) == text
+
+
+@given(st.text(alphabet=st.characters(codec=None)))
+def test_nothing_but_controls_becomes_an_escape(text: str) -> None:
+    kept = [c for c in text if c in "\n\t" or not (unicodedata.category(c) == "Cc" or c in BIDI_CONTROLS)]
+    assert disarmed("".join(kept)) == "".join(kept)
+    left = set(disarmed(text)) - set("\n\t")
+    assert not left & BIDI_CONTROLS
+    assert "Cc" not in map(unicodedata.category, left)
 
 
 def test_a_long_name_is_cut() -> None:

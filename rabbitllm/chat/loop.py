@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.text import Text
@@ -27,13 +27,13 @@ from rabbitllm.chat.reading import read_message
 from rabbitllm.chat.report import CacheState, Totals, show_stats
 from rabbitllm.chat.session import BY_THE_CONTEXT, BY_THE_LIMIT, BY_THE_USER, Answer, Session
 from rabbitllm.errors import RabbitLLMError
+from rabbitllm.generation_stream import print_text
 from rabbitllm.terminal import counted, harmless, put_fact
 
 PATIENCE = 0.4
 """Seconds until it is shown what an answer waits for."""
 HOW_TO_LEAVE = "/exit or Ctrl-D leaves"
 _FIRST_LINE = f"/help lists the commands, {QUOTES} begins several lines, Ctrl-C stops an answer, Ctrl-D leaves"
-_LINES = frozenset("\n\t")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Surface:
     """
 
     read_line: Callable[[str], str]
-    answers: Any
+    answers: TextIO
     notes: Console
     interactive: bool
 
@@ -155,7 +155,7 @@ class Chat:
                 if text:
                     came = True
                     begin()
-                    self._put(shown(text))
+                    self._put(text)
 
             answer = self._session.answer(self.conversation.messages(question), write, stopped=stopped, at_unit=at_unit)
         self._put("\n" if answer.text or not self._surface.interactive else "")
@@ -228,10 +228,7 @@ class Chat:
         self._note(f"loaded {count}{other} from {harmless(str(path))}")
 
     def _put(self, text: str) -> None:
-        out = self._surface.answers
-        encoding = getattr(out, "encoding", None) or "utf-8"
-        out.write(text.encode(encoding, "replace").decode(encoding))
-        out.flush()
+        print_text(text, self._surface.answers)
 
     def _note(self, text: str) -> None:
         notes = self._surface.notes
@@ -266,13 +263,6 @@ class Chat:
             yield at_unit, begin
         finally:
             begin()
-
-
-def shown(text: str) -> str:
-    """Text of a model for a terminal: lines and tabs stay, whatever else a terminal might act upon is an escape."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c in _LINES else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def _path(argument: str) -> Path:

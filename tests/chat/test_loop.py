@@ -13,7 +13,7 @@ from rich.console import Console
 
 from rabbitllm.chat.chat_file import SavedChat, read
 from rabbitllm.chat.conversation import Conversation, Exchange
-from rabbitllm.chat.loop import Chat, Surface, shown
+from rabbitllm.chat.loop import Chat, Surface
 from rabbitllm.chat.session import Choices, Session
 from tests.chat.talkers import parrot_folder, talker
 from tests.support.tiny_models import ALL, one_thread  # noqa: F401  a fixture that applies by itself
@@ -157,11 +157,6 @@ def test_stats(model: Any) -> None:
     assert "nothing: all weights stay where they are used" in facts
     assert "5.00 MiB cpu resident" in facts
     assert f"{prompt + 2} of 1,024 tokens" in notes
-
-
-def test_what_a_model_says_does_nothing_to_the_terminal() -> None:
-    assert shown("Größe\n\t大きい") == "Größe\n\t大きい"
-    assert shown("a\x1b]0;title\x07\r\u202eb") == "a\\x1b]0;title\\x07\\r\\u202eb"
 
 
 def test_a_saved_file_is_plain_json(model: Any, tmp_path: Path) -> None:
