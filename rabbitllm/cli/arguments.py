@@ -42,6 +42,33 @@ MemoryOption = Annotated[
 DeviceOption = Annotated[
     str | None, typer.Option(help="cuda:N, cpu, or auto for every GPU; by default the first GPU there is.")
 ]
+RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit of the repository.")]
+TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")]
+
+# how a model is split
+CompressionOption = Annotated[str, typer.Option(help="none, 4bit or 8bit.")]
+CompressionHereOption = Annotated[
+    str | None, typer.Option(help="none, 4bit or 8bit; by default that of a split that is here, else none.")
+]
+WhichSplitOption = Annotated[
+    str | None, typer.Option(help="Which of its splits: none, 4bit or 8bit.", show_default=False)
+]
+SequentialOption = Annotated[
+    bool, typer.Option("--sequential", help="In a split, delete each shard when it is used up.")
+]
+NoSplitOption = Annotated[
+    bool, typer.Option("--no-split", help="Out of the checkpoint's own shards; nothing is written.")
+]
+MaxDiskOption = Annotated[str | None, typer.Option(help="What a split may occupy, e.g. 57GiB.")]
+MinFreeDiskOption = Annotated[str, typer.Option(help="What is to stay free of the disk.")]
+DiskPlotOption = Annotated[
+    Path | None, typer.Option(help="Draw the disk in use over time into this file (.png, .svg or .pdf).")
+]
+
+# how tokens are chosen
+TemperatureOption = Annotated[float | None, typer.Option(help="Choose by chance; 0, the default, does not.")]
+TopPOption = Annotated[float | None, typer.Option(help="By chance, among tokens of so much probability.")]
+SeedOption = Annotated[int | None, typer.Option(help="For the same text again.")]
 
 
 def compression_of(word: str) -> str | None:

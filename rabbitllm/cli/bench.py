@@ -8,9 +8,12 @@ from typing import Annotated, Any
 import typer
 
 from rabbitllm.cli.arguments import (
+    CompressionOption,
+    FolderOption,
     JsonOption,
     MemoryOption,
     ModelArgument,
+    NoSplitOption,
     compression_of,
     limits_of,
     put_json,
@@ -19,18 +22,16 @@ from rabbitllm.cli.arguments import (
 
 def bench_command(
     model: ModelArgument,
-    compression: Annotated[str, typer.Option(help="none, 4bit or 8bit.")] = "none",
+    compression: CompressionOption = "none",
     device: Annotated[str, typer.Option(help="cuda:N, cpu, or auto for every GPU.")] = "cuda:0",
     max_memory: MemoryOption = None,
-    folder: Annotated[str | None, typer.Option("--dir", help="Folder for the split directory.")] = None,
+    folder: FolderOption = None,
     tokens: Annotated[int, typer.Option(help="To generate, of each sequence.", min=2)] = 32,
     prompt_tokens: Annotated[int, typer.Option(help="Of the prompt, which is random.", min=1)] = 16,
     batch: Annotated[int, typer.Option(help="Sequences at a time.", min=1)] = 1,
     turns: Annotated[int, typer.Option(help="Generations of which the medians are taken.", min=1)] = 3,
     exact: Annotated[bool, typer.Option("--exact", help="Dequantise on the CPU instead of using the codes.")] = False,
-    no_split: Annotated[
-        bool, typer.Option("--no-split", help="Out of the checkpoint's own shards; nothing is written.")
-    ] = False,
+    no_split: NoSplitOption = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw a further token's time here: .png, .svg or .pdf (needs matplotlib).")
     ] = None,

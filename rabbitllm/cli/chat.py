@@ -10,10 +10,16 @@ import typer
 
 from rabbitllm.cli import exit_codes
 from rabbitllm.cli.arguments import (
+    CompressionHereOption,
     DeviceOption,
     FolderOption,
+    MaxDiskOption,
     MemoryOption,
     ModelArgument,
+    SeedOption,
+    SequentialOption,
+    TemperatureOption,
+    TopPOption,
     compression_of,
     limits_of,
 )
@@ -25,19 +31,15 @@ def chat_command(
     max_new_tokens: Annotated[
         int | None, typer.Option(help="Of an answer at most; by default until the model ends it.", min=1)
     ] = None,
-    temperature: Annotated[float | None, typer.Option(help="Choose by chance; 0, the default, does not.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="By chance, among tokens of so much probability.")] = None,
-    seed: Annotated[int | None, typer.Option(help="For the same answers to the same messages.")] = None,
-    compression: Annotated[
-        str | None, typer.Option(help="none, 4bit or 8bit; by default that of a split that is here, else none.")
-    ] = None,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
+    seed: SeedOption = None,
+    compression: CompressionHereOption = None,
     device: DeviceOption = None,
     max_memory: MemoryOption = None,
     folder: FolderOption = None,
-    max_disk: Annotated[str | None, typer.Option(help="What a split may occupy, e.g. 57GiB.")] = None,
-    sequential: Annotated[
-        bool, typer.Option("--sequential", help="In a split, delete each shard when it is used up.")
-    ] = False,
+    max_disk: MaxDiskOption = None,
+    sequential: SequentialOption = False,
 ) -> None:
     """Talk with a model; answers come as they are made, and a further one computes only what is new.
 

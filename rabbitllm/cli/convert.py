@@ -9,7 +9,14 @@ from typing import Annotated
 
 import typer
 
-from rabbitllm.cli.arguments import JsonOption, ModelArgument, put_json
+from rabbitllm.cli.arguments import (
+    DiskPlotOption,
+    JsonOption,
+    MinFreeDiskOption,
+    ModelArgument,
+    RevisionOption,
+    put_json,
+)
 
 
 def convert_command(
@@ -21,12 +28,10 @@ def convert_command(
     delete_original: Annotated[
         bool, typer.Option("--delete-original", help="Remove the original when the new folder is whole.")
     ] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the repository.")] = None,
+    revision: RevisionOption = None,
     max_disk: Annotated[str | None, typer.Option(help="What this may occupy, e.g. 57GiB.")] = None,
-    min_free_disk: Annotated[str, typer.Option(help="What is to stay free of the disk.")] = "1GB",
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw the disk in use over time into this file (.png, .svg or .pdf).")
-    ] = None,
+    min_free_disk: MinFreeDiskOption = "1GB",
+    plot: DiskPlotOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write a checkpoint anew as safetensors, a shard a layer, with index, config and tokenizer.

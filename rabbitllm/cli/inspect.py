@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rabbitllm.cli.arguments import JsonOption, ModelArgument, put_json
+from rabbitllm.cli.arguments import JsonOption, ModelArgument, RevisionOption, put_json
 
 
 def inspect_command(
@@ -23,7 +23,7 @@ def inspect_command(
     opcodes: Annotated[
         bool, typer.Option("--opcodes", help="The opcodes of a file's pickle instead, even of one that is refused.")
     ] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the repository.")] = None,
+    revision: RevisionOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show the tensors, the vocabulary, the settings or the pickle of a file, of a checkpoint or of a split directory.

@@ -7,23 +7,32 @@ from typing import Annotated
 
 import typer
 
-from rabbitllm.cli.arguments import JsonOption, ModelArgument, compression_of, limits_of, put_json
+from rabbitllm.cli.arguments import (
+    FolderOption,
+    JsonOption,
+    MaxDiskOption,
+    MemoryOption,
+    MinFreeDiskOption,
+    ModelArgument,
+    RevisionOption,
+    compression_of,
+    limits_of,
+    put_json,
+)
 
 
 def plan_command(
     model: ModelArgument,
     compression: Annotated[str, typer.Option(help="The one to prefer: none, 8bit or 4bit.")] = "none",
-    folder: Annotated[str | None, typer.Option("--dir", help="Folder for the split directory.")] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the repository.")] = None,
-    max_disk: Annotated[str | None, typer.Option(help="What the split may occupy, e.g. 57GiB.")] = None,
-    min_free_disk: Annotated[str, typer.Option(help="What is to stay free of the disk.")] = "1GB",
+    folder: FolderOption = None,
+    revision: RevisionOption = None,
+    max_disk: MaxDiskOption = None,
+    min_free_disk: MinFreeDiskOption = "1GB",
     bandwidth: Annotated[
         str | None, typer.Option(help="Bytes a second for shards, e.g. 12MB; by default it is measured.")
     ] = None,
     device: Annotated[str, typer.Option(help="Where to generate: cuda:N, cpu, or auto for every GPU.")] = "cuda:0",
-    max_memory: Annotated[
-        list[str] | None, typer.Option(help="Bytes for weights of a device, e.g. 0=14GiB or cpu=24GiB; more than once.")
-    ] = None,
+    max_memory: MemoryOption = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw which layer will live where: .png, .svg or .pdf (needs matplotlib).")
     ] = None,

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rabbitllm.cli.arguments import FolderOption, JsonOption, ModelArgument, compression_of, put_json
+from rabbitllm.cli.arguments import (
+    CompressionOption,
+    DiskPlotOption,
+    FolderOption,
+    JsonOption,
+    MaxDiskOption,
+    MinFreeDiskOption,
+    ModelArgument,
+    RevisionOption,
+    TrustOption,
+    compression_of,
+    put_json,
+)
 
 
 def pull_command(
     model: ModelArgument,
-    compression: Annotated[str, typer.Option(help="none, 4bit or 8bit.")] = "none",
+    compression: CompressionOption = "none",
     folder: FolderOption = None,
     sequential: Annotated[
         bool, typer.Option("--sequential", help="Delete each shard when it is used up, also one that was here before.")
@@ -25,20 +36,16 @@ def pull_command(
     delete_original: Annotated[
         bool, typer.Option("--delete-original", help="Delete what is left of the original when the split is whole.")
     ] = False,
-    max_disk: Annotated[str | None, typer.Option(help="What the split may occupy, e.g. 57GiB.")] = None,
-    min_free_disk: Annotated[str, typer.Option(help="What is to stay free of the disk.")] = "1GB",
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the repository.")] = None,
+    max_disk: MaxDiskOption = None,
+    min_free_disk: MinFreeDiskOption = "1GB",
+    revision: RevisionOption = None,
     shard_transfer: Annotated[str, typer.Option(help="How shards come from the hub: auto, file or stream.")] = "auto",
     token: Annotated[str | None, typer.Option(help="For the hub; better in HF_TOKEN, or `hf auth login`.")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
-    ] = False,
+    trust_remote_code: TrustOption = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only tell whether it would fit; exits with 1 if not.")
     ] = False,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw the disk in use over time into this file (.png, .svg or .pdf).")
-    ] = None,
+    plot: DiskPlotOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Get a model ready to run: split it, unless that is done, and say what is where.

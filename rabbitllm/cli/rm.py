@@ -8,14 +8,12 @@ from typing import Annotated
 import typer
 
 from rabbitllm.cli import exit_codes
-from rabbitllm.cli.arguments import FolderOption, JsonOption, ModelArgument, put_json
+from rabbitllm.cli.arguments import FolderOption, JsonOption, ModelArgument, WhichSplitOption, put_json
 
 
 def rm_command(
     model: ModelArgument,
-    compression: Annotated[
-        str | None, typer.Option(help="Which of its splits: none, 4bit or 8bit.", show_default=False)
-    ] = None,
+    compression: WhichSplitOption = None,
     folder: FolderOption = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     only_copy: Annotated[

@@ -11,11 +11,20 @@ import typer
 
 from rabbitllm.cli import exit_codes
 from rabbitllm.cli.arguments import (
+    CompressionHereOption,
     DeviceOption,
     FolderOption,
     JsonOption,
+    MaxDiskOption,
     MemoryOption,
     ModelArgument,
+    NoSplitOption,
+    RevisionOption,
+    SeedOption,
+    SequentialOption,
+    TemperatureOption,
+    TopPOption,
+    TrustOption,
     compression_of,
     limits_of,
     put_json,
@@ -31,27 +40,19 @@ def run_command(
     max_new_tokens: Annotated[
         int | None, typer.Option(help="To generate at most; 512, or what the context leaves.", min=1)
     ] = None,
-    temperature: Annotated[float | None, typer.Option(help="Choose by chance; 0, the default, does not.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="By chance, among tokens of so much probability.")] = None,
-    seed: Annotated[int | None, typer.Option(help="For the same text again.")] = None,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
+    seed: SeedOption = None,
     raw: Annotated[bool, typer.Option("--raw", help="Go on with the text as it is; no chat template.")] = False,
-    compression: Annotated[
-        str | None, typer.Option(help="none, 4bit or 8bit; by default that of a split that is here, else none.")
-    ] = None,
+    compression: CompressionHereOption = None,
     device: DeviceOption = None,
     max_memory: MemoryOption = None,
     folder: FolderOption = None,
-    max_disk: Annotated[str | None, typer.Option(help="What a split may occupy, e.g. 57GiB.")] = None,
-    sequential: Annotated[
-        bool, typer.Option("--sequential", help="In a split, delete each shard when it is used up.")
-    ] = False,
-    no_split: Annotated[
-        bool, typer.Option("--no-split", help="Out of the checkpoint's own shards; nothing is written.")
-    ] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the repository.")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
-    ] = False,
+    max_disk: MaxDiskOption = None,
+    sequential: SequentialOption = False,
+    no_split: NoSplitOption = False,
+    revision: RevisionOption = None,
+    trust_remote_code: TrustOption = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Say on stderr what it took, and where the time went.")
     ] = False,

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
-from rabbitllm.cli.arguments import FolderOption, JsonOption, ModelArgument, put_json
+from rabbitllm.cli.arguments import FolderOption, JsonOption, ModelArgument, RevisionOption, put_json
 
 
 def show_command(
     model: ModelArgument,
     folder: FolderOption = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the repository.")] = None,
+    revision: RevisionOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show what a model is (architecture, parameters, context) and where its split directories are.

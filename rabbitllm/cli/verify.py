@@ -8,16 +8,14 @@ from typing import Annotated
 
 import typer
 
-from rabbitllm.cli.arguments import FolderOption, JsonOption, ModelArgument, put_json
+from rabbitllm.cli.arguments import FolderOption, JsonOption, ModelArgument, WhichSplitOption, put_json
 from rabbitllm.layers.layer_store import Manifest
 from rabbitllm.layers.verify import Verification, verify
 
 
 def verify_command(
     model: ModelArgument,
-    compression: Annotated[
-        str | None, typer.Option(help="Which of its splits: none, 4bit or 8bit.", show_default=False)
-    ] = None,
+    compression: WhichSplitOption = None,
     place: FolderOption = None,
     repair: Annotated[bool, typer.Option("--repair", help="Make damaged layers anew from their shards.")] = False,
     original: Annotated[
