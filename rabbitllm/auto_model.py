@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rabbitllm import prepare, split_display
 from rabbitllm.checkpoints.hub import HubAccess
@@ -21,6 +21,9 @@ from rabbitllm.options import (
     parse_size,
     reject_unknown,
 )
+
+if TYPE_CHECKING:
+    from rabbitllm.engine.devices import Device
 
 logger = logging.getLogger(__name__)
 
@@ -180,35 +183,58 @@ def _check_unsplit(compression: str | None, sequential: bool, delete_original: b
 
 def _load_unsplit(sought: prepare.Sought, stream_options: StreamOptions) -> Any:
     from rabbitllm.engine import load
-    from rabbitllm.engine.devices import resolve_devices
     from rabbitllm.layers.unsplit import UnsplitStore
 
-    devices = resolve_devices(stream_options.device, stream_options.max_memory, stream_options.pin_memory)
+    devices = _devices(stream_options)
     source = prepare.find(sought)
     if source.finished:
         return load.load_model(source.split_folder, stream_options, source.config_folder, devices)
-    with prepare.config_folder(source) as config_folder:
-        load.check(config_folder, stream_options, devices)
+    check_model(source, stream_options, devices)
     with split_display.shown(stream_options.show_progress):
         checkpoint = prepare.whole_checkpoint(source)
     return load.load_model(UnsplitStore(checkpoint), stream_options, checkpoint.folder, devices)
 
 
 def _load(sought: prepare.Sought, split_options: SplitOptions, stream_options: StreamOptions) -> Any:
-    # whatever can be refused is refused before hours of splitting, and before a shard is deleted
     from rabbitllm.engine import load
-    from rabbitllm.engine.devices import resolve_devices
 
-    devices = resolve_devices(stream_options.device, stream_options.max_memory, stream_options.pin_memory)
+    devices = _devices(stream_options)
     source = prepare.find(sought)
-    with prepare.config_folder(source) as config_folder:
-        load.check(config_folder, stream_options, devices)
-    quantise_on = next((device.name for device in devices if device.torch_device.type == "cuda"), "cpu")
+    quantise_on = check_model(source, stream_options, devices)
     with split_display.shown(stream_options.show_progress):
         profile = prepare.ensure_split(source, split_options, quantise_on)
     if profile.enabled and profile.stages:
         print(profile.report())
     return load.load_model(source.split_folder, stream_options, source.config_folder, devices)
+
+
+def check_model(source: prepare.Source, options: StreamOptions, devices: Sequence[Device] | None = None) -> str:
+    """Refuse what loading would refuse: before hours of splitting, and before a shard is deleted.
+
+    Args:
+        source: what will be split.
+        options: how it will be run.
+        devices: to run it on; by default those that the options name.
+
+    Returns:
+        Where to quantise: the first GPU among the devices, else "cpu".
+
+    Raises:
+        DeviceError: the options name a GPU that is not there.
+        UnknownArchitectureError, OptionError: as `load_model` does.
+    """
+    from rabbitllm.engine import load
+
+    chosen = _devices(options) if devices is None else devices
+    with prepare.config_folder(source) as config_folder:
+        load.check(config_folder, options, chosen)
+    return next((device.name for device in chosen if device.torch_device.type == "cuda"), "cpu")
+
+
+def _devices(options: StreamOptions) -> list[Device]:
+    from rabbitllm.engine.devices import resolve_devices
+
+    return resolve_devices(options.device, options.max_memory, options.pin_memory)
 
 
 def _known_arguments() -> list[str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm import prepare, progress
+from rabbitllm.auto_model import check_model
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.errors import IncompleteSplitError, OptionError
 from rabbitllm.layers.compression import check_compression
@@ -162,7 +163,7 @@ def pull(wish: Wish) -> Pulled:
     options = wish.split_options()
     source = prepare.find(wish.sought())
     before = source.finished
-    quantise_on = "cpu" if before else _check_model(source, wish.stream_options())
+    quantise_on = "cpu" if before else check_model(source, wish.stream_options())
     done: list[progress.SplitDone] = []
 
     def note(event: progress.Event) -> None:
@@ -178,17 +179,6 @@ def pull(wish: Wish) -> Pulled:
     own_config = source.split_folder if (source.split_folder / "config.json").exists() else source.config_folder
     peak = done[-1].peak_disk_bytes if done else 0
     return Pulled(source.name, entry, own_config, before, time.perf_counter() - start, shards, at, peak)
-
-
-def _check_model(source: prepare.Source, options: StreamOptions) -> str:
-    """Refuse now what loading would refuse after hours of splitting; and where to quantise."""
-    from rabbitllm.engine import load
-    from rabbitllm.engine.devices import resolve_devices
-
-    devices = resolve_devices(options.device, options.max_memory, options.pin_memory)
-    with prepare.config_folder(source) as config_folder:
-        load.check(config_folder, options, devices)
-    return next((device.name for device in devices if device.torch_device.type == "cuda"), "cpu")
 
 
 def _shards(source: prepare.Source, entry: Entry) -> tuple[Shards | None, Path | None]:
