@@ -90,11 +90,13 @@ def gpus(*, ask_torch: bool = True) -> Gpus:
         return Gpus((), False, None)
     import torch
 
+    from rabbitllm.engine.devices import capability_suits_bf16
+
     found = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         about = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         capability = (about.major, about.minor)
-        # the rule of engine.devices.suits_bf16, which asks of a device that it has opened
-        found.append(Gpu(f"cuda:{index}", about.name, total, free, capability, capability >= (8, 0)))
+        bfloat16 = capability_suits_bf16(capability)
+        found.append(Gpu(f"cuda:{index}", about.name, total, free, capability, bfloat16))
     return Gpus(tuple(found), driver, torch.__version__)

@@ -243,7 +243,12 @@ def _gpu(name: str, count: int, pin_memory: bool, subject: str = "") -> CudaDevi
 
 
 def suits_bf16(device: Device) -> bool:
-    """Whether a device computes in bfloat16 itself; GPUs before compute capability 8.0 (T4, V100) emulate it."""
+    """Whether a device computes in bfloat16 itself."""
     if device.torch_device.type != "cuda":
         return True
-    return torch.cuda.get_device_capability(device.torch_device) >= (8, 0)
+    return capability_suits_bf16(torch.cuda.get_device_capability(device.torch_device))
+
+
+def capability_suits_bf16(capability: tuple[int, int]) -> bool:
+    """Whether a GPU computes in bfloat16 itself; those before compute capability 8.0 (T4, V100) emulate it."""
+    return capability >= (8, 0)
