@@ -164,9 +164,9 @@ def split_and_save_layers(
 def _quantise_on(compression: str | None) -> str:
     if compression is None:
         return "cpu"
-    import torch
+    from rabbitllm.engine.devices import default_device
 
-    return "cuda:0" if torch.cuda.is_available() else "cpu"
+    return default_device()
 
 
 def _naming(layer_names: Mapping[str, str] | LayerNaming | None) -> LayerNaming | None:

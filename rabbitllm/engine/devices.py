@@ -242,6 +242,11 @@ def _gpu(name: str, count: int, pin_memory: bool, subject: str = "") -> CudaDevi
     return CudaDevice(int(match[1]), pin_memory)
 
 
+def default_device() -> str:
+    """Where a model runs, and where it is quantised, if nobody says otherwise: the first GPU, else the CPU."""
+    return "cuda:0" if torch.cuda.is_available() else "cpu"
+
+
 def suits_bf16(device: Device) -> bool:
     """Whether a device computes in bfloat16 itself."""
     if device.torch_device.type != "cuda":

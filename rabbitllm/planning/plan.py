@@ -134,7 +134,9 @@ def _said_rate(bandwidth: int | str) -> Rate:
 
 def _measure(survey: Survey, said: Rate | None) -> Rates:
     """What the estimates rest on; what is not needed is not measured."""
-    device, threads = _quantise_on(), survey.options.threads
+    from rabbitllm.engine.devices import default_device
+
+    device, threads = default_device(), survey.options.threads
     waiting = [
         shard for c, plan in survey.feasible.items() for shard in plan.shards if shard.name not in survey.used(c)
     ]
@@ -152,13 +154,6 @@ def _measure(survey: Survey, said: Rate | None) -> Rates:
         if dtype is not None and (rate := rates.quantise_rate(scheme, dtype, threads, device)) is not None:
             quantise[scheme] = rate
     return Rates(fetch, read, quantise, threads, device)
-
-
-def _quantise_on() -> str:
-    """Where `from_pretrained` quantises by default: on the first GPU, if there is one."""
-    import torch
-
-    return "cuda:0" if torch.cuda.is_available() else "cpu"
 
 
 def outlook_at(survey: Survey, compression: str | None, measured: Rates) -> Outlook:

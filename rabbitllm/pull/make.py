@@ -93,9 +93,9 @@ class Wish:
     @property
     def where(self) -> str:
         """The device to generate on."""
-        import torch
+        from rabbitllm.engine.devices import default_device
 
-        return self.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
+        return self.device or default_device()
 
     def stream_options(self) -> StreamOptions:
         """How it will be run."""
