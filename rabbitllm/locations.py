@@ -61,32 +61,37 @@ def for_local(checkpoint: Path, saving_path: Path | None, compression: str | Non
         return home() / snapshot.repo_folder / snapshot.commit / name
     if is_writable(checkpoint):
         return beside
-    mark = hashlib.sha256(str(checkpoint.resolve()).encode()).hexdigest()[:12]
-    return home() / LOCAL_FOLDER / f"{checkpoint.resolve().name}-{mark}" / name
+    return home() / LOCAL_FOLDER / local_folder_name(checkpoint) / name
+
+
+def local_folder_name(checkpoint: Path) -> str:
+    """How the folder of a checkpoint that cannot be written to is named: like its own, with a mark of where that is."""
+    resolved = checkpoint.resolve()
+    return f"{resolved.name}-{hashlib.sha256(str(resolved).encode()).hexdigest()[:12]}"
 
 
 def for_repository(repo_id: str, commit: str, saving_path: Path | None, compression: str | None) -> Path:
     """The split directory of a repository at a commit."""
     name = directory_name(compression)
-    return (saving_path or home() / _repo_folder(repo_id) / commit) / name
+    return (saving_path or home() / hub_cache.folder_name(repo_id) / commit) / name
 
 
 def of_other_commits(repo_id: str, commit: str, compression: str | None) -> list[Path]:
     """Split directories of the same repository at other commits, in `home()`."""
-    found = (home() / _repo_folder(repo_id)).glob(f"*/{directory_name(compression)}")
+    found = (home() / hub_cache.folder_name(repo_id)).glob(f"*/{directory_name(compression)}")
     return sorted(path for path in found if path.parent.name != commit)
 
 
 def known_names() -> list[str]:
     """Names of the models that have something in `home()`: repositories, and folders that could not be written to."""
     base = home()
-    repositories = (path.name.removeprefix("models--").replace("--", "/") for path in base.glob("models--*"))
+    repositories = (hub_cache.repo_id_of(path.name) for path in base.glob(f"{hub_cache.REPO_PREFIX}*"))
     return sorted({*repositories, *(path.name.rpartition("-")[0] for path in (base / LOCAL_FOLDER).glob("*-*"))})
 
 
 def remember_commit(repo_id: str, revision: str | None, commit: str) -> None:
     """Note which commit a revision was, for calls without a connection."""
-    path = home() / _repo_folder(repo_id) / "refs" / (revision or "main").replace("/", "--")
+    path = home() / hub_cache.folder_name(repo_id) / "refs" / (revision or "main").replace("/", "--")
     if path.exists() and path.read_text() == commit:
         return
     durable.make_folder(path.parent)
@@ -97,9 +102,5 @@ def remembered_commit(repo_id: str, revision: str | None) -> str | None:
     """The commit that a revision was when it was last split here; a commit itself stands for itself."""
     if revision is not None and is_commit(revision):
         return revision
-    path = home() / _repo_folder(repo_id) / "refs" / (revision or "main").replace("/", "--")
+    path = home() / hub_cache.folder_name(repo_id) / "refs" / (revision or "main").replace("/", "--")
     return path.read_text() if path.exists() else None
-
-
-def _repo_folder(repo_id: str) -> str:
-    return "models--" + repo_id.replace("/", "--")

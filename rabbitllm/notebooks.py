@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rabbitllm import durable
+from rabbitllm.checkpoints.hub_cache import folder_name
 from rabbitllm.checkpoints.index import ENTRY_NAMES, META_PARAMETERS
 from rabbitllm.layers.layer_store import MANIFEST_NAME
-from rabbitllm.locations import HOME_VARIABLE, home
+from rabbitllm.locations import HOME_VARIABLE, LOCAL_FOLDER, home, local_folder_name
 from rabbitllm.options import expand
+from rabbitllm.splitter.watch import disk_bytes
 from rabbitllm.terminal import size
 
 logger = logging.getLogger(__name__)
@@ -58,16 +60,12 @@ class Places:
         """Bytes that a split of this model may occupy: the room, less what splits of other models have of it."""
         if self.room is None:
             return None
-        return max(self.room - sum(_occupied(folder) for folder in self._others(str(model))), 0)
+        return max(self.room - sum(disk_bytes(folder) for folder in self._others(str(model))), 0)
 
     def _others(self, model: str) -> Iterator[Path]:
-        local = self.layers / "local"
-        is_folder = expand(model).is_dir()
-        own = f"{expand(model).resolve().name}-" if is_folder else f"models--{model.replace('/', '--')}"
-        for folder in (*_folders_in(self.layers), *_folders_in(local)):
-            mine = folder.name.startswith(own) if is_folder else folder.name == own
-            if folder != local and not mine:
-                yield folder
+        local, checkpoint = self.layers / LOCAL_FOLDER, expand(model)
+        own = local / local_folder_name(checkpoint) if checkpoint.is_dir() else self.layers / folder_name(model)
+        yield from (one for one in (*_folders_in(self.layers), *_folders_in(local)) if one not in (local, own))
 
     def __str__(self) -> str:
         lines = [
@@ -156,8 +154,3 @@ def _checkpoints_in(folder: Path) -> Iterator[Path]:
 
 def _folders_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
-
-
-def _occupied(folder: Path) -> int:
-    """Bytes that the files below a folder occupy; holes are none."""
-    return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rabbitllm import notebooks
-from rabbitllm.locations import HOME_VARIABLE
+from rabbitllm.locations import HOME_VARIABLE, LOCAL_FOLDER, local_folder_name
 from rabbitllm.notebooks import ELSEWHERE, HF_HOME, KAGGLE_BYTES, Places
 from tests.support.builders import build_checkpoint
 from tests.support.hub_fixtures import HubEnvironment
@@ -110,14 +110,15 @@ def test_an_attached_split_is_found(tmp_path: Path, kaggle: Path) -> None:
 def test_what_other_models_occupy_is_not_there_for_this_one(tmp_path: Path) -> None:
     places = Places("Kaggle", tmp_path / "layers", tmp_path, 1 << 20)
     mine = build_checkpoint(tmp_path / "mine", "llama")
+    own = f"{LOCAL_FOLDER}/{local_folder_name(mine)}"
     occupied = {}
-    for folder in ("models--org--name", "models--org--other", "local/mine-0123", "local/theirs-4567"):
+    for folder in ("models--org--name", "models--org--other", own, "local/mine-of-another-place", "local/theirs-4567"):
         file = tmp_path / "layers" / folder / "splitted_model" / "weights"
         file.parent.mkdir(parents=True)
         file.write_bytes(bytes(100_000))
-        occupied[folder] = file.stat().st_blocks * 512
+        occupied[folder] = sum(one.stat().st_blocks * 512 for one in (file, file.parent))
     everything = sum(occupied.values())
     assert places.max_disk("org/name") == (1 << 20) - (everything - occupied["models--org--name"])
     assert places.max_disk("org/new") == (1 << 20) - everything
-    assert places.max_disk(mine) == (1 << 20) - (everything - occupied["local/mine-0123"])
+    assert places.max_disk(mine) == (1 << 20) - (everything - occupied[own])
     assert Places("Kaggle", tmp_path / "layers", tmp_path, 1000).max_disk("org/new") == 0

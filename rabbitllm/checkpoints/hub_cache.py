@@ -21,6 +21,8 @@ DAMAGED = (
 )
 """What to do about a damaged file in the hub cache, which is never the only copy."""
 
+REPO_PREFIX = "models--"
+
 
 @dataclass(frozen=True, slots=True)
 class CachedSnapshot:
@@ -38,14 +40,24 @@ class CachedSnapshot:
     @property
     def repo_id(self) -> str:
         """`org/name`, from the folder's name."""
-        return self.repo_folder.removeprefix("models--").replace("--", "/")
+        return repo_id_of(self.repo_folder)
+
+
+def folder_name(repo_id: str) -> str:
+    """How a repository's folder is named: `models--org--name`."""
+    return REPO_PREFIX + repo_id.replace("/", "--")
+
+
+def repo_id_of(folder_name: str) -> str:
+    """`org/name`, from the folder's name."""
+    return folder_name.removeprefix(REPO_PREFIX).replace("--", "/")
 
 
 def snapshot_of(folder: Path) -> CachedSnapshot | None:
     """The snapshot that `folder` is, or None if it lies in no hub cache."""
     resolved = folder.resolve()  # as the hub's library names the files of a cache that is reached through a link
     repo = resolved.parent.parent
-    if resolved.parent.name == "snapshots" and repo.name.startswith("models--") and (repo / "blobs").is_dir():
+    if resolved.parent.name == "snapshots" and repo.name.startswith(REPO_PREFIX) and (repo / "blobs").is_dir():
         return CachedSnapshot(repo.parent, repo.name, resolved.name)
     return None
 
