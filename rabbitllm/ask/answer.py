@@ -157,14 +157,22 @@ def end_tokens(model: Any) -> list[int]:
     return list(dict.fromkeys([*ends, *([own] if own is not None else [])]))
 
 
+def context_of(model: Any) -> int | None:
+    """Tokens that a prompt and what follows it may have together; None if the model sets no limit."""
+    found = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
 def most_new_tokens(model: Any, prompt_tokens: int, asked: int | None) -> int:
     """How many tokens may follow a prompt: as many as asked for, else `MOST_TOKENS` or what the context leaves.
 
     Raises:
         OptionError: the model was not made for so many.
     """
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    left = context - prompt_tokens if isinstance(context, int) and context > 0 else MOST_TOKENS
+    context = context_of(model)
+    if context is None:
+        return asked if asked is not None else MOST_TOKENS
+    left = context - prompt_tokens
     if left < (asked or 1):
         followed = f", with {asked:,} to follow" if asked is not None else ""
         raise OptionError(

@@ -11,6 +11,7 @@ import sys
 import threading
 from typing import Any
 
+from rabbitllm.ask.template import has_template, template_ids
 from rabbitllm.errors import OptionError
 
 WAIT_SECONDS = 1.5
@@ -70,7 +71,7 @@ def prompt_ids(tokenizer: Any, prompt: str, system: str | None = None, *, raw: b
             "This model has no tokenizer beside its weights, so text cannot be made of it.",
             "Put its tokenizer files into the folder that has its config.json.",
         )
-    if raw or not tokenizer.chat_template:
+    if raw or not has_template(tokenizer):
         if system is not None:
             why = "--raw leaves the chat template out" if raw else "This model has no chat template"
             raise OptionError(f"{why}, so there is no place for a system prompt.", _NO_TEMPLATE)
@@ -83,18 +84,15 @@ def prompt_ids(tokenizer: Any, prompt: str, system: str | None = None, *, raw: b
 
 
 def _through_template(tokenizer: Any, prompt: str, system: str | None) -> Any:
-    from jinja2 import TemplateError
+    import torch
+
+    def refused(why: str) -> OptionError:
+        what = "a system prompt" if system is not None else "this"
+        return OptionError(
+            f"The model's chat template does not take {what}: {why}.",
+            _NO_TEMPLATE if system is not None else "--raw does without it.",
+        )
 
     said = [{"role": "system", "content": system}] if system is not None else []
     said.append({"role": "user", "content": prompt})
-    try:
-        found = tokenizer.apply_chat_template(
-            said, add_generation_prompt=True, return_tensors="pt", return_dict=True, tokenize=True
-        )
-    except TemplateError as error:
-        what = "a system prompt" if system is not None else "this"
-        raise OptionError(
-            f"The model's chat template does not take {what}: {error}.",
-            _NO_TEMPLATE if system is not None else "--raw does without it.",
-        ) from None
-    return found["input_ids"]
+    return torch.tensor([template_ids(tokenizer, said, refused)], dtype=torch.int64)

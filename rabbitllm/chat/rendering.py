@@ -17,20 +17,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from jinja2 import TemplateError
-
+from rabbitllm.ask.template import has_template, template_ids
 from rabbitllm.chat.conversation import ASSISTANT, SYSTEM, USER
 from rabbitllm.errors import ChatError
-from rabbitllm.terminal import harmless
 
 PLAIN_NAMES = {USER: "User:", ASSISTANT: "Assistant:"}
 PLAIN_END = "\n" + PLAIN_NAMES[USER]
 """Where an answer ends in the plain format."""
-
-
-def has_template(tokenizer: Any) -> bool:
-    """Whether the tokenizer brings a chat template."""
-    return getattr(tokenizer, "chat_template", None) is not None
 
 
 def plain_text(messages: list[dict[str, str]]) -> str:
@@ -54,16 +47,16 @@ def prompt_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
     """
     if not has_template(tokenizer):
         return [int(token) for token in tokenizer(plain_text(messages))["input_ids"]]
-    try:
-        made = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
-    except (TemplateError, TypeError, ValueError, KeyError) as error:  # templates are programs of the model's authors
-        raise ChatError(
-            f"The model's chat template refuses this conversation: {harmless(str(error))}.",
+
+    def refused(why: str) -> ChatError:
+        return ChatError(
+            f"The model's chat template refuses this conversation: {why}.",
             "Try without a system prompt (/system -), or /reset."
             if messages[0]["role"] == SYSTEM
             else "/reset begins anew.",
-        ) from error
-    return [int(token) for token in made["input_ids"]]
+        )
+
+    return template_ids(tokenizer, messages, refused)
 
 
 def common_length(first: list[int], second: list[int]) -> int:

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from transformers import StoppingCriteriaList
 
-from rabbitllm.ask.answer import Sampling, end_tokens
+from rabbitllm.ask.answer import Sampling, context_of, end_tokens
+from rabbitllm.ask.template import has_template
 from rabbitllm.chat.answer_stream import AnswerStream, EndOfText
 from rabbitllm.chat.kept_cache import KeptCache, keeps
-from rabbitllm.chat.rendering import PLAIN_END, common_length, has_template, prompt_ids
+from rabbitllm.chat.rendering import PLAIN_END, common_length, prompt_ids
 from rabbitllm.chat.work import Work, work_between
 from rabbitllm.errors import ChatError
 
@@ -121,8 +122,7 @@ class Session:
     @property
     def context(self) -> int | None:
         """Tokens that prompt and answer may have together; None if the model sets no limit."""
-        found = getattr(self._model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        return found if isinstance(found, int) and found > 0 else None
+        return context_of(self._model)
 
     @property
     def remarks(self) -> tuple[str, ...]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from rich.console import Console
 
 from rabbitllm.ask.answer import (
@@ -18,6 +20,7 @@ from rabbitllm.ask.answer import (
     Answer,
     Sampling,
     answer,
+    context_of,
     end_tokens,
     most_new_tokens,
 )
@@ -142,6 +145,13 @@ def test_how_many_may_follow(model: Any) -> None:
     assert "at most 4" in caught.value.remedy
     with pytest.raises(OptionError, match=f"{context} tokens; the model was made for"):
         most_new_tokens(model, context, None)
+
+
+def test_as_many_as_asked_for_may_follow_where_the_model_sets_no_limit() -> None:
+    endless = SimpleNamespace(config=transformers.MambaConfig())
+    assert context_of(endless) is None
+    assert most_new_tokens(endless, 6, None) == MOST_TOKENS
+    assert most_new_tokens(endless, 6, 10 * MOST_TOKENS) == 10 * MOST_TOKENS
 
 
 def test_what_is_said_of_it(model: Any) -> None:

@@ -86,6 +86,22 @@ def test_a_template_that_refuses() -> None:
     assert prompt_ids(tokenizer, "Hello").shape == (1, 1)
 
 
+@pytest.mark.parametrize(
+    ("template", "why"), [("{{ messages[0].content + 1 }}", "can only concatenate str"), ("{% nonsense %}", "nonsense")]
+)
+def test_a_template_that_fails(template: str, why: str) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(OptionError, match=f"chat template does not take this: .*{why}"):
+        prompt_ids(tokenizer, "Hello")
+
+
+def test_an_empty_template_is_none() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = ""
+    assert prompt_ids(tokenizer, "Hello").tolist() == prompt_ids(tokenizer, "Hello", raw=True).tolist()
+
+
 def test_a_model_without_a_tokenizer() -> None:
     with pytest.raises(OptionError, match="no tokenizer"):
         prompt_ids(None, "Hello")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rabbitllm.ask.template import has_template
 from rabbitllm.chat.conversation import Conversation, Exchange
-from rabbitllm.chat.rendering import common_length, has_template, plain_text, prompt_ids
+from rabbitllm.chat.rendering import common_length, plain_text, prompt_ids
+from rabbitllm.errors import ChatError
 from tests.chat.talkers import TEMPLATE, characters
 
 TALK = Conversation("Be brief.", (Exchange("Who?", " Me.\n"), Exchange("Why?", "", True)))
@@ -35,6 +38,12 @@ def test_the_plain_format() -> None:
     assert plain_text(TALK.messages("And?")) == wanted
     assert text_of(tokenizer, prompt_ids(tokenizer, TALK.messages("And?"))) == wanted
     assert plain_text(Conversation().messages("And?")) == "User: And?\nAssistant:"
+
+
+def test_a_template_that_fails_is_a_refusal() -> None:
+    tokenizer = characters("{{ messages[0].content + 1 }}")
+    with pytest.raises(ChatError, match="refuses this conversation: can only concatenate str"):
+        prompt_ids(tokenizer, TALK.messages("And?"))
 
 
 @given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)))
