@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -90,15 +90,3 @@ class Outline:
         return sum(
             self.times(layer) * on_disk(layout.size) for layer, layout in self.plans[compression].layouts.items()
         )
-
-
-def count(stored: Iterable[Stored], outline: Outline) -> int:
-    """Elements of these tensors, those of decoder layers as often as the model has such layers."""
-    total = 0
-    for one in stored:
-        number = re.search(r"\.layers\.(\d+)\.", one.name)
-        elements = 1
-        for size in one.shape:
-            elements *= size
-        total += elements * (outline.times(f"layers.{number[1]}") if number else 1)
-    return total

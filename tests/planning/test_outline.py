@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from rabbitllm.formats.safetensors_file import read_header
 from rabbitllm.options import StreamOptions
 from rabbitllm.planning.expert_calls import ExpertCalls
 from rabbitllm.planning.machine import Machine, RoughMachine, product_key
-from rabbitllm.planning.outline import Outline, count
+from rabbitllm.planning.outline import Outline
 from rabbitllm.planning.outline_families import outline_of
 from rabbitllm.planning.planned_files import PlannedFiles
 from rabbitllm.planning.predict import predict
@@ -126,7 +127,8 @@ def test_published_figures_are_those_of_the_models_own_class(model: Published) -
     biases = sum(one.numel() for name, one in skeleton.named_buffers() if "e_score_correction_bias" in name)
     assert sum(one.numel() for one in parameters) + biases == model.parameters
     outline = outline_of(plain)
-    assert count(outline.stored, outline) == model.parameters
+    elements = sum(math.prod(shape) * times for (_, shape, _), times in all_of(outline).items())
+    assert elements == model.parameters
     assert len(outline.layers) == config.num_hidden_layers
     assert 0 < model.largest_shard_bytes <= model.outline.checkpoint_bytes * 1.01
 
