@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.text import Text
 
 from rabbitllm.doctor.facts import AtCompression, Folder, Hub, Machine, Memory, ModelOutlook, Package, Processor, Report
+from rabbitllm.layers.compression import COMPRESSIONS
 from rabbitllm.planning.generation_report import moment
 from rabbitllm.terminal import counted, harmless, large, put, put_fact, shortened, size
 
-COMPRESSIONS = (None, "8bit", "4bit")
 _CELL = 17
 _NAME = 21
 _WIDE = 100

@@ -35,6 +35,8 @@ NF4_BLOCK = 64
 INT8_BLOCK = 2048
 """Elements that share a scale at 8bit."""
 BLOCKS: Mapping[str, int] = {"4bit": NF4_BLOCK, "8bit": INT8_BLOCK}
+COMPRESSIONS: tuple[str | None, ...] = (None, "8bit", "4bit")
+"""At which a model can be split, from the largest output to the smallest."""
 SCALE_BYTES = 4
 """A scale is a float32."""
 MIN_ELEMENTS = 4096

@@ -13,6 +13,7 @@ from typing import Any
 
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.errors import RabbitLLMError
+from rabbitllm.layers.compression import COMPRESSIONS
 from rabbitllm.layers.layer_file import DONE_SUFFIX, LAYER_SUFFIX
 from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME, Manifest, is_legacy, read_manifest
 from rabbitllm.splitter import journal
@@ -179,7 +180,7 @@ def _legacy(folder: Path) -> Entry:
         folder.parent.name,
         DAMAGED if unmarked else WHOLE,
         None,
-        compression if compression in ("4bit", "8bit") else None,
+        compression if compression in COMPRESSIONS else None,
         disk_bytes(folder),
         len(files) - len(unmarked),
         len(files),

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from rabbitllm import locations
 from rabbitllm.errors import CheckpointNotFoundError, OptionError
+from rabbitllm.layers.compression import COMPRESSIONS
 from rabbitllm.layers.layer_store import SPLIT_DIRECTORY
 from rabbitllm.library.entry import WHOLE, Entry, look
 from rabbitllm.model_name import meant, with_near_names
 from rabbitllm.options import expand
 
-COMPRESSIONS = (None, "8bit", "4bit")
 DEPTH = 4
 """Levels below a folder that are searched: `home()` has its splits three below it."""
 
@@ -48,7 +48,7 @@ def of_model(name: str, compression: str | None = None, saving_path: Path | None
     Raises:
         OptionError: there is no such compression.
     """
-    if compression not in (None, "none", *COMPRESSIONS):
+    if compression not in ("none", *COMPRESSIONS):
         raise OptionError(f"compression={compression!r} does not exist.", "Give none, 8bit or 4bit.")
     found = _entries(_places(meant(name), saving_path))
     if compression is None:

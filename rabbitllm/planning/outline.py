@@ -17,6 +17,7 @@ from typing import Any
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.naming import assign_layers
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
+from rabbitllm.layers.compression import COMPRESSIONS
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan, on_disk, recompressed
 
 SHARD = "outline.safetensors"
@@ -52,7 +53,7 @@ class Outline:
     @property
     def compressions(self) -> tuple[str | None, ...]:
         """At which it can be split: published quantised, only as it is."""
-        return (None,) if self.config.get("quantization_config") else (None, "8bit", "4bit")
+        return (None,) if self.config.get("quantization_config") else COMPRESSIONS
 
     def times(self, layer: str) -> int:
         """How often the model has a layer of the sample, by the layer's id."""

@@ -17,10 +17,10 @@ from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity
 from rabbitllm.checkpoints.json_file import read_json
 from rabbitllm.checkpoints.quantised import quantised_as
 from rabbitllm.errors import InvalidIndexError
+from rabbitllm.layers.compression import COMPRESSIONS
 from rabbitllm.layers.layer_store import MANIFEST_NAME, Manifest, is_legacy, read_manifest
 from rabbitllm.options import SplitOptions
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.forecast import COMPRESSIONS
 from rabbitllm.splitter.plan import SplitPlan, recompressed
 from rabbitllm.splitter.split import Request, plan_split
 

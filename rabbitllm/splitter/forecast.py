@@ -16,8 +16,6 @@ from rabbitllm.splitter.anatomy import Anatomy
 from rabbitllm.splitter.plan import Arrival, SplitPlan, disk_use
 from rabbitllm.splitter.space import Ground, Shortage
 
-COMPRESSIONS = (None, "8bit", "4bit")
-"""From the largest output to the smallest."""
 MEMORY_BYTES = 200 * 1000**2
 """Anonymous memory that a split adds to its process at most, beside its plan (benchmarks/results: up to 187 MB)."""
 MEMORY_BYTES_A_TENSOR = 2400

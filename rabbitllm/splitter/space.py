@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rabbitllm.errors import NotEnoughSpaceException, OptionError
+from rabbitllm.layers.compression import COMPRESSIONS
 from rabbitllm.options import SplitOptions
 from rabbitllm.splitter.plan import Arrival, DiskUse, SplitPlan, disk_use, gib, recompressed
-
-COMPRESSIONS = ("8bit", "4bit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +137,7 @@ def _what_would_fit(plan: SplitPlan, ground: Ground, options: SplitOptions, shor
         return "shard_transfer='stream' (or 'auto') would fit: no shard is then on the disk."
     if not options.sequential and any(need for _, need in ground.downloads):
         return "sequential_shard_processing=True takes one shard at a time instead of downloading all of them first."
-    smaller = COMPRESSIONS[COMPRESSIONS.index(plan.compression) + 1 :] if plan.compression else COMPRESSIONS
+    smaller = COMPRESSIONS[COMPRESSIONS.index(plan.compression) + 1 :]
     for compression in () if ground.used else smaller:
         if shortage(recompressed(plan, compression), ground, options, way) is None:
             return f"compression='{compression}' would fit."

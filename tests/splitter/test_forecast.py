@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rabbitllm.layers.compression import COMPRESSIONS
 from rabbitllm.splitter import forecast
 from rabbitllm.splitter.anatomy import anatomy_of
 from rabbitllm.splitter.forecast import Choice, Disk, Forecast, Load, Outlook, Rate, Rates, Route
@@ -92,7 +93,7 @@ def chosen(*outlooks: Outlook, asked: str | None = None) -> tuple[str | None, st
 
 
 def test_best_is_the_asked_compression_then_the_least_compressed_and_its_first_route() -> None:
-    every = [outlook(c, route("standard"), route("sequential_file")) for c in forecast.COMPRESSIONS]
+    every = [outlook(c, route("standard"), route("sequential_file")) for c in COMPRESSIONS]
     assert chosen(*every) == (None, "standard")
     assert chosen(*every, asked="4bit") == ("4bit", "standard")
     full = outlook(None, route("standard", 3), route("sequential_file", 2), route("sequential_stream", 1))
