@@ -5,6 +5,7 @@ Everything goes through the public front door; this module only watches (disk, m
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import threading
@@ -101,20 +102,73 @@ class ShardTable:
         return "█" * filled + "░" * (BAR_WIDTH - filled)
 
 
-def run(folder: Path, problems: int, plot: Path | None = None) -> bool:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One question, and what the model said to it."""
+
+    question: str
+    answer: str
+    expected: str
+    right: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a demonstration came to; sizes in bytes, times in seconds.
+
+    Attributes:
+        compression: of the split.
+        source_bytes: of the model's shards.
+        shards, shards_left: how many there were, and the names of those that are still there.
+        ready_seconds: until the model was there.
+        peak_disk_bytes: the most that shards and layer files occupied together.
+        standard_peak_disk_bytes: the most on the standard route, which keeps all shards.
+        peak_memory_bytes, memory_before_bytes: resident memory of this process, and that before torch was imported.
+        tokens_per_second: one question at a time.
+        problems: that were scored.
+        exact_match: the part of them that was answered rightly.
+        recorded_exact_match: what it was when the model was made.
+        asked: the first questions.
+    """
+
+    compression: str
+    source_bytes: int
+    shards: int
+    shards_left: tuple[str, ...]
+    ready_seconds: float
+    peak_disk_bytes: int
+    standard_peak_disk_bytes: int
+    peak_memory_bytes: int
+    memory_before_bytes: int
+    tokens_per_second: float
+    problems: int
+    exact_match: float
+    recorded_exact_match: float
+    asked: tuple[Asked, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether the score is within 2 points of the recorded one and no shard survived."""
+        return self.exact_match >= self.recorded_exact_match - ALLOWED_DROP and not self.shards_left
+
+
+def as_record(outcome: Outcome) -> dict[str, Any]:
+    """An outcome for `json.dumps`."""
+    return {"passed": outcome.passed, **dataclasses.asdict(outcome)}
+
+
+def run(folder: Path, problems: int, plot: Path | None = None, console: Console | None = None) -> Outcome:
     """The whole demonstration.
 
     Args:
         folder: working folder, made if need be; the checkpoint is copied into it.
         problems: how many held-out problems to score; a multiple of the number of kinds.
         plot: where to draw the disk in use over the split.
-
-    Returns:
-        Whether the score is within 2 points of the recorded one and no shard survived.
+        console: where it can be watched; stdout by default.
     """
     from rabbitllm import AutoModel
 
-    console = Console()
+    console = Console() if console is None else console
     checkpoint = _fresh_copy(folder)
     shards = sorted(path.name for path in checkpoint.glob("*.safetensors"))
     size = sum((checkpoint / name).stat().st_size for name in shards)
@@ -131,20 +185,26 @@ def run(folder: Path, problems: int, plot: Path | None = None) -> bool:
     surviving = sorted(path.name for path in checkpoint.glob("*.safetensors"))
     chosen = held_out(problems - problems % len(KINDS), 0)
     console.print(f"\nReady after {ready:.1f} s. The model answers problems that it was never trained on:\n")
-    rate = _ask(console, model, chosen[:QUESTIONS_SHOWN])
+    asked, rate = _ask(console, model, chosen[:QUESTIONS_SHOWN])
     right = sum(exact_match(text, problem) for text, problem in _answer_all(model, chosen))
-    score, recorded = right / len(chosen), _recorded_score()
-    rows = [
-        ("peak disk", f"{peaks.disk / MB:.1f} MB", f"{shard_table.standard_peak / MB:.1f} MB on the standard route"),
-        ("peak RAM", f"{peaks.memory / MB:.0f} MB", f"{peaks.memory_before / MB:.0f} MB before torch was imported"),
-        ("speed", f"{rate:.0f} tokens/s", "one question at a time"),
-        ("exact match", f"{100 * score:.1f} %", f"of {len(chosen)} problems; {100 * recorded:.1f} % recorded"),
-        ("shards left", str(len(surviving)), ", ".join(surviving)),
-    ]
-    _sum_up(console, rows)
-    passed = score >= recorded - ALLOWED_DROP and not surviving
-    console.print("[bold green]passed[/]" if passed else "[bold red]failed[/]")
-    return passed
+    outcome = Outcome(
+        compression=COMPRESSION,
+        source_bytes=size,
+        shards=len(shards),
+        shards_left=tuple(surviving),
+        ready_seconds=ready,
+        peak_disk_bytes=peaks.disk,
+        standard_peak_disk_bytes=shard_table.standard_peak,
+        peak_memory_bytes=peaks.memory,
+        memory_before_bytes=peaks.memory_before,
+        tokens_per_second=rate,
+        problems=len(chosen),
+        exact_match=right / len(chosen),
+        recorded_exact_match=_recorded_score(),
+        asked=asked,
+    )
+    _sum_up(console, outcome)
+    return outcome
 
 
 def _fresh_copy(folder: Path) -> Path:
@@ -163,20 +223,21 @@ def _recorded_score() -> float:
     return float(record[COMPRESSION]["exact_match"])
 
 
-def _ask(console: Console, model: Any, problems: list[Problem]) -> float:
-    """Print questions with the model's answers, one at a time; return tokens a second."""
+def _ask(console: Console, model: Any, problems: list[Problem]) -> tuple[tuple[Asked, ...], float]:
+    """Print questions with the model's answers, one at a time; return them, and tokens a second."""
     from rabbitllm.demo.answering import answers
 
-    tokens, seconds = 0, 0.0
+    asked, tokens, seconds = [], 0, 0.0
     for problem in problems:
         start = time.perf_counter()
         answer = answers(model, model.tokenizer, [problem])[0]
         seconds += time.perf_counter() - start
         tokens += len(model.tokenizer(answer)["input_ids"]) + 1
-        mark = "[green]right[/]" if exact_match(answer, problem) else f"[red]wrong, {problem.answer}[/]"
         question = problem.prompt.removeprefix("Q: ").removesuffix("\nA:")
+        asked.append(one := Asked(question, answer, problem.answer, exact_match(answer, problem)))
+        mark = "[green]right[/]" if one.right else f"[red]wrong, {problem.answer}[/]"
         console.print(f"  {question:<44} {answer:<22} {mark}", highlight=False)
-    return tokens / seconds
+    return tuple(asked), tokens / seconds
 
 
 def _answer_all(model: Any, problems: list[Problem]) -> Iterator[tuple[str, Problem]]:
@@ -187,10 +248,17 @@ def _answer_all(model: Any, problems: list[Problem]) -> Iterator[tuple[str, Prob
         yield from zip(answers(model, model.tokenizer, batch), batch, strict=True)
 
 
-def _sum_up(console: Console, rows: list[tuple[str, str, str]]) -> None:
+def _sum_up(console: Console, outcome: Outcome) -> None:
+    disk, standard = outcome.peak_disk_bytes / MB, outcome.standard_peak_disk_bytes / MB
+    memory, before = outcome.peak_memory_bytes / MB, outcome.memory_before_bytes / MB
+    score, recorded = 100 * outcome.exact_match, 100 * outcome.recorded_exact_match
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for row in rows:
-        table.add_row(*row)
+    table.add_row("peak disk", f"{disk:.1f} MB", f"{standard:.1f} MB on the standard route")
+    table.add_row("peak RAM", f"{memory:.0f} MB", f"{before:.0f} MB before torch was imported")
+    table.add_row("speed", f"{outcome.tokens_per_second:.0f} tokens/s", "one question at a time")
+    table.add_row("exact match", f"{score:.1f} %", f"of {outcome.problems} problems; {recorded:.1f} % recorded")
+    table.add_row("shards left", str(len(outcome.shards_left)), ", ".join(outcome.shards_left))
     console.print()
     console.print(table, highlight=False)
     console.print()
+    console.print("[bold green]passed[/]" if outcome.passed else "[bold red]failed[/]")

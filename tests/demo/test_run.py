@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -11,7 +12,10 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from rabbitllm.cli import exit_codes
+from rabbitllm.cli.main import app
 from rabbitllm.demo import run as demo
 
 SHARDS = sorted(p.name for p in (files("rabbitllm.demo") / "model").iterdir() if p.name.endswith(".safetensors"))
@@ -50,7 +54,25 @@ def test_demo_passes_and_shows_every_shard(tmp_path: Path) -> None:
 
 def test_demo_fails_when_the_score_falls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "_recorded_score", lambda: 1.03)  # 3 points above a perfect score
-    assert not demo.run(tmp_path, 8)
+    result = CliRunner().invoke(app, ["demo", "--dir", str(tmp_path), "--problems", "8", "--json"])
+    assert result.exit_code == exit_codes.ERROR
+    assert "failed" in result.stderr  # what can be watched is there
+    record = json.loads(result.stdout)
+    assert not record["passed"]
+    assert (record["problems"], record["recorded_exact_match"]) == (8, 1.03)
+    assert (record["shards"], record["shards_left"]) == (len(SHARDS), [])
+    assert record["peak_disk_bytes"] < record["source_bytes"] * 1.1 < record["standard_peak_disk_bytes"]
+    assert all(one["right"] == (one["answer"] == one["expected"]) for one in record["asked"])
+    assert len(record["asked"]) == demo.QUESTIONS_SHOWN
+
+
+def test_what_passes() -> None:
+    score = 0.99
+    good = demo.Outcome("4bit", 8, 6, (), 1.0, 9, 12, 5, 4, 30.0, 40, score, score + demo.ALLOWED_DROP / 2, ())
+    assert good.passed
+    assert demo.as_record(good)["passed"]
+    assert not dataclasses.replace(good, shards_left=("model-00001.safetensors",)).passed
+    assert not dataclasses.replace(good, recorded_exact_match=score + demo.ALLOWED_DROP * 2).passed
 
 
 def test_demo_fails_when_a_shard_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,4 +80,5 @@ def test_demo_fails_when_a_shard_survives(tmp_path: Path, monkeypatch: pytest.Mo
     from rabbitllm.checkpoints.local import LocalCheckpoint
 
     monkeypatch.setattr(LocalCheckpoint, "release", lambda self, shard: Release(shard, Disposal.KEPT))
-    assert not demo.run(tmp_path, 8)
+    outcome = demo.run(tmp_path, 8)
+    assert (outcome.passed, list(outcome.shards_left)) == (False, SHARDS)
