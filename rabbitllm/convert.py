@@ -23,7 +23,7 @@ from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.index import (
     INDEX_NAME,
     TORCH_INDEX_NAME,
-    TORCH_SUFFIXES,
+    WEIGHT_SUFFIXES,
     CheckpointIndex,
     index_of,
     read_index,
@@ -54,7 +54,6 @@ WORK_NAME = ".converting"
 """The folder of ours inside the new one, for as long as that is not whole."""
 _READY_NAME = "split.is.whole"
 """In that folder: the split is whole and cleared away, so that its files may be moved."""
-_FILE_SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +160,7 @@ class _Input(Protocol):
 
 def _input(name: str, access: HubAccess, work: Path) -> _Input:
     path = expand(name)
-    if name and not path.is_dir() and (path.is_file() or (path.suffix in _FILE_SUFFIXES and path.parent.is_dir())):
+    if name and not path.is_dir() and (path.is_file() or (path.suffix in WEIGHT_SUFFIXES and path.parent.is_dir())):
         if path.name.endswith(".index.json"):
             raise OptionError(f"{path} is an index, and its shards are beside it.", f"Name the folder: {path.parent}.")
         return _File(name, path, work / directory_name(None))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rabbitllm import locations
-from rabbitllm.checkpoints.index import META_PARAMETERS, TORCH_SUFFIXES, is_index, is_meta, is_rank, read_index
+from rabbitllm.checkpoints.index import META_PARAMETERS, WEIGHT_SUFFIXES, is_index, is_meta, is_rank, read_index
 from rabbitllm.checkpoints.local import entry_in
 from rabbitllm.errors import CheckpointNotFoundError, OptionError, RabbitLLMError
 from rabbitllm.layers.layer_store import SPLIT_DIRECTORY
@@ -23,7 +23,6 @@ _Error = TypeVar("_Error", bound=RabbitLLMError)
 MOST_NEAR = 3
 """Names that are proposed at most."""
 _HUB_ADDRESS = re.compile(r"(?:hf://(?:models/)?|https?://(?:www\.)?(?:huggingface\.co|hf\.co)/)(.*)")
-_WEIGHTS = (".safetensors", *TORCH_SUFFIXES)
 
 
 def meant(name: str) -> str:
@@ -42,7 +41,7 @@ def meant(name: str) -> str:
         return name
     if path.is_file():
         return str(_folder_of(path))
-    if path.suffix in _WEIGHTS and any(path.parent.glob(f"{SPLIT_DIRECTORY}*")):
+    if path.suffix in WEIGHT_SUFFIXES and any(path.parent.glob(f"{SPLIT_DIRECTORY}*")):
         return str(path.parent)  # a split has used up that file
     return name
 

@@ -40,12 +40,14 @@ from rabbitllm.errors import (
     OptionError,
     SplitMismatchError,
 )
+from rabbitllm.layers.compression import COMPRESSIONS
 from rabbitllm.layers.layer_store import (
     JOURNAL_NAME,
     MANIFEST_NAME,
     LayerStore,
     Manifest,
     directory_name,
+    is_finished,
     is_legacy,
     read_manifest,
 )
@@ -147,7 +149,7 @@ def _find_local(folder: Path, sought: Sought) -> Source:
             )
         return Source(sought.name, folder, folder, finished=True)
     target = locations.for_local(folder, sought.saving_path, sought.compression, sought.base)
-    finished = _is_finished(target)
+    finished = is_finished(target)
     repository = None
     if sought.repo_id is not None and not finished:
         repository = open_repository(sought.repo_id, sought.access, target / STAGING_NAME)
@@ -167,7 +169,7 @@ def _finished_while_looking(folder: Path, repository: HubRepository | None, targ
         try:
             _open_folder(folder, repository, target)
         except FileNotFoundError:
-            if _is_finished(target):
+            if is_finished(target):
                 return True
             if last:
                 raise
@@ -194,9 +196,9 @@ def _find_repository(sought: Sought) -> Source:
         if not sought.only_look:
             locations.remember_commit(sought.name, sought.access.revision, target.parent.name)
     repository.staging = target / STAGING_NAME
-    if not _is_finished(target) and (legacy := _legacy_in_snapshot(sought, repository.commit)) is not None:
+    if not is_finished(target) and (legacy := _legacy_in_snapshot(sought, repository.commit)) is not None:
         return legacy
-    finished = _is_finished(target)
+    finished = is_finished(target)
     if "config.json" not in repository.files and (sought.only_look or is_meta(repository.entry())):
         return Source(sought.name, target, target, finished, repository=repository)
     config = target if finished else _fetched_config(repository)
@@ -261,7 +263,7 @@ def _finished_without_hub(sought: Sought) -> Source | None:
     if commit is None and sought.saving_path is None:
         return None
     target = locations.for_repository(sought.name, commit or "", sought.saving_path, sought.compression)
-    if not _is_finished(target):
+    if not is_finished(target):
         return None
     found = Source(sought.name, target, target, finished=True)
     if (manifest := read_manifest(target)) is not None:
@@ -298,10 +300,6 @@ def _legacy_in_snapshot(sought: Sought, commit: str) -> Source | None:
     return Source(sought.name, folder, snapshot, finished=True) if is_legacy(folder) else None
 
 
-def _is_finished(folder: Path) -> bool:
-    return (folder / MANIFEST_NAME).exists() or is_legacy(folder)
-
-
 def ensure_split(
     source: Source, options: SplitOptions, quantise_on: str = "cpu", naming: LayerNaming | None = None
 ) -> Profiler:
@@ -321,7 +319,7 @@ def ensure_split(
         _check_finished(source, options)
         return Profiler(enabled=options.profiling)
     with locked(source.split_folder), telling_how_to_go_on(source.split_folder):
-        if _is_finished(source.split_folder):  # asked anew: whoever had the lock before may have done it
+        if is_finished(source.split_folder):  # asked anew: whoever had the lock before may have done it
             _check_finished(source, options)
             return Profiler(enabled=options.profiling)
         _refuse_to_quantise_again(source, options)
@@ -389,7 +387,7 @@ def open_weights(source: Source, folders: Iterable[Path]) -> Checkpoint | None:
             return _open_folder(source.local, source.missing_from, folder)
         except (CheckpointNotFoundError, MissingShardError) as error:
             absent.append(error)
-            finished = finished or _is_finished(folder)
+            finished = finished or is_finished(folder)
     if not finished:
         raise absent[0]
     return None
@@ -523,7 +521,7 @@ def config_folder(source: Source) -> Iterator[Path]:
             checkpoint = open_weights(source, [source.split_folder])
             derived = checkpoint.derived() if checkpoint is not None else {}
         except FileNotFoundError:  # another process has finished the split meanwhile, or something is missing
-            if not _is_finished(source.split_folder):
+            if not is_finished(source.split_folder):
                 raise
             home = source.split_folder
     if CONFIG_NAME not in derived:
@@ -561,7 +559,7 @@ def _config(config_folder: Path, checkpoint: Checkpoint | None = None) -> Mappin
 def _with_other_splits(error: MissingShardError, source: Source) -> MissingShardError:
     """The same error, naming finished splits at other compressions that the missing shards may have gone into."""
     parent = source.split_folder.parent
-    others = [c for c in (None, "8bit", "4bit") if (parent / directory_name(c) / MANIFEST_NAME).exists()]
+    others = [c for c in COMPRESSIONS if (parent / directory_name(c) / MANIFEST_NAME).exists()]
     if not others or (source.split_folder / JOURNAL_NAME).exists():
         return error
     choices = " or ".join(f"compression={other!r}" for other in others)

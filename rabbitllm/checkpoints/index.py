@@ -24,8 +24,10 @@ ENTRY_NAMES = (INDEX_NAME, SINGLE_NAME, TORCH_INDEX_NAME, TORCH_SINGLE_NAME)
 """What a checkpoint may begin with, the one to prefer first, as transformers does."""
 TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """How the files of `torch.save` are named; what they are shows in their first bytes."""
-
-_WEIGHTS_SUFFIXES = (".safetensors", *TORCH_SUFFIXES, ".gguf")
+WEIGHT_SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
+"""How files of weights are named that are read here."""
+ALL_WEIGHT_SUFFIXES = (*WEIGHT_SUFFIXES, ".gguf")
+"""And those that other programs read."""
 _NO_MODEL = re.compile(
     r"(?:optimizer|optim|scheduler|scaler|rng_state|random_states|training_args|trainer_state|adapter_model)(?:[._-].*)?"
 )
@@ -118,7 +120,7 @@ def _is_torch_file(name: str) -> bool:
 
 
 def _nothing_there(found: Collection[str], where: str) -> CheckpointNotFoundError:
-    weights = sorted(name for name in found if name.endswith(_WEIGHTS_SUFFIXES))
+    weights = sorted(name for name in found if name.endswith(ALL_WEIGHT_SUFFIXES))
     what = f"the weights {_some(weights)}" if weights else f"{len(found)} other files"
     return CheckpointNotFoundError(
         f"{where} holds no checkpoint: looked for {', '.join(ENTRY_NAMES)} and a single file of torch.save, "

@@ -12,17 +12,17 @@ from pathlib import Path
 from rabbitllm import prepare
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardFacts, is_sidecar
 from rabbitllm.checkpoints.hub import HubAccess
-from rabbitllm.checkpoints.index import TORCH_SUFFIXES
+from rabbitllm.checkpoints.index import ALL_WEIGHT_SUFFIXES
 from rabbitllm.checkpoints.side_by_side import side_by_side
 from rabbitllm.errors import CheckpointError, CheckpointNotFoundError, MissingShardError, OptionError, RabbitLLMError
 from rabbitllm.inspection.facts import Inspection, TensorFact, Tensors, row_major
 from rabbitllm.inspection.files import family_in, layers_of, look_at_file, of_spec
-from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME, LayerStore, StoredTensor, is_legacy
+from rabbitllm.layers.layer_store import JOURNAL_NAME, LayerStore, StoredTensor, is_finished
 from rabbitllm.options import expand
 from rabbitllm.splitter.plan import tensors_by_shard
 
 HEADER_THREADS = 8
-_FILE_SUFFIXES = (".safetensors", *TORCH_SUFFIXES, ".gguf", ".model", ".json")
+_FILE_SUFFIXES = (*ALL_WEIGHT_SUFFIXES, ".model", ".json")
 
 
 def look(
@@ -49,7 +49,7 @@ def look(
         return look_at_file(path, opcodes=opcodes)
     if opcodes:
         raise OptionError(f"--opcodes lists the pickles of a file, and {name} is none.", "Name one of its files.")
-    if path.is_dir() and ((path / MANIFEST_NAME).exists() or is_legacy(path)):
+    if path.is_dir() and is_finished(path):
         return _look_at_split(path)
     if path.is_dir() and (path / JOURNAL_NAME).exists():
         raise CheckpointNotFoundError(

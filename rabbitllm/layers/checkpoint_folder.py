@@ -21,11 +21,11 @@ from urllib.parse import quote, unquote
 
 from rabbitllm import durable
 from rabbitllm.checkpoints.index import (
+    ALL_WEIGHT_SUFFIXES,
     INDEX_NAME,
     META_PARAMETERS,
     SINGLE_NAME,
     TORCH_INDEX_NAME,
-    TORCH_SUFFIXES,
     shard_names,
 )
 from rabbitllm.checkpoints.json_file import read_json
@@ -38,7 +38,6 @@ WORK_NAME = ".saving"
 """The folder of ours inside the target."""
 _READY_NAME = "all.is.there"
 """In that folder: everything is durable, and may be moved."""
-_WEIGHTS = (".safetensors", ".gguf", *TORCH_SUFFIXES)
 _ENTRIES = (INDEX_NAME, TORCH_INDEX_NAME, META_PARAMETERS, MANIFEST_NAME, JOURNAL_NAME)
 _LATER_BYTES = 1 << 20
 """For folders, small files and their padding to whole blocks."""
@@ -152,7 +151,7 @@ def _refuse_other(folder: Path, beside: Mapping[str, bytes]) -> None:
     if not folder.exists():
         return
     names = sorted(path.name for path in folder.iterdir())
-    found = next((name for name in names if name in _ENTRIES or name.endswith(_WEIGHTS)), None)
+    found = next((name for name in names if name in _ENTRIES or name.endswith(ALL_WEIGHT_SUFFIXES)), None)
     if found is None and "config.json" in names and "config.json" in beside:
         there = read_json(folder / "config.json").get("model_type")
         found = "config.json" if there != json.loads(beside["config.json"]).get("model_type") else None

@@ -189,6 +189,11 @@ def is_legacy(folder: Path) -> bool:
     return any(folder.glob(f"*{LAYER_SUFFIX}{DONE_SUFFIX}"))
 
 
+def is_finished(folder: Path) -> bool:
+    """Whether a folder says of itself that it is a whole split directory, by its manifest or as RabbitLLM 1.1 did."""
+    return (folder / MANIFEST_NAME).exists() or is_legacy(folder)
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """Where a checkpoint tensor lies in a split directory.

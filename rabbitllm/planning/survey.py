@@ -18,7 +18,7 @@ from rabbitllm.checkpoints.json_file import read_json
 from rabbitllm.checkpoints.quantised import quantised_as
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.layers.compression import COMPRESSIONS
-from rabbitllm.layers.layer_store import MANIFEST_NAME, Manifest, is_legacy, read_manifest
+from rabbitllm.layers.layer_store import Manifest, is_finished, read_manifest
 from rabbitllm.options import SplitOptions
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.plan import SplitPlan, recompressed
@@ -56,7 +56,7 @@ class Survey:
     @cached_property
     def manifests(self) -> dict[str | None, Manifest | None]:
         """Of the splits that are whole, by compression; None for one of RabbitLLM 1.1's."""
-        return {c: read_manifest(folder) for c, folder in self.folders.items() if _is_whole(folder)}
+        return {c: read_manifest(folder) for c, folder in self.folders.items() if is_finished(folder)}
 
     @cached_property
     def journals(self) -> dict[str | None, journal.Replay]:
@@ -193,7 +193,3 @@ class Survey:
         family = self.config.get("model_type")
         options = dataclasses.replace(self.options, compression=compression, sequential=sequential)
         return Request(self.checkpoint, self.folders[compression], family if isinstance(family, str) else None, options)
-
-
-def _is_whole(folder: Path) -> bool:
-    return (folder / MANIFEST_NAME).exists() or is_legacy(folder)
