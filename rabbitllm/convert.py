@@ -186,7 +186,7 @@ class _Named:
 
     def split(self, options: SplitOptions) -> None:
         source = self._find()
-        prepare.ensure_split(source, options, naming=_naming(_family(source.config_folder)))
+        prepare.ensure_split(source, options, naming=_naming(prepare.family_of(source.config_folder)))
 
     def checkpoint(self) -> Checkpoint | None:
         try:
@@ -208,7 +208,7 @@ class _File:
         with locked(self.split_folder), telling_how_to_go_on(self.split_folder):
             checkpoint = self._open()
             if read_manifest(self.split_folder) is None:
-                family = _family(self.path.parent)
+                family = prepare.family_of(self.path.parent)
                 split(Request(checkpoint, self.split_folder, family, options, _naming(family)))
                 return
             clear_away(self.split_folder)
@@ -245,12 +245,6 @@ class _OfOneFile(LocalCheckpoint):
 
     def sidecars(self) -> Mapping[str, Path]:
         return super().sidecars() if (self.folder / "config.json").exists() else {}
-
-
-def _family(folder: Path) -> str | None:
-    path = folder / "config.json"
-    family = read_json(path).get("model_type") if path.exists() else None
-    return family if isinstance(family, str) else None
 
 
 def _naming(family: str | None) -> LayerNaming | None:

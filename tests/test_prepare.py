@@ -31,6 +31,8 @@ from rabbitllm.errors import (
     SplitMismatchError,
 )
 from rabbitllm.options import SplitOptions
+from rabbitllm.prepare import weights
+from rabbitllm.splitter import journal
 from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME
 from tests.support.builders import INDEX_NAME, SINGLE_NAME, cut, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
@@ -562,14 +564,14 @@ def single(tmp_path: Path) -> Path:
 def test_split_that_another_process_finishes_while_this_one_looks(
     single: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = prepare.LocalCheckpoint
+    opened = weights.LocalCheckpoint
 
     def open_too_late(*arguments: Any) -> Any:
         monkeypatch.undo()
         split(single)
         return opened(*arguments)
 
-    monkeypatch.setattr(prepare, "LocalCheckpoint", open_too_late)
+    monkeypatch.setattr(weights, "LocalCheckpoint", open_too_late)
     source = Call(str(single)).find()
     assert source.finished
     prepare.ensure_split(source, SplitOptions(sequential=True))
@@ -577,7 +579,7 @@ def test_split_that_another_process_finishes_while_this_one_looks(
 
 def test_journal_that_goes_while_this_one_looks(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupted(Call(str(single)))
-    replayed = prepare.journal.replay
+    replayed = journal.replay
 
     def replay_too_late(folder: Path) -> Any:
         monkeypatch.undo()
@@ -585,7 +587,7 @@ def test_journal_that_goes_while_this_one_looks(single: Path, monkeypatch: pytes
         (folder / "split.journal").read_bytes()  # as it does once it has seen that there is one
         return replayed(folder)
 
-    monkeypatch.setattr(prepare.journal, "replay", replay_too_late)
+    monkeypatch.setattr(journal, "replay", replay_too_late)
     assert Call(str(single)).find().finished
 
 

@@ -1,0 +1,23 @@
+"""From what the user named to a finished split directory: find it, finish it, or make it.
+
+Knows the sources and the splitter, not the engine.
+"""
+
+from rabbitllm.prepare.config import config_folder, family_of
+from rabbitllm.prepare.finding import find, folder_at
+from rabbitllm.prepare.make import ensure_split, repair_split
+from rabbitllm.prepare.source import Sought, Source
+from rabbitllm.prepare.weights import open_weights, whole_checkpoint
+
+__all__ = [
+    "Sought",
+    "Source",
+    "config_folder",
+    "ensure_split",
+    "family_of",
+    "find",
+    "folder_at",
+    "open_weights",
+    "repair_split",
+    "whole_checkpoint",
+]

@@ -1,0 +1,110 @@
+"""A split directory that is finished: is it of this source, and is something left to be removed.
+
+What can be compared depends on what is still there of the source. Makes nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardFacts, SourceIdentity
+from rabbitllm.checkpoints.hub import HubCheckpoint, HubRepository
+from rabbitllm.checkpoints.index import is_index
+from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any, is_writable
+from rabbitllm.errors import CheckpointNotFoundError, SplitMismatchError
+from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME, LayerStore, Manifest, read_manifest
+from rabbitllm.options import SplitOptions
+from rabbitllm.prepare.source import Source
+from rabbitllm.splitter.lock import is_left_over
+from rabbitllm.splitter.split import STAGING_NAME, clear_away, discard_original
+
+
+def has_work_left(folder: Path, options: SplitOptions) -> bool:
+    """Whether something is to be removed after a finished split: only then does it need the lock.
+
+    One that lies where nothing can be written is never in work, and is loaded without.
+    """
+    if not (folder / MANIFEST_NAME).exists() or not is_writable(folder):
+        return False
+    left = (folder / JOURNAL_NAME).exists() or (folder / STAGING_NAME).exists() or is_left_over(folder)
+    return left or options.delete_original
+
+
+def check_finished(source: Source, options: SplitOptions) -> None:
+    """Make sure that a finished split is of this source, as far as the source is still there to compare."""
+    manifest = read_manifest(source.split_folder)
+    if manifest is None:
+        return  # RabbitLLM 1.1's; whether it has every tensor shows when the model is built
+    if manifest.compression != options.compression and source.split_folder != source.config_folder:
+        raise SplitMismatchError(
+            f"{source.split_folder} is a split at compression {manifest.compression}; "
+            f"{options.compression} was asked for.",
+            "Split into another folder (layer_shards_saving_path).",
+        )
+    if is_writable(source.split_folder):
+        clear_away(source.split_folder)
+    if source.repository is not None:
+        refuse_another(source, manifest, source.repository.identity(manifest.source.fingerprints))
+    checkpoint = _still_there(source, manifest)
+    if checkpoint is None:
+        return
+    found = [facts for shard in checkpoint.index.shards if (facts := _present(checkpoint, shard)) is not None]
+    refuse_another(source, manifest, checkpoint.identity(found))
+    _refuse_without_evidence(source, manifest, found)
+    if options.delete_original:
+        LayerStore(source.split_folder)  # whole, by every size and header, before anything is deleted
+        discard_original(checkpoint)
+
+
+def refuse_another(source: Source, manifest: Manifest, identity: SourceIdentity) -> None:
+    why = manifest.source.differs_from(identity)
+    if why is not None:
+        raise SplitMismatchError(
+            f"{source.split_folder} was split from {manifest.source.name}, not from {source.name}: {why}.",
+            "Split into another folder (layer_shards_saving_path), or delete that one if its model is not needed.",
+        )
+
+
+def _refuse_without_evidence(source: Source, manifest: Manifest, found: list[ShardFacts]) -> None:
+    """Refuse a split that lies elsewhere and whose model has another name, where no shard is left to compare."""
+    known = manifest.source
+    if source.local is None or found or known.kind != "local" or source.split_folder.is_relative_to(source.local):
+        return
+    if known.name != source.local.resolve().name:
+        raise SplitMismatchError(
+            f"{source.split_folder} was split from a folder named {known.name!r}, and {source.local} has no shard left "
+            "by which to tell whether that is the same model.",
+            f"If it is, name the split directory itself: {source.split_folder}.",
+        )
+
+
+def _still_there(source: Source, manifest: Manifest) -> Checkpoint | None:
+    """The weights that a finished split was made from, as far as they are here; None if they are used up.
+
+    Another form of them may lie beside, which is none of the split's business: it is not opened, and never discarded.
+    """
+    shards = manifest.source.fingerprints
+    try:
+        if source.repository is not None:
+            remote = HubCheckpoint(source.repository) if _index_is_cached(source.repository) else None
+            return remote if remote is not None and not shards.keys().isdisjoint(remote.index.shards) else None
+        if source.local is None:
+            return None
+        if begins_with_any(source.local, shards):
+            return LocalCheckpoint(source.local, known_shards=shards)
+    except CheckpointNotFoundError:
+        return None
+    _refuse_without_evidence(source, manifest, [])
+    return None
+
+
+def _index_is_cached(repository: HubRepository) -> bool:
+    entry = repository.entry()
+    return is_index(entry) and repository.cached(entry) is not None
+
+
+def _present(checkpoint: Checkpoint, shard: str) -> ShardFacts | None:
+    """Facts of a shard that is on this machine; a repository is not asked for its headers."""
+    if isinstance(checkpoint, HubCheckpoint) and checkpoint.repository.cached(shard) is None:
+        return None
+    return checkpoint.facts(shard)

@@ -1,0 +1,123 @@
+"""From a source to its finished split directory: made, gone on with, or repaired, by one process at a time.
+
+Knows the sources and the splitter, not the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from rabbitllm.checkpoints.checkpoint import Checkpoint
+from rabbitllm.checkpoints.hub import HubAccess, HubCheckpoint, download_all, open_repository
+from rabbitllm.checkpoints.local import LocalCheckpoint
+from rabbitllm.checkpoints.naming import LayerNaming
+from rabbitllm.checkpoints.quantised import quantised_as
+from rabbitllm.errors import MissingShardError, OptionError
+from rabbitllm.layers.compression import COMPRESSIONS
+from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME, Manifest, directory_name, is_finished
+from rabbitllm.options import SplitOptions
+from rabbitllm.prepare.config import config_of, family_of
+from rabbitllm.prepare.finished import check_finished, has_work_left
+from rabbitllm.prepare.source import Source
+from rabbitllm.prepare.weights import open_folder
+from rabbitllm.profiler import Profiler
+from rabbitllm.splitter.interrupted import telling_how_to_go_on
+from rabbitllm.splitter.lock import locked
+from rabbitllm.splitter.repair import repair
+from rabbitllm.splitter.split import STAGING_NAME, Request, check_before_download, split
+
+
+def ensure_split(
+    source: Source, options: SplitOptions, quantise_on: str = "cpu", naming: LayerNaming | None = None
+) -> Profiler:
+    """Make or finish the split directory of a source; with `delete_original`, remove what is left of the original.
+
+    One process and one thread at a time: others wait, and find the split finished, or go on where it stopped.
+
+    Returns:
+        Where the time went; empty for a split that was finished already.
+
+    Raises:
+        SplitMismatchError: the directory belongs to another source.
+        MissingShardError: shards are gone and no unfinished split has their tensors.
+        OptionError: the weights are quantised as they are published, and compression would quantise them once more.
+    """
+    if source.finished and not has_work_left(source.split_folder, options):
+        check_finished(source, options)
+        return Profiler(enabled=options.profiling)
+    with locked(source.split_folder), telling_how_to_go_on(source.split_folder):
+        if is_finished(source.split_folder):  # asked anew: whoever had the lock before may have done it
+            check_finished(source, options)
+            return Profiler(enabled=options.profiling)
+        _refuse_to_quantise_again(source, options)
+        checkpoint = _open(source, options, naming)
+        family = family_of(source.config_folder, checkpoint)
+        request = Request(checkpoint, source.split_folder, family, options, naming, quantise_on)
+        try:
+            return split(request)
+        except MissingShardError as error:
+            raise _with_other_splits(error, source) from None
+
+
+def _refuse_to_quantise_again(source: Source, options: SplitOptions) -> None:
+    method = quantised_as(config_of(source.config_folder)) if options.compression is not None else None
+    if method is not None:
+        raise OptionError(
+            f"The weights of {source.name} are quantised already ({method}); compression={options.compression!r} would "
+            "quantise what is left, their scales among it.",
+            "Leave compression out: they are split and streamed as they are.",
+        )
+
+
+def _open(source: Source, options: SplitOptions, naming: LayerNaming | None) -> Checkpoint:
+    if source.repository is not None:
+        remote = HubCheckpoint(source.repository)
+        if options.sequential or options.keep_own:
+            return remote
+        family = family_of(source.config_folder, remote)
+        check_before_download(Request(remote, source.split_folder, family, options, naming), source.repository.cache)
+        return LocalCheckpoint(download_all(source.repository, remote.index))
+    assert source.local is not None
+    return open_folder(source.local, source.missing_from, source.split_folder)
+
+
+def _with_other_splits(error: MissingShardError, source: Source) -> MissingShardError:
+    """The same error, naming finished splits at other compressions that the missing shards may have gone into."""
+    parent = source.split_folder.parent
+    others = [c for c in COMPRESSIONS if (parent / directory_name(c) / MANIFEST_NAME).exists()]
+    if not others or (source.split_folder / JOURNAL_NAME).exists():
+        return error
+    choices = " or ".join(f"compression={other!r}" for other in others)
+    return MissingShardError(
+        error.problem, f"They may have been used up by the split beside them: load that one with {choices}."
+    )
+
+
+def repair_split(folder: Path, manifest: Manifest, layers: Collection[str], original: Path | None = None) -> None:
+    """Make damaged layers of a finished split anew, from the source that it was made from.
+
+    Args:
+        folder: the split directory.
+        manifest: its own.
+        layers: ids of the damaged ones.
+        original: the checkpoint, for a split that was made from a folder; a repository is found by its name.
+
+    Raises:
+        OptionError: the split was made from a folder, and no `original` was given.
+        SplitMismatchError: the source is another one; nothing was touched.
+    """
+    known = manifest.source
+    if original is not None:
+        checkpoint: Checkpoint = LocalCheckpoint(original)
+    elif known.kind == "hub":
+        access = HubAccess(revision=known.commit)
+        checkpoint = HubCheckpoint(open_repository(known.name, access, folder / STAGING_NAME))
+    else:
+        raise OptionError(
+            f"{folder} was split from a folder named {known.name!r}, whose place is not known.",
+            "Name it with --original, if its shards are still there; otherwise split another copy of the model.",
+        )
+    options = SplitOptions(compression=manifest.compression, sequential=original is None)
+    with locked(folder), telling_how_to_go_on(folder):
+        repair(Request(checkpoint, folder, family_of(folder), options), manifest, layers)

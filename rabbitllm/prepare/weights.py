@@ -1,0 +1,80 @@
+"""The checkpoint of a source, opened: out of its folder, out of the hub, or as the journal of a split remembers it.
+
+Reads headers and indexes; of the weights themselves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from rabbitllm.checkpoints.checkpoint import Checkpoint
+from rabbitllm.checkpoints.hub import HubCheckpoint, HubRepository, download_all
+from rabbitllm.checkpoints.index import index_of
+from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any
+from rabbitllm.errors import CheckpointError, CheckpointNotFoundError, MissingShardError
+from rabbitllm.layers.layer_store import is_finished
+from rabbitllm.prepare.source import Source
+from rabbitllm.splitter import journal
+
+
+def open_weights(source: Source, folders: Iterable[Path]) -> Checkpoint | None:
+    """The checkpoint of a source, of which nothing but headers is read; None where only finished splits are left.
+
+    Args:
+        source: as `find` gives it.
+        folders: its split directories, whose journals know an index that is gone.
+
+    Raises:
+        CheckpointNotFoundError: there are no weights, and no finished split either.
+        MissingShardError: the same, of a part of them (in Meta's own format, which has no index).
+    """
+    if source.repository is not None:
+        return HubCheckpoint(source.repository)
+    if source.local is None:
+        return None
+    absent: list[CheckpointError] = []
+    finished = False
+    for folder in folders:
+        try:
+            return open_folder(source.local, source.missing_from, folder)
+        except (CheckpointNotFoundError, MissingShardError) as error:
+            absent.append(error)
+            finished = finished or is_finished(folder)
+    if not finished:
+        raise absent[0]
+    return None
+
+
+def whole_checkpoint(source: Source) -> LocalCheckpoint:
+    """All of a source's shards on this machine, as they are; those of a repository are fetched into the hub cache.
+
+    Raises:
+        CheckpointNotFoundError: there are none.
+        HubError: they cannot be fetched.
+    """
+    if source.repository is not None:
+        return LocalCheckpoint(download_all(source.repository, HubCheckpoint(source.repository).index))
+    if source.local is None:
+        raise CheckpointNotFoundError(f"{source.name} has no checkpoint of its own.", "Leave split=False out.")
+    return LocalCheckpoint(source.local)
+
+
+def open_folder(folder: Path, missing_from: HubRepository | None, split_folder: Path) -> LocalCheckpoint:
+    """The checkpoint in a folder; one whose only file is used up is known by the journal of its split.
+
+    Beside that file another may lie, with the same weights in another format or with none of them.
+    """
+    seen = journal.glance(split_folder) if folder.is_dir() else None
+    shards = seen.shards if seen is not None else None
+    try:
+        if shards is None or begins_with_any(folder, shards):
+            return LocalCheckpoint(folder, missing_from, None, shards or ())
+    except CheckpointNotFoundError:
+        if shards is None:
+            raise
+    earlier = journal.replay(split_folder)
+    if earlier is None:  # another process has finished it meanwhile
+        return LocalCheckpoint(folder, missing_from)
+    held = {tensor.name: shard.name for shard in earlier.plan.shards for tensor in shard.tensors}
+    return LocalCheckpoint(folder, missing_from, index_of(held))
