@@ -1,0 +1,216 @@
+"""From what a user names to a source and its split directory: found, with the hub and without it, or refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants, snapshot_download
+
+from rabbitllm import prepare
+from rabbitllm.checkpoints.hub import HubAccess
+from rabbitllm.errors import CheckpointNotFoundError, HubError, SplitMismatchError
+from tests.prepare.conftest import REPO
+from tests.support.hub_fixtures import HubEnvironment
+from tests.support.local_hub import Faults, LocalHub
+from tests.support.splitting import Call, contents, layer_files, names_in, split
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+ROOT = Path(__file__).parents[2]
+
+
+# Found
+
+
+def test_folder(model: Path) -> None:
+    source = Call(str(model)).find()
+    assert (source.local, source.split_folder) == (model, model / "splitted_model")
+    assert (source.config_folder, source.finished, source.repository) == (model, False, None)
+
+
+def test_home_is_understood(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(model.parent))
+    assert split("~/model") == model / "splitted_model"
+
+
+def test_repository(repository: Path, local_hub: LocalHub, hub_environment: HubEnvironment) -> None:
+    source = Call(REPO).find()
+    commit = local_hub.commit(REPO)
+    assert source.split_folder == hub_environment.home / "rabbitllm" / "models--acme--tiny" / commit / "splitted_model"
+    assert not source.finished
+    assert (source.config_folder / "config.json").exists()
+    assert local_hub.body_bytes(".safetensors") == 0
+
+
+def test_revision(repository: Path, other: Path, local_hub: LocalHub) -> None:
+    commit = local_hub.add_revision(REPO, "v2", other)
+    for revision in ("v2", commit):
+        source = prepare.find(prepare.Sought(REPO, access=HubAccess(revision)))
+        assert source.split_folder.parent.name == commit
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder", "a/b/c", "~/nowhere", "acme--tiny", ""])
+def test_neither_folder_nor_repository(name: str, local_hub: LocalHub, hub_environment: HubEnvironment) -> None:
+    with pytest.raises(CheckpointNotFoundError) as refused:
+        Call(name).find()
+    assert f"There is no folder {name!r}, and it is no repository id either." in str(refused.value)
+    assert "Give a folder that exists, or a repository as 'organisation/name'." in str(refused.value)
+    assert local_hub.requests == []
+
+
+def test_no_such_repository(hub_environment: HubEnvironment, local_hub: LocalHub) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="no folder 'acme/nothing' here and no repository 'acme/nothing'"):
+        Call("acme/nothing").find()
+
+
+# Without the hub
+
+
+@pytest.mark.parametrize("where", ["default", "saving path"])
+def test_local_files_only(repository: Path, local_hub: LocalHub, tmp_path: Path, where: str) -> None:
+    saving_path = tmp_path / "splits" if where == "saving path" else None
+    made = split(REPO, saving_path)
+    local_hub.forget_requests()
+    assert split(REPO, saving_path, local_files_only=True) == made
+    assert local_hub.requests == []
+
+
+def test_offline_by_environment(
+    repository: Path, local_hub: LocalHub, hub_environment: HubEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = split(REPO, compression="8bit")
+    local_hub.stop()
+    code = f"from tests.support.splitting import split; print(split({REPO!r}, compression='8bit'))"
+    told = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert told.stdout.strip() == str(made)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert split(REPO, compression="8bit") == made
+
+
+def test_offline_and_never_split(repository: Path, local_hub: LocalHub) -> None:
+    with pytest.raises(HubError) as refused:
+        split(REPO, local_files_only=True)
+    assert "acme/tiny is neither split here nor in the hub cache, and the hub may not be asked" in str(refused.value)
+    assert "local_files_only=False, and HF_HUB_OFFLINE unset" in str(refused.value)
+    assert local_hub.requests == []
+
+
+def test_offline_split_from_the_users_cache(
+    repository: Path, model: Path, local_hub: LocalHub, hub_environment: HubEnvironment
+) -> None:
+    snapshot_download(REPO)
+    local_hub.forget_requests()
+    made = split(REPO, local_files_only=True)
+    assert local_hub.requests == []
+    assert made.is_relative_to(hub_environment.home / "rabbitllm")
+    assert layer_files(made) == layer_files(split(model))
+    assert list(hub_environment.cache.rglob("*.safetensors")) == []
+    assert split(REPO) == made  # the same directory as with a connection
+
+
+def test_offline_with_another_models_split(repository: Path, other: Path, local_hub: LocalHub, tmp_path: Path) -> None:
+    split(REPO, tmp_path / "splits")
+    for name in ("acme/other", "other/tiny"):
+        with pytest.raises(SplitMismatchError, match=rf"was split from {REPO}, not from {name}"):
+            split(name, tmp_path / "splits", local_files_only=True)
+    commit = local_hub.commit(REPO)
+    for revision, fits in ((commit, True), ("main", True), ("f" * 40, False)):
+        sought = prepare.Sought(REPO, None, tmp_path / "splits", HubAccess(revision, local_files_only=True))
+        if fits:
+            assert prepare.find(sought).finished
+        else:
+            with pytest.raises(SplitMismatchError, match=f"not {REPO} at commit {'f' * 40}"):
+                prepare.find(sought)
+
+
+def test_hub_that_does_not_answer_is_not_needed_for_a_finished_split(
+    repository: Path, local_hub: LocalHub, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = split(REPO)
+    local_hub.stop()
+    with caplog.at_level(logging.WARNING, "rabbitllm"):
+        assert split(REPO) == made
+    (said,) = [record.message for record in caplog.records if record.name.startswith("rabbitllm")]
+    assert said.startswith("The hub did not answer for acme/tiny")
+    assert said.endswith(f"Going on with the split that is here, in {made}.")
+    with pytest.raises(HubError, match="The hub did not answer"):
+        split(REPO, compression="4bit")
+
+
+def test_finished_split_needs_no_repository_for_missing_shards(
+    repository: Path, model: Path, local_hub: LocalHub
+) -> None:
+    (model / "model-00002-of-00003.safetensors").unlink()
+    made = split(model, repo_id=REPO)
+    local_hub.stop()
+    assert split(model, repo_id=REPO) == made
+
+
+def test_refusal_is_no_lack_of_an_answer(repository: Path, local_hub: LocalHub) -> None:
+    made = split(REPO)
+    local_hub.faults = Faults(gated=True)
+    assert split(REPO) == made  # nothing but the listing is needed, and a gate leaves that open
+    local_hub.faults, local_hub.token = Faults(), "hf_right"
+    with pytest.raises(CheckpointNotFoundError, match="for a private repository pass token="):
+        split(REPO)
+    assert split(REPO, local_files_only=True) == made
+
+
+# RabbitLLM 1.1's
+
+
+@pytest.mark.parametrize("compression", [None, "4bit", "8bit"])
+def test_legacy_folder_beside_its_checkpoint(tmp_path: Path, compression: str | None) -> None:
+    model = Path(shutil.copytree(GOLDEN / "model-2-shards", tmp_path / "model"))
+    name = "splitted_model" + (f".{compression}" if compression else "")
+    shutil.copytree(GOLDEN / f"rabbitllm-1.1.0-{compression or 'none'}" / name, model / name)
+    before = contents(model)
+    source = Call(str(model), compression=compression).find()
+    assert source.finished
+    assert (source.split_folder, source.config_folder) == (model / name, model)
+    assert split(model, compression=compression) == model / name
+    assert contents(model) == before
+
+
+def test_legacy_folder_in_a_snapshot(
+    repository: Path, local_hub: LocalHub, hub_environment: HubEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = Path(snapshot_download(REPO, allow_patterns="config.json"))
+    legacy = GOLDEN / "rabbitllm-1.1.0-4bit" / "splitted_model.4bit"
+    shutil.copytree(legacy, snapshot / "splitted_model.4bit")
+    local_hub.forget_requests()
+    for options in ({}, {"local_files_only": True}):
+        source = Call(REPO, compression="4bit", **options).find()  # type: ignore[arg-type]
+        assert source.finished
+        assert (source.split_folder, source.config_folder) == (snapshot / "splitted_model.4bit", snapshot)
+    assert Call(str(snapshot), compression="4bit").find().finished
+    assert not Call(REPO).find().finished
+    assert local_hub.body_bytes(".safetensors") == 0
+
+
+def test_unfinished_legacy_folder_is_made_anew(tmp_path: Path) -> None:
+    """Layer files without a single marker, and every shard still there."""
+    model = Path(shutil.copytree(GOLDEN / "model-2-shards", tmp_path / "model"))
+    legacy = Path(shutil.copytree(GOLDEN / "rabbitllm-1.1.0-none" / "splitted_model", model / "splitted_model"))
+    for marker in legacy.glob("*.done"):
+        marker.unlink()
+    (legacy / "model.layers.1.safetensors").write_bytes(b"torn")
+    made = split(model, sequential=False)
+    assert made == legacy
+    assert json.loads((made / "split.json").read_text())["source"]["name"] == "model"
+    assert len(names_in(made, "*.done")) == 5
+    clean = Path(shutil.copytree(GOLDEN / "model-2-shards", tmp_path / "clean" / "model"))
+    assert contents(made) == contents(split(clean, sequential=False))

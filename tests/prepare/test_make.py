@@ -1,0 +1,268 @@
+"""Splits that are made: what missing shards lead to, and several processes and threads at once."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rabbitllm import prepare
+from rabbitllm.errors import MissingShardError, NotEnoughSpaceException, RabbitLLMError
+from rabbitllm.options import SplitOptions
+from rabbitllm.prepare import weights
+from rabbitllm.splitter import journal
+from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME
+from tests.prepare.conftest import REPO
+from tests.support.builders import INDEX_NAME, SINGLE_NAME, cut, llama_tensors, write_shards
+from tests.support.splitting import Call, contents, interrupted, layer_files, names_in, split, steps_of
+from tests.support.workers import Worker
+
+ROOT = Path(__file__).parents[2]
+
+
+# Shards that are gone
+
+
+def test_missing_shards_and_a_split_at_another_compression(model: Path) -> None:
+    split(model, compression="4bit")
+    with pytest.raises(MissingShardError) as missing:
+        split(model)
+    assert "lacks 3 of the shards its index names" in missing.value.problem
+    assert missing.value.remedy == (
+        "They may have been used up by the split beside them: load that one with compression='4bit'."
+    )
+
+
+def test_missing_shards_and_splits_at_two_other_compressions(model: Path) -> None:
+    split(model, sequential=False)
+    split(model, compression="8bit")
+    with pytest.raises(MissingShardError, match="load that one with compression=None or compression='8bit'"):
+        split(model, compression="4bit")
+
+
+def test_missing_shards_and_no_other_split(model: Path) -> None:
+    next(model.glob("*.safetensors")).unlink()
+    with pytest.raises(MissingShardError) as missing:
+        split(model)
+    assert missing.value.remedy.startswith("Put them there, or give the repository they come from.")
+
+
+# Two at once
+
+
+@pytest.fixture
+def workers(tmp_path: Path) -> Iterator[tuple[Worker, Worker]]:
+    with Worker(tmp_path / "first.txt") as first, Worker(tmp_path / "second.txt") as second:
+        yield first, second
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+def test_two_processes_race_on_one_checkpoint(workers: tuple[Worker, Worker], tmp_path: Path, sequential: bool) -> None:
+    """Without the lock each takes the other's unfinished files away, or writes into them."""
+    expected = contents(split(write_shards(tmp_path / "quiet" / "model", cut(llama_tensors(), 3)), sequential=False))
+    for turn in range(6):
+        model = write_shards(tmp_path / str(turn) / "model", cut(llama_tensors(), 3))
+        for worker in workers:
+            worker.begin(Call(str(model), sequential=sequential))
+        made = {worker.result() for worker in workers}
+        assert made == {model / "splitted_model"}
+        assert contents(made.pop()) == expected
+        assert len(names_in(model, "*.safetensors")) == (0 if sequential else 3)
+
+
+@pytest.mark.parametrize("delete", [True, False])
+def test_two_processes_race_on_a_checkpoint_of_one_file(
+    workers: tuple[Worker, Worker], tmp_path: Path, delete: bool
+) -> None:
+    """Such a one is gone when it is used up, also from under a process that is just looking for it."""
+    shards = {SINGLE_NAME: llama_tensors()}
+    quiet = write_shards(tmp_path / "quiet" / "model", shards, index=False)
+    expected = contents(split(quiet, sequential=False))
+    for turn in range(6):
+        model = write_shards(tmp_path / str(turn) / "model", shards, index=False)
+        for worker in workers:
+            worker.begin(Call(str(model), delete_original=delete))
+        for made in [worker.result() for worker in workers]:  # both are done, and nobody has the lock any more
+            assert contents(made) == expected
+        assert names_in(model) == ["config.json", "splitted_model"]
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+def test_two_processes_race_on_a_repository(
+    repository: Path, model: Path, tmp_path: Path, sequential: bool, workers: tuple[Worker, Worker]
+) -> None:
+    expected = layer_files(split(model))
+    for turn in range(3):
+        for worker in workers:
+            worker.begin(Call(REPO, str(tmp_path / f"splits-{turn}"), sequential=sequential))
+        made = {worker.result() for worker in workers}
+        (folder,) = made
+        assert layer_files(folder) == expected
+        assert not [name for name in names_in(folder) if name.startswith(".")]
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+@pytest.mark.parametrize("part", [0.1, 0.5, 0.97])
+def test_waiting_process_goes_on_where_a_killed_one_stopped(
+    workers: tuple[Worker, Worker], model: Path, tmp_path: Path, sequential: bool, part: float
+) -> None:
+    first, second = workers
+    quiet = Call(str(write_shards(tmp_path / "quiet" / "model", cut(llama_tensors(), 3))), sequential=sequential)
+    pause_at = int(steps_of(quiet) * part)
+    call = Call(str(model), sequential=sequential)
+    first.begin(call, pause_at)
+    first.wait_for_pause()
+    second.begin(call)
+    said = second.wait_for_stderr("waiting until it is done")
+    assert said.startswith(
+        f"{model / 'splitted_model'} is being worked on by process {first.process.pid} on {socket.gethostname()} since "
+    )
+    before = contents(model / "splitted_model")
+    time.sleep(0.3)
+    assert contents(model / "splitted_model") == before  # it waits indeed
+    first.process.kill()
+    killed = time.monotonic()
+    made = second.result()
+    assert time.monotonic() - killed < 2  # of which a tenth is for the lock
+    assert contents(made) == contents(quiet.find().split_folder)
+    assert second.stderr.count("waiting until it is done") == 1
+    assert names_in(model, "*.safetensors") == names_in(Path(quiet.source), "*.safetensors")
+
+
+def test_process_that_waited_for_a_finished_split_deletes_the_original_if_told_to(
+    workers: tuple[Worker, Worker], model: Path
+) -> None:
+    first, second = workers
+    first.begin(Call(str(model), sequential=False), pause_at=5)
+    first.wait_for_pause()
+    second.begin(Call(str(model), sequential=False, delete_original=True))
+    second.wait_for_stderr("waiting until it is done")
+    first.go_on()
+    assert first.result() == second.result()
+    assert names_in(model) == ["config.json", "splitted_model"]
+    assert Call(str(model)).find().finished
+
+
+@pytest.fixture
+def single(tmp_path: Path) -> Path:
+    """A checkpoint of one file, which is its own index."""
+    return write_shards(tmp_path / "model", {SINGLE_NAME: llama_tensors()}, index=False)
+
+
+def test_split_that_another_process_finishes_while_this_one_looks(
+    single: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = weights.LocalCheckpoint
+
+    def open_too_late(*arguments: Any) -> Any:
+        monkeypatch.undo()
+        split(single)
+        return opened(*arguments)
+
+    monkeypatch.setattr(weights, "LocalCheckpoint", open_too_late)
+    source = Call(str(single)).find()
+    assert source.finished
+    prepare.ensure_split(source, SplitOptions(sequential=True))
+
+
+def test_journal_that_goes_while_this_one_looks(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted(Call(str(single)))
+    replayed = journal.replay
+
+    def replay_too_late(folder: Path) -> Any:
+        monkeypatch.undo()
+        split(single)
+        (folder / "split.journal").read_bytes()  # as it does once it has seen that there is one
+        return replayed(folder)
+
+    monkeypatch.setattr(journal, "replay", replay_too_late)
+    assert Call(str(single)).find().finished
+
+
+def test_shard_that_goes_while_this_one_looks(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted(Call(str(single)))
+    (single / SINGLE_NAME).touch()  # as it was before it was released
+
+    def read_too_late(path: Path, name: str) -> Any:
+        monkeypatch.undo()
+        path.unlink()
+        return path.read_bytes()
+
+    monkeypatch.setattr("rabbitllm.checkpoints.local.read_shard_header", read_too_late)
+    assert not Call(str(single)).find().finished
+    assert split(single)
+
+
+def test_threads_of_one_process_exclude_each_other(model: Path, tmp_path: Path) -> None:
+    quiet = split(write_shards(tmp_path / "quiet" / "model", cut(llama_tensors(), 3)), sequential=False)
+    expected = contents(quiet)
+    for compression in (None, "8bit", None):
+        again = write_shards(tmp_path / "again" / "model", cut(llama_tensors(), 3))
+        with ThreadPoolExecutor(3) as pool:
+            calls = [pool.submit(split, again, compression=compression, sequential=False) for _ in range(3)]
+        made = {call.result() for call in calls}
+        assert len(made) == 1
+        found = contents(made.pop())
+        assert compression or found == expected
+        assert not [name for name in found if name.startswith(".")]
+        shutil.rmtree(again)
+
+
+def test_refused_split_leaves_no_folder(model: Path, repository: Path, tmp_path: Path) -> None:
+    for source in (str(model), REPO):
+        for sequential in (True, False):
+            with pytest.raises(NotEnoughSpaceException):
+                split(source, tmp_path / "new" / "splits", max_disk=1000, sequential=sequential)
+            assert not (tmp_path / "new").exists()
+    (model / INDEX_NAME).write_text('{"weight_map": {"x": "../y"}}')
+    with pytest.raises(RabbitLLMError):
+        split(model, tmp_path / "new" / "splits")
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_a_kill_left_of_the_lock_is_cleared_away(model: Path) -> None:
+    made = split(model)
+    before = {path: path.stat().st_mtime_ns for path in made.iterdir()}
+    (made / LOCK_NAME).touch()
+    (made / HOLDER_NAME).write_text("{")
+    assert split(model) == made
+    assert {path: path.stat().st_mtime_ns for path in made.iterdir()} == before
+
+
+def test_finished_split_in_a_folder_that_cannot_be_written(model: Path) -> None:
+    """As a user who may read it and no more; everything a kill can leave in it is there."""
+    made = split(model)
+    for name in (LOCK_NAME, HOLDER_NAME, "split.journal"):
+        (made / name).write_text("{")
+    before = contents(made)
+    with tempfile.TemporaryDirectory() as open_to_all:  # pytest's own folders are this user's alone
+        folder = Path(shutil.copytree(made, Path(open_to_all) / "splitted_model"))
+        Path(open_to_all).chmod(0o755)
+        folder.chmod(0o555)
+        code = f"""
+import os
+from tests.support.splitting import Call, contents
+from pathlib import Path
+import rabbitllm.prepare, torch
+if os.geteuid() == 0:
+    os.setuid(65534)
+for delete in (False, True):
+    assert Call({str(folder)!r}, delete_original=delete).make() == Path({str(folder)!r})
+try:
+    Path({str(folder)!r}, "new").touch()
+except PermissionError:
+    print("read-only")
+"""
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+        assert (done.stdout, done.returncode) == ("read-only\n", 0), done.stderr
+        assert contents(folder) == before
+        folder.chmod(0o755)
