@@ -53,9 +53,9 @@ def chat_command(
 
     from rabbitllm.ask.answer import Sampling
     from rabbitllm.checkpoints.hub import HubAccess
-    from rabbitllm.cli.run import loaded_model
     from rabbitllm.library.find import compression_here
     from rabbitllm.options import expand
+    from rabbitllm.pull.loaded import loaded_model
     from rabbitllm.pull.make import Wish
 
     sampling = Sampling(temperature, top_p, seed)
@@ -72,7 +72,7 @@ def chat_command(
         max_memory=limits_of(max_memory),
     )
     with contextlib.redirect_stdout(sys.stderr):  # what is printed while loading is no answer
-        loaded = loaded_model(wish, False, False, Console(stderr=True, highlight=False))
+        loaded = loaded_model(wish, Console(stderr=True, highlight=False))
     loaded.profiler.enabled = True  # only now: a split has no profile to show, and what stays no clock at each layer
 
     from transformers import logging

@@ -81,6 +81,7 @@ def run_command(
     from rabbitllm.generation_stream import print_text
     from rabbitllm.library.find import compression_here
     from rabbitllm.options import expand
+    from rabbitllm.pull.loaded import loaded_model
     from rabbitllm.pull.make import Wish
 
     place = expand(folder) if folder is not None else None
@@ -104,7 +105,7 @@ def run_command(
     errors = Console(stderr=True, highlight=False)
     start = time.perf_counter()
     with contextlib.redirect_stdout(sys.stderr):  # what is printed while loading is no part of the answer
-        loaded = loaded_model(wish, no_split, verbose, errors)
+        loaded = loaded_model(wish, errors, split=not no_split, profiling=verbose)
     load_seconds = time.perf_counter() - start
     ids = prompt_ids(loaded.tokenizer, text, system, raw=raw)
     most = most_new_tokens(loaded, ids.shape[-1], max_new_tokens)
@@ -121,32 +122,6 @@ def run_command(
         put_statistics(errors, found, load_seconds, loaded.profiler.sums)
     if found.finish == INTERRUPTED:
         raise typer.Exit(exit_codes.INTERRUPTED)
-
-
-def loaded_model(wish: Any, no_split: bool, verbose: bool, errors: Any) -> Any:
-    """The model: split first if need be, with its progress; then loaded."""
-    from rabbitllm.auto_model import AutoModel
-    from rabbitllm.pull.make import pull
-    from rabbitllm.split_display import shown
-
-    options = {
-        "device": wish.where,
-        "max_memory": wish.max_memory,
-        "profiling_mode": verbose,
-        "trust_remote_code": wish.trust_remote_code,
-    }
-    by_name = {"compression": wish.compression, "layer_shards_saving_path": wish.folder}
-    if no_split:
-        with shown():
-            return AutoModel.from_pretrained(
-                wish.name, split=False, revision=wish.access.revision, **by_name, **options
-            )
-    with shown():
-        pulled = pull(wish)
-    with errors.status("loading …"):
-        if pulled.config_folder == pulled.entry.folder:
-            return AutoModel.from_pretrained(pulled.entry.folder, **options)
-        return AutoModel.from_pretrained(wish.name, revision=wish.access.revision, **by_name, **options)
 
 
 def _where(model: Any, wish: Any) -> dict[str, Any]:

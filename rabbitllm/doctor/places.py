@@ -24,8 +24,8 @@ _KAGGLE = Host(
     "Kaggle",
     (
         "/kaggle/working is kept as the notebook's output and holds 20 GB at most; free space there is the host's",
-        f"layers belong into /kaggle/tmp; set max_disk='{KAGGLE_BYTES >> 30}GiB', since the quota of the whole does not "
-        "show either",
+        f"layers belong into /kaggle/tmp; set max_disk='{KAGGLE_BYTES >> 30}GiB', since the quota of the whole does "
+        "not show either",
         "models are fetched only if Internet is on in the notebook's settings",
     ),
     {str(KAGGLE_WORKING): 20 * GB},

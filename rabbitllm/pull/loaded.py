@@ -1,0 +1,45 @@
+"""A model that somebody wishes for, ready to generate: split first if need be, with its progress, then loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+
+from rabbitllm.auto_model import AutoModel
+from rabbitllm.pull.make import Wish, pull
+from rabbitllm.split_display import shown
+
+
+def loaded_model(wish: Wish, console: Console, *, split: bool = True, profiling: bool = False) -> Any:
+    """The model, as `AutoModel.from_pretrained` gives it.
+
+    Args:
+        wish: what, and how.
+        console: where it is said that it loads.
+        split: False for out of the checkpoint's own shards; nothing is written then.
+        profiling: record from the first pass on where the time goes.
+
+    Raises:
+        RabbitLLMError: as `pull` and `AutoModel.from_pretrained` do.
+    """
+    options: dict[str, Any] = {
+        "device": wish.where,
+        "max_memory": wish.max_memory,
+        "profiling_mode": profiling,
+        "trust_remote_code": wish.trust_remote_code,
+    }
+    by_name: dict[str, Any] = {
+        "compression": wish.compression,
+        "layer_shards_saving_path": wish.folder,
+        "revision": wish.access.revision,
+    }
+    if not split:
+        with shown():
+            return AutoModel.from_pretrained(wish.name, split=False, **by_name, **options)
+    with shown():
+        pulled = pull(wish)
+    with console.status("loading …"):
+        if pulled.config_folder == pulled.entry.folder:
+            return AutoModel.from_pretrained(pulled.entry.folder, **options)
+        return AutoModel.from_pretrained(wish.name, **by_name, **options)
