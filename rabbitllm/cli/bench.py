@@ -54,7 +54,8 @@ def bench_command(
     from rabbitllm.bench.record import as_record
     from rabbitllm.bench.report import headline, show, summary
     from rabbitllm.engine.tier_picture import draw_placement
-    from rabbitllm.profiling.picture import check_picture, draw
+    from rabbitllm.profiling.figure import check_picture
+    from rabbitllm.profiling.picture import draw
 
     for picture in filter(None, (plot, plot_tiers)):
         check_picture(picture)

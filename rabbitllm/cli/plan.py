@@ -49,7 +49,7 @@ def plan_command(
 
     from rabbitllm.planning.plan import plan
     from rabbitllm.planning.report import draw_plan, show
-    from rabbitllm.profiling.picture import check_picture
+    from rabbitllm.profiling.figure import check_picture
     from rabbitllm.splitter.forecast import as_json as as_record
 
     if plot is not None:

@@ -7,16 +7,14 @@ each device and the disk with the bytes that are there. A planned placement is d
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rabbitllm.durable import write_whole
 from rabbitllm.engine.placement import Placed, Placement, Tier
-from rabbitllm.profiling.picture import check_picture
+from rabbitllm.profiling.figure import blank, check_picture, unframed, write
 
 READY, STORED = "on the GPU, ready", "on the GPU, as stored"
 MAPPED, CODES = "in RAM", "in RAM, as stored"
@@ -126,12 +124,10 @@ def draw_placement(placement: Placement, path: str | Path, title: str = "", note
         OSError: the file cannot be written.
     """
     check_picture(path)
-    write_whole(Path(path), _drawn(placement, title, note, Path(path).suffix[1:].lower()))
+    write(_drawn(placement, title, note), path)
 
 
-def _drawn(placement: Placement, title: str, note: str, ending: str) -> bytes:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def _drawn(placement: Placement, title: str, note: str) -> Any:
     from matplotlib.patches import Patch
 
     shown, there = bars(placement), places(placement)
@@ -139,8 +135,7 @@ def _drawn(placement: Placement, title: str, note: str, ending: str) -> bytes:
     words = [word for word in COLOURS if sums[word] > _SEEN * sum(sums.values())]
     rows = -(-len(words) // 2)
     below = 0.34 * len(there) + 0.45
-    figure = Figure(figsize=(_WIDTH, 3.4 + below + 0.25 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank(_WIDTH, 3.4 + below + 0.25 * rows)
     upper, lower = figure.subplots(2, 1, height_ratios=(3.0, below))
     scale = next((one for one in _SCALES if sum(sums.values()) >= one[0]), _SCALES[-1])
     _units(upper, shown, *scale)
@@ -148,9 +143,7 @@ def _drawn(placement: Placement, title: str, note: str, ending: str) -> bytes:
     handles = [Patch(facecolor=COLOURS[word], edgecolor="white", label=word) for word in words]
     figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=10)
     figure.suptitle("\n".join(line for line in (title, note) if line), x=0.01, ha="left", fontsize=11)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=ending, dpi=150)
-    return buffer.getvalue()
+    return figure
 
 
 def _units(axes: Any, shown: Sequence[Bar], size: float, name: str) -> None:
@@ -171,7 +164,7 @@ def _units(axes: Any, shown: Sequence[Bar], size: float, name: str) -> None:
         if first:
             axes.axvline(first - 0.5, color="#444444", linewidth=0.8, linestyle=":")
         axes.text((first + last) / 2, 0.99, device, transform=axes.get_xaxis_transform(), ha="center", va="top")
-    _plain(axes)
+    unframed(axes)
 
 
 def _spans(shown: Sequence[Bar]) -> Iterator[tuple[int, int, str]]:
@@ -224,9 +217,4 @@ def _totals(axes: Any, placement: Placement, there: Mapping[str, Mapping[str, in
     axes.set_xlim(0, 1.75 * longest)
     axes.tick_params(axis="x", labelsize=10)
     axes.set_xlabel(f"{name} as stored", fontsize=10)
-    _plain(axes)
-
-
-def _plain(axes: Any) -> None:
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    unframed(axes)

@@ -6,7 +6,6 @@ Knows nothing of how a split goes about it; a point is a look at the disk that s
 from __future__ import annotations
 
 import contextlib
-import io
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm import progress
-from rabbitllm.durable import write_whole
 from rabbitllm.live.words import GB, MB, amount, duration
-from rabbitllm.profiling.picture import check_picture
+from rabbitllm.profiling.figure import blank, check_picture, unframed, write
 
 MOST_POINTS = 4_000
 """More are thinned out to half as many: of two neighbours the higher one stays, so that no peak is lost."""
@@ -165,17 +163,13 @@ def draw(record: DiskRecord, path: str | Path) -> None:
         OSError: the file cannot be written.
     """
     check_picture(path)
-    write_whole(Path(path), _drawn(record, Path(path).suffix[1:].lower()))
+    write(_drawn(record), path, _DPI)
 
 
-def _drawn(record: DiskRecord, ending: str) -> bytes:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+def _drawn(record: DiskRecord) -> Any:
     points, peak = record.points, record.peak
     assert peak is not None
-    figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = blank(_WIDTH, _HEIGHT)
     axes = figure.subplots()
     most = max(peak.total, record.source_bytes)
     scale, unit = (GB, "GB") if most >= GB else (MB, "MB")
@@ -197,17 +191,14 @@ def _drawn(record: DiskRecord, ending: str) -> bytes:
     axes.set_ylim(0, 1.07 * axes.get_ylim()[1])  # room for the label of a peak
     axes.set_xlabel(time_unit)
     axes.set_ylabel(f"{unit} on the disk")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    unframed(axes)
     facts = (
         f"a checkpoint of {amount(record.source_bytes)} in {record.of} shards, split in {duration(points[-1].seconds)}"
     )
     label = record.label if len(record.label) <= MOST_LABEL else "…" + record.label[-MOST_LABEL:]
     figure.suptitle(f"{label}\n{facts}{note}", x=0.01, ha="left", fontsize=10)
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=ending, dpi=_DPI)
-    return buffer.getvalue()
+    return figure
 
 
 def _time_unit(seconds: float) -> tuple[float, str]:

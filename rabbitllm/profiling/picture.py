@@ -6,13 +6,12 @@ caller's time and the disk's for each layer. Knows nothing of how the events cam
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rabbitllm.durable import write_whole
-from rabbitllm.errors import MissingPackageError, OptionError
+from rabbitllm.errors import OptionError
+from rabbitllm.profiling.figure import blank, check_picture, unframed, write
 from rabbitllm.profiling.passes import PROMPT, Pass, median_pass
 from rabbitllm.profiling.totals import (
     CALLER_STAGES,
@@ -27,7 +26,6 @@ from rabbitllm.profiling.totals import (
 )
 from rabbitllm.profiling.trace import Event, Trace
 
-FORMATS = ("png", "svg", "pdf")
 COLOURS: Mapping[str, str] = {
     READ: "#0072B2",
     UPLOAD: "#56B4E9",
@@ -52,24 +50,6 @@ _WIDTH, _HEIGHT = 11.0, 6.2
 """Inches."""
 
 
-def check_picture(path: str | Path) -> None:
-    """Refuse before anything is measured what could not be drawn after it.
-
-    Raises:
-        OptionError: the name ends in no format that is drawn.
-        MissingPackageError: matplotlib is not installed.
-    """
-    ending = Path(path).suffix.removeprefix(".").lower()
-    if ending not in FORMATS:
-        raise OptionError(f"{path} is no name of a picture.", f"Give it one that ends in .{', .'.join(FORMATS)}.")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise MissingPackageError(
-            "A picture needs the package matplotlib.", "pip install matplotlib (or rabbitllm with its extra 'plot')."
-        ) from error
-
-
 def draw(trace: Trace, path: str | Path, title: str = "", note: str = "") -> None:
     """Draw the median pass of a trace.
 
@@ -90,7 +70,7 @@ def draw(trace: Trace, path: str | Path, title: str = "", note: str = "") -> Non
     chosen = median_pass(whole)
     if chosen is None:
         raise OptionError("There is no whole pass to draw.", "Trace more passes, or keep more events.")
-    write_whole(Path(path), _drawn(chosen, events, title, note, Path(path).suffix[1:].lower()))
+    write(_drawn(chosen, events, title, note), path)
 
 
 def _inside(events: Iterable[Event], one: Pass) -> list[Event]:
@@ -119,12 +99,8 @@ def spent_by_layer(one: Pass, events: Iterable[Event]) -> dict[str, dict[str, fl
     return spent
 
 
-def _drawn(one: Pass, events: Sequence[Event], title: str, note: str, ending: str) -> bytes:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
-    FigureCanvasAgg(figure)
+def _drawn(one: Pass, events: Sequence[Event], title: str, note: str) -> Any:
+    figure = blank(_WIDTH, _HEIGHT)
     above, below = figure.subplots(2, 1, height_ratios=(1, 1.9))
     inside = _inside(events, one)
     _timeline(above, one, inside)
@@ -133,9 +109,7 @@ def _drawn(one: Pass, events: Sequence[Event], title: str, note: str, ending: st
     handles = [_patch(COLOURS[stage], _LABELS.get(stage, stage)) for stage in present]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     figure.suptitle("\n".join(line for line in (title, note) if line), x=0.01, ha="left", fontsize=11)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=ending, dpi=150)
-    return buffer.getvalue()
+    return figure
 
 
 def _timeline(axes: Any, one: Pass, events: Sequence[Event]) -> None:
@@ -150,7 +124,7 @@ def _timeline(axes: Any, one: Pass, events: Sequence[Event]) -> None:
     axes.set_xlim(0, one.wall * 1e3)
     kind = f"over {one.tokens} tokens of prompt" if one.kind == PROMPT else f"over {_tokens(one.tokens)}"
     axes.set_xlabel(f"milliseconds of pass {one.number}, {kind}")
-    _plain(axes)
+    unframed(axes)
 
 
 def _clipped(event: Event, one: Pass) -> tuple[float, float]:
@@ -174,7 +148,7 @@ def _bars(axes: Any, spent: Mapping[str, Mapping[str, float]]) -> None:
     axes.set_xticks(range(0, len(layers), step), _short(layers)[::step], rotation=90, fontsize=8)
     axes.set_xlim(-0.6, len(layers) - 0.4)
     axes.set_ylabel("milliseconds")
-    _plain(axes)
+    unframed(axes)
 
 
 def _short(layers: Sequence[str]) -> list[str]:
@@ -184,11 +158,6 @@ def _short(layers: Sequence[str]) -> list[str]:
 
 def _tokens(count: int) -> str:
     return "1 token" if count == 1 else f"{count} tokens"
-
-
-def _plain(axes: Any) -> None:
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
 
 
 def _patch(colour: str, label: str) -> Any:

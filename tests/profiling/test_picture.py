@@ -12,8 +12,9 @@ import torch
 
 from rabbitllm.errors import MissingPackageError, OptionError
 from rabbitllm.profiler import COMPUTE, DEQUANTISE, READ, READ_WAIT
+from rabbitllm.profiling.figure import check_picture
 from rabbitllm.profiling.passes import Entry, Pass
-from rabbitllm.profiling.picture import check_picture, draw, spent_by_layer
+from rabbitllm.profiling.picture import draw, spent_by_layer
 from rabbitllm.profiling.trace import Event, Trace
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import INPUT, load, split
