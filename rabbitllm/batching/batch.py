@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
+from rabbitllm.ask.answer import context_of
 from rabbitllm.batching.cache_cost import CacheCost, cost_by_cache, cost_by_config
 from rabbitllm.batching.generation import Generation
 from rabbitllm.batching.joint_pass import JointPasses, Member
@@ -152,8 +153,7 @@ class Batch:
     @property
     def context(self) -> int | None:
         """Tokens that a prompt and its answer may have together; None if the model sets no limit."""
-        found = getattr(self._config, "max_position_embeddings", None)
-        return found if isinstance(found, int) and found > 0 else None
+        return context_of(self._model)
 
     def submit(self, request: Request, notify: Callable[[Event], None]) -> Ticket:
         """Take a request on.
