@@ -444,8 +444,9 @@ class Batch:
     def _forget(self, tickets: Iterable[Ticket]) -> None:
         with self._change:
             for ticket in tickets:
-                if ticket._member is not None:
+                if ticket._member is not None:  # its stack holds much, and who asked may hold the ticket
                     self._by_member.pop(ticket._member, None)
+                    ticket._member = None
                 if ticket in self._running:
                     self._running.remove(ticket)
                 elif ticket in self._waiting:
