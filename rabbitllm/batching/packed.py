@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
+from weakref import WeakSet
 
 import torch
 from torch import nn
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
 from rabbitllm.batching.packed_attention import packed_attention
 from rabbitllm.batching.packed_cache import NotPackable, PackedCache
@@ -54,6 +55,8 @@ class PackedForward:
         seen = {id(one): one for module in model.modules() if (one := getattr(module, "config", None)) is not None}
         self._configs = [one for one in seen.values() if getattr(one, "_attn_implementation", None) is not None]
         self._layers = [type(layer) for layer in DynamicCache(config=config).layers]
+        self._windows = [number for number, kind in enumerate(self._layers) if kind is DynamicSlidingWindowLayer]
+        self._known: WeakSet[DynamicCache] = WeakSet()
         self._shares = shares_keys(model)
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._positions = getattr(config, "max_position_embeddings", None) or 1 << 62
@@ -120,7 +123,13 @@ class PackedForward:
         return [kind(logits=part, past_key_values=text.cache) for text, part in zip(texts, parts, strict=True)]
 
     def _knows(self, cache: Any) -> TypeGuard[DynamicCache]:
-        return type(cache) is DynamicCache and not cache.offloading and has_known_layers(cache, self._layers)
+        if type(cache) is not DynamicCache or cache.offloading:
+            return False
+        if cache not in self._known:
+            if not has_known_layers(cache, self._layers):
+                return False
+            self._known.add(cache)
+        return not any(getattr(cache.layers[number], "record_past", False) for number in self._windows)
 
 
 def _is_row(value: Any) -> TypeGuard[torch.Tensor]:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from rabbitllm.batching.room import append
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -70,7 +72,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         keys, values = [], []
         new = zip(torch.split(key_states, self.lengths, 2), torch.split(value_states, self.lengths, 2), strict=True)
         for cache, (key, value) in zip(self._caches, new, strict=True):
-            all_keys, all_values = cache.layers[layer_idx].update(key, value, *args, **kwargs)
+            all_keys, all_values = append(cache.layers[layer_idx], key, value)
             keys.append(all_keys)
             values.append(all_values)
         self._given[id(key_states)] = key_states, keys, values

@@ -47,8 +47,7 @@ def has_known_layers(cache: DynamicCache, kinds: Sequence[type]) -> bool:
     """Whether a cache has the layers that the model would make, with one text in it."""
     layers = cache.layers
     return len(layers) == len(kinds) and all(
-        type(layer) is kind and not getattr(layer, "record_past", False) and _is_one_text(layer)
-        for layer, kind in zip(layers, kinds, strict=True)
+        type(layer) is kind and _is_one_text(layer) for layer, kind in zip(layers, kinds, strict=True)
     )
 
 

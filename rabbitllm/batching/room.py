@@ -1,0 +1,75 @@
+"""Appends to a layer of a KV cache without copying what is there: into room that is reserved ahead.
+
+transformers' `DynamicLayer` makes new tensors of all keys and values for every token. Here a layer's tensors are views
+of larger ones, with the same values; whatever else is done with the layer (cut, copied, put back) is done as before,
+and then it gets new room. Written to is only what nobody else can see: layers that share room part with the next token.
+
+Values are those of `DynamicLayer.update`; bytes that a layer takes are up to an eighth and 32 tokens more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicLayer
+
+WORTH_BYTES = 1 << 18
+"""Of keys; a smaller tensor is copied sooner than two views of a larger one are made."""
+SPARE_SHARE, SPARE_TOKENS = 8, 32
+
+
+class _Room:
+    """What a layer's keys and values are the beginning of.
+
+    Attributes:
+        keys, values: (1, heads, tokens, width).
+        used: tokens.
+    """
+
+    __slots__ = ("keys", "used", "values")
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:
+        self.used = keys.shape[2]
+        self.keys = _longer(keys, tokens)
+        self.values = _longer(values, tokens)
+
+
+def append(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `layer.update(keys, values)` does.
+
+    Args:
+        layer: of a cache with one text.
+        keys, values: new ones, (1, heads, tokens, width).
+
+    Returns:
+        All keys and values.
+    """
+    before = layer.keys
+    if type(layer) is not DynamicLayer or before is None or before.nbytes < WORTH_BYTES:
+        found: tuple[torch.Tensor, torch.Tensor] = layer.update(keys, values)
+        return found
+    begin = before.shape[2]
+    end = begin + keys.shape[2]
+    room = vars(layer).get("_room")
+    if room is None or room.used != begin or not _is_beginning(layer, room) or room.keys.shape[2] < end:
+        room = layer._room = _Room(before, layer.values, end + end // SPARE_SHARE + SPARE_TOKENS)
+    room.keys[:, :, begin:end] = keys
+    room.values[:, :, begin:end] = values
+    room.used = end
+    layer.keys, layer.values = room.keys[:, :, :end], room.values[:, :, :end]
+    return layer.keys, layer.values
+
+
+def _is_beginning(layer: Any, room: _Room) -> bool:
+    return bool(
+        layer.keys.data_ptr() == room.keys.data_ptr()
+        and layer.values.data_ptr() == room.values.data_ptr()
+        and layer.keys.stride() == room.keys.stride()
+    )
+
+
+def _longer(tensor: torch.Tensor, tokens: int) -> torch.Tensor:
+    made = tensor.new_empty((*tensor.shape[:2], tokens, tensor.shape[3]))
+    made[:, :, : tensor.shape[2]] = tensor
+    return made
