@@ -329,7 +329,14 @@ class JointPasses:
         if batch is None:
             (self._through_a_unit if point.is_unit else self._each)(point, members)
             return
-        answers = batch.parts(_called(point.module, *batch.args))
+        try:
+            answers = batch.parts(_called(point.module, *batch.args))
+        except Exception:
+            if len(members) == 1:
+                raise
+            for member in members:  # perhaps one brought what cannot be computed: then it alone is to end
+                self._meet([member])
+            return
         for member, answer in zip(members, answers, strict=True):
             self._go_on(member, answer)
 

@@ -72,25 +72,24 @@ def _attention(
     if cache is None:
         result: tuple[torch.Tensor, torch.Tensor | None] = attend(module, query, key, value, attention_mask, **kwargs)
         return result
-    keys, values = cache.of(key)
+    pairs = cache.of(key, module)
     for name in [name for name, given in kwargs.items() if isinstance(given, torch.Tensor)]:
         if name in _BY_ROW:
             del kwargs[name]
         elif name not in _BY_HEAD:
             raise NotPackable(f"attention was given {name}, and nothing is known of it")
-    masks = attention_mask if attention_mask is not None else [None] * len(keys)
+    masks = attention_mask if attention_mask is not None else [None] * len(cache.lengths)
     if attend is sdpa_attention_forward and kwargs.keys() <= _PLAIN and not kwargs.get("dropout"):
-        return _by_rows(module, query, keys, values, masks, cache.lengths, kwargs), None
-    rows = zip(torch.split(query, cache.lengths, 2), keys, values, masks, strict=True)
-    parts = [attend(module, own, its_keys, its_values, mask, **kwargs)[0] for own, its_keys, its_values, mask in rows]
+        return _by_rows(module, query, pairs, masks, cache.lengths, kwargs), None
+    rows = zip(torch.split(query, cache.lengths, 2), pairs, masks, strict=True)
+    parts = [attend(module, own, keys, values, mask, **kwargs)[0] for own, (keys, values), mask in rows]
     return torch.cat(parts, 1), None
 
 
 def _by_rows(
     module: nn.Module,
     query: torch.Tensor,
-    keys: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
+    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
     masks: Sequence[torch.Tensor | None],
     lengths: Sequence[int],
     kwargs: dict[str, Any],
@@ -100,20 +99,20 @@ def _by_rows(
     The heads that share keys are taken as rows of one head then, as transformers does it too where there is a mask:
     with `enable_gqa` a CPU takes ten times as long for one row (bfloat16, 1000 tokens, 32 heads, 8 of keys).
     """
-    heads, width = query.shape[1], values[0].shape[3]
+    heads = query.shape[1]
     groups = getattr(module, "num_key_value_groups", 1)
     by_row = query.transpose(1, 2).reshape(-1, heads // groups, groups, query.shape[3])
     scale = kwargs.get("scaling")
     parts = []
     begin = 0
-    for length, its_keys, its_values, mask in zip(lengths, keys, values, masks, strict=True):
+    for length, (keys, values), mask in zip(lengths, pairs, masks, strict=True):
         end = begin + length
         if length == 1 and mask is None:
-            part = scaled_dot_product_attention(by_row[begin:end], its_keys, its_values, scale=scale)
-            parts.append(part.reshape(1, 1, heads, width))
+            part = scaled_dot_product_attention(by_row[begin:end], keys, values, scale=scale)
+            parts.append(part.reshape(1, 1, heads, -1))
         else:
             own = query[:, :, begin:end]
-            parts.append(sdpa_attention_forward(module, own, its_keys, its_values, mask, **kwargs)[0])
+            parts.append(sdpa_attention_forward(module, own, keys, values, mask, **kwargs)[0])
         begin = end
     return torch.cat(parts, 1)
 

@@ -6,8 +6,9 @@ the new keys and values alone, by which the attention finds those of each text (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         self._shares = shares
         self._asked = 0
         self._given: dict[int, Layer] = {}
+        self._latest: dict[int, int] = {}
         self._unused = 0
 
     def update(
@@ -69,6 +71,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         """
         if not self._shares:
             self._given.clear()
+            self._latest.clear()
         keys, values = [], []
         new = zip(torch.split(key_states, self.lengths, 2), torch.split(value_states, self.lengths, 2), strict=True)
         for cache, (key, value) in zip(self._caches, new, strict=True):
@@ -76,20 +79,29 @@ class PackedCache(Cache):  # type: ignore[misc]
             keys.append(all_keys)
             values.append(all_values)
         self._given[id(key_states)] = key_states, keys, values
+        self._latest[layer_idx] = id(key_states)
         self._unused += 1
         return key_states, value_states
 
-    def of(self, key_states: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The keys and the values of each text, (1, heads, tokens, width), by what `update` returned.
+    def of(self, key_states: torch.Tensor, module: Any) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of each text, (1, heads, tokens, width).
+
+        Args:
+            key_states: what attention is given: the keys that `update` returned.
+            module: where. Of latent attention (DeepSeek's), what is kept has to be expanded, by `expand_kv`; each
+                text's is, when it is asked for.
 
         Raises:
-            NotPackable: it returned nothing like this.
+            NotPackable: these are no such keys.
         """
         given = self._given.get(id(key_states))
-        if given is None:
-            raise NotPackable("attention was given other keys than the cache returned")
         self._unused -= 1
-        return given[1], given[2]
+        if given is not None:
+            return zip(given[1], given[2], strict=True)
+        expand, latest = getattr(module, "expand_kv", None), self._given.get(self._latest.get(module.layer_idx, 0))
+        if expand is None or latest is None:
+            raise NotPackable("attention was given other keys than the cache returned")
+        return starmap(expand, zip(latest[1], latest[2], strict=True))
 
     def spans(self) -> list[Span]:
         """What the mask has to cover that is being made, of each text."""

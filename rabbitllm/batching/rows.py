@@ -16,12 +16,15 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from rabbitllm.engine.expert_finding import is_routed
+
 
 class Kind(Enum):
     """How rows lie in a call's tensors; the value is how many dimensions of the result are one row's."""
 
     FEATURES = 1
     IDS = 2
+    EXPERTS = 3
 
 
 def rowwise(module: nn.Module) -> Kind | None:
@@ -29,7 +32,9 @@ def rowwise(module: nn.Module) -> Kind | None:
     forward = type(module).forward  # what is derived from these may do more
     if forward in (nn.Linear.forward, Conv1D.forward):
         return Kind.FEATURES
-    return Kind.IDS if forward is nn.Embedding.forward else None
+    if forward is nn.Embedding.forward:
+        return Kind.IDS
+    return Kind.EXPERTS if is_routed(module) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,8 @@ def joined(kind: Kind, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) 
         kind: of the module.
         calls: arguments of each.
     """
+    if kind is Kind.EXPERTS:
+        return _routed(calls)
     if any(kwargs or len(args) != 1 for args, kwargs in calls):
         return None
     given = [args[0] for args, _ in calls]
@@ -75,3 +82,20 @@ def joined(kind: Kind, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) 
         ]
 
     return Batch((torch.cat(rows),), parts)
+
+
+def _routed(calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> Batch | None:
+    """Of rows, and for each the numbers of its experts and their weights; so each expert is brought once for all."""
+    first = calls[0][0]
+    for args, kwargs in calls:
+        if kwargs or len(args) != 3 or any(not isinstance(one, torch.Tensor) or one.dim() != 2 for one in args):
+            return None
+        if any(
+            (one.dtype, one.device, one.shape[1]) != (other.dtype, other.device, other.shape[1])
+            or len(one) != len(args[0])
+            for one, other in zip(args, first, strict=True)
+        ):
+            return None
+    lengths = [len(args[0]) for args, _ in calls]
+    together = tuple(torch.cat(tensors) for tensors in zip(*(args for args, _ in calls), strict=True))
+    return Batch(together, lambda result: list(torch.split(result, lengths)))
