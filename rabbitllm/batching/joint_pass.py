@@ -18,6 +18,7 @@ Knows nothing of what the members do between two passes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,9 +28,12 @@ from greenlet import getcurrent, greenlet
 from torch import nn
 
 from rabbitllm.batching.packed import PackedForward, Text
+from rabbitllm.batching.packed_cache import NotPackable
 from rabbitllm.batching.rows import Kind, joined, rowwise
 from rabbitllm.engine.pass_entry import entry_of
 from rabbitllm.profiling.passes import Entry
+
+logger = logging.getLogger(__name__)
 
 
 class Left(BaseException):
@@ -292,6 +296,9 @@ class JointPasses:
         """Give members what was computed for them."""
         if carrier.error is not None and not isinstance(carrier.error, Exception):
             raise carrier.error
+        if isinstance(carrier.error, NotPackable):
+            logger.warning("From now on each text goes through the layers by itself: %s.", carrier.error)
+            self._packed = None
         for number, member in enumerate(members):
             if carrier.error is None:
                 self._go_on(member, carrier.outputs[number])

@@ -136,11 +136,11 @@ def _is_row(value: Any) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.dim() == 2 and len(value) == 1 and value.shape[1] > 0
 
 
-def _kept_rows(texts: Sequence[Text], lengths: Sequence[int]) -> torch.Tensor | int:
-    """The numbers of the rows that have logits; 0 for all."""
+def _kept_rows(texts: Sequence[Text], lengths: Sequence[int]) -> torch.Tensor:
+    """The numbers of the rows that have logits."""
     rows: list[int] = []
     end = 0
     for text, length in zip(texts, lengths, strict=True):
         end += length
         rows += range(end - text.kept, end)
-    return torch.tensor(rows) if len(rows) < end else 0
+    return torch.tensor(rows)

@@ -72,7 +72,7 @@ def _attention(
     if cache is None:
         result: tuple[torch.Tensor, torch.Tensor | None] = attend(module, query, key, value, attention_mask, **kwargs)
         return result
-    pairs = cache.of(key, module)
+    pairs = cache.of(key, value, module)
     for name in [name for name, given in kwargs.items() if isinstance(given, torch.Tensor)]:
         if name in _BY_ROW:
             del kwargs[name]

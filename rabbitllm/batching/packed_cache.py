@@ -34,8 +34,19 @@ class Span:
     first_key: int
 
 
-Layer = tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]
-"""The new keys of all texts, then the keys and the values of each."""
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What came of a layer's update.
+
+    Attributes:
+        new_keys, new_values: of all texts, as they came.
+        keys, values: of each text, all of them.
+    """
+
+    new_keys: torch.Tensor
+    new_values: torch.Tensor
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
 
 
 class PackedCache(Cache):  # type: ignore[misc]
@@ -53,7 +64,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         self._caches = list(caches)
         self._shares = shares
         self._asked = 0
-        self._given: dict[int, Layer] = {}
+        self._given: dict[int, _Layer] = {}
         self._latest: dict[int, int] = {}
         self._unused = 0
 
@@ -78,16 +89,18 @@ class PackedCache(Cache):  # type: ignore[misc]
             all_keys, all_values = append(cache.layers[layer_idx], key, value)
             keys.append(all_keys)
             values.append(all_values)
-        self._given[id(key_states)] = key_states, keys, values
+        self._given[id(key_states)] = _Layer(key_states, value_states, keys, values)
         self._latest[layer_idx] = id(key_states)
         self._unused += 1
         return key_states, value_states
 
-    def of(self, key_states: torch.Tensor, module: Any) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    def of(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, module: Any
+    ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values of each text, (1, heads, tokens, width).
 
         Args:
-            key_states: what attention is given: the keys that `update` returned.
+            key_states, value_states: what attention is given, which is what `update` returned.
             module: where. Of latent attention (DeepSeek's), what is kept has to be expanded, by `expand_kv`; each
                 text's is, when it is asked for.
 
@@ -96,12 +109,12 @@ class PackedCache(Cache):  # type: ignore[misc]
         """
         given = self._given.get(id(key_states))
         self._unused -= 1
-        if given is not None:
-            return zip(given[1], given[2], strict=True)
+        if given is not None and given.new_values is value_states:
+            return zip(given.keys, given.values, strict=True)
         expand, latest = getattr(module, "expand_kv", None), self._given.get(self._latest.get(module.layer_idx, 0))
-        if expand is None or latest is None:
+        if given is not None or expand is None or latest is None:
             raise NotPackable("attention was given other keys than the cache returned")
-        return starmap(expand, zip(latest[1], latest[2], strict=True))
+        return starmap(expand, zip(latest.keys, latest.values, strict=True))
 
     def spans(self) -> list[Span]:
         """What the mask has to cover that is being made, of each text."""

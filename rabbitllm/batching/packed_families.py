@@ -14,7 +14,20 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from rabbitllm.batching.packed_attention import OWN
 
-PACKABLE = frozenset({"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "mixtral", "gpt_oss"})
+PACKABLE = frozenset(
+    {
+        *("afmoe", "apertus", "arcee", "aria_text", "beam", "bitnet", "cohere", "cohere2", "cohere2_moe"),
+        *("cwm", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe"),
+        *("flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text"),
+        *("gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode"),
+        *("gpt_neox", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared"),
+        *("helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder"),
+        *("jais2", "kolibri1", "laguna", "llama", "longcat_flash", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2"),
+        *("ministral", "ministral3", "mistral", "mixtral", "modernbert-decoder", "nanochat", "nemotron"),
+        *("olmo", "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe"),
+        *("qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma"),
+    }
+)
 """Model types (transformers 5.23); their test is `tests/batching/test_packed_families.py`."""
 _BY_LONGEST = ("dynamic", "longrope")
 """Rotary angles that depend on the largest position in a pass."""

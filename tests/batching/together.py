@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,3 +107,18 @@ def assert_alike(got: Sequence[Text], expected: Sequence[Text], tolerance: float
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one.logits, other.logits, rtol=tolerance, atol=tolerance)
         assert torch.equal(one.tokens, other.tokens)
+
+
+@contextlib.contextmanager
+def forwards(model: Any) -> Iterator[list[int]]:
+    """How many rows each forward of the model had."""
+    rows: list[int] = []
+
+    def before(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        rows.append(kwargs["input_ids"].shape[1])
+
+    hook = model.register_forward_pre_hook(before, with_kwargs=True)
+    try:
+        yield rows
+    finally:
+        hook.remove()
