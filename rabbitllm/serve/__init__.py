@@ -1,0 +1,1 @@
+"""`rabbitllm serve`: one model behind an OpenAI-compatible HTTP interface; passes over its weights answer everybody."""

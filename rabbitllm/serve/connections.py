@@ -1,0 +1,69 @@
+"""A connection of uvicorn's that does not wait for ever: for a request to begin, for its head, for a peer that is gone.
+
+uvicorn itself bounds the head's bytes and the time between two requests, but not the time that a first or half a head
+takes; and a peer that has vanished without a word is found out by the kernel alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEAD_SECONDS = 20.0
+"""From the opening of a connection, or the end of an answer, to the end of a request's head."""
+MOST_CONNECTIONS = 1000
+"""At a time; a further one is closed at once. Each takes a file descriptor, of which there often are 1,024."""
+_KEEPALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
+
+
+class Connection(H11Protocol):
+    """See the module."""
+
+    head_seconds = HEAD_SECONDS
+    most_connections = MOST_CONNECTIONS
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client is there."""
+        super().connection_made(transport)
+        self._waits_since = time.monotonic()
+        self._watch: asyncio.TimerHandle | None = None
+        if len(self.connections) > self.most_connections:
+            transport.abort()
+            return
+        _keep_alive(transport.get_extra_info("socket"))
+        self._look_again()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client is gone."""
+        if self._watch is not None:
+            self._watch.cancel()
+        super().connection_lost(exc)
+
+    def _look_again(self) -> None:
+        self._watch = self.loop.call_later(self.head_seconds / 4, self._look)
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._waits_since = now
+        if now - self._waits_since >= self.head_seconds:
+            self.transport.abort()
+        elif not self.transport.is_closing():
+            self._look_again()
+
+
+def _keep_alive(connected: Any) -> None:
+    """Have the kernel ask a silent peer whether it is still there."""
+    if connected is None:
+        return
+    try:
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE:
+            if hasattr(socket, name):
+                connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    except OSError:  # it is gone already
+        pass

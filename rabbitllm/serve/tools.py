@@ -1,0 +1,197 @@
+"""Calls of tools in what a model writes, taken out of the text as it comes.
+
+Models write a call in the form that their chat template shows them:
+
+    <tool_call>{"name": …, "arguments": {…}}</tool_call>                              Hermes, Qwen 2.5 and 3
+    <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>  Qwen 3 Coder, 3.5
+    [TOOL_CALLS][{"name": …, "arguments": {…}}, …]                                    Mistral
+    [TOOL_CALLS]NAME{…}    [TOOL_CALLS]NAME[ARGS]{…}                                  Mistral, later ones
+    {"name": …, "parameters": {…}}    <|python_tag|>{…}                               Llama 3
+
+Text before a call is the answer's; what looks like a call and is none (no JSON, no name) is text too. Knows no
+tokenizer: markers that are special tokens are put into the text by whoever feeds it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+MISTRAL = "[TOOL_CALLS]"
+ARGUMENTS = "[ARGS]"
+PYTHON = "<|python_tag|>"
+MARKERS = (OPEN, MISTRAL, PYTHON)
+"""Where calls begin."""
+SPECIAL = (*MARKERS, CLOSE, ARGUMENTS, "[CALL_ID]")
+"""Those that may be tokens which a text without special tokens lacks."""
+
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*|\Z)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+_NAMED = re.compile(r"\s*([\w.\-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a tool.
+
+    Attributes:
+        name: of the tool.
+        arguments: as JSON.
+    """
+
+    name: str
+    arguments: str
+
+
+class CallReader:
+    """Takes an answer apart, piece by piece.
+
+    Args:
+        tools: their names; an answer that is bare JSON is a call only of one of these.
+        types: tool -> parameter -> its type in JSON schema; for forms that write values without quotes.
+    """
+
+    def __init__(self, tools: Collection[str], types: Mapping[str, Mapping[str, str]] | None = None) -> None:
+        self._tools = frozenset(tools)
+        self._types = types or {}
+        self._held = ""
+        self._begun = False
+        self._calling = False
+
+    def feed(self, text: str) -> str:
+        """What of the answer is certainly no call.
+
+        Args:
+            text: what has come since the last time.
+        """
+        self._held += text
+        if self._calling or not self._held:
+            return ""
+        if not self._begun:
+            lead = self._held.lstrip()
+            if not lead:
+                return ""
+            if lead[0] in "{[" and not lead.startswith(MISTRAL[: len(lead)]):  # a call without a marker, perhaps
+                self._calling = True
+                return ""
+            self._begun = True
+        at = min((found for marker in MARKERS if (found := self._held.find(marker)) >= 0), default=-1)
+        if at >= 0:
+            self._calling = True
+        else:
+            at = len(self._held) - _begun_marker(self._held)
+        out, self._held = self._held[:at], self._held[at:]
+        return out
+
+    def end(self) -> tuple[str, tuple[Call, ...]]:
+        """What is left of the text, and the calls."""
+        held, self._held = self._held, ""
+        text, calls = self._apart(held)
+        return text, calls
+
+    def _apart(self, held: str) -> tuple[str, tuple[Call, ...]]:
+        lead = held.strip()
+        for marker in (PYTHON, ""):
+            if lead.startswith(marker or ("{", "[")):
+                calls = tuple(self._bare(lead.removeprefix(marker)))
+                if calls:
+                    return "", calls
+        if MISTRAL in held:
+            before, _, rest = held.partition(MISTRAL)
+            calls = tuple(_mistral(rest))
+            return (before.rstrip(), calls) if calls else (held, ())
+        if OPEN not in held:
+            return held, ()
+        text = ""
+        found: list[Call] = []
+        for part in re.split(f"({OPEN}.*?(?:{CLOSE}|\\Z))", held, flags=re.DOTALL):
+            inside = part.removeprefix(OPEN).removesuffix(CLOSE) if part.startswith(OPEN) else None
+            calls = () if inside is None else tuple(self._hermes(inside))
+            found += calls
+            text += "" if calls else part
+        return (text.rstrip() if found else text), tuple(found)
+
+    def _hermes(self, inside: str) -> Iterator[Call]:
+        functions = _FUNCTION.findall(inside)
+        if functions:
+            for name, body in functions:
+                types = self._types.get(name.strip(), {})
+                texts = {key.strip(): text for key, text in _PARAMETER.findall(body)}
+                given = {key: _value(text, types.get(key, "")) for key, text in texts.items()}
+                yield Call(name.strip(), json.dumps(given, ensure_ascii=False))
+            return
+        for value in _values(inside):
+            yield from _calls_of(value)
+
+    def _bare(self, text: str) -> Iterator[Call]:
+        for value in _values(text):
+            for call in _calls_of(value):
+                if call.name in self._tools:
+                    yield call
+
+
+def _begun_marker(text: str) -> int:
+    """Characters at the end of a text that may be the beginning of a marker."""
+    most = 0
+    for marker in MARKERS:
+        for length in range(min(len(marker) - 1, len(text)), most, -1):
+            if text.endswith(marker[:length]):
+                most = length
+                break
+    return most
+
+
+def _mistral(rest: str) -> Iterator[Call]:
+    for part in rest.split(MISTRAL):
+        named = _NAMED.match(part)
+        if named is not None:
+            for value in _values(part[named.end() :]):
+                if isinstance(value, dict):
+                    yield Call(named[1], json.dumps(value, ensure_ascii=False))
+                break
+            continue
+        for value in _values(part):
+            yield from _calls_of(value)
+
+
+def _values(text: str) -> Iterator[Any]:
+    """The values of JSON that stand one after the other, up to what is none."""
+    decoder = json.JSONDecoder()
+    at = 0
+    while at < len(text):
+        while at < len(text) and text[at] in " \t\r\n;,":
+            at += 1
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            return
+        yield value
+
+
+def _calls_of(value: Any) -> Iterator[Call]:
+    if isinstance(value, list):
+        for one in value:
+            if isinstance(one, dict):
+                yield from _calls_of(one)
+        return
+    if not isinstance(value, dict):
+        return
+    value = value["function"] if isinstance(value.get("function"), dict) else value
+    name = value.get("name")
+    given = value.get("arguments", value.get("parameters", {}))
+    if isinstance(name, str) and name and isinstance(given, dict | str):
+        yield Call(name, given if isinstance(given, str) else json.dumps(given, ensure_ascii=False))
+
+
+def _value(text: str, kind: str) -> Any:
+    """A parameter that is written without quotes, by the type that the tool says it has."""
+    if kind in ("", "string"):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return {"true": True, "false": False, "none": None}.get(text.strip().lower(), text)
