@@ -14,6 +14,7 @@ from typing import Any
 VARIABLE = "RABBITLLM_LOG"
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
+SHORT_FORMAT = "%(asctime)s %(message)s"
 TIME = "%H:%M:%S"
 FILE_TIME = "%Y-%m-%d %H:%M:%S"
 
@@ -44,6 +45,23 @@ def set_up(value: str) -> None:
     logger.addHandler(handler)
     logger.setLevel(LEVELS[name])
     logger.propagate = False  # or a program that logs to stderr too would have everything twice
+
+
+def show(name: str) -> None:
+    """Let a logger of this package speak on stderr from INFO on, unless the environment says what is to be seen.
+
+    Args:
+        name: of the logger.
+    """
+    logger = logging.getLogger(name)
+    if any(getattr(old, "of_the_environment", False) for old in logging.getLogger("rabbitllm").handlers):
+        return
+    if not any(isinstance(old, _ToStderr) for old in logger.handlers):
+        handler = _ToStderr()
+        handler.setFormatter(logging.Formatter(SHORT_FORMAT, TIME))
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
 
 
 def _handler(file: str) -> logging.Handler:

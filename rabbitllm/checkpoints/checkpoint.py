@@ -25,6 +25,7 @@ SIDECAR_PATTERNS = (
     "*.txt",
     "*.py",
     "additional_chat_templates/*.jinja",
+    "1_Pooling/config.json",  # how embeddings are made of what the model computes
     "LICENSE*",
     "NOTICE*",
 )

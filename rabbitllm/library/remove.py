@@ -26,8 +26,8 @@ from rabbitllm.splitter.split import STAGING_NAME
 from rabbitllm.splitter.watch import disk_bytes
 from rabbitllm.terminal import counted
 
-TEMPLATES = "additional_chat_templates"
-"""The one folder that may come with a tokenizer."""
+COMPANIONS = ("additional_chat_templates", "1_Pooling")
+"""Folders that may come with a model."""
 _OWN_SUFFIXES = (LAYER_SUFFIX, *(LAYER_SUFFIX + more for more in (DONE_SUFFIX, durable.PART_SUFFIX, SCRATCH_SUFFIX)))
 _CONFIGS = frozenset(
     ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -155,7 +155,7 @@ def _is_ours(path: Path, folder: Path, layers: frozenset[str] | None, written: f
     status = path.lstat()
     at = path.relative_to(folder)
     if stat.S_ISDIR(status.st_mode):
-        return at.as_posix() in (STAGING_NAME, TEMPLATES)
+        return at.as_posix() in (STAGING_NAME, *COMPANIONS)
     if not stat.S_ISREG(status.st_mode):
         return False
     if len(at.parts) > 1 and at.parts[0] == STAGING_NAME:

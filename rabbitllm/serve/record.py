@@ -67,4 +67,4 @@ class Record:
 
 def request_id(given: str | None) -> str:
     """The caller's, if it is a plain word; else a new one."""
-    return given if given is not None and _ID.fullmatch(given) else uuid.uuid4().hex
+    return given if given is not None and _ID.fullmatch(given) else uuid.uuid4().hex[:20]

@@ -78,6 +78,16 @@ def is_local(made: socket.socket) -> bool:
     return str(made.getsockname()[0]) in LOCAL or str(made.getsockname()[0]).startswith("127.")
 
 
+def hosts_of(made: socket.socket, host: str) -> tuple[str, ...] | None:
+    """Names by which requests may call a server that only this machine reaches; None for any other server.
+
+    Args:
+        made: where it listens.
+        host: as the user wrote it.
+    """
+    return tuple({*LOCAL, host, str(made.getsockname()[0])}) if is_local(made) else None
+
+
 class Server(uvicorn.Server):
     """Serves until it is told to end.
 

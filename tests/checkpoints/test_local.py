@@ -93,7 +93,7 @@ def test_shards_in_a_folder_of_their_own(tmp_path: Path) -> None:
 
 def test_sidecars(folder: Path) -> None:
     wanted = ["chat_template.jinja", "merges.txt", "modeling_own.py", "tokenizer.json", "tokenizer.model", "LICENSE.md"]
-    wanted += ["additional_chat_templates/tool.jinja"]
+    wanted += ["additional_chat_templates/tool.jinja", "modules.json", "1_Pooling/config.json"]
     unwanted = ["README.md", "pytorch_model.bin.index.json", "x.safetensors", "notes.bin", "original/params.json"]
     for name in wanted + unwanted:
         (folder / name).parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""A real server in this process, on a free port, with a tiny model most of which is streamed; and ways to talk to it."""
+"""A real server in this process, on a free port, with a tiny model that is mostly streamed; and ways to talk to it."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from tests.support.tiny_models import load
 NAME = "tiny"
 STREAMED = 60_000
 """Bytes for weights, of which the tiny models have several times as much."""
+LIMITS = Limits(running=8, waiting=32)
 PATIENCE = 60.0
 
 
@@ -42,7 +43,7 @@ class Running:
     def http(self) -> httpx.Client:
         """A client for anything."""
         headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
-        return httpx.Client(base_url=self.address, headers=headers, timeout=PATIENCE, trust_env=False)
+        return httpx.Client(base_url=self.address, headers=headers, timeout=PATIENCE, trust_env=False, verify=False)
 
     def openai(self, **options: Any) -> openai.OpenAI:
         """OpenAI's own client, which does not ask again by itself."""
@@ -64,10 +65,11 @@ class Running:
 def running(
     split_folder: Path,
     *,
-    limits: Limits = Limits(running=8, waiting=32),
+    limits: Limits = LIMITS,
     recipe: Any = None,
     budget: int = STREAMED,
     grace: float | None = 5.0,
+    send_buffer: int | None = None,
     dtype: str = "float32",
     **settings: Any,
 ) -> Iterator[Running]:
@@ -78,6 +80,8 @@ def running(
     embedder = Embedder(model, recipe) if recipe is not None else None
     service = service_for(model, batch, chosen, embedder)
     listening = bound("127.0.0.1", 0)
+    if send_buffer is not None:  # connections have it from here
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     try:
         with in_a_thread(service, listening, grace) as server:
             address = address_of(listening)

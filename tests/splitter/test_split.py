@@ -347,6 +347,7 @@ def test_saving_path(
 def test_sidecars_are_copied_and_the_rest_is_not(model: Path) -> None:
     sidecars = {"tokenizer.json": "t", "chat_template.jinja": "c", "tokenizer.model": "m", "LICENSE": "l"}
     sidecars["additional_chat_templates/tool.jinja"] = "a"
+    sidecars["1_Pooling/config.json"] = "p"
     for name, text in (sidecars | {"README.md": "r", "optimizer.bin": "o"}).items():
         (model / name).parent.mkdir(exist_ok=True)
         (model / name).write_text(text)

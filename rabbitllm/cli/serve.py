@@ -1,0 +1,155 @@
+"""`rabbitllm serve`: a model behind OpenAI's interface."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from rabbitllm.cli import exit_codes
+from rabbitllm.cli.arguments import (
+    DeviceOption,
+    FolderOption,
+    MemoryOption,
+    ModelArgument,
+    compression_of,
+    limits_of,
+)
+
+
+def serve_command(
+    model: ModelArgument,
+    host: Annotated[str, typer.Option(help="To listen at; 0.0.0.0 for every address of this machine.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes one that is free.", min=0, max=65535)] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            help="That requests must bring; better in the environment, where no list of processes shows it.",
+            envvar="RABBITLLM_API_KEY",
+            show_default=False,
+        ),
+    ] = None,
+    served_name: Annotated[str | None, typer.Option(help="By which requests name the model.")] = None,
+    allow_origin: Annotated[
+        list[str] | None, typer.Option(help="Of web pages that may ask, as https://example.org; again for each, or *.")
+    ] = None,
+    max_running: Annotated[int, typer.Option(help="Requests in one pass.", min=1)] = 64,
+    max_waiting: Annotated[int, typer.Option(help="Requests that wait; more are told to come back.", min=1)] = 256,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Of an answer whose request does not say, or what the context leaves.", min=1)
+    ] = 4096,
+    cache_memory: Annotated[
+        str | None, typer.Option(help="What keys and values may take, as 4GiB; a quarter of what is free by default.")
+    ] = None,
+    chunk: Annotated[int, typer.Option(help="Tokens of a prompt in one pass.", min=1)] = 512,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Each request's rows by themselves: to the bit as if it were alone.")
+    ] = False,
+    timeout: Annotated[float | None, typer.Option(help="Seconds for a request; none by default.", min=0.001)] = None,
+    grace: Annotated[float, typer.Option(help="Seconds in which what runs is finished at the end.", min=0)] = 30.0,
+    max_body: Annotated[str, typer.Option(help="Of a request.")] = "4MiB",
+    compression: Annotated[
+        str | None, typer.Option(help="none, 4bit or 8bit; by default that of a split that is here, else none.")
+    ] = None,
+    device: DeviceOption = None,
+    max_memory: MemoryOption = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; by default that of the model.")
+    ] = None,
+    folder: FolderOption = None,
+    max_disk: Annotated[str | None, typer.Option(help="What a split may occupy, e.g. 57GiB.")] = None,
+    sequential: Annotated[
+        bool, typer.Option("--sequential", help="In a split, delete each shard when it is used up.")
+    ] = False,
+    no_split: Annotated[
+        bool, typer.Option("--no-split", help="Out of the checkpoint's own shards; nothing is written.")
+    ] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the repository.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
+    ] = False,
+) -> None:
+    """Answer requests over HTTP as OpenAI's interface has them; one pass over the weights answers all of them.
+
+    A model that is not split yet is split first, as pull does it. Ctrl-C takes on nothing more and finishes what runs,
+    for --grace seconds; once more ends at once (exit code 130).
+
+    Example: rabbitllm serve Qwen/Qwen2.5-7B-Instruct --compression 4bit --port 8000
+    """
+    from rabbitllm.serve.installed import check_installed
+
+    check_installed()
+
+    from huggingface_hub.utils import disable_progress_bars
+    from rich.console import Console
+
+    from rabbitllm import logs
+    from rabbitllm.checkpoints.hub import HubAccess
+    from rabbitllm.library.find import compression_here
+    from rabbitllm.options import expand, parse_size
+    from rabbitllm.pull.make import Wish
+    from rabbitllm.serve.server import bound
+
+    body_bytes = parse_size(max_body, "--max-body")
+    cache_bytes = None if cache_memory is None else parse_size(cache_memory, "--cache-memory")
+    place = expand(folder) if folder is not None else None
+    if compression is None:
+        chosen = None if no_split else compression_here(model, place)
+    else:
+        chosen = compression_of(compression)
+    wish = Wish(
+        name=model,
+        compression=chosen,
+        folder=place,
+        sequential=sequential,
+        access=HubAccess(revision),
+        max_disk=max_disk,
+        device=device,
+        max_memory=limits_of(max_memory),
+        trust_remote_code=trust_remote_code,
+    )
+    disable_progress_bars()  # shards have a bar of ours, and what else is fetched is small
+    logs.show("rabbitllm.serve")
+    console = Console(stderr=True, highlight=False)
+    listening = bound(host, port)  # now, not after an hour of splitting
+
+    from rabbitllm.batching.batch import Batch, Limits
+    from rabbitllm.serve.embeddings import Embedder
+    from rabbitllm.serve.greeting import put_greeting
+    from rabbitllm.serve.loading import loaded
+    from rabbitllm.serve.loading import served_name as name_of
+    from rabbitllm.serve.server import address_of, hosts_of, is_local, serve
+    from rabbitllm.serve.service import service_for
+    from rabbitllm.serve.settings import Settings
+
+    limits = Limits(max_running, max_waiting, cache_bytes, chunk, exact)
+    settings = Settings(
+        name=served_name or name_of(model),
+        api_key=api_key or None,
+        origins=tuple(allow_origin or ()),
+        hosts=hosts_of(listening, host),
+        body_bytes=body_bytes,
+        seconds=timeout,
+        most_new_tokens=max_new_tokens,
+    )
+    with contextlib.redirect_stdout(sys.stderr):  # what is printed while loading is no result
+        found = loaded(wish, split=not no_split, dtype=dtype, show=True)
+
+    from transformers import logging
+
+    logging.set_verbosity_error()  # which of its kernels a model lacks is nothing to read amid requests
+    batch = Batch(found.model, limits)
+    embedder = Embedder(found.model, found.recipe) if found.recipe is not None else None
+    service = service_for(found.model, batch, settings, embedder)
+    forced = serve(
+        service,
+        listening,
+        grace,
+        lambda: put_greeting(console, service, address_of(listening), found.split, is_local=is_local(listening)),
+    )
+    if forced:
+        sys.stderr.flush()
+        os._exit(exit_codes.INTERRUPTED)  # the batch's thread may be in a pass, which cannot be interrupted
