@@ -1,0 +1,150 @@
+"""Embeddings by a checkpoint's own recipe, compared with plain transformers on one text at a time."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from rabbitllm.serve.embeddings import Recipe, recipe_in
+from tests.serve.serving import NAME, Running, running
+from tests.support.builders import build_checkpoint
+from tests.support.tiny_models import split
+
+TEXTS = ["the rain", "and then there was a longer one in the rain", "x"]
+
+
+def write_recipe(folder: Path, *chosen: str, more: tuple[str, ...] = ("Normalize",)) -> None:
+    """The files of sentence-transformers."""
+    kinds = ["Transformer", "Pooling", *more]
+    modules = [
+        {
+            "idx": at,
+            "name": str(at),
+            "path": f"{at}_{kind}" if at else "",
+            "type": f"sentence_transformers.models.{kind}",
+        }
+        for at, kind in enumerate(kinds)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    names = ("cls_token", "mean_tokens", "max_tokens", "lasttoken")
+    settings: dict[str, Any] = {f"pooling_mode_{name}": name in chosen for name in names}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 64, **settings}))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As such models are published: the base model's tensors, and no head."""
+    folder = tmp_path_factory.mktemp("serve") / "qwen3"
+    build_checkpoint(folder, "qwen3", tied=True, dtype=torch.float32)
+    transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).save_pretrained(folder)
+    write_recipe(folder, "lasttoken")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(checkpoint: Path) -> Iterator[Running]:
+    split_folder = split(checkpoint)
+    recipe = recipe_in(split_folder)  # copied beside the layers
+    assert recipe == Recipe("last", True)
+    with running(split_folder, recipe=recipe) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def states(checkpoint: Path, served: Running) -> list[torch.Tensor]:
+    """Hidden states of each text, of shape (tokens, width)."""
+    plain = transformers.AutoModel.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        return [plain(**served.model.tokenizer(text, return_tensors="pt")).last_hidden_state[0] for text in TEXTS]
+
+
+def test_vectors_are_those_of_the_model_alone(served: Running, states: list[torch.Tensor]) -> None:
+    client = served.openai()
+    wanted = [torch.nn.functional.normalize(state[-1], dim=0).tolist() for state in states]
+    found = client.embeddings.create(model=NAME, input=TEXTS, encoding_format="float")
+    assert [one.embedding for one in found.data] == wanted
+    assert [one.index for one in found.data] == [0, 1, 2]
+    assert found.usage.prompt_tokens == sum(map(len, states))
+    coded = client.embeddings.create(model=NAME, input=TEXTS)  # as base64, unless one says otherwise
+    assert [one.embedding for one in coded.data] == wanted
+    ids = [served.model.tokenizer(text)["input_ids"] for text in TEXTS]
+    assert client.embeddings.create(model=NAME, input=ids, encoding_format="float").data[1].embedding == wanted[1]
+    short = (
+        client.embeddings.create(model=NAME, input=TEXTS[0], dimensions=8, encoding_format="float").data[0].embedding
+    )
+    assert np.linalg.norm(short) == pytest.approx(1, abs=1e-6)
+    assert np.allclose(np.array(short) / short[0], np.array(wanted[0][:8]) / wanted[0][0], atol=1e-5)
+
+
+def test_other_poolings(served: Running, states: list[torch.Tensor]) -> None:
+    embedder = served.service.embedder
+    assert embedder is not None
+    ids = served.model.tokenizer(TEXTS[1])["input_ids"]
+    for pooling, wanted in (("cls", states[1][0]), ("mean", states[1].mean(dim=0))):
+        embedder._recipe = Recipe(pooling, False)
+        try:
+            assert embedder.vector(ids) == wanted.tolist()
+        finally:
+            embedder._recipe = Recipe("last", True)
+
+
+def test_they_come_beside_generations(served: Running) -> None:
+    """Which go on meanwhile, and are what they are without."""
+    body = {"prompt": "the rain", "max_tokens": 60, "temperature": 0}
+    wanted = served.post("/v1/completions", body).json()["choices"][0]["text"]
+    vectors = served.post("/v1/embeddings", {"input": TEXTS}).json()["data"]
+    texts: list[str] = []
+    asking = [
+        threading.Thread(target=lambda: texts.append(served.post("/v1/completions", body).json()["choices"][0]["text"]))
+        for _ in range(3)
+    ]
+    for thread in asking:
+        thread.start()
+    assert served.post("/v1/embeddings", {"input": TEXTS}).json()["data"] == vectors
+    for thread in asking:
+        thread.join()
+    assert texts == [wanted] * 3
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": ""}, None),
+        ({"input": []}, "input"),
+        ({"input": ["a"] * 2049}, "input"),
+        ({"input": [99_999]}, "input"),
+        ({"input": "the " * 400}, "input"),
+        ({"input": "a", "dimensions": 65}, "dimensions"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
+    ],
+)
+def test_what_has_no_vector(served: Running, body: dict[str, Any], param: str | None) -> None:
+    answer = served.post("/v1/embeddings", body)
+    if param is None:  # this tokenizer begins every text with a token of its own
+        assert answer.status_code == 200
+    else:
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_recipes(tmp_path: Path) -> None:
+    assert recipe_in(tmp_path) is None
+    write_recipe(tmp_path, "mean_tokens", more=())
+    assert recipe_in(tmp_path) == Recipe("mean", False)
+    write_recipe(tmp_path, "cls_token")
+    assert recipe_in(tmp_path) == Recipe("cls", True)
+    for chosen, more in ((("max_tokens",), ()), (("cls_token", "mean_tokens"), ()), (("cls_token",), ("Dense",))):
+        write_recipe(tmp_path, *chosen, more=more)
+        assert recipe_in(tmp_path) is None
+    (tmp_path / "modules.json").write_text("[1]")
+    assert recipe_in(tmp_path) is None
+    (tmp_path / "modules.json").write_text("{")
+    assert recipe_in(tmp_path) is None
