@@ -11,10 +11,16 @@ import typer
 
 from rabbitllm.cli import exit_codes
 from rabbitllm.cli.arguments import (
+    CompressionHereOption,
     DeviceOption,
     FolderOption,
+    MaxDiskOption,
     MemoryOption,
     ModelArgument,
+    NoSplitOption,
+    RevisionOption,
+    SequentialOption,
+    TrustOption,
     compression_of,
     limits_of,
 )
@@ -51,26 +57,18 @@ def serve_command(
     timeout: Annotated[float | None, typer.Option(help="Seconds for a request; none by default.", min=0.001)] = None,
     grace: Annotated[float, typer.Option(help="Seconds in which what runs is finished at the end.", min=0)] = 30.0,
     max_body: Annotated[str, typer.Option(help="Of a request.")] = "4MiB",
-    compression: Annotated[
-        str | None, typer.Option(help="none, 4bit or 8bit; by default that of a split that is here, else none.")
-    ] = None,
+    compression: CompressionHereOption = None,
     device: DeviceOption = None,
     max_memory: MemoryOption = None,
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; by default that of the model.")
     ] = None,
     folder: FolderOption = None,
-    max_disk: Annotated[str | None, typer.Option(help="What a split may occupy, e.g. 57GiB.")] = None,
-    sequential: Annotated[
-        bool, typer.Option("--sequential", help="In a split, delete each shard when it is used up.")
-    ] = False,
-    no_split: Annotated[
-        bool, typer.Option("--no-split", help="Out of the checkpoint's own shards; nothing is written.")
-    ] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the repository.")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
-    ] = False,
+    max_disk: MaxDiskOption = None,
+    sequential: SequentialOption = False,
+    no_split: NoSplitOption = False,
+    revision: RevisionOption = None,
+    trust_remote_code: TrustOption = False,
 ) -> None:
     """Answer requests over HTTP as OpenAI's interface has them; one pass over the weights answers all of them.
 
@@ -83,6 +81,10 @@ def serve_command(
 
     check_installed()
 
+    from rabbitllm.serve.address import address_of, bound, hosts_of, is_local
+
+    listening = bound(host, port)  # now, not after an hour of splitting
+
     from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console
 
@@ -91,7 +93,6 @@ def serve_command(
     from rabbitllm.library.find import compression_here
     from rabbitllm.options import expand, parse_size
     from rabbitllm.pull.make import Wish
-    from rabbitllm.serve.server import bound
 
     body_bytes = parse_size(max_body, "--max-body")
     cache_bytes = None if cache_memory is None else parse_size(cache_memory, "--cache-memory")
@@ -114,14 +115,13 @@ def serve_command(
     disable_progress_bars()  # shards have a bar of ours, and what else is fetched is small
     logs.show("rabbitllm.serve")
     console = Console(stderr=True, highlight=False)
-    listening = bound(host, port)  # now, not after an hour of splitting
 
     from rabbitllm.batching.batch import Batch, Limits
     from rabbitllm.serve.embeddings import Embedder
     from rabbitllm.serve.greeting import put_greeting
     from rabbitllm.serve.loading import loaded
     from rabbitllm.serve.loading import served_name as name_of
-    from rabbitllm.serve.server import address_of, hosts_of, is_local, serve
+    from rabbitllm.serve.server import serve
     from rabbitllm.serve.service import service_for
     from rabbitllm.serve.settings import Settings
 
@@ -136,7 +136,7 @@ def serve_command(
         most_new_tokens=max_new_tokens,
     )
     with contextlib.redirect_stdout(sys.stderr):  # what is printed while loading is no result
-        found = loaded(wish, split=not no_split, dtype=dtype, show=True)
+        found = loaded(wish, console, split=not no_split, dtype=dtype)
 
     from transformers import logging
 
@@ -150,6 +150,6 @@ def serve_command(
         grace,
         lambda: put_greeting(console, service, address_of(listening), found.split, is_local=is_local(listening)),
     )
-    if forced:
+    if forced:  # the batch's thread may be in a pass, which cannot be interrupted
         sys.stderr.flush()
-        os._exit(exit_codes.INTERRUPTED)  # the batch's thread may be in a pass, which cannot be interrupted
+        os._exit(exit_codes.INTERRUPTED)

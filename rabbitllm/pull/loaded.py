@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from rabbitllm.auto_model import AutoModel
-from rabbitllm.pull.make import Wish, pull
+from rabbitllm.pull.make import Pulled, Wish, pull
 from rabbitllm.split_display import shown
 
 
@@ -23,23 +23,46 @@ def loaded_model(wish: Wish, console: Console, *, split: bool = True, profiling:
     Raises:
         RabbitLLMError: as `pull` and `AutoModel.from_pretrained` do.
     """
+    return load(wish, pulled(wish) if split else None, console, profiling_mode=profiling)
+
+
+def pulled(wish: Wish) -> Pulled:
+    """Split it unless that is done, with its progress.
+
+    Raises:
+        RabbitLLMError: as `pull` does.
+    """
+    with shown():
+        return pull(wish)
+
+
+def load(wish: Wish, found: Pulled | None, console: Console, **more: Any) -> Any:
+    """The model, as `AutoModel.from_pretrained` gives it.
+
+    Args:
+        wish: what, and how.
+        found: its split; None for out of the checkpoint's own shards.
+        console: where it is said that it loads.
+        **more: for `from_pretrained`.
+
+    Raises:
+        RabbitLLMError: as `AutoModel.from_pretrained` does.
+    """
     options: dict[str, Any] = {
         "device": wish.where,
         "max_memory": wish.max_memory,
-        "profiling_mode": profiling,
         "trust_remote_code": wish.trust_remote_code,
+        **more,
     }
     by_name: dict[str, Any] = {
         "compression": wish.compression,
         "layer_shards_saving_path": wish.folder,
         "revision": wish.access.revision,
     }
-    if not split:
+    if found is None:
         with shown():
             return AutoModel.from_pretrained(wish.name, split=False, **by_name, **options)
-    with shown():
-        pulled = pull(wish)
     with console.status("loading …"):
-        if pulled.config_folder == pulled.entry.folder:
-            return AutoModel.from_pretrained(pulled.entry.folder, **options)
+        if found.config_folder == found.entry.folder:
+            return AutoModel.from_pretrained(found.entry.folder, **options)
         return AutoModel.from_pretrained(wish.name, **by_name, **options)

@@ -10,6 +10,7 @@ Routes under `/v1` and `/metrics` want the key; `/health` and the page, which ha
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 from collections.abc import Callable
@@ -93,6 +94,9 @@ class Recorded:
                 if record.status:
                     raise
                 await answer_of(told(error))(scope, receive, sending)
+        except asyncio.CancelledError:  # the server ends at once
+            if not record.status:
+                await answer_of(closing())(scope, receive, sending)
         except Exception:
             errors.exception("An answer broke off.")
             raise ConnectionAbortedError("An answer broke off.") from None

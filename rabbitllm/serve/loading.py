@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rabbitllm.auto_model import AutoModel
+from rich.console import Console
+
 from rabbitllm.model_name import meant
 from rabbitllm.options import expand
-from rabbitllm.pull.make import Wish, pull
+from rabbitllm.pull.loaded import load, pulled
+from rabbitllm.pull.make import Wish
 from rabbitllm.serve.embeddings import Recipe, recipe_in
-from rabbitllm.split_display import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,43 +30,25 @@ class Loaded:
     recipe: Recipe | None
 
 
-def loaded(wish: Wish, *, split: bool, dtype: str | None, show: bool) -> Loaded:
+def loaded(wish: Wish, console: Console, *, split: bool, dtype: str | None) -> Loaded:
     """Load it.
 
     Args:
         wish: what, and how.
+        console: where it is said that it loads.
         split: False for out of the checkpoint's own shards; nothing is written then.
         dtype: to compute in; None for the config's.
-        show: show slow passes.
 
     Raises:
         RabbitLLMError: as `pull` and `AutoModel.from_pretrained` do.
     """
-    options: dict[str, Any] = {
-        "device": wish.where,
-        "max_memory": wish.max_memory,
-        "trust_remote_code": wish.trust_remote_code,
-        "dtype": dtype,
-        "show_layer_progress": show,
-    }
-    by_name: dict[str, Any] = {
-        "compression": wish.compression,
-        "layer_shards_saving_path": wish.folder,
-        "revision": wish.access.revision,
-    }
-    if not split:
-        with shown():
-            model = AutoModel.from_pretrained(wish.name, split=False, **by_name, **options)
+    found = pulled(wish) if split else None
+    model = load(wish, found, console, dtype=dtype)
+    if found is None:
         return Loaded(model, None, recipe_in(expand(meant(wish.name))))
-    with shown():
-        pulled = pull(wish)
-    if pulled.config_folder == pulled.entry.folder:
-        model = AutoModel.from_pretrained(pulled.entry.folder, **options)
-    else:
-        model = AutoModel.from_pretrained(wish.name, **by_name, **options)
-    places = (pulled.entry.folder, pulled.config_folder, pulled.shards_at)
+    places = (found.entry.folder, found.config_folder, found.shards_at)
     recipes = (recipe_in(place) for place in places if place is not None)
-    return Loaded(model, (pulled.before, pulled.entry.folder), next(filter(None, recipes), None))
+    return Loaded(model, (found.before, found.entry.folder), next(filter(None, recipes), None))
 
 
 def served_name(name: str) -> str:

@@ -19,7 +19,7 @@ from types import FrameType
 
 import uvicorn
 
-from rabbitllm.errors import OptionError
+from rabbitllm.serve.address import listen
 from rabbitllm.serve.app import create_app
 from rabbitllm.serve.connections import Connection
 from rabbitllm.serve.service import Service
@@ -33,59 +33,6 @@ FORCED_SECONDS = 3.0
 FORCED = 130
 """Its exit code then."""
 BACKLOG = 512
-LOCAL = ("localhost", "127.0.0.1", "::1")
-
-
-def bound(host: str, port: int) -> socket.socket:
-    """A socket at an address, that does not listen yet.
-
-    Args:
-        host: a name or an address.
-        port: 0 for any that is free.
-
-    Raises:
-        OptionError: it cannot be had.
-    """
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = next((one for one in found if one[0] == socket.AF_INET), found[0])
-        made = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise OptionError(
-            f"There is no address {host} here ({error.strerror}).", "Give --host an address of this machine."
-        ) from None
-    try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
-    except OSError as error:
-        made.close()
-        raise OptionError(
-            f"Nothing can listen at {host}, port {port} ({error.strerror}).",
-            "Something else may listen there: stop it, or give another --port.",
-        ) from None
-    return made
-
-
-def address_of(made: socket.socket) -> str:
-    """`http://127.0.0.1:8000`, by which a socket is reached from this machine."""
-    host, port = made.getsockname()[:2]
-    shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
-
-
-def is_local(made: socket.socket) -> bool:
-    """Whether only this machine reaches it."""
-    return str(made.getsockname()[0]) in LOCAL or str(made.getsockname()[0]).startswith("127.")
-
-
-def hosts_of(made: socket.socket, host: str) -> tuple[str, ...] | None:
-    """Names by which requests may call a server that only this machine reaches; None for any other server.
-
-    Args:
-        made: where it listens.
-        host: as the user wrote it.
-    """
-    return tuple({*LOCAL, host, str(made.getsockname()[0])}) if is_local(made) else None
 
 
 class Server(uvicorn.Server):
@@ -158,11 +105,16 @@ def serve(service: Service, listening: socket.socket, grace: float | None, start
         grace: see `Server`.
         started: called when requests are answered.
 
+    Raises:
+        OptionError: nothing can listen there any more.
+
     Returns:
         Whether it was forced to end: then the batch may still be in a pass.
     """
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what it says, we say better or not at all
     server = Server(service, grace)
+
+    listen(listening, BACKLOG)
 
     async def run() -> None:
         telling = asyncio.ensure_future(_tell(server, started))

@@ -17,7 +17,8 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
-from rabbitllm.chat.rendering import PLAIN_END, has_template, plain_text
+from rabbitllm.ask.template import has_template
+from rabbitllm.chat.rendering import PLAIN_END, plain_text
 from rabbitllm.serve.refusal import Refusal, bad
 
 OURS = frozenset(

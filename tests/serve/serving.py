@@ -13,8 +13,9 @@ import httpx
 import openai
 
 from rabbitllm.batching.batch import Batch, Limits
+from rabbitllm.serve.address import LOCAL, address_of, bound
 from rabbitllm.serve.embeddings import Embedder
-from rabbitllm.serve.server import LOCAL, Server, address_of, bound, in_a_thread
+from rabbitllm.serve.server import Server, in_a_thread
 from rabbitllm.serve.service import Service, service_for
 from rabbitllm.serve.settings import Settings
 from tests.support.tiny_models import load

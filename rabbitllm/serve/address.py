@@ -1,0 +1,78 @@
+"""Where a server listens, decided before anything slow: whether the address can be had, and who reaches it."""
+
+from __future__ import annotations
+
+import socket
+
+from rabbitllm.errors import OptionError
+
+LOCAL = ("localhost", "127.0.0.1", "::1")
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket at an address, that does not listen yet.
+
+    Args:
+        host: a name or an address.
+        port: 0 for any that is free.
+
+    Raises:
+        OptionError: it cannot be had.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = next((one for one in found if one[0] == socket.AF_INET), found[0])
+        made = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise OptionError(
+            f"There is no address {host} here ({error.strerror}).", "Give --host an address of this machine."
+        ) from None
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+    except OSError as error:
+        made.close()
+        raise _taken(host, port, error) from None
+    return made
+
+
+def listen(made: socket.socket, backlog: int) -> None:
+    """Let connections come.
+
+    Raises:
+        OptionError: somebody else who was bound there too has been quicker.
+    """
+    try:
+        made.listen(backlog)
+    except OSError as error:
+        host, port = made.getsockname()[:2]
+        raise _taken(host, port, error) from None
+
+
+def _taken(host: str, port: int, error: OSError) -> OptionError:
+    return OptionError(
+        f"Nothing can listen at {host}, port {port} ({error.strerror}).",
+        "Something else may listen there: stop it, or give another --port.",
+    )
+
+
+def address_of(made: socket.socket) -> str:
+    """`http://127.0.0.1:8000`, by which a socket is reached from this machine."""
+    host, port = made.getsockname()[:2]
+    shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
+
+
+def is_local(made: socket.socket) -> bool:
+    """Whether only this machine reaches it."""
+    return str(made.getsockname()[0]) in LOCAL or str(made.getsockname()[0]).startswith("127.")
+
+
+def hosts_of(made: socket.socket, host: str) -> tuple[str, ...] | None:
+    """Names by which requests may call a server that only this machine reaches; None for any other server.
+
+    Args:
+        made: where it listens.
+        host: as the user wrote it.
+    """
+    return tuple({*LOCAL, host, str(made.getsockname()[0])}) if is_local(made) else None
