@@ -174,7 +174,9 @@ class CudaDevice:
     def upload(self, host: torch.Tensor, device: torch.Tensor, after: Any) -> Any:
         with torch.cuda.stream(self._copies):
             self._copies.wait_event(after)
-            begun, arrived = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begun = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            # whoever waits for it sleeps: by default each of the threads that do would keep a core busy
+            arrived = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
             begun.record(self._copies)
             device.copy_(host, non_blocking=True)
             arrived.record(self._copies)
@@ -199,9 +201,11 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch_device)
 
     def free_bytes(self) -> int:
-        free, _ = torch.cuda.mem_get_info(self.torch_device)
-        cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
-        return free + cached
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        reserved = torch.cuda.memory_reserved(self.torch_device)
+        # what torch's allocator hands out at most, which its user may have lowered
+        allowed = int(total * torch.cuda.get_per_process_memory_fraction(self.torch_device)) - reserved
+        return max(min(free, allowed), 0) + reserved - torch.cuda.memory_allocated(self.torch_device)
 
 
 def _cudart() -> Any:

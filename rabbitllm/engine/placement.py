@@ -277,7 +277,7 @@ def place(
             layers = [cost for cost in share if cost.is_layer][:cached_layers]
             for cost in layers:
                 if tiers[cost.name] is Tier.STREAMED:
-                    tiers[cost.name] = _kept(cost)
+                    tiers[cost.name] = _kept(cost, budget)
         placed += [Placed(cost.name, budget.device, tiers[cost.name], cost.stored) for cost in share]
     placement = Placement(tuple(placed), tuple(budgets), tuple(routed), tuple(pools))
     decoder = {cost.name for cost in costs if cost.is_layer}
@@ -374,7 +374,7 @@ def _tiers(costs: Sequence[UnitCost], budget: Budget, small_first: bool) -> tupl
     candidates = [cost for cost in costs if cost.name not in tiers]
     scratch = max((cost.ready for cost in candidates if not cost.is_view), default=0)
     if sum(cost.stored for cost in candidates) + scratch <= room:
-        return tiers | {cost.name: _kept(cost) for cost in candidates}, room - scratch - sum(
+        return tiers | {cost.name: _kept(cost, budget) for cost in candidates}, room - scratch - sum(
             c.stored for c in candidates
         )
     tiers |= {cost.name: Tier.STREAMED for cost in candidates}
@@ -383,13 +383,13 @@ def _tiers(costs: Sequence[UnitCost], budget: Budget, small_first: bool) -> tupl
         for cost in [cost for cost in candidates if not cost.is_layer]:
             rest = [other for other in candidates if other is not cost]
             if cost.stored + _slots(rest) <= left:
-                tiers[cost.name] = _kept(cost)
+                tiers[cost.name] = _kept(cost, budget)
                 left -= cost.stored
                 candidates = rest
     slots = _slots(candidates)
     layers = [cost for cost in candidates if cost.is_layer or not small_first]
     for cost in _spread(layers, left - slots):
-        tiers[cost.name] = _kept(cost)
+        tiers[cost.name] = _kept(cost, budget)
         left -= cost.stored
     return tiers, left - slots
 
@@ -408,8 +408,10 @@ def _rows_tier(cost: UnitCost, budget: Budget) -> Tier:
     return Tier.RESIDENT if cost.is_view and budget.is_host else Tier.ROWS
 
 
-def _kept(cost: UnitCost) -> Tier:
-    return Tier.RESIDENT if cost.is_view else Tier.PACKED
+def _kept(cost: UnitCost, budget: Budget) -> Tier:
+    """What is no larger made than stored (cast, fused) is made once, where making it takes no copy of a mapped file."""
+    once = cost.is_view or (not budget.is_host and cost.ready <= cost.stored)
+    return Tier.RESIDENT if once else Tier.PACKED
 
 
 def _spread(costs: Sequence[Sized], room: int) -> list[Sized]:

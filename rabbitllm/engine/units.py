@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rabbitllm.engine.unwritable import AbsentWeight, nothing
+from rabbitllm.engine.unwritable import AbsentWeight, no_number
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,6 +40,7 @@ class Place:
     dtype: torch.dtype
     is_linear_weight: bool = False
     marks: Mapping[str, object] = field(default_factory=dict)
+    _elements: dict[torch.device, torch.Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def bind(self, tensor: torch.Tensor) -> None:
         """Put a tensor there; as a parameter if parameters live there.
@@ -56,10 +57,13 @@ class Place:
 
     def bind_placeholder(self, device: torch.device) -> None:
         """Put something there that has the right device, dtype and shape, takes no memory, and is not a number."""
+        element = self._elements.get(device)
+        if element is None:
+            element = self._elements[device] = no_number(self.dtype, device)
         if self._is_parameter:
-            self.table[self.leaf] = AbsentWeight(self.shape, self.dtype, device, self.marks)
-        else:
-            self.table[self.leaf] = nothing(self.shape, self.dtype, device)
+            self.table[self.leaf] = AbsentWeight(element, self.shape, self.marks)
+        else:  # which may be written to
+            self.table[self.leaf] = element.clone().expand(self.shape)
 
     @property
     def _is_parameter(self) -> bool:

@@ -61,7 +61,8 @@ class AbsentWeight(nn.Parameter):
     meta ids returns garbage without an error.
 
     Args:
-        shape, dtype, device: of the weight.
+        element: see `no_number`; it may be shared.
+        shape: of the weight.
         marks: attributes that it has besides.
     """
 
@@ -69,20 +70,18 @@ class AbsentWeight(nn.Parameter):
 
     @staticmethod
     def __new__(
-        cls, shape: torch.Size, dtype: torch.dtype, device: torch.device, marks: Mapping[str, object] | None = None
+        cls, element: torch.Tensor, shape: torch.Size, marks: Mapping[str, object] | None = None
     ) -> AbsentWeight:
-        made = _absent(nothing(shape, dtype, device))
+        made = _absent(element.expand(shape))
         if marks:
             made.__dict__.update(marks)
         return made
 
-    def __init__(
-        self, shape: torch.Size, dtype: torch.dtype, device: torch.device, marks: Mapping[str, object] | None = None
-    ) -> None:
+    def __init__(self, element: torch.Tensor, shape: torch.Size, marks: Mapping[str, object] | None = None) -> None:
         pass
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentWeight:
-        return AbsentWeight(self.shape, self.dtype, self.device, vars(self))
+        return AbsentWeight(no_number(self.dtype, self.device), self.shape, vars(self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ReadOnlyWeightError(
@@ -106,10 +105,13 @@ class AbsentWeight(nn.Parameter):
         return _absent(result, result.requires_grad) if func in _STAYS else result
 
 
-def nothing(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of that shape, one element in memory, that is not a number (0 where there is no such thing)."""
+def no_number(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """One element, (), that is not a number (0 where there is no such thing).
+
+    A GPU is waited for until it is there, so it is made once, and not between two layers.
+    """
     empty = float("nan") if dtype.is_floating_point else 0
-    return torch.full((), empty, dtype=torch.float32).to(device, dtype).expand(shape)
+    return torch.full((), empty, dtype=torch.float32).to(device, dtype)
 
 
 def _absent(tensor: torch.Tensor, requires_grad: bool | None = None) -> AbsentWeight:

@@ -44,15 +44,16 @@ class RecordingEvent:
     log: list[tuple[Any, ...]]
     made = 0
 
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         type(self).made += 1
+        self.blocking = blocking
         self.number = type(self).made
 
     def record(self, stream: RecordingStream) -> None:
         self.log.append((stream.name, "records", self.number))
 
     def synchronize(self) -> None:
-        self.log.append(("host", "waits for", self.number))
+        self.log.append(("host", "sleeps until" if self.blocking else "spins until", self.number))
 
     def elapsed_time(self, end: RecordingEvent) -> float:
         return 1000.0 * (end.number - self.number)
@@ -171,7 +172,7 @@ def test_an_upload_waits_for_the_computation_and_the_computation_for_it(gpus: li
         (copies, "records", 2),
         (copies, "records", 3),
         (copies, "leaves"),
-        ("host", "waits for", 3),
+        ("host", "sleeps until", 3),
         ("computation", "waits for", 3),
     ]
     assert torch.equal(on_device, host)
@@ -259,11 +260,15 @@ def test_measuring_waits_for_everything(gpus: list[tuple[Any, ...]]) -> None:
     assert gpus == [("host", "waits for all of", "cuda:1")]
 
 
-def test_what_the_allocator_holds_unused_is_free(gpus: object, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("fraction", "expected"), [(1.0, 1180), (0.2, 880), (0.06, 180), (0.01, 180)])
+def test_what_the_allocator_holds_unused_is_free_and_what_it_may_not_take_is_not(
+    gpus: object, monkeypatch: pytest.MonkeyPatch, fraction: float, expected: int
+) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 5000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 120)
-    assert CudaDevice(0).free_bytes() == 1180
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fraction)
+    assert CudaDevice(0).free_bytes() == expected
 
 
 def test_host_buffers_without_page_locking(gpus: object) -> None:

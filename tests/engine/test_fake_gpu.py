@@ -454,6 +454,26 @@ def test_the_cache_is_where_its_layers_are(tmp_path: Path, cache: dict[str, Any]
     assert torch.equal(found.sequences, plain.generate(INPUT, **given).sequences)
 
 
+@pytest.mark.parametrize("compression", [None, "4bit"])
+def test_between_layers_the_host_waits_for_nothing_on_the_device(tmp_path: Path, compression: str | None) -> None:
+    """Whatever is copied from or to the host otherwise than by an upload makes it wait, whatever it is: per pass then,
+    for ids and logits, and not per layer."""
+    counts = []
+    for layers in (4, 10):
+        folder = build_checkpoint(tmp_path / f"{layers}", "qwen2", dtype=torch.bfloat16, num_hidden_layers=layers)
+        gpu = FakeGpu(0)
+        with torch.no_grad(), watched() as operations:  # in inference mode not every copy is seen
+            model = load_on([gpu], split(folder, compression), host=ALL)
+            ids = INPUT.to(model.device)
+            model(ids)
+            operations.crossings.clear()
+            uploads = gpu.uploads
+            model(ids)
+            assert gpu.uploads - uploads >= layers
+        counts.append(operations.crossings.total())
+    assert counts[0] == counts[1]
+
+
 def test_bytes_by_where_they_come_from(tmp_path: Path) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6))
     half = load_on([FakeGpu(0)], directory).placement.streamed_bytes // 2
@@ -475,6 +495,23 @@ def test_what_is_resident_is_uploaded_once(tmp_path: Path) -> None:
     assert uploads == len(model.placement.units)
     run(model)
     assert gpu.uploads == uploads
+
+
+def test_weights_of_another_dtype_that_stay_are_cast_once(tmp_path: Path) -> None:
+    """As on a T4, which computes in float16 what is stored in bfloat16."""
+    directory = split(build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16, num_hidden_layers=6))
+    expected = run(load(directory, dtype="float16"))
+    budget = 3 * load_on([FakeGpu(0)], directory, 0).placement.streamed_bytes // 4
+    with watched():
+        model = load_on([FakeGpu(0)], directory, budget, dtype="float16")
+        kept = [name for name, tier in tiers(model).items() if tier is Tier.RESIDENT and "layers" in name]
+        before = {name: weight.data_ptr() for name, weight in model.named_parameters() if name.startswith(tuple(kept))}
+        found = run(model)
+    assert_same(found, expected)
+    assert {Tier.RESIDENT, Tier.STREAMED} <= set(tiers(model).values())
+    assert Tier.PACKED not in tiers(model).values()
+    assert before
+    assert before == {name: weight.data_ptr() for name, weight in model.named_parameters() if name in before}
 
 
 def test_each_pass_uploads_each_streamed_unit_once(tmp_path: Path) -> None:

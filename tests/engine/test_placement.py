@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -129,6 +130,19 @@ def test_packed_needs_room_for_one_unit_being_made() -> None:
     packed = tiers(place(costs, [Budget("cpu", need, True)]))
     assert [packed[f"layers.{i}"] for i in range(4)] == [Tier.PACKED] * 4
     assert Tier.STREAMED in tiers(place(costs, [Budget("cpu", need - 1, True)])).values()
+
+
+def test_what_is_no_larger_made_is_made_once_on_a_device_and_never_copied_from_a_mapped_file() -> None:
+    """bfloat16 weights on a GPU that computes in float16, of which a part is streamed."""
+    costs = model(8, stored=100, ready=100)
+    costs = [replace(cost, is_view=False) for cost in costs]
+    for is_host, tier in ((False, Tier.RESIDENT), (True, Tier.PACKED)):
+        placement = place(costs, [Budget("here", 850, is_host)])
+        found = tiers(placement)
+        assert Tier.STREAMED in found.values()
+        assert found["head"] is tier
+        assert {found[f"layers.{i}"] for i in range(8)} == {tier, Tier.STREAMED}
+        assert footprint(costs, placement, "here") <= 850
 
 
 def test_nothing_fits() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from rabbitllm.engine.expert_stack import ExpertStack
 from rabbitllm.engine.packed_weight import PackedWeight
-from rabbitllm.engine.unwritable import AbsentWeight
+from rabbitllm.engine.unwritable import AbsentWeight, no_number
 from rabbitllm.errors import ReadOnlyWeightError
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import ALL, load, split
@@ -23,7 +23,7 @@ SHAPE = torch.Size((3, 4))
 
 
 def absent(**more: Any) -> AbsentWeight:
-    return AbsentWeight(SHAPE, torch.bfloat16, torch.device("cpu"), **more)
+    return AbsentWeight(no_number(torch.bfloat16, torch.device("cpu")), SHAPE, **more)
 
 
 def add_in_place(weight: Any) -> None:
@@ -85,7 +85,7 @@ def test_it_is_a_parameter_that_takes_no_memory() -> None:
     assert (weight.shape, weight.dtype, weight.device) == (SHAPE, torch.bfloat16, torch.device("cpu"))
     assert weight.requires_grad
     assert not weight.requires_grad_(False).requires_grad
-    assert not AbsentWeight(SHAPE, torch.uint8, torch.device("cpu")).requires_grad
+    assert not AbsentWeight(no_number(torch.uint8, torch.device("cpu")), SHAPE).requires_grad
     assert weight.untyped_storage().nbytes() == 2
 
 
