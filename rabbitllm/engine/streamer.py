@@ -152,8 +152,11 @@ class Streamer:
         if len(self.lanes) > 1:  # also on the first device: OPT's last norm is registered before its layers
             unit.module.register_forward_pre_hook(lane.boundary, with_kwargs=True)
         if tier is Tier.RESIDENT or (tier is Tier.PACKED and source.is_view):  # multiplied as it is stored: never made
+            apart = (
+                not device.shares_host_memory and not source.is_view
+            )  # or a norm would keep all of its layer's bytes
             part = self._mapped if device.shares_host_memory else self._uploaded(source, device)
-            source.make(self._model, part, self._memos[device.name])
+            source.make(self._model, part, self._memos[device.name], apart=apart)
             if self._profiler.enabled and not unit.holds_units:  # their time is not counted twice
                 unit.module.register_forward_pre_hook(lambda module, args: self._start(unit.name))
                 unit.module.register_forward_hook(

@@ -79,7 +79,12 @@ class UnitSource:
         return sum(tensor.nbytes for tensor in self.stored.values())
 
     def make(
-        self, model: PreTrainedModel, part: PartReader, memo: dict[str, dict[str, torch.Tensor]] | None = None
+        self,
+        model: PreTrainedModel,
+        part: PartReader,
+        memo: dict[str, dict[str, torch.Tensor]] | None = None,
+        *,
+        apart: bool = False,
     ) -> None:
         """Make the parameters and bind them.
 
@@ -87,6 +92,7 @@ class UnitSource:
             model: the skeleton, for conversions.
             part: gives the stored parts.
             memo: recipe key -> what it made; filled, and used by tied units that stay bound.
+            apart: make copies of what would be used as it is stored, so that the stored parts can go.
         """
         for job in self.jobs:
             for kind, place in job.packed:
@@ -95,7 +101,7 @@ class UnitSource:
                 continue
             made = memo.get(job.recipe.key) if memo is not None else None
             if made is None:
-                made = job.recipe.make(model, lambda name, dtype: self._checkpoint_tensor(name, dtype, part))
+                made = job.recipe.make(model, lambda name, dtype: self._checkpoint_tensor(name, dtype, part, apart))
                 if memo is not None:
                     memo[job.recipe.key] = made
             for target, place in job.places:
@@ -108,14 +114,15 @@ class UnitSource:
         assert recipe.dtype is not None
         return PackedWeight(kind(stored.quantised, payload, absmax, table), recipe.dtype)
 
-    def _checkpoint_tensor(self, name: str, dtype: torch.dtype | None, part: PartReader) -> torch.Tensor:
+    def _checkpoint_tensor(self, name: str, dtype: torch.dtype | None, part: PartReader, apart: bool) -> torch.Tensor:
         tensor = self.stored[name]
         if tensor.quantised is not None:
             assert dtype is not None
             payload, absmax, table = (part(spec) for spec in tensor.parts[:3])
             return dequantise(tensor.quantised, payload, absmax, table, dtype)
         plain = part(tensor.parts[0])
-        return plain.to(dtype) if dtype is not None and plain.is_floating_point() else plain
+        wanted = dtype if dtype is not None and plain.is_floating_point() else plain.dtype
+        return plain.to(wanted, copy=apart)
 
     def part_of(self, buffer: torch.Tensor) -> PartReader:
         """A reader of parts that are views of a buffer that `read` filled (or a device copy of it)."""

@@ -526,6 +526,20 @@ def test_each_pass_uploads_each_streamed_unit_once(tmp_path: Path) -> None:
     assert gpu.uploads - before == 3 * streamed + SLOTS
 
 
+@pytest.mark.parametrize("compression", ["4bit", "8bit"])
+def test_what_is_made_for_good_keeps_nothing_of_what_it_was_made_from(tmp_path: Path, compression: str) -> None:
+    """Norms are used as they are stored, in the same run of bytes as the codes of their layer."""
+    directory = split(build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16), compression)
+    gpu = FakeGpu(0)
+    with watched():
+        model = load_on([gpu], directory, ALL)
+        found = run(model)
+    assert set(tiers(model).values()) == {Tier.RESIDENT}
+    views = [p.stored for p in model.placement.units if p.unit == "model.norm"]  # and nothing else is all view
+    assert gpu.allocated <= sum(views) + 4096
+    assert_same(found, run(load(directory)))
+
+
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9, 1.0])
 @pytest.mark.parametrize("compression", [None, "4bit"])
 def test_buffers_stay_within_the_limit(tmp_path: Path, compression: str | None, share: float) -> None:
