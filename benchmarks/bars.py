@@ -47,7 +47,7 @@ def draw(path: Path, title: str, unit: str, groups: Mapping[str, Sequence[Bar]])
             axes.plot([low, high], [at, at], color="black", linewidth=1)
             axes.text(high * 1.06, at, f"{median:.3g}", va="center", fontsize=8)
         axes.set_yticks(range(len(bars)), [bar.name for bar in bars], fontsize=9)
-        axes.invert_yaxis()
+        axes.set_ylim(len(bars) - 0.5, -0.5)  # downwards, with room for a row that failed
         axes.set_xscale("log")
         axes.set_title(heading, loc="left", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,14 @@ class Environment:
         requirements: pinned; what they need in turn is up to pip.
         without_dependencies: installed after those, whatever they declare.
         built_here: of `requirements`, names of those that are compiled from their source package.
+        over_this: whether packages of the interpreter that runs the benchmark are seen behind its own.
     """
 
     name: str
     requirements: tuple[str, ...] = ()
     without_dependencies: tuple[str, ...] = ()
     built_here: tuple[str, ...] = ()
+    over_this: bool = False
 
 
 THIS = Environment("this interpreter")
@@ -80,6 +83,13 @@ LLAMA_CPP = Environment(
 """Compiled for this processor, with the compiler that is here: the published wheels are for any."""
 
 
+def over_this(environment: Environment) -> Environment:
+    """The same on this interpreter's torch and what goes with it, instead of gigabytes of their own: then all rows
+    compute with the very same libraries, whichever these are."""
+    own = tuple(requirement for requirement in environment.requirements if requirement not in _COMMON)
+    return replace(environment, name=f"{environment.name}-over-this", requirements=own, over_this=True)
+
+
 def interpreter(environment: Environment, work: Path) -> Path:
     """Python of an environment, which is made, or made anew if its pins have changed.
 
@@ -96,19 +106,36 @@ def interpreter(environment: Environment, work: Path) -> Path:
     if stamp.exists() and stamp.read_text() == wanted:
         return python
     print(f"Making the environment of {environment.name} …", file=sys.stderr, flush=True)
-    steps = [[sys.executable, "-m", "venv", "--clear", str(folder)]]
+    # over this interpreter its pip is seen too, and a Python without ensurepip (Debian's, Colab's) will do
+    bare = ["--without-pip"] if environment.over_this and importlib.util.find_spec("pip") else []
+    _run([sys.executable, "-m", "venv", "--clear", *bare, str(folder)])
+    if environment.over_this:
+        _lay_over_this(folder)
+    steps = []
     install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     from_source = [argument for name in environment.built_here for argument in ("--no-binary", name)]
-    steps.append([*install, *from_source, *environment.requirements])
+    if environment.requirements:
+        steps.append([*install, *from_source, *environment.requirements])
     if environment.without_dependencies:
         steps.append([*install, "--no-deps", *environment.without_dependencies])
     for step in steps:
-        made = subprocess.run(step, capture_output=True, text=True, check=False)
-        if made.returncode:
-            lines = (made.stderr or made.stdout).strip().splitlines()
-            raise PeerError(f"cannot be installed: {lines[-1] if lines else f'exit status {made.returncode}'}")
+        _run(step)
     stamp.write_text(wanted)
     return python
+
+
+def _run(step: Sequence[str]) -> None:
+    made = subprocess.run(step, capture_output=True, text=True, check=False)
+    if made.returncode:
+        lines = (made.stderr or made.stdout).strip().splitlines()
+        raise PeerError(f"cannot be installed: {lines[-1] if lines else f'exit status {made.returncode}'}")
+
+
+def _lay_over_this(folder: Path) -> None:
+    """Let an environment see this interpreter's packages behind its own; pip then installs what it does not find."""
+    (packages,) = folder.glob("lib/python*/site-packages")
+    seen = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    (packages / "over_this.pth").write_text("\n".join(seen) + "\n")
 
 
 def prepare(environments: Mapping[str, Environment], work: Path) -> dict[str, str]:

@@ -303,7 +303,11 @@ def main() -> None:
 
     try:
         job = json.loads(sys.argv[1])
-        answer({"ready": import_libraries(job["package"])})
+        versions = import_libraries(job["package"])
+        if "gpu" in job:  # whatever a GPU needs is there before the job, so that all are idle alike
+            beside = runpy.run_path(str(Path(__file__).with_name("worker_gpu.py")))
+            TASKS.update(beside["GpuWork"](job, sys.modules[__name__]).tasks)
+        answer({"ready": versions})
         if sys.stdin.readline():
             if job["package"] == "llama_cpp":  # without torch, which it would be idle with
                 TASKS.update(runpy.run_path(str(Path(__file__).with_name("worker_llama_cpp.py")))["TASKS"])
