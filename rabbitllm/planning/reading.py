@@ -20,6 +20,7 @@ import numpy as np
 
 from rabbitllm import durable
 from rabbitllm.engine.devices import Device
+from rabbitllm.engine.page_locked import HostBuffers
 from rabbitllm.engine.placement import SLOTS
 from rabbitllm.engine.span_reader import BLOCK, READ_BYTES, THROUGH_THE_CACHE, Span, SpanReader, Way
 from rabbitllm.formats.positional import PositionalFile, page_aligned
@@ -207,7 +208,8 @@ def _noise() -> Iterator[bytes]:
 
 def upload_rate(device: Device) -> float:
     """Bytes a second from host memory to a device that does not share it, as the engine copies."""
-    host, buffer = device.host_buffer(UPLOADED_BYTES).fill_(0), device.device_buffer(UPLOADED_BYTES)
+    memory = HostBuffers(device)  # unlocks the memory before it goes
+    host, buffer = memory.take_anyhow(UPLOADED_BYTES).fill_(0), device.device_buffer(UPLOADED_BYTES)
     times, start = 0, 0.0
     while times < 2 or time.perf_counter() - start < SECONDS / 2:
         if times == 1:

@@ -98,5 +98,7 @@ def test_without_room_nothing_is_written(tmp_path: Path) -> None:
 def test_uploads_go_the_engines_way() -> None:
     gpu = FakeGpu(0)
     assert upload_rate(gpu) > 0
+    assert gpu.locked == {}  # else the driver would go on believing in memory that is gone
+    assert upload_rate(FakeGpu(0, lockable=0)) > 0
     assert gpu.uploads >= 2
     assert gpu.uploaded_bytes == gpu.uploads * (1 << 16)
