@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from rabbitllm.engine.cuda_allocation import taken
+
 SLOTS = 2
 """Buffers of a device for streamed units: one that computes and one that is being filled."""
 EXPERT_STAGING = 8
@@ -272,7 +274,7 @@ def place(
         tier = _experts_tier(own, budget, left, all(t is Tier.RESIDENT for t in tiers.values()))
         routed += [Placed(cost.name, budget.device, tier, cost.stored) for cost in own]
         if own and tier is Tier.ROUTED:
-            pools.append(_pool(own, budget.device, left))
+            pools.append(_pool(own, budget, left))
         if budget.is_host:
             layers = [cost for cost in share if cost.is_layer][:cached_layers]
             for cost in layers:
@@ -301,11 +303,12 @@ def _experts_tier(experts: Sequence[ExpertCost], budget: Budget, left: int, all_
     return Tier.ROUTED
 
 
-def _pool(experts: Sequence[ExpertCost], device: str, left: int) -> Pool:
+def _pool(experts: Sequence[ExpertCost], budget: Budget, left: int) -> Pool:
     slot = max(cost.slot for cost in experts)
     count, transit = sum(cost.experts for cost in experts), max(cost.transit for cost in experts)
-    slots = min(max(left, 0) // slot, count)
-    return Pool(device, slots, 0, transit, slot, count, sum(cost.stored for cost in experts))
+    # a GPU's are taken one by one; the host's are one run of memory
+    slots = min(max(left, 0) // (slot if budget.is_host else taken(slot)), count)
+    return Pool(budget.device, slots, 0, transit, slot, count, sum(cost.stored for cost in experts))
 
 
 def _with_host_slots(placement: Placement, host_bytes: int) -> tuple[Pool, ...]:
