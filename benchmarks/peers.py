@@ -51,6 +51,10 @@ class Environment:
 THIS = Environment("this interpreter")
 """This project, as it lies here, in the interpreter that runs the benchmark."""
 TRANSFORMERS = Environment("transformers-5.23.0", (*_COMMON, "transformers==5.23.0"))
+TRANSFORMERS_SERVE = Environment(
+    "transformers-serve-5.23.0",
+    (*_COMMON, "transformers==5.23.0", "fastapi==0.165.0", "uvicorn==0.54.0", "openai==3.52.0"),
+)
 AIRLLM = Environment(
     "airllm-4.0.0",
     (*_COMMON, "transformers==5.23.0", "scipy==1.17.1", "sentencepiece==0.2.3"),
@@ -81,6 +85,8 @@ LLAMA_CPP = Environment(
     built_here=("llama-cpp-python",),
 )
 """Compiled for this processor, with the compiler that is here: the published wheels are for any."""
+LLAMA_SERVER = Environment("llama-server-0.3.36", ("gguf==0.19.0", "numpy==2.4.6", "cmake>=3.28", "ninja"))
+"""What builds llama.cpp's own server (`llama_server.py`), and writes its file."""
 
 
 def over_this(environment: Environment) -> Environment:
@@ -209,12 +215,12 @@ def run_worker(
             stderr=stderr,
             text=True,
             cwd=work,
-            env=_variables(environment, work),
+            env=variables(environment, work),
         )
         limit = threading.Timer(seconds, process.kill)
         limit.start()
         try:
-            versions = _read(process, log, work, seconds)["ready"]
+            versions = read_message(process, log, work, seconds)["ready"]
             for folder in cold:
                 drop_cached(folder)
             if cap is not None:
@@ -223,7 +229,7 @@ def run_worker(
                 assert process.stdin is not None
                 process.stdin.write("go\n")
                 process.stdin.flush()
-                answer = _read(process, log, work, seconds)
+                answer = read_message(process, log, work, seconds)
         finally:
             limit.cancel()
             process.kill()
@@ -251,7 +257,8 @@ def make_layer_files(
     run_worker(environment, job, work, label, [checkpoint])
 
 
-def _variables(environment: Environment, work: Path) -> dict[str, str]:
+def variables(environment: Environment, work: Path) -> dict[str, str]:
+    """Of a process in an environment."""
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     variables |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "hf-home"), "TOKENIZERS_PARALLELISM": "false"}
     if environment == THIS:
@@ -259,7 +266,12 @@ def _variables(environment: Environment, work: Path) -> dict[str, str]:
     return variables
 
 
-def _read(process: subprocess.Popen[str], log: Path, work: Path, seconds: float) -> dict[str, Any]:
+def read_message(process: subprocess.Popen[str], log: Path, work: Path, seconds: float) -> dict[str, Any]:
+    """The next line that a worker says.
+
+    Raises:
+        PeerError: it says that it failed, or says nothing any more; `seconds` is when it is stopped, for the message.
+    """
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:

@@ -309,7 +309,7 @@ def main() -> None:
             TASKS.update(beside["GpuWork"](job, sys.modules[__name__]).tasks)
         answer({"ready": versions})
         if sys.stdin.readline():
-            if job["package"] == "llama_cpp":  # without torch, which it would be idle with
+            if job["package"] in ("llama_cpp", "gguf"):  # without torch, which it would be idle with
                 TASKS.update(runpy.run_path(str(Path(__file__).with_name("worker_llama_cpp.py")))["TASKS"])
             answer(TASKS[job["task"]](job))
     except Exception as error:

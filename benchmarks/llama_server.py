@@ -1,0 +1,68 @@
+"""llama.cpp's own server, built from the source package of llama-cpp-python, which holds all of llama.cpp.
+
+That package's Python server answers one request after the other; this one puts all of them into one batch. It is built
+for this processor, without its web page, TLS and tests, since those would have to be fetched.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+from benchmarks.peers import LLAMA_SERVER, PeerError, interpreter
+
+PACKAGE = "llama-cpp-python"
+VERSION = "0.3.36"
+_OFF = (
+    "BUILD_SHARED_LIBS",
+    "LLAMA_BUILD_UI",
+    "LLAMA_USE_PREBUILT_UI",
+    "LLAMA_OPENSSL",
+    "LLAMA_BUILD_TESTS",
+    "LLAMA_BUILD_EXAMPLES",
+    "LLAMA_BUILD_APP",
+)
+
+
+def program(work: Path) -> Path:
+    """`llama-server`, built unless an earlier run did.
+
+    Raises:
+        PeerError: it cannot be built here.
+    """
+    python = interpreter(LLAMA_SERVER, work)
+    folder = python.parent.parent / "llama-server"
+    built = folder / "llama-server"
+    if built.exists():
+        return built
+    print("Building llama-server …", file=sys.stderr, flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    download = ["download", "--quiet", "--no-deps", "--no-binary", PACKAGE, f"{PACKAGE}=={VERSION}"]
+    _run([str(python), "-m", "pip", *download, "--dest", str(folder)])
+    (package,) = folder.glob("*.tar.gz")
+    with tarfile.open(package) as archive:
+        archive.extractall(folder, filter="data")
+    (source,) = folder.glob("llama_cpp_python-*/vendor/llama.cpp")
+    cmake, ninja = (str(python.with_name(name)) for name in ("cmake", "ninja"))
+    build = folder / "build"
+    chosen = [f"-D{name}=OFF" for name in _OFF]
+    chosen += ["-DGGML_NATIVE=ON", "-DCMAKE_BUILD_TYPE=Release", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
+    _run([cmake, "-S", str(source), "-B", str(build), "-G", "Ninja", *chosen])
+    jobs = str(max(len(os.sched_getaffinity(0)) // 2, 1))
+    _run([cmake, "--build", str(build), "--target", "llama-server", "--parallel", jobs])
+    (build / "bin" / "llama-server").rename(built)
+    for leftover in (package, build, source.parent.parent):
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+    return built
+
+
+def _run(command: list[str]) -> None:
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    if made.returncode:
+        lines = (made.stderr or made.stdout).strip().splitlines()
+        raise PeerError(f"cannot be built: {lines[-1] if lines else f'exit status {made.returncode}'}")

@@ -1,0 +1,182 @@
+"""A server of some project as a process of its own, its memory bounded, and clients that ask it. Linux only."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.latencies import Answer, Level
+from benchmarks.measure import Sampler, drop_cached
+from benchmarks.peers import REPOSITORY, Cap, Environment, PeerError, interpreter, read_message, variables
+
+WORKER = Path(__file__).resolve().with_name("worker_serve.py")
+START_LIMIT_SECONDS = 300.0
+END_LIMIT_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server that answers.
+
+    Attributes:
+        pid: of its process.
+        url: without a path.
+        sampler: of its memory, from before it loads the model on.
+        versions: of what it runs with.
+        load_seconds: until it answered.
+        limit_bytes: of its group; None without one.
+        log: what it prints.
+    """
+
+    pid: int
+    url: str
+    sampler: Sampler
+    versions: Mapping[str, str]
+    load_seconds: float
+    limit_bytes: int | None
+    log: Path
+
+
+def cores() -> tuple[list[int], list[int]]:
+    """Those of the server, and those of the clients: apart where there are three or more."""
+    here = sorted(os.sched_getaffinity(0))
+    return (here[:-1], here[-1:]) if len(here) > 2 else (here, here)
+
+
+@contextlib.contextmanager
+def served(
+    environment: Environment,
+    job: Mapping[str, Any],
+    work: Path,
+    label: str,
+    cold: Sequence[Path],
+    *,
+    cap: Cap | None = None,
+    start_limit_seconds: float = START_LIMIT_SECONDS,
+) -> Iterator[Served]:
+    """Start a server, bound its memory once it has imported its libraries, and wait until it answers.
+
+    Args:
+        environment: what it runs in.
+        job: see `worker_serve.py`; port and cores are put in here.
+        work: holds environments and logs.
+        label: names the log.
+        cold: folders whose files are to be in no cache when it begins.
+        cap: bounds its memory from when it is idle.
+        start_limit_seconds: in which it must answer.
+
+    Raises:
+        PeerError: it died, or did not answer in time.
+    """
+    python = interpreter(environment, work)
+    log = work / "logs" / f"{label}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    port = free_port()
+    whole = {**job, "port": port, "cores": cores()[0]}
+    within = [] if cap is None else cap.group.entering()
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            [*within, str(python), "-P", str(WORKER), json.dumps(whole)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            cwd=work,
+            env=variables(environment, work),
+        )
+        try:
+            versions = read_message(process, log, work, start_limit_seconds)["ready"]
+            for folder in cold:
+                drop_cached(folder)
+            limit = None if cap is None else cap.group.limit_to_idle_and(cap.nbytes)
+            with Sampler((), process.pid) as sampler:
+                begun = time.perf_counter()
+                assert process.stdin is not None
+                process.stdin.write("go\n")
+                process.stdin.flush()
+                url = f"http://127.0.0.1:{port}"
+                _wait_until_it_answers(process, url, log, work, start_limit_seconds)
+                loaded = time.perf_counter() - begun
+                yield Served(process.pid, url, sampler, versions, loaded, limit, log)
+        finally:
+            _end(process)
+
+
+def free_port() -> int:
+    """One that nobody listens on now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def _wait_until_it_answers(process: subprocess.Popen[str], url: str, log: Path, work: Path, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while not _is_well(url):
+        if process.poll() is not None:
+            read_message(process, log, work, seconds)  # says why, by raising
+        if time.monotonic() > until:
+            raise PeerError(f"does not answer within {seconds:g} s")
+        time.sleep(0.1)
+
+
+def _is_well(url: str) -> bool:
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{url}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):  # not yet: refused, or 503 while the model is loaded
+        return False
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_LIMIT_SECONDS)
+    process.kill()
+    process.communicate()
+
+
+def asked(url: str, bodies: Sequence[Mapping[str, Any]], at_once: int, seconds: float) -> Level:
+    """Let so many clients at once ask, from another process, on other cores where there are some.
+
+    Args:
+        url: of a route that streams.
+        bodies: of the requests; each goes out once.
+        at_once: clients.
+        seconds: after so long they hang up.
+
+    Raises:
+        PeerError: the clients failed.
+    """
+    job = {"url": url, "bodies": list(bodies), "at_once": at_once, "seconds": seconds, "cores": cores()[1]}
+    made = subprocess.run(
+        [sys.executable, "-P", "-m", "benchmarks.serve_clients"],
+        input=json.dumps(job),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        check=False,
+    )
+    if made.returncode:
+        raise PeerError(f"the clients failed: {made.stderr.strip().splitlines()[-1:]}")
+    found = json.loads(made.stdout)
+    return Level(at_once, tuple(Answer.of(noted) for noted in found["answers"]), found["seconds"])
+
+
+def bytes_read(pid: int) -> int:
+    """By a process from the disk so far (proc(5), io)."""
+    with open(f"/proc/{pid}/io") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
