@@ -34,7 +34,7 @@ from benchmarks.peers import Cap, PeerError, prepare
 from benchmarks.runs import run_all
 from benchmarks.serve_report import ServeRun, curves, figures, notes_on, tabulate
 from benchmarks.serve_rows import SERVERS, Workload, body_of, job_of, prepare_files
-from benchmarks.server_process import Served, asked, bytes_read, served
+from benchmarks.server_process import Served, asked, served
 
 LEAST_ROOM_BYTES = 128 << 20
 """Beside the idle process, whatever the share: less than this a model that is only tried out with cannot compute in."""
@@ -65,18 +65,15 @@ def measure(run: ServeRun, workload: Workload, shares: Mapping[int, int], work: 
 def _ask_all(run: ServeRun, server: Served, workload: Workload) -> None:
     route = f"{server.url}/v1/completions"
     first = asked(route, [body_of(run.row, workload, _OFFSET, WARM_UP_TOKENS)], 1, workload.limit_seconds * 2)
+    server.check()
     if not first.whole:
         raise PeerError(f"does not answer: {first.answers[0].error}")
     for place, at_once in enumerate(workload.at_once):
         numbers = range(_OFFSET * (place + 2), _OFFSET * (place + 2) + at_once * workload.rounds)
         bodies = [body_of(run.row, workload, number, workload.new_tokens) for number in numbers]
-        before = bytes_read(server.pid)
-        try:
-            level = asked(route, bodies, at_once, workload.limit_seconds)
-            found = figures(level, bytes_read(server.pid) - before)
-        except FileNotFoundError:
-            raise PeerError(f"died with {at_once} at once") from None
-        run.levels.append(found)
+        before = server.bytes_read()
+        level = asked(route, bodies, at_once, workload.limit_seconds)
+        run.levels.append(figures(level, server.bytes_read() - before))
 
 
 def kept_runs(results: Path, leaving_out: Sequence[str]) -> list[ServeRun]:

@@ -40,7 +40,13 @@ class Server:
         return self.environment == THIS
 
 
-_BATCHING: Mapping[str, Any] = {"continuous_batching": True}
+_BLOCK_TOKENS = 32
+_BATCHING: Mapping[str, Any] = {
+    "continuous_batching": True,
+    "cb_block_size": _BLOCK_TOKENS,
+    "cb_max_batch_tokens": 512,
+}
+"""Without sizes it takes most of the machine's memory for keys and values, whatever its group may, and is killed."""
 SERVERS: Mapping[str, Server] = {
     "transformers-serve": Server(TRANSFORMERS_SERVE, "transformers", "transformers"),
     "transformers-serve-batching": Server(TRANSFORMERS_SERVE, "transformers", "transformers", _BATCHING),
@@ -124,8 +130,11 @@ def job_of(row: str, workload: Workload, work: Path) -> dict[str, Any]:
         "options": dict(server.options),
         "arguments": list(server.arguments),
     }
+    most = max(workload.at_once)
+    if "cb_block_size" in server.options:
+        blocks = -(-(workload.prompt_tokens + workload.new_tokens) // _BLOCK_TOKENS) + 1
+        job["options"]["cb_num_blocks"] = most * blocks
     if server.environment == LLAMA_SERVER:
-        most = max(workload.at_once)
         context = most * (workload.prompt_tokens + workload.new_tokens + 8)
         job["program"] = str(llama_server.program(work))
         job["arguments"] = ["--model", str(place), "--parallel", str(most), "--ctx-size", str(context), "--mmap"]

@@ -31,22 +31,42 @@ class Served:
     """A server that answers.
 
     Attributes:
-        pid: of its process.
+        process: that it runs in.
         url: without a path.
         sampler: of its memory, from before it loads the model on.
         versions: of what it runs with.
         load_seconds: until it answered.
         limit_bytes: of its group; None without one.
         log: what it prints.
+        work: see `served`.
     """
 
-    pid: int
+    process: subprocess.Popen[str]
     url: str
     sampler: Sampler
     versions: Mapping[str, str]
     load_seconds: float
     limit_bytes: int | None
     log: Path
+    work: Path
+
+    def check(self) -> None:
+        """
+        Raises:
+            PeerError: it has died.
+        """
+        if self.process.poll() is not None:
+            read_message(self.process, self.log, self.work, float("inf"))
+
+    def bytes_read(self) -> int:
+        """From the disk so far (proc(5), io).
+
+        Raises:
+            PeerError: it has died.
+        """
+        self.check()
+        with open(f"/proc/{self.process.pid}/io") as lines:
+            return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
 
 
 def cores() -> tuple[list[int], list[int]]:
@@ -109,7 +129,7 @@ def served(
                 url = f"http://127.0.0.1:{port}"
                 _wait_until_it_answers(process, url, log, work, start_limit_seconds)
                 loaded = time.perf_counter() - begun
-                yield Served(process.pid, url, sampler, versions, loaded, limit, log)
+                yield Served(process, url, sampler, versions, loaded, limit, log, work)
         finally:
             _end(process)
 
@@ -174,9 +194,3 @@ def asked(url: str, bodies: Sequence[Mapping[str, Any]], at_once: int, seconds: 
         raise PeerError(f"the clients failed: {made.stderr.strip().splitlines()[-1:]}")
     found = json.loads(made.stdout)
     return Level(at_once, tuple(Answer.of(noted) for noted in found["answers"]), found["seconds"])
-
-
-def bytes_read(pid: int) -> int:
-    """By a process from the disk so far (proc(5), io)."""
-    with open(f"/proc/{pid}/io") as lines:
-        return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
