@@ -137,7 +137,7 @@ def job_of(row: str, workload: Workload, work: Path) -> dict[str, Any]:
     if server.environment == LLAMA_SERVER:
         context = most * (workload.prompt_tokens + workload.new_tokens + 8)
         job["program"] = str(llama_server.program(work))
-        job["arguments"] = ["--model", str(place), "--parallel", str(most), "--ctx-size", str(context), "--mmap"]
+        job["arguments"] = ["--model", str(place), "--parallel", str(most), "--ctx-size", str(context)]
     return job
 
 

@@ -1,0 +1,203 @@
+"""A server among clients of every kind: nothing lost, nothing crossed, every place free again, memory flat; restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.latencies import percentile
+from tests.support import ill_behaved
+from tests.support.questions import Question, model_of_words, questions
+from tests.support.served_model import ServedModel
+from tests.support.well_behaved import Place, Tally, well_behaved
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="resets and /proc as Linux has them")
+
+QUESTIONS = 150
+CACHE_BYTES = 1 << 20
+"""Full soon, so that what is kept of earlier prompts stops growing, and places are given back at times."""
+RUNNING, WAITING = 16, 12
+"""Fewer than the clients of the long test, so that some are refused for the moment."""
+ANSWER_SECONDS = 20
+OPTIONS = (
+    *("--max-running", str(RUNNING), "--max-waiting", str(WAITING), "--cache", str(CACHE_BYTES)),
+    *("--timeout", str(ANSWER_SECONDS), "--max-body", "1MiB"),
+)
+Kind = Callable[[Place, random.Random], Coroutine[Any, Any, None]]
+
+
+async def streaming(place: Place, chance: random.Random) -> None:
+    await well_behaved(place, chance, stream=True)
+
+
+async def not_streaming(place: Place, chance: random.Random) -> None:
+    await well_behaved(place, chance, stream=False)
+
+
+def silent(longest: float) -> Kind:
+    async def client(place: Place, chance: random.Random) -> None:
+        await ill_behaved.falls_silent(place, chance, longest)
+
+    return client
+
+
+def crowd(count: int, longest_silence: float) -> list[Kind]:
+    """So many clients, of every kind in about these shares."""
+    shares: dict[Kind, int] = {
+        streaming: 24,
+        not_streaming: 11,
+        ill_behaved.kills: 6,
+        ill_behaved.leaves: 4,
+        ill_behaved.reads_slowly: 6,
+        silent(longest_silence): 4,
+        ill_behaved.sends_garbage: 3,
+        ill_behaved.sends_too_much: 2,
+        ill_behaved.asks_for_long: 4,
+    }
+    whole = sum(shares.values())
+    return [kind for kind, share in shares.items() for _ in range(max(round(share * count / whole), 1))]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_of_words(tmp_path_factory.mktemp("load") / "model")
+
+
+@pytest.fixture(scope="module")
+def asked(model: Path) -> list[Question]:
+    return questions(model, QUESTIONS)
+
+
+@pytest.fixture
+def server(model: Path, tmp_path: Path) -> Iterator[ServedModel]:
+    made = ServedModel(model, tmp_path / "log", *OPTIONS)
+    made.start()
+    yield made
+    made.kill()
+
+
+async def watched(server: ServedModel, seen: list[tuple[float, int]]) -> None:
+    """Resident bytes of the server, each second."""
+    process = server.process
+    while True:
+        seen.append((time.monotonic(), process.memory_info().rss))
+        await asyncio.sleep(1)
+
+
+async def all_at_once(place: Place, kinds: list[Kind], server: ServedModel) -> list[tuple[float, int]]:
+    """All clients until the place's time is over and each has what it asked for; the server's memory meanwhile."""
+    seen: list[tuple[float, int]] = []
+    watching = asyncio.create_task(watched(server, seen))
+    await asyncio.gather(*(kind(place, random.Random(number)) for number, kind in enumerate(kinds)))
+    watching.cancel()
+    return seen
+
+
+def slope(seen: list[tuple[float, int]]) -> float:
+    """Bytes a second by least squares, over the second half."""
+    half = seen[len(seen) // 2 :]
+    return statistics.linear_regression([at for at, _ in half], [nbytes for _, nbytes in half]).slope
+
+
+def free_again(server: ServedModel, seconds: float = 60) -> dict[str, float]:
+    """Wait until nobody has a place any more; what the server says then."""
+    until = time.monotonic() + seconds
+    while True:
+        found = server.metrics()
+        # the request for /metrics is open itself
+        if (
+            not found["rabbitllm_running"]
+            and not found["rabbitllm_waiting"]
+            and found["rabbitllm_http_requests_open"] <= 1
+        ):
+            return found
+        assert time.monotonic() < until, f"places are still taken: {found}"
+        time.sleep(0.2)
+
+
+def show(tally: Tally, seen: list[tuple[float, int]], found: dict[str, float]) -> None:
+    """What there was, for `pytest -s`, and for whoever reads a failure."""
+    print(
+        f"\nanswered: {dict(tally.answered)}; refused for the moment: {dict(tally.refused)}; returned: {tally.returned}"
+    )
+    print(f"others: {dict(sorted(tally.did.items()))}")
+    for name, values in (("first token", tally.firsts), ("between tokens", tally.betweens)):
+        if values:
+            print(f"{name}: p50 {percentile(values, 50):.3f} s, p95 {percentile(values, 95):.3f} s")
+    if len(seen) > 3:
+        sizes = [nbytes / 2**20 for _, nbytes in seen]
+        print(
+            f"resident: {sizes[0]:.0f} MiB at first, {max(sizes):.0f} at most, {sizes[-1]:.0f} at last; "
+            f"slope of the second half {slope(seen) * 60 / 2**20:+.2f} MiB a minute"
+        )
+    ended = {name: value for name, value in found.items() if name.startswith("rabbitllm_generations_total")}
+    print(f"ended: {ended}; gave their place back: {found['rabbitllm_preempted_total']:.0f}")
+
+
+def under_load(server: ServedModel, asked: list[Question], clients: int, seconds: float, silence: float) -> float:
+    """Load it, check everything but memory; bytes a second that its memory grows."""
+    place = Place(server.url, asked, time.monotonic() + seconds)
+    seen = asyncio.run(all_at_once(place, crowd(clients, silence), server))
+    found = free_again(server)
+    show(place.tally, seen, found)
+    assert not place.tally.lost
+    assert not place.tally.wrong
+    assert set(place.tally.answered) == {"streamed", "whole", "read slowly"}
+    assert found["rabbitllm_cache_bytes"] <= found["rabbitllm_cache_limit_bytes"] == CACHE_BYTES
+    assert not found.get('rabbitllm_generations_total{reason="failed"}')
+    assert "Traceback" not in server.log.read_text()
+    after = Place(server.url, asked, time.monotonic() + 1)  # every place can be taken again
+    asyncio.run(all_at_once(after, [streaming] * (RUNNING + WAITING), server))
+    assert not after.tally.lost
+    assert not after.tally.wrong
+    assert not after.tally.refused
+    assert server.end() == 0
+    return slope(seen)
+
+
+def test_clients_of_every_kind(server: ServedModel, asked: list[Question]) -> None:
+    under_load(server, asked, clients=14, seconds=8, silence=3)
+
+
+@pytest.mark.long
+def test_64_clients_for_five_minutes(server: ServedModel, asked: list[Question]) -> None:
+    growth = under_load(server, asked, clients=64, seconds=300, silence=60)
+    assert growth * 60 < 2 << 20, "bytes a minute"
+
+
+def test_a_restart_in_the_middle(server: ServedModel, model: Path, asked: list[Question]) -> None:
+    """Clients that ask again get every answer; the layer files are those of before."""
+    split = model / "splitted_model"
+    before = {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in split.iterdir()}
+    place = Place(server.url, asked, time.monotonic() + 60, is_restarting=True)
+
+    async def restart() -> int:
+        await asyncio.sleep(1.5)
+        code = await asyncio.to_thread(server.end)
+        await asyncio.to_thread(server.start)
+        place.until = time.monotonic() + 1.5
+        return code
+
+    async def both() -> int:
+        clients = asyncio.gather(
+            *((streaming if number % 3 else not_streaming)(place, random.Random(number)) for number in range(12))
+        )
+        code = await restart()
+        await clients
+        return code
+
+    assert asyncio.run(both()) == 0
+    show(place.tally, [], free_again(server))
+    assert not place.tally.lost
+    assert not place.tally.wrong
+    assert place.tally.answered["streamed"]
+    assert place.tally.answered["whole"]
+    assert {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in split.iterdir()} == before
