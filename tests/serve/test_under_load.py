@@ -17,18 +17,20 @@ from benchmarks.latencies import percentile
 from tests.support import ill_behaved
 from tests.support.questions import Question, model_of_words, questions
 from tests.support.served_model import ServedModel
+from tests.support.tiny_models import one_thread  # noqa: F401  a fixture that applies by itself
 from tests.support.well_behaved import Place, Tally, well_behaved
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="resets and /proc as Linux has them")
 
-QUESTIONS = 150
+FEW, MANY = 25, 150
+"""Questions; plain transformers takes its time to answer each of them alone."""
 CACHE_BYTES = 1 << 20
 """Full soon, so that what is kept of earlier prompts stops growing, and places are given back at times."""
 RUNNING, WAITING = 16, 12
 """Fewer than the clients of the long test, so that some are refused for the moment."""
 ANSWER_SECONDS = 20
 OPTIONS = (
-    *("--max-running", str(RUNNING), "--max-waiting", str(WAITING), "--cache", str(CACHE_BYTES)),
+    *("--max-running", str(RUNNING), "--max-waiting", str(WAITING), "--cache-memory", str(CACHE_BYTES)),
     *("--timeout", str(ANSWER_SECONDS), "--max-body", "1MiB"),
 )
 Kind = Callable[[Place, random.Random], Coroutine[Any, Any, None]]
@@ -72,8 +74,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def asked(model: Path) -> list[Question]:
-    return questions(model, QUESTIONS)
+def few(model: Path) -> list[Question]:
+    return questions(model, FEW)
 
 
 @pytest.fixture
@@ -163,21 +165,21 @@ def under_load(server: ServedModel, asked: list[Question], clients: int, seconds
     return slope(seen)
 
 
-def test_clients_of_every_kind(server: ServedModel, asked: list[Question]) -> None:
-    under_load(server, asked, clients=14, seconds=8, silence=3)
+def test_clients_of_every_kind(server: ServedModel, few: list[Question]) -> None:
+    under_load(server, few, clients=14, seconds=8, silence=3)
 
 
 @pytest.mark.long
-def test_64_clients_for_five_minutes(server: ServedModel, asked: list[Question]) -> None:
-    growth = under_load(server, asked, clients=64, seconds=300, silence=60)
+def test_64_clients_for_five_minutes(server: ServedModel, model: Path) -> None:
+    growth = under_load(server, questions(model, MANY), clients=64, seconds=300, silence=60)
     assert growth * 60 < 2 << 20, "bytes a minute"
 
 
-def test_a_restart_in_the_middle(server: ServedModel, model: Path, asked: list[Question]) -> None:
+def test_a_restart_in_the_middle(server: ServedModel, model: Path, few: list[Question]) -> None:
     """Clients that ask again get every answer; the layer files are those of before."""
     split = model / "splitted_model"
     before = {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in split.iterdir()}
-    place = Place(server.url, asked, time.monotonic() + 60, is_restarting=True)
+    place = Place(server.url, few, time.monotonic() + 60, is_restarting=True)
 
     async def restart() -> int:
         await asyncio.sleep(1.5)

@@ -6,7 +6,6 @@ The model's tokenizer has a word for each token, so that a text says which token
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,9 +34,10 @@ class Question:
     new_tokens: int
 
 
-def model_of_words(folder: Path, **settings: object) -> Path:
-    """A tiny Llama in float32, whose chat template gives a message's words and nothing else."""
-    build_checkpoint(folder, "llama", tokenizer=False, **settings)
+def model_of_words(folder: Path) -> Path:
+    """A tiny Llama in float32, whose chat template gives a message's words and nothing else; no text ends
+    by itself."""
+    build_checkpoint(folder, "llama", tokenizer=False, eos_token_id=None)
     write_tokenizer(folder, VOCABULARY_SIZE)
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = _TEMPLATE
@@ -45,11 +45,12 @@ def model_of_words(folder: Path, **settings: object) -> Path:
     return folder
 
 
-def questions(
-    folder: Path, count: int, *, new_tokens: Sequence[int] = (8, 12, 16, 24), seed: int = 0
-) -> list[Question]:
+NEW_TOKENS = (8, 12, 16, 24)
+
+
+def questions(folder: Path, count: int) -> list[Question]:
     """So many, no two with the same answer; what has the answer of another one is left out and replaced."""
-    chance = random.Random(seed)
+    chance = random.Random(0)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
     found: dict[str, Question] = {}
@@ -57,12 +58,12 @@ def questions(
     while len(found) < count:
         number += 1
         mark = [1 + number % (VOCABULARY_SIZE - 1), 1 + number // (VOCABULARY_SIZE - 1)]
-        words = [
-            f"w{i}" for i in [*mark, *(chance.randrange(3, VOCABULARY_SIZE) for _ in range(chance.randrange(4, 28)))]
-        ]
-        one = answered(model, tokenizer, " ".join(words), new_tokens[number % len(new_tokens)])
-        beginning = " ".join(one.answer.split()[: min(new_tokens)])
-        found.setdefault(beginning, one)
+        more = [chance.randrange(3, VOCABULARY_SIZE) for _ in range(chance.randrange(4, 28))]
+        text = " ".join(f"w{i}" for i in [*mark, *more])
+        one = answered(model, tokenizer, text, NEW_TOKENS[number % len(NEW_TOKENS)])
+        words = one.answer.split()
+        if len(words) == one.new_tokens:  # none of them the unknown word, which no text shows
+            found.setdefault(" ".join(words[: min(NEW_TOKENS)]), one)
     return list(found.values())
 
 

@@ -90,7 +90,9 @@ def body_of(question: Question, *, chat: bool, stream: bool) -> tuple[str, dict[
 
 async def well_behaved(place: Place, chance: random.Random, *, stream: bool) -> None:
     """Asks one question after the other, at the two routes by turns."""
-    async with httpx.AsyncClient(timeout=PATIENCE, trust_env=False, limits=httpx.Limits(None, 0)) as client:
+    async with httpx.AsyncClient(
+        timeout=PATIENCE, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
+    ) as client:
         number = 0
         while place.goes_on:
             number += 1
