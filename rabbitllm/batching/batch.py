@@ -44,7 +44,7 @@ class Limits:
 
     Attributes:
         running: requests in one pass, at most.
-        waiting: requests that wait for a place, at most.
+        waiting: requests that wait for a place, at most, beside those for whom there is one at the next pass.
         cache_bytes: keys and values of all requests, and those kept for later prompts; None for half of the
             memory that is free when the batch begins, on the devices that compute.
         chunk: tokens of one prompt in a pass, so that a long one does not keep the others waiting; of several
@@ -184,7 +184,8 @@ class Batch:
         with self._change:
             if self.error is not None or self._closing is not None:
                 raise ClosedError("No more requests are taken on.", "Start the server again.")
-            if len(self._waiting) >= self._limits.waiting:
+            free = max(self._limits.running - len(self._running), 0)
+            if len(self._waiting) >= self._limits.waiting + free:  # those for whom there is a place begin at once
                 after = retry_after(len(self._waiting), self._limits.running, self._lately)
                 raise BusyError(
                     f"{len(self._waiting):,} requests wait already, as many as may.",

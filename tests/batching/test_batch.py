@@ -203,6 +203,25 @@ def test_time_is_limited(open_batch: Open) -> None:
     assert other.finished.ended is Ended.LENGTH
 
 
+def test_who_has_a_place_at_the_next_pass_does_not_wait(open_batch: Open) -> None:
+    """A burst that comes between two passes is taken on as far as there are places, and as may wait beside them."""
+    batch, _ = open_batch(Limits(running=4, waiting=1))
+    begun = threading.Event()
+    go_on = threading.Event()
+
+    def told(event: Event) -> None:
+        begun.set()
+        go_on.wait(60)
+
+    batch.submit(Request(prompt(5), 3), told)
+    assert begun.wait(60)  # one runs, and its pass is not over: nobody can begin
+    taken = [begin(batch, Request(prompt(5, number), 3)) for number in range(1, 5)]
+    with pytest.raises(BusyError):
+        begin(batch, Request(prompt(5, 5), 3))
+    go_on.set()
+    assert [one.finished.ended for one in taken] == [Ended.LENGTH] * 4
+
+
 def test_no_more_wait_than_may(open_batch: Open) -> None:
     batch, _ = open_batch(Limits(running=1, waiting=2))
     begun = threading.Event()
