@@ -44,25 +44,31 @@ async def not_streaming(place: Place, chance: random.Random) -> None:
     await well_behaved(place, chance, stream=False)
 
 
-def silent(longest: float) -> Kind:
-    async def client(place: Place, chance: random.Random) -> None:
-        await ill_behaved.falls_silent(place, chance, longest)
+def crowd(count: int, silence: float, tokens: int) -> list[Kind]:
+    """So many clients, of every kind in about these shares.
 
-    return client
+    Args:
+        count: in all.
+        silence: seconds after which a silent one gives up.
+        tokens: of a long answer.
+    """
 
+    async def silent(place: Place, chance: random.Random) -> None:
+        await ill_behaved.falls_silent(place, chance, silence)
 
-def crowd(count: int, longest_silence: float) -> list[Kind]:
-    """So many clients, of every kind in about these shares."""
+    async def asking_for_long(place: Place, chance: random.Random) -> None:
+        await ill_behaved.asks_for_long(place, chance, tokens)
+
     shares: dict[Kind, int] = {
         streaming: 24,
         not_streaming: 11,
         ill_behaved.kills: 6,
         ill_behaved.leaves: 4,
         ill_behaved.reads_slowly: 6,
-        silent(longest_silence): 4,
+        silent: 4,
         ill_behaved.sends_garbage: 3,
         ill_behaved.sends_too_much: 2,
-        ill_behaved.asks_for_long: 4,
+        asking_for_long: 4,
     }
     whole = sum(shares.values())
     return [kind for kind, share in shares.items() for _ in range(max(round(share * count / whole), 1))]
@@ -144,10 +150,10 @@ def show(tally: Tally, seen: list[tuple[float, int]], found: dict[str, float]) -
     print(f"ended: {ended}; gave their place back: {found['rabbitllm_preempted_total']:.0f}")
 
 
-def under_load(server: ServedModel, asked: list[Question], clients: int, seconds: float, silence: float) -> float:
+def under_load(server: ServedModel, asked: list[Question], kinds: list[Kind], seconds: float) -> float:
     """Load it, check everything but memory; bytes a second that its memory grows."""
     place = Place(server.url, asked, time.monotonic() + seconds)
-    seen = asyncio.run(all_at_once(place, crowd(clients, silence), server))
+    seen = asyncio.run(all_at_once(place, kinds, server))
     found = free_again(server)
     show(place.tally, seen, found)
     assert not place.tally.lost
@@ -166,12 +172,12 @@ def under_load(server: ServedModel, asked: list[Question], clients: int, seconds
 
 
 def test_clients_of_every_kind(server: ServedModel, few: list[Question]) -> None:
-    under_load(server, few, clients=14, seconds=8, silence=3)
+    under_load(server, few, crowd(14, silence=2, tokens=50), seconds=6)
 
 
 @pytest.mark.long
 def test_64_clients_for_five_minutes(server: ServedModel, model: Path) -> None:
-    growth = under_load(server, questions(model, MANY), clients=64, seconds=300, silence=60)
+    growth = under_load(server, questions(model, MANY), crowd(64, silence=60, tokens=200), seconds=300)
     assert growth * 60 < 2 << 20, "bytes a minute"
 
 
@@ -185,7 +191,7 @@ def test_a_restart_in_the_middle(server: ServedModel, model: Path, few: list[Que
         await asyncio.sleep(1.5)
         code = await asyncio.to_thread(server.end)
         await asyncio.to_thread(server.start)
-        place.until = time.monotonic() + 1.5
+        place.until = time.monotonic() + 1
         return code
 
     async def both() -> int:

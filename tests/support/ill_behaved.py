@@ -13,14 +13,11 @@ import socket
 import struct
 import time
 
-import httpx
-
 from tests.support.questions import Question
-from tests.support.well_behaved import Place, body_of, judge, text_of
+from tests.support.well_behaved import Place, body_of, client_of, judge, text_of
 
 _RESET = struct.pack("ii", 1, 0)
 """SO_LINGER: closing sends a reset."""
-_LONG_TOKENS = 150
 _ENORMOUS = 64 << 20
 _GARBAGE: tuple[bytes, ...] = (
     b"",
@@ -79,9 +76,7 @@ async def kills(place: Place, chance: random.Random) -> None:
 
 async def leaves(place: Place, chance: random.Random) -> None:
     """Closes the connection properly after the first piece."""
-    async with httpx.AsyncClient(
-        timeout=60, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
-    ) as client:
+    async with client_of() as client:
         while place.goes_on:
             route, body = body_of(chance.choice(place.questions), chat=True, stream=True)
             async with client.stream("POST", place.url + route, json=body) as response:
@@ -150,9 +145,7 @@ async def falls_silent(place: Place, chance: random.Random, longest: float) -> N
 
 async def sends_garbage(place: Place, chance: random.Random) -> None:
     """Bodies that are no request, and bytes that are no HTTP."""
-    async with httpx.AsyncClient(
-        timeout=60, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
-    ) as client:
+    async with client_of() as client:
         while place.goes_on:
             if chance.random() < 0.3:
                 reader, writer = await _connected(place)
@@ -202,14 +195,12 @@ async def sends_too_much(place: Place, chance: random.Random) -> None:
         await asyncio.sleep(chance.uniform(0.1, 0.5))
 
 
-async def asks_for_long(place: Place, chance: random.Random) -> None:
-    """Answers that take longer than a request may: cut off, and what came until then is right."""
-    async with httpx.AsyncClient(
-        timeout=120, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
-    ) as client:
+async def asks_for_long(place: Place, chance: random.Random, tokens: int) -> None:
+    """Answers that may take longer than a request may: then cut off, and what came until then is right."""
+    async with client_of() as client:
         while place.goes_on:
             question = chance.choice(place.questions)
-            body = {"prompt": question.text, "temperature": 0, "max_tokens": _LONG_TOKENS, "stream": True}
+            body = {"prompt": question.text, "temperature": 0, "max_tokens": tokens, "stream": True}
             text, error = "", None
             async with client.stream("POST", place.url + "/v1/completions", json=body) as response:
                 if response.status_code != 200:

@@ -73,6 +73,11 @@ class Place:
         return time.monotonic() < self.until
 
 
+def client_of(seconds: float = 60.0) -> httpx.AsyncClient:
+    """One that makes a connection for each request and knows no proxy."""
+    return httpx.AsyncClient(timeout=seconds, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
+
+
 class Again(Exception):
     """To be sent again, after so many seconds."""
 
@@ -90,9 +95,7 @@ def body_of(question: Question, *, chat: bool, stream: bool) -> tuple[str, dict[
 
 async def well_behaved(place: Place, chance: random.Random, *, stream: bool) -> None:
     """Asks one question after the other, at the two routes by turns."""
-    async with httpx.AsyncClient(
-        timeout=PATIENCE, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
-    ) as client:
+    async with client_of(PATIENCE) as client:
         number = 0
         while place.goes_on:
             number += 1
