@@ -49,12 +49,15 @@ def crowd(count: int, silence: float, tokens: int) -> list[Kind]:
 
     Args:
         count: in all.
-        silence: seconds after which a silent one gives up.
+        silence: seconds after which one that waits for the server to close gives up.
         tokens: of a long answer.
     """
 
     async def silent(place: Place, chance: random.Random) -> None:
         await ill_behaved.falls_silent(place, chance, silence)
+
+    async def talking_garbage(place: Place, chance: random.Random) -> None:
+        await ill_behaved.sends_garbage(place, chance, silence)
 
     async def asking_for_long(place: Place, chance: random.Random) -> None:
         await ill_behaved.asks_for_long(place, chance, tokens)
@@ -66,7 +69,7 @@ def crowd(count: int, silence: float, tokens: int) -> list[Kind]:
         ill_behaved.leaves: 4,
         ill_behaved.reads_slowly: 6,
         silent: 4,
-        ill_behaved.sends_garbage: 3,
+        talking_garbage: 3,
         ill_behaved.sends_too_much: 2,
         asking_for_long: 4,
     }

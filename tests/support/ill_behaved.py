@@ -143,28 +143,38 @@ async def falls_silent(place: Place, chance: random.Random, longest: float) -> N
         writer.transport.abort()
 
 
-async def sends_garbage(place: Place, chance: random.Random) -> None:
-    """Bodies that are no request, and bytes that are no HTTP."""
+async def sends_garbage(place: Place, chance: random.Random, longest: float) -> None:
+    """Bodies that are no request, and bytes that are no HTTP.
+
+    Args:
+        place: see there.
+        chance: see there.
+        longest: seconds that it waits where the server waits for more of what looks like a beginning.
+    """
     async with client_of() as client:
         while place.goes_on:
             if chance.random() < 0.3:
-                reader, writer = await _connected(place)
-                try:
-                    writer.write(chance.choice(_NOT_HTTP))
-                    answer = await asyncio.wait_for(reader.read(-1), 90)
-                except ConnectionError:
-                    answer = b""
-                writer.transport.abort()
-                status = int(answer.split()[1]) if answer else 0
-                text = answer.decode(errors="replace")
+                answer = await _told(place, chance.choice(_NOT_HTTP), longest)
+                status, text = int(answer.split()[1]) if answer else 0, answer.decode(errors="replace")
             else:
                 route = chance.choice(("/v1/completions", "/v1/chat/completions", "/v1/nowhere"))
                 response = await client.post(place.url + route, content=chance.choice(_GARBAGE))
                 status, text = response.status_code, response.text
-            place.tally.did[f"garbage: {status}"] += 1
+            place.tally.did[f"garbage: {status or 'closed'}"] += 1
             if not (status == 0 or 400 <= status < 500) or "Traceback" in text or '.py"' in text:
                 place.tally.lost.append(f"garbage: {status} {text[:200]}")
             await asyncio.sleep(chance.uniform(0, 0.2))
+
+
+async def _told(place: Place, garbage: bytes, longest: float) -> bytes:
+    reader, writer = await _connected(place)
+    try:
+        writer.write(garbage)
+        return await asyncio.wait_for(reader.read(-1), longest)
+    except (ConnectionError, TimeoutError):
+        return b""
+    finally:
+        writer.transport.abort()
 
 
 async def sends_too_much(place: Place, chance: random.Random) -> None:
