@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,8 +86,9 @@ class Workload:
     limit_seconds: float
 
     def prompt(self, number: int) -> list[int]:
-        """Token ids of a request's prompt; every number has another one, from its first token on."""
-        return [1 + (number * 101 + i * (37 + number)) % (self.vocabulary - 1) for i in range(self.prompt_tokens)]
+        """Token ids of a request's prompt; every number has another one."""
+        chance = random.Random(number)
+        return [chance.randrange(1, self.vocabulary) for _ in range(self.prompt_tokens)]
 
 
 def prepare_files(row: str, workload: Workload, work: Path) -> None:
