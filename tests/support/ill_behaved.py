@@ -223,7 +223,6 @@ async def asks_for_long(place: Place, chance: random.Random, tokens: int) -> Non
                         error = event.get("error", {}).get("code", error)
                         text += "" if "error" in event else text_of(event)
             place.tally.did[f"asked for long: {error or 'complete'}"] += 1
-            if error not in (None, "timeout") or not (
-                text.startswith(question.answer) or question.answer.startswith(text)
-            ):
+            is_right = text.startswith(question.answer) or question.answer.startswith(text)
+            if error not in (None, "timeout") or not is_right:
                 place.tally.wrong.append(f"long: {error} to {question.text!r} came {text!r} for {question.answer!r}")

@@ -7,6 +7,7 @@ server is being restarted, nobody may listen, and an answer may end with the eve
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import time
@@ -173,7 +174,7 @@ async def _streamed(place: Place, client: httpx.AsyncClient, route: str, body: d
         raise
     if not is_complete:
         raise ValueError(f"the stream ends after {text!r}")
-    waits = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    waits = [later - earlier for earlier, later in itertools.pairwise(times)]
     place.tally.firsts += waits[:1]
     place.tally.betweens += waits[1:]
     return text
