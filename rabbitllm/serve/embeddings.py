@@ -2,8 +2,7 @@
 
 A causal model has no embeddings of its own. Those that were trained for them come with the files of
 sentence-transformers: `modules.json` lists what follows the transformer, and `1_Pooling/config.json` says which of the
-hidden states counts. Texts are computed one at a time, so that no padding has a part in it, in passes of the model that
-take turns with everybody else's.
+hidden states counts. Texts are computed several in a pass, and these passes take turns with everybody else's.
 """
 
 from __future__ import annotations
@@ -33,6 +32,8 @@ POOLINGS = {
 }
 """Settings of sentence-transformers' pooling that are computed here."""
 MOST_INPUTS = 2048
+MOST_TOKENS = 4096
+"""In one pass, unless one text has more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,29 +106,55 @@ class Embedder:
         return int(self._model.config.get_text_config().hidden_size)
 
     async def embed(self, inputs: Sequence[Sequence[int]]) -> list[list[float]]:
-        """A vector for each input; between two of them whoever waits may give up."""
-        found = []
+        """A vector for each input; between two passes whoever waits may give up."""
+        found: list[list[float]] = [[]] * len(inputs)
         async with self._turn:
-            for ids in inputs:
-                found.append(await asyncio.to_thread(self.vector, ids))
+            for group in groups([len(ids) for ids in inputs]):
+                vectors = await asyncio.to_thread(self.vectors, [inputs[place] for place in group])
+                for place, vector in zip(group, vectors, strict=True):
+                    found[place] = vector
         return found
 
-    def vector(self, ids: Sequence[int]) -> list[float]:
-        """The vector of one text, float32.
+    def vectors(self, inputs: Sequence[Sequence[int]]) -> list[list[float]]:
+        """The vectors of some texts, float32, all in one pass.
+
+        Shorter ones are filled up behind their end, where a causal model does not look: what is there changes nothing
+        but the rounding.
 
         Args:
-            ids: its tokens.
+            inputs: tokens of each.
         """
-        tokens = torch.tensor([list(ids)], device=self._model.device)
-        with self._model.joint_pass(Entry(1, len(ids), None, None)):
-            states = self._model.base_model(
-                input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False
-            ).last_hidden_state[0]
-        states = states.float()
+        longest = max(map(len, inputs))
+        tokens = torch.zeros(len(inputs), longest, dtype=torch.long)
+        for row, ids in zip(tokens, inputs, strict=True):
+            row[: len(ids)] = torch.tensor(list(ids))
+        with self._model.joint_pass(Entry(len(inputs), longest, None, None)):
+            states = self._model.base_model(input_ids=tokens.to(self._model.device), use_cache=False).last_hidden_state
+        return [self._pooled(of_one[: len(ids)].float()) for of_one, ids in zip(states, inputs, strict=True)]
+
+    def _pooled(self, states: torch.Tensor) -> list[float]:
         pooled = {"last": states[-1], "cls": states[0], "mean": states.mean(dim=0)}[self._recipe.pooling]
         if self._recipe.normalise:
             pooled = torch.nn.functional.normalize(pooled, dim=0)
         return [float(value) for value in pooled.tolist()]
+
+
+def groups(lengths: Sequence[int]) -> list[list[int]]:
+    """Which inputs go through the model together: those of like length, `MOST_TOKENS` with what fills them up.
+
+    Args:
+        lengths: of all.
+
+    Returns:
+        Places of inputs, each in one group.
+    """
+    found: list[list[int]] = []
+    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+        if found and lengths[found[-1][0]] * (len(found[-1]) + 1) <= MOST_TOKENS:
+            found[-1].append(place)
+        else:
+            found.append([place])
+    return found
 
 
 def embedding_asked(

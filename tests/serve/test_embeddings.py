@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rabbitllm.serve.embeddings import Recipe, recipe_in
+from rabbitllm.serve.embeddings import MOST_TOKENS, Recipe, groups, recipe_in
 from tests.serve.serving import NAME, Running, running
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import split
@@ -70,14 +72,19 @@ def states(checkpoint: Path, served: Running) -> list[torch.Tensor]:
 def test_vectors_are_those_of_the_model_alone(served: Running, states: list[torch.Tensor]) -> None:
     client = served.openai()
     wanted = [torch.nn.functional.normalize(state[-1], dim=0).tolist() for state in states]
+    alone = [
+        client.embeddings.create(model=NAME, input=text, encoding_format="float").data[0].embedding for text in TEXTS
+    ]
+    assert alone == wanted
     found = client.embeddings.create(model=NAME, input=TEXTS, encoding_format="float")
-    assert [one.embedding for one in found.data] == wanted
+    together = [one.embedding for one in found.data]
+    assert np.allclose(together, wanted, atol=1e-6, rtol=0)
     assert [one.index for one in found.data] == [0, 1, 2]
     assert found.usage.prompt_tokens == sum(map(len, states))
     coded = client.embeddings.create(model=NAME, input=TEXTS)  # as base64, unless one says otherwise
-    assert [one.embedding for one in coded.data] == wanted
+    assert [one.embedding for one in coded.data] == together
     ids = [served.model.tokenizer(text)["input_ids"] for text in TEXTS]
-    assert client.embeddings.create(model=NAME, input=ids, encoding_format="float").data[1].embedding == wanted[1]
+    assert client.embeddings.create(model=NAME, input=ids, encoding_format="float").data[1].embedding == together[1]
     short = (
         client.embeddings.create(model=NAME, input=TEXTS[0], dimensions=8, encoding_format="float").data[0].embedding
     )
@@ -92,7 +99,7 @@ def test_other_poolings(served: Running, states: list[torch.Tensor]) -> None:
     for pooling, wanted in (("cls", states[1][0]), ("mean", states[1].mean(dim=0))):
         embedder._recipe = Recipe(pooling, False)
         try:
-            assert embedder.vector(ids) == wanted.tolist()
+            assert embedder.vectors([ids]) == [wanted.tolist()]
         finally:
             embedder._recipe = Recipe("last", True)
 
@@ -133,6 +140,13 @@ def test_what_has_no_vector(served: Running, body: dict[str, Any], param: str | 
         assert answer.status_code == 200
     else:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@given(st.lists(st.integers(1, 6000), max_size=40))
+def test_each_input_is_in_one_group(lengths: list[int]) -> None:
+    found = groups(lengths)
+    assert sorted(place for group in found for place in group) == [*range(len(lengths))]
+    assert all(len(group) == 1 or max(lengths[at] for at in group) * len(group) <= MOST_TOKENS for group in found)
 
 
 def test_recipes(tmp_path: Path) -> None:
