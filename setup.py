@@ -21,6 +21,7 @@ setup(
         "rabbitllm": ["py.typed"],
         "rabbitllm.demo": ["score.json", "model/*"],
         "rabbitllm.doctor": ["models.json"],
+        "rabbitllm.serve": ["static/*"],
     },
     # the lowest versions with which the tests pass, all of them together (Python 3.11)
     install_requires=[

@@ -1,0 +1,376 @@
+// The page: wires the conversation, the server's answers and what the browser keeps to the elements of page.html.
+
+import { Chats, MOST_BYTES, decode, encode, messagesOf, nameOf, sound } from "./chats.js";
+import { showNone, showStatus } from "./status.js";
+import { ask, headersOf, Trouble } from "./talk.js";
+import { button, copy, made, Message, troubleNode, wordsBelow, wordsMeanwhile } from "./view.js";
+
+const $ = (id) => document.getElementById(id);
+const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
+const SETTINGS = "rabbitllm.settings";
+const KEY = "rabbitllm.key";
+
+const chats = new Chats(localStorage);
+let model = "";
+let chat = chats.fresh();
+let work = null;  // the answer that is coming: {chat, answer, abort, started, first, pieces, message}
+const troubles = new Map();  // id of a chat -> what went wrong with its last question
+
+// what is kept ---------------------------------------------------------------------------------------------------------
+
+function keep(changed) {
+  changed.changed = Date.now();
+  try {
+    chats.put(changed);
+  } catch {
+    notify("The browser has no room left for conversations. Export this one, and delete old ones.");
+  }
+  list();
+}
+
+const stored = (storage, name) => {
+  try {
+    return JSON.parse(storage.getItem(name)) ?? {};
+  } catch {
+    return {};
+  }
+};
+const keyOf = () => sessionStorage.getItem(KEY) ?? "";
+
+function useKey(key) {
+  sessionStorage.setItem(KEY, key.trim());
+  findModel();
+}
+
+// what is seen ---------------------------------------------------------------------------------------------------------
+
+function notify(words, ...actions) {
+  $("notice").replaceChildren(...(words ? [words, ...actions] : []));
+}
+
+function list() {
+  const entries = chats.all().map((kept) => {
+    const open = button(nameOf(kept), () => show(kept.id === work?.chat.id ? work.chat : kept));
+    open.dir = "auto";
+    if (kept.id === chat.id) open.setAttribute("aria-current", "true");
+    return made("li", {}, open);
+  });
+  $("chats").replaceChildren(...entries);
+}
+
+function show(shown) {
+  chat = shown;
+  document.body.classList.remove("menu");
+  $("menu").ariaExpanded = "false";
+  $("title").value = chat.title || (chat.messages.length ? nameOf(chat) : "");
+  $("title").placeholder = "New conversation";
+  $("export").disabled = $("delete").disabled = !chat.messages.length;
+  notify("");
+  list();
+  draw();
+  $("log").scrollTop = $("log").scrollHeight;
+}
+
+function draw() {
+  const nodes = chat.messages.map((message, at) => {
+    const isLast = at === chat.messages.length - 1;
+    if (work && isLast && message === work.answer) return work.message.node;
+    const actions = [];
+    if (message.role === "assistant") {
+      actions.push(button("Copy", () => copied(message.content)));
+      if (isLast && !work) actions.push(button("Ask again", () => again(chat)));
+    }
+    const drawn = new Message(message.role, actions);
+    drawn.change(message.content, message.role === "assistant" ? wordsBelow(message) : "");
+    return drawn.node;
+  });
+  if (work?.chat === chat && !work.answer.content) nodes.push(work.message.node);
+  const trouble = work?.chat === chat ? null : troubles.get(chat.id) ?? unanswered();
+  if (trouble) {
+    const withKey = (key) => {
+      useKey(key);
+      again(chat);
+    };
+    nodes.push(troubleNode(trouble, work ? null : () => again(chat), withKey));
+  }
+  if (!nodes.length) nodes.push(hello());
+  $("log").replaceChildren(...nodes);
+  $("log").ariaBusy = String(work?.chat === chat);
+  $("send").hidden = !!work;
+  $("stop").hidden = !work;
+}
+
+function unanswered() {
+  return chat.messages.at(-1)?.role === "user" ? new Trouble("This question has no answer.") : null;
+}
+
+function hello() {
+  const icon = made("img", { src: "static/icon.svg", alt: "", width: 56, height: 56 });
+  return made("p", { className: "hello" }, icon, "What you write is kept in this browser and sent to this server only.");
+}
+
+/** Changes what is in the log, and keeps its end in view where it was in view. */
+function following(change) {
+  const log = $("log");
+  const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 60;
+  change();
+  if (atEnd) log.scrollTop = log.scrollHeight;
+}
+
+async function copied(text) {
+  await copy(text);
+  notify("Copied.");
+}
+
+// one answer -----------------------------------------------------------------------------------------------------------
+
+function send() {
+  const question = sound($("question").value);
+  if (!question.trim() || work) return;
+  if (chat.messages.length % 2) chat.messages.pop();  // a question that got no answer is not part of it
+  chat.messages.push({ role: "user", content: question });
+  $("question").value = "";
+  fit();
+  answer(chat);
+}
+
+function again(asked) {
+  if (work) return;
+  const before = asked.messages.at(-1)?.role === "assistant" ? asked.messages.pop() : null;
+  if (asked.messages.length) answer(asked, before);
+}
+
+function bodyOf(asked) {
+  const settings = stored(localStorage, SETTINGS);
+  const numbers = NUMBERS.filter((name) => Number.isFinite(settings[name])).map((name) => [name, settings[name]]);
+  const fixed = { messages: messagesOf(asked), stream: true, stream_options: { include_usage: true } };
+  return { ...(model && { model }), ...fixed, ...Object.fromEntries(numbers) };
+}
+
+/** Asks for an answer; `before` is the one that it takes the place of, which stays if nothing comes. */
+async function answer(asked, before = null) {
+  const body = bodyOf(asked);
+  const message = new Message("assistant");
+  const coming = { role: "assistant", content: "", stopped: true };
+  const mine = { chat: asked, answer: coming, abort: new AbortController(), started: performance.now(), first: null, pieces: 0, message };
+  work = mine;
+  troubles.delete(asked.id);
+  keep(asked);
+  show(asked);
+  const clock = setInterval(meanwhile, 500);
+  let [drawn, saved, trouble, last, tokens] = [0, Date.now(), null, 0, null];
+  meanwhile();
+  poll();
+  try {
+    for await (const event of ask(body, { key: keyOf(), signal: mine.abort.signal })) {
+      if (event.finish) [coming.stopped, coming.ended] = [false, event.finish];
+      if (event.tokens !== undefined) tokens = event.tokens;
+      if (!event.text) continue;
+      last = since(mine);
+      mine.first ??= last;
+      mine.pieces++;
+      coming.content += event.text;
+      if (asked.messages.at(-1) !== coming) asked.messages.push(coming);
+      drawn ||= requestAnimationFrame(() => {
+        drawn = 0;
+        if (work === mine) meanwhile();
+      });
+      if (Date.now() - saved > 2000) {
+        saved = Date.now();
+        keep(asked);
+      }
+    }
+  } catch (error) {
+    if (error instanceof Trouble) trouble = error;
+    else if (!mine.abort.signal.aborted) throw error;
+    else if (!coming.content) trouble = new Trouble("Stopped before anything came.");
+  } finally {
+    clearInterval(clock);
+    cancelAnimationFrame(drawn);
+    work = null;
+    // an answer of no text is one too
+    if (asked.messages.at(-1) !== coming && !(trouble && !before)) asked.messages.push(trouble ? before : coming);
+    if (mine.first !== null) {
+      coming.took = { tokens: tokens ?? mine.pieces, about: tokens === null, first: mine.first, seconds: last };
+    }
+    if (!coming.stopped) delete coming.stopped;
+    if (trouble) troubles.set(asked.id, trouble);
+    if (chats.get(asked.id)) keep(asked);
+    following(() => asked === chat && draw());
+    $("send").hidden = false;
+    $("stop").hidden = true;
+    notify(trouble ? "" : coming.stopped ? "Stopped." : "");
+    poll();
+  }
+}
+
+const since = (coming) => (performance.now() - coming.started) / 1000;
+
+function meanwhile() {
+  const { chat: asked, answer: coming, message, first, pieces } = work;
+  if (asked !== chat) return;
+  following(() => message.change(coming.content, wordsMeanwhile(first, pieces, since(work))));
+}
+
+const stop = () => work?.abort.abort();
+
+// the server's state ---------------------------------------------------------------------------------------------------
+
+async function get(path) {
+  const reply = await fetch(path, { headers: headersOf(keyOf()) });
+  if (reply.status === 401) throw new Trouble("This server wants an API key.", { wantsKey: true });
+  if (!reply.ok) throw new Trouble(`HTTP ${reply.status}`);
+  return reply.json();
+}
+
+async function findModel() {
+  try {
+    model = (await get("v1/models")).data[0].id;
+    $("model").textContent = model;
+    document.title = `${model} · RabbitLLM`;
+    notify("");
+    await poll();
+  } catch (error) {
+    if (!error.wantsKey) return;
+    const open = button("Give it", () => openSettings());
+    notify(error.message, open);
+  }
+}
+
+let polling = 0;
+async function poll() {
+  clearTimeout(polling);
+  if (!document.hidden) {
+    try {
+      const status = await get("status");
+      showStatus(status, work);
+      if (!model) findModel();
+    } catch (error) {
+      showNone(error.wantsKey ? "where the time goes: with an API key" : "no word from the server");
+    }
+  }
+  clearTimeout(polling);
+  polling = setTimeout(poll, work ? 1000 : 5000);
+}
+
+// settings and files ---------------------------------------------------------------------------------------------------
+
+function openSettings() {
+  const settings = stored(localStorage, SETTINGS);
+  for (const name of NUMBERS) $(name).value = settings[name] ?? "";
+  $("system").value = chat.system;
+  $("key").value = keyOf();
+  $("settings").showModal();
+}
+
+function closeSettings() {
+  const given = NUMBERS.filter((name) => $(name).value !== "").map((name) => [name, $(name).valueAsNumber]);
+  localStorage.setItem(SETTINGS, JSON.stringify(Object.fromEntries(given)));
+  const system = sound($("system").value);
+  if (system !== chat.system) {
+    chat.system = system;
+    if (chat.messages.length) keep(chat);
+  }
+  if ($("key").value.trim() !== keyOf()) useKey($("key").value);
+}
+
+function exportChat() {
+  const name = nameOf(chat).replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 60) || "conversation";
+  const href = URL.createObjectURL(new Blob([encode(chat, model)], { type: "application/json" }));
+  made("a", { href, download: `${name}.json` }).click();
+  setTimeout(() => URL.revokeObjectURL(href), 10_000);
+}
+
+async function importChat() {
+  const [file] = $("file").files;
+  $("file").value = "";
+  if (!file) return;
+  try {
+    if (file.size > MOST_BYTES) throw new Error("it is too large");
+    const read = { ...chats.fresh(), ...decode(await file.text()) };
+    keep(read);
+    show(read);
+  } catch (error) {
+    notify(`${file.name} was not imported: ${error.message}.`);
+  }
+}
+
+function remove() {
+  const removed = chat;
+  if (work?.chat === removed) stop();
+  chats.remove(removed.id);
+  show(chats.fresh());
+  const undo = button("Undo", () => {
+    keep(removed);
+    show(removed);
+  });
+  notify(`“${nameOf(removed)}” is deleted.`, undo);
+}
+
+function rename() {
+  chat.title = sound($("title").value).trim();
+  if (chat.messages.length) keep(chat);
+  if (!chat.title) $("title").value = chat.messages.length ? nameOf(chat) : "";
+}
+
+// what the user does ---------------------------------------------------------------------------------------------------
+
+function fit() {
+  const field = $("question");
+  field.style.height = "auto";
+  field.style.height = `${field.scrollHeight + 2}px`;
+}
+
+$("form").onsubmit = (event) => {
+  event.preventDefault();
+  send();
+};
+$("question").oninput = fit;
+$("question").onkeydown = (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  send();
+};
+document.onkeydown = (event) => {
+  if (event.key !== "Escape" || $("settings").open) return;
+  if (document.body.classList.contains("menu")) $("menu").click();
+  else stop();
+};
+$("stop").onclick = stop;
+$("new").onclick = () => {
+  show(chats.fresh());
+  $("question").focus();
+};
+$("menu").onclick = () => ($("menu").ariaExpanded = String(document.body.classList.toggle("menu")));
+document.querySelector("main").onclick = (event) => {
+  if (event.target !== $("menu")) document.body.classList.remove("menu");
+};
+$("title").onchange = rename;
+$("title").onkeydown = (event) => {
+  if (event.key !== "Enter") return;
+  event.preventDefault();  // or the field that gets the focus gets a new line too
+  $("question").focus();
+};
+$("delete").onclick = remove;
+$("open").onclick = openSettings;
+$("close").onclick = () => $("settings").close();
+$("settings").onclose = closeSettings;
+$("export").onclick = exportChat;
+$("import").onclick = () => $("file").click();
+$("file").onchange = importChat;
+$("log").onclick = (event) => {
+  if (event.target.className === "copy") copied(event.target.closest(".code").querySelector("code").textContent);
+};
+addEventListener("pagehide", () => work && keep(work.chat));
+addEventListener("storage", (event) => {  // another tab
+  const changed = event.key?.endsWith(chat.id) && !work && chats.get(chat.id);
+  if (changed) show(changed);
+  else list();
+});
+document.onvisibilitychange = () => document.hidden || poll();
+
+show(chats.all()[0] ?? chats.fresh());
+findModel();
+poll();
+fit();
+$("question").focus();

@@ -1,0 +1,49 @@
+// The line at the bottom of the page: where the time of the last passes went, who is there, and what lies behind it.
+
+import { counted, duration, percentages, Readings, size } from "./timing.js";
+import { made } from "./view.js";
+
+const readings = new Readings();
+const $ = (id) => document.getElementById(id);
+
+/** Shows a reading; `mine` where one of the requests is this page's. */
+export function showStatus(status, mine) {
+  readings.add(status);
+  const done = readings.work;
+  const yours = mine && status.running + status.waiting ? ", with yours" : "";
+  $("requests").textContent = `requests: ${status.running} running, ${status.waiting} waiting${yours}`;
+  const facts = [];
+  if (done) {
+    const names = ["disk", "copies", "computing"];
+    const shares = percentages(names.map((name) => done[name]));
+    const words = names.map((name, at) => {
+      document.querySelector(`.bar .${name}`).style.flexGrow = shares[at];
+      return made("b", { className: name }, `${name} ${shares[at]} %`);
+    });
+    const each = names.map((name) => `${name} ${duration(done[name] / done.passes)}`).join(", ");
+    const moved = `${size(done.bytes / done.passes)}, ${size(done.bytes / done.seconds)} a second`;
+    const of = `${done.recent ? "last " : ""}${done.passes.toLocaleString("en")} ${done.passes === 1 ? "pass" : "passes"}`;
+    $("shares").replaceChildren(...words.flatMap((word) => [word, " · "]), of);
+    facts.push(
+      ["a pass", `${duration(done.seconds / done.passes)}: ${each}`],
+      ["brought for a pass", done.bytes ? moved : "nothing: all weights stay where they are used"],
+    );
+  } else $("shares").textContent = "no pass yet";
+  for (const [place, words] of Object.entries(status.placement.places)) {
+    const parts = Object.entries(words).map(([word, bytes]) => `${size(bytes)} ${word.replace(/^disk, /, "")}`);
+    facts.push([place, parts.join(", ")]);
+  }
+  const kept = `${status.kept_tokens.toLocaleString("en")} were kept from earlier ones`;
+  facts.push(
+    ["KV cache", `${size(status.cache_bytes)} of ${size(status.cache_limit_bytes)}`],
+    ["requests", `at most ${status.most_running} in a pass, ${status.most_waiting} waiting`],
+    ["since it began", `${counted(status.new_tokens, "token")} generated; of ${counted(status.prompt_tokens, "token")} in prompts ${kept}`],
+  );
+  $("facts").replaceChildren(...facts.flatMap(([name, words]) => [made("dt", {}, name), made("dd", {}, words)]));
+}
+
+/** Says why there is nothing to show. */
+export function showNone(words) {
+  $("shares").textContent = words;
+  $("requests").textContent = "";
+}

@@ -1,0 +1,65 @@
+// Where the time goes: what happened between two readings of /status, and numbers as people read them.
+
+const KEPT = 9;
+
+/** The latest readings between which passes were made. */
+export class Readings {
+  #kept = [];
+
+  add(status) {
+    const last = this.#kept.at(-1);
+    if (last && status.passes < last.passes) this.#kept = [];  // another server
+    if (this.#kept.at(-1)?.passes !== status.passes) this.#kept.push(status);
+    if (this.#kept.length > KEPT) this.#kept.shift();
+  }
+
+  /** Of the last passes, or of all since the server began where there is one reading only; null before any. */
+  get work() {
+    const last = this.#kept.at(-1);
+    if (!last) return null;
+    const first = this.#kept.length > 1 ? this.#kept[0] : null;
+    const since = (name) => last[name] - (first ? first[name] : 0);
+    const [passes, seconds] = [since("passes"), since("pass_seconds")];
+    if (!(passes > 0 && seconds > 0)) return null;
+    const disk = Math.min(since("disk_seconds"), seconds);
+    const copies = Math.min(since("copy_seconds"), seconds - disk);
+    return { passes, seconds, disk, copies, computing: seconds - disk - copies, bytes: since("streamed_bytes"), recent: !!first };
+  }
+}
+
+/** Whole percentages that add up to 100. */
+export function percentages(parts) {
+  const sum = parts.reduce((a, b) => a + b, 0);
+  const exact = parts.map((part) => (100 * part) / sum);
+  const whole = exact.map(Math.floor);
+  const order = exact.map((_, at) => at).sort((a, b) => exact[b] - whole[b] - exact[a] + whole[a]);
+  const missing = 100 - whole.reduce((a, b) => a + b, 0);
+  for (const at of order.slice(0, missing)) whole[at]++;
+  return whole;
+}
+
+export function size(bytes) {
+  if (bytes < 1 << 20) return `${bytes.toLocaleString("en")} bytes`;
+  return bytes >= 2 ** 30 ? `${(bytes / 2 ** 30).toFixed(2)} GiB` : `${(bytes / 2 ** 20).toFixed(2)} MiB`;
+}
+
+export function duration(seconds) {
+  if (seconds < 1) return `${Math.round(seconds * 1000)} ms`;
+  if (seconds < 60) return `${seconds.toFixed(seconds < 10 && !Number.isInteger(seconds) ? 1 : 0)} s`;
+  const whole = Math.round(seconds);
+  const [minutes, rest] = [Math.floor(whole / 60), String(whole % 60).padStart(2, "0")];
+  return minutes < 60 ? `${minutes}:${rest} min` : `${Math.floor(minutes / 60)}:${String(minutes % 60).padStart(2, "0")} h`;
+}
+
+export const counted = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
+
+/** Of an answer: tokens, tokens a second after the first one, and how long that one took. */
+export function took({ tokens, about, first, seconds }) {
+  const sign = about ? "about " : "";
+  const words = [sign + counted(tokens, "token")];
+  if (tokens > 1 && seconds > first) {
+    const rate = (tokens - 1) / (seconds - first);
+    words.push(`${rate.toFixed(rate < 10 ? 2 : 0)} a second`);
+  }
+  return [...words, `first after ${duration(first)}`].join(" · ");
+}

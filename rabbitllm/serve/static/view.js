@@ -1,0 +1,82 @@
+// What a conversation looks like, as DOM nodes. Knows neither the server nor what the browser keeps.
+
+import { update } from "./markdown.js";
+import { duration, took } from "./timing.js";
+
+export function made(tag, properties = {}, ...children) {
+  const element = Object.assign(document.createElement(tag), properties);
+  element.append(...children);
+  return element;
+}
+
+export const button = (words, onclick) => made("button", { type: "button", onclick }, words);
+
+/** Puts text on the clipboard, also where the page did not come over TLS. */
+export async function copy(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  const field = made("textarea", { value: text, className: "unseen" });
+  document.body.append(field);
+  field.select();
+  document.execCommand("copy");
+  field.remove();
+}
+
+/** A message; `change` shows what it has become. */
+export class Message {
+  #text = made("div", { className: "text", dir: "auto" });
+  #words = made("span");
+  #under = made("div", { className: "under" });
+
+  constructor(role, actions = []) {
+    this.isAnswer = role === "assistant";
+    this.#under.append(this.#words, ...actions);
+    const who = made("h2", { className: "unseen" }, this.isAnswer ? "Model" : "You");
+    this.node = made("article", { className: role }, who, this.#text, this.#under);
+  }
+
+  change(content, words = "") {
+    if (this.isAnswer) update(this.#text, content);
+    else this.#text.textContent = content;
+    this.#words.textContent = words;
+    this.#under.hidden = !words && !this.#under.querySelector("button");
+  }
+}
+
+const ENDS = { length: "as long as it may be", timeout: "its time was over", cancelled: "ended by the server" };
+
+/** What stands below an answer. */
+export function wordsBelow(answer) {
+  const words = answer.took ? [took(answer.took)] : [];
+  if (answer.stopped) words.push("stopped");
+  else if (answer.ended in ENDS) words.push(ENDS[answer.ended]);
+  return words.join(" · ");
+}
+
+/** What stands there while it comes. */
+export function wordsMeanwhile(first, pieces, seconds) {
+  if (first === null) return "waiting for the first token" + (seconds < 1 ? "" : ` · ${duration(Math.floor(seconds))}`);
+  return took({ tokens: pieces, about: true, first, seconds });
+}
+
+/** Says what went wrong; `again` asks once more, `withKey` with another key. */
+export function troubleNode(trouble, again, withKey) {
+  const when = made("span");
+  const node = made("div", { className: "trouble" }, trouble.message, when);
+  node.setAttribute("role", "alert");
+  const row = made("div", { className: "row" });
+  if (trouble.wantsKey) {
+    const field = made("input", { type: "password", autocomplete: "off", ariaLabel: "API key" });
+    const use = () => field.value && withKey(field.value);
+    field.onkeydown = (event) => event.key === "Enter" && use();
+    row.append(field, button("Use this key", use));
+  } else if (again) row.append(button("Try again", again));
+  node.append(row);
+  const count = () => {
+    const left = Math.ceil((trouble.until - Date.now()) / 1000);
+    when.textContent = left > 0 ? ` It says to ask again in ${duration(left)}.` : " It may take this on now.";
+    if (left > 0 && (node.isConnected || !count.begun)) setTimeout(count, 1000);
+    count.begun = true;
+  };
+  if (trouble.until) count();
+  return node;
+}
