@@ -115,11 +115,13 @@ def evaluated(modules: Path, code: str, given: Any = None) -> Any:
     names = {
         "markdown.js": "parse",
         "chats.js": "decode, encode, messagesOf, nameOf, Chats",
-        "talk.js": "Events, refused, untilWhen",
+        "talk.js": "ask, Events, refused, untilWhen",
         "timing.js": "Readings, percentages, took, duration, size",
     }
     imports = "".join(f'import {{ {what} }} from "./{file}";\n' for file, what in names.items())
-    script = f"{imports}const given = {json.dumps(given)};\nconsole.log(JSON.stringify((() => {{ {code} }})()));"
+    script = (
+        f"{imports}const given = {json.dumps(given)};\nconsole.log(JSON.stringify(await (async () => {{ {code} }})()));"
+    )
     (modules / "script.js").write_text(script, encoding="utf-8")
     done = subprocess.run(["node", "script.js"], cwd=modules, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
@@ -200,6 +202,40 @@ def test_events_come_whole_wherever_the_network_cuts_them(modules: Path) -> None
         stream,
     )
     assert all(events == expected for events in found)
+
+
+BROKEN = {
+    'data: {"choices": [{"delta": {"content": "a"}}]}\n\n': "The connection was lost. What came until then stays.",
+    'data: {"choices": [{"delta": {"content": "a"}}]}\n\ndata: {"error": {"message": "No disk."}}\n\n': (
+        "The server ended the answer. No disk."
+    ),
+    'data: {"choices": [{"delta": {"content": "a"}}]}\n\ndata: <html>\n\n': (
+        "The server sent what this page cannot read. What came until then stays."
+    ),
+}
+
+
+@needs_node
+def test_a_stream_that_breaks_off_gives_what_came_and_says_why(modules: Path) -> None:
+    found = evaluated(
+        modules,
+        """
+        const told = async (stream) => {
+          globalThis.fetch = async () => new Response(stream);
+          const came = [];
+          try {
+            for await (const event of ask({}, { key: "", signal: new AbortController().signal })) came.push(event);
+          } catch (error) {
+            return [came, error.message];
+          }
+        };
+        const all = [];
+        for (const stream of given) all.push(await told(stream));
+        return all;
+        """,
+        list(BROKEN),
+    )
+    assert found == [[[{"text": "a"}], words] for words in BROKEN.values()]
 
 
 @needs_node

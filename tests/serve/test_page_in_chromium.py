@@ -268,6 +268,37 @@ def test_a_refusal_is_said_in_words(tab: Tab) -> None:
     assert "1,024" in trouble(tab) or "1024" in trouble(tab)
 
 
+def test_a_server_that_ends_says_so(tab: Tab, server: Running) -> None:
+    server.service.is_closing = True
+    try:
+        ask(tab, "Still there?")
+        assert trouble(tab).startswith(
+            "The server takes nothing on now. The server is shutting down. It says to ask again"
+        )
+    finally:
+        server.service.is_closing = False
+
+
+def test_what_is_shown_already_stays_when_more_comes(tab: Tab) -> None:
+    """Else screen readers would read all of it again, and a selection would be lost."""
+    settings(tab, max_tokens=3)
+    ask(tab, "First?")
+    tab.wait("!!document.querySelector('.assistant')")
+    idle(tab)
+    tab.run("window.old = document.querySelector('.user'); window.removed = 0;")
+    tab.run(
+        "new MutationObserver((records) => records.forEach((one) => removed += [...one.removedNodes].includes(old)))"
+        ".observe(document.querySelector('#log'), {childList: true})"
+    )
+    ask(tab, "Second?")
+    tab.wait("document.querySelectorAll('.assistant').length === 2")
+    idle(tab)
+    assert texts(tab) == ["First?", "hop", "Second?", "hop"]
+    assert tab.run("document.querySelector('.user') === old && removed === 0")
+    again = "[...document.querySelectorAll('.assistant')].map((one) => one.textContent.includes('Ask again'))"
+    assert tab.run(again) == [False, True]
+
+
 def test_a_key_is_asked_for_and_kept_for_the_tab(browser: Browser, folder: Path) -> None:
     with running(folder, api_key=KEY) as server:
         tab = browser.tab(f"{server.address}/")
@@ -349,6 +380,26 @@ def test_conversations_are_renamed_deleted_and_brought_back(tab: Tab) -> None:
     assert texts(tab) == ["Second?", "hop"]
     tab.click("#chats li:last-child button")
     assert texts(tab) == ["First?", "hop"]
+
+
+def test_an_answer_goes_on_while_another_conversation_is_looked_at(tab: Tab) -> None:
+    settings(tab, max_tokens=150)
+    ask(tab, "First?")
+    tab.wait("document.querySelector('.assistant .text')?.textContent.length > 3")
+    tab.click("#new")
+    assert texts(tab) == []
+    tab.click("#question")
+    tab.write("Second?")
+    tab.press("Enter")  # one at a time
+    tab.wait("!document.querySelector('#send').hidden")
+    assert texts(tab) == []
+    tab.press("Enter")
+    tab.wait("document.querySelector('.assistant .text')?.textContent.length > 3")
+    tab.click("#chats li:last-child button")
+    assert texts(tab) == ["First?", HOPS[:150].strip()]
+    tab.click("#chats li:first-child button")
+    idle(tab)
+    assert texts(tab) == ["Second?", HOPS[:150].strip()]
 
 
 def test_the_server_is_asked_for_what_was_set(tab: Tab) -> None:

@@ -55,7 +55,9 @@ function list() {
     if (kept.id === chat.id) open.setAttribute("aria-current", "true");
     return made("li", {}, open);
   });
+  const hadFocus = $("chats").contains(document.activeElement);
   $("chats").replaceChildren(...entries);
+  if (hadFocus) $("chats").querySelector("[aria-current]")?.focus();
 }
 
 function show(shown) {
@@ -71,31 +73,40 @@ function show(shown) {
   $("log").scrollTop = $("log").scrollHeight;
 }
 
-function draw() {
-  const nodes = chat.messages.map((message, at) => {
-    const isLast = at === chat.messages.length - 1;
-    if (work && isLast && message === work.answer) return work.message.node;
-    const actions = [];
-    if (message.role === "assistant") {
-      actions.push(button("Copy", () => copied(message.content)));
-      if (isLast && !work) actions.push(button("Ask again", () => again(chat)));
-    }
+const nodes = new WeakMap();  // message -> its node and what that shows
+
+function nodeOf(message, isLast) {
+  if (message === work?.answer) return work.message.node;
+  const actions = [];
+  if (message.role === "assistant") {
+    actions.push(button("Copy", () => copied(message.content)));
+    if (isLast && !work) actions.push(button("Ask again", () => again(chat)));
+  }
+  if (nodes.get(message)?.actions !== actions.length) {
     const drawn = new Message(message.role, actions);
     drawn.change(message.content, message.role === "assistant" ? wordsBelow(message) : "");
-    return drawn.node;
-  });
-  if (work?.chat === chat && !work.answer.content) nodes.push(work.message.node);
+    nodes.set(message, { node: drawn.node, actions: actions.length });
+  }
+  return nodes.get(message).node;
+}
+
+/** What is there already stays: screen readers read what is new, and what is selected stays so. */
+function draw() {
+  const found = chat.messages.map((message, at) => nodeOf(message, at === chat.messages.length - 1));
+  if (work?.chat === chat && !work.answer.content) found.push(work.message.node);
   const trouble = work?.chat === chat ? null : troubles.get(chat.id) ?? unanswered();
   if (trouble) {
     const withKey = (key) => {
       useKey(key);
       again(chat);
     };
-    nodes.push(troubleNode(trouble, work ? null : () => again(chat), withKey));
+    found.push(troubleNode(trouble, work ? null : () => again(chat), withKey));
   }
-  if (!nodes.length) nodes.push(hello());
-  $("log").replaceChildren(...nodes);
-  $("log").ariaBusy = String(work?.chat === chat);
+  if (!found.length) found.push(hello());
+  const log = $("log");
+  for (const node of [...log.childNodes]) if (!found.includes(node)) node.remove();
+  found.forEach((node, at) => log.childNodes[at] === node || log.insertBefore(node, log.childNodes[at] ?? null));
+  log.ariaBusy = String(work?.chat === chat);
   $("send").hidden = !!work;
   $("stop").hidden = !work;
 }
@@ -196,9 +207,7 @@ async function answer(asked, before = null) {
     if (!coming.stopped) delete coming.stopped;
     if (trouble) troubles.set(asked.id, trouble);
     if (chats.get(asked.id)) keep(asked);
-    following(() => asked === chat && draw());
-    $("send").hidden = false;
-    $("stop").hidden = true;
+    following(draw);
     notify(trouble ? "" : coming.stopped ? "Stopped." : "");
     poll();
   }
