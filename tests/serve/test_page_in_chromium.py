@@ -250,7 +250,8 @@ def test_a_full_server_says_when_to_ask_again(tab: Tab, server: Running) -> None
                 waiting.append(server.batch.submit(Request((5,), 1), lambda event: None))
         ask(tab, "Anybody there?")
         assert "The server has as many requests as it takes on. It" in trouble(tab)
-        tab.wait("document.querySelector('#requests').textContent === 'requests: 1 running, 1 waiting'")
+        shown = f"requests: 1 running, {len(waiting)} waiting"
+        tab.wait(f"document.querySelector('#requests').textContent === '{shown}'")
         for ticket in waiting:
             ticket.cancel()
         held.set()
