@@ -195,15 +195,15 @@ def test_an_answer_comes_in_pieces_and_is_there_after_a_reload(tab: Tab) -> None
     assert "first after" in below
     assert below.endswith("as long as it may be")
     tab.wait("/disk \\d+ % .*copies \\d+ % .*computing \\d+ %/.test(document.querySelector('#shares').textContent)")
-    assert tab.run("document.querySelector('#requests').textContent") == "requests: 0 running, 0 waiting"
+    tab.wait("document.querySelector('#requests').textContent === 'requests: 0 running, 0 waiting'")
     tab.click("summary")
-    assert "KV cache" in tab.run("document.querySelector('#facts').innerText")
+    tab.wait("document.querySelector('#facts').innerText.includes('KV cache')")
 
     tab.reload()
     tab.wait("document.querySelectorAll('article').length === 2")
     assert texts(tab) == ["What do rabbits do?", HOPS[:201]]
     assert tab.run("document.querySelector('.assistant .under span').textContent") == below
-    assert tab.run("document.querySelector('#title').value") == "What do rabbits do?"
+    tab.wait("document.querySelector('#title').value === 'What do rabbits do?'")
     assert tab.complaints() == []
 
 
@@ -223,7 +223,7 @@ def test_stopping_keeps_what_came_and_frees_the_place(tab: Tab, server: Running,
     assert server.batch.facts.ended["cancelled"] == cancelled + 1
     (answer,) = texts(tab, ".assistant")
     assert HOPS.startswith(answer)
-    assert tab.run("document.querySelector('.assistant .under').textContent.includes('stopped')")
+    tab.wait("document.querySelector('.assistant .under').textContent.includes('stopped')")
     (chat,) = kept(tab)
     assert chat["messages"][1]["stopped"] is True
     assert chat["messages"][1]["content"] == answer
@@ -259,7 +259,7 @@ def test_a_full_server_says_when_to_ask_again(tab: Tab, server: Running) -> None
     tab.wait("!!document.querySelector('.assistant')")
     idle(tab)
     assert texts(tab) == ["Anybody there?", "hop"]
-    assert tab.run("!document.querySelector('[role=alert]')")
+    tab.wait("!document.querySelector('[role=alert]')")
 
 
 @pytest.mark.usefixtures("slowly")
@@ -339,7 +339,7 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(browser: Browser, folder: Path)
         tab.click("[role=alert] button")
         tab.wait("document.querySelector('.assistant .text')?.textContent === 'hop'")
         idle(tab)
-        assert tab.run("document.querySelector('#model').textContent") == NAME
+        tab.wait(f"document.querySelector('#model').textContent === '{NAME}'")
         tab.reload()
         tab.wait(f"document.querySelector('#model').textContent === '{NAME}'")
         assert KEY not in tab.run("JSON.stringify(localStorage)")
@@ -377,7 +377,7 @@ def test_files_go_in_and_out_and_text_stays_text(tab: Tab, browser: Browser, tmp
     out = browser.downloads / "b-Well-b.json"
     eventually(out.exists)
     assert chat_file.read(out) == saved
-    assert tab.run("document.title") == f"{NAME} · RabbitLLM"
+    tab.wait(f"document.title === '{NAME} · RabbitLLM'")
 
     (tmp_path / "other.json").write_text('{"format": "other"}')
     tab.call("DOM.setFileInputFiles", files=[str(tmp_path / "other.json")], nodeId=field)
