@@ -136,8 +136,15 @@ def _masks(own: str, **kwargs: Any) -> Any:
     for span in cache.spans():
         kwargs |= {"q_length": span.queries, "q_offset": span.begins}
         kwargs |= {"kv_length": span.keys, "kv_offset": span.first_key}
-        made.append(make(**kwargs))
+        made.append(_mask_of_one_row(make, kwargs) if span.queries == 1 and own == "sdpa" else make(**kwargs))
     return None if all(mask is None for mask in made) else tuple(made)
+
+
+def _mask_of_one_row(make: Callable[..., Any], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """None where the row may look at all keys, as the last one of a sliding window does; found out on the host, which
+    does not wait for a GPU."""
+    mask: torch.Tensor | None = make(**{**kwargs, "device": "cpu"})
+    return None if mask is None or bool(mask.all()) else mask.to(kwargs["device"])
 
 
 for _own in OWN:
