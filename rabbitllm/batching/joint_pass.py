@@ -289,7 +289,7 @@ class JointPasses:
         calls = [(member, _call_of(member)) for member in members]
         texts = [(member, self._packed.read(call.args, call.kwargs)) for member, call in calls]
         known = {member: text for member, text in texts if text is not None}
-        sound = self._packed.in_range(list(known.values())) if known else []
+        sound = self._packed.fitting(list(known.values())) if known else []
         return {member: text for (member, text), good in zip(known.items(), sound, strict=True) if good}
 
     def _answer(self, carrier: _Carrier, members: Sequence[Member]) -> None:

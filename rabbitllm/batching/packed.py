@@ -23,6 +23,8 @@ from rabbitllm.batching.packed_families import can_be_packed, has_known_layers, 
 
 _READ = frozenset({"input_ids", "position_ids", "attention_mask", "past_key_values", "logits_to_keep"})
 _EXPECTED: Mapping[str, Any] = {"use_cache": True, "return_dict": True}
+_NOTHING: Mapping[str, Any] = {"mm_encoder_outputs": {}}
+"""What `generate` passes where there are no images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class Text:
 
     Attributes:
         ids: (1, rows).
-        positions: (1, rows).
+        positions: (1, rows); (kinds, 1, rows) where the model has several kinds.
         cache: its own.
         kept: the last so many rows have logits.
     """
@@ -72,7 +74,7 @@ class PackedForward:
         Args:
             args, kwargs: of the call.
         """
-        if args or any(name not in _READ and value != _EXPECTED.get(name) for name, value in kwargs.items()):
+        if args or not all(name in _READ or _says_nothing(name, value) for name, value in kwargs.items()):
             return None
         ids, cache, kept = kwargs.get("input_ids"), kwargs.get("past_key_values"), kwargs.get("logits_to_keep", 0)
         if not _is_row(ids) or type(kept) is not int or kept < 0 or not self._knows(cache):
@@ -81,19 +83,21 @@ class PackedForward:
         positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
         if positions is None:
             positions = torch.arange(before, before + rows, device=ids.device)[None]
-        if not _is_row(positions) or positions.shape != ids.shape or positions.device != ids.device:
+        if positions.shape[-2:] != ids.shape or positions.dim() > 3 or positions.device != ids.device:
             return None
         if mask is not None and (mask.shape != (1, before + rows) or not bool(mask.all())):
             return None
         return Text(ids, positions, cache, min(kept, rows) or rows)
 
-    def in_range(self, texts: Sequence[Text]) -> list[bool]:
-        """Which texts have ids and positions that the model has; what others end with is theirs alone."""
+    def fitting(self, texts: Sequence[Text]) -> list[bool]:
+        """Which texts fit the first one, and have ids and positions that the model has; what others end with is theirs
+        alone."""
+        kinds = texts[0].positions.shape[:-1]
         least = torch.stack([torch.minimum(text.ids.min(), text.positions.min()) for text in texts])
         most = torch.stack([torch.stack([text.ids.max(), text.positions.max()]) for text in texts])
         return [
-            low >= 0 and token < self._vocabulary and position < self._positions
-            for low, (token, position) in zip(least.tolist(), most.tolist(), strict=True)
+            low >= 0 and token < self._vocabulary and position < self._positions and text.positions.shape[:-1] == kinds
+            for text, low, (token, position) in zip(texts, least.tolist(), most.tolist(), strict=True)
         ]
 
     def __call__(self, texts: Sequence[Text]) -> list[Any]:
@@ -109,7 +113,7 @@ class PackedForward:
             output = nn.Module.__call__(
                 self._model,
                 input_ids=torch.cat([text.ids for text in texts], 1),
-                position_ids=torch.cat([text.positions for text in texts], 1),
+                position_ids=torch.cat([text.positions for text in texts], -1),
                 past_key_values=cache,
                 logits_to_keep=_kept_rows(texts, lengths),
                 **_EXPECTED,
@@ -134,6 +138,13 @@ class PackedForward:
 
 def _is_row(value: Any) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.dim() == 2 and len(value) == 1 and value.shape[1] > 0
+
+
+def _says_nothing(name: str, value: Any) -> bool:
+    """Whether an argument is as if it had not been given."""
+    if isinstance(value, torch.Tensor):
+        return False
+    return value is None or (name in _EXPECTED and value is _EXPECTED[name]) or (name in _NOTHING and value == {})
 
 
 def _kept_rows(texts: Sequence[Text], lengths: Sequence[int]) -> torch.Tensor:

@@ -146,8 +146,12 @@ class PackedCache(Cache):  # type: ignore[misc]
         return 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Has no answer."""
-        raise NotImplementedError("texts that go through a pass together have no common length")
+        """Has no answer.
+
+        Raises:
+            NotPackable: always.
+        """
+        raise NotPackable("the model asks how long the texts of a pass are, and they have no common length")
 
     @property
     def is_sliding(self) -> list[bool]:
@@ -170,5 +174,5 @@ class PackedCache(Cache):  # type: ignore[misc]
         return False
 
 
-class NotPackable(RuntimeError):
+class NotPackable(NotImplementedError):
     """A model does something with what goes through it that rows of several texts side by side cannot bear."""

@@ -22,13 +22,16 @@ PACKABLE = frozenset(
         *("gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode"),
         *("gpt_neox", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared"),
         *("helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder"),
-        *("jais2", "kolibri1", "laguna", "llama", "longcat_flash", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2"),
-        *("ministral", "ministral3", "mistral", "mixtral", "modernbert-decoder", "nanochat", "nemotron"),
-        *("olmo", "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe"),
-        *("qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma"),
+        *("jais2", "kolibri1", "laguna", "llama", "longcat_flash", "mellum", "mimo_v2_flash", "minicpm3"),
+        *("minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "modernbert-decoder", "nanochat"),
+        *("nemotron", "olmo", "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phi3", "phimoe", "qwen2"),
+        *("qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_moe_text"),
+        *("qwen3_vl_text", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma"),
     }
 )
 """Model types (transformers 5.23); their test is `tests/batching/test_packed_families.py`."""
+WITH_IMAGES = frozenset({"gemma3", "gemma4", "llava", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"})
+"""Model types around a text model of those; a pass that brings images has arguments that are not known."""
 _BY_LONGEST = ("dynamic", "longrope")
 """Rotary angles that depend on the largest position in a pass."""
 _EXTRAS = ("output_attentions", "output_hidden_states", "output_router_logits", "alibi")
@@ -40,7 +43,8 @@ def can_be_packed(model: Any) -> bool:
     config = model.config
     text = config.get_text_config(decoder=True)
     return (
-        config.model_type in PACKABLE
+        text.model_type in PACKABLE
+        and (config.model_type in PACKABLE or config.model_type in WITH_IMAGES)
         and config._attn_implementation in OWN
         and getattr(config, "return_dict", True)
         and not model.training
