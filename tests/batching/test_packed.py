@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,27 @@ def test_gradients_are_as_the_caller_left_them(folder: Path) -> None:
     assert torch.is_grad_enabled()
     assert seen
     assert not any(seen)
+
+
+def test_another_thread_that_uses_the_model_meanwhile(folder: Path) -> None:
+    """Where all weights stay nobody takes turns: it attends as if nothing else went on."""
+    model = load(split(folder), ALL)
+    given, seen = prompts(), []
+    expected = generated(model, given[2])
+
+    def use(module: Any, args: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            thread = threading.Thread(target=lambda: seen.append(generated(model, given[2])))
+            thread.start()
+            thread.join()
+
+    hook = model.model.layers[1].register_forward_pre_hook(use)
+    works = [lambda n=n: generated(model, given[n], new_tokens=2) and None for n in range(2)]
+    assert run(model, works) == [None] * 2
+    hook.remove()
+    assert len(seen) == 2
+    for one in seen:
+        assert torch.equal(one.logits, expected.logits)
 
 
 def test_angles_that_depend_on_the_longest_text(tmp_path: Path) -> None:
