@@ -14,7 +14,8 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_SECONDS = 20.0
-"""From the opening of a connection, or the end of an answer, to the end of a request's head."""
+"""From the opening of a connection, or the end of an answer, to the end of a request's head; an answer that has been
+written but is not taken counts as ended."""
 MOST_CONNECTIONS = 1000
 """At a time; a further one is closed at once. Each takes a file descriptor, of which there often are 1,024."""
 _KEEPALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
@@ -30,6 +31,7 @@ class Connection(H11Protocol):
         """A client is there."""
         super().connection_made(transport)
         self._waits_since = time.monotonic()
+        self._unsent = 0
         self._watch: asyncio.TimerHandle | None = None
         if len(self.connections) > self.most_connections:
             transport.abort()
@@ -48,7 +50,8 @@ class Connection(H11Protocol):
 
     def _look(self) -> None:
         now = time.monotonic()
-        if self.cycle is not None and not self.cycle.response_complete:
+        before, self._unsent = self._unsent, self.transport.get_write_buffer_size()
+        if (self.cycle is not None and not self.cycle.response_complete) or self._unsent < before:
             self._waits_since = now
         if now - self._waits_since >= self.head_seconds:
             self.transport.abort()

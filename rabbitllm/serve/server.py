@@ -62,6 +62,7 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=int(FLUSH_SECONDS),
             )
         )
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what it says, we say better or not at all
         self._service = service
         self._grace = grace
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -111,7 +112,6 @@ def serve(service: Service, listening: socket.socket, grace: float | None, start
     Returns:
         Whether it was forced to end: then the batch may still be in a pass.
     """
-    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what it says, we say better or not at all
     server = Server(service, grace)
 
     listen(listening, BACKLOG)

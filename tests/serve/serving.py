@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import openai
+from hypothesis import HealthCheck, settings
 
 from rabbitllm.batching.batch import Batch, Limits
 from rabbitllm.serve.address import LOCAL, address_of, bound
@@ -25,6 +26,8 @@ STREAMED = 60_000
 """Bytes for weights, of which the tiny models have several times as much."""
 LIMITS = Limits(running=8, waiting=32)
 PATIENCE = 60.0
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""For properties: how busy the machine is says nothing about them."""
 
 
 @dataclass
@@ -72,12 +75,12 @@ def running(
     grace: float | None = 5.0,
     send_buffer: int | None = None,
     dtype: str = "float32",
-    **settings: Any,
+    **more: Any,
 ) -> Iterator[Running]:
     """A server for as long as the context lasts."""
     model = load(split_folder, budget, dtype=dtype)
     batch = Batch(model, limits)
-    chosen = Settings(**{"name": NAME, "hosts": LOCAL, **settings})
+    chosen = Settings(**{"name": NAME, "hosts": LOCAL, **more})
     embedder = Embedder(model, recipe) if recipe is not None else None
     service = service_for(model, batch, chosen, embedder)
     listening = bound("127.0.0.1", 0)

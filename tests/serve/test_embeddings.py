@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rabbitllm.serve.embeddings import MOST_TOKENS, Recipe, groups, recipe_in
-from tests.serve.serving import NAME, Running, running
+from tests.serve.serving import NAME, PATIENT, Running, running
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import split
 
@@ -142,6 +142,7 @@ def test_what_has_no_vector(served: Running, body: dict[str, Any], param: str | 
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
+@PATIENT
 @given(st.lists(st.integers(1, 6000), max_size=40))
 def test_each_input_is_in_one_group(lengths: list[int]) -> None:
     found = groups(lengths)

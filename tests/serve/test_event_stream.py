@@ -15,10 +15,12 @@ from openai._streaming import SSEDecoder
 from rabbitllm.batching.request import Chosen, Ended, Finished, Piece
 from rabbitllm.serve.event_stream import COMMENT, DONE, EventStream, event
 from rabbitllm.serve.inbox import Inbox
+from tests.serve.serving import PATIENT
 
 VALUES = st.dictionaries(st.text(max_size=6), st.text(max_size=12) | st.integers() | st.none(), max_size=4)
 
 
+@PATIENT
 @given(values=st.lists(VALUES, max_size=6), cuts=st.lists(st.integers(0, 400), max_size=6))
 def test_whatever_is_said_arrives(values: list[Any], cuts: list[int]) -> None:
     """In any pieces, for OpenAI's own reader and for one that ends lines wherever Unicode does."""
@@ -36,6 +38,7 @@ EVENTS = st.lists(st.tuples(st.integers(0, 2), st.text(max_size=3), st.booleans(
 END = Finished(Ended.STOP, None, 1, 0, 1, 0.1, 0.1)
 
 
+@PATIENT
 @given(EVENTS)
 def test_pieces_that_wait_are_joined(events: list[tuple[int, str, bool]]) -> None:
     """Nothing is lost, doubled or in another order, and of each choice one piece waits at most."""

@@ -352,7 +352,7 @@ MESSAGES = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     path=st.sampled_from([CHAT, COMPLETION, "/v1/embeddings"]),
     body=st.dictionaries(st.sampled_from(FIELDS), ANYTHING, max_size=3) | ANYTHING,

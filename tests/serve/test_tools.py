@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rabbitllm.serve.tools import MARKERS, Call, CallReader
+from tests.serve.serving import PATIENT
 
 TOOLS = ("add", "weather")
 ADD = Call("add", '{"a": 1, "b": [2, "x"]}')
@@ -78,6 +79,7 @@ def test_a_form(form: str) -> None:
     assert (found.rstrip() if calls else found, read_calls) == (text, calls)
 
 
+@PATIENT
 @given(form=st.sampled_from(sorted(FORMS)), cuts=st.lists(st.integers(0, 200), max_size=12))
 def test_pieces_make_no_difference(form: str, cuts: list[int]) -> None:
     written = FORMS[form][0]
@@ -85,6 +87,7 @@ def test_pieces_make_no_difference(form: str, cuts: list[int]) -> None:
     assert read([written[a:b] for a, b in pairwise(places)]) == read([written])
 
 
+@PATIENT
 @given(st.text(alphabet='<>tool_ca/|[]{}"namergus:,TOL_CS 1\n', max_size=80))
 def test_without_calls_the_text_is_whole(written: str) -> None:
     """Whatever it begins like."""
