@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
@@ -19,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from rabbitllm.batching.request import Request as Wanted
+from rabbitllm.serve import page, status
 from rabbitllm.serve.answers import Choices, Envelope
 from rabbitllm.serve.bodies import read_json
 from rabbitllm.serve.chat_answers import ChatChoices
@@ -52,9 +51,8 @@ def create_app(service: Service) -> ASGIApp:
     app.include_router(_routes(service))
     settings = service.settings
     app.state.batch, app.state.model, app.state.settings = service.batch, service.streamed, settings
-    for name in ("rabbitllm.serve.page", "rabbitllm.serve.status"):
-        if importlib.util.find_spec(name) is not None:
-            app.include_router(importlib.import_module(name).router)
+    app.include_router(page.router)
+    app.include_router(status.router)
     guarded: ASGIApp = Keys(Open(app, lambda: service.is_closing), settings.api_key)
     if settings.origins:
         guarded = CORSMiddleware(
@@ -86,7 +84,7 @@ class _Answering(APIRoute):
                 return Response(status_code=GONE)
             except Exception as error:
                 refusal = told(error)
-                _record(request).error = refusal.code
+                _record(request).error = refusal.code or refusal.message
                 return answer_of(refusal)
 
         return answered

@@ -44,12 +44,12 @@ def put_greeting(
 
 
 def _weights(model: Any) -> str:
-    """`0.35 GiB in RAM, 3.20 GiB on the disk, read for each pass`."""
+    """`in RAM: 0.35 GiB; disk, read for each pass: 3.20 GiB`."""
     parts = []
     for place, words in places(model.placement).items():
         for word, nbytes in words.items():
             where = f" of {place}" if place.startswith("cuda") else ""
-            parts.append(f"{size(nbytes)} {'on the' if place == 'disk' else 'in'} {word}{where}")
+            parts.append(f"{word}{where}: {size(nbytes)}")
     return "; ".join(parts) or "none"
 
 

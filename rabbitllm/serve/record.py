@@ -26,7 +26,7 @@ class Record:
         id: the caller's `x-request-id` if it is a plain word, else a new one.
         what: method and path.
         status: of the answer; 0 where there was none.
-        error: the code or the type of a refusal, or of an error that a stream ended with.
+        error: the code of a refusal, or of an error that a stream ended with; its message where it has none.
         gone: whether whoever asked left before the end.
         finished: the end of each choice.
         started: `time.perf_counter()`.
