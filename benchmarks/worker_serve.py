@@ -28,7 +28,8 @@ def rabbitllm(job: dict[str, Any]) -> None:
     """The command `rabbitllm serve`."""
     from rabbitllm.cli.main import main
 
-    main(["serve", job["model"], "--port", str(job["port"]), *job["arguments"]])
+    sys.argv = ["rabbitllm", "serve", job["model"], "--port", str(job["port"]), *job["arguments"]]
+    main()
 
 
 def transformers(job: dict[str, Any]) -> None:

@@ -175,7 +175,7 @@ def test_clients_of_every_kind(server: ServedModel, few: list[Question]) -> None
 
 @pytest.mark.long
 def test_64_clients_for_five_minutes(server: ServedModel, model: Path) -> None:
-    growth = under_load(server, questions(model, MANY), crowd(64, silence=60, tokens=200), seconds=300)
+    growth = under_load(server, questions(model, MANY), crowd(64, silence=60, tokens=900), seconds=300)
     assert growth * 60 < 2 << 20, "bytes a minute"
 
 

@@ -16,6 +16,7 @@ import transformers
 from benchmarks.checkpoint import write_tokenizer
 from tests.support.builders import VOCABULARY_SIZE, build_checkpoint
 
+CONTEXT = 1024
 _TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 
@@ -37,7 +38,7 @@ class Question:
 def model_of_words(folder: Path) -> Path:
     """A tiny Llama in float32, whose chat template gives a message's words and nothing else; no text ends
     by itself."""
-    build_checkpoint(folder, "llama", tokenizer=False, eos_token_id=None)
+    build_checkpoint(folder, "llama", tokenizer=False, eos_token_id=None, max_position_embeddings=CONTEXT)
     write_tokenizer(folder, VOCABULARY_SIZE)
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = _TEMPLATE
