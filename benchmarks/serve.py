@@ -2,7 +2,7 @@
 
 Every server runs in a control group of its own, bounded, once its libraries are imported, to what it takes then and a
 share of the size of the weights; those of 4 bits to a smaller share, so that theirs do not fit either. A Llama of 1.43
-GB in bfloat16, random weights; prompts of 32 tokens, no two alike; 24 greedy tokens, streamed over HTTP. So many
+GB in bfloat16, random weights; prompts of 16 tokens, no two alike; 32 greedy tokens, streamed over HTTP. So many
 clients at once, in another process (on a core of their own where there are three), send two requests each, one after
 the other, and hang up after a minute: a server that answers one after the other would take hours otherwise. Tokens a
 second are all that came over all the time, prompts included. Before that, one short request that does not count.
@@ -11,7 +11,7 @@ second are all that came over all the time, prompts included. Before that, one s
 for "-disk" the same command runs with its loading of the model replaced by accelerate's disk offload; "-batching" is
 its option for continuous batching. llama.cpp's server is its own `llama-server`, with a slot for each client.
 
-    sudo python -m benchmarks.serve [--share 50] [--share-4bit 25] [--at-once 1 4 16 64] [--seconds 60]
+    sudo python -m benchmarks.serve [--share 25] [--share-4bit 25] [--at-once 1 4 16 64] [--seconds 60]
                                     [--only ROW ...] [--add] [--scale tiny]
 
 `--add` keeps the other rows of the results file, so that rows can be measured at several times.
@@ -71,9 +71,9 @@ def _ask_all(run: ServeRun, server: Served, workload: Workload) -> None:
     for place, at_once in enumerate(workload.at_once):
         numbers = range(_OFFSET * (place + 2), _OFFSET * (place + 2) + at_once * workload.rounds)
         bodies = [body_of(run.row, workload, number, workload.new_tokens) for number in numbers]
-        before = server.bytes_read()
+        read, computed = server.bytes_read(), server.core_seconds()
         level = asked(route, bodies, at_once, workload.limit_seconds)
-        run.levels.append(figures(level, server.bytes_read() - before))
+        run.levels.append(figures(level, server.bytes_read() - read, server.core_seconds() - computed))
 
 
 def kept_runs(results: Path, leaving_out: Sequence[str]) -> list[ServeRun]:
@@ -90,13 +90,13 @@ def kept_runs(results: Path, leaving_out: Sequence[str]) -> list[ServeRun]:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = command_line.parser(__doc__, 1, list(SERVERS))
-    made.add_argument("--share", type=int, default=50, help="of the weights, in percent (default: %(default)s)")
+    made.add_argument("--share", type=int, default=25, help="of the weights, in percent (default: %(default)s)")
     made.add_argument("--share-4bit", type=int, default=25, help="for rows of 4 bits (default: %(default)s)")
     made.add_argument("--at-once", type=int, nargs="+", default=[1, 4, 16, 64], help="clients")
     made.add_argument("--seconds", type=float, default=60, help="for each number of clients (default: %(default)s)")
     made.add_argument("--rounds", type=int, default=2, help="requests of each client (default: %(default)s)")
-    made.add_argument("--prompt-tokens", type=int, default=32)
-    made.add_argument("--tokens", type=int, default=24, help="of each answer (default: %(default)s)")
+    made.add_argument("--prompt-tokens", type=int, default=16)
+    made.add_argument("--tokens", type=int, default=32, help="of each answer (default: %(default)s)")
     made.add_argument("--add", action="store_true", help="keep the other rows of the results file")
     return made
 

@@ -42,7 +42,7 @@ class ServeRun(Run):
         return next((level for level in self.levels if level["at_once"] == at_once), None)
 
 
-def figures(level: Level, disk_bytes: int) -> dict[str, Any]:
+def figures(level: Level, disk_bytes: int, core_seconds: float) -> dict[str, Any]:
     """What is kept of a level; None for what did not happen, a first token that did not come included."""
     tokens = sum(answer.tokens for answer in level.answers)
 
@@ -62,6 +62,7 @@ def figures(level: Level, disk_bytes: int) -> dict[str, Any]:
         "between_p50": waits(level.betweens, 50),
         "between_p95": waits(level.betweens, 95),
         "disk_bytes": disk_bytes,
+        "core_seconds": core_seconds,
         "errors": sorted({answer.error for answer in level.answers if answer.error not in (None, "cut short")}),
     }
 
@@ -96,6 +97,7 @@ HEADINGS = (
     "between s, p50",
     "p95",
     "MB/token from disk",
+    "core-s/token",
     "anon MiB over idle",
 )
 
@@ -128,6 +130,7 @@ def _cells(runs: Sequence[ServeRun], found: Sequence[tuple[ServeRun, Mapping[str
         shown([beside_ours(runs, run, at_once) for run, _ in found]),
         *(shown(of(name)) for name in ("first_p50", "first_p95", "between_p50", "between_p95")),
         shown([level["disk_bytes"] / 1e6 / level["tokens"] if level["tokens"] else None for _, level in found], 0),
+        shown([level["core_seconds"] / level["tokens"] if level["tokens"] else None for _, level in found]),
         shown([run.anonymous_added / 2**20 for run, _ in found], 0),
     ]
 

@@ -58,6 +58,16 @@ class Served:
         if self.process.poll() is not None:
             read_message(self.process, self.log, self.work, float("inf"))
 
+    def core_seconds(self) -> float:
+        """That all its threads have computed so far.
+
+        Raises:
+            PeerError: it has died.
+        """
+        self.check()
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def bytes_read(self) -> int:
         """From the disk so far (proc(5), io).
 

@@ -46,7 +46,7 @@ def test_a_level_in_figures() -> None:
     assert (level.whole, level.tokens_a_second) == (1, 5 / 4)
     assert level.firsts == [1.0, 1.5, math.inf]
     assert level.betweens == [0.5, 1.0]
-    found = figures(level, 100)
+    found = figures(level, 100, 1.0)
     assert (found["sent"], found["whole"], found["tokens"]) == (3, 1, 5)
     assert (found["first_p50"], found["first_p95"]) == (1.5, None)  # one in three got none
     assert (found["between_p50"], found["between_p95"], found["errors"]) == (0.5, 1.0, [])
@@ -61,7 +61,7 @@ def run(row: str, rates: dict[int, float], turn: int = 0) -> ServeRun:
     made = ServeRun(row, turn, limit_bytes=1 << 20, share=50)
     for at_once, rate in rates.items():
         answers = (answer(0.0, 1.0, 2.0, new_tokens=2),)
-        made.levels.append(figures(Level(at_once, answers, 2.0), 4_000_000) | {"tokens_a_second": rate})
+        made.levels.append(figures(Level(at_once, answers, 2.0), 4_000_000, 1.0) | {"tokens_a_second": rate})
     return made
 
 
@@ -78,7 +78,7 @@ def test_rows_beside_each_other() -> None:
     table = tabulate(runs, rows, [1, 4])
     assert table.rows[0][:6] == ("rabbitllm-serve", "1", "1/1", "1.00", "1.00", "1.00")
     assert table.rows[3][:6] == ("llama-server-bf16", "4", "1/1", "1.80", "0.23", "0.50")
-    assert table.rows[5][2:] == ("-", *["-"] * 9)
+    assert table.rows[5][2:] == ("-", *["-"] * 10)
     notes = notes_on(runs, rows, [1, 4, 16], 60)
     assert "rabbitllm-serve, 4 at once, of linear: 0.9 (at least 0.8): reached" in notes
     assert "rabbitllm-serve, 16 at once, of linear: 0.5 (at least 0.8): NOT reached" in notes
