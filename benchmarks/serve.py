@@ -11,7 +11,7 @@ second are all that came over all the time, prompts included. Before that, one s
 for "-disk" the same command runs with its loading of the model replaced by accelerate's disk offload; "-batching" is
 its option for continuous batching. llama.cpp's server is its own `llama-server`, with a slot for each client.
 
-    sudo python -m benchmarks.serve [--share 25] [--share-4bit 25] [--at-once 1 4 16 64] [--seconds 60]
+    sudo python -m benchmarks.serve [--share 50] [--share-4bit 25] [--at-once 1 4 16 64] [--seconds 60]
                                     [--only ROW ...] [--add] [--scale tiny]
 
 `--add` keeps the other rows of the results file, so that rows can be measured at several times.
@@ -90,7 +90,7 @@ def kept_runs(results: Path, leaving_out: Sequence[str]) -> list[ServeRun]:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = command_line.parser(__doc__, 1, list(SERVERS))
-    made.add_argument("--share", type=int, default=25, help="of the weights, in percent (default: %(default)s)")
+    made.add_argument("--share", type=int, default=50, help="of the weights, in percent (default: %(default)s)")
     made.add_argument("--share-4bit", type=int, default=25, help="for rows of 4 bits (default: %(default)s)")
     made.add_argument("--at-once", type=int, nargs="+", default=[1, 4, 16, 64], help="clients")
     made.add_argument("--seconds", type=float, default=60, help="for each number of clients (default: %(default)s)")
