@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ class Loaded:
     recipe: Recipe | None
 
 
-def loaded(wish: Wish, console: Console, *, split: bool, dtype: str | None, cache_bytes: int | None = None) -> Loaded:
+def loaded(wish: Wish, console: Console, *, split: bool, dtype: str | None) -> Loaded:
     """Load it.
 
     Args:
@@ -38,14 +38,10 @@ def loaded(wish: Wish, console: Console, *, split: bool, dtype: str | None, cach
         console: where it is said that it loads.
         split: False for out of the checkpoint's own shards; nothing is written then.
         dtype: to compute in; None for the config's.
-        cache_bytes: that keys and values will take; the weights leave them free, unless the wish says what the weights
-            may take. None leaves it to the margin that weights leave in any case.
 
     Raises:
         RabbitLLMError: as `pull` and `AutoModel.from_pretrained` do.
     """
-    if cache_bytes is not None and wish.max_memory is None:
-        wish = replace(wish, max_memory=memory_beside(wish.where, cache_bytes))
     found = pulled(wish) if split else None
     model = load(wish, found, console, dtype=dtype)
     if found is None:
@@ -53,21 +49,6 @@ def loaded(wish: Wish, console: Console, *, split: bool, dtype: str | None, cach
     places = (found.entry.folder, found.config_folder, found.shards_at)
     recipes = (recipe_in(place) for place in places if place is not None)
     return Loaded(model, (found.before, found.entry.folder), next(filter(None, recipes), None))
-
-
-def memory_beside(device: str, cache_bytes: int) -> dict[int | str, int | str]:
-    """What weights may take on each device that computes, if keys and values get so many bytes of them together.
-
-    Args:
-        device: as `AutoModel.from_pretrained` takes it.
-        cache_bytes: in equal shares, as layers are spread.
-    """
-    from rabbitllm.engine.devices import resolve_devices
-    from rabbitllm.engine.load import default_budget
-
-    devices = resolve_devices(device, None)
-    share = cache_bytes // len(devices)
-    return {one.name: max(default_budget(one) - share, 0) for one in devices}
 
 
 def served_name(name: str) -> str:
