@@ -21,6 +21,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from rabbitllm.ask.answer import context_of
+from rabbitllm.batching.beside_weights import tokens_of_a_pass
 from rabbitllm.batching.cache_cost import CacheCost, cost_by_cache, cost_by_config
 from rabbitllm.batching.generation import Generation
 from rabbitllm.batching.joint_pass import JointPasses, Member
@@ -129,7 +130,11 @@ class Batch:
         self._config = model.config.get_text_config(decoder=True)
         self._cost: CacheCost = cost_by_config(self._config, model.dtype)
         self._cost_is_measured = False
-        self._cache_limit = limits.cache_bytes if limits.cache_bytes is not None else _share_of_memory(model)
+        free = _free_memory(model)
+        self._cache_limit = limits.cache_bytes if limits.cache_bytes is not None else free // 2
+        left = max(free - self._cache_limit, 0)  # both are there at once
+        self._most_tokens = tokens_of_a_pass(self._config, model.dtype.itemsize, left)
+        self._chunk = min(limits.chunk, self._most_tokens)
         self._kept = Kept()
         self._pace = Pace()
         self._waiting: deque[Ticket] = deque()
@@ -365,7 +370,7 @@ class Batch:
             self._kept.shrink(
                 self._cache_limit - sum(self._cost.bytes_for(_text(one).soon) for one in (*self._running, ticket))
             )
-        chunk = self._limits.chunk if self._keeps and not self._limits.exact else None
+        chunk = self._chunk if self._keeps and not self._limits.exact else None
         ticket._member = self._passes.add(lambda: generation.run(chunk), lambda member: self._named(member, ticket))
         return True
 
@@ -394,7 +399,7 @@ class Batch:
             start = time.perf_counter()
             made = sum(len(ticket._generation.tokens) for ticket in self._running)
             tokens = [member.tokens for member in there]
-            chosen = take_part(tokens, self._pace.prompt_tokens(self._limits.chunk))
+            chosen = take_part(tokens, min(self._pace.prompt_tokens(self._chunk), self._most_tokens))
             self._passes.run([there[place] for place in chosen])
             seconds = time.perf_counter() - start
             self._pace = self._pace.after(sum(tokens[place] for place in chosen), seconds)
@@ -480,7 +485,7 @@ def _text(ticket: Ticket) -> Text:
     return Text(len(generation.request.prompt) + len(generation.tokens), generation.room)
 
 
-def _share_of_memory(model: Any) -> int:
-    """Bytes for keys and values, where nobody says: half of what is free on the devices, beside the weights."""
+def _free_memory(model: Any) -> int:
+    """Bytes on all devices together, beside the weights."""
     free: list[int] = [lane.device.free_bytes() for lane in model.streamer.lanes.values()]
-    return len(free) * min(free) // 2
+    return len(free) * min(free)

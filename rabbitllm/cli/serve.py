@@ -48,7 +48,7 @@ def serve_command(
         int, typer.Option(help="Of an answer whose request does not say, or what the context leaves.", min=1)
     ] = 4096,
     cache_memory: Annotated[
-        str | None, typer.Option(help="What keys and values may take, as 4GiB; a quarter of what is free by default.")
+        str | None, typer.Option(help="What keys and values may take, as 4GiB; by default about a tenth of what is free.")
     ] = None,
     chunk: Annotated[int, typer.Option(help="Tokens of a prompt in one pass.", min=1)] = 512,
     exact: Annotated[
@@ -136,7 +136,7 @@ def serve_command(
         most_new_tokens=max_new_tokens,
     )
     with contextlib.redirect_stdout(sys.stderr):  # what is printed while loading is no result
-        found = loaded(wish, console, split=not no_split, dtype=dtype)
+        found = loaded(wish, console, split=not no_split, dtype=dtype, cache_bytes=cache_bytes)
 
     from transformers import logging
 

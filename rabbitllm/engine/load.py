@@ -277,7 +277,7 @@ def place_units(
     costs = unit_costs(model, sources, experts)
     limits = options.max_memory or {}
     budgets = [
-        Budget(device.name, limits.get(device.name, _default_budget(device)), device.shares_host_memory)
+        Budget(device.name, limits.get(device.name, default_budget(device)), device.shares_host_memory)
         for device in devices
     ]
     return place(
@@ -299,7 +299,7 @@ def _host_room(devices: Sequence[Device], options: StreamOptions) -> int:
     be swapped."""
     if not options.pin_memory or all(device.shares_host_memory for device in devices):
         return 0
-    free = _default_budget(CpuDevice())
+    free = default_budget(CpuDevice())
     return min((options.max_memory or {}).get("cpu", free), free)
 
 
@@ -354,7 +354,8 @@ def _expert_ways(
     return found
 
 
-def _default_budget(device: Device) -> int:
+def default_budget(device: Device) -> int:
+    """Bytes for weights on a device, where nobody says: what is free, less what one text needs beside them."""
     free = device.free_bytes()
     margin = HOST_MARGIN if device.shares_host_memory else DEVICE_MARGIN
     return free - free // 10 - min(margin, free // 16)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from rabbitllm.batching.beside_weights import left_to_requests
+from rabbitllm.engine.devices import resolve_devices
+from rabbitllm.engine.load import default_budget
 from rabbitllm.model_name import meant
 from rabbitllm.options import expand
 from rabbitllm.pull.loaded import load, pulled
@@ -30,7 +34,7 @@ class Loaded:
     recipe: Recipe | None
 
 
-def loaded(wish: Wish, console: Console, *, split: bool, dtype: str | None) -> Loaded:
+def loaded(wish: Wish, console: Console, *, split: bool, dtype: str | None, cache_bytes: int | None = None) -> Loaded:
     """Load it.
 
     Args:
@@ -38,17 +42,33 @@ def loaded(wish: Wish, console: Console, *, split: bool, dtype: str | None) -> L
         console: where it is said that it loads.
         split: False for out of the checkpoint's own shards; nothing is written then.
         dtype: to compute in; None for the config's.
+        cache_bytes: that keys and values may take; None if nobody says.
 
     Raises:
         RabbitLLMError: as `pull` and `AutoModel.from_pretrained` do.
     """
     found = pulled(wish) if split else None
-    model = load(wish, found, console, dtype=dtype)
+    model = load(replace(wish, max_memory=with_room(wish, cache_bytes)), found, console, dtype=dtype)
     if found is None:
         return Loaded(model, None, recipe_in(expand(meant(wish.name))))
     places = (found.entry.folder, found.config_folder, found.shards_at)
     recipes = (recipe_in(place) for place in places if place is not None)
     return Loaded(model, (found.before, found.entry.folder), next(filter(None, recipes), None))
+
+
+def with_room(wish: Wish, cache_bytes: int | None) -> Mapping[int | str, int | str] | None:
+    """What weights may take so that requests have memory too: what was wished for, else less than all on the CPU. On a
+    GPU a margin is left anyway.
+
+    Args:
+        wish: see `loaded`.
+        cache_bytes: see `loaded`.
+    """
+    devices = resolve_devices(wish.where, None)
+    if wish.max_memory is not None or not all(device.shares_host_memory for device in devices):
+        return wish.max_memory
+    free = devices[0].free_bytes()
+    return {"cpu": max(default_budget(devices[0]) - left_to_requests(free, cache_bytes), 0)}
 
 
 def served_name(name: str) -> str:

@@ -344,7 +344,7 @@ def test_host_memory_to_lock_is_what_the_caller_allows_and_what_is_free(
     gpus: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "available_ram", lambda: 20 << 30)
-    free = load._default_budget(CpuDevice())
+    free = load.default_budget(CpuDevice())
     assert 0 < free < 20 << 30
     cards: list[Any] = [CudaDevice(0), CudaDevice(1)]
 
@@ -362,6 +362,6 @@ def test_host_memory_to_lock_is_what_the_caller_allows_and_what_is_free(
 
 def test_a_limit_leaves_room_for_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "available_ram", lambda: 20 << 30)
-    assert load._default_budget(CpuDevice()) == (20 << 30) - (2 << 30) - (1 << 30)
+    assert load.default_budget(CpuDevice()) == (20 << 30) - (2 << 30) - (1 << 30)
     monkeypatch.setattr(devices, "available_ram", lambda: 1 << 29)
-    assert load._default_budget(CpuDevice()) == (1 << 29) - (1 << 29) // 10 - (1 << 25)
+    assert load.default_budget(CpuDevice()) == (1 << 29) - (1 << 29) // 10 - (1 << 25)
