@@ -5,7 +5,7 @@ each, behind a system prompt of 1,000 tokens: the same one for all; the same one
 there; and, beside them, one of the same length for each client, so that nothing can be shared. Every row in a server
 of its own. What was computed is what the server's `/metrics` says of prompts, less what it says was kept.
 
-    sudo python -m benchmarks.shared_prompt [--turns 3] [--clients 8] [--scale medium] [--share 50]
+    sudo python -m benchmarks.shared_prompt [--turns 3] [--clients 8] [--scale medium] [--share 100]
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line.parser(__doc__, 3, list(ROWS))
     parser.set_defaults(scale="medium")
     parser.add_argument("--clients", type=int, default=8, help="at once (default: %(default)s)")
-    parser.add_argument("--share", type=int, default=50, help="of the weights, in percent (default: %(default)s)")
+    parser.add_argument("--share", type=int, default=100, help="of the weights, in percent (default: %(default)s)")
     options = parser.parse_args(arguments)
     command_line.settle(options, "shared-prompt")
     work = options.work_dir

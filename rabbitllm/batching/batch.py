@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 FAILED = "failed"
 """Beside the values of `Ended`, how a request ends."""
+LEAST_CACHE_TOKENS = 64
+"""A server whose keys and values have room for less would refuse nearly everything."""
 WORTH_WAITING = 64
 """A beginning of so many tokens that another request computes just now is waited for, rather than computed twice."""
 
@@ -113,7 +115,7 @@ class Batch:
         error: what ended the batch's thread before its time; None as long as all is well.
 
     Raises:
-        OptionError: the model is none that goes on with a text, or has no tokenizer.
+        OptionError: the model is none that goes on with a text, or has no tokenizer; or there is no memory left.
     """
 
     def __init__(self, model: Any, limits: Limits = Limits()) -> None:
@@ -132,6 +134,11 @@ class Batch:
         self._cost_is_measured = False
         free = _free_memory(model)
         self._cache_limit = limits.cache_bytes if limits.cache_bytes is not None else free // 2
+        if limits.cache_bytes is None and self._cache_limit < self._cost.bytes_for(LEAST_CACHE_TOKENS):
+            raise OptionError(
+                f"Beside the weights {free:,} bytes are free, which is too little to answer anybody.",
+                "Give the weights less (--max-memory), or the machine fewer other things to do.",
+            )
         left = max(free - self._cache_limit, 0)  # both are there at once
         self._most_tokens = tokens_of_a_pass(self._config, model.dtype.itemsize, left)
         self._chunk = min(limits.chunk, self._most_tokens)

@@ -10,6 +10,7 @@ import pytest
 from rabbitllm.batching.batch import Batch
 from rabbitllm.batching.beside_weights import LEAST_TOKENS, left_to_requests, tokens_of_a_pass
 from rabbitllm.batching.request import Request
+from rabbitllm.errors import OptionError
 from tests.batching.asking import alone, asked
 
 LLAMA = SimpleNamespace(hidden_size=2048, intermediate_size=5632)
@@ -46,3 +47,13 @@ def test_prompts_are_cut_by_the_memory_there_is(split_folder: Any, plain: Any, m
         passes = batch.facts.passes
     assert [one.tokens for one in found] == [alone(plain, request) for request in requests]
     assert passes >= 2 * 60 // LEAST_TOKENS
+
+
+def test_no_memory_at_all_is_said_at_once(split_folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.support.tiny_models import load
+
+    model = load(split_folder, dtype="float32")
+    (lane,) = model.streamer.lanes.values()
+    monkeypatch.setattr(lane.device, "free_bytes", lambda: 1000)
+    with pytest.raises(OptionError, match="1,000 bytes are free"):
+        Batch(model)
