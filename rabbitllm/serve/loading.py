@@ -57,18 +57,25 @@ def loaded(wish: Wish, console: Console, *, split: bool, dtype: str | None, cach
 
 
 def with_room(wish: Wish, cache_bytes: int | None) -> Mapping[int | str, int | str] | None:
-    """What weights may take so that requests have memory too: what was wished for, else less than all on the CPU. On a
-    GPU a margin is left anyway.
+    """What weights may take so that requests have memory too: what was wished for, else less than all.
+
+    On GPUs a margin is left anyway, so that they take less only where somebody says what keys and values may take.
 
     Args:
         wish: see `loaded`.
-        cache_bytes: see `loaded`.
+        cache_bytes: see `loaded`; in equal shares on several GPUs, as layers are spread.
     """
-    devices = resolve_devices(wish.where, None)
-    if wish.max_memory is not None or not all(device.shares_host_memory for device in devices):
+    if wish.max_memory is not None:
         return wish.max_memory
-    free = devices[0].free_bytes()
-    return {"cpu": max(default_budget(devices[0]) - left_to_requests(free, cache_bytes), 0)}
+    devices = resolve_devices(wish.where, None)
+    on_host = all(device.shares_host_memory for device in devices)
+    if cache_bytes is None and not on_host:
+        return None
+    share = None if cache_bytes is None else cache_bytes // len(devices)
+    left = {
+        one.name: left_to_requests(one.free_bytes(), share) if on_host or share is None else share for one in devices
+    }
+    return {one.name: max(default_budget(one) - left[one.name], 0) for one in devices}
 
 
 def served_name(name: str) -> str:

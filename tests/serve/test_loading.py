@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from rabbitllm.engine.free_memory import available_ram
+from rabbitllm.engine.load import default_budget
 from rabbitllm.pull.make import Wish
+from rabbitllm.serve import loading
 from rabbitllm.serve.loading import with_room
+from tests.support.fake_gpu import FakeGpu
 
 
 def test_weights_leave_room_for_requests() -> None:
@@ -23,3 +28,12 @@ def test_weights_leave_room_for_requests() -> None:
 
 def test_what_somebody_says_holds() -> None:
     assert with_room(Wish("model", device="cpu", max_memory={"cpu": "1GiB"}), None) == {"cpu": "1GiB"}
+
+
+def test_gpus_leave_their_shares_where_somebody_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [FakeGpu(0, memory=8 << 30), FakeGpu(1, memory=8 << 30)]
+    monkeypatch.setattr(loading, "resolve_devices", lambda device, limits: gpus)
+    wish = Wish("model", device="auto")
+    assert with_room(wish, None) is None
+    weights = default_budget(gpus[0])
+    assert with_room(wish, 1 << 30) == {gpu.name: weights - (1 << 29) for gpu in gpus}
