@@ -4,7 +4,8 @@
     a sliding window                   the same, but of no more tokens than the window has
     a state                            the same bytes for any text
 
-Until a cache has been seen, all layers count as the first kind, with the sizes that the config gives.
+Until a cache has been seen, all layers count as the first kind, with the sizes that the config gives. Layers that keep
+every token have room for some more once they are large enough (`room.py`), and that counts too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 
 import torch
 
+from rabbitllm.batching.room import SPARE_SHARE, SPARE_TOKENS, WORTH_BYTES
+
 
 @dataclass(frozen=True, slots=True)
 class CacheCost:
@@ -22,17 +25,21 @@ class CacheCost:
 
     Attributes:
         every_token: bytes of a token in the layers that keep all.
+        layers: how many those are.
         windows: of each sliding layer: its tokens, and bytes of one.
         fixed: bytes of states.
     """
 
     every_token: int
+    layers: int = 1
     windows: tuple[tuple[int, int], ...] = ()
     fixed: int = 0
 
     def bytes_for(self, tokens: int) -> int:
         """Of a text with so many tokens."""
-        return self.fixed + tokens * self.every_token + sum(min(tokens, most) * each for most, each in self.windows)
+        has_room = tokens * self.every_token >= 2 * self.layers * WORTH_BYTES
+        held = tokens + (tokens // SPARE_SHARE + SPARE_TOKENS if has_room else 0)
+        return self.fixed + held * self.every_token + sum(min(tokens, most) * each for most, each in self.windows)
 
 
 def cost_by_config(config: Any, dtype: torch.dtype) -> CacheCost:
@@ -48,12 +55,12 @@ def cost_by_config(config: Any, dtype: torch.dtype) -> CacheCost:
     both = 2 * keyed * width
     if getattr(config, "kv_lora_rank", None) and getattr(config, "v_head_dim", None):  # DeepSeek's latent attention
         both = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
-    return CacheCost(config.num_hidden_layers * both * dtype.itemsize)
+    return CacheCost(config.num_hidden_layers * both * dtype.itemsize, config.num_hidden_layers)
 
 
 def cost_by_cache(cache: Any) -> CacheCost | None:
     """By a cache with some tokens in it; None if it does not show enough."""
-    every_token = fixed = 0
+    every_token = fixed = layers = 0
     windows = []
     for layer in cache.layers:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
@@ -65,16 +72,20 @@ def cost_by_cache(cache: Any) -> CacheCost | None:
                 windows.append((window, each))
             else:
                 every_token += each
+                layers += 1
             tensors -= keys.nbytes + values.nbytes
         elif tensors == 0 and getattr(layer, "is_initialized", True) and type(layer).__name__ != "DummyLayer":
             return None
         fixed += tensors
-    return CacheCost(every_token, tuple(windows), fixed)
+    return CacheCost(every_token, max(layers, 1), tuple(windows), fixed)
 
 
 def bytes_of(cache: Any) -> int:
-    """That a cache holds now."""
-    return sum(tensor.nbytes for layer in cache.layers for tensor in _tensors(vars(layer)))
+    """That a cache holds now: of views what they are views of, each once."""
+    tensors = (tensor for layer in cache.layers for tensor in _tensors(vars(layer)))
+    return sum(
+        {found.data_ptr(): found.nbytes() for found in (tensor.untyped_storage() for tensor in tensors)}.values()
+    )
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -109,6 +109,7 @@ def copied(cache: Any, tokens: int) -> Any:
 
 def _copied_layer(layer: Any, tokens: int) -> Any:
     made = copy(layer)
+    vars(made).pop("_room", None)  # belongs to the other one; see `room.py`
     whole = not can_be_cut(layer)
     for name, value in vars(layer).items():
         if isinstance(value, torch.Tensor):

@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicCache
 
 from rabbitllm.batching.cache_cost import bytes_of, cost_by_cache, cost_by_config
 from rabbitllm.batching.prefixes import WORTH_TOKENS, Kept, beginning, copied, usable
+from rabbitllm.batching.room import append
 from tests.support.builders import FAMILIES, VOCABULARY_SIZE, build_checkpoint
 from tests.support.tiny_models import plain_model
 
@@ -36,14 +37,26 @@ def cache_of(model: Any, tokens: int) -> Any:
     return cache
 
 
+def has_keys(layer: Any) -> bool:
+    return getattr(layer, "keys", None) is not None
+
+
+def storages(cache: Any) -> int:
+    """Bytes of keys and values, with what they are cut from."""
+    both = (tensor for layer in cache.layers if has_keys(layer) for tensor in (layer.keys, layer.values))
+    return sum(tensor.untyped_storage().nbytes() for tensor in both)
+
+
 def test_the_cost_that_a_cache_shows_is_that_of_longer_ones(model: Any) -> None:
     cost = cost_by_cache(cache_of(model, 9))
     assert cost is not None
     for tokens in (9, 20, 70):
         cache = cache_of(model, tokens)
+        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if has_keys(layer))
+        states = bytes_of(cache) - storages(cache)
         # a window shows one token less than it takes
         windows = sum(each for _, each in cost.windows)
-        assert bytes_of(cache) <= cost.bytes_for(tokens) <= bytes_of(cache) + windows
+        assert held + states <= cost.bytes_for(tokens) <= held + states + windows
         assert cost_by_config(model.config, torch.float32).bytes_for(tokens) > 0
 
 
@@ -114,3 +127,18 @@ def test_what_was_not_used_for_the_longest_time_goes_first() -> None:
     assert [len(ids) for ids, _ in kept.texts()] == [10, 12]
     kept.shrink(0)
     assert kept.nbytes == 0
+
+
+def test_room_that_is_reserved_counts() -> None:
+    cache = DynamicCache()
+    keys = torch.zeros(1, 4, 700, 128)
+    cache.update(keys, keys.clone(), 0)
+    cost = cost_by_cache(cache)
+    assert cost is not None
+    append(cache.layers[0], keys[:, :, :1], keys[:, :, :1])
+    assert bytes_of(cache) == cost.bytes_for(701)
+    for _ in range(150):
+        append(cache.layers[0], keys[:, :, :1], keys[:, :, :1])
+        assert bytes_of(cache) <= cost.bytes_for(cache.get_seq_length())
+    part = copied(cache, 100)
+    assert bytes_of(part) == 100 * cost.every_token
