@@ -113,8 +113,13 @@ def _routes(service: Service) -> APIRouter:
         asked = await service.encoded(lambda: chat_asked(body, service.template, service.model, settings))
         choices = ChatChoices(asked, service.spelling, service.ends, lambda: f"call_{uuid.uuid4().hex[:24]}")
         envelope = _envelope("chatcmpl-", ("chat.completion", "chat.completion.chunk"), body, request, service)
-        keep = bool(asked.tools) or asked.likeliest is not None
-        return await _generated(request, service, body, asked.requests, choices, envelope, keep)
+        inbox = Inbox(
+            len(asked.requests),
+            keep_tokens=asked.likeliest is not None,
+            text_of=choices.text_of,
+            watch=service.metrics.watch(),
+        )
+        return await _generated(request, service, body, asked.requests, choices, envelope, inbox)
 
     @router.post("/v1/completions")
     async def completion(request: Request) -> Response:
@@ -123,7 +128,8 @@ def _routes(service: Service) -> APIRouter:
         asked = await service.encoded(lambda: completion_asked(body, service.tokenizer, service.model, settings))
         choices = CompletionChoices(asked, service.spelling, service.ends)
         envelope = _envelope("cmpl-", ("text_completion", "text_completion"), body, request, service)
-        return await _generated(request, service, body, asked.requests, choices, envelope, asked.likeliest is not None)
+        inbox = Inbox(len(asked.requests), keep_tokens=asked.likeliest is not None, watch=service.metrics.watch())
+        return await _generated(request, service, body, asked.requests, choices, envelope, inbox)
 
     @router.post("/v1/embeddings")
     async def embeddings(request: Request) -> Response:
@@ -162,11 +168,10 @@ async def _generated(
     wanted: Sequence[Wanted],
     choices: Choices,
     envelope: Envelope,
-    keep_tokens: bool,
+    inbox: Inbox,
 ) -> Response:
     """The answer to requests of the batch, whole or as a stream; they are cancelled when whoever asked is gone."""
     record = _record(request)
-    inbox = Inbox(len(wanted), keep_tokens=keep_tokens, watch=service.metrics.watch())
     submission = Submission(service.batch, wanted, inbox)
     of_a_prompt = body.n or 1
 

@@ -29,6 +29,16 @@ class ChatChoices:
         self._new_id = new_id
         self._readers = [self._reader() for _ in asked.requests]
 
+    def text_of(self, piece: Piece) -> str:
+        """Text as the batch hands it out, with the markers of calls before it that are special tokens and so not in it.
+
+        For a reader of calls; whoever joins pieces has to ask before, since only then it is known where they stood.
+        """
+        if not self._asked.tools:
+            return piece.text
+        spelt = (self._spelling.of(chosen.token)[0] for chosen in piece.tokens)
+        return "".join(text for text in spelt if text in SPECIAL and text not in piece.text) + piece.text
+
     def begin(self, choice: int) -> list[dict[str, Any]]:
         """The role."""
         return [_delta(choice, {"role": "assistant", "content": ""})]
@@ -36,7 +46,7 @@ class ChatChoices:
     def more(self, choice: int, piece: Piece) -> list[dict[str, Any]]:
         """Its text, unless that may be a call of a tool, and its tokens' probabilities."""
         reader = self._readers[choice]
-        text = piece.text if reader is None else reader.feed(self._marked(piece))
+        text = piece.text if reader is None else reader.feed(piece.text)
         logprobs = self._logprobs(piece.tokens)
         if not text and not (logprobs and logprobs["content"]):
             return []
@@ -58,7 +68,7 @@ class ChatChoices:
         text = piece.text
         calls: tuple[Call, ...] = ()
         if reader is not None:
-            text = reader.feed(self._marked(piece))
+            text = reader.feed(piece.text)
             rest, calls = reader.end()
             text = (text + rest).rstrip() if calls else text + rest
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
@@ -73,11 +83,6 @@ class ChatChoices:
 
     def _reader(self) -> CallReader | None:
         return CallReader(self._asked.tools, self._asked.types) if self._asked.tools else None
-
-    def _marked(self, piece: Piece) -> str:
-        """The text, with those markers before it that are special tokens and so not part of it."""
-        spelt = (self._spelling.of(chosen.token)[0] for chosen in piece.tokens)
-        return "".join(text for text in spelt if text in SPECIAL and text not in piece.text) + piece.text
 
     def _calls(self, calls: Sequence[Call]) -> list[dict[str, Any]]:
         return [

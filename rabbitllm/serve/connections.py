@@ -18,6 +18,9 @@ HEAD_SECONDS = 20.0
 written but is not taken counts as ended."""
 MOST_CONNECTIONS = 1000
 """At a time; a further one is closed at once. Each takes a file descriptor, of which there often are 1,024."""
+LINGER_SECONDS = 0.5
+"""At the end of the server: a request may be on its way, or lie in the kernel unread, and its client is to see an answer
+rather than a connection that was reset."""
 _KEEPALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
 
 
@@ -44,6 +47,17 @@ class Connection(H11Protocol):
         if self._watch is not None:
             self._watch.cancel()
         super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """The server ends: whoever asks in this moment is still told so."""
+        if self.cycle is None or self.cycle.response_complete:
+            self.loop.call_later(LINGER_SECONDS, self._part)
+        else:
+            super().shutdown()
+
+    def _part(self) -> None:
+        if not self.transport.is_closing():
+            super().shutdown()
 
     def _look_again(self) -> None:
         self._watch = self.loop.call_later(self.head_seconds / 4, self._look)

@@ -11,6 +11,7 @@ Routes under `/v1` and `/metrics` want the key; `/health` and the page, which ha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 from collections.abc import Callable
@@ -33,6 +34,8 @@ ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/m
 QUIET = ("/health", "/metrics", "/status")
 """Asked for again and again; not worth a line."""
 PROTECTED = ("/v1", "/metrics", "/status")
+MOST_READ_OFF, MOST_READ_OFF_SECONDS = 1 << 20, 2.0
+"""Of the body of a request that is refused at the door."""
 ALWAYS = ("/health", "/metrics")
 """Answered also while the server ends."""
 
@@ -56,7 +59,20 @@ async def _refuse(refusal: Refusal, scope: Scope, receive: Receive, send: Send) 
     record: Record | None = scope.get(SCOPE_KEY)
     if record is not None:
         record.error = refusal.code
+    await _read_off(receive)
     await answer_of(refusal)(scope, receive, send)
+
+
+async def _read_off(receive: Receive) -> None:
+    """Take a body that nobody wants, if it is a usual one: a client that is still writing may not get to the answer."""
+    length = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(MOST_READ_OFF_SECONDS):
+            while length <= MOST_READ_OFF:
+                message = await receive()
+                length += len(message.get("body", b""))
+                if not message.get("more_body"):
+                    return
 
 
 class Recorded:

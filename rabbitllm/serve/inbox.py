@@ -22,6 +22,7 @@ class Inbox:
     Args:
         choices: how many requests.
         keep_tokens: whether anybody looks at tokens; else only text is kept.
+        text_of: what is kept of a piece as its text; called in the batch's thread.
         watch: called with each event's choice, the event and `time.perf_counter()`, in the batch's thread.
     """
 
@@ -30,6 +31,7 @@ class Inbox:
         choices: int,
         *,
         keep_tokens: bool = True,
+        text_of: Callable[[Piece], str] = lambda piece: piece.text,
         watch: Callable[[int, Event, float], None] = lambda choice, event, now: None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
@@ -41,6 +43,7 @@ class Inbox:
         self._waiting: dict[int, None] = {}
         self._rung = False
         self._keep_tokens = keep_tokens
+        self._text_of = text_of
         self._watch = watch
 
     def taker(self, choice: int) -> Callable[[Event], None]:
@@ -54,9 +57,10 @@ class Inbox:
             RuntimeError: the loop has ended.
         """
         self._watch(choice, event, time.perf_counter())
+        text = self._text_of(event) if isinstance(event, Piece) else ""
         with self._lock:
             if isinstance(event, Piece):
-                self._texts[choice].append(event.text)
+                self._texts[choice].append(text)
                 if self._keep_tokens:
                     self._tokens[choice] += event.tokens
                 self._waiting[choice] = None

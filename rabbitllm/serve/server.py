@@ -87,6 +87,20 @@ class Server(uvicorn.Server):
         self.was_forced = self.was_forced or now
         threading.Thread(target=self._close, args=(0.0 if now else self._grace,), daemon=True).start()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn; first take those in who have connected already, and would be reset with what they wait at."""
+        loop = asyncio.get_running_loop()
+        while not self.force_exit and sockets:
+            try:
+                made, _ = sockets[0].accept()
+            except OSError:
+                break
+            await loop.connect_accepted_socket(self._connection, made)
+        await super().shutdown(sockets)
+
+    def _connection(self) -> Connection:
+        return Connection(self.config, self.server_state, {})
+
     def _close(self, grace: float | None) -> None:
         if not self.was_forced:
             within = "" if grace is None else f", within {grace:g} s"

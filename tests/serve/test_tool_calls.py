@@ -26,6 +26,7 @@ LINES = (
     ("<both>", "Let me ", "see.\n", "<tool_call>\n"),
     ("<talk>", "It is ", "three."),
     ("<json>", '{"a": ', "1}"),
+    ("<later>", "So: ", "[TOOL_CALLS]"),
     ("<mistral>", "[TOOL_CALLS]", '[{"name": "add", ', '"arguments": {}}]'),
 )
 ADD: Any = {
@@ -54,7 +55,12 @@ def ask(scripted: Running, word: str, **more: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("word", "text", "arguments"),
-    [("<call>", None, {"a": 1, "b": 2}), ("<both>", "Let me see.", {"a": 1, "b": 2}), ("<mistral>", None, {})],
+    [
+        ("<call>", None, {"a": 1, "b": 2}),
+        ("<both>", "Let me see.", {"a": 1, "b": 2}),
+        ("<mistral>", None, {}),
+        ("<later>", "So:", {}),
+    ],
 )
 def test_a_call(scripted: Running, word: str, text: str | None, arguments: dict[str, int]) -> None:
     choice = ask(scripted, word).choices[0]
