@@ -36,7 +36,7 @@ from benchmarks.serve_report import ServeRun, curves, figures, notes_on, tabulat
 from benchmarks.serve_rows import SERVERS, Workload, body_of, job_of, prepare_files
 from benchmarks.server_process import Served, asked, served
 
-LEAST_ROOM_BYTES = 128 << 20
+LEAST_ROOM_BYTES = 384 << 20
 """Beside the idle process, whatever the share: less than this a model that is only tried out with cannot compute in."""
 WARM_UP_TOKENS = 2
 _OFFSET = 10_000
