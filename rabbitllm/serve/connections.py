@@ -19,8 +19,8 @@ written but is not taken counts as ended."""
 MOST_CONNECTIONS = 1000
 """At a time; a further one is closed at once. Each takes a file descriptor, of which there often are 1,024."""
 LINGER_SECONDS = 0.5
-"""At the end of the server: a request may be on its way, or lie in the kernel unread, and its client is to see an answer
-rather than a connection that was reset."""
+"""At the end of the server: a request may be on its way, or lie in the kernel unread, and its client is to see an
+answer rather than a connection that was reset."""
 _KEEPALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
 
 
