@@ -22,6 +22,10 @@ from rabbitllm.batching.stop_texts import StoppedText
 from rabbitllm.generation_stream import TextStream
 
 
+def _tell_nobody(event: Event) -> None:
+    """In the place of who asked, when it is over: they refer to each other, and would wait for a search for cycles."""
+
+
 class _Over(Exception):
     """Raised where the last token was made, to leave `generate`."""
 
@@ -131,11 +135,13 @@ class Generation:
             None if self._first is None else self._first - self._submitted,
         )
         self._notify(finished)
+        self._notify = _tell_nobody
         return finished
 
     def fail(self, error: Exception) -> None:
         """Say that it has failed."""
         self._notify(Failed(error))
+        self._notify = _tell_nobody
 
     def draw(self, begins: bool) -> None:
         """Have random numbers of its own around the choice of a token: called before it, and after."""

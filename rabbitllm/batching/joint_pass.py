@@ -77,8 +77,10 @@ class Member(greenlet):  # type: ignore[misc]
         self.error: BaseException | None = None
 
     def _run(self, answer: Any = None) -> None:
+        work = self._work
+        del self._work  # it may refer to this
         try:
-            self._work()
+            work()
         except Left:
             pass
         except BaseException as error:
@@ -121,6 +123,7 @@ class _Carrier(Member):
     def carry_alone(self) -> None:
         """The same, where there is nobody to meet."""
         self._run()
+        del self.run  # it refers to this, and would keep outputs and caches until cycles are looked for
 
 
 class _Point:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,8 @@ import torch
 
 from rabbitllm.ask.answer import Sampling
 from rabbitllm.batching.batch import Batch, Limits
+from rabbitllm.batching.joint_pass import _Carrier
+from rabbitllm.batching.packed import Text
 from rabbitllm.batching.request import Ended, Event, Failed, Piece, Request
 from rabbitllm.errors import BusyError, ClosedError, OptionError
 from tests.batching.asking import Asked, alone, asked, begin
@@ -318,3 +322,22 @@ def test_what_no_pass_could_answer_is_refused(open_batch: Open, request_: Reques
     batch, _ = open_batch()
     with pytest.raises(OptionError):
         batch.submit(request_, lambda event: None)
+
+
+def test_what_is_over_is_not_left_to_a_search_for_cycles(open_batch: Open) -> None:
+    """Which comes late where there are many objects, and keys, values and logits would wait for it."""
+    batch, _ = open_batch()
+    asked(batch, [Request(prompt(5, number), 3) for number in range(3)])
+    gc.collect()
+    gc.disable()
+    try:
+        made = asked(batch, [Request(prompt(9, number), 4) for number in range(4)])
+        ended = [weakref.ref(one.ticket._generation) for one in made if one.ticket is not None]
+        assert len(ended) == 4
+        del made
+        asked(batch, [Request(prompt(5), 1)])  # the batch's thread has gone on
+        texts = [one for one in gc.get_objects() if type(one) in (Text, _Carrier)]
+    finally:
+        gc.enable()
+    assert [one() for one in ended] == [None] * 4
+    assert len(texts) <= 2  # of the last pass, at most
