@@ -53,6 +53,7 @@ setup(
             "uvicorn>=0.30",
             "greenlet>=3.1",
             "openai>=2",
+            "httpx>=0.27",
         ],
         "serve": ["fastapi>=0.115", "uvicorn>=0.30", "greenlet>=3.1"],
         "ecosystem": ["lm_eval>=0.4.13", "langchain-huggingface>=0.3.1"],

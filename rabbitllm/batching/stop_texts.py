@@ -1,4 +1,4 @@
-"""Text that comes piece by piece and ends before the first of some stop texts. Knows no tokens and no models."""
+"""Text that comes piece by piece and ends before the first of some stop texts to be complete. Knows no tokens."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ class StoppedText:
         if self.stop is not None:
             return
         text = self._held + text
-        found = [(at, -len(stop), stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        # the one that is complete first, as if the text came character by character; of several the longest
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            at, _, self.stop = min(found)
+            _, at, self.stop = min(found)
             self._free += text[:at]
             self._held = ""
             return

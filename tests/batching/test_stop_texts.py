@@ -21,16 +21,14 @@ def test_any_pieces(pieces: list[str], stops: tuple[str, ...]) -> None:
     before = "".join(taken)
     taken.append(text.take(last=True))
     whole = "".join(pieces)
-    ends = [at for stop in stops if (at := whole.find(stop)) >= 0]
-    assert "".join(taken) == whole[: min(ends)] if ends else "".join(taken) == whole
-    assert (text.stop is not None) == bool(ends)
-    if text.stop is not None:
-        assert whole.startswith(text.stop, min(ends))
+    ends = [(at + len(stop), at, stop) for stop in stops if (at := whole.find(stop)) >= 0]
+    _, begin, stop = min(ends, default=(0, len(whole), None))
+    assert ("".join(taken), text.stop) == (whole[:begin], stop)
     assert not any(stop in before for stop in stops)
 
 
-def test_of_stop_texts_that_begin_together_the_longest_one_came() -> None:
-    text = StoppedText(("<end", "<end of it>"))
+def test_the_one_that_is_complete_first_came() -> None:
+    text = StoppedText(("it>", "<end of it>", "<end of it> and"))
     text.add("so <end of it> and")
     assert (text.take(), text.stop) == ("so ", "<end of it>")
 
