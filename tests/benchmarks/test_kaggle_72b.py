@@ -443,6 +443,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert parse().results.parts[-3:] == ("benchmarks", "results", "kaggle-72b")
 
 
+@pytest.mark.long
 def test_a_split_that_fails_is_told_of(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -457,6 +458,7 @@ SPEED = {way: {"mb_per_second": 1.0, "core_seconds_per_gb": 1.0} for way in ("so
 HASHED = {"hashed": 0, "seconds": 0.0, "threads": 1}
 
 
+@pytest.mark.long
 def test_a_tiny_rehearsal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Killed in the middle of the first shard; the long test has kills after some are used up."""
     monkeypatch.setattr(kaggle_72b, "hub_speed", lambda *arguments: (SPEED, HASHED))

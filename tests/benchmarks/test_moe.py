@@ -67,6 +67,7 @@ def test_skewed_texts_use_fewer_experts() -> None:
     assert uses[1].reuse[0.25] > 1.1 * uses[0].reuse[0.25]
 
 
+@pytest.mark.long
 def test_generation_goes_on_with_the_text_and_routing_is_noted(checkpoint: Path, tmp_path: Path) -> None:
     scale = SCALES["tiny"]
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")

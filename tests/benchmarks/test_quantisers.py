@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent.parent
 pytest.importorskip("numba")
 
 
+@pytest.mark.long
 def test_both_give_the_same_bytes_and_the_figures_are_written(tmp_path: Path) -> None:
     base = tmp_path / "found" / "quantisers"
     command = [sys.executable, "-m", "benchmarks.quantisers", "--turns", "2", "--megabytes", "4"]
