@@ -150,6 +150,7 @@ def _tensor(arguments: tuple[Any, ...], dtype: object, metadata: object) -> Pick
         raise RefusedValueError(f"is given {describe(dtype)} as a dtype")
     if metadata:  # torch keeps a conjugate or a negative by marking it; the bytes are then not the values
         raise RefusedValueError("makes a conjugated or negated view, whose bytes are not its values")
+    _check_requires_grad(arguments[4])
     first = _natural(arguments[1], "its first element")
     shape, strides = _naturals(arguments[2], "a shape"), _naturals(arguments[3], "strides")
     if len(shape) != len(strides):
@@ -201,7 +202,14 @@ def _rebuild_parameter(arguments: tuple[Any, ...]) -> PickledTensor:
     _count(arguments, 3, 4)
     if not isinstance(arguments[0], PickledTensor):
         raise RefusedValueError(f"is given {describe(arguments[0])}; expected a tensor")
+    _check_requires_grad(arguments[1])
     return arguments[0]
+
+
+def _check_requires_grad(value: object) -> None:
+    """Of no use here, but torch takes nothing else."""
+    if type(value) is not bool:
+        raise RefusedValueError(f"is given {describe(value)} as requires_grad")
 
 
 def _rebuild_from_type(arguments: tuple[Any, ...]) -> object:

@@ -124,6 +124,7 @@ def test_without_a_split_nothing_is_written(tmp_path: Path) -> None:
     assert names_in(tmp_path) == before
 
 
+@pytest.mark.long
 def test_progress_is_on_stderr(checkpoint: Path) -> None:
     command = [sys.executable, "-m", "rabbitllm", "bench", str(checkpoint), *STREAMED, "--json"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from rabbitllm.errors import CheckpointError, CorruptShardError
@@ -132,6 +132,7 @@ def test_a_file_that_is_cut_off_anywhere(tmp_path: Path) -> None:
 @settings(max_examples=600, deadline=3000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, 500), st.integers(0, 4), st.binary(max_size=4)), min_size=1, max_size=3))
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@example([(259, 0, b"\0" * 4), (260, 0, b"G\0\0\0")])  # a float as requires_grad
 def test_only_our_errors(tmp_path: Path, changes: list[tuple[int, int, bytes]]) -> None:
     """And whatever is accepted is what torch itself makes of it."""
     data = bytearray(parts())

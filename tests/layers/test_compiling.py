@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 NOWHERE = """
@@ -27,6 +29,7 @@ print("compiled")
 """
 
 
+@pytest.mark.long
 def test_where_nothing_can_be_kept() -> None:
     ran = subprocess.run([sys.executable, "-c", NOWHERE], cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr

@@ -86,6 +86,7 @@ def over_idle(source: Path, saving_path: Path, compression: str | None) -> int:
     return int(ran.stdout.split()[-1])
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("compression", [None, "8bit"])
 def test_memory_for_a_tensor_larger_than_the_bound(tmp_path: Path, compression: str | None) -> None:
@@ -104,6 +105,7 @@ def test_memory_for_a_file_of_torch(tmp_path: Path, compression: str | None, tra
     assert over_idle(source, tmp_path / "out", compression) < MOST
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_for_a_file_of_torch_before_1_6(tmp_path: Path) -> None:
     """torch itself would hold all of it."""

@@ -229,7 +229,7 @@ def test_ranks_that_a_folder_lacks_come_from_a_repository(
 # Going on
 
 
-@pytest.mark.parametrize("compression", ["4bit", "8bit"])
+@pytest.mark.parametrize("compression", ["4bit", pytest.param("8bit", marks=pytest.mark.long)])
 def test_killed_at_some_steps(
     tmp_path: Path, model: Any, expected: Expected, crash_server: CrashServer, compression: str
 ) -> None:
