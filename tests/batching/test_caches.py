@@ -11,7 +11,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from rabbitllm.batching.cache_cost import bytes_of, cost_by_cache, cost_by_config
-from rabbitllm.batching.prefixes import WORTH_TOKENS, Kept, beginning, copied, usable
+from rabbitllm.batching.prefixes import MOST_TEXTS, WORTH_TOKENS, Kept, beginning, copied, usable
 from rabbitllm.batching.room import append
 from tests.support.builders import FAMILIES, VOCABULARY_SIZE, build_checkpoint
 from tests.support.tiny_models import plain_model
@@ -127,6 +127,18 @@ def test_what_was_not_used_for_the_longest_time_goes_first() -> None:
     assert [len(ids) for ids, _ in kept.texts()] == [10, 12]
     kept.shrink(0)
     assert kept.nbytes == 0
+
+
+def test_of_many_texts_those_used_last_are_kept() -> None:
+    kept = Kept()
+    texts = [[number, *range(50, 59)] for number in range(MOST_TEXTS + 3)]
+    for text in texts[:MOST_TEXTS]:
+        kept.put(text, DynamicCache())
+    kept.used(texts[1])
+    for text in texts[MOST_TEXTS:]:
+        kept.put(text, DynamicCache())
+    found = [list(ids) for ids, _ in kept.texts()]
+    assert found == [*texts[4:MOST_TEXTS], texts[1], *texts[MOST_TEXTS:]]
 
 
 def test_room_that_is_reserved_counts() -> None:
