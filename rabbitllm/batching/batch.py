@@ -82,7 +82,6 @@ class Ticket:
     _member: Member | None = None
     _cancelled: bool = False
     _deadline: float | None = None
-    _is_over: bool = False
 
     def cancel(self) -> None:
         """End it with the pass that is going on; may be called from any thread, any number of times."""
@@ -151,8 +150,7 @@ class Batch:
         self._lately = 1.0  # seconds that a request took
         self._closing: float | None = None  # when what is not finished is cancelled
         self._change = threading.Condition()
-        self._by_member: dict[Member, Generation] = {}
-        self._passes = JointPasses(model, exact=limits.exact, behind_head=self._behind_head)
+        self._passes = JointPasses(model, exact=limits.exact)
         self._thread = threading.Thread(target=self._work, name="rabbitllm-batch", daemon=True)
         self._thread.start()
 
@@ -161,11 +159,6 @@ class Batch:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
-
-    @property
-    def context(self) -> int | None:
-        """Tokens that a prompt and its answer may have together; None if the model sets no limit."""
-        return context_of(self._model)
 
     def submit(self, request: Request, notify: Callable[[Event], None]) -> Ticket:
         """Take a request on.
@@ -255,10 +248,11 @@ class Batch:
         size = self._model.get_input_embeddings().num_embeddings
         if not all(0 <= token < size for token in request.prompt):
             raise OptionError(f"The prompt has a token that the model does not know; it has {size:,}.")
-        if self.context is not None and tokens + request.max_new_tokens > self.context:
+        context = context_of(self._model)
+        if context is not None and tokens + request.max_new_tokens > context:
             raise OptionError(
                 f"The prompt has {tokens:,} tokens and {request.max_new_tokens:,} may follow; the model's context is "
-                f"{self.context:,}.",
+                f"{context:,}.",
                 "Shorten the prompt, or ask for fewer tokens.",
             )
         needed = self._cost.bytes_for(tokens + 1)
@@ -291,11 +285,7 @@ class Batch:
                 self._closing = 0.0
                 left = [*self._running, *self._waiting]
             for ticket in left:
-                self._take_out(ticket)
                 self._over(ticket, self.error or Ended.CANCELLED)
-            with self._change:
-                self._running.clear()
-                self._waiting.clear()
             self._passes.close()
 
     def _wait(self) -> bool:
@@ -317,9 +307,7 @@ class Batch:
                 if ticket._cancelled or closing or (ticket._deadline is not None and now >= ticket._deadline)
             ]
         for ticket, why in unwanted:
-            self._take_out(ticket)
             self._over(ticket, why)
-        self._forget(ticket for ticket, _ in unwanted)
 
     def _give_places_back(self) -> None:
         """Where keys and values outgrow the limit."""
@@ -335,10 +323,7 @@ class Batch:
                 self._running.remove(ticket)
                 self._waiting.appendleft(ticket)
         if len(self._running) == 1 and self._cost.bytes_for(texts[0].tokens + 1) > self._cache_limit:
-            ticket = self._running[0]  # nobody else's place would help
-            self._take_out(ticket)
-            self._over(ticket, Ended.LENGTH)
-            self._forget([ticket])
+            self._over(self._running[0], Ended.LENGTH)  # nobody else's place would help
 
     def _begin(self) -> None:
         """Let those begin for whom there is room, in their order."""
@@ -378,7 +363,7 @@ class Batch:
                 self._cache_limit - sum(self._cost.bytes_for(_text(one).soon) for one in (*self._running, ticket))
             )
         chunk = self._chunk if self._keeps and not self._limits.exact else None
-        ticket._member = self._passes.add(lambda: generation.run(chunk), lambda member: self._named(member, ticket))
+        ticket._member = self._passes.add(lambda: generation.run(chunk), generation.draw)
         return True
 
     def _sources(self) -> Iterable[tuple[Any, Any]]:
@@ -394,9 +379,6 @@ class Batch:
             cache = ticket._generation.cache
             if cache is not None and cache.get_seq_length() < len(ticket._generation.request.prompt):
                 yield ticket
-
-    def _named(self, member: Member, ticket: Ticket) -> None:
-        self._by_member[member] = ticket._generation
 
     def _pass(self) -> None:
         """One pass for those whose turn it is; then see who has ended."""
@@ -418,13 +400,15 @@ class Batch:
         for ticket in over:
             error = ticket._member.error if ticket._member is not None else None
             self._over(ticket, error or ticket._generation.ended or Ended.LENGTH)
-        self._forget(over)
 
     def _over(self, ticket: Ticket, how: BaseException | Ended) -> None:
-        """Say that a request is over, and keep its cache."""
-        if ticket._is_over:
-            return
-        ticket._is_over = True
+        """Free a request's place, say that it is over, and keep its cache."""
+        self._take_out(ticket)
+        with self._change:
+            if ticket in self._running:
+                self._running.remove(ticket)
+            else:
+                self._waiting.remove(ticket)
         generation = ticket._generation
         if isinstance(how, BaseException):
             if isinstance(how, Exception):
@@ -444,26 +428,12 @@ class Batch:
             return
         self._kept.put(generation.ids[:tokens], generation.cache)
         generation.cache = None
-        others = sum(self._bytes_of(ticket) for ticket in self._running if ticket._generation is not generation)
-        self._kept.shrink(self._cache_limit - others)
+        self._kept.shrink(self._cache_limit - sum(self._bytes_of(ticket) for ticket in self._running))
 
     def _take_out(self, ticket: Ticket) -> None:
         if ticket._member is not None and not ticket._member.dead:
             self._passes.take_out(ticket._member)
-        if ticket._member is not None:
-            self._by_member.pop(ticket._member, None)
-        ticket._member = None
-
-    def _forget(self, tickets: Iterable[Ticket]) -> None:
-        with self._change:
-            for ticket in tickets:
-                if ticket._member is not None:  # its stack holds much, and who asked may hold the ticket
-                    self._by_member.pop(ticket._member, None)
-                    ticket._member = None
-                if ticket in self._running:
-                    self._running.remove(ticket)
-                elif ticket in self._waiting:
-                    self._waiting.remove(ticket)
+        ticket._member = None  # its stack holds much, and who asked may hold the ticket
 
     def _measure(self) -> None:
         """Once there is a cache to measure, what tokens cost is known."""
@@ -480,11 +450,6 @@ class Batch:
         # not of its tensors: another thread changes them meanwhile
         tokens = generation.cache.get_seq_length() if generation.cache is not None else len(generation.ids)
         return self._cost.bytes_for(tokens)
-
-    def _behind_head(self, member: Member, goes_on: bool) -> None:
-        generation = self._by_member.get(member)
-        if generation is not None:
-            generation.draw(goes_on)
 
 
 def _text(ticket: Ticket) -> Text:

@@ -64,15 +64,18 @@ class Member(greenlet):  # type: ignore[misc]
 
     Args:
         work: what it does; calls the model as often as it likes.
+        behind_head: called as it goes on (True) and has stopped again (False), around what it does behind the model's
+            last linear layer: there, tokens are drawn.
 
     Attributes:
         error: what ended it, if it did not end by itself.
         waits: where it is; None while it runs, and when it has ended.
     """
 
-    def __init__(self, work: Callable[[], None]) -> None:
+    def __init__(self, work: Callable[[], None], behind_head: Callable[[bool], None] = lambda goes_on: None) -> None:
         super().__init__(self._run)
         self._work = work
+        self.behind_head = behind_head
         self.waits: _Call | None = None
         self.error: BaseException | None = None
 
@@ -144,21 +147,11 @@ class JointPasses:
         exact: every member's rows go through every module by themselves, so that its results have the bits that it
             would have alone.
         packing: let members' rows go through as those of one text, where that can be.
-        behind_head: called with a member, and whether it goes on now (True) or has stopped again (False), around what
-            it does behind the model's last linear layer: there, tokens are drawn.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        exact: bool = False,
-        packing: bool = True,
-        behind_head: Callable[[Member, bool], None] = lambda member, goes_on: None,
-    ) -> None:
+    def __init__(self, model: Any, *, exact: bool = False, packing: bool = True) -> None:
         self._model = model
         self._exact = exact
-        self._behind_head = behind_head
         self._hub: greenlet | None = None
         self.members: list[Member] = []
         self._packed = PackedForward.of(model) if packing and not exact else None
@@ -184,16 +177,14 @@ class JointPasses:
             point.module._compiled_call_impl = None
         self._model.shared_passes = None
 
-    def add(self, work: Callable[[], None], named: Callable[[Member], None] = lambda member: None) -> Member:
+    def add(self, work: Callable[[], None], behind_head: Callable[[bool], None] = lambda goes_on: None) -> Member:
         """Let another one begin; it stops before its first pass.
 
         Args:
-            work: see `Member`.
-            named: is given it before it begins.
+            work, behind_head: see `Member`.
         """
-        member = Member(work)
+        member = Member(work, behind_head)
         self.members.append(member)
-        named(member)
         self._go_on(member, None)
         return member
 
@@ -271,10 +262,10 @@ class JointPasses:
         computed = at is not None and at.point is None and answer is not None
         drawing = computed or (at is not None and at.point is self._head and self._head is not None)
         if drawing:
-            self._behind_head(member, True)
+            member.behind_head(True)
         self._switch(member, lambda: member.switch(answer))
         if drawing:
-            self._behind_head(member, False)
+            member.behind_head(False)
         if member.dead and member in self.members:
             self.members.remove(member)
 

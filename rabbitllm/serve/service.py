@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 
-from rabbitllm.ask.answer import end_tokens
+from rabbitllm.ask.answer import context_of, end_tokens
 from rabbitllm.batching.batch import Batch
 from rabbitllm.serve.embeddings import Embedder
 from rabbitllm.serve.metrics import Metrics
@@ -93,14 +93,14 @@ def service_for(model: Any, batch: Batch, settings: Settings, embedder: Embedder
         settings: see `Settings`.
         embedder: of that model, if it has embeddings.
     """
-    return Service(model, batch, settings, model_facts(model, batch.context), frozenset(end_tokens(model)), embedder)
+    return Service(model, batch, settings, model_facts(model), frozenset(end_tokens(model)), embedder)
 
 
-def model_facts(model: Any, context: int | None) -> ModelFacts:
+def model_facts(model: Any) -> ModelFacts:
     """What requests are checked against; chance as the model recommends, else as OpenAI's interface has it."""
     recommended = model.generation_config
     temperature, top_p = 1.0, None
     if recommended.do_sample:
         temperature = recommended.temperature if recommended.temperature is not None else 1.0
         top_p = recommended.top_p if recommended.top_p is not None and recommended.top_p < 1 else None
-    return ModelFacts(context, model.get_input_embeddings().num_embeddings, float(temperature), top_p)
+    return ModelFacts(context_of(model), model.get_input_embeddings().num_embeddings, float(temperature), top_p)
