@@ -102,8 +102,8 @@ class Member(greenlet):  # type: ignore[misc]
         return entry.batch * entry.length
 
 
-class _Carrier(Member):
-    """Takes several members' texts through the model, as one.
+class _Carrier:
+    """Takes several members' texts through the model, as one; the work of a member where there are others to meet.
 
     Args:
         forward: computes them.
@@ -111,22 +111,21 @@ class _Carrier(Member):
 
     Attributes:
         outputs: of each text, once it has ended without error.
+        error: what ended it else.
     """
 
     def __init__(self, forward: PackedForward, texts: Sequence[Text]) -> None:
-        super().__init__(self.carry)
         self._forward = forward
         self._texts = texts
         self.outputs: list[Any] = []
+        self.error: BaseException | None = None
 
-    def carry(self) -> None:
+    def __call__(self) -> None:
         """Go through the model."""
-        self.outputs = self._forward(self._texts)
-
-    def carry_alone(self) -> None:
-        """The same, where there is nobody to meet."""
-        self._run()
-        del self.run  # it refers to this, and would keep outputs and caches until cycles are looked for
+        try:
+            self.outputs = self._forward(self._texts)
+        except BaseException as error:
+            self.error = error
 
 
 class _Point:
@@ -205,10 +204,10 @@ class JointPasses:
             packed = self._packable(inside)
             others = [member for member in inside if member not in packed]
             carrier = _Carrier(self._packed, list(packed.values())) if self._packed is not None and packed else None
-            if carrier is not None and not others:
-                carrier.carry_alone()
+            if carrier is not None and others:
+                others.append(Member(carrier))
             elif carrier is not None:
-                others.append(carrier)
+                carrier()
             for member in others:
                 self._go_on(member, None)
             while here := [member for member in others if member.waits is not None and not member.is_outside]:
