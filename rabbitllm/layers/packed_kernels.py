@@ -23,15 +23,15 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import llvmlite.binding as llvm
-import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.extending import intrinsic
 
 from rabbitllm.layers.code_tables import PAIRS, RAMP_BYTES, RAMP_STEP, ZERO_CODE
-from rabbitllm.layers.compiling import c_function, compiled
+from rabbitllm.layers.compiling import compiled
+from rabbitllm.layers.row_team import BEFORE_WORK, RowRange, address_of
+from rabbitllm.layers.vectors import F32, FOR_A_THREAD, I8, I16, I32, Emitter, asked, inlined, number, to_array
 
 SEGMENT = 64
 """Codes that are summed before their scale is applied: a block of 4bit, and the smallest part of one of 8bit."""
@@ -44,8 +44,6 @@ ROWS, TOKENS = 4, 4
 
 _LARGE, _LARGE_VALUE = 0x4C000000, float(1 << 25)
 """The bits of 2**25 in float32: a code in the lowest of them adds `RAMP_STEP` times as much, without a conversion."""
-
-_F32, _I8, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]
@@ -61,127 +59,25 @@ class _BFloat(ir.Type):  # type: ignore[misc]
         return hash(_BFloat)
 
 
-_WORDS = ir.VectorType(_I16, 32)
+_WORDS = ir.VectorType(I16, 32)
 
-RowRange = Callable[..., None]
-"""Fills out[token, row], float32, for a range of rows. Takes `ARGUMENTS`, first row, last row."""
 ARGUMENTS = ("codes", "scales", "even", "odd", "table", "out", "row_bytes", "segments", "shift", "tokens", "rows")
 """Of every function here, all int64: addresses up to `out`; bytes of codes a row, segments a row, the logarithm of
 segments a block, inputs, rows in all."""
-BEFORE_MATRICES = 4
 GIVEN = len(ARGUMENTS)
-"""What a thread of a team is given: so much, and then so much for each matrix; see `in_a_team`."""
-
-
-@functools.cache
-def features() -> frozenset[str]:
-    """What the processor can do, in LLVM's words."""
-    return frozenset(name for name, there in llvm.get_host_cpu_features().items() if there)
-
-
-def lanes() -> int:
-    """Codes whose meaning is found at a time; 0 where there is no kernel for this processor."""
-    return 16 if "avx512f" in features() else 8 if {"avx2", "fma"} <= features() else 0
-
-
-def multiplies_pairs() -> bool:
-    """Whether this processor multiplies pairs of bfloat16."""
-    return {"avx512f", "avx512bw", "avx512bf16"} <= features()
 
 
 def row_range(scheme: str, width: int) -> RowRange:
-    """The function for a scheme and so many lanes; compiled when it is first called, or loaded from numba's cache."""
+    """Fills out[token, row], float32, for a range of rows, by so many lanes; takes `ARGUMENTS`, first row, last row.
+
+    Compiled when it is first called, or loaded from numba's cache."""
     return _FUNCTIONS[scheme, width][0]
 
 
 @functools.cache
 def in_a_team(scheme: str, width: int) -> int:
-    """The address of a function for every thread of an OpenMP team: it is given the address of int64s, which are the
-    addresses of the functions that tell its number and how many they are, rows for each, how many matrices, and then
-    `ARGUMENTS` for each of these. A team may have fewer threads than were asked for: the last one does what is left."""
-    pointer: Any = types.CPointer
-    made = c_function(types.void(pointer(types.int64)), _FUNCTIONS[scheme, width][1])
-    _KEPT.append(made)
-    return int(made.address)
-
-
-_KEPT: list[Any] = []
-"""Compiled functions whose addresses are in use."""
-
-
-@intrinsic
-def _told_by(context, address):  # type: ignore[no-untyped-def]
-    """What a C function at an address, without arguments, says as an int."""
-
-    def emit_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        function = builder.inttoptr(arguments[0], ir.FunctionType(_I32, []).as_pointer())
-        return builder.sext(builder.call(function, []), _I64)
-
-    return types.int64(types.int64), emit_code
-
-
-class _Emitter:
-    """Shorthand over an LLVM builder, for vectors of one width."""
-
-    def __init__(self, builder: Any, width: int) -> None:
-        self.b = builder
-        self.width = width
-        self.floats = ir.VectorType(_F32, width)
-        self.ints = ir.VectorType(_I32, width)
-        self.bytes = ir.VectorType(_I8, width)
-        self.zero = ir.Constant(self.floats, [0.0] * width)
-
-    def function(self, name: str, result: ir.Type, *arguments: ir.Type) -> Any:
-        declared = ir.FunctionType(result, arguments)
-        return cgutils.get_or_insert_function(self.b.module, declared, name)  # type: ignore[no-untyped-call]
-
-    def variable(self) -> Any:
-        """Place for a vector, zero at first, that ends up in a register."""
-        return cgutils.alloca_once_value(self.b, self.zero)  # type: ignore[no-untyped-call]
-
-    def load(self, address: Any, kind: ir.Type, alignment: int) -> Any:
-        loaded = self.b.load(self.b.inttoptr(address, kind.as_pointer()))
-        loaded.align = alignment
-        return loaded
-
-    def prefetch(self, address: Any) -> None:
-        """Ask for the bytes there; harmless where there are none."""
-        pointer, read, keep, data = _I8.as_pointer(), *(ir.Constant(_I32, value) for value in (0, 3, 1))
-        ask = self.function("llvm.prefetch.p0i8", ir.VoidType(), pointer, _I32, _I32, _I32)
-        self.b.call(ask, [self.b.inttoptr(address, pointer), read, keep, data])
-
-    def add(self, *terms: Any) -> Any:
-        return functools.reduce(self.b.add, (number(term) for term in terms))
-
-    def fma(self, a: Any, b: Any, c: Any) -> Any:
-        return self.of_floats("fma", a, b, c)
-
-    def look_up(self, table: Any, index: Any) -> Any:
-        """Floats of a vector by indices, of which the lowest 4 bits (of 16 lanes) or 3 (of 8) count alone."""
-        name = "llvm.x86.avx512.permvar.sf.512" if self.width == 16 else "llvm.x86.avx2.permps"
-        return self.b.call(self.function(name, self.floats, self.floats, self.ints), [table, index])
-
-    def of_floats(self, name: str, *operands: Any) -> Any:
-        """An LLVM function from vectors of floats to one."""
-        function = self.function(f"llvm.{name}.v{self.width}f32", self.floats, *[self.floats] * len(operands))
-        return self.b.call(function, operands)
-
-    def every(self, value: int) -> Any:
-        return ir.Constant(self.ints, [value] * self.width)
-
-    def spread(self, scalar: Any) -> Any:
-        nothing = ir.Constant(self.floats, ir.Undefined)
-        first = self.b.insert_element(nothing, scalar, ir.Constant(_I32, 0))
-        return self.b.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(_I32, self.width), [0] * self.width))
-
-    def sum(self, vector: Any) -> Any:
-        add = self.function(f"llvm.vector.reduce.fadd.v{self.width}f32", _F32, _F32, self.floats)
-        return self.b.call(add, [ir.Constant(_F32, -0.0), vector], fastmath=("reassoc",))
-
-
-def number(value: Any) -> Any:
-    """An LLVM value, or a Python number as one."""
-    return ir.Constant(_I64, value) if isinstance(value, int) else value
+    """The address of a function for every thread of an OpenMP team; see `row_team.py`."""
+    return address_of(_FUNCTIONS[scheme, width][1], FOR_A_THREAD)
 
 
 class _Floats:
@@ -190,7 +86,7 @@ class _Floats:
     codes_a_step: int
     has_factor = False
 
-    def __init__(self, emit: _Emitter, scheme: str) -> None:
+    def __init__(self, emit: Emitter, scheme: str) -> None:
         self._emit = emit
         self._codes_a_byte = 2 if scheme == "4bit" else 1
 
@@ -219,7 +115,7 @@ class _Floats:
 class _Nibbles(_Floats):
     """Looks up codes of 4bit: `width` bytes give as many even and odd weights."""
 
-    def __init__(self, emit: _Emitter, table: Any) -> None:
+    def __init__(self, emit: Emitter, table: Any) -> None:
         super().__init__(emit, "4bit")
         self.codes_a_step = 2 * emit.width
         self._tables = [
@@ -240,7 +136,7 @@ class _Nibbles(_Floats):
         return emit.b.select(is_high, high, low)
 
 
-def _of_256(emit: _Emitter, vectors: list[Any], index: Any) -> Any:
+def _of_256(emit: Emitter, vectors: list[Any], index: Any) -> Any:
     """Words from a table of 256 of them in 8 vectors, by indices in words."""
     permute = emit.function("llvm.x86.avx512.vpermi2var.hi.512", _WORDS, _WORDS, _WORDS, _WORDS)
     quarters = [emit.b.call(permute, [vectors[2 * q], index, vectors[2 * q + 1]]) for q in range(4)]
@@ -256,14 +152,14 @@ def _of_256(emit: _Emitter, vectors: list[Any], index: Any) -> Any:
 class _Bytes(_Floats):
     """Reckons what codes of 8bit mean: `width` words give as many even and odd weights."""
 
-    def __init__(self, emit: _Emitter, table: Any) -> None:
+    def __init__(self, emit: Emitter, table: Any) -> None:
         super().__init__(emit, "8bit")
         self.codes_a_step = 2 * emit.width
         self._slopes, self._starts = (emit.load(emit.add(table, at), emit.floats, 4) for at in (0, RAMP_BYTES))
 
     def weights(self, address: Any) -> tuple[Any, Any]:
         emit = self._emit
-        wide = emit.b.zext(emit.load(address, ir.VectorType(_I16, emit.width), 1), emit.ints)
+        wide = emit.b.zext(emit.load(address, ir.VectorType(I16, emit.width), 1), emit.ints)
         return self._meant(emit.b.and_(wide, emit.every(255))), self._meant(emit.b.lshr(wide, emit.every(8)))
 
     def _meant(self, code: Any) -> Any:
@@ -284,12 +180,12 @@ class _Pairs:
     has_factor = True
     _PAIRED = ir.VectorType(_BFloat(), 32)
 
-    def __init__(self, emit: _Emitter, scheme: str, table: Any) -> None:
+    def __init__(self, emit: Emitter, scheme: str, table: Any) -> None:
         self._emit = emit
         self._scheme = scheme
         vectors = 1 if scheme == "4bit" else 8
         self._tables = [emit.load(emit.add(table, 64 * at), _WORDS, 2) for at in range(vectors)]
-        self.factor = emit.load(emit.add(table, 64 * vectors), _F32, 2)
+        self.factor = emit.load(emit.add(table, 64 * vectors), F32, 2)
 
     def inputs(self, even: Any, odd: Any, begin: Any) -> list[Any]:
         """Two vectors of a segment's inputs; for 4bit the even ones first, since a byte's codes come apart so."""
@@ -297,7 +193,7 @@ class _Pairs:
         one, two = (emit.load(emit.add(even, begin, at), _WORDS, 2) for at in (0, 64))
         if self._scheme == "8bit":
             return [one, two]
-        order = ir.VectorType(_I32, 32)
+        order = ir.VectorType(I32, 32)
         return [emit.b.shuffle_vector(one, two, ir.Constant(order, list(range(odd, 64, 2)))) for odd in (0, 1)]
 
     def products(self, address: Any, inputs: list[list[Any]]) -> list[Any]:
@@ -314,11 +210,11 @@ class _Pairs:
     def _weights(self, address: Any) -> tuple[Any, Any]:
         emit = self._emit
         if self._scheme == "8bit":
-            indices = (emit.load(emit.add(address, at), ir.VectorType(_I8, 32), 1) for at in (0, 32))
+            indices = (emit.load(emit.add(address, at), ir.VectorType(I8, 32), 1) for at in (0, 32))
             first, second = (_of_256(emit, self._tables, emit.b.zext(index, _WORDS)) for index in indices)
             return first, second
         permute = emit.function("llvm.x86.avx512.permvar.hi.512", _WORDS, _WORDS, _WORDS)
-        wide = emit.b.zext(emit.load(address, ir.VectorType(_I8, 32), 1), _WORDS)
+        wide = emit.b.zext(emit.load(address, ir.VectorType(I8, 32), 1), _WORDS)
         nibbles = (emit.b.lshr(wide, ir.Constant(_WORDS, [4] * 32)), wide)  # the first is in the high half
         first, second = (emit.b.call(permute, [self._tables[0], index]) for index in nibbles)
         return first, second
@@ -329,7 +225,7 @@ def _dots(scheme: str, width: int) -> tuple[Any, ...]:
     return tuple(_dot(scheme, width, rows, tokens) for rows, tokens in ((1, 1), (ROWS, 1), (1, TOKENS), (ROWS, TOKENS)))
 
 
-def _codebook(emit: _Emitter, scheme: str, width: int, table: Any) -> Any:
+def _codebook(emit: Emitter, scheme: str, width: int, table: Any) -> Any:
     if width == PAIRS:
         return _Pairs(emit, scheme, table)
     return _Nibbles(emit, table) if scheme == "4bit" else _Bytes(emit, table)
@@ -345,7 +241,7 @@ def _dot(scheme: str, width: int, rows: int, tokens: int) -> Any:
 
         def emit_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             codes, scales, even, odd, table, out, row_bytes, segments, shift, all_rows, row = arguments
-            emit = _Emitter(builder, 16 if width == PAIRS else width)
+            emit = Emitter(builder, 16 if width == PAIRS else width)
             codebook = _codebook(emit, scheme, width, table)
             segment_bytes = SEGMENT // (2 if scheme == "4bit" else 1)
             input_bytes = builder.mul(segments, number(HALF_BYTES))
@@ -366,13 +262,13 @@ def _dot(scheme: str, width: int, rows: int, tokens: int) -> Any:
                     emit.prefetch(emit.add(base, ahead))
                     parts = codebook.products(base, inputs)
                     block = builder.lshr(emit.add(builder.mul(here, segments), at), shift)
-                    scale = emit.spread(emit.load(emit.add(scales, builder.mul(block, number(4))), _F32, 4))
+                    scale = emit.spread(emit.load(emit.add(scales, builder.mul(block, number(4))), F32, 4))
                     for t in range(tokens):
                         builder.store(emit.fma(parts[t], scale, builder.load(sums[r][t])), sums[r][t])
             for r in range(rows):
                 for t in range(tokens):
                     place = emit.add(row, r, builder.mul(all_rows, number(t)))
-                    pointer = builder.inttoptr(emit.add(out, builder.mul(place, number(4))), _F32.as_pointer())
+                    pointer = builder.inttoptr(emit.add(out, builder.mul(place, number(4))), F32.as_pointer())
                     total = emit.sum(builder.load(sums[r][t]))
                     builder.store(builder.fmul(total, codebook.factor) if codebook.has_factor else total, pointer)
             return context.get_dummy_value()
@@ -382,13 +278,7 @@ def _dot(scheme: str, width: int, rows: int, tokens: int) -> Any:
     return dot
 
 
-# Into each caller: a function of its own would have the same name in every kernel, and what two processes compiled and
-# kept, each a kernel, is linked by name where a third one loads both. One of them then computed with the other's loops.
-_compiled: Any = numba.njit(nogil=True, inline="always")
-_to_array: Any = getattr(numba, "carray")  # noqa: B009 - numba does not say that it exports it
-
-
-@_compiled
+@inlined
 def _tiles(dots, codes, scales, even, odd, table, out, row_bytes, segments, shift, tokens, rows, first, last):  # type: ignore[no-untyped-def]
     """The loops over rows and inputs, in tiles of `ROWS` and `TOKENS` and what is left of them."""
     one, tall, wide, square = dots
@@ -415,17 +305,14 @@ def _tiles(dots, codes, scales, even, odd, table, out, row_bytes, segments, shif
         token += 1
 
 
-_asked: Any = _told_by
-
-
-@_compiled
+@inlined
 def _part(walk, data):  # type: ignore[no-untyped-def]
     """What one thread of a team does; see `in_a_team`."""
-    matrices = _to_array(data, BEFORE_MATRICES)[3]
-    given = _to_array(data, BEFORE_MATRICES + GIVEN * matrices)
-    number, threads, share = _asked(given[0]), _asked(given[1]), given[2]
+    matrices = to_array(data, BEFORE_WORK)[3]
+    given = to_array(data, BEFORE_WORK + GIVEN * matrices)
+    number, threads, share = asked(given[0]), asked(given[1]), given[2]
     first = number * share
-    for at in range(BEFORE_MATRICES, BEFORE_MATRICES + GIVEN * matrices, GIVEN):
+    for at in range(BEFORE_WORK, BEFORE_WORK + GIVEN * matrices, GIVEN):
         rows = given[at + 10]
         last = rows if number + 1 == threads else min(first + share, rows)
         if first < last:

@@ -11,18 +11,16 @@ modules.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.layers.code_tables import PAIRS, table_of
 from rabbitllm.layers.compression import BLOCKS, Quantised, dequantise
-from rabbitllm.layers.openmp import torchs_team
+from rabbitllm.layers.row_team import over_rows
 
 if TYPE_CHECKING:
     import torch
@@ -179,17 +177,8 @@ def _walk(width: int, inputs: _Inputs, work: Sequence[tuple[Matrix, int, int]], 
         given.append((*stored, *inputs.of(begin), table, target, *shape, end - begin, rows))
     nbytes = rows * shape[0] * len(work)
     threads = min(torch.get_num_threads(), -(-nbytes // WORTH_A_THREAD))
-    share = -(-rows // (threads * kernels.ROWS)) * kernels.ROWS
-    if threads == 1:
-        for one in given:
-            kernels.row_range(form.scheme, width)(*one, 0, rows)
-    elif (team := torchs_team()) is not None:
-        told = [team.thread_number, team.thread_count, share, len(work), *(value for one in given for value in one)]
-        data = (ctypes.c_int64 * len(told))(*told)
-        team.run(kernels.in_a_team(form.scheme, width), ctypes.addressof(data), threads)
-    else:
-        for one in given:
-            _in_threads(kernels.row_range(form.scheme, width), one, rows, share)
+    kernel = kernels.row_range(form.scheme, width)
+    over_rows(kernel, lambda: kernels.in_a_team(form.scheme, width), given, threads, kernels.ROWS)
 
 
 @functools.cache
@@ -201,13 +190,20 @@ def _kernels() -> Any:
 
 
 @functools.cache
+def _vectors() -> Any:
+    from rabbitllm.layers import vectors  # numba comes with it
+
+    return vectors
+
+
+@functools.cache
 def kernel_for(scheme: str, dtype: torch.dtype) -> int:
     """Lanes of the kernel for inputs of a dtype: pairs for bfloat16, where this machine has them and they agree."""
     import torch
 
-    if dtype == torch.bfloat16 and _kernels().multiplies_pairs() and _agrees(scheme, PAIRS):
+    if dtype == torch.bfloat16 and _vectors().multiplies_pairs() and _agrees(scheme, PAIRS):
         return PAIRS
-    return int(_kernels().lanes())
+    return int(_vectors().lanes())
 
 
 def linear(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
@@ -237,19 +233,6 @@ def _most_inputs(width: int) -> int:
     return MOST_INPUTS_IN_PAIRS if width == PAIRS else MOST_INPUTS
 
 
-def _in_threads(walk: Callable[..., None], given: tuple[int, ...], rows: int, share: int) -> None:
-    """The same without a team: threads of our own, and this one."""
-    others = [_threads().submit(walk, *given, at, min(at + share, rows)) for at in range(share, rows, share)]
-    walk(*given, 0, min(share, rows))
-    for other in others:
-        other.result()
-
-
-@functools.cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(64, thread_name_prefix="product")  # as many as are asked of it, made when they are
-
-
 def _in_chunks(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
     import torch
 
@@ -272,7 +255,7 @@ def _in_chunks(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> to
 def _kernel_agrees(scheme: str) -> bool:
     """Whether this machine has a kernel, and it gives on a sample what dequantising does."""
     try:
-        lanes = _kernels().lanes()
+        lanes = _vectors().lanes()
     except ImportError:
         logger.info("numba is not installed; compressed layers are dequantised for each use.")
         return False

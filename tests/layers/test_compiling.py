@@ -20,10 +20,10 @@ try:
     numba.njit(cache=True)(lambda: 1)
 except RuntimeError as error:
     print("numba:", error)
-from rabbitllm.layers import compression, packed_kernels, packed_products
+from rabbitllm.layers import compression, packed_kernels, packed_products, vectors
 assert compression._compiled_kernels_agree("4bit")
-assert packed_products._kernel_agrees("4bit") == bool(packed_kernels.lanes())
-if width := packed_kernels.lanes():
+assert packed_products._kernel_agrees("4bit") == bool(vectors.lanes())
+if width := vectors.lanes():
     assert packed_kernels.in_a_team("4bit", width)
 print("compiled")
 """
@@ -44,9 +44,9 @@ def test_the_kernels_are_kept_for_the_next_process(tmp_path: Path) -> None:
 import warnings
 from numba.core.errors import NumbaWarning
 warnings.simplefilter("error", NumbaWarning)
-from rabbitllm.layers import packed_kernels
+from rabbitllm.layers import packed_kernels, vectors
 for scheme, width in packed_kernels._FUNCTIONS:
-    if width == 32 and packed_kernels.multiplies_pairs() or width <= packed_kernels.lanes():
+    if width == 32 and vectors.multiplies_pairs() or width <= vectors.lanes():
         packed_kernels.in_a_team(scheme, width)
 """
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -15,7 +15,7 @@ import torch
 from numba import types
 
 from rabbitllm.layers.openmp import torchs_team
-from rabbitllm.layers.packed_kernels import _told_by
+from rabbitllm.layers.vectors import asked
 
 pytestmark = pytest.mark.skipif(torchs_team() is None, reason="torch has no libgomp here")
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(torchs_team() is None, reason="torch has no libg
 def mark(data):  # type: ignore[no-untyped-def]
     """Counts, at the place of each thread's number, how often it came."""
     given = numba.carray(data, 9)
-    given[1 + _told_by(given[0])] += 1
+    given[1 + asked(given[0])] += 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="libgomp")
@@ -47,7 +47,8 @@ def test_a_team_of_fewer_threads_than_asked_for_does_all_of_the_work(limit: int)
 import torch
 from rabbitllm.layers import packed_products
 from tests.layers.test_packed_products import inputs, matrix
-from rabbitllm.layers.packed_products import Matrix, kernel_for, torchs_team
+from rabbitllm.layers.openmp import torchs_team
+from rabbitllm.layers.packed_products import Matrix, kernel_for
 packed_products.WORTH_A_THREAD = 1 << 10
 torch.set_num_threads(8)
 found = Matrix(*matrix("4bit", 777, 1024)).times(inputs(2, 1024))

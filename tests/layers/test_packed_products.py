@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rabbitllm.layers import packed_kernels, packed_products
+from rabbitllm.layers import packed_kernels, packed_products, row_team, vectors
 from rabbitllm.layers.code_tables import PAIRS, table_of
 from rabbitllm.layers.compression import BLOCKS, Quantised, _bitsandbytes, dequantise
 from rabbitllm.layers.packed_products import (
@@ -27,7 +27,7 @@ from rabbitllm.layers.packed_products import (
 )
 
 SCHEMES = ("4bit", "8bit")
-needs_kernel = pytest.mark.skipif(not packed_kernels.lanes(), reason="no vectors of a kind that is used here")
+needs_kernel = pytest.mark.skipif(not vectors.lanes(), reason="no vectors of a kind that is used here")
 Parts = tuple[Quantised, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -88,7 +88,7 @@ def test_shapes_of_all_kinds(scheme: str, rows: int, segments: int, count: int, 
 @pytest.mark.parametrize(("scheme", "width"), list(packed_kernels._FUNCTIONS))
 def test_every_kernel_that_this_processor_can_run(scheme: str, width: int) -> None:
     in_pairs = width == PAIRS
-    if not packed_kernels.multiplies_pairs() if in_pairs else packed_kernels.lanes() < width:
+    if not vectors.multiplies_pairs() if in_pairs else vectors.lanes() < width:
         pytest.skip("needs other vectors")
     for rows, columns, count in ((1, 64, 1), (9, 2048, 4), (70, 704, 11), (300, 1024, 2)):
         form, payload, absmax, table = matrix(scheme, rows, columns)
@@ -119,15 +119,15 @@ def test_a_table_of_bfloat16_is_off_by_less_than_a_matrix_of_bfloat16(scheme: st
 
 def test_which_processors_have_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     def with_features(*names: str) -> int:
-        monkeypatch.setattr(packed_kernels, "features", lambda: frozenset(names))
-        return packed_kernels.lanes()
+        monkeypatch.setattr(vectors, "features", lambda: frozenset(names))
+        return vectors.lanes()
 
     assert with_features("avx512f", "avx2", "fma") == 16
     assert with_features("avx2", "fma") == 8
     assert with_features("avx2") == with_features("neon") == 0
-    assert not packed_kernels.multiplies_pairs()
+    assert not vectors.multiplies_pairs()
     with_features("avx512f", "avx512bw", "avx512bf16")
-    assert packed_kernels.multiplies_pairs()
+    assert vectors.multiplies_pairs()
 
 
 @needs_kernel
@@ -190,7 +190,7 @@ def test_without_torchs_team_threads_of_our_own_give_the_same(
     torch.set_num_threads(3)
     try:
         in_a_team = linear(x, Matrix(*parts), None)
-        monkeypatch.setattr(packed_products, "torchs_team", lambda: None)
+        monkeypatch.setattr(row_team, "torchs_team", lambda: None)
         assert torch.equal(linear(x, Matrix(*parts), None), in_a_team)
     finally:
         torch.set_num_threads(before)
@@ -207,7 +207,7 @@ def test_groups_have_the_bits_of_one_by_one(
     groups = [(0, 1), (1, 4), (6, 6 + MOST_INPUTS_IN_PAIRS + 1), (80, 85), (85, 86)]  # of rows 4 and 5 nothing is asked
     x = inputs(90, 256, dtype)
     if not in_a_team:
-        monkeypatch.setattr(packed_products, "torchs_team", lambda: None)
+        monkeypatch.setattr(row_team, "torchs_team", lambda: None)
     monkeypatch.setattr(packed_products, "WORTH_A_THREAD", 1 << 12)
     before = torch.get_num_threads()
     try:
@@ -234,7 +234,6 @@ def test_many_rows_are_not_grouped() -> None:
     assert one.grouped(inputs(MOST_GROUPED + 1, 64)) is None
 
 
-@needs_kernel
 @needs_kernel
 def test_codes_that_mean_what_no_kernel_has_are_dequantised() -> None:
     """Alone and among others of a group; in float32, whose kernels reckon the values of 8bit from ramps."""
@@ -290,7 +289,7 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, cap
     packed_products._kernel_agrees.cache_clear()
     try:
         assert not multiplies(Quantised("4bit", (8, 64), "bfloat16"))
-        if packed_kernels.lanes():
+        if vectors.lanes():
             assert "is off by 1.0e-03 here and is not used" in caplog.text
     finally:
         packed_products._kernel_agrees.cache_clear()
@@ -315,7 +314,7 @@ for key in sys.argv[1:]:
 @needs_kernel
 def test_what_processes_compiled_apart_works_together(tmp_path: Path) -> None:
     """numba links what it kept by name, and processes that compile a kernel each count their functions alike."""
-    kernels = [f"{scheme}-{packed_kernels.lanes()}" for scheme in SCHEMES]
+    kernels = [f"{scheme}-{vectors.lanes()}" for scheme in SCHEMES]
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     for chosen in (kernels[1:], kernels[:1], kernels, kernels[::-1]):
         subprocess.run([sys.executable, "-c", _IN_A_PROCESS, *chosen], env=environment, check=True, timeout=600)

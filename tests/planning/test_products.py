@@ -7,7 +7,7 @@ import torch
 
 from rabbitllm.engine.devices import CpuDevice
 from rabbitllm.engine.packed_weight import PackedWeight
-from rabbitllm.layers import packed_kernels
+from rabbitllm.layers import vectors
 from rabbitllm.layers.packed_products import Matrix, kernel_for
 from rabbitllm.planning import products
 from rabbitllm.planning.bitsandbytes_products import matrix, nbytes_of
@@ -35,7 +35,7 @@ def test_shapes_and_proportions(form: str) -> None:
     assert all(isinstance(weight, PackedWeight) == (form in ("4bit", "8bit")) for weight in made.weights)
 
 
-@pytest.mark.skipif(not packed_kernels.lanes(), reason="no vectors of a kind that is used here")
+@pytest.mark.skipif(not vectors.lanes(), reason="no vectors of a kind that is used here")
 @pytest.mark.parametrize("form", ["4bit", "8bit"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_is_measured_is_the_kernel(form: str, dtype: torch.dtype) -> None:
