@@ -29,6 +29,7 @@ from torch import nn
 
 from rabbitllm.batching.packed import PackedForward, Text
 from rabbitllm.batching.packed_cache import NotPackable
+from rabbitllm.batching.row_products import RowProducts
 from rabbitllm.batching.rows import Kind, joined, rowwise
 from rabbitllm.engine.pass_entry import entry_of
 from rabbitllm.profiling.passes import Entry
@@ -155,6 +156,7 @@ class JointPasses:
         self.members: list[Member] = []
         self._packed = PackedForward.of(model) if packing and not exact else None
         head = model.get_output_embeddings()
+        self._products = RowProducts(model) if not exact else None
         units = {id(model.get_submodule(placed.unit)) for placed in model.placement.units}
         self._points: list[_Point] = []
         embedding = model.get_input_embeddings()  # some scale what they look up, row by row
@@ -174,6 +176,8 @@ class JointPasses:
             self.take_out(member)
         for point in self._points:
             point.module._compiled_call_impl = None
+        if self._products is not None:
+            self._products.close()
         self._model.shared_passes = None
 
     def add(self, work: Callable[[], None], behind_head: Callable[[bool], None] = lambda goes_on: None) -> Member:
@@ -356,11 +360,15 @@ class JointPasses:
             while inside := [member for member in members if _is_inside_a_unit(member)]:
                 self._meet(inside)
 
+        before = module.__dict__.get("forward")
         module.forward = all_of_them
         try:
             _called(module, *((call.args, call.kwargs) for call in calls))
         finally:
-            del module.forward
+            if before is None:
+                del module.forward
+            else:
+                module.forward = before
 
 
 def _called(module: nn.Module, *args: Any) -> Any:

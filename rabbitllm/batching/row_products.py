@@ -1,0 +1,44 @@
+"""Linear layers of a model that shares its passes, by the product that is soonest for a few rows of bfloat16.
+
+Alone, a text goes through torch's own product, so that its logits have transformers' bits; among others, where bits
+depend on torch's choice for so many rows anyway, this machine's soonest is taken (`layers/bfloat_products.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from rabbitllm.layers import bfloat_products
+
+
+class RowProducts:
+    """Stands in for the forward of each linear layer until it is closed.
+
+    Args:
+        model: whose layers have weights only while they are computed, perhaps.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._linears = [
+            module
+            for module in model.modules()
+            if type(module).forward is nn.Linear.forward and "forward" not in module.__dict__
+        ]
+        for module in self._linears:
+            module.forward = functools.partial(_forward, module)
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        for module in self._linears:
+            del module.forward
+        self._linears = []
+
+
+def _forward(module: Any, input: torch.Tensor) -> torch.Tensor:
+    if bfloat_products.multiplies(input, module.weight):
+        return bfloat_products.linear(input, module.weight, module.bias)
+    return nn.functional.linear(input, module.weight, module.bias)

@@ -1,0 +1,85 @@
+"""Linear layers in shared passes, by the product for a few rows of bfloat16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from rabbitllm.batching.joint_pass import JointPasses
+from rabbitllm.layers import bfloat_products, vectors
+from tests.batching.together import CHUNK, Text, alone, generated, prompts, together
+from tests.support.builders import build_checkpoint
+from tests.support.tiny_models import ALL, load, split
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each product had; it is used even where torch's own products are sooner."""
+    if not vectors.lanes():
+        pytest.skip("no vectors of a kind that is used here")
+    rows: list[int] = []
+    ordinary = bfloat_products.linear
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        rows.append(x.shape[:-1].numel())
+        return ordinary(x, weight, bias)
+
+    monkeypatch.setattr(bfloat_products, "kernel_here", vectors.lanes)
+    monkeypatch.setattr(bfloat_products, "linear", linear)
+    return rows
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return split(build_checkpoint(tmp_path_factory.mktemp("products") / "model", "llama"))
+
+
+@pytest.mark.parametrize("budget", [0, ALL], ids=["streamed", "resident"])
+def test_company_changes_no_bit_of_a_text(folder: Path, products: list[int], budget: int) -> None:
+    model = load(folder, budget, dtype="bfloat16")
+    given = prompts()
+    found = together(model, given)
+    assert max(products) > max(len(prompt) for prompt in given)
+    for number, text in enumerate(found):
+        lone: list[Text] = []
+        passes = JointPasses(model)
+        chunks = {"prefill_chunk_size": CHUNK} if number % 2 else {}
+        passes.add(lambda: lone.append(generated(model, given[number], **chunks)))  # noqa: B023 - runs before the next
+        while passes.members:
+            passes.run(passes.members)
+        passes.close()
+        assert torch.equal(lone[0].logits, text.logits)
+
+
+def test_results_are_those_of_the_ordinary_product_but_for_rounding(folder: Path, products: list[int]) -> None:
+    model = load(folder, 0, dtype="bfloat16")
+    given = prompts()
+    for one, other in zip(together(model, given), alone(model, given), strict=True):
+        torch.testing.assert_close(one.logits[0], other.logits[0], rtol=0.05, atol=0.05)
+    assert products
+
+
+@pytest.mark.parametrize("compression", [None, "4bit"])
+def test_float32_codes_and_exact_passes_have_their_own_ways(
+    folder: Path, products: list[int], compression: str | None
+) -> None:
+    found = split(folder.parent, compression) if compression else folder
+    model = load(found, 0, exact=compression is None, dtype="float32")
+    together(model, prompts())
+    together(load(folder, 0, dtype="bfloat16"), prompts(), exact=True)
+    assert not products
+
+
+def test_afterwards_the_model_is_as_it_was(folder: Path, products: list[int]) -> None:
+    model = load(folder, 0, dtype="bfloat16")
+    given = prompts()
+    before = alone(model, given)
+    together(model, given)
+    assert not any("forward" in module.__dict__ for module in model.modules() if isinstance(module, nn.Linear))
+    count = len(products)
+    for one, other in zip(alone(model, given), before, strict=True):
+        assert torch.equal(one.logits, other.logits)
+    assert len(products) == count
