@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -20,73 +20,27 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from rabbitllm.ask.answer import context_of
-from rabbitllm.batching.beside_weights import tokens_of_a_pass
-from rabbitllm.batching.cache_cost import CacheCost, cost_by_cache, cost_by_config
+from rabbitllm.batching.answerable import check_answerable
+from rabbitllm.batching.beginnings import best_source, should_wait
+from rabbitllm.batching.cache_memory import CacheMemory
 from rabbitllm.batching.generation import Generation
-from rabbitllm.batching.joint_pass import JointPasses, Member
-from rabbitllm.batching.picking import Pace, Text, fits, retry_after, take_part, too_many
-from rabbitllm.batching.prefixes import WORTH_TOKENS, Kept, beginning, copied, usable
+from rabbitllm.batching.joint_pass import JointPasses
+from rabbitllm.batching.limits import Limits
+from rabbitllm.batching.picking import Pace, fits, retry_after, take_part, too_many
+from rabbitllm.batching.prefixes import Kept, copied
 from rabbitllm.batching.request import Ended, Event, Facts, Request
+from rabbitllm.batching.ticket import Ticket
 from rabbitllm.chat.kept_cache import keeps
 from rabbitllm.errors import BatchError, BusyError, ClosedError, OptionError
+
+__all__ = ["FAILED", "Batch", "Limits", "Ticket"]
 
 logger = logging.getLogger(__name__)
 
 FAILED = "failed"
 """Beside the values of `Ended`, how a request ends."""
-LEAST_CACHE_TOKENS = 64
-"""A server whose keys and values have room for less would refuse nearly everything."""
-WORTH_WAITING = 64
-"""A beginning of so many tokens that another request computes just now is waited for, rather than computed twice."""
 
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a batch takes on.
-
-    Attributes:
-        running: requests in one pass, at most.
-        waiting: requests that wait for a place, at most, beside those for whom there is one at the next pass.
-        cache_bytes: keys and values of all requests, and those kept for later prompts; None for half of the
-            memory that is free when the batch begins, on the devices that compute.
-        chunk: tokens of one prompt in a pass, so that a long one does not keep the others waiting; of several
-            together it may be more, see `picking.Pace`.
-        exact: compute each request's rows by themselves: its tokens are then those that it gets alone in any dtype,
-            at the price of speed.
-    """
-
-    running: int = 64
-    waiting: int = 256
-    cache_bytes: int | None = None
-    chunk: int = 512
-    exact: bool = False
-
-    def __post_init__(self) -> None:
-        """
-        Raises:
-            OptionError: a number below one.
-        """
-        for name in ("running", "waiting", "cache_bytes", "chunk"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise OptionError(f"{name}={value}, which is none at all.", "Give at least 1.")
-
-
-@dataclass(eq=False, slots=True)
-class Ticket:
-    """A request that was taken on."""
-
-    _wake: Callable[[], None]
-    _generation: Generation
-    _member: Member | None = None
-    _cancelled: bool = False
-    _deadline: float | None = None
-
-    def cancel(self) -> None:
-        """End it with the pass that is going on; may be called from any thread, any number of times."""
-        self._cancelled = True
-        self._wake()
+_DEFAULT = Limits()
 
 
 @dataclass(slots=True)
@@ -117,7 +71,7 @@ class Batch:
         OptionError: the model is none that goes on with a text, or has no tokenizer; or there is no memory left.
     """
 
-    def __init__(self, model: Any, limits: Limits = Limits()) -> None:
+    def __init__(self, model: Any, limits: Limits = _DEFAULT) -> None:
         if model.config.is_encoder_decoder:
             raise OptionError("The model has an encoder; requests are texts to go on with.", "Use a causal model.")
         if model.tokenizer is None:
@@ -128,19 +82,8 @@ class Batch:
         self._model = model
         self._limits = limits
         self._keeps = keeps(model)
-        self._config = model.config.get_text_config(decoder=True)
-        self._cost: CacheCost = cost_by_config(self._config, model.dtype)
-        self._cost_is_measured = False
-        free = _free_memory(model)
-        self._cache_limit = limits.cache_bytes if limits.cache_bytes is not None else free // 2
-        if limits.cache_bytes is None and self._cache_limit < self._cost.bytes_for(LEAST_CACHE_TOKENS):
-            raise OptionError(
-                f"Beside the weights {free:,} bytes are free, which is too little to answer anybody.",
-                "Give the weights less (--max-memory), or the machine fewer other things to do.",
-            )
-        left = max(free - self._cache_limit, 0)  # both are there at once
-        self._most_tokens = tokens_of_a_pass(self._config, model.dtype.itemsize, left)
-        self._chunk = min(limits.chunk, self._most_tokens)
+        self._memory = CacheMemory(model, limits.cache_bytes)
+        self._chunk = min(limits.chunk, self._memory.most_tokens)
         self._kept = Kept()
         self._pace = Pace()
         self._waiting: deque[Ticket] = deque()
@@ -170,21 +113,20 @@ class Batch:
         Raises:
             BusyError: as many wait as may.
             ClosedError: the batch takes on nothing more.
-            OptionError: no pass could ever answer it: its prompt is longer than the model's context, or needs more
-                memory for keys and values than there is.
+            OptionError: no pass could ever answer it.
         """
-        self._check(request)
+        check_answerable(request, self._model, self._memory)
         now = time.monotonic()
         ticket = Ticket(self._wake, Generation(self._model, request, lambda event: told(event), now))
         if request.seconds is not None:
-            ticket._deadline = now + request.seconds
+            ticket.deadline = now + request.seconds
 
         def told(event: Event) -> None:
             try:
                 notify(event)
             except Exception:
                 logger.debug("who asked is gone", exc_info=True)
-                ticket._cancelled = True
+                ticket.is_cancelled = True
 
         with self._change:
             if self.error is not None or self._closing is not None:
@@ -226,7 +168,7 @@ class Batch:
                 most_running=self._limits.running,
                 most_waiting=self._limits.waiting,
                 cache_bytes=self._kept.nbytes + sum(self._bytes_of(ticket) for ticket in self._running),
-                cache_limit_bytes=self._cache_limit,
+                cache_limit_bytes=self._memory.limit,
                 passes=sums.passes,
                 prompt_tokens=sums.prompt_tokens,
                 kept_tokens=sums.kept_tokens,
@@ -240,27 +182,6 @@ class Batch:
             )
 
     # in any thread ---------------------------------------------------------------------------------------------------
-
-    def _check(self, request: Request) -> None:
-        tokens = len(request.prompt)
-        if not tokens or request.max_new_tokens < 1:
-            raise OptionError("An empty prompt, or no token to generate.", "Give at least one of each.")
-        size = self._model.get_input_embeddings().num_embeddings
-        if not all(0 <= token < size for token in request.prompt):
-            raise OptionError(f"The prompt has a token that the model does not know; it has {size:,}.")
-        context = context_of(self._model)
-        if context is not None and tokens + request.max_new_tokens > context:
-            raise OptionError(
-                f"The prompt has {tokens:,} tokens and {request.max_new_tokens:,} may follow; the model's context is "
-                f"{context:,}.",
-                "Shorten the prompt, or ask for fewer tokens.",
-            )
-        needed = self._cost.bytes_for(tokens + 1)
-        if needed > self._cache_limit:
-            raise OptionError(
-                f"The prompt's keys and values need {needed:,} bytes; {self._cache_limit:,} may be used.",
-                "Shorten the prompt, or give the server more memory for them.",
-            )
 
     def _wake(self) -> None:
         with self._change:
@@ -302,27 +223,26 @@ class Batch:
         with self._change:
             closing = self._closing is not None and now >= self._closing
             unwanted = [
-                (ticket, Ended.CANCELLED if ticket._cancelled or closing else Ended.TIMEOUT)
+                (ticket, Ended.CANCELLED if ticket.is_cancelled or closing else Ended.TIMEOUT)
                 for ticket in (*self._running, *self._waiting)
-                if ticket._cancelled or closing or (ticket._deadline is not None and now >= ticket._deadline)
+                if ticket.is_cancelled or closing or (ticket.deadline is not None and now >= ticket.deadline)
             ]
         for ticket, why in unwanted:
             self._over(ticket, why)
 
     def _give_places_back(self) -> None:
         """Where keys and values outgrow the limit."""
-        texts = [_text(ticket) for ticket in self._running]
-        needed = sum(self._cost.bytes_for(text.tokens + 1) for text in texts)
-        self._kept.shrink(self._cache_limit - needed)
-        count = too_many(texts, self._cost.bytes_for, self._cache_limit)
+        texts = [ticket.text for ticket in self._running]
+        self._kept.shrink(self._memory.limit - self._memory.now(texts))
+        count = too_many(texts, self._memory.bytes_for, self._memory.limit)
         for ticket in reversed(self._running[len(self._running) - count :]):
             self._take_out(ticket)
-            ticket._generation.cache = None
+            ticket.generation.cache = None
             self._sums.preempted += 1
             with self._change:
                 self._running.remove(ticket)
                 self._waiting.appendleft(ticket)
-        if len(self._running) == 1 and self._cost.bytes_for(texts[0].tokens + 1) > self._cache_limit:
+        if len(self._running) == 1 and self._memory.bytes_for(texts[0].tokens + 1) > self._memory.limit:
             self._over(self._running[0], Ended.LENGTH)  # nobody else's place would help
 
     def _begin(self) -> None:
@@ -332,8 +252,8 @@ class Batch:
         for ticket in waiting:
             if len(self._running) >= self._limits.running:
                 return
-            texts = [_text(one) for one in self._running]
-            if not fits(_text(ticket), texts, self._cost.bytes_for, self._cache_limit):
+            running = [one.text for one in self._running]
+            if not fits(ticket.text, running, self._memory.bytes_for, self._memory.limit):
                 return  # those behind it may be smaller, but would keep it waiting for ever
             if self._start(ticket):
                 with self._change:
@@ -342,64 +262,59 @@ class Batch:
 
     def _start(self, ticket: Ticket) -> bool:
         """Let a request begin, unless another one just computes what it begins with too."""
-        generation = ticket._generation
+        generation = ticket.generation
+        chunk = None
         if self._keeps and not self._limits.exact:
-            ids = generation.ids
-            best, source = 0, None
-            for known, cache in self._sources():
-                if (tokens := usable(ids, known, cache)) > best:
-                    best, source = tokens, (known, cache)
-            worth = max(best + WORTH_TOKENS, WORTH_WAITING)
-            if any(beginning(ids, one._generation.request.prompt) >= worth for one in self._prefilling()):
+            source = best_source(generation.ids, self._sources())
+            tokens = source.tokens if source is not None else 0
+            if should_wait(generation.ids, tokens, self._computed_prompts()):
                 return False
             if source is not None:
-                known, cache = source
-                generation.cache = copied(cache, best)
-                self._kept.used(known)
+                generation.cache = copied(source.cache, tokens)
+                self._kept.used(source.ids)
             else:
-                generation.cache = DynamicCache(config=self._config)
-            generation.kept_tokens = max(generation.kept_tokens, min(best, len(generation.request.prompt)))
-            self._kept.shrink(
-                self._cache_limit - sum(self._cost.bytes_for(_text(one).soon) for one in (*self._running, ticket))
-            )
-        chunk = self._chunk if self._keeps and not self._limits.exact else None
-        ticket._member = self._passes.add(lambda: generation.run(chunk), generation.draw)
+                generation.cache = DynamicCache(config=self._model.config.get_text_config(decoder=True))
+            generation.kept_tokens = max(generation.kept_tokens, min(tokens, len(generation.request.prompt)))
+            texts = [one.text for one in (*self._running, ticket)]
+            self._kept.shrink(self._memory.limit - self._memory.soon(texts))
+            chunk = self._chunk
+        ticket.member = self._passes.add(lambda: generation.run(chunk), generation.draw)
         return True
 
-    def _sources(self) -> Iterable[tuple[Any, Any]]:
+    def _sources(self) -> Iterable[tuple[Sequence[int], Any]]:
         """Ids and caches that hold their keys and values."""
         yield from self._kept.texts()
         for ticket in self._running:
-            cache = ticket._generation.cache
-            if cache is not None and (tokens := cache.get_seq_length()):
-                yield ticket._generation.ids[:tokens], cache
+            if tokens := ticket.cached_tokens:
+                yield ticket.generation.ids[:tokens], ticket.generation.cache
 
-    def _prefilling(self) -> Iterable[Ticket]:
+    def _computed_prompts(self) -> Iterable[Sequence[int]]:
+        """Those that are not in their caches yet."""
         for ticket in self._running:
-            cache = ticket._generation.cache
-            if cache is not None and cache.get_seq_length() < len(ticket._generation.request.prompt):
-                yield ticket
+            prompt = ticket.generation.request.prompt
+            if ticket.generation.cache is not None and ticket.cached_tokens < len(prompt):
+                yield prompt
 
     def _pass(self) -> None:
         """One pass for those whose turn it is; then see who has ended."""
-        members = [ticket._member for ticket in self._running if ticket._member is not None]
+        members = [ticket.member for ticket in self._running if ticket.member is not None]
         there = [member for member in members if member.is_outside]
         if there:
             start = time.perf_counter()
-            made = sum(len(ticket._generation.tokens) for ticket in self._running)
+            made = sum(len(ticket.generation.tokens) for ticket in self._running)
             tokens = [member.tokens for member in there]
-            chosen = take_part(tokens, min(self._pace.prompt_tokens(self._chunk), self._most_tokens))
+            chosen = take_part(tokens, min(self._pace.prompt_tokens(self._chunk), self._memory.most_tokens))
             self._passes.run([there[place] for place in chosen])
             seconds = time.perf_counter() - start
             self._pace = self._pace.after(sum(tokens[place] for place in chosen), seconds)
             self._sums.passes += 1
             self._sums.pass_seconds += seconds
-            self._sums.new_tokens += sum(len(ticket._generation.tokens) for ticket in self._running) - made
-            self._measure()
-        over = [ticket for ticket in self._running if ticket._member is None or ticket._member.dead]
+            self._sums.new_tokens += sum(len(ticket.generation.tokens) for ticket in self._running) - made
+            self._memory.measure(ticket.generation.cache for ticket in self._running)
+        over = [ticket for ticket in self._running if ticket.member is None or ticket.member.dead]
         for ticket in over:
-            error = ticket._member.error if ticket._member is not None else None
-            self._over(ticket, error or ticket._generation.ended or Ended.LENGTH)
+            error = ticket.member.error if ticket.member is not None else None
+            self._over(ticket, error or ticket.generation.ended or Ended.LENGTH)
 
     def _over(self, ticket: Ticket, how: BaseException | Ended) -> None:
         """Free a request's place, say that it is over, and keep its cache."""
@@ -409,7 +324,7 @@ class Batch:
                 self._running.remove(ticket)
             else:
                 self._waiting.remove(ticket)
-        generation = ticket._generation
+        generation = ticket.generation
         if isinstance(how, BaseException):
             if isinstance(how, Exception):
                 logger.info("a request has failed", exc_info=how)
@@ -428,36 +343,14 @@ class Batch:
             return
         self._kept.put(generation.ids[:tokens], generation.cache)
         generation.cache = None
-        self._kept.shrink(self._cache_limit - sum(self._bytes_of(ticket) for ticket in self._running))
+        self._kept.shrink(self._memory.limit - sum(self._bytes_of(ticket) for ticket in self._running))
 
     def _take_out(self, ticket: Ticket) -> None:
-        if ticket._member is not None and not ticket._member.dead:
-            self._passes.take_out(ticket._member)
-        ticket._member = None  # its stack holds much, and who asked may hold the ticket
-
-    def _measure(self) -> None:
-        """Once there is a cache to measure, what tokens cost is known."""
-        if self._cost_is_measured:
-            return
-        for ticket in self._running:
-            cache = ticket._generation.cache
-            if cache is not None and cache.get_seq_length() and (found := cost_by_cache(cache)) is not None:
-                self._cost, self._cost_is_measured = found, True
-                return
+        if ticket.member is not None and not ticket.member.dead:
+            self._passes.take_out(ticket.member)
+        ticket.member = None  # its stack holds much, and who asked may hold the ticket
 
     def _bytes_of(self, ticket: Ticket) -> int:
-        generation = ticket._generation
         # not of its tensors: another thread changes them meanwhile
-        tokens = generation.cache.get_seq_length() if generation.cache is not None else len(generation.ids)
-        return self._cost.bytes_for(tokens)
-
-
-def _text(ticket: Ticket) -> Text:
-    generation = ticket._generation
-    return Text(len(generation.request.prompt) + len(generation.tokens), generation.room)
-
-
-def _free_memory(model: Any) -> int:
-    """Bytes on all devices together, beside the weights."""
-    free: list[int] = [lane.device.free_bytes() for lane in model.streamer.lanes.values()]
-    return len(free) * min(free)
+        has_cache = ticket.generation.cache is not None
+        return self._memory.bytes_for(ticket.cached_tokens if has_cache else ticket.text.tokens)

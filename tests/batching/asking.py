@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from rabbitllm.batching.batch import Batch, Ticket
+from rabbitllm.batching.batch import Batch
 from rabbitllm.batching.request import Chosen, Event, Failed, Finished, Piece, Request
+from rabbitllm.batching.ticket import Ticket
 
 PATIENCE = 120.0
 """Seconds; what takes longer hangs."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from rabbitllm.ask.answer import Sampling
-from rabbitllm.batching.batch import Batch, Limits
+from rabbitllm.batching.batch import Batch
 from rabbitllm.batching.joint_pass import _Carrier
+from rabbitllm.batching.limits import Limits
 from rabbitllm.batching.packed import Text
 from rabbitllm.batching.request import Ended, Event, Failed, Piece, Request
 from rabbitllm.errors import BusyError, ClosedError, OptionError
@@ -207,29 +209,10 @@ def test_time_is_limited(open_batch: Open) -> None:
     assert other.finished.ended is Ended.LENGTH
 
 
-def test_who_has_a_place_at_the_next_pass_does_not_wait(open_batch: Open) -> None:
-    """A burst that comes between two passes is taken on as far as there are places, and as may wait beside them."""
-    batch, _ = open_batch(Limits(running=4, waiting=1))
-    begun = threading.Event()
-    go_on = threading.Event()
-
-    def told(event: Event) -> None:
-        begun.set()
-        go_on.wait(60)
-
-    batch.submit(Request(prompt(5), 3), told)
-    assert begun.wait(60)  # one runs, and its pass is not over: nobody can begin
-    taken = [begin(batch, Request(prompt(5, number), 3)) for number in range(1, 5)]
-    with pytest.raises(BusyError):
-        begin(batch, Request(prompt(5, 5), 3))
-    go_on.set()
-    assert [one.finished.ended for one in taken] == [Ended.LENGTH] * 4
-
-
-def test_no_more_wait_than_may(open_batch: Open) -> None:
-    batch, _ = open_batch(Limits(running=1, waiting=2))
-    begun = threading.Event()
-    go_on = threading.Event()
+@contextlib.contextmanager
+def one_in_a_pass(batch: Batch) -> Iterator[None]:
+    """One request runs, and its pass is not over while the context is open: nobody can begin."""
+    begun, go_on = threading.Event(), threading.Event()
 
     def told(event: Event) -> None:
         begun.set()
@@ -237,11 +220,29 @@ def test_no_more_wait_than_may(open_batch: Open) -> None:
 
     batch.submit(Request(prompt(5), 3), told)
     assert begun.wait(60)
-    waiting = [begin(batch, Request(prompt(5, number), 3)) for number in (1, 2)]
-    with pytest.raises(BusyError) as refused:
-        batch.submit(Request(prompt(5, 3), 3), lambda event: None)
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+def test_who_has_a_place_at_the_next_pass_does_not_wait(open_batch: Open) -> None:
+    """A burst that comes between two passes is taken on as far as there are places, and as may wait beside them."""
+    batch, _ = open_batch(Limits(running=4, waiting=1))
+    with one_in_a_pass(batch):
+        taken = [begin(batch, Request(prompt(5, number), 3)) for number in range(1, 5)]
+        with pytest.raises(BusyError):
+            begin(batch, Request(prompt(5, 5), 3))
+    assert [one.finished.ended for one in taken] == [Ended.LENGTH] * 4
+
+
+def test_no_more_wait_than_may(open_batch: Open) -> None:
+    batch, _ = open_batch(Limits(running=1, waiting=2))
+    with one_in_a_pass(batch):
+        waiting = [begin(batch, Request(prompt(5, number), 3)) for number in (1, 2)]
+        with pytest.raises(BusyError) as refused:
+            begin(batch, Request(prompt(5, 3), 3))
     assert refused.value.retry_after >= 1
-    go_on.set()
     for one in waiting:
         assert one.finished.new_tokens == 3
     assert begin(batch, Request(prompt(5, 3), 3)).finished.new_tokens == 3
@@ -332,7 +333,7 @@ def test_what_is_over_is_not_left_to_a_search_for_cycles(open_batch: Open) -> No
     gc.disable()
     try:
         made = asked(batch, [Request(prompt(9, number), 4) for number in range(4)])
-        ended = [weakref.ref(one.ticket._generation) for one in made if one.ticket is not None]
+        ended = [weakref.ref(one.ticket.generation) for one in made if one.ticket is not None]
         assert len(ended) == 4
         del made
         asked(batch, [Request(prompt(5), 1)])  # the batch's thread has gone on

@@ -1,0 +1,75 @@
+"""The memory that keys and values may take beside a model's weights, and what tokens cost of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rabbitllm.batching.beside_weights import tokens_of_a_pass
+from rabbitllm.batching.cache_cost import CacheCost, cost_by_cache, cost_by_config
+from rabbitllm.batching.picking import Text
+from rabbitllm.errors import OptionError
+
+LEAST_TOKENS = 64
+"""A server whose keys and values have room for less would refuse nearly everything."""
+
+
+class CacheMemory:
+    """What keys and values may take, and what they do.
+
+    Args:
+        model: as `AutoModel.from_pretrained` returns it.
+        cache_bytes: they may take; None for half of what is free beside the weights, on the devices that compute.
+
+    Attributes:
+        limit: bytes that they may take.
+        most_tokens: of prompts that one pass can compute beside them.
+
+    Raises:
+        OptionError: there is no memory left.
+    """
+
+    def __init__(self, model: Any, cache_bytes: int | None) -> None:
+        config = model.config.get_text_config(decoder=True)
+        self._cost: CacheCost = cost_by_config(config, model.dtype)
+        self._is_measured = False
+        free = _free_memory(model)
+        self.limit = cache_bytes if cache_bytes is not None else free // 2
+        if cache_bytes is None and self.limit < self.bytes_for(LEAST_TOKENS):
+            raise OptionError(
+                f"Beside the weights {free:,} bytes are free, which is too little to answer anybody.",
+                "Give the weights less (--max-memory), or the machine fewer other things to do.",
+            )
+        left = max(free - self.limit, 0)  # both are there at once
+        self.most_tokens = tokens_of_a_pass(config, model.dtype.itemsize, left)
+
+    def bytes_for(self, tokens: int) -> int:
+        """That the keys and values of so many tokens of one text take."""
+        return self._cost.bytes_for(tokens)
+
+    def now(self, texts: Iterable[Text]) -> int:
+        """Bytes for these texts in the next pass."""
+        return sum(self.bytes_for(text.tokens + 1) for text in texts)
+
+    def soon(self, texts: Iterable[Text]) -> int:
+        """Bytes for these texts before long."""
+        return sum(self.bytes_for(text.soon) for text in texts)
+
+    def measure(self, caches: Iterable[Any]) -> None:
+        """Once there is a cache that shows it, what tokens cost is known.
+
+        Args:
+            caches: None, or a cache, of each text.
+        """
+        if self._is_measured:
+            return
+        for cache in caches:
+            if cache is not None and cache.get_seq_length() and (found := cost_by_cache(cache)) is not None:
+                self._cost, self._is_measured = found, True
+                return
+
+
+def _free_memory(model: Any) -> int:
+    """Bytes on all devices together, beside the weights."""
+    free: list[int] = [lane.device.free_bytes() for lane in model.streamer.lanes.values()]
+    return len(free) * min(free)
