@@ -277,7 +277,7 @@ def remove_folder(folder: Path) -> None:
 
 # Scratch: files that say something about a running process and hold no data. They are neither synced nor announced as
 # steps: nothing is lost with them, whatever of them a crash leaves behind is overwritten or ignored, and so there is
-# nothing about them that a test could fail, kill or cut the power at.
+# nothing about them that a test could fail, kill or cut the power at; but for writes that may find the disk full.
 
 
 @contextlib.contextmanager
@@ -310,6 +310,52 @@ def nameless_file(folder: Path, blocks: Iterable[bytes]) -> Iterator[int]:
             file.flush()
             os.fsync(file.fileno())
         yield file.fileno()
+
+
+class NamelessFile:
+    """A file for one reading of what does not fit into memory: nameless, for nobody else, gone with its descriptor.
+
+    Filled and then read from its beginning, both in order. A disk may be full, so that writing is announced as a step.
+
+    Args:
+        folder: one that may be written to.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+        self._written = 0
+
+    def write(self, data: memoryview) -> None:
+        """Append bytes.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        _announce(Step("write", self._folder, self._written, data))
+        self._written += len(data)
+        while data:
+            data = data[self._file.write(data) :]
+
+    def rewind(self) -> None:
+        """Be read from the beginning."""
+        self._file.seek(0)
+
+    def read_into(self, data: memoryview) -> None:
+        """Fill `data` with the next bytes.
+
+        Raises:
+            OSError: they are not there.
+        """
+        while data:
+            count = self._file.readinto(data)
+            if not count:
+                raise OSError(errno.EIO, "the file is shorter than what was written to it")
+            data = data[count:]
+
+    def close(self) -> None:
+        """Let go of the file, and so of its bytes on the disk."""
+        self._file.close()
 
 
 def remove_scratch(path: Path) -> None:

@@ -357,3 +357,30 @@ def test_writing_begins_each_time_enough_waits(tmp_path: Path, monkeypatch: pyte
         file.close()
         assert (tmp_path / str(write_back)).read_bytes() == data * 20
         assert len(begun) == 5
+
+
+# A file without a name
+
+
+def test_a_nameless_file_is_for_one_user_and_gives_back_what_was_written(tmp_path: Path, steps: list[Step]) -> None:
+    file = durable.NamelessFile(tmp_path)
+    file.write(memoryview(b"abc"))
+    file.write(memoryview(b"defg"))
+    descriptor = file._file.fileno()
+    assert not list(tmp_path.iterdir())
+    if os.name == "posix":
+        assert os.fstat(descriptor).st_mode & 0o777 == 0o600
+        assert os.fstat(descriptor).st_nlink == 0  # nothing of it outlives the process
+    assert [(step.kind, step.path, step.offset, bytes(step.data)) for step in steps] == [
+        ("write", tmp_path, 0, b"abc"),
+        ("write", tmp_path, 3, b"defg"),
+    ]
+    file.rewind()
+    into = bytearray(5)
+    file.read_into(memoryview(into))
+    assert into == b"abcde"
+    with pytest.raises(OSError, match="shorter"):
+        file.read_into(memoryview(into))
+    file.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)

@@ -3,7 +3,7 @@
 `submit` may be called from any thread, and events are handed out in the batch's own: who takes them must not wait.
 
     waiting ── begins at a pass ── runs ── Finished | Failed
-       └────── gives its place back ──┘      what it has generated stays, its keys and values are computed anew
+       └────── gives its place back ──┘      what it has generated stays, keys and values are set aside or computed anew
 """
 
 from __future__ import annotations
@@ -12,25 +12,21 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache
 
 from rabbitllm.batching.answerable import check_answerable
-from rabbitllm.batching.beginnings import best_source, should_wait
-from rabbitllm.batching.cache_memory import CacheMemory
 from rabbitllm.batching.generation import Generation
 from rabbitllm.batching.joint_pass import JointPasses
 from rabbitllm.batching.limits import Limits
 from rabbitllm.batching.picking import Pace, fits, retry_after, take_part, too_many
-from rabbitllm.batching.prefixes import Kept, copied
 from rabbitllm.batching.request import Ended, Event, Facts, Request
+from rabbitllm.batching.text_caches import TextCaches
 from rabbitllm.batching.ticket import Ticket
-from rabbitllm.chat.kept_cache import keeps
 from rabbitllm.errors import BatchError, BusyError, ClosedError, OptionError
 
 __all__ = ["FAILED", "Batch", "Limits", "Ticket"]
@@ -81,10 +77,7 @@ class Batch:
         self.error: BaseException | None = None
         self._model = model
         self._limits = limits
-        self._keeps = keeps(model)
-        self._memory = CacheMemory(model, limits.cache_bytes)
-        self._chunk = min(limits.chunk, self._memory.most_tokens)
-        self._kept = Kept()
+        self._caches = TextCaches(model, limits)
         self._pace = Pace()
         self._waiting: deque[Ticket] = deque()
         self._running: list[Ticket] = []
@@ -115,7 +108,7 @@ class Batch:
             ClosedError: the batch takes on nothing more.
             OptionError: no pass could ever answer it.
         """
-        check_answerable(request, self._model, self._memory)
+        check_answerable(request, self._model, self._caches.memory)
         now = time.monotonic()
         ticket = Ticket(self._wake, Generation(self._model, request, lambda event: told(event), now))
         if request.seconds is not None:
@@ -167,8 +160,8 @@ class Batch:
                 waiting=len(self._waiting),
                 most_running=self._limits.running,
                 most_waiting=self._limits.waiting,
-                cache_bytes=self._kept.nbytes + sum(self._bytes_of(ticket) for ticket in self._running),
-                cache_limit_bytes=self._memory.limit,
+                cache_bytes=self._caches.nbytes(self._running),
+                cache_limit_bytes=self._caches.memory.limit,
                 passes=sums.passes,
                 prompt_tokens=sums.prompt_tokens,
                 kept_tokens=sums.kept_tokens,
@@ -179,6 +172,9 @@ class Batch:
                 streamed_bytes=sums.passes * self._model.placement.streamed_bytes,
                 ended=dict(sums.ended),
                 preempted=sums.preempted,
+                resumed=self._caches.resumed,
+                aside_bytes=self._caches.aside.nbytes,
+                aside_limit_bytes=self._caches.aside.limit,
             )
 
     # in any thread ---------------------------------------------------------------------------------------------------
@@ -232,68 +228,39 @@ class Batch:
 
     def _give_places_back(self) -> None:
         """Where keys and values outgrow the limit."""
-        texts = [ticket.text for ticket in self._running]
-        self._kept.shrink(self._memory.limit - self._memory.now(texts))
-        count = too_many(texts, self._memory.bytes_for, self._memory.limit)
+        memory = self._caches.memory
+        self._caches.shrink(self._running)
+        count = too_many([ticket.text for ticket in self._running], memory.bytes_for, memory.limit)
         for ticket in reversed(self._running[len(self._running) - count :]):
+            cache = self._caches.whole_cache(ticket)
             self._take_out(ticket)
-            ticket.generation.cache = None
+            self._caches.set_aside(ticket, cache, self._pace)
             self._sums.preempted += 1
             with self._change:
                 self._running.remove(ticket)
                 self._waiting.appendleft(ticket)
-        if len(self._running) == 1 and self._memory.bytes_for(texts[0].tokens + 1) > self._memory.limit:
+        if len(self._running) == 1 and memory.now([self._running[0].text]) > memory.limit:
             self._over(self._running[0], Ended.LENGTH)  # nobody else's place would help
 
     def _begin(self) -> None:
         """Let those begin for whom there is room, in their order."""
+        memory = self._caches.memory
         with self._change:
             waiting = list(self._waiting)
         for ticket in waiting:
             if len(self._running) >= self._limits.running:
                 return
-            running = [one.text for one in self._running]
-            if not fits(ticket.text, running, self._memory.bytes_for, self._memory.limit):
+            if not fits(ticket.text, [one.text for one in self._running], memory.bytes_for, memory.limit):
                 return  # those behind it may be smaller, but would keep it waiting for ever
-            if self._start(ticket):
+            if self._caches.give(ticket, self._running):
+                self._start(ticket)
                 with self._change:
                     self._waiting.remove(ticket)
                     self._running.append(ticket)
 
-    def _start(self, ticket: Ticket) -> bool:
-        """Let a request begin, unless another one just computes what it begins with too."""
-        generation = ticket.generation
-        chunk = None
-        if self._keeps and not self._limits.exact:
-            source = best_source(generation.ids, self._sources())
-            tokens = source.tokens if source is not None else 0
-            if should_wait(generation.ids, tokens, self._computed_prompts()):
-                return False
-            if source is not None:
-                generation.cache = copied(source.cache, tokens)
-                self._kept.used(source.ids)
-            else:
-                generation.cache = DynamicCache(config=self._model.config.get_text_config(decoder=True))
-            generation.kept_tokens = max(generation.kept_tokens, min(tokens, len(generation.request.prompt)))
-            texts = [one.text for one in (*self._running, ticket)]
-            self._kept.shrink(self._memory.limit - self._memory.soon(texts))
-            chunk = self._chunk
+    def _start(self, ticket: Ticket) -> None:
+        generation, chunk = ticket.generation, self._caches.prompt_chunk
         ticket.member = self._passes.add(lambda: generation.run(chunk), generation.draw)
-        return True
-
-    def _sources(self) -> Iterable[tuple[Sequence[int], Any]]:
-        """Ids and caches that hold their keys and values."""
-        yield from self._kept.texts()
-        for ticket in self._running:
-            if tokens := ticket.cached_tokens:
-                yield ticket.generation.ids[:tokens], ticket.generation.cache
-
-    def _computed_prompts(self) -> Iterable[Sequence[int]]:
-        """Those that are not in their caches yet."""
-        for ticket in self._running:
-            prompt = ticket.generation.request.prompt
-            if ticket.generation.cache is not None and ticket.cached_tokens < len(prompt):
-                yield prompt
 
     def _pass(self) -> None:
         """One pass for those whose turn it is; then see who has ended."""
@@ -303,14 +270,16 @@ class Batch:
             start = time.perf_counter()
             made = sum(len(ticket.generation.tokens) for ticket in self._running)
             tokens = [member.tokens for member in there]
-            chosen = take_part(tokens, min(self._pace.prompt_tokens(self._chunk), self._memory.most_tokens))
+            chosen = take_part(
+                tokens, min(self._pace.prompt_tokens(self._caches.chunk), self._caches.memory.most_tokens)
+            )
             self._passes.run([there[place] for place in chosen])
             seconds = time.perf_counter() - start
             self._pace = self._pace.after(sum(tokens[place] for place in chosen), seconds)
             self._sums.passes += 1
             self._sums.pass_seconds += seconds
             self._sums.new_tokens += sum(len(ticket.generation.tokens) for ticket in self._running) - made
-            self._memory.measure(ticket.generation.cache for ticket in self._running)
+            self._caches.measure(self._running)
         over = [ticket for ticket in self._running if ticket.member is None or ticket.member.dead]
         for ticket in over:
             error = ticket.member.error if ticket.member is not None else None
@@ -324,6 +293,7 @@ class Batch:
                 self._running.remove(ticket)
             else:
                 self._waiting.remove(ticket)
+        self._caches.drop(ticket)
         generation = ticket.generation
         if isinstance(how, BaseException):
             if isinstance(how, Exception):
@@ -334,23 +304,11 @@ class Batch:
             finished = generation.end(how)
             self._sums.ended[str(finished.ended)] += 1
             self._lately = 0.8 * self._lately + 0.2 * finished.seconds
-            self._keep(generation)
+            self._caches.keep(ticket, self._running)
         self._sums.prompt_tokens += len(generation.request.prompt)
         self._sums.kept_tokens += generation.kept_tokens
-
-    def _keep(self, generation: Generation) -> None:
-        if generation.cache is None or not (tokens := generation.cache.get_seq_length()):
-            return
-        self._kept.put(generation.ids[:tokens], generation.cache)
-        generation.cache = None
-        self._kept.shrink(self._memory.limit - sum(self._bytes_of(ticket) for ticket in self._running))
 
     def _take_out(self, ticket: Ticket) -> None:
         if ticket.member is not None and not ticket.member.dead:
             self._passes.take_out(ticket.member)
         ticket.member = None  # its stack holds much, and who asked may hold the ticket
-
-    def _bytes_of(self, ticket: Ticket) -> int:
-        # not of its tensors: another thread changes them meanwhile
-        has_cache = ticket.generation.cache is not None
-        return self._memory.bytes_for(ticket.cached_tokens if has_cache else ticket.text.tokens)

@@ -59,12 +59,12 @@ class CacheMemory:
         """Once there is a cache that shows it, what tokens cost is known.
 
         Args:
-            caches: None, or a cache, of each text.
+            caches: of each text, with some tokens in it, or None.
         """
         if self._is_measured:
             return
         for cache in caches:
-            if cache is not None and cache.get_seq_length() and (found := cost_by_cache(cache)) is not None:
+            if cache is not None and (found := cost_by_cache(cache)) is not None:
                 self._cost, self._is_measured = found, True
                 return
 

@@ -98,9 +98,14 @@ class Member(greenlet):  # type: ignore[misc]
     @property
     def tokens(self) -> int:
         """That it brings into the next pass, for which it waits."""
-        assert self.waits is not None
-        entry = entry_of(self.waits.args, self.waits.kwargs)[0]
+        entry, _ = self.brings
         return entry.batch * entry.length
+
+    @property
+    def brings(self) -> tuple[Entry, Any]:
+        """What goes into the next pass, for which it waits, and its KV cache; None without one."""
+        assert self.waits is not None
+        return entry_of(self.waits.args, self.waits.kwargs)
 
 
 class _Carrier:

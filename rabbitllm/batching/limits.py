@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
+from rabbitllm.checkpoints.local import is_writable
 from rabbitllm.errors import OptionError
 
 
@@ -20,6 +22,9 @@ class Limits:
             together it may be more, see `picking.Pace`.
         exact: compute each request's rows by themselves: its tokens are then those that it gets alone in any dtype,
             at the price of speed.
+        aside_bytes: keys and values of requests that had to make way, in RAM or in a file, until there is room again;
+            None for four times those of `cache_bytes`, 0 to compute them anew each time. See `aside.py`.
+        aside_folder: where such a file may be; None for where temporary files are, unless that lies in memory.
     """
 
     running: int = 64
@@ -27,13 +32,22 @@ class Limits:
     cache_bytes: int | None = None
     chunk: int = 512
     exact: bool = False
+    aside_bytes: int | None = None
+    aside_folder: Path | None = None
 
     def __post_init__(self) -> None:
         """
         Raises:
-            OptionError: a number below one.
+            OptionError: a number below one, or a folder in which no file can be made.
         """
         for name in ("running", "waiting", "cache_bytes", "chunk"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise OptionError(f"{name}={value}, which is none at all.", "Give at least 1.")
+        if self.aside_bytes is not None and self.aside_bytes < 0:
+            raise OptionError(f"aside_bytes={self.aside_bytes}, which is less than nothing.", "Give 0 for none.")
+        if self.aside_folder is not None and not (self.aside_folder.is_dir() and is_writable(self.aside_folder)):
+            raise OptionError(
+                f"No file can be made in {self.aside_folder}, where keys and values were to be set aside.",
+                "Name a folder that is there and can be written to.",
+            )

@@ -63,6 +63,19 @@ class Pace:
         # a short pass long ago says little about now: it is forgotten slowly
         return Pace(seconds if self.least is None else min(seconds, 1.05 * self.least), self.each)
 
+    def anew(self, tokens: int, chunk: int) -> float | None:
+        """Seconds until a text has gone through the model again, in passes that are made anyway; None if not known.
+
+        What its tokens add to passes, and the time of every pass but the last, from which its next token comes.
+
+        Args:
+            tokens: of it.
+            chunk: of these in one pass.
+        """
+        if self.least is None or self.each is None:
+            return None
+        return tokens * self.each + (-(-tokens // chunk) - 1) * self.least
+
     def prompt_tokens(self, chunk: int) -> int:
         """Of prompts, in the next pass; never less than a chunk.
 

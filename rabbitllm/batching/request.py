@@ -134,7 +134,10 @@ class Facts:
         disk_seconds, copy_seconds: of these, spent waiting for the disk, and for copies from host memory.
         streamed_bytes: of weights, that were brought for passes.
         ended: reason -> requests that ended so far; "failed" among the reasons.
-        preempted: times that a request gave its place back and began anew.
+        preempted: times that a request gave its place back.
+        resumed: times that one went on with its keys and values as they were, having given its place back.
+        aside_bytes: keys and values that wait for that now, in RAM or in a file.
+        aside_limit_bytes: how many they may be.
     """
 
     running: int
@@ -153,3 +156,6 @@ class Facts:
     streamed_bytes: int
     ended: dict[str, int]
     preempted: int
+    resumed: int
+    aside_bytes: int
+    aside_limit_bytes: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -49,6 +50,13 @@ def serve_command(
     ] = 4096,
     cache_memory: Annotated[
         str | None, typer.Option(help="What keys and values may take, as 4GiB; by default a tenth of what is free.")
+    ] = None,
+    aside: Annotated[
+        str | None,
+        typer.Option(help="Of those that make way, in RAM or a file, as 8GiB; 0 has them computed anew."),
+    ] = None,
+    aside_dir: Annotated[
+        Path | None, typer.Option(help="For that file; by default where temporary files are.", show_default=False)
     ] = None,
     chunk: Annotated[int, typer.Option(help="Tokens of a prompt in one pass.", min=1)] = 512,
     exact: Annotated[
@@ -96,6 +104,8 @@ def serve_command(
 
     body_bytes = parse_size(max_body, "--max-body")
     cache_bytes = None if cache_memory is None else parse_size(cache_memory, "--cache-memory")
+    aside_bytes = None if aside is None else parse_size(aside, "--aside")
+    aside_folder = None if aside_dir is None else expand(str(aside_dir))
     place = expand(folder) if folder is not None else None
     if compression is None:
         chosen = None if no_split else compression_here(model, place)
@@ -125,7 +135,7 @@ def serve_command(
     from rabbitllm.serve.service import service_for
     from rabbitllm.serve.settings import Settings
 
-    limits = Limits(max_running, max_waiting, cache_bytes, chunk, exact)
+    limits = Limits(max_running, max_waiting, cache_bytes, chunk, exact, aside_bytes, aside_folder)
     settings = Settings(
         name=served_name or name_of(model),
         api_key=api_key or None,

@@ -90,6 +90,11 @@ def folders(known: Host | None = None, mounts: Path = Path("/proc/self/mountinfo
     return tuple(_folder(tuple(found), path, kinds, known) for path, found in uses.items())
 
 
+def folder_at(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> Folder:
+    """What is known of one folder."""
+    return _folder((), path.expanduser().absolute(), _file_systems(mounts), host(os.environ))
+
+
 def _folder(uses: tuple[str, ...], path: Path, kinds: Mapping[Path, str], known: Host | None) -> Folder:
     there = next(place for place in (path, *path.parents) if place.exists())
     found = shutil.disk_usage(there)

@@ -87,6 +87,8 @@ def _of_the_batch(facts: Facts) -> list[Family]:
         gauge("rabbitllm_waiting_limit", "How many may wait.", facts.most_waiting),
         gauge("rabbitllm_cache_bytes", "Keys and values that are held.", facts.cache_bytes),
         gauge("rabbitllm_cache_limit_bytes", "How many may be.", facts.cache_limit_bytes),
+        gauge("rabbitllm_aside_bytes", "Keys and values that have made way, in RAM or a file.", facts.aside_bytes),
+        gauge("rabbitllm_aside_limit_bytes", "How many may be.", facts.aside_limit_bytes),
         counter("rabbitllm_passes_total", "Walks over all layers.", facts.passes),
         counter("rabbitllm_pass_seconds_total", "Time that they took.", facts.pass_seconds),
         counter("rabbitllm_disk_wait_seconds_total", "Of that, waiting for the disk.", facts.disk_seconds),
@@ -95,6 +97,7 @@ def _of_the_batch(facts: Facts) -> list[Family]:
         counter("rabbitllm_prompt_tokens_total", "Tokens of prompts.", facts.prompt_tokens),
         counter("rabbitllm_kept_tokens_total", "Of these, not computed again.", facts.kept_tokens),
         counter("rabbitllm_generated_tokens_total", "Tokens that were generated.", facts.new_tokens),
-        counter("rabbitllm_preempted_total", "Generations that gave their place back.", facts.preempted),
+        counter("rabbitllm_preempted_total", "Times that a generation gave its place back.", facts.preempted),
+        counter("rabbitllm_resumed_total", "Times that one had its keys and values back then.", facts.resumed),
         Family("rabbitllm_generations_total", "counter", "Generations that ended.", ended),
     ]
