@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from rabbitllm.pull.make import Wish
 
 
 def complete_model(incomplete: str) -> list[str]:
@@ -91,6 +94,49 @@ def limits_of(given: list[str] | None) -> dict[int | str, int | str] | None:
             raise OptionError(f"--max-memory {word} names no device.", "For example --max-memory cpu=24GiB.")
         found[int(name) if name.strip().isdigit() else name.strip()] = size.strip()
     return found or None
+
+
+def wish_to_run(
+    model: str,
+    *,
+    compression: str | None,
+    folder: Path | None,
+    sequential: bool,
+    max_disk: str | None,
+    device: str | None,
+    max_memory: list[str] | None,
+    no_split: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Wish:
+    """What to get ready, from the options of a command that runs a model, as they were given.
+
+    Without `--compression` it is that of a split that is here, and with `--no-split` none.
+
+    Raises:
+        OptionError: a limit that names no device.
+    """
+    from rabbitllm.checkpoints.hub import HubAccess
+    from rabbitllm.library.find import compression_here
+    from rabbitllm.options import expand
+    from rabbitllm.pull.make import Wish
+
+    place = expand(folder) if folder is not None else None
+    if compression is None:
+        chosen = None if no_split else compression_here(model, place)
+    else:
+        chosen = compression_of(compression)
+    return Wish(
+        name=model,
+        compression=chosen,
+        folder=place,
+        sequential=sequential,
+        access=HubAccess(revision),
+        max_disk=max_disk,
+        device=device,
+        max_memory=limits_of(max_memory),
+        trust_remote_code=trust_remote_code,
+    )
 
 
 def put_json(record: Any) -> None:

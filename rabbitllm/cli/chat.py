@@ -20,8 +20,7 @@ from rabbitllm.cli.arguments import (
     SequentialOption,
     TemperatureOption,
     TopPOption,
-    compression_of,
-    limits_of,
+    wish_to_run,
 )
 
 
@@ -52,24 +51,18 @@ def chat_command(
     from rich.console import Console
 
     from rabbitllm.ask.answer import Sampling
-    from rabbitllm.checkpoints.hub import HubAccess
-    from rabbitllm.library.find import compression_here
-    from rabbitllm.options import expand
     from rabbitllm.pull.loaded import loaded_model
-    from rabbitllm.pull.make import Wish
 
     sampling = Sampling(temperature, top_p, seed)
     disable_progress_bars()  # shards have a bar of ours, and what else is fetched is small
-    place = expand(folder) if folder is not None else None
-    wish = Wish(
-        name=model,
-        compression=compression_here(model, place) if compression is None else compression_of(compression),
-        folder=place,
+    wish = wish_to_run(
+        model,
+        compression=compression,
+        folder=folder,
         sequential=sequential,
-        access=HubAccess(None),
         max_disk=max_disk,
         device=device,
-        max_memory=limits_of(max_memory),
+        max_memory=max_memory,
     )
     with contextlib.redirect_stdout(sys.stderr):  # what is printed while loading is no answer
         loaded = loaded_model(wish, Console(stderr=True, highlight=False))

@@ -25,9 +25,8 @@ from rabbitllm.cli.arguments import (
     TemperatureOption,
     TopPOption,
     TrustOption,
-    compression_of,
-    limits_of,
     put_json,
+    wish_to_run,
 )
 
 
@@ -77,29 +76,21 @@ def run_command(
     from rabbitllm.ask.answer import INTERRUPTED, Sampling, answer, most_new_tokens
     from rabbitllm.ask.prompt import prompt_ids
     from rabbitllm.ask.report import answer_record, how_it_ended, put_statistics
-    from rabbitllm.checkpoints.hub import HubAccess
     from rabbitllm.generation_stream import print_text
-    from rabbitllm.library.find import compression_here
-    from rabbitllm.options import expand
     from rabbitllm.pull.loaded import loaded_model
-    from rabbitllm.pull.make import Wish
 
-    place = expand(folder) if folder is not None else None
-    if compression is None:
-        chosen = None if no_split else compression_here(model, place)
-    else:
-        chosen = compression_of(compression)
     sampling = Sampling(temperature, top_p, seed)
     disable_progress_bars()  # shards have a bar of ours, and what else is fetched is small
-    wish = Wish(
-        name=model,
-        compression=chosen,
-        folder=place,
+    wish = wish_to_run(
+        model,
+        compression=compression,
+        folder=folder,
         sequential=sequential,
-        access=HubAccess(revision),
         max_disk=max_disk,
         device=device,
-        max_memory=limits_of(max_memory),
+        max_memory=max_memory,
+        no_split=no_split,
+        revision=revision,
         trust_remote_code=trust_remote_code,
     )
     errors = Console(stderr=True, highlight=False)

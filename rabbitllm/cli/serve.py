@@ -22,8 +22,7 @@ from rabbitllm.cli.arguments import (
     RevisionOption,
     SequentialOption,
     TrustOption,
-    compression_of,
-    limits_of,
+    wish_to_run,
 )
 
 
@@ -97,29 +96,22 @@ def serve_command(
     from rich.console import Console
 
     from rabbitllm import logs
-    from rabbitllm.checkpoints.hub import HubAccess
-    from rabbitllm.library.find import compression_here
-    from rabbitllm.options import expand, parse_size
-    from rabbitllm.pull.make import Wish
+    from rabbitllm.options import parse_size
 
     body_bytes = parse_size(max_body, "--max-body")
     cache_bytes = None if cache_memory is None else parse_size(cache_memory, "--cache-memory")
     aside_bytes = None if aside is None else parse_size(aside, "--aside")
     aside_folder = None if aside_dir is None else expand(str(aside_dir))
-    place = expand(folder) if folder is not None else None
-    if compression is None:
-        chosen = None if no_split else compression_here(model, place)
-    else:
-        chosen = compression_of(compression)
-    wish = Wish(
-        name=model,
-        compression=chosen,
-        folder=place,
+    wish = wish_to_run(
+        model,
+        compression=compression,
+        folder=folder,
         sequential=sequential,
-        access=HubAccess(revision),
         max_disk=max_disk,
         device=device,
-        max_memory=limits_of(max_memory),
+        max_memory=max_memory,
+        no_split=no_split,
+        revision=revision,
         trust_remote_code=trust_remote_code,
     )
     disable_progress_bars()  # shards have a bar of ours, and what else is fetched is small
