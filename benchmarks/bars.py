@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,21 @@ class Bar:
     name: str
     figures: Spread | None
     is_ours: bool
+
+
+def grouped(rows: Iterable[tuple[str, Bar]]) -> dict[str, list[Bar]]:
+    """Bars by their headings, in the order in which these first come; within each the least first, failures last."""
+    groups: dict[str, list[Bar]] = {}
+    for heading, bar in rows:
+        groups.setdefault(heading, []).append(bar)
+    for found in groups.values():
+        found.sort(key=lambda bar: bar.figures.median if bar.figures is not None else float("inf"))
+    return groups
+
+
+def under_cap(share: int | None) -> str:
+    """The heading of rows under a cap in percent of the weights."""
+    return "no cap" if share is None else f"idle process + {share} % of the weights"
 
 
 def draw(path: Path, title: str, unit: str, groups: Mapping[str, Sequence[Bar]]) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,12 +32,12 @@ from benchmarks.peers import (
     THIS,
     TRANSFORMERS,
     Cap,
-    PeerError,
     make_layer_files,
     prepare,
     run_worker,
 )
-from benchmarks.runs import failures, good, ratios, run_all, versions
+from benchmarks.runs import equal_in_turn, failures, good, ratios, run_cases, unprepared, versions
+from benchmarks.work_folder import fresh_folder
 
 RUNNERS: Mapping[str, Runner] = {
     "transformers": Runner(TRANSFORMERS, "transformers", "in memory"),
@@ -156,8 +155,7 @@ def of_the_limit(runs: Sequence[DecodeRun], case: Case) -> list[float]:
 
 def tokens_equal(runs: Sequence[DecodeRun], case: Case) -> list[bool]:
     """Whether a row made the tokens of plain transformers without a cap, for every turn in which both ran."""
-    expected = {run.turn: run.tokens for run in good(runs, Case(REFERENCE, None).name)}
-    return [run.tokens == expected[run.turn] for run in good(runs, case.name) if run.turn in expected]
+    return equal_in_turn(runs, case.name, Case(REFERENCE, None).name, lambda run: run.tokens)
 
 
 HEADINGS = (
@@ -181,24 +179,20 @@ def ours_beside(case: Case) -> Case:
 
 def tabulate(runs: Sequence[DecodeRun], cases: Sequence[Case], turns: int) -> report.Table:
     """A line a row: medians, and in brackets the extremes."""
-    lines = []
-    for case in cases:
-        found = good(runs, case.name)
+
+    def cells(case: Case, found: Sequence[DecodeRun]) -> Sequence[str]:
         is_4bit = case.runner in ("rabbitllm-2-4bit", "llama.cpp-q4_0")
-        lines.append(
-            (
-                case.name,
-                f"{len(found)}/{turns}",
-                report.shown(spread(run.first_token_seconds for run in found)),
-                report.shown(spread(run.token_seconds for run in found), 3),
-                report.shown(ratios(runs, case.name, ours_beside(case).name)),
-                report.shown(spread(statistics.median(run.step_bytes) for run in found), 0, 1e6),
-                report.shown(spread(of_the_limit(runs, case))),
-                report.shown(spread(run.anonymous_added for run in found), 0, 2**20),
-                "" if is_4bit or case.runner in TWINS else report.verdict(tokens_equal(runs, case)),
-            )
+        return (
+            report.shown(spread(run.first_token_seconds for run in found)),
+            report.shown(spread(run.token_seconds for run in found), 3),
+            report.shown(ratios(runs, case.name, ours_beside(case).name)),
+            report.shown(spread(statistics.median(run.step_bytes) for run in found), 0, 1e6),
+            report.shown(spread(of_the_limit(runs, case))),
+            report.shown(spread(run.anonymous_added for run in found), 0, 2**20),
+            "" if is_4bit or case.runner in TWINS else report.verdict(tokens_equal(runs, case)),
         )
-    return report.Table(HEADINGS, lines)
+
+    return report.tabulated(HEADINGS, runs, {case.name: case for case in cases}, turns, cells)
 
 
 def notes_on(runs: Sequence[DecodeRun], cases: Sequence[Case]) -> list[str]:
@@ -226,14 +220,13 @@ def notes_on(runs: Sequence[DecodeRun], cases: Sequence[Case]) -> list[str]:
 
 def _bars(runs: Sequence[DecodeRun], cases: Sequence[Case]) -> dict[str, list[bars.Bar]]:
     """A group a cap, the quickest row first."""
-    groups: dict[str, list[bars.Bar]] = {}
-    for case in cases:
-        heading = "no cap" if case.share is None else f"idle process + {case.share} % of the weights"
+
+    def row(case: Case) -> tuple[str, bars.Bar]:
+        heading = bars.under_cap(case.share)
         figures = spread(run.token_seconds for run in good(runs, case.name))
-        groups.setdefault(heading, []).append(bars.Bar(case.runner, figures, case.runner in OURS))
-    for found in groups.values():
-        found.sort(key=lambda bar: bar.figures.median if bar.figures is not None else float("inf"))
-    return groups
+        return heading, bars.Bar(case.runner, figures, case.runner in OURS)
+
+    return bars.grouped(row(case) for case in cases)
 
 
 def _for_ollm(checkpoint: Path) -> None:
@@ -256,27 +249,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _for_ollm(checkpoints[LLAMA])
     weights = sum(path.stat().st_size for path in shards(checkpoints[LLAMA]))
     workload = Workload(checkpoints, weights, work / "capped-run", prompt_for(options.scale), options.tokens)
-    shutil.rmtree(workload.folder, ignore_errors=True)
-    workload.folder.mkdir()
     cases = [Case(row, None) for row in UNCAPPED if row in options.only]
     cases += [Case(row, share) for share in options.shares for row in options.only]
     unusable = prepare({row: RUNNERS[row].environment for row in options.only}, work)
-    try:
-        for row in options.only:
-            if row not in unusable:
-                try:
-                    prepare_files(row, workload, work)
-                except PeerError as error:
-                    unusable[row] = f"its files: {error}"
+    with fresh_folder(workload.folder):
+        unusable = unprepared(options.only, unusable, "its files", lambda row: prepare_files(row, workload, work))
         drop_cached(workload.folder)
         machine = report.describe_machine(work)
-        named = {case.name: case for case in cases}
-        without = {case.name: unusable[case.runner] for case in cases if case.runner in unusable}
-        runs = run_all(
-            list(named), options.turns, DecodeRun, lambda run: measure(run, named[run.row], workload, work), without
+        runs = run_cases(
+            cases, options.turns, DecodeRun, lambda run, case: measure(run, case, workload, work), unusable
         )
-    finally:
-        shutil.rmtree(workload.folder, ignore_errors=True)
     size = f"{weights / 1e9:.2f} GB"
     title = (
         f"{options.tokens} tokens of a model of {size} with memory capped, on the CPU, {command_line.turns(options)}"
@@ -284,7 +266,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table = tabulate(runs, cases, options.turns)
     report.write(options.results, title, machine, table, notes_on(runs, cases), runs)
     bars.draw(options.results.with_name(options.results.name + ".svg"), title, "seconds a token", _bars(runs, cases))
-    return int(any(run.error for run in runs if named[run.row].runner in OURS))
+    ours = {case.name for case in cases if case.runner in OURS}
+    return int(any(run.error for run in runs if run.row in ours))
 
 
 if __name__ == "__main__":

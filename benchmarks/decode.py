@@ -11,7 +11,6 @@ the first token; tokens are compared with those of plain transformers in the sam
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,12 +25,12 @@ from benchmarks.peers import (
     THIS,
     TRANSFORMERS,
     Environment,
-    PeerError,
     make_layer_files,
     prepare,
     run_worker,
 )
-from benchmarks.runs import Run, failures, good, ratios, run_all, versions
+from benchmarks.runs import Run, equal_in_turn, failures, ratios, run_all, unprepared, versions
+from benchmarks.work_folder import fresh_folder
 
 PROMPT_TOKENS = 16
 BESIDE_PEERS_GOAL = 10.0
@@ -181,8 +180,7 @@ def measure(run: DecodeRun, workload: Workload, work: Path) -> None:
 
 def tokens_equal(runs: Sequence[DecodeRun], row: str) -> list[bool]:
     """Whether a row made the tokens of plain transformers, for every turn in which both ran."""
-    expected = {run.turn: run.tokens for run in good(runs, REFERENCE)}
-    return [run.tokens == expected[run.turn] for run in good(runs, row) if run.turn in expected]
+    return equal_in_turn(runs, row, REFERENCE, lambda run: run.tokens)
 
 
 HEADINGS = (
@@ -200,23 +198,19 @@ HEADINGS = (
 
 def tabulate(runs: Sequence[DecodeRun], rows: Sequence[str], turns: int) -> report.Table:
     """A line a row: medians, and in brackets the extremes."""
-    lines = []
-    for row in rows:
-        found = good(runs, row)
-        lines.append(
-            (
-                row,
-                f"{len(found)}/{turns}",
-                report.shown(spread(run.load_seconds for run in found)),
-                report.shown(spread(run.first_token_seconds for run in found)),
-                report.shown(spread(run.token_seconds for run in found), 3),
-                report.shown(ratios(runs, REFERENCE, row), 3),
-                report.shown(spread(run.anonymous_added for run in found), 1, 2**20),
-                report.shown(spread(run.file_peak for run in found), 0, 2**20),
-                "" if RUNNERS[row].is_compressed else report.verdict(tokens_equal(runs, row)),
-            )
+
+    def cells(row: str, found: Sequence[DecodeRun]) -> Sequence[str]:
+        return (
+            report.shown(spread(run.load_seconds for run in found)),
+            report.shown(spread(run.first_token_seconds for run in found)),
+            report.shown(spread(run.token_seconds for run in found), 3),
+            report.shown(ratios(runs, REFERENCE, row), 3),
+            report.shown(spread(run.anonymous_added for run in found), 1, 2**20),
+            report.shown(spread(run.file_peak for run in found), 0, 2**20),
+            "" if RUNNERS[row].is_compressed else report.verdict(tokens_equal(runs, row)),
         )
-    return report.Table(HEADINGS, lines)
+
+    return report.tabulated(HEADINGS, runs, {row: row for row in rows}, turns, cells)
 
 
 def notes_on(runs: Sequence[DecodeRun], rows: Sequence[str]) -> list[str]:
@@ -245,20 +239,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     work = options.work_dir
     checkpoint = make_checkpoint(work, options.scale)
     workload = Workload(checkpoint, work / "decode-run", prompt_for(options.scale), options.tokens)
-    shutil.rmtree(workload.splits, ignore_errors=True)
-    workload.splits.mkdir()
     unusable = prepare({row: RUNNERS[row].environment for row in options.only}, work)
-    try:
-        for row in options.only:
-            if row not in unusable:
-                try:
-                    split_for(row, workload, work)
-                except PeerError as error:
-                    unusable[row] = f"split: {error}"
+    with fresh_folder(workload.splits):
+        unusable = unprepared(options.only, unusable, "split", lambda row: split_for(row, workload, work))
         machine = report.describe_machine(work)
         runs = run_all(options.only, options.turns, DecodeRun, lambda run: measure(run, workload, work), unusable)
-    finally:
-        shutil.rmtree(workload.splits, ignore_errors=True)
     title = f"{options.tokens} tokens after a prompt of {PROMPT_TOKENS}, on the CPU, {command_line.turns(options)}"
     table = tabulate(runs, options.only, options.turns)
     report.write(options.results, title, machine, table, notes_on(runs, options.only), runs)

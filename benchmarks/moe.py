@@ -30,8 +30,8 @@ from benchmarks.expert_trace import Trace
 from benchmarks.measure import drop_cached
 from benchmarks.moe_checkpoint import HABITS, SCALES, make_moe_checkpoint, passage
 from benchmarks.moe_report import OURS, Case, MoeRun, bars_of, notes_on, tabulate
-from benchmarks.peers import THIS, Cap, PeerError, make_layer_files, run_worker
-from benchmarks.runs import run_all
+from benchmarks.peers import THIS, Cap, make_layer_files, run_worker
+from benchmarks.runs import run_cases, unprepared
 
 RUNNERS: Mapping[str, Runner] = {
     "transformers": Runner(THIS, "transformers", "in memory"),
@@ -159,20 +159,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shutil.rmtree(workload.folder, ignore_errors=True)
     workload.folder.mkdir(exist_ok=True)
     cases = cases_of(options.only, options.shares, options.habits)
-    unusable: dict[str, str] = {}
     try:
-        for row in options.only:
-            try:
-                prepare_files(row, workload, work)
-            except PeerError as error:
-                unusable[row] = f"its files: {error}"
+        unusable = unprepared(options.only, {}, "its files", lambda row: prepare_files(row, workload, work))
         drop_cached(workload.folder)
         machine = report.describe_machine(work)
-        named = {case.name: case for case in cases}
-        without = {case.name: unusable[case.runner] for case in cases if case.runner in unusable}
-        runs = run_all(
-            list(named), options.turns, MoeRun, lambda run: measure(run, named[run.row], workload, work), without
-        )
+        runs = run_cases(cases, options.turns, MoeRun, lambda run, case: measure(run, case, workload, work), unusable)
     finally:
         if not options.keep_files:
             shutil.rmtree(workload.folder, ignore_errors=True)
@@ -182,7 +173,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report.write(options.results, title, machine, table, notes_on(runs, cases), runs)
     drawn = bars_of(runs, cases)
     bars.draw(options.results.with_name(options.results.name + ".svg"), title, "seconds a token", drawn)
-    return int(any(run.error for run in runs if named[run.row].is_ours))
+    ours = {case.name for case in cases if case.is_ours}
+    return int(any(run.error for run in runs if run.row in ours))
 
 
 if __name__ == "__main__":

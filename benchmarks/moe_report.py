@@ -117,30 +117,26 @@ def ours_beside(case: Case) -> Case:
 
 def tabulate(runs: Sequence[MoeRun], cases: Sequence[Case], turns: int, experts: int) -> report.Table:
     """A line a row: medians over the turns, and in brackets the extremes; `experts` are those of all layers."""
-    lines = []
-    for case in cases:
-        found = good(runs, case.name)
+
+    def cells(case: Case, found: Sequence[MoeRun]) -> Sequence[str]:
         cached = [run for run in found if run.hit_rate is not None]
-        lines.append(
-            (
-                case.name,
-                f"{len(found)}/{turns}",
-                report.shown(spread(run.first_token_seconds for run in found)),
-                report.shown(spread(run.token_seconds for run in found), 3),
-                report.shown(spread(1 / run.token_seconds for run in found), 1),
-                report.shown(ratios(runs, case.name, ours_beside(case).name), 1),
-                report.shown(spread(statistics.fmean(run.step_bytes) for run in found), 0, 1e6),
-                report.shown(spread(of_missed(runs, case))),
-                report.shown(spread(run.slots / experts for run in cached), 0, 0.01),
-                report.shown(spread(run.hit_rate or 0.0 for run in cached), 1, 0.01),
-                report.shown(spread(run.recent_rate or 0.0 for run in cached), 1, 0.01),
-                report.shown(spread(run.optimal_rate or 0.0 for run in cached), 1, 0.01),
-                report.shown(spread(of_optimum(runs, case))),
-                report.shown(spread(run.anonymous_added for run in found), 0, 2**20),
-                report.verdict([run.follows for run in found]),
-            )
+        return (
+            report.shown(spread(run.first_token_seconds for run in found)),
+            report.shown(spread(run.token_seconds for run in found), 3),
+            report.shown(spread(1 / run.token_seconds for run in found), 1),
+            report.shown(ratios(runs, case.name, ours_beside(case).name), 1),
+            report.shown(spread(statistics.fmean(run.step_bytes) for run in found), 0, 1e6),
+            report.shown(spread(of_missed(runs, case))),
+            report.shown(spread(run.slots / experts for run in cached), 0, 0.01),
+            report.shown(spread(run.hit_rate or 0.0 for run in cached), 1, 0.01),
+            report.shown(spread(run.recent_rate or 0.0 for run in cached), 1, 0.01),
+            report.shown(spread(run.optimal_rate or 0.0 for run in cached), 1, 0.01),
+            report.shown(spread(of_optimum(runs, case))),
+            report.shown(spread(run.anonymous_added for run in found), 0, 2**20),
+            report.verdict([run.follows for run in found]),
         )
-    return report.Table(HEADINGS, lines)
+
+    return report.tabulated(HEADINGS, runs, {case.name: case for case in cases}, turns, cells)
 
 
 def notes_on(runs: Sequence[MoeRun], cases: Sequence[Case]) -> list[str]:
@@ -186,11 +182,10 @@ def _time_of(runs: Sequence[MoeRun], case: Case) -> list[str]:
 
 def bars_of(runs: Sequence[MoeRun], cases: Sequence[Case]) -> dict[str, list[bars.Bar]]:
     """A group a cap, the quickest row first."""
-    groups: dict[str, list[bars.Bar]] = {}
-    for case in cases:
-        heading = "no cap" if case.share is None else f"idle process + {case.share} % of the weights"
+
+    def row(case: Case) -> tuple[str, bars.Bar]:
+        heading = bars.under_cap(case.share)
         figures = spread(run.token_seconds for run in good(runs, case.name))
-        groups.setdefault(heading, []).append(bars.Bar(f"{case.runner}, {case.habits}", figures, case.is_ours))
-    for found in groups.values():
-        found.sort(key=lambda bar: bar.figures.median if bar.figures is not None else float("inf"))
-    return groups
+        return heading, bars.Bar(f"{case.runner}, {case.habits}", figures, case.is_ours)
+
+    return bars.grouped(row(case) for case in cases)

@@ -5,28 +5,22 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import signal
+import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.control_group import ControlGroup
-from benchmarks.measure import Sampler, drop_cached
+from benchmarks.idle_process import REPOSITORY, Cap, PeerError, idle_process
+from benchmarks.measure import Sampler
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 WORKER = Path(__file__).resolve().with_name("worker.py")
 RUN_LIMIT_SECONDS = 1800
 
 _COMMON = ("torch==2.13.0", "accelerate==1.15.0", "safetensors==0.8.0", "bitsandbytes==0.50.2", "numpy==2.4.6")
 """As in constraints.txt, so that all rows compute with the same libraries."""
-
-
-class PeerError(Exception):
-    """A peer could not be installed, or failed at its job; the message is what the table shows."""
 
 
 @dataclass(frozen=True)
@@ -160,14 +154,6 @@ def prepare(environments: Mapping[str, Environment], work: Path) -> dict[str, st
 
 
 @dataclass(frozen=True)
-class Cap:
-    """A group that a worker is in, and what it may take beside what it takes when it is idle (bytes)."""
-
-    group: ControlGroup
-    nbytes: int
-
-
-@dataclass(frozen=True)
 class Outcome:
     """What a worker answered, what was sampled meanwhile, and the versions it ran with."""
 
@@ -203,38 +189,23 @@ def run_worker(
         PeerError: it failed, died, or took too long.
     """
     python = interpreter(environment, work)
-    log = work / "logs" / f"{label}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    seconds = RUN_LIMIT_SECONDS if limit_seconds is None else limit_seconds
-    within = [] if cap is None else cap.group.entering()
-    with log.open("w") as stderr:
-        process = subprocess.Popen(
-            [*within, str(python), "-P", str(WORKER), json.dumps(job)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            cwd=work,
-            env=variables(environment, work),
-        )
-        limit = threading.Timer(seconds, process.kill)
-        limit.start()
-        try:
-            versions = read_message(process, log, work, seconds)["ready"]
-            for folder in cold:
-                drop_cached(folder)
-            if cap is not None:
-                cap.group.limit_to_idle_and(cap.nbytes)
-            with Sampler(watched, process.pid) as sampler:
-                assert process.stdin is not None
-                process.stdin.write("go\n")
-                process.stdin.flush()
-                answer = read_message(process, log, work, seconds)
-        finally:
-            limit.cancel()
-            process.kill()
-            process.communicate()
-    return Outcome(answer, sampler, versions)
+    with (
+        idle_process(
+            python,
+            WORKER,
+            job,
+            work,
+            label,
+            cold,
+            variables=variables(environment, work),
+            cap=cap,
+            stop_seconds=RUN_LIMIT_SECONDS if limit_seconds is None else limit_seconds,
+        ) as idle,
+        Sampler(watched, idle.process.pid) as sampler,
+    ):
+        idle.go()
+        answer = idle.message()
+    return Outcome(answer, sampler, idle.versions)
 
 
 def make_layer_files(
@@ -254,7 +225,11 @@ def make_layer_files(
     folder.mkdir()
     options = {"layer_shards_saving_path": str(folder)} | ({"compression": compression} if compression else {})
     job = {"task": "split", "package": package, "checkpoint": str(checkpoint), "options": options}
-    run_worker(environment, job, work, label, [checkpoint])
+    try:
+        run_worker(environment, job, work, label, [checkpoint])
+    except PeerError:
+        shutil.rmtree(folder)  # another row of these layer files is not to take them for made
+        raise
 
 
 def variables(environment: Environment, work: Path) -> dict[str, str]:
@@ -264,28 +239,3 @@ def variables(environment: Environment, work: Path) -> dict[str, str]:
     if environment == THIS:
         variables["PYTHONPATH"] = str(REPOSITORY)
     return variables
-
-
-def read_message(process: subprocess.Popen[str], log: Path, work: Path, seconds: float) -> dict[str, Any]:
-    """The next line that a worker says.
-
-    Raises:
-        PeerError: it says that it failed, or says nothing any more; `seconds` is when it is stopped, for the message.
-    """
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        process.wait()
-        said = log.read_text(errors="replace").strip().splitlines() or ["nothing"]
-        killed = f" (killed: memory, or more than {seconds:g} s)" if process.returncode == -signal.SIGKILL else ""
-        raise PeerError(_tidy(f"died with exit status {process.returncode}{killed}; last said: {said[-1]}", work))
-    message: dict[str, Any] = json.loads(line)
-    if "error" in message:
-        raise PeerError(_tidy(message["error"], work))
-    return message
-
-
-def _tidy(text: str, work: Path) -> str:
-    """One line without this machine's paths."""
-    line = " ".join(text.replace(str(work), "<work>").replace(str(REPOSITORY), "<repository>").split())
-    return line if len(line) <= 200 else line[:199] + "…"

@@ -12,7 +12,6 @@ two processes, one after the other. The prompt, the tokens and the state of the 
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +22,9 @@ from benchmarks.checkpoint import make_checkpoint
 from benchmarks.decode import PROMPT_TOKENS, prompt_for
 from benchmarks.even_experts import even_prompt, make_even_checkpoint
 from benchmarks.measure import CACHE_STATE, spread
-from benchmarks.peers import THIS, PeerError, make_layer_files, run_worker
-from benchmarks.runs import Run, failures, good, run_all, versions
+from benchmarks.peers import THIS, make_layer_files, run_worker
+from benchmarks.runs import Run, failures, run_all, unprepared, versions
+from benchmarks.work_folder import fresh_folder
 
 CLOSE = 0.25
 """The goal: what was foretold differs from what is measured by at most so much of it."""
@@ -93,6 +93,19 @@ class Workload:
         return options
 
 
+def split_for(row: str, workload: Workload, work: Path) -> None:
+    """Make the layer files of a row, unless they are there for another one.
+
+    Raises:
+        PeerError: it failed.
+    """
+    compression = ROWS[row][0]
+    folder = workload.saving_path(compression)
+    if not folder.exists():
+        label = f"predict-{compression}-split"
+        make_layer_files(THIS, "rabbitllm", workload.checkpoint, folder, compression, work, label)
+
+
 def measure(run: PredictRun, workload: Workload, work: Path) -> None:
     """Foretell, then carry out, one row of one turn."""
     options = workload.options(run.row)
@@ -133,24 +146,20 @@ HEADINGS = (
 
 def tabulate(runs: Sequence[PredictRun], rows: Sequence[str], turns: int) -> report.Table:
     """A line a row: medians, and in brackets the extremes."""
-    lines = []
-    for row in rows:
-        found = good(runs, row)
-        lines.append(
-            (
-                row,
-                f"{len(found)}/{turns}",
-                report.shown(spread(run.predicted_token_seconds for run in found), 3),
-                report.shown(spread(run.token_seconds for run in found), 3),
-                report.shown(spread(run.headline for run in found)),
-                f"{sum(run.is_close for run in found)} of {len(found)}",
-                report.shown(spread(run.predicted_first_token_seconds for run in found)),
-                report.shown(spread(run.first_token_seconds for run in found)),
-                report.shown(spread(run.predicted_streamed_bytes for run in found), 0, 1e6),
-                report.shown(spread(run.plan_seconds for run in found), 1),
-            )
+
+    def cells(row: str, found: Sequence[PredictRun]) -> Sequence[str]:
+        return (
+            report.shown(spread(run.predicted_token_seconds for run in found), 3),
+            report.shown(spread(run.token_seconds for run in found), 3),
+            report.shown(spread(run.headline for run in found)),
+            f"{sum(run.is_close for run in found)} of {len(found)}",
+            report.shown(spread(run.predicted_first_token_seconds for run in found)),
+            report.shown(spread(run.first_token_seconds for run in found)),
+            report.shown(spread(run.predicted_streamed_bytes for run in found), 0, 1e6),
+            report.shown(spread(run.plan_seconds for run in found), 1),
         )
-    return report.Table(HEADINGS, lines)
+
+    return report.tabulated(HEADINGS, runs, {row: row for row in rows}, turns, cells)
 
 
 def notes_on(runs: Sequence[PredictRun]) -> list[str]:
@@ -181,20 +190,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         checkpoint, prompt = make_checkpoint(work, options.scale), prompt_for(options.scale)
     workload = Workload(checkpoint, work / "predict-run", prompt, options.tokens)
-    shutil.rmtree(workload.splits, ignore_errors=True)
-    workload.splits.mkdir()
-    unusable: dict[str, str] = {}
-    try:
-        for compression in dict.fromkeys(ROWS[row][0] for row in options.only):
-            try:
-                folder, label = workload.saving_path(compression), f"predict-{compression}-split"
-                make_layer_files(THIS, "rabbitllm", checkpoint, folder, compression, work, label)
-            except PeerError as error:
-                unusable |= {row: f"split: {error}" for row in options.only if ROWS[row][0] == compression}
+    with fresh_folder(workload.splits):
+        unusable = unprepared(options.only, {}, "split", lambda row: split_for(row, workload, work))
         machine = report.describe_machine(work)
         runs = run_all(options.only, options.turns, PredictRun, lambda run: measure(run, workload, work), unusable)
-    finally:
-        shutil.rmtree(workload.splits, ignore_errors=True)
     what = " of a mixture of experts" if options.experts else ""
     title = (
         f"Seconds a token{what}, foretold and measured, {options.tokens} tokens, on the CPU, "

@@ -6,13 +6,13 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.measure import Spread, spread
-from benchmarks.runs import Run
+from benchmarks.runs import AnyRun, Run, good
 
 MEMORY_NOTE = (
     "Anonymous memory above that of the same process with everything imported; mapped: peak of pages of mapped files, "
@@ -46,6 +46,32 @@ def _padded(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
         cell.rjust(width) if column else cell.ljust(width)
         for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
     ]
+
+
+AnyCase = TypeVar("AnyCase")
+
+
+def tabulated(
+    headings: Sequence[str],
+    runs: Sequence[AnyRun],
+    cases: Mapping[str, AnyCase],
+    turns: int,
+    cells: Callable[[AnyCase, Sequence[AnyRun]], Sequence[str]],
+) -> Table:
+    """A line a row: its name, how many of its runs have figures, and what `cells` makes of those.
+
+    Args:
+        headings: of all columns.
+        runs: of all rows.
+        cases: name of a row -> what `cells` knows it by.
+        turns: how often each was run.
+        cells: of a row and its good runs, those of the columns after the second.
+    """
+    lines = []
+    for name, case in cases.items():
+        found = good(runs, name)
+        lines.append((name, f"{len(found)}/{turns}", *cells(case, found)))
+    return Table(headings, lines)
 
 
 def shown(figures: Spread | None, digits: int = 2, unit: float = 1.0) -> str:

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from benchmarks.measure import Spread, spread
 from benchmarks.peers import Outcome, PeerError
@@ -61,6 +61,55 @@ def in_turns(rows: Sequence[str], turns: int) -> Iterator[tuple[int, str]]:
             yield turn, row
 
 
+def unprepared(
+    rows: Sequence[str], unusable: Mapping[str, str], what: str, prepare: Callable[[str], None]
+) -> dict[str, str]:
+    """Make ready what each row needs before it is measured; return the rows that have not got it, and why.
+
+    Args:
+        rows: their names.
+        unusable: rows that are not tried, and why; they are in what is returned.
+        what: for the reason.
+        prepare: may raise a `PeerError`.
+    """
+    found = dict(unusable)
+    for row in rows:
+        if row not in found:
+            try:
+                prepare(row)
+            except PeerError as error:
+                found[row] = f"{what}: {error}"
+    return found
+
+
+class Case(Protocol):
+    """One of several rows of the same runner."""
+
+    @property
+    def name(self) -> str:
+        """Of the row."""
+
+    @property
+    def runner(self) -> str:
+        """Its name."""
+
+
+AnyCase = TypeVar("AnyCase", bound=Case)
+
+
+def run_cases(
+    cases: Sequence[AnyCase],
+    turns: int,
+    make: Callable[[str, int], AnyRun],
+    measure: Callable[[AnyRun, AnyCase], None],
+    unusable: Mapping[str, str],
+) -> list[AnyRun]:
+    """`run_all` for rows that are more than a name; `unusable` is by their runners."""
+    named = {case.name: case for case in cases}
+    without = {case.name: unusable[case.runner] for case in cases if case.runner in unusable}
+    return run_all(list(named), turns, make, lambda run: measure(run, named[run.row]), without)
+
+
 def run_all(
     rows: Sequence[str],
     turns: int,
@@ -100,6 +149,12 @@ def ratios(runs: Sequence[AnyRun], row: str, to: str) -> Spread | None:
     """The headline of a row divided by that of another in the same turn."""
     others = {run.turn: run.headline for run in good(runs, to)}
     return spread(run.headline / others[run.turn] for run in good(runs, row) if run.turn in others)
+
+
+def equal_in_turn(runs: Sequence[AnyRun], row: str, to: str, of: Callable[[AnyRun], object]) -> list[bool]:
+    """Whether a row made the same as another, for every turn in which both ran."""
+    expected = {run.turn: of(run) for run in good(runs, to)}
+    return [of(run) == expected[run.turn] for run in good(runs, row) if run.turn in expected]
 
 
 def failures(runs: Sequence[Run]) -> list[str]:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -31,10 +30,11 @@ from benchmarks.checkpoint import SCALES, make_checkpoint, shards
 from benchmarks.control_group import control_group
 from benchmarks.measure import drop_cached
 from benchmarks.peers import Cap, PeerError, prepare
-from benchmarks.runs import run_all
+from benchmarks.runs import run_all, unprepared
 from benchmarks.serve_report import ServeRun, curves, figures, notes_on, tabulate
 from benchmarks.serve_rows import SERVERS, Workload, body_of, job_of, prepare_files
 from benchmarks.server_process import Served, asked, served
+from benchmarks.work_folder import fresh_folder
 
 LEAST_ROOM_BYTES = 384 << 20
 """Beside the idle process, whatever the share: less than this a model that is only tried out with cannot compute in."""
@@ -53,8 +53,8 @@ def measure(run: ServeRun, workload: Workload, shares: Mapping[int, int], work: 
         with served(SERVERS[run.row].environment, job, work, label, cold, cap=Cap(group, nbytes)) as server:
             run.load_seconds, run.limit_bytes, run.versions = (
                 server.load_seconds,
-                server.limit_bytes or 0,
-                server.versions,
+                server.idle.limit_bytes or 0,
+                server.idle.versions,
             )
             _ask_all(run, server, workload)
             sampler = server.sampler
@@ -119,24 +119,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.at_once,
         options.seconds,
     )
-    shutil.rmtree(workload.folder, ignore_errors=True)
-    workload.folder.mkdir()
     unusable = prepare({row: SERVERS[row].environment for row in options.only}, work)
     shares = {16: options.share, 4: options.share_4bit}
-    try:
-        for row in options.only:
-            if row not in unusable:
-                try:
-                    prepare_files(row, workload, work)
-                except PeerError as error:
-                    unusable[row] = f"its files: {error}"
+    with fresh_folder(workload.folder):
+        unusable = unprepared(options.only, unusable, "its files", lambda row: prepare_files(row, workload, work))
         drop_cached(workload.folder)
         machine = report.describe_machine(work)
         made = run_all(
             options.only, options.turns, ServeRun, lambda run: measure(run, workload, shares, work), unusable
         )
-    finally:
-        shutil.rmtree(workload.folder, ignore_errors=True)
     runs = [*(kept_runs(options.results, options.only) if options.add else ()), *made]
     rows = [row for row in SERVERS if any(run.row == row for run in runs)]
     size = f"{workload.weights / 1e9:.2f} GB"

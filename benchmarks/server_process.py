@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.idle_process import REPOSITORY, Cap, Idle, PeerError, idle_process
 from benchmarks.latencies import Answer, Level
-from benchmarks.measure import Sampler, drop_cached
-from benchmarks.peers import REPOSITORY, Cap, Environment, PeerError, interpreter, read_message, variables
+from benchmarks.measure import Sampler
+from benchmarks.peers import Environment, interpreter, variables
 
 WORKER = Path(__file__).resolve().with_name("worker_serve.py")
 START_LIMIT_SECONDS = 300.0
@@ -31,32 +32,24 @@ class Served:
     """A server that answers.
 
     Attributes:
-        process: that it runs in.
+        idle: the process that it runs in, no longer idle.
         url: without a path.
         sampler: of its memory, from before it loads the model on.
-        versions: of what it runs with.
         load_seconds: until it answered.
-        limit_bytes: of its group; None without one.
-        log: what it prints.
-        work: see `served`.
     """
 
-    process: subprocess.Popen[str]
+    idle: Idle
     url: str
     sampler: Sampler
-    versions: Mapping[str, str]
     load_seconds: float
-    limit_bytes: int | None
-    log: Path
-    work: Path
 
     def check(self) -> None:
         """
         Raises:
             PeerError: it has died.
         """
-        if self.process.poll() is not None:
-            read_message(self.process, self.log, self.work, float("inf"))
+        if self.idle.process.poll() is not None:
+            self.idle.message()
 
     def core_seconds(self) -> float:
         """That all its threads have computed so far.
@@ -65,7 +58,7 @@ class Served:
             PeerError: it has died.
         """
         self.check()
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{self.idle.process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def bytes_read(self) -> int:
@@ -75,7 +68,7 @@ class Served:
             PeerError: it has died.
         """
         self.check()
-        with open(f"/proc/{self.process.pid}/io") as lines:
+        with open(f"/proc/{self.idle.process.pid}/io") as lines:
             return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
 
 
@@ -111,37 +104,27 @@ def served(
         PeerError: it died, or did not answer in time.
     """
     python = interpreter(environment, work)
-    log = work / "logs" / f"{label}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
     port = free_port()
-    whole = {**job, "port": port, "cores": cores()[0]}
-    within = [] if cap is None else cap.group.entering()
-    with log.open("w") as stderr:
-        process = subprocess.Popen(
-            [*within, str(python), "-P", str(WORKER), json.dumps(whole)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            cwd=work,
-            env=variables(environment, work),
-        )
+    url = f"http://127.0.0.1:{port}"
+    with idle_process(
+        python,
+        WORKER,
+        {**job, "port": port, "cores": cores()[0]},
+        work,
+        label,
+        cold,
+        variables=variables(environment, work),
+        cap=cap,
+        stop_seconds=None,
+    ) as idle:
         try:
-            versions = read_message(process, log, work, start_limit_seconds)["ready"]
-            for folder in cold:
-                drop_cached(folder)
-            limit = None if cap is None else cap.group.limit_to_idle_and(cap.nbytes)
-            with Sampler((), process.pid) as sampler:
+            with Sampler((), idle.process.pid) as sampler:
                 begun = time.perf_counter()
-                assert process.stdin is not None
-                process.stdin.write("go\n")
-                process.stdin.flush()
-                url = f"http://127.0.0.1:{port}"
-                _wait_until_it_answers(process, url, log, work, start_limit_seconds)
-                loaded = time.perf_counter() - begun
-                yield Served(process, url, sampler, versions, loaded, limit, log, work)
+                idle.go()
+                _wait_until_it_answers(idle, url, start_limit_seconds)
+                yield Served(idle, url, sampler, time.perf_counter() - begun)
         finally:
-            _end(process)
+            _end(idle.process)
 
 
 def free_port() -> int:
@@ -152,11 +135,11 @@ def free_port() -> int:
         return port
 
 
-def _wait_until_it_answers(process: subprocess.Popen[str], url: str, log: Path, work: Path, seconds: float) -> None:
+def _wait_until_it_answers(idle: Idle, url: str, seconds: float) -> None:
     until = time.monotonic() + seconds
     while not _is_well(url):
-        if process.poll() is not None:
-            read_message(process, log, work, seconds)  # says why, by raising
+        if idle.process.poll() is not None:
+            idle.message()  # says why, by raising
         if time.monotonic() > until:
             raise PeerError(f"does not answer within {seconds:g} s")
         time.sleep(0.1)
@@ -175,8 +158,6 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(END_LIMIT_SECONDS)
-    process.kill()
-    process.communicate()
 
 
 def asked(url: str, bodies: Sequence[Mapping[str, Any]], at_once: int, seconds: float) -> Level:

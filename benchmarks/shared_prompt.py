@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from benchmarks.measure import drop_cached, spread
 from benchmarks.peers import THIS, Cap, PeerError, make_layer_files
 from benchmarks.runs import Run, failures, good, run_all, versions
 from benchmarks.server_process import asked, served
+from benchmarks.work_folder import fresh_folder
 
 SYSTEM_TOKENS, QUESTION_TOKENS, NEW_TOKENS = 1000, 16, 8
 LIMIT_SECONDS = 600.0
@@ -130,22 +130,17 @@ def tabulate(runs: Sequence[SharedRun], turns: int) -> report.Table:
     def cell(found: Sequence[SharedRun], of: Callable[[SharedRun], float], digits: int) -> str:
         return report.shown(spread(of(run) for run in found), digits)
 
-    made = []
-    for row in ROWS:
-        found = good(runs, row)
-        made.append(
-            (
-                row,
-                f"{len(found)}/{turns}",
-                cell(found, lambda run: run.prompt_tokens, 0),
-                cell(found, lambda run: run.computed_tokens, 0),
-                cell(found, lambda run: run.first_p50, 2),
-                cell(found, lambda run: run.first_p95, 2),
-                cell(found, lambda run: run.seconds, 2),
-                cell(found, lambda run: run.anonymous_added / 2**20, 0),
-            )
+    def cells(row: str, found: Sequence[SharedRun]) -> Sequence[str]:
+        return (
+            cell(found, lambda run: run.prompt_tokens, 0),
+            cell(found, lambda run: run.computed_tokens, 0),
+            cell(found, lambda run: run.first_p50, 2),
+            cell(found, lambda run: run.first_p95, 2),
+            cell(found, lambda run: run.seconds, 2),
+            cell(found, lambda run: run.anonymous_added / 2**20, 0),
         )
-    return report.Table(HEADINGS, made)
+
+    return report.tabulated(HEADINGS, runs, {row: row for row in ROWS}, turns, cells)
 
 
 def beside(runs: Sequence[SharedRun], of: Callable[[SharedRun], float]) -> Mapping[str, float | None]:
@@ -167,14 +162,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checkpoint = make_checkpoint(work, options.scale, "LlamaConfig")
     weights = sum(path.stat().st_size for path in shards(checkpoint))
     nbytes = max(weights * options.share // 100, LEAST_ROOM_BYTES)
-    folder = work / "shared-prompt-run"
-    shutil.rmtree(folder, ignore_errors=True)
     vocabulary = SCALES[options.scale].vocab_size
-    try:
-        make_layer_files(THIS, "rabbitllm", checkpoint, folder, None, work, "shared-prompt-files")
+    with fresh_folder(work / "shared-prompt-run") as folder:
+        make_layer_files(THIS, "rabbitllm", checkpoint, folder / "layers", None, work, "shared-prompt-files")
         drop_cached(folder)
         machine = report.describe_machine(work)
-        layers = folder / "splitted_model"
+        layers = folder / "layers" / "splitted_model"
         runs = run_all(
             options.only,
             options.turns,
@@ -182,8 +175,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lambda run: measure(run, layers, options.clients, vocabulary, nbytes, work),
             {},
         )
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     title = (
         f"{options.clients} requests at once behind a system prompt of {SYSTEM_TOKENS:,} tokens, a model of "
         f"{weights / 1e9:.2f} GB with memory capped, {options.turns} turns"

@@ -155,26 +155,22 @@ HEADINGS = (
 
 def tabulate(runs: Sequence[SplitRun], rows: Sequence[str], turns: int) -> report.Table:
     """A line a row: medians, and in brackets the extremes."""
-    lines = []
-    for row in rows:
-        found = good(runs, row)
+
+    def cells(row: str, found: Sequence[SplitRun]) -> Sequence[str]:
         processes = [run for run in found if row != COPY]
         same = [run.same_tensors for run in found if run.same_tensors is not None]
-        lines.append(
-            (
-                row,
-                f"{len(found)}/{turns}",
-                report.shown(spread(run.headline for run in found)),
-                report.shown(ratios(runs, row, COPY)),
-                report.shown(spread(run.disk_added_peak for run in found), 1, 1e6),
-                report.shown(spread(run.disk_added_end for run in found), 1, 1e6),
-                report.shown(spread(run.anonymous_added for run in processes), 1, 2**20),
-                report.shown(spread(run.file_peak for run in processes), 0, 2**20),
-                str(max(run.shards_left for run in processes)) if processes else "-",
-                report.verdict(same),
-            )
+        return (
+            report.shown(spread(run.headline for run in found)),
+            report.shown(ratios(runs, row, COPY)),
+            report.shown(spread(run.disk_added_peak for run in found), 1, 1e6),
+            report.shown(spread(run.disk_added_end for run in found), 1, 1e6),
+            report.shown(spread(run.anonymous_added for run in processes), 1, 2**20),
+            report.shown(spread(run.file_peak for run in processes), 0, 2**20),
+            str(max(run.shards_left for run in processes)) if processes else "-",
+            report.verdict(same),
         )
-    return report.Table(HEADINGS, lines)
+
+    return report.tabulated(HEADINGS, runs, {row: row for row in rows}, turns, cells)
 
 
 def notes_on(runs: Sequence[SplitRun], rows: Sequence[str], checkpoint: Path, layer_files: int) -> list[str]:

@@ -146,25 +146,21 @@ HEADINGS = (
 
 def tabulate(runs: Sequence[ExpertsRun], rows: Sequence[str], turns: int) -> report.Table:
     """A line a row: medians, and in brackets the extremes."""
-    lines = []
-    for row in rows:
-        found = good(runs, row)
+
+    def cells(row: str, found: Sequence[ExpertsRun]) -> Sequence[str]:
         dense = row.replace("experts", "dense")
         beside = row != dense
-        lines.append(
-            (
-                row,
-                f"{len(found)}/{turns}",
-                f"{found[0].source_bytes / 1e9:.2f}" if found else "-",
-                f"{found[0].tensors:,}" if found else "-",
-                report.shown(spread(run.headline for run in found)),
-                report.shown(spread(run.core_headline for run in found)),
-                report.shown(ratios(runs, row, dense) if beside else None),
-                report.shown(core_ratios(runs, row, dense) if beside else None),
-                report.shown(spread(run.anonymous_added for run in found), 1, 2**20),
-            )
+        return (
+            f"{found[0].source_bytes / 1e9:.2f}" if found else "-",
+            f"{found[0].tensors:,}" if found else "-",
+            report.shown(spread(run.headline for run in found)),
+            report.shown(spread(run.core_headline for run in found)),
+            report.shown(ratios(runs, row, dense) if beside else None),
+            report.shown(core_ratios(runs, row, dense) if beside else None),
+            report.shown(spread(run.anonymous_added for run in found), 1, 2**20),
         )
-    return report.Table(HEADINGS, lines)
+
+    return report.tabulated(HEADINGS, runs, {row: row for row in rows}, turns, cells)
 
 
 def core_ratios(runs: Sequence[ExpertsRun], row: str, to: str) -> Spread | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from benchmarks import bars, report
 from benchmarks.measure import spread
-from benchmarks.runs import Run, failures, good, ratios, versions
+from benchmarks.runs import Run, equal_in_turn, failures, good, ratios, versions
 
 OURS = ("rabbitllm-2", "rabbitllm-2-4bit")
 REFERENCE = "accelerate"
@@ -120,8 +120,7 @@ def of_its_limit(runs: Sequence[VramRun], case: Case) -> list[float]:
 
 def tokens_equal(runs: Sequence[VramRun], case: Case) -> list[bool]:
     """Whether a row made the tokens of the reference under the same cap in the same turn."""
-    expected = {run.turn: run.tokens for run in good(runs, Case(REFERENCE, case.vram, case.host).name)}
-    return [run.tokens == expected[run.turn] for run in good(runs, case.name) if run.turn in expected]
+    return equal_in_turn(runs, case.name, Case(REFERENCE, case.vram, case.host).name, lambda run: run.tokens)
 
 
 def ours_beside(case: Case) -> Case:
@@ -148,28 +147,24 @@ HEADINGS = (
 
 def tabulate(runs: Sequence[VramRun], cases: Sequence[Case], turns: int) -> report.Table:
     """A line a row: medians, and in brackets the extremes."""
-    lines = []
-    for case in cases:
-        found = good(runs, case.name)
+
+    def cells(case: Case, found: Sequence[VramRun]) -> Sequence[str]:
         is_4bit = case.runner.endswith("4bit")
-        lines.append(
-            (
-                case.name,
-                f"{len(found)}/{turns}",
-                report.shown(spread(run.load_seconds for run in found), 1),
-                report.shown(spread(run.first_token_seconds for run in found)),
-                report.shown(spread(run.token_seconds for run in found), 3),
-                report.shown(ratios(runs, case.name, ours_beside(case).name)),
-                report.shown(spread(run.read_bytes for run in found), 2, 1e9),
-                report.shown(spread(run.copied_bytes for run in found if run.copied_bytes is not None), 2, 1e9),
-                report.shown(spread(of_the_ceiling(runs, case)), 0, 0.01),
-                report.shown(spread(of_its_limit(runs, case))),
-                report.shown(spread(run.vram_reserved for run in found), 2, GIB),
-                report.shown(spread(run.anonymous_added for run in found), 0, 2**20),
-                "" if is_4bit or case.runner == REFERENCE else report.verdict(tokens_equal(runs, case)),
-            )
+        return (
+            report.shown(spread(run.load_seconds for run in found), 1),
+            report.shown(spread(run.first_token_seconds for run in found)),
+            report.shown(spread(run.token_seconds for run in found), 3),
+            report.shown(ratios(runs, case.name, ours_beside(case).name)),
+            report.shown(spread(run.read_bytes for run in found), 2, 1e9),
+            report.shown(spread(run.copied_bytes for run in found if run.copied_bytes is not None), 2, 1e9),
+            report.shown(spread(of_the_ceiling(runs, case)), 0, 0.01),
+            report.shown(spread(of_its_limit(runs, case))),
+            report.shown(spread(run.vram_reserved for run in found), 2, GIB),
+            report.shown(spread(run.anonymous_added for run in found), 0, 2**20),
+            "" if is_4bit or case.runner == REFERENCE else report.verdict(tokens_equal(runs, case)),
         )
-    return report.Table(HEADINGS, lines)
+
+    return report.tabulated(HEADINGS, runs, {case.name: case for case in cases}, turns, cells)
 
 
 def notes_on(runs: Sequence[VramRun], cases: Sequence[Case], host: Sequence[str]) -> list[str]:
@@ -212,11 +207,10 @@ def notes_on(runs: Sequence[VramRun], cases: Sequence[Case], host: Sequence[str]
 
 def bars_of(runs: Sequence[VramRun], cases: Sequence[Case]) -> Mapping[str, list[bars.Bar]]:
     """A group a cap, the quickest row first."""
-    groups: dict[str, list[bars.Bar]] = {}
-    for case in cases:
+
+    def row(case: Case) -> tuple[str, bars.Bar]:
         heading = f"{case.vram:g} GiB of VRAM, the rest from {'the disk' if case.host == 'disk' else 'RAM'}"
         figures = spread(run.token_seconds for run in good(runs, case.name))
-        groups.setdefault(heading, []).append(bars.Bar(case.runner, figures, case.runner in OURS))
-    for found in groups.values():
-        found.sort(key=lambda bar: bar.figures.median if bar.figures is not None else float("inf"))
-    return groups
+        return heading, bars.Bar(case.runner, figures, case.runner in OURS)
+
+    return bars.grouped(row(case) for case in cases)

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import command_line, decode, peers, predict, report, runs, split, split_experts
+from benchmarks import bars, capped, command_line, decode, peers, predict, report, runs, split, split_experts
 from benchmarks.checkpoint import SCALES, make_checkpoint, same_tensors, shards
 from benchmarks.measure import (
     BLOCK_BYTES,
@@ -30,6 +30,7 @@ from benchmarks.measure import (
     memory_of,
     spread,
 )
+from benchmarks.work_folder import fresh_folder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the benchmarks read /proc")
 
@@ -244,6 +245,59 @@ def test_a_peer_that_fails_is_reported_and_the_rest_goes_on() -> None:
     assert runs.failures(made) == ["absent failed: cannot be installed", "broken failed: no luck"]
     cells = {line[0]: line[1] for line in split.tabulate(made, ["cp", "broken", "absent"], 2).rows}
     assert cells == {"cp": "2/2", "broken": "0/2", "absent": "0/2"}
+
+
+def test_a_row_that_lacks_its_files_is_not_run() -> None:
+    tried = []
+
+    def prepare(row: str) -> None:
+        tried.append(row)
+        if row == "broken":
+            raise peers.PeerError("no room")
+
+    found = runs.unprepared(["fine", "broken", "absent"], {"absent": "cannot be installed"}, "its files", prepare)
+    assert found == {"broken": "its files: no room", "absent": "cannot be installed"}
+    assert tried == ["fine", "broken"]
+    cases = [capped.Case(runner, share) for runner in ("fine", "broken") for share in (None, 50)]
+    measured = []
+    made = runs.run_cases(cases, 1, decode.DecodeRun, lambda run, case: measured.append((run.row, case)), found)
+    assert measured == [(case.name, case) for case in cases[:2]]
+    assert {run.row: run.error for run in made} == {
+        "fine, no cap": None,
+        "fine, 50 %": None,
+        "broken, no cap": "its files: no room",
+        "broken, 50 %": "its files: no room",
+    }
+
+
+def test_layer_files_that_failed_are_not_taken_for_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stub_worker(monkeypatch, tmp_path, "print('full', file=sys.stderr); os._exit(1)")
+    with pytest.raises(peers.PeerError, match="last said: full"):
+        peers.make_layer_files(peers.THIS, "rabbitllm", tmp_path, tmp_path / "layers", None, tmp_path, "stub")
+    assert not (tmp_path / "layers").exists()
+
+
+def test_bars_are_sorted_within_their_headings() -> None:
+    def bar(name: str, value: float | None) -> bars.Bar:
+        return bars.Bar(name, spread([] if value is None else [value]), is_ours=False)
+
+    slow, failed, quick, alone = bar("slow", 3.0), bar("failed", None), bar("quick", 1.0), bar("alone", 2.0)
+    found = bars.grouped([("two", slow), ("one", alone), ("two", failed), ("two", quick)])
+    assert list(found.items()) == [("two", [quick, slow, failed]), ("one", [alone])]
+
+
+def test_a_folder_for_the_time_of_a_run(tmp_path: Path) -> None:
+    left = write(tmp_path / "left" / "file", 10)
+
+    def fail() -> None:
+        with fresh_folder(left.parent) as folder:
+            assert list(folder.iterdir()) == []
+            write(folder / "own", 10)
+            raise ValueError("midway")
+
+    with pytest.raises(ValueError, match="midway"):
+        fail()
+    assert not left.parent.exists()
 
 
 def test_peers_get_the_libraries_that_this_project_is_tested_with() -> None:
