@@ -36,6 +36,7 @@ class CrashServer:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.crashes"],
             cwd=_ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -80,8 +81,11 @@ def _import_everything() -> None:
 
     import rabbitllm.splitter.split  # noqa: F401
     import tests.support.hub_fixtures  # noqa: F401
+    from rabbitllm.layers.compression import _compiled_kernels_agree
 
     torch.set_num_threads(1)
+    for scheme in ("4bit", "8bit"):  # whose tables and kernels each process otherwise makes anew, for longer than a split
+        _compiled_kernels_agree(scheme)
 
 
 def _make_and_die(call: Call, die_at: int) -> None:
