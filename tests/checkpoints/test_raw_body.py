@@ -66,7 +66,8 @@ def trusted_certificate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ssl.SS
     if shutil.which("openssl") is None:
         pytest.skip("a certificate can only be made with the openssl command")
     key, certificate = folder / "key.pem", folder / "certificate.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    command = ["openssl", "req", "-x509", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    command += ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
     command += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
     subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))

@@ -373,7 +373,7 @@ def reference_logits(
     dtype: torch.dtype,
     state_transform: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
     *,
-    new_tokens: int = 8,
+    new_tokens: int = 4,
 ) -> Reference:
     """Logits and greedy tokens of plain transformers; ``state_transform`` may replace each parameter once loaded."""
     config: Any = transformers.AutoConfig.from_pretrained(folder)

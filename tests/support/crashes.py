@@ -84,7 +84,7 @@ def _import_everything() -> None:
     from rabbitllm.layers.compression import _compiled_kernels_agree
 
     torch.set_num_threads(1)
-    for scheme in ("4bit", "8bit"):  # whose tables and kernels each process otherwise makes anew, for longer than a split
+    for scheme in ("4bit", "8bit"):  # tables and kernels, longer in the making than a split
         _compiled_kernels_agree(scheme)
 
 

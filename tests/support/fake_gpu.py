@@ -24,7 +24,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from rabbitllm.engine.devices import aligned_host
 
@@ -280,6 +279,20 @@ class _DeviceOfTensors(TorchFunctionMode):
         return any(str(device) == "cpu" for device in devices)
 
 
+def _tensors(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of an operation's arguments or results, added to some; by hand, for torch's own walk over any kind of tree
+    takes longer than the operation on a tensor of a tiny model."""
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            _tensors(one, found)
+    elif isinstance(value, dict):
+        for one in value.values():
+            _tensors(one, found)
+    return found
+
+
 class Operations(TorchDispatchMode):
     """Checks what each operation reads, and notes where its results are.
 
@@ -295,7 +308,7 @@ class Operations(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = dict(kwargs or {})
-        tensors = [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, torch.Tensor)]
+        tensors = _tensors(given, _tensors(args, []))
         with _ledger.lock:
             if not func.is_view:
                 self.look(tensors)
@@ -303,8 +316,8 @@ class Operations(TorchDispatchMode):
         result = func(*args, **given)
         device = given.get("device")
         with _ledger.lock:
-            for made in tree_leaves(result):
-                if isinstance(made, torch.Tensor) and made.device.type == "cpu" and _ledger.find(made) is None:
+            for made in _tensors(result, []):
+                if made.device.type == "cpu" and _ledger.find(made) is None:
                     where = device if device is not None and torch.device(device).index is not None else home
                     where = HOST if device is not None and torch.device(device).index is None else where
                     if where != HOST:
@@ -335,7 +348,7 @@ class Operations(TorchDispatchMode):
         if func in _TRANSFERS:
             return _ledger.place(tensors[0])
         # as on a GPU, numbers and indices may come from the host
-        index = {id(tensor) for tensor in tree_leaves(args[1])} if func in _INDEXING else set()
+        index = {id(tensor) for tensor in _tensors(args[1], [])} if func in _INDEXING else set()
         large = [tensor for tensor in tensors if tensor.dim() and tensor.device.type == "cpu"]
         places = {_ledger.place(tensor) for tensor in large if id(tensor) not in index}
         places |= {_ledger.place(tensor) for tensor in large if id(tensor) in index} - {HOST}

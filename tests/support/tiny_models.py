@@ -6,6 +6,7 @@ by rules written down here a second time, so that a wrong rule in the package sh
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 from collections.abc import Iterator
@@ -18,14 +19,17 @@ import transformers
 from safetensors.torch import save_file
 
 from rabbitllm import prepare
-from rabbitllm.engine.load import load_model
-from rabbitllm.engine.placement import Tier
+from rabbitllm.engine.devices import CpuDevice
+from rabbitllm.engine.load import blueprint, load_model, place_units
+from rabbitllm.engine.placement import Pool, Tier
 from rabbitllm.engine.units import find_units
+from rabbitllm.layers.layer_store import LayerStore
 from rabbitllm.options import SplitOptions, StreamOptions
 from tests.support.builders import SINGLE_NAME, Reference, read_tensors
 
 INPUT = torch.tensor([[1, 40, 81, 7, 200, 33, 160, 5, 92, 11, 64]])
-NEW_TOKENS = 8
+NEW_TOKENS = 4
+"""A prompt, and steps that come one after the other; long generations are tested in `test_hybrid_caches.py`."""
 ALL = 1 << 34
 """A budget in which every tiny model fits."""
 
@@ -50,21 +54,34 @@ def split(folder: Path, compression: str | None = None) -> Path:
 
 def load(folder: Path, budget: int = ALL, **options: Any) -> Any:
     """A model from a split directory, on the CPU, with so many bytes for its weights; computing exactly."""
+    return load_model(folder, options_for(budget, **options))
+
+
+def options_for(budget: int, **options: Any) -> StreamOptions:
+    """Of `load`."""
     settings = {"device": "cpu", "max_memory": {"cpu": budget}, "show_progress": False, "exact": True, **options}
-    return load_model(folder, StreamOptions(**settings))
+    return StreamOptions(**settings)
 
 
 def budget_that_keeps(folder: Path, share: float, **options: Any) -> int:
     """The bytes for weights with which a model keeps this share of the experts that it brings in by themselves, and
     not all of them."""
+    settings = options_for(0, **options)
+    drawn = blueprint(LayerStore(folder), settings, folder, [CpuDevice()])
+
+    def pools(budget: int) -> tuple[Pool, ...]:
+        """As loaded with so many bytes; placing by itself is quick."""
+        wanted = dataclasses.replace(settings, max_memory={"cpu": budget})
+        return place_units(drawn.model, drawn.sources, drawn.experts, [CpuDevice()], wanted).pools
+
     low, high = 0, 1 << 22
     while high - low > 1000:
         middle = (low + high) // 2
-        pools = load(folder, middle, **options).placement.pools
-        enough = not pools or sum(pool.slots for pool in pools) >= share * sum(pool.experts for pool in pools)
+        found = pools(middle)
+        enough = not found or sum(pool.slots for pool in found) >= share * sum(pool.experts for pool in found)
         low, high = (low, middle) if enough else (middle, high)
-    pools = load(folder, high, **options).placement.pools
-    assert sum(pool.slots for pool in pools) >= share * sum(pool.experts for pool in pools) > 0
+    found = load(folder, high, **options).placement.pools
+    assert sum(pool.slots for pool in found) >= share * sum(pool.experts for pool in found) > 0
     return high
 
 
