@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,15 @@ class Reads:
         monkeypatch.setattr(SpanReader, "read", read)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("compression", [None, "4bit", "8bit"])
+def every_way() -> Iterator[Any]:
+    """Families and compressions; at once uncompressed ones, and one compression of each family by turns."""
+    for number, family in enumerate(FAMILIES):
+        for compression in (None, "4bit", "8bit"):
+            later = compression is not None and compression != ("4bit", "8bit")[number % 2]
+            yield pytest.param(compression, family, marks=pytest.mark.long if later else ())
+
+
+@pytest.mark.parametrize(("compression", "family"), every_way())
 def test_bits_do_not_depend_on_where_experts_are(tmp_path: Path, family: str, compression: str | None) -> None:
     dtype = torch.float32 if list(FAMILIES).index(family) % 2 == 0 else torch.bfloat16
     folder = build_checkpoint(tmp_path / "model", family, shards=3, dtype=dtype, **{FAMILIES[family]: 24})

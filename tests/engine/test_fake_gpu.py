@@ -30,7 +30,11 @@ from tests.support.fake_gpu import FakeGpu, Race, WrongDevice, watched
 from tests.support.tiny_models import ALL, INPUT, assert_same, bytes_when_made, load, run, split, tiers
 
 TRANSFORMERS = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-SHORT = ("llama", "gemma3", "gpt_oss", "qwen3_moe", "deepseek_v3", "qwen3_next", "opt", "t5")
+SHORT = {
+    *(("llama", 1), ("llama", 2), ("gemma3", 2), ("gpt_oss", 1), ("qwen3_moe", 2), ("deepseek_v3", 2)),
+    *(("qwen3_next", 2), ("opt", 2), ("t5", 1), ("t5", 2)),
+}
+"""Families, and on how many devices."""
 
 
 def load_on(gpus: list[FakeGpu], folder: Path, budget: int = 0, host: int = 0, **options: Any) -> Any:
@@ -175,9 +179,13 @@ def test_tensors_know_where_they_are_and_do_not_mix() -> None:
 # Whole models
 
 
-@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in FAMILIES]
+    ("family", "count"),
+    [
+        pytest.param(name, count, marks=() if (name, count) in SHORT else pytest.mark.long)
+        for name in FAMILIES
+        for count in (1, 2)
+    ],
 )
 def test_every_family_has_the_bits_of_transformers(tmp_path: Path, family: str, count: int) -> None:
     tied = FAMILIES[family].ties[-1]
@@ -267,8 +275,15 @@ def test_padding_beams_and_sampling_on_two_devices(tmp_path: Path) -> None:
         assert torch.equal(found, wanted), way
 
 
-@pytest.mark.parametrize("compression", [None, "4bit"])
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    ("count", "compression"),
+    [
+        (1, None),
+        (2, "4bit"),
+        pytest.param(1, "4bit", marks=pytest.mark.long),
+        pytest.param(2, None, marks=pytest.mark.long),
+    ],
+)
 def test_page_locked_memory_changes_no_bit(tmp_path: Path, count: int, compression: str | None) -> None:
     """All of it resident, all or a part of what does not fit page-locked, and nothing of it."""
     folder = build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6)
@@ -293,7 +308,7 @@ def test_page_locked_memory_changes_no_bit(tmp_path: Path, count: int, compressi
     }
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [2, pytest.param(1, marks=pytest.mark.long)])
 def test_4bit_layers_are_multiplied_from_their_codes_where_that_is_sooner(
     tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from rabbitllm.profiler import COMPUTE, DEQUANTISE, READ, READ_WAIT, UPLOAD
 from rabbitllm.profiling.totals import copies_of
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu
-from tests.support.tiny_models import ALL, INPUT, load, run, split, tiers
+from tests.support.tiny_models import ALL, INPUT, NEW_TOKENS, load, run, split, tiers
 
 UNITS = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2", "model.norm", "lm_head"]
 
@@ -121,8 +121,8 @@ def test_copies_to_a_gpu_are_recorded(checkpoint: Path) -> None:
     model = load_model(split(checkpoint), options, None, [gpu])
     run(model)
     uploaded = model.profiler.stages[UPLOAD]
-    assert uploaded.count >= 8 * 4
-    assert uploaded.nbytes > 8 * model.placement.streamed_bytes
+    assert uploaded.count >= NEW_TOKENS * 4
+    assert uploaded.nbytes > NEW_TOKENS * model.placement.streamed_bytes
 
 
 def test_an_exception_leaves_no_open_record(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,10 +173,10 @@ def test_passes_count_what_is_copied_to_a_gpu(checkpoint: Path, host: int) -> No
     options = StreamOptions(max_memory={gpu.name: 0, "cpu": host}, show_progress=False, profiling=True)
     model = load_model(split(checkpoint), options, None, [gpu])
     run(model)
-    assert len(model.profiler.passes) == 1 + 8
+    assert len(model.profiler.passes) == 1 + NEW_TOKENS
     assert model.placement.uploaded_bytes > 0
     copied = sum(copies_of(one.stages).nbytes for one in model.profiler.passes)
-    assert copied == 9 * model.placement.uploaded_bytes
+    assert copied == (1 + NEW_TOKENS) * model.placement.uploaded_bytes
 
 
 def test_threads_that_share_a_resident_model_lose_no_time(checkpoint: Path) -> None:

@@ -15,7 +15,18 @@ import torch
 from rabbitllm.engine.placement import Tier
 from rabbitllm.profiler import READ
 from tests.support.builders import Reference, build_checkpoint, reference_logits
-from tests.support.tiny_models import ALL, INPUT, assert_same, bytes_when_made, load, plain_model, run, split, tiers
+from tests.support.tiny_models import (
+    ALL,
+    INPUT,
+    NEW_TOKENS,
+    assert_same,
+    bytes_when_made,
+    load,
+    plain_model,
+    run,
+    split,
+    tiers,
+)
 
 T = TypeVar("T")
 LAYERS = [f"model.layers.{i}" for i in range(3)]
@@ -303,7 +314,7 @@ def test_modes_may_alternate(model: Any, expected: Reference) -> None:
 def test_generation_in_another_thread(model: Any, expected: Reference) -> None:
     def generate() -> torch.Tensor:
         torch.set_num_threads(1)
-        found: torch.Tensor = model.generate(INPUT, max_new_tokens=8, do_sample=False)
+        found: torch.Tensor = model.generate(INPUT, max_new_tokens=NEW_TOKENS, do_sample=False)
         return found
 
     assert torch.equal(in_time(generate), expected.tokens)
@@ -315,7 +326,7 @@ def test_threads_take_turns(model: Any, expected: Reference) -> None:
     def generate() -> None:
         torch.set_num_threads(1)
         for _ in range(3):
-            found.append(model.generate(INPUT, max_new_tokens=8, do_sample=False))
+            found.append(model.generate(INPUT, max_new_tokens=NEW_TOKENS, do_sample=False))
 
     threads = [threading.Thread(target=generate, daemon=True) for _ in range(3)]
     for thread in threads:
