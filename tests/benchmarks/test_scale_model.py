@@ -1,0 +1,179 @@
+"""The scale model: what it says of machines by hand, of what was measured, and what its page has of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from benchmarks import scale_model
+from benchmarks.scale_check import SERVED, Check, checks
+from benchmarks.scale_facts import EPYC, HOSTS, KAGGLE, RTX_4090, XEON, Figure
+from benchmarks.scale_pace import Outcome, cache_bytes, of_many, pass_over, spread, streaming
+from benchmarks.scale_shape import COMPRESSIONS, DENSE, MIXTURE, MODELS, cache_of, drawn_for, shape_of
+from rabbitllm.batching.cache_cost import cost_by_cache
+from rabbitllm.doctor.models import published
+
+PAGE = (Path(__file__).resolve().parent.parent.parent / "docs" / "SCALE.md").read_text(encoding="utf-8")
+WHOLE = 1 << 50
+
+
+def quick(name: str) -> Figure:
+    return Figure(1e30, name)
+
+
+def only(name: str, value: float) -> scale_model.Host:
+    """A machine of which one thing takes time."""
+    nothing = {field: quick(field) for field in ("memory", "flops", "link", "disk", "network")}
+    none = Figure(0.0, "a test")
+    made = dataclasses.replace(RTX_4090, **nothing, latency=none, layer=none, routed_layer=none)
+    return dataclasses.replace(made, **{name: Figure(value, "a test")})
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_each_limit_by_itself_is_bytes_over_a_rate(compression: str | None) -> None:
+    drawn = drawn_for(DENSE, compression)
+    parameters = next(model.parameters for model in published() if model.repository == DENSE)
+    config = shape_of(DENSE, compression).config
+    matrices = parameters - config["vocab_size"] * config["hidden_size"]  # of the embedding a row a token
+    units = drawn.units(drawn.buffers, 1, 0)
+    found = {
+        name: pass_over(units, drawn.shape, only(name, 1e9), 8, 1, 100).seconds
+        for name in ("disk", "link", "memory", "flops")
+    }
+    stored = drawn.shape.output_bytes * matrices / parameters
+    assert found["disk"] == pytest.approx(stored / 1e9, rel=0.05)  # norms and what fits beside the buffers stay
+    assert found["link"] == pytest.approx(stored / 1e9, rel=0.05)
+    keys = 8 * drawn.shape.cache.bytes_for(100)
+    once = 2 * matrices if compression is None else stored + 4 * matrices
+    assert found["memory"] == pytest.approx((once + keys) / 1e9, rel=0.02)
+    assert found["flops"] == pytest.approx(8 * 2 * matrices / 1e9, rel=0.001)
+
+
+def test_of_experts_those_that_the_rows_are_expected_to_ask_for() -> None:
+    drawn = drawn_for(MIXTURE, None)
+    config = drawn.shape.config
+    one = 3 * 2 * config["hidden_size"] * config["moe_intermediate_size"]
+    units = drawn.units(WHOLE, 1, 0)
+    dense = sum(unit.made for unit in units)
+    host = only("memory", 1e9)
+    for rows in (1, 7, 1000):
+        asked = 512 * (1 - (1 - 10 / 512) ** rows)
+        states = rows * drawn.shape.cache.bytes_for(1)
+        expected = (dense + 48 * asked * one + states) / 1e9
+        assert pass_over(units, drawn.shape, host, rows, 1, 1).seconds == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_sequence_takes_what_its_cache_holds() -> None:
+    """Of a model with both kinds of layers, beside the cache that transformers makes."""
+    config = {**shape_of(MIXTURE, None).config, "num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 2}
+    config |= {"hidden_size": 64, "vocab_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    settings = {name: value for name, value in config.items() if name != "architectures"}
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.Qwen3NextConfig(**settings), dtype=torch.bfloat16
+    )
+    with torch.inference_mode():
+        cache = model(torch.ones(1, 64, dtype=torch.int64), use_cache=True).past_key_values
+    assert cache_of(config) == cost_by_cache(cache)
+    assert shape_of(DENSE, None).cache.every_token == 80 * 2 * 8 * 128 * 2
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_quicker_machine_is_never_slower(model: str) -> None:
+    drawn = drawn_for(model, "4bit")
+    before = streaming(KAGGLE, drawn, 8)
+    assert before is not None
+    for name, figure in KAGGLE.figures().items():
+        if name in ("disk", "link", "memory", "flops"):
+            host = dataclasses.replace(KAGGLE, **{name: Figure(2 * figure.value, "a test")})
+            after = streaming(host, drawn, 8)
+            assert after is not None
+            assert before.tokens_a_second <= after.tokens_a_second <= 2 * before.tokens_a_second
+
+
+def test_keys_and_values_end_the_batch_and_the_disk_a_model() -> None:
+    assert streaming(KAGGLE, drawn_for(DENSE, None), 1) is None  # 145 GB of layer files
+    found = scale_model.alone(KAGGLE, DENSE, "4bit")
+    assert streaming(KAGGLE, drawn_for(DENSE, "4bit"), 2 * found[-1].sequences) is None
+    beside = cache_bytes(shape_of(DENSE, "4bit"), found[-1].sequences) / 2 + drawn_for(DENSE, "4bit").buffers
+    assert beside <= KAGGLE.room.value < beside + cache_bytes(shape_of(DENSE, "4bit"), found[-1].sequences) / 2
+
+
+def test_spread_layers_stay_and_the_network_can_be_the_limit() -> None:
+    drawn = drawn_for(DENSE, "4bit")
+    found = spread(RTX_4090, drawn, 8)
+    assert found is not None
+    assert found.hosts * RTX_4090.room.value >= drawn.shape.output_bytes + found.hosts * cache_bytes(drawn.shape, 8)
+    assert found.sequences == 8 * found.hosts
+    slow = spread(dataclasses.replace(RTX_4090, network=Figure(1e4, "a test")), drawn, 8)
+    assert slow is not None
+    assert slow.bound == "network"
+    assert slow.tokens_a_second < found.tokens_a_second
+    rows = 8 * drawn.shape.hidden_bytes / 1e4 + RTX_4090.latency.value
+    assert slow.step.seconds - found.step.seconds == pytest.approx(
+        slow.hosts * (rows - 8 * drawn.shape.hidden_bytes / RTX_4090.network.value - RTX_4090.latency.value)
+    )
+
+
+def test_machines_in_groups() -> None:
+    one = scale_model.alone(KAGGLE, DENSE, "4bit")[0]
+    group = Outcome(3, 12, one.prompt, one.step, 30.0)
+    assert [of_many(group, count) for count in (1, 2, 3, 8, 9)] == [0, 0, 30.0, 60.0, 90.0]
+
+
+def test_other_prices() -> None:
+    hosts = scale_model.with_prices(HOSTS, ["T4=0.25"])
+    assert [host.hourly.value for host in hosts if host.name == "T4"] == [0.25]
+    assert [host for host in hosts if host.name != "T4"] == [host for host in HOSTS if host.name != "T4"]
+    for wrong in ("T5=1", "T4=cheap"):
+        with pytest.raises(SystemExit, match="expected NAME=DOLLARS with a name of Kaggle"):
+            scale_model.with_prices(HOSTS, [wrong])
+
+
+def test_what_was_measured_is_within_the_range_that_the_page_says() -> None:
+    found = checks()
+    assert len({one.source for one in found}) >= 6
+    low, high = scale_model.worst(found)
+    assert 0.5 < low < 1 < high < 1.5
+    by_read = [one for one in found if one.measured_read is not None and one.read > 1e9]
+    assert by_read
+    for one in by_read:
+        assert one.read == pytest.approx(one.measured_read, rel=0.1)
+
+
+def test_what_was_served_is_what_the_page_of_performance_says() -> None:
+    performance = (Path(scale_model.__file__).parent.parent / "docs" / "PERFORMANCE.md").read_text(encoding="utf-8")
+    (row,) = [line for line in performance.splitlines() if "quiet (load" in line]
+    assert [cell.strip() for cell in row.split("|")[2:4]] == [f"{SERVED[1]:g}", f"{SERVED[16]:g}"]
+
+
+def test_every_figure_says_where_it_is_from() -> None:
+    for host in (*HOSTS, EPYC, XEON):
+        assert all(figure.source for figure in host.figures().values())
+    table = scale_model.facts(HOSTS)
+    assert {row[0].partition(":")[0] for row in table.rows} == {host.name for host in HOSTS}
+
+
+@pytest.mark.parametrize("heading", scale_model.HEADINGS)
+def test_the_page_has_the_tables(heading: str) -> None:
+    assert scale_model.HEADINGS[heading](HOSTS).markdown() in PAGE
+
+
+def test_the_page_has_what_they_come_to() -> None:
+    assert [line for line in scale_model.notes() if f"* {line}" not in PAGE] == []
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    scale_model.draw(tmp_path / "scale.svg")
+    drawn = (tmp_path / "scale.svg").read_text()
+    assert drawn.startswith("<?xml")
+    assert (tmp_path / "scale.svg").stat().st_size > 20_000
+
+
+def test_a_ratio_is_of_predicted_to_measured() -> None:
+    found = [Check("a", "b", 3.0, 2.0, 0), Check("c", "d", 1.0, 2.0, 0), Check("e", "f", 9.0, 1.0, 0, own=True)]
+    assert scale_model.worst(found) == (0.5, 1.5)
+    assert scale_model.middle(found) == 1.0
