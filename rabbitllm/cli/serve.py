@@ -24,6 +24,7 @@ from rabbitllm.cli.arguments import (
     TrustOption,
     wish_to_run,
 )
+from rabbitllm.locations import expand
 
 
 def serve_command(
