@@ -24,7 +24,7 @@ from rabbitllm.cli.arguments import (
     TrustOption,
     wish_to_run,
 )
-from rabbitllm.locations import expand
+from rabbitllm.options import expand
 
 
 def serve_command(
