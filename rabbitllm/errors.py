@@ -10,6 +10,7 @@
     ├── BatchError                             a batch of requests cannot take on another one
     │   ├── BusyError                          as many wait as may
     │   └── ClosedError                        it is about to end, or has ended
+    ├── ScoringError                           texts cannot be scored on this model, or not in this memory
     ├── CheckpointError                        the source is not what it claims to be
     │   ├── CheckpointNotFoundError (FileNotFoundError)
     │   ├── UnsafePathError                    a name that points outside its folder
@@ -96,6 +97,10 @@ class BusyError(BatchError):
 
 class ClosedError(BatchError):
     """The batch is about to end, or has ended."""
+
+
+class ScoringError(RabbitLLMError):
+    """Texts cannot be scored on this model, or not in the memory that there is."""
 
 
 class CheckpointError(RabbitLLMError):

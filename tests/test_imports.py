@@ -55,6 +55,7 @@ FLOORS = (
     ("demo", "bench", "ask", "doctor"),
     ("chat",),
     ("batching",),
+    ("scoring",),
     ("serve",),
     ("cli",),
     ("__main__",),

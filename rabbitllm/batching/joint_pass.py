@@ -45,12 +45,12 @@ class Left(BaseException):
 class _Call:
     """Where a member waits, and with what."""
 
-    point: _Point | None
+    point: Point | None
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
-class _Alone:
+class Alone:
     """The answer to a member that shall compute its call by itself."""
 
     __slots__ = ("args", "kwargs")
@@ -96,6 +96,11 @@ class Member(greenlet):  # type: ignore[misc]
         return self.waits is not None and self.waits.point is None
 
     @property
+    def is_inside_a_unit(self) -> bool:
+        """Whether it waits in the middle of one."""
+        return self.waits is not None and self.waits.point is not None and not self.waits.point.is_unit
+
+    @property
     def tokens(self) -> int:
         """That it brings into the next pass, for which it waits."""
         entry, _ = self.brings
@@ -134,7 +139,7 @@ class _Carrier:
             self.error = error
 
 
-class _Point:
+class Point:
     """A module at which members meet."""
 
     def __init__(self, module: nn.Module, kind: Kind | None, *, is_unit: bool) -> None:
@@ -163,13 +168,12 @@ class JointPasses:
         head = model.get_output_embeddings()
         self._products = RowProducts(model) if not exact else None
         units = {id(model.get_submodule(placed.unit)) for placed in model.placement.units}
-        self._points: list[_Point] = []
-        embedding = model.get_input_embeddings()  # some scale what they look up, row by row
+        self._points: list[Point] = []
         for module in model.modules():
             is_unit = id(module) in units
-            kind = Kind.IDS if module is embedding and isinstance(module, nn.Embedding) else rowwise(module)
+            kind = self._kind(module)
             if is_unit or (kind and not exact):
-                self._points.append(_Point(module, kind, is_unit=is_unit))
+                self._points.append(Point(module, kind, is_unit=is_unit))
         self._head = next((point for point in self._points if point.module is head), None)
         for point in self._points:
             point.module._compiled_call_impl = self._at(point)
@@ -224,6 +228,12 @@ class JointPasses:
             if carrier is not None:
                 self._answer(carrier, list(packed))
 
+    def _kind(self, module: nn.Module) -> Kind | None:
+        """How members' rows go through a module as one; None if they do not."""
+        if module is self._model.get_input_embeddings() and isinstance(module, nn.Embedding):
+            return Kind.IDS  # some scale what they look up, row by row
+        return rowwise(module)
+
     # what members call -----------------------------------------------------------------------------------------------
 
     def is_member(self) -> bool:
@@ -249,14 +259,14 @@ class JointPasses:
         finally:
             torch.set_grad_enabled(gradients)
 
-    def _at(self, point: _Point) -> Callable[..., Any]:
+    def _at(self, point: Point) -> Callable[..., Any]:
         ordinary: Callable[..., Any] = point.module._call_impl
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if not isinstance(getcurrent(), Member):
                 return ordinary(*args, **kwargs)
             answer = self._wait(_Call(point, args, kwargs))
-            if isinstance(answer, _Alone):
+            if isinstance(answer, Alone):
                 return point.forward(*answer.args, **answer.kwargs)
             return answer
 
@@ -331,7 +341,7 @@ class JointPasses:
                 if not member.dead:
                     self._end(member, _copy_of(error))
 
-    def _through_as_rows(self, point: _Point, members: Sequence[Member]) -> None:
+    def _through_as_rows(self, point: Point, members: Sequence[Member]) -> None:
         calls = [_call_of(member) for member in members]
         assert point.rowwise is not None
         batch = joined(point.rowwise, [(call.args, call.kwargs) for call in calls])
@@ -339,7 +349,7 @@ class JointPasses:
             (self._through_a_unit if point.is_unit else self._each)(point, members)
             return
         try:
-            answers = batch.parts(_called(point.module, *batch.args))
+            answers = batch.parts(called(point.module, *batch.args))
         except Exception:
             if len(members) == 1:
                 raise
@@ -349,26 +359,26 @@ class JointPasses:
         for member, answer in zip(members, answers, strict=True):
             self._go_on(member, answer)
 
-    def _each(self, point: _Point, members: Sequence[Member]) -> None:
+    def _each(self, point: Point, members: Sequence[Member]) -> None:
         for member in members:
             call = _call_of(member)
-            self._go_on(member, _Alone(call.args, call.kwargs))
+            self._go_on(member, Alone(call.args, call.kwargs))
 
-    def _through_a_unit(self, point: _Point, members: Sequence[Member]) -> None:
+    def _through_a_unit(self, point: Point, members: Sequence[Member]) -> None:
         """Run a unit's hooks once, and between them every member's call, until all have left it."""
         module = point.module
         calls = [_call_of(member) for member in members]
 
         def all_of_them(*brought: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
             for member, (args, kwargs) in zip(members, brought, strict=True):
-                self._go_on(member, _Alone(args, kwargs))
-            while inside := [member for member in members if _is_inside_a_unit(member)]:
+                self._go_on(member, Alone(args, kwargs))
+            while inside := [member for member in members if member.is_inside_a_unit]:
                 self._meet(inside)
 
         before = module.__dict__.get("forward")
         module.forward = all_of_them
         try:
-            _called(module, *((call.args, call.kwargs) for call in calls))
+            called(module, *((call.args, call.kwargs) for call in calls))
         finally:
             if before is None:
                 del module.forward
@@ -376,14 +386,10 @@ class JointPasses:
                 module.forward = before
 
 
-def _called(module: nn.Module, *args: Any) -> Any:
+def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The module's ordinary call, with its hooks."""
     call: Callable[..., Any] = module._call_impl
-    return call(*args)
-
-
-def _is_inside_a_unit(member: Member) -> bool:
-    return member.waits is not None and member.waits.point is not None and not member.waits.point.is_unit
+    return call(*args, **kwargs)
 
 
 def _call_of(member: Member) -> _Call:
@@ -391,7 +397,7 @@ def _call_of(member: Member) -> _Call:
     return member.waits
 
 
-def _together(members: Sequence[Member]) -> tuple[_Point, list[Member]]:
+def _together(members: Sequence[Member]) -> tuple[Point, list[Member]]:
     """The point where most of them are, and who is there."""
     by_point: dict[int, list[Member]] = {}
     for member in members:

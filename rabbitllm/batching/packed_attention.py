@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rabbitllm.batching.packed_cache import NotPackable, PackedCache
+from rabbitllm.batching.packed_cache import NotPackable, PackedCache, Span
 
 OWN = ("sdpa", "eager")
 """Implementations that can be called for each text."""
@@ -45,8 +45,18 @@ def packed_attention(configs: Iterable[Any], cache: PackedCache) -> Iterator[Non
         configs: of the model and its modules, each once; their implementation is one of `OWN`.
         cache: of the pass.
     """
+    with attention_by_text(configs), texts_of(cache):
+        yield
+
+
+@contextlib.contextmanager
+def attention_by_text(configs: Iterable[Any]) -> Iterator[None]:
+    """Let a model inside the context attend by text where somebody says which texts there are; see `texts_of`.
+
+    Args:
+        configs: see `packed_attention`.
+    """
     before = [(config, config._attn_implementation) for config in configs]
-    token = _active.set(cache)
     try:
         for config, own in before:
             config._attn_implementation_internal = _NAME.format(own)
@@ -54,6 +64,19 @@ def packed_attention(configs: Iterable[Any], cache: PackedCache) -> Iterator[Non
     finally:
         for config, own in before:
             config._attn_implementation_internal = own
+
+
+@contextlib.contextmanager
+def texts_of(cache: PackedCache) -> Iterator[None]:
+    """Say to this greenlet's attention inside the context whose rows lie side by side.
+
+    Args:
+        cache: of the forward.
+    """
+    token = _active.set(cache)
+    try:
+        yield
+    finally:
         _active.reset(token)
 
 
@@ -132,12 +155,14 @@ def _masks(own: str, **kwargs: Any) -> Any:
     cache = _active.get()
     if cache is None:
         return make(**kwargs)
-    made = []
-    for span in cache.spans():
-        kwargs |= {"q_length": span.queries, "q_offset": span.begins}
-        kwargs |= {"kv_length": span.keys, "kv_offset": span.first_key}
-        made.append(_mask_of_one_row(make, kwargs) if span.queries == 1 and own == "sdpa" else make(**kwargs))
-    return None if all(mask is None for mask in made) else tuple(made)
+    spans = cache.spans()
+    made: dict[Span, Any] = {}  # texts of the same sizes share one
+    for span in spans:
+        if span not in made:
+            kwargs |= {"q_length": span.queries, "q_offset": span.begins}
+            kwargs |= {"kv_length": span.keys, "kv_offset": span.first_key}
+            made[span] = _mask_of_one_row(make, kwargs) if span.queries == 1 and own == "sdpa" else make(**kwargs)
+    return None if all(mask is None for mask in made.values()) else tuple(made[span] for span in spans)
 
 
 def _mask_of_one_row(make: Callable[..., Any], kwargs: dict[str, Any]) -> torch.Tensor | None:

@@ -49,10 +49,19 @@ def can_be_packed(model: Any) -> bool:
         and getattr(config, "return_dict", True)
         and not model.training
         and not any(getattr(one, extra, False) for one in (config, text) for extra in _EXTRAS)
-        and not any(rope in kind for kind in _rope_types(text) for rope in _BY_LONGEST)
+        and not depends_on_longest(text)
         and all(_is_known(layer) for layer in DynamicCache(config=text).layers)
         and not (shares_keys(model) and len(set(model.hf_device_map.values())) > 1)
     )
+
+
+def depends_on_longest(config: Any) -> bool:
+    """Whether a text is computed otherwise beside a longer one.
+
+    Args:
+        config: of the text model.
+    """
+    return any(rope in kind for kind in _rope_types(config) for rope in _BY_LONGEST)
 
 
 def shares_keys(model: Any) -> bool:

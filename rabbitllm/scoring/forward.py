@@ -1,0 +1,270 @@
+"""Takes a micro-batch through the model, by the model's own forward, and keeps only the numbers that were asked for.
+
+Logits of all tokens would be larger than the weights. So what the model's body returns is cut down to the rows whose
+logits somebody wants, before the model's own code goes on to its head: whatever a family does there (soft caps,
+scales) is done. Where these rows are still many, the model's forward is called again for each slice of them, and the
+body answers with that slice at once.
+
+    forward ── body: layers ──> all rows ── rows of slice 1 ── head ──> logits
+    forward ── body: at once ────────────── rows of slice 2 ── head ──> logits
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+
+from rabbitllm.batching.packed_attention import attention_by_text, texts_of
+from rabbitllm.batching.packed_families import shares_keys
+from rabbitllm.errors import ScoringError
+from rabbitllm.scoring.micro_batches import MicroBatch
+from rabbitllm.scoring.records import Scored
+from rabbitllm.scoring.segment_cache import SegmentCache
+from rabbitllm.scoring.segments import Segments
+from rabbitllm.scoring.tasks import Asked
+
+LOGITS_BYTES = 128 << 20
+"""Of the logits that are computed at a time, as float32; a few times as much is needed for a moment."""
+
+
+_RETURN = {"return_dict": True}
+_Chances = dict[tuple[int, int], tuple[float, bool]]
+"""Row, token -> logarithm of the token's probability there, and whether it is the most likely one."""
+
+
+class _Cut:
+    """What the body of the model is to do for the forward that runs in this greenlet.
+
+    Args:
+        wanted: which rows of its output go on, all rows of the batch being counted one after the other; None for all.
+        keeps: whether the others are needed besides.
+
+    Attributes:
+        output: as the body returned it, but for the rows that go on.
+        states: (all rows, hidden), if they are needed.
+        chosen: (wanted, hidden); None where the output is none that could be cut.
+        part: those of `chosen` whose turn it is.
+    """
+
+    def __init__(self, wanted: torch.Tensor | None, keeps: bool) -> None:
+        self._wanted = wanted
+        self._keeps = keeps
+        self.output: Any = None
+        self.states: torch.Tensor | None = None
+        self.chosen: torch.Tensor | None = None
+        self.part = slice(0, 0)
+
+    def take(self, output: Any) -> None:
+        """Look at what the body returned."""
+        self.output = output
+        states = getattr(output, "last_hidden_state", None)
+        if not isinstance(states, torch.Tensor) or states.dim() != 3:
+            return
+        rows = states.flatten(0, 1)
+        self.states = rows if self._keeps else None
+        self.chosen = None if self._wanted is None else rows.index_select(0, self._wanted)
+
+    def give(self) -> Any:
+        """What the model's forward goes on with."""
+        if self.chosen is not None:
+            self.output.last_hidden_state = self.chosen[self.part][None]
+        return self.output
+
+
+_active: ContextVar[_Cut | None] = ContextVar("forward that scores", default=None)
+"""Of this thread, and this greenlet."""
+
+
+class ScoringForward:
+    """Computes micro-batches.
+
+    Args:
+        model: as `AutoModel.from_pretrained` returns it.
+        packed: whether micro-batches have segments.
+        whole: compute all logits at once, so that they have the bits that plain transformers gives them.
+        logits_bytes: see `LOGITS_BYTES`.
+    """
+
+    def __init__(self, model: Any, *, packed: bool, whole: bool = False, logits_bytes: int = LOGITS_BYTES) -> None:
+        self._model = model
+        self._base = model.base_model
+        self._whole = whole
+        self._config = model.config.get_text_config(decoder=True)
+        self._vocabulary = model.get_input_embeddings().num_embeddings
+        self._rows_at_once = max(logits_bytes // (4 * self._vocabulary), 1)
+        seen = {id(one): one for module in model.modules() if (one := getattr(module, "config", None)) is not None}
+        named = [one for one in seen.values() if getattr(one, "_attn_implementation", None) is not None]
+        self._configs = named if packed else []
+        self._shares = shares_keys(model) if packed else False
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Let the body of the model be cut short inside the context, for those forwards that want it."""
+        base = self._base
+        if base is self._model:  # it has no head
+            with attention_by_text(self._configs):
+                yield
+            return
+        before = base._compiled_call_impl
+        ordinary = before or base._call_impl
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            cut = _active.get()
+            if cut is None:
+                return ordinary(*args, **kwargs)
+            if cut.output is None:
+                cut.take(ordinary(*args, **kwargs))
+            return cut.give()
+
+        base._compiled_call_impl = call
+        try:
+            with attention_by_text(self._configs):
+                yield
+        finally:
+            base._compiled_call_impl = before
+
+    def ids(self, batch: MicroBatch) -> torch.Tensor:
+        """Of a micro-batch: (1, rows) side by side, or (texts, length)."""
+        if batch.segments is not None:
+            found = torch.tensor([[token for part in batch.segments.parts for token in part.ids]])
+        else:
+            found = torch.zeros(len(batch.tasks), batch.length, dtype=torch.long)
+            for row, task in zip(found, batch.tasks, strict=True):
+                row[: len(task.ids)] = torch.tensor(task.ids)
+        return found.to(self._model.device)
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def __call__(self, batch: MicroBatch, ids: torch.Tensor, indices: Sequence[int]) -> list[Scored]:
+        """Results of all that is asked of a micro-batch.
+
+        Args:
+            batch: the micro-batch.
+            ids: see `ids`.
+            indices: of all texts.
+
+        Raises:
+            NotPackable: the model does what none of its family did in the tests.
+            ScoringError: its forward returns something else than other models' do.
+        """
+        rows = [batch.rows(number) for number in range(len(batch.tasks))]
+        wanted = _wanted(batch, rows)
+        keeps = any(one.pooling for task in batch.tasks for one in task.asked)
+        cut = _Cut(torch.tensor(list(wanted), device=ids.device) if wanted and not self._whole else None, keeps)
+        token = _active.set(cut)
+        try:
+            if batch.segments is None:
+                chances = self._chances(cut, {"input_ids": ids, "use_cache": False, **_RETURN}, wanted)
+            else:
+                cache = SegmentCache(batch.segments, self._config, self._shares)
+                with texts_of(cache):
+                    chances = self._chances(cut, _packed_inputs(batch.segments, ids, cache), wanted)
+                cache.finish()
+        finally:
+            _active.reset(token)
+        return [
+            _scored(indices[one.number], one, rows[number], chances, cut.states)
+            for number, task in enumerate(batch.tasks)
+            for one in task.asked
+        ]
+
+    def _chances(self, cut: _Cut, inputs: dict[str, Any], wanted: dict[int, list[int]]) -> _Chances:
+        if not wanted:
+            if self._base is self._model:
+                cut.take(self._call(**inputs))
+            else:
+                self._base(**inputs)
+            return {}
+        every = list(wanted)
+        found: _Chances = {}
+        step = len(every) if self._whole else self._rows_at_once
+        for begin in range(0, len(every), step):
+            part = every[begin : begin + step]
+            cut.part = slice(begin, begin + len(part))
+            # later ones not through the hooks of a whole pass, which let go of the weights that are just used
+            logits = (self._model.forward if begin else self._call)(**inputs).logits.flatten(0, 1)
+            if cut.chosen is None:
+                return _chances_in(logits[every], list(wanted.values()), every)
+            if len(logits) != len(part):
+                raise ScoringError(
+                    f"{type(self._model).__name__} returned {len(logits):,} rows of logits for {len(part):,}.",
+                    "Score with exact=True, which asks nothing unusual of the model.",
+                )
+            found |= _chances_in(logits, [wanted[row] for row in part], part)
+        return found
+
+    def _call(self, **inputs: Any) -> Any:
+        # not through the model's own call, which waits for the pass that this is
+        return nn.Module.__call__(self._model, **inputs)
+
+
+def _packed_inputs(segments: Segments, ids: torch.Tensor, cache: SegmentCache) -> dict[str, Any]:
+    positions = torch.cat([torch.arange(part.begins, part.begins + len(part.ids)) for part in segments.parts])
+    return {
+        "input_ids": ids,
+        "position_ids": positions[None].to(ids.device),
+        "past_key_values": cache,
+        "use_cache": True,
+        **_RETURN,
+    }
+
+
+def _wanted(batch: MicroBatch, rows: Sequence[Sequence[int]]) -> dict[int, list[int]]:
+    """Row -> tokens whose probabilities its logits are to give, each once, rows in their order."""
+    found: dict[int, dict[int, None]] = {}
+    for own, task in zip(rows, batch.tasks, strict=True):
+        for one in task.asked:
+            for at, target in enumerate(one.targets, one.first):
+                found.setdefault(own[at], {})[target] = None
+    return {row: list(found[row]) for row in sorted(found)}
+
+
+def _chances_in(logits: torch.Tensor, targets: Sequence[Sequence[int]], rows: Sequence[int]) -> _Chances:
+    """Of each token in each row: the logarithm of its probability, and whether it is the most likely one.
+
+    Args:
+        logits: (rows, vocabulary).
+        targets: of each row.
+        rows: what they are called.
+    """
+    logprobs = torch.log_softmax(logits.float(), -1)
+    places = [place for place, own in enumerate(targets) for _ in own]
+    tokens = [token for own in targets for token in own]
+    chosen = logprobs[torch.tensor(places, device=logprobs.device), torch.tensor(tokens, device=logprobs.device)]
+    best = logprobs.argmax(-1).tolist()
+    return {
+        (rows[place], token): (value, best[place] == token)
+        for place, token, value in zip(places, tokens, chosen.tolist(), strict=True)
+    }
+
+
+def _scored(
+    index: int,
+    asked: Asked,
+    rows: Sequence[int],
+    chances: _Chances,
+    states: torch.Tensor | None,
+) -> Scored:
+    embedding = None
+    if asked.pooling is not None:
+        if states is None:
+            raise ScoringError("The model's body returned no hidden states, of which embeddings are made.")
+        if asked.pooling == "last":
+            embedding = tuple(states[rows[-1]].float().tolist())
+        else:
+            embedding = tuple(states[list(rows)].float().mean(0).tolist())
+    if not asked.targets:
+        return Scored(index, embedding=embedding)
+    found = [chances[rows[at], target] for at, target in enumerate(asked.targets, asked.first)]
+    return Scored(
+        index,
+        math.fsum(value for value, _ in found),
+        len(found),
+        all(is_best for _, is_best in found),
+        embedding,
+    )

@@ -1,0 +1,172 @@
+"""How much memory scoring takes, and what goes through the model together, before anything does."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rabbitllm.ask.answer import context_of
+from rabbitllm.batching.beside_weights import tokens_of_a_pass
+from rabbitllm.batching.packed_families import can_be_packed, depends_on_longest
+from rabbitllm.engine.free_memory import available_ram
+from rabbitllm.errors import OptionError
+from rabbitllm.scoring.micro_batches import Form, MicroBatch, micro_batches, passes
+from rabbitllm.scoring.parking import HAS_FILES
+from rabbitllm.scoring.records import Room
+from rabbitllm.scoring.tasks import Ability, Task
+
+WAITING_SHARE, COMPUTING_SHARE = 2, 4
+"""One part in so many of free memory is for what waits, and for what one micro-batch computes in between."""
+MOST_TOKENS = 8192
+"""Of a micro-batch, where nobody says: what more of them gain is little beside what they take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What may be taken.
+
+    Attributes:
+        near: bytes that wait where the model computes.
+        host: bytes beside it in host memory; 0 where the model computes there.
+        disk: bytes in a file.
+        folder: for the file.
+        tokens: of a micro-batch.
+        token_bytes: that a token of a text takes while it waits, about.
+        experts_rows: that go through experts which come and go, at a time.
+    """
+
+    near: int
+    host: int
+    disk: int
+    folder: Path
+    tokens: int
+    token_bytes: int
+    experts_rows: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of what waits."""
+        return self.near + self.host + self.disk
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What goes through the model together.
+
+    Attributes:
+        passes: over the weights, each with its micro-batches.
+        form: how texts lie in them.
+        tokens: of all distinct texts.
+        waiting_bytes: what the largest pass holds between turns, about.
+    """
+
+    passes: tuple[tuple[MicroBatch, ...], ...]
+    form: Form
+    tokens: int
+    waiting_bytes: int
+
+    @property
+    def computed(self) -> int:
+        """Tokens that go through the layers: fewer where beginnings are shared, more where texts are filled up."""
+        return sum(batch.tokens for one in self.passes for batch in one)
+
+    def __str__(self) -> str:
+        batches = sum(map(len, self.passes))
+        return (
+            f"{self.tokens:,} tokens, of which {self.computed:,} are computed ({self.form.value}), in {batches:,} "
+            f"micro-batches and {len(self.passes):,} {'pass' if len(self.passes) == 1 else 'passes'} over the weights"
+        )
+
+
+def ability_of(model: Any) -> Ability:
+    """What a model can be asked.
+
+    Raises:
+        OptionError: nothing: it is no model of this package, or has an encoder too.
+    """
+    if not hasattr(model, "placement") or not hasattr(model, "streamer"):
+        raise OptionError(
+            f"Texts are to be scored by a {type(model).__name__} that was not loaded by this package.",
+            "Load it with rabbitllm.AutoModel.from_pretrained.",
+        )
+    if model.config.is_encoder_decoder:
+        raise OptionError(f"{type(model).__name__} has an encoder too; only models that continue a text can score.")
+    vocabulary = model.get_input_embeddings().num_embeddings
+    return Ability(vocabulary, context_of(model), model.get_output_embeddings() is not None)
+
+
+def form_of(model: Any, *, exact: bool) -> Form:
+    """How texts may lie in a micro-batch of a model, so that none of them changes another."""
+    if exact:
+        return Form.ALONE
+    config = model.config.get_text_config(decoder=True)
+    looks_ahead = getattr(config, "use_bidirectional_attention", False) or any(
+        getattr(module, "is_causal", True) is False for module in model.modules()
+    )
+    if looks_ahead:
+        return Form.EQUAL
+    if can_be_packed(model):
+        return Form.PACKED
+    is_known = type(model).__module__.startswith("transformers.")
+    return Form.FILLED if is_known and not depends_on_longest(config) else Form.EQUAL
+
+
+def limits_of(model: Any, room: Room) -> Limits:
+    """What may be taken beside a model's weights.
+
+    Raises:
+        OptionError: an impossible number.
+    """
+    for name in ("memory_bytes", "disk_bytes", "tokens"):
+        value = getattr(room, name)
+        if value is not None and value < (name == "tokens"):
+            raise OptionError(f"{name}={value}, which cannot be.", "Give a positive number.")
+    devices = [lane.device for lane in model.streamer.lanes.values()]
+    on_host = all(device.shares_host_memory for device in devices)
+    free = min(device.free_bytes() for device in devices)
+    config, itemsize = model.config.get_text_config(decoder=True), model.dtype.itemsize
+    near = free // WAITING_SHARE
+    if on_host:
+        near, host = (near if room.memory_bytes is None else room.memory_bytes), 0
+    else:
+        memory = near + available_ram() // WAITING_SHARE if room.memory_bytes is None else room.memory_bytes
+        near = min(near, memory)
+        host = memory - near
+    folder = _folder(model, room)
+    disk = room.disk_bytes if room.disk_bytes is not None else shutil.disk_usage(folder).free // WAITING_SHARE
+    computing = free // COMPUTING_SHARE
+    tokens = room.tokens or min(tokens_of_a_pass(config, itemsize, computing), MOST_TOKENS)
+    token_bytes = itemsize * config.hidden_size * 5 // 2  # hidden states, what went in, and angles
+    rows = max(computing // (8 * itemsize * config.hidden_size), tokens)
+    return Limits(near, host, disk if HAS_FILES else 0, folder, tokens, token_bytes, rows)
+
+
+def _folder(model: Any, room: Room) -> Path:
+    """For the file: beside the weights, which are on a disk that is large, or where the system has such files."""
+    if room.scratch is not None:
+        if not room.scratch.is_dir():
+            raise OptionError(f"{room.scratch} is no folder.", "Give one that is there.")
+        return room.scratch
+    own = Path(model.name_or_path)
+    return own if own.is_dir() and os.access(own, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def planned(tasks: Sequence[Task], form: Form, limits: Limits, *, streamed: bool) -> Plan:
+    """What goes through the model together.
+
+    Args:
+        tasks: see `tasks_of`.
+        form: how texts lie in micro-batches.
+        limits: what may be taken.
+        streamed: whether a pass brings weights; where it brings none, each micro-batch has its own, and none waits.
+    """
+    batches = micro_batches(tasks, form, limits.tokens)
+    grouped = passes(batches, limits.token_bytes, limits.total) if streamed else [[batch] for batch in batches]
+    waiting = [sum(batch.tokens for batch in one) * limits.token_bytes for one in grouped if len(one) > 1]
+    tokens = sum(len(task.ids) for task in tasks)
+    return Plan(tuple(map(tuple, grouped)), form, tokens, max(waiting, default=0))
