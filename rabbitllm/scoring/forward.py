@@ -139,7 +139,7 @@ class ScoringForward:
                 row[: len(task.ids)] = torch.tensor(task.ids)
         return found.to(self._model.device)
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
+    @torch.no_grad()
     def __call__(self, batch: MicroBatch, ids: torch.Tensor, indices: Sequence[int]) -> list[Scored]:
         """Results of all that is asked of a micro-batch.
 

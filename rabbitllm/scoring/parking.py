@@ -215,7 +215,8 @@ class Parking:
             raise NoRoom(f"{size:,} bytes more than the {self._limits[2]:,} in a file")
         self._end = max(self._end, place + size)
         if self._file is None:
-            self._file = tempfile.TemporaryFile(buffering=0, prefix="rabbitllm-scoring-", dir=self._folder)
+            name = "rabbitllm-scoring-"
+            self._file = tempfile.TemporaryFile(buffering=0, prefix=name, dir=self._folder)  # noqa: SIM115
         # not by numpy(), after which torch would not resize the storage any more
         rest = memoryview((ctypes.c_ubyte * len(whole)).from_address(whole.data_ptr()))
         at = place
@@ -228,7 +229,7 @@ class Parking:
     def _read(self, place: int, nbytes: int) -> torch.Tensor:
         assert self._file is not None
         whole = torch.empty(nbytes, dtype=torch.uint8)
-        view = memoryview(whole.numpy())
+        view = whole.numpy().data
         done = 0
         while done < nbytes:
             count = os.preadv(self._file.fileno(), [view[done:]], place + done)

@@ -73,7 +73,7 @@ class SegmentCache(PackedCache):
         return self._by_segment(key_states, value_states, expand)
 
     def _by_segment(self, keys: torch.Tensor, values: torch.Tensor, expand: Any) -> Iterator[Any]:
-        own = list(zip(keys.split(self.lengths, 2), values.split(self.lengths, 2), strict=True))
+        own = list(zip(torch.split(keys, self.lengths, 2), torch.split(values, self.lengths, 2), strict=True))
         for number, part in enumerate(self._parts):
             chain = [own[one] for one in (*part.after, number)]
             joined = tuple(torch.cat(one, 2) for one in zip(*chain, strict=True)) if part.after else own[number]

@@ -79,7 +79,8 @@ def cut(texts: Sequence[tuple[int, ...]], worth: int = WORTH_TOKENS) -> Segments
     parts: list[Segment] = []
     ends = [-1] * len(texts)
     rows = 0
-    waiting = [(0, len(texts), 0, ())] if texts else []  # texts from, to, that share so many tokens, by these segments
+    # texts from, to, that share so many tokens, by these segments
+    waiting: list[tuple[int, int, int, tuple[int, ...]]] = [(0, len(texts), 0, ())] if texts else []
     while waiting:
         begin, end, depth, after = waiting.pop()
         for first, last in _runs(shared, begin, end, depth + worth):
