@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from rabbitllm.batching.packed_attention import attention_by_text, texts_of
 from rabbitllm.batching.packed_families import shares_keys
@@ -46,6 +47,7 @@ class _Cut:
         keeps: whether the others are needed besides.
 
     Attributes:
+        is_reached: whether the body has been called.
         output: as the body returned it, but for the rows that go on.
         states: (all rows, hidden), if they are needed.
         chosen: (wanted, hidden); None where the output is none that could be cut.
@@ -55,6 +57,7 @@ class _Cut:
     def __init__(self, wanted: torch.Tensor | None, keeps: bool) -> None:
         self._wanted = wanted
         self._keeps = keeps
+        self.is_reached = False
         self.output: Any = None
         self.states: torch.Tensor | None = None
         self.chosen: torch.Tensor | None = None
@@ -93,7 +96,10 @@ class ScoringForward:
 
     def __init__(self, model: Any, *, packed: bool, whole: bool = False, logits_bytes: int = LOGITS_BYTES) -> None:
         self._model = model
-        self._base = model.base_model
+        # some models call what is inside their base model, some have none under the name that they give
+        found = [body for body in (model.base_model, model.get_decoder()) if isinstance(body, PreTrainedModel)]
+        self._bodies = list({id(body): body for body in found if body is not model}.values())
+        self._base = self._bodies[0] if self._bodies else model
         self._whole = whole
         self._config = model.config.get_text_config(decoder=True)
         self._vocabulary = model.get_input_embeddings().num_embeddings
@@ -106,28 +112,15 @@ class ScoringForward:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Let the body of the model be cut short inside the context, for those forwards that want it."""
-        base = self._base
-        if base is self._model:  # it has no head
-            with attention_by_text(self._configs):
-                yield
-            return
-        before = base._compiled_call_impl
-        ordinary = before or base._call_impl
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            cut = _active.get()
-            if cut is None:
-                return ordinary(*args, **kwargs)
-            if cut.output is None:
-                cut.take(ordinary(*args, **kwargs))
-            return cut.give()
-
-        base._compiled_call_impl = call
+        before = [(body, body._compiled_call_impl) for body in self._bodies]
         try:
+            for body, own in before:
+                body._compiled_call_impl = _cutting(own or body._call_impl)
             with attention_by_text(self._configs):
                 yield
         finally:
-            base._compiled_call_impl = before
+            for body, own in before:
+                body._compiled_call_impl = own
 
     def ids(self, batch: MicroBatch) -> torch.Tensor:
         """Of a micro-batch: (1, rows) side by side, or (texts, length)."""
@@ -201,6 +194,21 @@ class ScoringForward:
     def _call(self, **inputs: Any) -> Any:
         # not through the model's own call, which waits for the pass that this is
         return nn.Module.__call__(self._model, **inputs)
+
+
+def _cutting(ordinary: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands for the call of a body; the outermost one that is called gives what it is asked for."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        cut = _active.get()
+        if cut is None or (cut.is_reached and cut.output is None):
+            return ordinary(*args, **kwargs)
+        if not cut.is_reached:
+            cut.is_reached = True
+            cut.take(ordinary(*args, **kwargs))
+        return cut.give()
+
+    return call
 
 
 def _packed_inputs(segments: Segments, ids: torch.Tensor, cache: SegmentCache) -> dict[str, Any]:

@@ -60,13 +60,14 @@ def read_again(code: CodeType, last: int) -> frozenset[str]:
 
     Args:
         code: of the function.
-        last: the offset of the instruction.
+        last: the offset of the instruction, or of what belongs to it.
     """
     names = frozenset((*code.co_varnames, *code.co_cellvars, *code.co_freevars))
     instructions = list(dis.get_instructions(code))
     lines = [one.positions for one in instructions]
-    now = next((one.positions for one in instructions if one.offset == last), None)
-    if "locals" in code.co_names or now is None or now.lineno is None or any(p and p.end_lineno is None for p in lines):
+    current = max((one for one in instructions if one.offset <= last), key=lambda one: one.offset)
+    last, now = current.offset, current.positions
+    if "locals" in code.co_names or now is None or now.lineno is None or not all(map(_is_known, lines)):
         return names
     begin = last
     for one in instructions:
@@ -85,6 +86,11 @@ def read_again(code: CodeType, last: int) -> frozenset[str]:
         for name in _loaded(one)
     }
     return frozenset(loaded) | frozenset((*code.co_cellvars, *code.co_freevars))
+
+
+def _is_known(positions: dis.Positions | None) -> bool:
+    """Whether it is said where an instruction ends that stands somewhere in the source."""
+    return positions is None or positions.lineno is None or positions.end_lineno is not None
 
 
 def _loaded(instruction: dis.Instruction) -> Iterator[str]:

@@ -99,7 +99,16 @@ def _packed(tasks: Sequence[Task], tokens: int, worth: int) -> list[MicroBatch]:
         else:
             groups.append([task])
             total = len(task.ids)
-    return [MicroBatch(tuple(group), cut([task.ids for task in group], worth)) for group in groups]
+    return [batch for group in groups for batch in _cut(group, tokens, worth)]
+
+
+def _cut(group: Sequence[Task], tokens: int, worth: int) -> list[MicroBatch]:
+    """Mostly one: not all that neighbours share is worth being shared beside what others do."""
+    segments = cut([task.ids for task in group], worth)
+    if segments.tokens <= tokens or len(group) == 1:
+        return [MicroBatch(tuple(group), segments)]
+    half = len(group) // 2
+    return [*_cut(group[:half], tokens, worth), *_cut(group[half:], tokens, worth)]
 
 
 def passes(batches: Sequence[MicroBatch], token_bytes: int, limit: int) -> list[list[MicroBatch]]:

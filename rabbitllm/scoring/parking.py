@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import os
 import tempfile
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,12 +53,14 @@ class _Owner:
     Attributes:
         near: storages that are filled: key -> bytes.
         aside: those that are not.
-        idle: which of them are not needed when it goes on.
+        idle: keys of those that are not needed when it goes on.
+        spare: of these, the ones that are filled.
     """
 
     near: dict[int, int] = field(default_factory=dict)
     aside: dict[int, _Aside] = field(default_factory=dict)
     idle: frozenset[int] = frozenset()
+    spare: dict[int, torch.UntypedStorage] = field(default_factory=dict)
 
 
 class Parking:
@@ -134,13 +136,21 @@ class Parking:
             if key not in known.aside:
                 self._near += storage.nbytes() - known.near.get(key, 0)
                 known.near[key] = storage.nbytes()
-        for key in sorted(known.near, key=lambda key: (key not in idle, -known.near[key])):
-            if self._near <= self._limits[0]:
-                break
-            if len(self._holders[key]) == 1:  # what several have is in use while one of them computes
-                known.aside[key] = self._put_aside(found[key])
-                self._near -= known.near.pop(key)
+        known.spare = {key: found[key] for key in idle & known.near.keys()}
+        for other in list(self._owners.values()) if self._near > self._limits[0] else ():
+            self._make_room(other, other.spare)  # whoever has it, nobody waits for it
+        self._make_room(known, found)
+        known.spare = {key: storage for key, storage in known.spare.items() if key in known.near}
         self.most_near = max(self.most_near, self._near)
+
+    def _make_room(self, owner: _Owner, found: Mapping[int, torch.UntypedStorage]) -> None:
+        for key in sorted(found.keys() & owner.near.keys(), key=lambda key: -owner.near[key]):
+            if self._near <= self._limits[0]:
+                return
+            if len(self._holders[key]) == 1:  # what several have is in use while one of them computes
+                owner.aside[key] = self._put_aside(found[key])
+                self._near -= owner.near.pop(key)
+                owner.spare.pop(key, None)
 
     def expect(self, owner: Hashable) -> None:
         """Begin to bring back what somebody needs whose turn is next."""
@@ -158,6 +168,7 @@ class Parking:
         known = self._owners.get(owner)
         if known is None:
             return
+        known.spare = {}
         for key in [key for key in known.aside if key not in known.idle]:
             aside = known.aside.pop(key)
             bytes_there = aside.memory

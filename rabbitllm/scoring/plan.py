@@ -12,9 +12,10 @@ from typing import Any
 
 from rabbitllm.ask.answer import context_of
 from rabbitllm.batching.beside_weights import tokens_of_a_pass
-from rabbitllm.batching.packed_families import can_be_packed, depends_on_longest
+from rabbitllm.batching.packed_families import can_be_packed
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.errors import OptionError
+from rabbitllm.scoring.filled_families import can_be_filled_up
 from rabbitllm.scoring.micro_batches import Form, MicroBatch, micro_batches, passes
 from rabbitllm.scoring.parking import HAS_FILES
 from rabbitllm.scoring.records import Room
@@ -106,14 +107,13 @@ def form_of(model: Any, *, exact: bool) -> Form:
         return Form.ALONE
     config = model.config.get_text_config(decoder=True)
     looks_ahead = getattr(config, "use_bidirectional_attention", False) or any(
-        getattr(module, "is_causal", True) is False for module in model.modules()
+        getattr(module, "is_causal", True) is False for module in (model.get_decoder() or model).modules()
     )
     if looks_ahead:
         return Form.EQUAL
     if can_be_packed(model):
         return Form.PACKED
-    is_known = type(model).__module__.startswith("transformers.")
-    return Form.FILLED if is_known and not depends_on_longest(config) else Form.EQUAL
+    return Form.FILLED if can_be_filled_up(model) else Form.EQUAL
 
 
 def limits_of(model: Any, room: Room) -> Limits:

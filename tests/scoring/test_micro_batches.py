@@ -1,0 +1,61 @@
+"""Every task is in one micro-batch, none larger than it may be, and every micro-batch in one pass."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rabbitllm.scoring.micro_batches import FILLED_SHARE, Form, MicroBatch, micro_batches, passes
+from rabbitllm.scoring.tasks import Task
+
+TASKS = st.sets(st.lists(st.integers(0, 1), min_size=1, max_size=10).map(tuple), min_size=1, max_size=20).map(
+    lambda found: [Task(ids, ()) for ids in sorted(found, key=hash)]
+)
+LIMIT = 24
+
+
+def tokens_at(batch: MicroBatch) -> list[int]:
+    if batch.segments is not None:
+        return [token for part in batch.segments.parts for token in part.ids]
+    return [token for task in batch.tasks for token in (*task.ids, *[-1] * (batch.length - len(task.ids)))]
+
+
+@pytest.mark.parametrize("form", Form)
+@given(tasks=TASKS)
+def test_all_and_no_more_than_may_be(form: Form, tasks: list[Task]) -> None:
+    batches = micro_batches(tasks, form, LIMIT, worth=2)
+    assert sorted(task.ids for batch in batches for task in batch.tasks) == sorted(task.ids for task in tasks)
+    for batch in batches:
+        there = tokens_at(batch)
+        assert batch.tokens == len(there) <= LIMIT
+        for number, task in enumerate(batch.tasks):
+            assert tuple(there[row] for row in batch.rows(number)) == task.ids
+        filling = batch.tokens - sum(len(task.ids) for task in batch.tasks)
+        if form is Form.FILLED:
+            assert filling * FILLED_SHARE <= batch.tokens
+        if form in (Form.EQUAL, Form.ALONE):
+            assert filling == 0
+
+
+def test_one_that_is_too_long_goes_by_itself() -> None:
+    tasks = [Task((1,) * 30, ()), Task((2,), ()), Task((3,), ())]
+    for form in Form:
+        sizes = sorted(batch.tokens for batch in micro_batches(tasks, form, LIMIT))
+        assert sizes == ([1, 1, 30] if form is Form.ALONE else [2, 30])
+
+
+def test_those_with_the_same_beginning_are_together() -> None:
+    shared = (5,) * 20
+    tasks = [Task((*shared, number), ()) for number in range(8)] + [Task((number, *shared), ()) for number in range(4)]
+    batches = micro_batches(tasks[::-1], Form.PACKED, 28, worth=16)
+    assert [batch.tokens for batch in batches].count(28) == 1
+    assert sum(batch.tokens for batch in batches) == 28 + 4 * 21
+
+
+def test_as_many_in_a_pass_as_there_is_room_for() -> None:
+    batches = [MicroBatch((Task((0,) * length, ()),)) for length in (3, 2, 4, 9, 1)]
+    found = passes(batches, 10, 55)
+    assert [[batch.tokens for batch in one] for one in found] == [[3, 2], [4], [9], [1]]
+    assert len(passes(batches, 10, 190)) == 1
+    assert len(passes(batches, 10, 0)) == 5
