@@ -71,7 +71,8 @@ class _Cut:
             return
         rows = states.flatten(0, 1)
         self.states = rows if self._keeps else None
-        self.chosen = None if self._wanted is None else rows.index_select(0, self._wanted)
+        # on several devices not where the ids are
+        self.chosen = None if self._wanted is None else rows.index_select(0, self._wanted.to(rows.device))
 
     def give(self) -> Any:
         """What the model's forward goes on with."""
@@ -97,7 +98,8 @@ class ScoringForward:
     def __init__(self, model: Any, *, packed: bool, whole: bool = False, logits_bytes: int = LOGITS_BYTES) -> None:
         self._model = model
         # some models call what is inside their base model, some have none under the name that they give
-        found = [body for body in (model.base_model, model.get_decoder()) if isinstance(body, PreTrainedModel)]
+        named = (model.base_model, model.get_decoder(), *model.children())
+        found = [body for body in named if isinstance(body, PreTrainedModel)]
         self._bodies = list({id(body): body for body in found if body is not model}.values())
         self._base = self._bodies[0] if self._bodies else model
         self._whole = whole
@@ -105,8 +107,8 @@ class ScoringForward:
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._rows_at_once = max(logits_bytes // (4 * self._vocabulary), 1)
         seen = {id(one): one for module in model.modules() if (one := getattr(module, "config", None)) is not None}
-        named = [one for one in seen.values() if getattr(one, "_attn_implementation", None) is not None]
-        self._configs = named if packed else []
+        attending = [one for one in seen.values() if getattr(one, "_attn_implementation", None) is not None]
+        self._configs = attending if packed else []
         self._shares = shares_keys(model) if packed else False
 
     @contextlib.contextmanager
