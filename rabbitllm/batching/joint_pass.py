@@ -18,8 +18,9 @@ Knows nothing of what the members do between two passes.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,6 +148,19 @@ class Point:
         self.forward = module.forward
         self.is_unit = is_unit
         self.rowwise = kind
+
+    @contextlib.contextmanager
+    def replaced(self, forward: Callable[..., None]) -> Iterator[None]:
+        """Have the module's hooks run around another forward than its own."""
+        before = self.module.__dict__.get("forward")  # a linear layer's may be replaced already
+        self.module.forward = forward
+        try:
+            yield
+        finally:
+            if before is None:
+                del self.module.forward
+            else:
+                self.module.forward = before
 
 
 class JointPasses:
@@ -366,7 +380,6 @@ class JointPasses:
 
     def _through_a_unit(self, point: Point, members: Sequence[Member]) -> None:
         """Run a unit's hooks once, and between them every member's call, until all have left it."""
-        module = point.module
         calls = [_call_of(member) for member in members]
 
         def all_of_them(*brought: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
@@ -375,15 +388,8 @@ class JointPasses:
             while inside := [member for member in members if member.is_inside_a_unit]:
                 self._meet(inside)
 
-        before = module.__dict__.get("forward")
-        module.forward = all_of_them
-        try:
-            called(module, *((call.args, call.kwargs) for call in calls))
-        finally:
-            if before is None:
-                del module.forward
-            else:
-                module.forward = before
+        with point.replaced(all_of_them):
+            called(point.module, *((call.args, call.kwargs) for call in calls))
 
 
 def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -129,8 +129,5 @@ class TakingTurns(JointPasses):
             while inside := [member for member in members if member.is_inside_a_unit]:
                 self._meet(inside)
 
-        module.forward = all_of_them
-        try:
+        with point.replaced(all_of_them):
             called(module)
-        finally:
-            del module.forward

@@ -10,6 +10,7 @@ from torch import nn
 
 from rabbitllm.batching.joint_pass import JointPasses
 from rabbitllm.layers import bfloat_products, vectors
+from rabbitllm.scoring import Room, ScoredText, score
 from tests.batching.together import CHUNK, Text, alone, generated, prompts, together
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import ALL, load, split
@@ -82,4 +83,28 @@ def test_afterwards_the_model_is_as_it_was(folder: Path, products: list[int]) ->
     count = len(products)
     for one, other in zip(alone(model, given), before, strict=True):
         assert torch.equal(one.logits, other.logits)
+    assert len(products) == count
+
+
+def test_a_head_among_others_that_go_by_themselves(folder: Path, products: list[int]) -> None:
+    """A unit that is a linear layer runs its hooks around the calls of all, and is put back as it was each time."""
+    model = load(folder, 0, dtype="bfloat16")
+    given = prompts()
+    found = together(model, given, packing=False)
+    for one, other in zip(found, together(model, given), strict=True):
+        torch.testing.assert_close(one.logits[0], other.logits[0], rtol=0.05, atol=0.05)
+    assert products
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_texts_that_are_scored(folder: Path, products: list[int]) -> None:
+    """By the same products; micro-batches take turns at the head too, and leave the model as it was."""
+    model = load(folder, 0, dtype="bfloat16")
+    texts = [ScoredText(number, tuple(ids[0].tolist()), (7, 40 + number)) for number, ids in enumerate(prompts())]
+    found = {one.index: one for one in score(model, texts, Room(tokens=20))}
+    assert products
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    count = len(products)
+    for one in score(model, texts, Room(exact=True)):
+        assert one.logprob == pytest.approx(found[one.index].logprob, rel=0.02)
     assert len(products) == count
