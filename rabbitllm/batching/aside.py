@@ -177,8 +177,7 @@ class Aside:
 def usual_folder() -> Path | None:
     """Where a file may be if nobody says: with temporary files, on a disk; None if both their places lie in memory."""
     for path in (Path(tempfile.gettempdir()), Path("/var/tmp")):
-        folder = folder_at(path)
-        if folder.writable and not folder.in_memory:
+        if path.is_dir() and (folder := folder_at(path)).writable and not folder.in_memory:
             return path
     return None
 

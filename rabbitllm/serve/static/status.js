@@ -33,9 +33,10 @@ export function showStatus(status, mine) {
     const parts = Object.entries(words).map(([word, bytes]) => `${size(bytes)} ${word.replace(/^disk, /, "")}`);
     facts.push([place, parts.join(", ")]);
   }
+  const aside = status.aside_bytes ? `, and ${size(status.aside_bytes)} set aside` : "";
   const kept = `${status.kept_tokens.toLocaleString("en")} were kept from earlier ones`;
   facts.push(
-    ["KV cache", `${size(status.cache_bytes)} of ${size(status.cache_limit_bytes)}`],
+    ["KV cache", `${size(status.cache_bytes)} of ${size(status.cache_limit_bytes)}${aside}`],
     ["requests", `at most ${status.most_running} in a pass, ${status.most_waiting} waiting`],
     ["since it began", `${counted(status.new_tokens, "token")} generated; of ${counted(status.prompt_tokens, "token")} in prompts ${kept}`],
   );
