@@ -96,7 +96,7 @@ class Aside:
         forms = [_form(tensor) for tensor in parts.tensors]
         held = Held(parts.nbytes, parts.shell, forms, None, None)
         try:
-            if any(form.device.type != "cpu" for form in forms) and parts.nbytes <= available_ram() // SHARE:
+            if _leaves_a_device(forms) and parts.nbytes <= available_ram() // SHARE:
                 held.tensors = [_dense(tensor) for tensor in parts.tensors]
             elif self._is_worth_a_file(parts.nbytes, anew):
                 held.file = self._written(parts.tensors)
@@ -180,6 +180,11 @@ def usual_folder() -> Path | None:
         if path.is_dir() and (folder := folder_at(path)).writable and not folder.in_memory:
             return path
     return None
+
+
+def _leaves_a_device(forms: list[_Form]) -> bool:
+    """Whether its memory is another one than RAM."""
+    return any(form.device.type != "cpu" for form in forms)
 
 
 def _form(tensor: torch.Tensor) -> _Form:

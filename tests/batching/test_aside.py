@@ -169,6 +169,24 @@ def test_the_usual_folder_is_on_a_disk() -> None:
     assert folder is None or (folder_at(folder).writable and not folder_at(folder).in_memory)
 
 
+def test_in_ram_is_what_a_quarter_of_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from a GPU, but for the copy."""
+    cache = filled()
+    before = content(cache)
+    parts = taken_apart(cache)
+    assert parts is not None
+    monkeypatch.setattr("rabbitllm.batching.aside._leaves_a_device", lambda forms: True)
+    aside = Aside(LIMIT, None)  # without any file
+    for free, fits in ((SHARE * parts.nbytes, True), (SHARE * parts.nbytes - 1, False)):
+        monkeypatch.setattr("rabbitllm.batching.aside.available_ram", lambda free=free: free)
+        held = aside.put(cache, 0.0)  # whatever computing it anew would take
+        assert (held is not None) is fits
+        if held is not None:
+            assert aside.nbytes == parts.nbytes
+            assert content(aside.take(held)) == before
+    assert aside.nbytes == 0
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_from_a_gpu_it_goes_to_ram_and_from_there_to_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = filled(torch.bfloat16, "cuda")
