@@ -76,8 +76,6 @@ def plan(
     Raises:
         RabbitLLMError: an argument that no call could honour, no such source, or one that is malformed.
     """
-    from rabbitllm.planning.predict import generations  # seconds, with all of transformers; `outlook_at` needs none
-
     check_compression(compression)
     options = SplitOptions(
         compression=compression,
@@ -91,6 +89,9 @@ def plan(
     sought = prepare.Sought(str(path_or_repo_id), compression, saving_path, access, only_look=True)
     source = prepare.find(sought)
     survey = Survey(source, sought, options)
+
+    from rabbitllm.planning.predict import generations  # seconds, with all of transformers: not before it is needed
+
     devices, foretold = generations(survey, StreamOptions(device=str(device), max_memory=limits), options.min_free)
     measured = _measure(survey, said)
     outlooks = tuple(outlook_at(survey, choice, measured) for choice in survey.folders)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,16 @@ def prompt(length: int, seed: int) -> tuple[int, ...]:
     return tuple(drawn.tolist())
 
 
-@pytest.mark.parametrize("family", CAUSAL)
-@pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "resident"])
+def every_way() -> Iterator[Any]:
+    """Families, resident and streamed; at once one of the two for each by turns, and both for the first."""
+    for number, family in enumerate(CAUSAL):
+        for streamed in (True, False):
+            later = number > 0 and streamed == bool(number % 2)
+            name = f"{'streamed' if streamed else 'resident'}-{family}"
+            yield pytest.param(family, streamed, id=name, marks=pytest.mark.long if later else ())
+
+
+@pytest.mark.parametrize(("family", "streamed"), every_way())
 def test_several_requests(tmp_path: Path, open_batch: Open, family: str, streamed: bool) -> None:
     folder = build_checkpoint(tmp_path / family, family, dtype=torch.float32)
     plain = plain_model(folder, dtype=torch.float32).eval()

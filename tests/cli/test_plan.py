@@ -552,6 +552,7 @@ def test_errors_go_to_stderr(tmp_path: Path) -> None:
     assert ran.stderr.startswith("error: There is no folder")
 
 
+@pytest.mark.long
 def test_one_json_object_and_nothing_else_on_stdout(folder: Path) -> None:
     command = [sys.executable, "-m", "rabbitllm", "plan", str(folder), "--json"]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)

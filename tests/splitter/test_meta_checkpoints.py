@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -381,8 +381,15 @@ LARGE: dict[str, Any] = {"layers": 6, "hidden": 512, "intermediate": 1408, "voca
 BOOKKEEPING = 64 * 1024
 
 
-@pytest.mark.parametrize("compression", COMPRESSIONS)
-@pytest.mark.parametrize("hub", [False, True], ids=["local", "hub"])
+def every_peak() -> Iterator[Any]:
+    """At once one compression of a folder, and another of a repository."""
+    for hub, at_once in ((False, "4bit"), (True, "8bit")):
+        for compression in COMPRESSIONS:
+            name = f"{'hub' if hub else 'local'}-{compression}"
+            yield pytest.param(hub, compression, id=name, marks=() if compression == at_once else pytest.mark.long)
+
+
+@pytest.mark.parametrize(("hub", "compression"), every_peak())
 def test_peak_of_the_disk_is_what_the_plan_says(
     tmp_path: Path, hub_environment: HubEnvironment, compression: str | None, hub: bool
 ) -> None:
@@ -517,7 +524,7 @@ def small() -> Any:
 
 
 @pytest.mark.usefixtures("swift_disk")
-@pytest.mark.parametrize("compression", [None, "8bit"])
+@pytest.mark.parametrize("compression", ["8bit", pytest.param(None, marks=pytest.mark.long)])
 def test_power_cut(tmp_path: Path, small: Any, compression: str | None) -> None:
     wanted = layer_files(split(write_as_transformers(tmp_path / "hf", small), compression=compression))
     original = write_meta(tmp_path / "original", small, 2, 1)

@@ -471,7 +471,7 @@ def folder_scenes(tmp_path: Path) -> dict[Route, Scene]:
 
 
 def test_folder(folder_scenes: Mapping[Route, Scene]) -> None:
-    ends = run(FolderMachine, 60, 12, scenes=folder_scenes)
+    ends = run(FolderMachine, 30, 12, scenes=folder_scenes)
     assert ends["dies: died"] > 5
     assert sum(number for end, number in ends.items() if "OSError" in end) > 5
 
@@ -511,7 +511,7 @@ def hub_attributes(
 
 
 def test_hub(hub_attributes: Mapping[str, object]) -> None:
-    run(HubMachine, 40, 12, **hub_attributes)
+    run(HubMachine, 20, 12, **hub_attributes)
 
 
 @pytest.mark.long
@@ -543,7 +543,9 @@ def find(bug: str, machine: type[Machine], attributes: Mapping[str, object], pat
         run(machine, 200, 12, **attributes, phases=[Phase.generate])
 
 
-@pytest.mark.parametrize("bug", ["layer files are not durable", "a shard is deleted too soon"])
+@pytest.mark.parametrize(
+    "bug", ["layer files are not durable", pytest.param("a shard is deleted too soon", marks=pytest.mark.long)]
+)
 def test_bug_is_found_in_a_folder(
     folder_scenes: Mapping[Route, Scene], bug: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
