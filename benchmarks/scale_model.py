@@ -223,7 +223,8 @@ def notes(hosts: Sequence[Host] = HOSTS) -> list[str]:
         single, group = (best_of(way, host, model, 100) for way in WAYS)
         if single is not None and group is not None:
             times = of_many(group[1], 100) / of_many(single[1], 100)
-            said.append(f"{host.name}, {NAMES[model]}: 100 machines make {times:.1f} times as much spread as alone.")
+            waited = f"{group[1].waited:.0%} of the time on its way between machines"
+            said.append(f"{host.name}, {NAMES[model]}: 100 make {times:.1f} times as much spread as alone, {waited}.")
         if single is not None and host.weekly_hours < 168:
             weekly = single[1].tokens_a_second * host.weekly_hours * 3600 / 1e6
             said.append(f"{host.name}, {NAMES[model]}: {weekly:.2f} million tokens in a week of one person.")

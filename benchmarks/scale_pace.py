@@ -59,6 +59,12 @@ class Outcome:
     tokens_a_second: float
 
     @property
+    def waited(self) -> float:
+        """The share of the time in which a micro-batch is on its way between machines."""
+        sent = self.prompt.parts.get(NETWORK, 0.0) + (ANSWER - 1) * self.step.parts.get(NETWORK, 0.0)
+        return sent / (self.prompt.seconds + (ANSWER - 1) * self.step.seconds)
+
+    @property
     def bound(self) -> str:
         """Of the part that takes most of the time."""
         return (self.prompt if self.prompt.seconds > (ANSWER - 1) * self.step.seconds else self.step).bound
