@@ -307,6 +307,9 @@ def main() -> None:
         if "gpu" in job:  # whatever a GPU needs is there before the job, so that all are idle alike
             beside = runpy.run_path(str(Path(__file__).with_name("worker_gpu.py")))
             TASKS.update(beside["GpuWork"](job, sys.modules[__name__]).tasks)
+        if job["task"].startswith("score"):
+            beside = runpy.run_path(str(Path(__file__).with_name("worker_score.py")))
+            TASKS.update(beside["Score"](globals()).tasks)
         answer({"ready": versions})
         if sys.stdin.readline():
             if job["package"] in ("llama_cpp", "gguf"):  # without torch, which it would be idle with

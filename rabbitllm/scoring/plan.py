@@ -23,8 +23,11 @@ from rabbitllm.scoring.tasks import Ability, Task
 
 WAITING_SHARE, COMPUTING_SHARE = 2, 4
 """One part in so many of free memory is for what waits, and for what one micro-batch computes in between."""
-MOST_TOKENS = 8192
-"""Of a micro-batch, where nobody says: what more of them gain is little beside what they take."""
+LEAST_TOKENS, MOST_TOKENS = 512, 8192
+"""Of a micro-batch, where nobody says: with fewer, what texts begin with is computed again and again, and products are
+slow; what more of them gain is little beside what they take."""
+LEAST_WAITING = 16 << 20
+"""Bytes of what waits in memory, where nobody says and little is free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,8 @@ def form_of(model: Any, *, exact: bool) -> Form:
     if exact:
         return Form.ALONE
     config = model.config.get_text_config(decoder=True)
-    looks_ahead = getattr(config, "use_bidirectional_attention", False) or any(
+    # of some it is "vision", and concerns images
+    looks_ahead = getattr(config, "use_bidirectional_attention", False) in (True, "all") or any(
         getattr(module, "is_causal", True) is False for module in (model.get_decoder() or model).modules()
     )
     if looks_ahead:
@@ -130,7 +134,7 @@ def limits_of(model: Any, room: Room) -> Limits:
     on_host = all(device.shares_host_memory for device in devices)
     free = min(device.free_bytes() for device in devices)
     config, itemsize = model.config.get_text_config(decoder=True), model.dtype.itemsize
-    near = free // WAITING_SHARE
+    near = max(free // WAITING_SHARE, LEAST_WAITING)
     if on_host:
         near, host = (near if room.memory_bytes is None else room.memory_bytes), 0
     else:
@@ -140,7 +144,7 @@ def limits_of(model: Any, room: Room) -> Limits:
     folder = _folder(model, room)
     disk = room.disk_bytes if room.disk_bytes is not None else shutil.disk_usage(folder).free // WAITING_SHARE
     computing = free // COMPUTING_SHARE
-    tokens = room.tokens or min(tokens_of_a_pass(config, itemsize, computing), MOST_TOKENS)
+    tokens = room.tokens or min(max(tokens_of_a_pass(config, itemsize, computing), LEAST_TOKENS), MOST_TOKENS)
     token_bytes = itemsize * config.hidden_size * 5 // 2  # hidden states, what went in, and angles
     rows = max(computing // (8 * itemsize * config.hidden_size), tokens)
     return Limits(near, host, disk if HAS_FILES else 0, folder, tokens, token_bytes, rows)

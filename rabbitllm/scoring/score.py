@@ -99,6 +99,10 @@ def _then(form: Form, batch: MicroBatch, error: Exception, *, some_passed: bool)
 
 
 def _refused(batch: MicroBatch, indices: Sequence[int], error: Exception) -> Iterator[Scored]:
-    shown = error if isinstance(error, RabbitLLMError) else ScoringError(f"{type(error).__name__}: {error}", REMEDY)
+    shown = (
+        error
+        if isinstance(error, RabbitLLMError)
+        else ScoringError(f"The text could not be scored: {type(error).__name__}: {error}", REMEDY)
+    )
     for one in batch.tasks[0].asked:
         yield Scored(indices[one.number], tokens=len(one.targets), error=shown)

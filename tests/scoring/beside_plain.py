@@ -60,7 +60,7 @@ def alone(model: Any, text: ScoredText) -> Scored:
 
 def body_of(model: Any) -> Any:
     """What returns hidden states."""
-    return model.get_decoder() if model.base_model is model else model.base_model
+    return next(model.children()) if model.base_model is model else model.base_model
 
 
 def by_index(found: Iterable[Scored]) -> dict[int, Scored]:
