@@ -17,6 +17,7 @@ from rabbitllm.version import __version__
 
 _HOME = {
     "AutoModel": "rabbitllm.auto_model",
+    "Hosts": "rabbitllm.options",
     "lazy_load": "rabbitllm.lazy.load",
     "plan": "rabbitllm.planning.plan",
     "register_layer_naming": "rabbitllm.checkpoints.naming",

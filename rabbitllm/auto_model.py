@@ -13,6 +13,7 @@ from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.errors import OptionError
 from rabbitllm.layers.compression import check_compression
 from rabbitllm.options import (
+    Hosts,
     SplitOptions,
     StreamOptions,
     check_transfer,
@@ -24,6 +25,7 @@ from rabbitllm.options import (
 
 if TYPE_CHECKING:
     from rabbitllm.engine.devices import Device
+    from rabbitllm.layers.layer_store import WeightFiles
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +80,7 @@ class AutoModel:
         trust_remote_code: bool = False,
         exact: bool = False,
         split: bool = True,
+        hosts: Hosts | None = None,
         **unknown: Any,
     ) -> Any:
         """Split a checkpoint into layer files, unless that is done, and load the model from them.
@@ -117,10 +120,12 @@ class AutoModel:
                 model of those would; on the CPU several times slower than with their codes, and no better.
             split: False streams out of the checkpoint's own shards, safetensors or files of torch.save: ready at once,
                 and nothing is written; uncompressed only. A split that is there already is used all the same.
+            hosts: processes, here or on other machines, that compute the model together, each with a span of its layers.
             max_seq_len, persister, use_gds, kv_cache_dir, offload_small_layers_use_cpu_cache: accepted without effect.
 
         Returns:
-            The model of transformers itself, with `tokenizer`, `profiler` and `placement` on it.
+            The model of transformers itself, with `tokenizer`, `profiler` and `placement` on it. With `hosts`, in any
+            but the first process: a `rabbitllm.pipeline.worker.Worker`, whose `work()` computes until the first ends.
 
         Raises:
             RabbitLLMError: see the tree in `rabbitllm.errors`.
@@ -165,8 +170,8 @@ class AutoModel:
         sought = prepare.Sought(str(path_or_repo_id), compression, saving_path, access, only_look=not split)
         if not split:
             _check_unsplit(compression, sequential_shard_processing, delete_original)
-            return _load_unsplit(sought, stream_options)
-        return _load(sought, split_options, stream_options)
+            return _load_unsplit(sought, stream_options, hosts)
+        return _load(sought, split_options, stream_options, hosts)
 
 
 def _check_unsplit(compression: str | None, sequential: bool, delete_original: bool) -> None:
@@ -181,23 +186,22 @@ def _check_unsplit(compression: str | None, sequential: bool, delete_original: b
         )
 
 
-def _load_unsplit(sought: prepare.Sought, stream_options: StreamOptions) -> Any:
-    from rabbitllm.engine import load
+def _load_unsplit(sought: prepare.Sought, stream_options: StreamOptions, hosts: Hosts | None) -> Any:
     from rabbitllm.layers.unsplit import UnsplitStore
 
     devices = _devices(stream_options)
     source = prepare.find(sought)
     if source.finished:
-        return load.load_model(source.split_folder, stream_options, source.config_folder, devices)
+        return _model(source.split_folder, stream_options, source.config_folder, devices, hosts)
     check_model(source, stream_options, devices)
     with split_display.shown(stream_options.show_progress):
         checkpoint = prepare.whole_checkpoint(source)
-    return load.load_model(UnsplitStore(checkpoint), stream_options, checkpoint.folder, devices)
+    return _model(UnsplitStore(checkpoint), stream_options, checkpoint.folder, devices, hosts)
 
 
-def _load(sought: prepare.Sought, split_options: SplitOptions, stream_options: StreamOptions) -> Any:
-    from rabbitllm.engine import load
-
+def _load(
+    sought: prepare.Sought, split_options: SplitOptions, stream_options: StreamOptions, hosts: Hosts | None
+) -> Any:
     devices = _devices(stream_options)
     source = prepare.find(sought)
     quantise_on = check_model(source, stream_options, devices)
@@ -205,7 +209,23 @@ def _load(sought: prepare.Sought, split_options: SplitOptions, stream_options: S
         profile = prepare.ensure_split(source, split_options, quantise_on)
     if profile.enabled and profile.stages:
         print(profile.report())
-    return load.load_model(source.split_folder, stream_options, source.config_folder, devices)
+    return _model(source.split_folder, stream_options, source.config_folder, devices, hosts)
+
+
+def _model(
+    files: Path | WeightFiles,
+    options: StreamOptions,
+    config_folder: Path,
+    devices: Sequence[Device],
+    hosts: Hosts | None,
+) -> Any:
+    from rabbitllm.engine import load
+
+    if hosts is None:
+        return load.load_model(files, options, config_folder, devices)
+    from rabbitllm.pipeline.spread import load_spread
+
+    return load_spread(hosts, options, lambda share: load.load_model(files, options, config_folder, devices, share))
 
 
 def check_model(source: prepare.Source, options: StreamOptions, devices: Sequence[Device] | None = None) -> str:

@@ -7,6 +7,8 @@
     ├── MissingPackageError (ImportError)      an optional dependency is not installed
     ├── ChatError                              a conversation cannot go on like this
     │   └── ChatFileError                      a file that is no saved conversation, or cannot be written
+    ├── HostsError                             processes that share a model cannot, or not like this
+    │   └── HostGoneError                      one of them has ended or cannot be reached
     ├── BatchError                             a batch of requests cannot take on another one
     │   ├── BusyError                          as many wait as may
     │   └── ClosedError                        it is about to end, or has ended
@@ -76,6 +78,14 @@ class ChatError(RabbitLLMError):
 
 class ChatFileError(ChatError):
     """A file is no saved conversation, or none can be written there."""
+
+
+class HostsError(RabbitLLMError):
+    """Processes that are to compute one model together cannot: they differ, or the model cannot be parted."""
+
+
+class HostGoneError(HostsError):
+    """One of the processes that compute a model together has ended, or does not answer."""
 
 
 class BatchError(RabbitLLMError):

@@ -85,6 +85,64 @@ class StreamOptions:
     exact: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """Processes, on one machine or several, that compute one model together; see docs/PIPELINE.md.
+
+    Whoever reaches the address can send inputs to the model: only in a network that is trusted.
+
+    Attributes:
+        address: "host:port" of the first process, as the others reach it.
+        workers: how many others the first process waits for; 0 in those others.
+        rank: this process's place; None gives each the next one that is free.
+        patience: seconds to wait for the others to come, and to load.
+        timeout: seconds within which every part of a pass answers.
+    """
+
+    address: str
+    workers: int = 0
+    rank: int | None = None
+    patience: float = 600.0
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            OptionError: no address, or no number that can be meant.
+        """
+        host, colon, port = self.address.rpartition(":")
+        if not (host and colon and port.isdigit() and int(port) < 1 << 16):
+            raise OptionError(f"{self.address!r} is no address of a host.", "For example 192.168.1.5:29500.")
+        if self.workers < 0 or self.patience <= 0 or self.timeout <= 0:
+            raise OptionError(
+                f"workers={self.workers}, patience={self.patience}, timeout={self.timeout}: expected 0 workers or more, "
+                "and times above 0.",
+                "Leave out what you do not need.",
+            )
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process has the caller's inputs, and waits for the others."""
+        return self.workers > 0
+
+    @classmethod
+    def of_torchrun(cls, environment: Mapping[str, str] = os.environ) -> Hosts | None:
+        """As torchrun's environment says; None outside of it, or for one process alone.
+
+        Raises:
+            OptionError: the variables contradict each other.
+        """
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        if any(name not in environment for name in names):
+            return None
+        rank, ranks, host, port = (environment[name] for name in names)
+        if not (rank.isdigit() and ranks.isdigit() and int(rank) < int(ranks)):
+            raise OptionError(f"RANK={rank} and WORLD_SIZE={ranks} contradict each other.", "Let torchrun set them.")
+        if int(ranks) == 1:
+            return None
+        return cls(f"{host}:{port}", int(ranks) - 1 if rank == "0" else 0, int(rank))
+
+
 def usable_cores() -> int:
     """Processor cores that this process may use: at least 2, so that reading and computing overlap, at most 8."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2

@@ -17,6 +17,7 @@ ROOT = PACKAGE.parent
 PUBLIC = {
     "__version__",
     "AutoModel",
+    "Hosts",
     "NotEnoughSpaceException",
     "RabbitLLMBaichuan",
     "RabbitLLMBaseModel",
@@ -48,7 +49,7 @@ FLOORS = (
     ("locations", "split_facts", "lazy"),
     ("split_display", "verify_display", "model_name"),
     ("splitter", "engine"),
-    ("prepare",),
+    ("prepare", "pipeline"),
     ("auto_model", "planning", "inspection", "convert", "notebooks"),
     ("library", "rabbitllm_1_names"),
     ("pull",),

@@ -73,7 +73,7 @@ def cache_room(placement: Placement, devices: Iterable[Device]) -> int:
     kept = sum(
         p.stored
         for p in placement.units
-        if p.tier is Tier.PINNED or (p.device in on_host and p.tier is not Tier.STREAMED)
+        if p.tier is Tier.PINNED or (p.device in on_host and p.tier not in (Tier.STREAMED, Tier.ELSEWHERE))
     )
     mapped = sum(p.stored for p in placement.experts if p.tier is not Tier.ROUTED)
     pools = sum(p.nbytes if p.device in on_host else p.host_slots * p.slot for p in placement.pools)

@@ -33,7 +33,7 @@ def fused_units(
     found = {}
     for placed in placement.units:
         device = devices[placed.device]
-        if not device.shares_host_memory and placed.tier not in (Tier.RESIDENT, Tier.ROWS):
+        if not device.shares_host_memory and placed.tier not in (Tier.RESIDENT, Tier.ROWS, Tier.ELSEWHERE):
             packs = _packs_on(device, choice)
             found[placed.unit] = source_of(sources[placed.unit].unit, weights, store, packs)
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from rabbitllm.engine.llama4_experts import route_llama4
 from rabbitllm.engine.packed_weight import StoredMatrix
 from rabbitllm.engine.page_locked import keep_units
 from rabbitllm.engine.pass_line import PassLine
+from rabbitllm.engine.part import Share, with_others
 from rabbitllm.engine.placement import Budget, Placement, Tier, place
 from rabbitllm.engine.read_ahead import read_ahead
 from rabbitllm.engine.saving import origin_of
@@ -132,6 +133,7 @@ def load_model(
     options: StreamOptions,
     config_folder: Path | None = None,
     devices: Sequence[Device] | None = None,
+    share: Share | None = None,
 ) -> Any:
     """A genuine transformers model whose weights are in `folder`.
 
@@ -140,6 +142,7 @@ def load_model(
         options: see `StreamOptions`.
         config_folder: where config and tokenizer are, if not in `folder` (a directory of RabbitLLM 1.1 has none).
         devices: where to compute; by default what `options` name.
+        share: says which part of the model this process computes; None for the whole.
 
     Returns:
         The model, with `tokenizer`, `profiler`, `placement` and `unused_tensors` on it.
@@ -158,6 +161,8 @@ def load_model(
     home = folder if (folder / "config.json").exists() or config_folder is None else config_folder
     chosen = list(devices or resolve_devices(options.device, options.max_memory, options.pin_memory))
     drawn = blueprint(store, options, home, chosen)
+    if share is not None:
+        drawn = _only_a_part(drawn, share, store, chosen, options)
     model, weights, sources, placement = drawn.model, drawn.weights, drawn.sources, drawn.placement
     by_name = {device.name: device for device in chosen}
     skeleton.materialise_buffers(model, _device_finder(placement, by_name), weights.absent)
@@ -206,6 +211,20 @@ def load_model(
     streamed._show_progress = options.show_progress
     read_ahead(_mapped_spans(model, sources, placement, by_name, store))
     return streamed
+
+
+def _only_a_part(
+    drawn: Blueprint, share: Share, store: WeightFiles, devices: Sequence[Device], options: StreamOptions
+) -> Blueprint:
+    """The same model, of which this process places and computes a part."""
+    limits = options.max_memory or {}
+    budgets = {device.name: limits.get(device.name, default_budget(device)) for device in devices}
+    part = share(drawn.model, drawn.sources, unit_costs(drawn.model, drawn.sources, drawn.experts), store, budgets)
+    own = {name: source for name, source in drawn.sources.items() if name in part.units}
+    experts = tuple(source for source in drawn.experts if source.unit in part.units)
+    limited = replace(options, max_memory={**limits, **part.budgets})
+    placement = place_units(drawn.model, own, experts, devices, limited)
+    return replace(drawn, experts=experts, placement=with_others(placement, drawn.sources))
 
 
 def _choose_dtype(wanted: str | None, config: Any, store: WeightFiles, devices: Sequence[Device]) -> torch.dtype:

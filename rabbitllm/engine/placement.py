@@ -38,6 +38,8 @@ class Tier(enum.Enum):
     """In the layer file; read for each pass, and copied to a device that shares no host memory."""
     ROUTED = "by routing"
     """Experts: in the layer file, but for those that a cache has; read when a token is routed to them."""
+    ELSEWHERE = "on another host"
+    """Another process computes it; see `rabbitllm.pipeline`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,7 @@ class StreamedModel:
         streamer: the machinery.
         pass_line: shows slow passes; None where nothing is streamed, or nobody wants it.
         shared_passes: those that share passes at the moment; None mostly.
+        hosts: those that compute the layers that are on other hosts; None where all are here. `close()` ends them.
         unused_tensors: stored tensors that the model class ignores; they are never read.
     """
 
@@ -64,6 +65,7 @@ class StreamedModel:
     streamer: Streamer
     pass_line: PassLine | None = None
     shared_passes: SharedPasses | None = None
+    hosts: Any | None = None
     unused_tensors: tuple[str, ...]
     _compute_device: torch.device
     _all_resident: bool

@@ -137,9 +137,10 @@ class Streamer:
         for name, module in self._model.named_modules():
             inside_a_layer = any(name.startswith(layer + ".") for layer in layers)
             if isinstance(module, PreTrainedModel) and not inside_a_layer:
-                module.register_forward_pre_hook(lambda module, args: self._begin())
+                module.register_forward_pre_hook(lambda module, args: self.begin())
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Make ready for a pass."""
         for name in list(self._letting_go):
             self._letting_go.pop(name)()
         for pool in self.pools.values():
@@ -149,6 +150,9 @@ class Streamer:
 
     def _install(self, source: UnitSource, tier: Tier, lane: DeviceLane) -> None:
         unit, device = source.unit, lane.device
+        if tier is Tier.ELSEWHERE:
+            self._unbind(source, device)
+            return
         if len(self.lanes) > 1:  # also on the first device: OPT's last norm is registered before its layers
             unit.module.register_forward_pre_hook(lane.boundary, with_kwargs=True)
         if tier is Tier.RESIDENT or (tier is Tier.PACKED and source.is_view):  # multiplied as it is stored: never made

@@ -21,6 +21,7 @@ MAPPED, CODES = "in RAM", "in RAM, as stored"
 ROWS = "rows of the embedding, when used"
 LOCKED = "page-locked RAM, copied for each pass"
 DISK = "disk, read for each pass"
+AWAY = "on another host"
 EXPERTS, EXPERTS_NEAR = "experts that are kept", "experts in page-locked RAM"
 EXPERTS_AWAY = "experts on the disk, read when used"
 COLOURS: Mapping[str, str] = {
@@ -34,6 +35,7 @@ COLOURS: Mapping[str, str] = {
     EXPERTS: "#D55E00",
     EXPERTS_NEAR: "#CC79A7",
     EXPERTS_AWAY: "#BFD9EC",
+    AWAY: "#DDDDDD",
 }
 """What is drawn, from the bottom of a bar up; from the palette of Okabe and Ito, which the colour-blind can tell
 apart."""
@@ -41,7 +43,7 @@ ON_DISK = (DISK, EXPERTS_AWAY, ROWS)
 """What has no place between two passes but its layer file."""
 _ON_GPU: Mapping[Tier, str] = {Tier.RESIDENT: READY, Tier.PACKED: STORED}
 _ON_HOST: Mapping[Tier, str] = {Tier.RESIDENT: MAPPED, Tier.PACKED: CODES}
-_ANYWHERE: Mapping[Tier, str] = {Tier.ROWS: ROWS, Tier.PINNED: LOCKED, Tier.STREAMED: DISK}
+_ANYWHERE: Mapping[Tier, str] = {Tier.ROWS: ROWS, Tier.PINNED: LOCKED, Tier.STREAMED: DISK, Tier.ELSEWHERE: AWAY}
 _WIDTH = 8.5
 """Inches: at 800 pixels a point of type is more than one pixel."""
 _AXIS, _LETTER, _GAP = 7.0, 0.085, 0.12

@@ -1,0 +1,238 @@
+"""KV caches of which each process holds the layers that it computes.
+
+The first process has the caller's own cache object. Of the layers that are elsewhere it holds stand-ins: one byte for
+each token of each text, so that the cache answers what it is asked about lengths, and can be cut, reordered and
+repeated like any other. What is done to it is noted, and the workers do the same to theirs before the next pass.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import cache_utils
+from transformers.cache_utils import Cache, DynamicCache
+
+from rabbitllm.errors import HostsError
+
+KINDS = (
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "LinearAttentionLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+)
+"""Layers of a cache that can be elsewhere: transformers' names."""
+_SETTINGS = ("sliding_window", "number_of_states")
+
+Event = list[Any]
+"""What happened to a cache, as JSON: what, the cache's number, with what."""
+
+
+class _Noted:
+    """Mixed in before a cache's own class: says what is done to it."""
+
+    _ledger: Ledger
+    _number: int
+
+    def _note(self, what: str, *given: Any) -> None:
+        self._ledger.events.append([what, self._number, *given])
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        super().reorder_cache(beam_idx)  # type: ignore[misc]
+        self._note("reorder_cache", beam_idx.tolist())
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)  # type: ignore[misc]
+        self._note("crop", int(tokens_to_remove))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)  # type: ignore[misc]
+        self._note("batch_repeat_interleave", int(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)  # type: ignore[misc]
+        self._note("batch_select_indices", indices.tolist())
+
+    def reset(self) -> None:
+        super().reset()  # type: ignore[misc]
+        self._note("reset")
+
+    def activate_past_recording(self) -> None:
+        super().activate_past_recording()  # type: ignore[misc]
+        self._note("activate_past_recording")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = object.__new__(type(self))
+        memo[id(self)] = made
+        own = {name: value for name, value in vars(self).items() if name not in ("_ledger", "_number")}
+        made.__dict__.update(copy.deepcopy(own, memo))
+        self._ledger.enter(made)
+        made._note("copy", self._number)
+        return made
+
+
+class Ledger:
+    """Knows the caches that passes were given, and what has happened to them since the last one.
+
+    Args:
+        away: positions in a cache of the layers that are elsewhere.
+
+    Attributes:
+        events: what the workers have not been told yet.
+    """
+
+    def __init__(self, away: Iterable[int]) -> None:
+        self._away = frozenset(away)
+        self._last = 0
+        self.events: list[Event] = []
+
+    def take(self) -> list[Event]:
+        """The events, once."""
+        events: list[Event] = []
+        while self.events:  # a cache may be let go of at any moment, in any thread
+            events.append(self.events.pop(0))
+        return events
+
+    def number_of(self, cache: Cache) -> int:
+        """The number of a cache; one that is new gets one.
+
+        Raises:
+            HostsError: it is of a kind that cannot be spread, or was filled by another model.
+        """
+        known = getattr(cache, "_number", None)
+        if known is not None and getattr(cache, "_ledger", None) is self:
+            return int(known)
+        recipe = recipe_of(cache)
+        if any(_is_filled(cache.layers[index]) for index in self._away if index < len(cache.layers)):
+            raise HostsError(
+                "This KV cache was filled elsewhere, and the hosts have no part of it.", "Begin with a new one."
+            )
+        cache.__class__ = type(type(cache).__name__, (_Noted, type(cache)), {})
+        self.enter(cache)
+        cache._note("new", recipe)
+        return int(cache._number)
+
+    def enter(self, cache: Any) -> None:
+        """Give a cache a number, and note when nobody has it any more."""
+        self._last += 1
+        cache._ledger, cache._number = self, self._last
+        weakref.finalize(cache, self.events.append, ["drop", self._last]).atexit = False
+
+
+def recipe_of(cache: Cache) -> Any:
+    """What makes an empty cache of the same kind, as JSON.
+
+    Raises:
+        HostsError: it is of a kind that cannot be spread.
+    """
+    kind, layers = type(cache).__name__, getattr(cache, "layers", ())
+    odd = [type(layer).__name__ for layer in layers if type(layer).__name__ not in (*KINDS, "DummyLayer")]
+    if type(cache) is not DynamicCache or odd or cache.offloading:
+        raise HostsError(
+            f"A KV cache of this kind cannot be spread over hosts: {', '.join([kind, *odd[:1]])}.",
+            "Leave out cache_implementation and past_key_values, or run the model on one host.",
+        )
+    made = [
+        [type(layer).__name__, {name: getattr(layer, name) for name in _SETTINGS if hasattr(layer, name)}]
+        for layer in layers
+    ]
+    recording = any(getattr(layer, "record_past", False) for layer in layers)
+    return [made, cache.layer_class_to_replicate is not None, recording]
+
+
+def made_by(recipe: Any) -> DynamicCache:
+    """An empty cache.
+
+    Raises:
+        HostsError: the recipe names what there is not.
+    """
+    layers, grows, recording = recipe
+    if any(name not in (*KINDS, "DummyLayer") for name, _ in layers):
+        raise HostsError("A host asks for an unknown kind of KV cache.", "Start the same versions on every host.")
+    cache = DynamicCache()
+    if not grows:
+        cache.layer_class_to_replicate = None
+    cache.layers = [
+        getattr(cache_utils, name)(**{key: int(value) for key, value in settings.items() if key in _SETTINGS})
+        for name, settings in layers
+    ]
+    if recording:
+        cache.activate_past_recording()
+    return cache
+
+
+def _is_filled(layer: Any) -> bool:
+    states = getattr(layer, "has_previous_state", None)
+    return getattr(layer, "keys", None) is not None or (isinstance(states, Mapping) and any(states.values()))
+
+
+def stand_in(cache: Cache, index: int, batch: int, tokens: int, device: torch.device) -> None:
+    """Let a layer of a cache that is elsewhere have as many tokens more as it has there.
+
+    Args:
+        cache: the caller's.
+        index: of the layer in it.
+        batch, tokens: of the texts that go through.
+        device: where the caller's layers are.
+    """
+    if index >= len(cache.layers) and cache.layer_class_to_replicate is None:
+        return
+    states = torch.zeros((batch, 1, tokens, 1), dtype=torch.uint8, device=device)
+    layer = cache.layers[index] if index < len(cache.layers) else None
+    if layer is None or hasattr(layer, "get_seq_length"):
+        cache.update(states, states, index)
+    if hasattr(layer, "update_conv_state"):
+        for state in range(layer.number_of_states):
+            layer.update_conv_state(states[:, :, :, 0], state_idx=state, conv_kernel_size=1)
+            layer.update_recurrent_state(states[:, :, :1, 0], state_idx=state)
+
+
+class Shadows:
+    """A worker's caches, by the numbers that the first process gave them.
+
+    Args:
+        here: positions in a cache of the layers that this worker computes.
+    """
+
+    def __init__(self, here: Sequence[int]) -> None:
+        self._here = sorted(here)
+        self._caches: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._caches)
+
+    def __call__(self, number: int) -> Any:
+        """The cache with a number."""
+        return self._caches[number]
+
+    def follow(self, events: Iterable[Event]) -> None:
+        """Do what was done to the caller's caches, to the layers that are here."""
+        for what, number, *given in events:
+            if what == "new":
+                self._caches[number] = made_by(given[0])
+            elif what == "copy":
+                self._caches[number] = copy.deepcopy(self._caches[given[0]])
+            elif what == "drop":
+                self._caches.pop(number, None)
+            elif what in _ON_LAYERS:
+                self._on_layers(self._caches[number], what, _ON_LAYERS[what](*given))
+
+    def _on_layers(self, cache: Any, what: str, given: tuple[Any, ...]) -> None:
+        for index in self._here:
+            layer = cache.layers[index] if index < len(cache.layers) else None
+            if layer is not None and hasattr(layer, what) and (_is_filled(layer) or what == "activate_past_recording"):
+                getattr(layer, what)(*given)
+
+
+_ON_LAYERS: Mapping[str, Callable[..., tuple[Any, ...]]] = {
+    "reorder_cache": lambda rows: (torch.tensor(rows),),
+    "crop": lambda tokens: (tokens,),
+    "batch_repeat_interleave": lambda repeats: (repeats,),
+    "batch_select_indices": lambda rows: (torch.tensor(rows),),
+    "reset": lambda: (),
+    "activate_past_recording": lambda: (),
+}

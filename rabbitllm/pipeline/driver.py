@@ -1,0 +1,198 @@
+"""The first process's side of a pass: the genuine forward, in which layers of other hosts are stand-ins.
+
+A stand-in notes what it is called with. The last one sends the workers the notes, and the first of them the hidden
+states; these go from worker to worker and come back here, and the model's own forward goes on with them. So everything
+but layers is computed here, by the model's own code: masks, positions, norm, head, and whatever calls the model.
+
+What is sent and waited for happens in a thread of its own, whole, whatever interrupts the caller: so the workers' caches
+never miss a part of a pass. Between passes it lets the workers know that this process lives.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from rabbitllm.errors import HostGoneError, HostsError
+from rabbitllm.pipeline.arguments import Packer
+from rabbitllm.pipeline.caches import Ledger, stand_in
+from rabbitllm.pipeline.frames import Frame, Word
+from rabbitllm.pipeline.meeting import Link
+from rabbitllm.pipeline.spans import Span
+from rabbitllm.pipeline.stack import Stack, hidden_of
+
+logger = logging.getLogger(__name__)
+
+ALIVE_SECONDS = 2.0
+"""Between two signs of life: a worker that waits notices an interrupt no later, and this process a worker that ended."""
+_NOT_HERE = ("output_hidden_states", "output_attentions", "output_router_logits")
+
+
+class _Pass:
+    """What the stand-ins of one pass noted."""
+
+    def __init__(self, ledger: Ledger, hidden: torch.Tensor) -> None:
+        self.packer = Packer(ledger.number_of)
+        self.hidden = hidden
+        self.flowing = hidden
+        self.calls: dict[int, Any] = {}
+
+
+class Driver:
+    """Lets a model compute with layers on other hosts.
+
+    Args:
+        model: with this process's part of the weights.
+        stack: its layers.
+        spans: of each process; the first is this one's.
+        link: to the others.
+
+    Attributes:
+        spans: see above.
+        names: of the processes.
+        error: what ended it before its time; None as long as all is well.
+    """
+
+    def __init__(self, model: Any, stack: Stack, spans: tuple[Span, ...], link: Link) -> None:
+        self._stack = stack
+        self._link = link
+        self.spans = spans
+        self.names = tuple(link.names)
+        self.error: HostGoneError | None = None
+        self._first = spans[0].end
+        away = [index for cached in stack.cached[self._first :] for index in cached]
+        self._ledger = Ledger(away)
+        self._pass: _Pass | None = None
+        self._number = 0
+        self._errands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        for number, unit in enumerate(stack.units):
+            if number >= self._first:
+                unit.module.forward = self._standing_for(number)  # type: ignore[method-assign]
+        model.register_forward_pre_hook(_refuse_what_is_not_here, with_kwargs=True)
+        self._thread = threading.Thread(target=self._run_errands, name="rabbitllm-hosts", daemon=True)
+        self._thread.start()
+        weakref.finalize(model, self.close)
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Let the workers end. Does nothing a second time."""
+        atexit.unregister(self.close)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._errands.put(None)
+            self._thread.join(ALIVE_SECONDS * 2)
+
+    # stand-ins -------------------------------------------------------------------------------------------------------
+
+    def _standing_for(self, number: int) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._stack.form(self._call(number, args, kwargs))
+
+        return forward
+
+    def _call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        hidden, others, named = hidden_of(args, kwargs)
+        if number == self._first:
+            self._pass = _Pass(self._ledger, hidden)
+        noted = self._pass
+        if noted is None or hidden is not noted.flowing:
+            raise HostsError(
+                "The model changes hidden states between two layers that are on other hosts.", "Run it on one host."
+            )
+        noted.calls[number] = noted.packer.call(others, named)
+        self._stand_in_caches(number, hidden, (*others, *named.values()))
+        if number < len(self._stack.units) - 1:
+            noted.flowing = torch.full((), float("nan"), dtype=hidden.dtype, device=hidden.device).expand(hidden.shape)
+            return noted.flowing
+        self._pass = None
+        return self._errand(lambda: self._go_through(noted)).to(noted.hidden.device)
+
+    def _stand_in_caches(self, number: int, hidden: torch.Tensor, given: tuple[Any, ...]) -> None:
+        from transformers.cache_utils import Cache
+
+        batch, tokens = hidden.shape[-3], hidden.shape[-2]
+        for cache in (value for value in given if isinstance(value, Cache)):
+            for index in self._stack.cached[number]:
+                stand_in(cache, index, batch, tokens, hidden.device)
+
+    # what the thread does --------------------------------------------------------------------------------------------
+
+    def _errand(self, do: Callable[[], Any]) -> Any:
+        if self.error is not None:
+            raise HostGoneError(self.error.problem, self.error.remedy)
+        done: Future[Any] = Future()
+        self._errands.put((do, done))
+        return done.result()
+
+    def _run_errands(self) -> None:
+        while True:
+            try:
+                errand = self._errands.get(timeout=ALIVE_SECONDS)
+            except queue.Empty:
+                if self.error is None:
+                    with contextlib.suppress(HostsError):
+                        self._guarded(self._say_alive)
+                continue
+            if errand is None:
+                self._stop()
+                return
+            do, done = errand
+            try:
+                done.set_result(self._guarded(do))
+            except BaseException as error:
+                done.set_exception(error)
+
+    def _guarded(self, do: Callable[[], Any]) -> Any:
+        """The result of what is done with the others; that one of them is gone ends all."""
+        if self.error is not None:
+            raise HostGoneError(self.error.problem, self.error.remedy)
+        try:
+            return do()
+        except HostGoneError as error:
+            self.error = error
+            logger.debug("the hosts have parted", exc_info=True)
+            self._stop()
+            raise
+
+    def _go_through(self, noted: _Pass) -> torch.Tensor:
+        """Send a pass around; its hidden states as the last worker gives them."""
+        self._number += 1
+        events = self._ledger.take()
+        for rank, span in enumerate(self.spans[1:], 1):
+            calls = {number: noted.calls[number] for number in range(span.begin, span.end)}
+            content = {"events": events, "calls": calls}
+            self._link.send(rank, Frame(Word.PASS, self._number, content, tuple(noted.packer.tensors)))
+        self._link.send(1, Frame(Word.HIDDEN, self._number, None, (noted.hidden,)))
+        answer = self._link.receive(self._link.ranks - 1)
+        if answer.word is Word.FAILED:
+            kind = HostGoneError if answer.content["gone"] else HostsError
+            raise kind(answer.content["problem"], answer.content["remedy"])
+        return answer.tensors[0]
+
+    def _say_alive(self) -> None:
+        events = self._ledger.take()
+        for rank in range(1, self._link.ranks):
+            self._link.send(rank, Frame(Word.ALIVE, self._number, {"events": events}))
+
+    def _stop(self) -> None:
+        for rank in range(1, self._link.ranks):
+            with contextlib.suppress(HostsError):
+                self._link.send(rank, Frame(Word.STOP, self._number))
+
+
+def _refuse_what_is_not_here(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    for name in _NOT_HERE:
+        asked = kwargs.get(name)
+        if asked or (asked is None and getattr(model.config, name, None)):
+            raise HostsError(
+                f"{name} asks for what is computed in the layers, and some of them are on other hosts.",
+                "Leave it out, or run the model on one host.",
+            )

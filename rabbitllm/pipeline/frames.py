@@ -1,0 +1,120 @@
+"""What one process says to another: a word, a number, plain JSON, and tensors, as one run of bytes.
+
+Nothing that is received is unpickled. Little-endian: 8 bytes with the length of the head; the head, JSON; each tensor
+on a multiple of 64 bytes, because kernels give other last bits on inputs that are aligned to less than 16.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rabbitllm.errors import HostsError
+
+ALIGNMENT = 64
+_LENGTH = 8
+
+
+class Word(enum.Enum):
+    """What a frame is about."""
+
+    READY = "ready"
+    """A worker has loaded its span; or it has not, and says why."""
+    BEGIN = "begin"
+    """All have; or not, and this is why."""
+    PASS = "pass"
+    """The inputs of the layers of one pass, hidden states apart."""
+    HIDDEN = "hidden"
+    """The hidden states of a pass, from one process to the next."""
+    FAILED = "failed"
+    """Instead of them: why there are none."""
+    ALIVE = "alive"
+    """Nothing to do; caches that are gone are named."""
+    STOP = "stop"
+    """There will be no more passes."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One message.
+
+    Attributes:
+        word: what it is about.
+        number: of the pass.
+        content: plain JSON.
+        tensors: on the host.
+    """
+
+    word: Word
+    number: int = 0
+    content: Any = None
+    tensors: tuple[torch.Tensor, ...] = ()
+
+
+def to_bytes(frame: Frame) -> torch.Tensor:
+    """A frame as uint8 (nbytes,)."""
+    flat = [tensor.detach().to("cpu").contiguous() for tensor in frame.tensors]
+    described = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in flat]
+    head = json.dumps([frame.word.value, frame.number, frame.content, described], allow_nan=True).encode()
+    places = _places(_LENGTH + len(head), [tensor.nbytes for tensor in flat])
+    total = places[-1] + flat[-1].nbytes if flat else _LENGTH + len(head)
+    buffer = torch.zeros(total, dtype=torch.uint8)
+    lead = len(head).to_bytes(_LENGTH, "little") + head
+    buffer[: len(lead)] = torch.frombuffer(bytearray(lead), dtype=torch.uint8)
+    for place, tensor in zip(places, flat, strict=True):
+        if tensor.nbytes:
+            buffer[place : place + tensor.nbytes] = tensor.reshape(-1).view(torch.uint8)
+    return buffer
+
+
+def from_bytes(buffer: torch.Tensor) -> Frame:
+    """The frame that `to_bytes` wrote; its tensors are views of the buffer.
+
+    Raises:
+        HostsError: it is none.
+    """
+    try:
+        length = int.from_bytes(buffer[:_LENGTH].numpy().tobytes(), "little")
+        if not 0 < length <= len(buffer) - _LENGTH:
+            raise ValueError("its head is longer than all of it")
+        word, number, content, described = json.loads(buffer[_LENGTH : _LENGTH + length].numpy().tobytes())
+        kinds = [_dtype(name) for name, _ in described]
+        shapes = [tuple(map(int, shape)) for _, shape in described]
+        if any(size < 0 for shape in shapes for size in shape):
+            raise ValueError("a shape is negative")
+        sizes = [math.prod(shape) * kind.itemsize for kind, shape in zip(kinds, shapes, strict=True)]
+        places = _places(_LENGTH + length, sizes)
+        if sizes and places[-1] + sizes[-1] > len(buffer):
+            raise ValueError("its tensors are longer than all of it")
+        tensors = tuple(
+            buffer[place : place + size].view(kind).view(shape) if size else torch.empty(shape, dtype=kind)
+            for place, size, kind, shape in zip(places, sizes, kinds, shapes, strict=True)
+        )
+        return Frame(Word(word), int(number), content, tensors)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise HostsError(
+            f"What came from another host is no message of ours: {error}.",
+            "Start the same version of rabbitllm on every host, and give it an address of its own.",
+        ) from None
+
+
+def _places(begin: int, sizes: Sequence[int]) -> list[int]:
+    places = []
+    for size in sizes:
+        begin = -(-begin // ALIGNMENT) * ALIGNMENT
+        places.append(begin)
+        begin += size
+    return places
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, str(name), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype")
+    return found

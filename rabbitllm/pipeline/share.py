@@ -1,0 +1,153 @@
+"""Before a model is loaded: the hosts compare what they have, and agree who computes which layers.
+
+Every process does the same with the same facts, so all come to the same end, be it a plan or an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rabbitllm.engine.part import Part
+from rabbitllm.engine.placement import UnitCost
+from rabbitllm.engine.unit_source import UnitSource
+from rabbitllm.errors import HostsError
+from rabbitllm.layers.layer_store import WeightFiles
+from rabbitllm.options import Hosts, StreamOptions
+from rabbitllm.pipeline.meeting import Link, Meeting
+from rabbitllm.pipeline.spans import Span, plan_spans
+from rabbitllm.pipeline.stack import Stack, find_stack
+
+
+class Sharing:
+    """A `Share` for `load_model`: meets the others, compares, and plans.
+
+    Args:
+        hosts: who, and where.
+        options: how the model is to be run here.
+
+    Attributes:
+        link: to the others, from then on.
+        stack: the layers that are spread.
+        spans: of each process.
+    """
+
+    link: Link
+    stack: Stack
+    spans: tuple[Span, ...]
+
+    def __init__(self, hosts: Hosts, options: StreamOptions) -> None:
+        self._hosts = hosts
+        self._options = options
+
+    @property
+    def has_met(self) -> bool:
+        """Whether the others wait for this process."""
+        return hasattr(self, "link")
+
+    def __call__(
+        self,
+        model: Any,
+        sources: Mapping[str, UnitSource],
+        costs: Sequence[UnitCost],
+        store: WeightFiles,
+        budgets: Mapping[str, int],
+    ) -> Part:
+        """See `engine.part.Share`."""
+        self.stack = find_stack(model, sources)
+        meeting = Meeting(self._hosts)
+        limited = set(self._options.max_memory or {})
+        own = {
+            "host": f"{socket.gethostname()} {_machine()}",
+            "identity": identity_of(model, store, self._options),
+            "budgets": {device: [nbytes, device in limited] for device, nbytes in budgets.items()},
+        }
+        facts = meeting.exchange(own)
+        refuse_others([fact["identity"] for fact in facts])
+        shares = [_budgets(fact, facts) for fact in facts]
+        names = {unit.name for unit in self.stack.units}
+        layers = [cost.ready + cost.routed for cost in costs if cost.name in names]
+        others = sum(_kept_bytes(cost) for cost in costs if cost.name not in names)
+        self.spans = plan_spans(layers, others, [sum(share.values()) for share in shares])
+        called = [f"process {rank} ({fact['host'].split()[0]})" for rank, fact in enumerate(facts)]
+        self.link = meeting.connect(called)
+        span = self.spans[meeting.rank]
+        mine = {unit.name for unit in self.stack.units[span.begin : span.end]}
+        if meeting.rank == 0:
+            mine |= set(sources) - names
+        return Part(frozenset(mine), shares[meeting.rank])
+
+
+def identity_of(model: Any, store: WeightFiles, options: StreamOptions) -> dict[str, str]:
+    """What must be the same on every host, by names that a user understands."""
+    import torch
+    import transformers
+
+    from rabbitllm.version import __version__
+
+    manifest = getattr(store, "manifest", None)
+    made_from = None if manifest is None else [manifest.source.name, manifest.source.commit, manifest.compression]
+    tensors = sorted(
+        (name, [[part.dtype, list(part.shape), part.nbytes] for part in stored.parts])
+        for name, stored in store.tensors.items()
+    )
+    sums = [] if manifest is None else [[record.file, record.size, record.crc32] for record in manifest.layers]
+    config = {key: value for key, value in model.config.to_dict().items() if key not in ("_name_or_path", "name_or_path")}
+    return {
+        "rabbitllm": __version__,
+        "torch": torch.__version__.partition("+")[0],
+        "transformers": transformers.__version__,
+        "the weights": _digest([made_from, tensors, sums]),
+        "config.json": _digest(config),
+        "dtype": str(model.dtype),
+        "attn_implementation": str(model.config._attn_implementation),
+        "exact": str(options.exact),
+    }
+
+
+def refuse_others(identities: Sequence[Mapping[str, str]]) -> None:
+    """Refuse hosts that do not have the same.
+
+    Raises:
+        HostsError: names what differs, and where.
+    """
+    first = identities[0]
+    for rank, other in enumerate(identities):
+        wrong = [name for name in first if other.get(name) != first[name]]
+        if wrong:
+            name = wrong[0]
+            raise HostsError(
+                f"Process {rank} has another {name} than process 0: {other.get(name)} instead of {first[name]}.",
+                "Every host needs the same versions, the same split directory and the same options.",
+            )
+
+
+def _budgets(fact: Any, facts: Sequence[Any]) -> dict[str, int]:
+    """Device -> bytes; what is free of a device that several processes see, and nobody limits, is divided."""
+    found = {}
+    for device, (nbytes, given) in fact["budgets"].items():
+        others = sum(1 for one in facts if one["host"] == fact["host"] and device in one["budgets"])
+        found[device] = int(nbytes) if given else int(nbytes) // others
+    return found
+
+
+def _kept_bytes(cost: UnitCost) -> int:
+    """Of a mapped embedding the rows of the tokens at hand are touched: next to nothing."""
+    return 0 if cost.by_rows and cost.is_view else cost.ready
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _machine() -> str:
+    """Tells machines of the same name apart."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return platform.node()

@@ -1,0 +1,57 @@
+"""Loads this process's part of a model, and begins when all the others have theirs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from rabbitllm.errors import HostsError
+from rabbitllm.options import Hosts, StreamOptions
+from rabbitllm.pipeline.driver import Driver
+from rabbitllm.pipeline.frames import Frame, Word
+from rabbitllm.pipeline.meeting import Link
+from rabbitllm.pipeline.share import Sharing
+from rabbitllm.pipeline.worker import Worker
+
+
+def load_spread(hosts: Hosts, options: StreamOptions, load: Callable[[Sharing], Any]) -> Any:
+    """The model in the first process, with its `hosts`; in the others a `Worker`.
+
+    Args:
+        hosts: who, and where.
+        options: how the model is to be run here.
+        load: loads the part that it is given a say in.
+
+    Raises:
+        HostsError: the hosts cannot compute this model together.
+        RabbitLLMError: as `load_model` does; the others then hear of it.
+    """
+    sharing = Sharing(hosts, options)
+    try:
+        model = load(sharing)
+    except BaseException as error:
+        if sharing.has_met:
+            with contextlib.suppress(HostsError):
+                _agree(sharing.link, f"{sharing.link.names[sharing.link.rank]} could not load its part: {error}")
+        raise
+    failed = _agree(sharing.link, None)
+    if failed is not None:
+        raise HostsError(failed, "Start all of them again when that is mended.")
+    if sharing.link.rank:
+        return Worker(model, sharing.stack, sharing.spans, sharing.link)
+    model.hosts = Driver(model, sharing.stack, sharing.spans, sharing.link)
+    return model
+
+
+def _agree(link: Link, trouble: str | None) -> str | None:
+    """Tell the others whether this process is ready; returns why not all are, or None."""
+    if link.rank:
+        link.send(0, Frame(Word.READY, content=trouble))
+        told = link.receive(0).content
+        return None if told is None else str(told)
+    troubles = [trouble, *(link.receive(rank).content for rank in range(1, link.ranks))]
+    first = next((str(one) for one in troubles if one is not None), None)
+    for rank in range(1, link.ranks):
+        link.send(rank, Frame(Word.BEGIN, content=first))
+    return first

@@ -1,0 +1,175 @@
+"""The layers of a model that can be spread, and whether they can: found out by a rehearsal without weights.
+
+Every layer but the embedding's, norm's and head's can be on another host if hidden states are all that goes from one
+layer to the next. Whether that is so for a family is in its forward, so that is run, with the real class and layers that
+do nothing: each must be called once, in order, with the very tensor that the one before it gave, and what else it is
+given must not depend on what the layers before it computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rabbitllm.engine import skeleton
+from rabbitllm.engine.unit_source import UnitSource
+from rabbitllm.engine.units import Unit
+from rabbitllm.errors import HostsError
+from rabbitllm.pipeline.arguments import Packer
+from rabbitllm.pipeline.caches import recipe_of
+
+Form = Callable[[torch.Tensor], Any]
+"""Hidden states -> what a layer returns of them."""
+FORMS: tuple[Form, ...] = (
+    lambda hidden: hidden,
+    lambda hidden: (hidden,),
+    lambda hidden: (hidden, None),
+    lambda hidden: (hidden, None, None),
+)
+NAME = "hidden_states"
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The layers that are spread.
+
+    Attributes:
+        units: they, in the order of a pass.
+        cached: of each, its positions in a KV cache.
+        form: what each of them returns.
+    """
+
+    units: tuple[Unit, ...]
+    cached: tuple[tuple[int, ...], ...]
+    form: Form
+
+
+@dataclass
+class _Trial:
+    """What one rehearsal saw."""
+
+    calls: list[Any]
+    tensors: list[list[torch.Tensor]]
+    flowing: torch.Tensor | None = None
+
+
+class _Done(BaseException):
+    """The last layer was called."""
+
+
+def find_stack(model: Any, sources: Mapping[str, UnitSource]) -> Stack:
+    """The largest stack of layers of a model, if it can be spread.
+
+    Args:
+        model: the skeleton, on the meta device; afterwards its weights are placeholders on the host.
+        sources: its units.
+
+    Raises:
+        HostsError: it cannot; the model type and the reason are named.
+    """
+    stacks: dict[str, list[UnitSource]] = {}
+    for source in sources.values():
+        if source.unit.is_layer:
+            stacks.setdefault(source.unit.name.rpartition(".")[0], []).append(source)
+    if model.config.is_encoder_decoder or not stacks:
+        raise _cannot(model, "it has an encoder" if stacks else "it has no layers that are called one after the other")
+    largest = max(stacks.values(), key=lambda own: sum(source.stored_bytes for source in own))
+    units = tuple(source.unit for source in largest)
+    skeleton.materialise_buffers(model, lambda path: torch.device("cpu"))
+    for source in sources.values():
+        for place in source.places:
+            place.bind_placeholder(torch.device("cpu"))
+    form = _rehearsed(model, [unit.module for unit in units])
+    return Stack(units, tuple(_cached(unit.module, number) for number, unit in enumerate(units)), form)
+
+
+def hidden_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Sequence[Any], dict[str, Any]]:
+    """The hidden states that a layer is called with, and the other arguments."""
+    if args:
+        return args[0], args[1:], dict(kwargs)
+    others = dict(kwargs)
+    return others.pop(NAME, None), (), others
+
+
+def _cannot(model: Any, why: str) -> HostsError:
+    return HostsError(
+        f"A model of type {model.config.model_type} cannot be spread over hosts: {why}.", "Run it on one host."
+    )
+
+
+def _cached(layer: nn.Module, number: int) -> tuple[int, ...]:
+    """The positions in a KV cache that a layer writes to: it knows them itself."""
+    own = {getattr(module, "layer_idx", None) for module in layer.modules()}
+    return tuple(sorted(index for index in own if isinstance(index, int))) or (number,)
+
+
+def _rehearsed(model: Any, layers: Sequence[nn.Module]) -> Form:
+    """The form in which layers return hidden states."""
+    why = ""
+    for form in FORMS:
+        try:
+            first, second = (_rehearse(model, layers, form, fill) for fill in (0.0, 1.0))
+        except HostsError as error:
+            raise _cannot(model, error.problem.rstrip(".")) from None
+        except _NotAStack as error:
+            why = why or str(error)
+            continue
+        if first.calls != second.calls or not _same(first.tensors, second.tensors):
+            raise _cannot(model, "more than hidden states goes from layer to layer")
+        return form
+    raise _cannot(model, why)
+
+
+class _NotAStack(Exception):
+    """Layers are called otherwise than a stack is."""
+
+
+def _rehearse(model: Any, layers: Sequence[nn.Module], form: Form, fill: float) -> _Trial:
+    trial = _Trial([], [])
+
+    def stand_for(number: int) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            hidden, others, named = hidden_of(args, kwargs)
+            if number != len(trial.calls):
+                raise _NotAStack(f"layer {number} is called when layer {len(trial.calls)} should be")
+            if not isinstance(hidden, torch.Tensor) or (number and hidden is not trial.flowing):
+                raise _NotAStack("what one layer gives is changed before the next one gets it")
+            packer = Packer(lambda cache: len(recipe_of(cache)))
+            trial.calls.append(packer.call(others, named))
+            trial.tensors.append(packer.tensors)
+            if number == len(layers) - 1:
+                raise _Done
+            trial.flowing = torch.full_like(hidden, fill)
+            return form(trial.flowing)
+
+        return forward
+
+    for number, layer in enumerate(layers):
+        layer.forward = stand_for(number)  # type: ignore[method-assign]
+    try:
+        with torch.no_grad():
+            model(input_ids=torch.ones((1, 4), dtype=torch.long), use_cache=True)
+    except _Done:
+        return trial
+    except (HostsError, _NotAStack):
+        raise
+    except Exception as error:
+        text = str(error).partition("\n")[0]
+        raise _NotAStack(f"its forward expects more of a layer ({type(error).__name__}: {text})") from error
+    finally:
+        for layer in layers:
+            del layer.forward
+    raise _NotAStack(f"only {len(trial.calls)} of its {len(layers)} layers are called")
+
+
+def _same(first: list[list[torch.Tensor]], second: list[list[torch.Tensor]]) -> bool:
+    """Whether two passes gave the layers the same besides hidden states; what is not a number is like any other."""
+    pairs = [(a, b) for own, other in zip(first, second, strict=True) for a, b in zip(own, other, strict=True)]
+    return all(
+        a.shape == b.shape and torch.equal(torch.nan_to_num(a, 7.0) if a.is_floating_point() else a, torch.nan_to_num(b, 7.0) if b.is_floating_point() else b)
+        for a, b in pairs
+    )
