@@ -120,7 +120,7 @@ class AutoModel:
                 model of those would; on the CPU several times slower than with their codes, and no better.
             split: False streams out of the checkpoint's own shards, safetensors or files of torch.save: ready at once,
                 and nothing is written; uncompressed only. A split that is there already is used all the same.
-            hosts: processes, here or on other machines, that compute the model together, each with a span of its layers.
+            hosts: processes, here or on other machines, that compute the model together, each a span of its layers.
             max_seq_len, persister, use_gds, kv_cache_dir, offload_small_layers_use_cpu_cache: accepted without effect.
 
         Returns:

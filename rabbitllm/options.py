@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -92,11 +92,12 @@ class Hosts:
     Whoever reaches the address can send inputs to the model: only in a network that is trusted.
 
     Attributes:
-        address: "host:port" of the first process, as the others reach it.
+        address: "host:port" of the first process, as the others reach it; for that one itself port 0 takes a free one.
         workers: how many others the first process waits for; 0 in those others.
         rank: this process's place; None gives each the next one that is free.
         patience: seconds to wait for the others to come, and to load.
         timeout: seconds within which every part of a pass answers.
+        announce: called in the first process with the address at which it waits, as soon as it does.
     """
 
     address: str
@@ -104,6 +105,7 @@ class Hosts:
     rank: int | None = None
     patience: float = 600.0
     timeout: float = 600.0
+    announce: Callable[[str], None] | None = None
 
     def __post_init__(self) -> None:
         """
@@ -115,8 +117,8 @@ class Hosts:
             raise OptionError(f"{self.address!r} is no address of a host.", "For example 192.168.1.5:29500.")
         if self.workers < 0 or self.patience <= 0 or self.timeout <= 0:
             raise OptionError(
-                f"workers={self.workers}, patience={self.patience}, timeout={self.timeout}: expected 0 workers or more, "
-                "and times above 0.",
+                f"workers={self.workers}, patience={self.patience}, timeout={self.timeout}: expected 0 workers or "
+                "more, and times above 0.",
                 "Leave out what you do not need.",
             )
 

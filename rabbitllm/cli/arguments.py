@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from rabbitllm.options import Hosts
     from rabbitllm.pull.make import Wish
 
 
@@ -47,6 +48,14 @@ DeviceOption = Annotated[
 ]
 RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit of the repository.")]
 TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")]
+
+# which processes compute a model together
+WorkersOption = Annotated[
+    int, typer.Option(help="How many `rabbitllm worker` compute it with this process, each a span of layers.", min=0)
+]
+AddressOption = Annotated[
+    str | None, typer.Option(metavar="HOST:PORT", help="With --workers: where they reach this process.")
+]
 
 # how a model is split
 CompressionOption = Annotated[str, typer.Option(help="none, 4bit or 8bit.")]
@@ -108,6 +117,7 @@ def wish_to_run(
     no_split: bool = False,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    hosts: Hosts | None = None,
 ) -> Wish:
     """What to get ready, from the options of a command that runs a model, as they were given.
 
@@ -136,6 +146,7 @@ def wish_to_run(
         device=device,
         max_memory=limits_of(max_memory),
         trust_remote_code=trust_remote_code,
+        hosts=hosts,
     )
 
 

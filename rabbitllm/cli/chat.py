@@ -10,6 +10,7 @@ import typer
 
 from rabbitllm.cli import exit_codes
 from rabbitllm.cli.arguments import (
+    AddressOption,
     CompressionHereOption,
     DeviceOption,
     FolderOption,
@@ -20,6 +21,7 @@ from rabbitllm.cli.arguments import (
     SequentialOption,
     TemperatureOption,
     TopPOption,
+    WorkersOption,
     wish_to_run,
 )
 
@@ -39,6 +41,8 @@ def chat_command(
     folder: FolderOption = None,
     max_disk: MaxDiskOption = None,
     sequential: SequentialOption = False,
+    workers: WorkersOption = 0,
+    address: AddressOption = None,
 ) -> None:
     """Talk with a model; answers come as they are made, and a further one computes only what is new.
 
@@ -51,9 +55,11 @@ def chat_command(
     from rich.console import Console
 
     from rabbitllm.ask.answer import Sampling
+    from rabbitllm.ask.together import called_together
     from rabbitllm.pull.loaded import loaded_model
 
     sampling = Sampling(temperature, top_p, seed)
+    errors = Console(stderr=True, highlight=False)
     disable_progress_bars()  # shards have a bar of ours, and what else is fetched is small
     wish = wish_to_run(
         model,
@@ -62,10 +68,11 @@ def chat_command(
         sequential=sequential,
         max_disk=max_disk,
         device=device,
+        hosts=called_together(workers, address, model, errors),
         max_memory=max_memory,
     )
     with contextlib.redirect_stdout(sys.stderr):  # what is printed while loading is no answer
-        loaded = loaded_model(wish, Console(stderr=True, highlight=False))
+        loaded = loaded_model(wish, errors)
     loaded.profiler.enabled = True  # only now: a split has no profile to show, and what stays no clock at each layer
 
     from transformers import logging

@@ -24,6 +24,7 @@ from rabbitllm.cli.run import run_command
 from rabbitllm.cli.serve import serve_command
 from rabbitllm.cli.show import show_command
 from rabbitllm.cli.verify import verify_command
+from rabbitllm.cli.worker import worker_command
 from rabbitllm.errors import RabbitLLMError
 from rabbitllm.version import __version__
 
@@ -71,6 +72,7 @@ app.command(name="pull", rich_help_panel=USE)(pull_command)
 app.command(name="run", rich_help_panel=USE)(run_command)
 app.command(name="chat", rich_help_panel=USE)(chat_command)
 app.command(name="serve", rich_help_panel=USE)(serve_command)
+app.command(name="worker", rich_help_panel=USE)(worker_command)
 app.command(name="ls", rich_help_panel=KEEP)(ls_command)
 app.command(name="show", rich_help_panel=KEEP)(show_command)
 app.command(name="verify", rich_help_panel=KEEP)(verify_command)

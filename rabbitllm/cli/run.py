@@ -11,6 +11,7 @@ import typer
 
 from rabbitllm.cli import exit_codes
 from rabbitllm.cli.arguments import (
+    AddressOption,
     CompressionHereOption,
     DeviceOption,
     FolderOption,
@@ -25,6 +26,7 @@ from rabbitllm.cli.arguments import (
     TemperatureOption,
     TopPOption,
     TrustOption,
+    WorkersOption,
     put_json,
     wish_to_run,
 )
@@ -52,6 +54,8 @@ def run_command(
     no_split: NoSplitOption = False,
     revision: RevisionOption = None,
     trust_remote_code: TrustOption = False,
+    workers: WorkersOption = 0,
+    address: AddressOption = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Say on stderr what it took, and where the time went.")
     ] = False,
@@ -59,7 +63,8 @@ def run_command(
 ) -> None:
     """Answer one prompt, token by token on stdout. A model that is not split yet is split first, as pull does it.
 
-    The prompt goes through the model's chat template, if it has one. Ctrl-C ends the text (exit code 130).
+    The prompt goes through the model's chat template, if it has one. Ctrl-C ends the text (exit code 130). Under
+    torchrun its processes compute the model together, each a span of layers, and the first one answers.
 
     Example: rabbitllm run Qwen/Qwen2.5-7B-Instruct "What is a rabbit?" --compression 4bit
     """
@@ -76,10 +81,13 @@ def run_command(
     from rabbitllm.ask.answer import INTERRUPTED, Sampling, answer, most_new_tokens
     from rabbitllm.ask.prompt import prompt_ids
     from rabbitllm.ask.report import answer_record, how_it_ended, put_statistics
+    from rabbitllm.ask.together import called_together, own_device, work
     from rabbitllm.generation_stream import print_text
     from rabbitllm.pull.loaded import loaded_model
 
     sampling = Sampling(temperature, top_p, seed)
+    errors = Console(stderr=True, highlight=False)
+    hosts = called_together(workers, address, model, errors)
     disable_progress_bars()  # shards have a bar of ours, and what else is fetched is small
     wish = wish_to_run(
         model,
@@ -87,13 +95,16 @@ def run_command(
         folder=folder,
         sequential=sequential,
         max_disk=max_disk,
-        device=device,
+        device=own_device(device, hosts),
         max_memory=max_memory,
         no_split=no_split,
         revision=revision,
         trust_remote_code=trust_remote_code,
+        hosts=hosts,
     )
-    errors = Console(stderr=True, highlight=False)
+    if hosts is not None and not hosts.is_first:
+        work(wish, Console(stderr=True, quiet=True), split=not no_split)
+        return
     start = time.perf_counter()
     with contextlib.redirect_stdout(sys.stderr):  # what is printed while loading is no part of the answer
         loaded = loaded_model(wish, errors, split=not no_split, profiling=verbose)

@@ -24,8 +24,8 @@ from rabbitllm.engine.fused_units import fused_experts, fused_units
 from rabbitllm.engine.llama4_experts import route_llama4
 from rabbitllm.engine.packed_weight import StoredMatrix
 from rabbitllm.engine.page_locked import keep_units
-from rabbitllm.engine.pass_line import PassLine
 from rabbitllm.engine.part import Share, with_others
+from rabbitllm.engine.pass_line import PassLine
 from rabbitllm.engine.placement import Budget, Placement, Tier, place
 from rabbitllm.engine.read_ahead import read_ahead
 from rabbitllm.engine.saving import origin_of

@@ -182,7 +182,7 @@ def stand_in(cache: Cache, index: int, batch: int, tokens: int, device: torch.de
     if index >= len(cache.layers) and cache.layer_class_to_replicate is None:
         return
     states = torch.zeros((batch, 1, tokens, 1), dtype=torch.uint8, device=device)
-    layer = cache.layers[index] if index < len(cache.layers) else None
+    layer: Any = cache.layers[index] if index < len(cache.layers) else None
     if layer is None or hasattr(layer, "get_seq_length"):
         cache.update(states, states, index)
     if hasattr(layer, "update_conv_state"):

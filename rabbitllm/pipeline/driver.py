@@ -4,8 +4,8 @@ A stand-in notes what it is called with. The last one sends the workers the note
 states; these go from worker to worker and come back here, and the model's own forward goes on with them. So everything
 but layers is computed here, by the model's own code: masks, positions, norm, head, and whatever calls the model.
 
-What is sent and waited for happens in a thread of its own, whole, whatever interrupts the caller: so the workers' caches
-never miss a part of a pass. Between passes it lets the workers know that this process lives.
+What is sent and waited for happens in a thread of its own, whole, whatever interrupts the caller: so the workers'
+caches never miss a part of a pass. Between passes it lets the workers know that this process lives.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rabbitllm.pipeline.stack import Stack, hidden_of
 logger = logging.getLogger(__name__)
 
 ALIVE_SECONDS = 2.0
-"""Between two signs of life: a worker that waits notices an interrupt no later, and this process a worker that ended."""
+"""Between two signs of life: a worker that waits notices an interrupt no later, and this process that one has ended."""
 _NOT_HERE = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
@@ -76,7 +76,7 @@ class Driver:
         self._errands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         for number, unit in enumerate(stack.units):
             if number >= self._first:
-                unit.module.forward = self._standing_for(number)  # type: ignore[method-assign]
+                unit.module.forward = self._standing_for(number)
         model.register_forward_pre_hook(_refuse_what_is_not_here, with_kwargs=True)
         self._thread = threading.Thread(target=self._run_errands, name="rabbitllm-hosts", daemon=True)
         self._thread.start()
@@ -94,7 +94,7 @@ class Driver:
 
     def _standing_for(self, number: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._stack.form(self._call(number, args, kwargs))
+            return self._stack.returned(self._call(number, args, kwargs))
 
         return forward
 
@@ -113,7 +113,8 @@ class Driver:
             noted.flowing = torch.full((), float("nan"), dtype=hidden.dtype, device=hidden.device).expand(hidden.shape)
             return noted.flowing
         self._pass = None
-        return self._errand(lambda: self._go_through(noted)).to(noted.hidden.device)
+        answer: torch.Tensor = self._errand(lambda: self._go_through(noted))
+        return answer.to(noted.hidden.device)
 
     def _stand_in_caches(self, number: int, hidden: torch.Tensor, given: tuple[Any, ...]) -> None:
         from transformers.cache_utils import Cache

@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
 from rabbitllm.errors import HostGoneError, HostsError
 from rabbitllm.options import Hosts
@@ -48,20 +48,26 @@ class Meeting:
         self._host, _, port = hosts.address.rpartition(":")
         serves = hosts.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         try:
-            store = dist.TCPStore(
-                self._host, int(port), is_master=serves, timeout=timedelta(seconds=hosts.patience), wait_for_workers=False
+            store = TCPStore(
+                self._host,
+                int(port),
+                is_master=serves,
+                timeout=timedelta(seconds=hosts.patience),
+                wait_for_workers=False,
             )
         except (RuntimeError, ValueError, OSError) as error:
             what = "cannot be opened" if serves else "cannot be reached"
             raise HostGoneError(
                 f"{hosts.address} {what}: {_first_line(error)}",
-                "Give an address of the first process's machine with a port that is free there and open between the hosts.",
+                "Give an address of the first process's machine, with a port that is free there and open to others.",
             ) from error
         self._server = store
-        self._store = dist.PrefixStore("rabbitllm", store)
+        self._store = PrefixStore("rabbitllm", store)
         if hosts.is_first:
             self.rank, self.ranks = 0, hosts.workers + 1
             self._store.set("ranks", str(self.ranks))
+            if hosts.announce is not None:
+                hosts.announce(f"{self._host}:{store.port}")
         else:
             self.ranks = int(self._wait_for("ranks", "the first process"))
             self.rank = self._store.add("joined", 1) if hosts.rank is None else hosts.rank
@@ -89,11 +95,11 @@ class Meeting:
         Raises:
             HostGoneError: one of them cannot be reached.
         """
-        options = dist.ProcessGroupGloo._Options()
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=self._hosts.timeout)
         options._devices = [self._device()]
         try:
-            group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", self._store), self.rank, self.ranks, options)
+            group = ProcessGroupGloo(PrefixStore("gloo", self._store), self.rank, self.ranks, options)
         except RuntimeError as error:
             raise HostGoneError(
                 f"The hosts do not reach each other: {_first_line(error)}",
@@ -105,11 +111,11 @@ class Meeting:
         """The network that the first process is on, by its address; the one that the user names goes before."""
         named = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
         if named:
-            return dist.ProcessGroupGloo.create_device(interface=named)
+            return ProcessGroupGloo.create_device(interface=named)
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((self._host, 9))  # sends nothing; the system chooses the address to send from
-            return dist.ProcessGroupGloo.create_device(hostname=probe.getsockname()[0])
-        return dist.ProcessGroupGloo.create_default_device()
+            return ProcessGroupGloo.create_device(hostname=probe.getsockname()[0])
+        return ProcessGroupGloo.create_default_device()
 
     def _wait_for(self, key: str, who: str) -> str:
         """What somebody says in the store; asked for again and again, so that an interrupt is noticed."""

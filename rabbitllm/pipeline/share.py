@@ -96,7 +96,7 @@ def identity_of(model: Any, store: WeightFiles, options: StreamOptions) -> dict[
         for name, stored in store.tensors.items()
     )
     sums = [] if manifest is None else [[record.file, record.size, record.crc32] for record in manifest.layers]
-    config = {key: value for key, value in model.config.to_dict().items() if key not in ("_name_or_path", "name_or_path")}
+    config = {key: value for key, value in model.config.to_dict().items() if not key.endswith("name_or_path")}
     return {
         "rabbitllm": __version__,
         "torch": torch.__version__.partition("+")[0],
@@ -121,7 +121,7 @@ def refuse_others(identities: Sequence[Mapping[str, str]]) -> None:
         if wrong:
             name = wrong[0]
             raise HostsError(
-                f"Process {rank} has another {name} than process 0: {other.get(name)} instead of {first[name]}.",
+                f"Process {rank} differs from process 0 in {name}: {other.get(name)} instead of {first[name]}.",
                 "Every host needs the same versions, the same split directory and the same options.",
             )
 

@@ -1,9 +1,9 @@
 """The layers of a model that can be spread, and whether they can: found out by a rehearsal without weights.
 
 Every layer but the embedding's, norm's and head's can be on another host if hidden states are all that goes from one
-layer to the next. Whether that is so for a family is in its forward, so that is run, with the real class and layers that
-do nothing: each must be called once, in order, with the very tensor that the one before it gave, and what else it is
-given must not depend on what the layers before it computed.
+layer to the next. Whether that is so for a family is in its forward, so that is run, with the real class and layers
+that do nothing: each must be called once, in order, with the very tensor that the one before it gave, and what else it
+is given must not depend on what the layers before it computed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,8 @@ from rabbitllm.errors import HostsError
 from rabbitllm.pipeline.arguments import Packer
 from rabbitllm.pipeline.caches import recipe_of
 
-Form = Callable[[torch.Tensor], Any]
-"""Hidden states -> what a layer returns of them."""
-FORMS: tuple[Form, ...] = (
-    lambda hidden: hidden,
-    lambda hidden: (hidden,),
-    lambda hidden: (hidden, None),
-    lambda hidden: (hidden, None, None),
-)
+FORMS = (None, 0, 1, 2)
+"""What a layer may return: hidden states; or a tuple of them and so many other things."""
 NAME = "hidden_states"
 
 
@@ -40,12 +34,20 @@ class Stack:
     Attributes:
         units: they, in the order of a pass.
         cached: of each, its positions in a KV cache.
-        form: what each of them returns.
+        form: what each of them returns, see `FORMS`; nobody looks at the other things.
     """
 
     units: tuple[Unit, ...]
     cached: tuple[tuple[int, ...], ...]
-    form: Form
+    form: int | None
+
+    def returned(self, hidden: torch.Tensor) -> Any:
+        """What a layer with these hidden states returns."""
+        return _returned(self.form, hidden, None)
+
+
+def _returned(form: int | None, hidden: torch.Tensor, other: Any) -> Any:
+    return hidden if form is None else (hidden, *[other] * form)
 
 
 @dataclass
@@ -107,12 +109,13 @@ def _cached(layer: nn.Module, number: int) -> tuple[int, ...]:
     return tuple(sorted(index for index in own if isinstance(index, int))) or (number,)
 
 
-def _rehearsed(model: Any, layers: Sequence[nn.Module]) -> Form:
+def _rehearsed(model: Any, layers: Sequence[nn.Module]) -> int | None:
     """The form in which layers return hidden states."""
     why = ""
     for form in FORMS:
         try:
-            first, second = (_rehearse(model, layers, form, fill) for fill in (0.0, 1.0))
+            first = _rehearse(model, layers, form, 0.0, None)
+            second = _rehearse(model, layers, form, 1.0, torch.ones(1))
         except HostsError as error:
             raise _cannot(model, error.problem.rstrip(".")) from None
         except _NotAStack as error:
@@ -128,7 +131,7 @@ class _NotAStack(Exception):
     """Layers are called otherwise than a stack is."""
 
 
-def _rehearse(model: Any, layers: Sequence[nn.Module], form: Form, fill: float) -> _Trial:
+def _rehearse(model: Any, layers: Sequence[nn.Module], form: int | None, fill: float, other: Any) -> _Trial:
     trial = _Trial([], [])
 
     def stand_for(number: int) -> Callable[..., Any]:
@@ -144,12 +147,12 @@ def _rehearse(model: Any, layers: Sequence[nn.Module], form: Form, fill: float) 
             if number == len(layers) - 1:
                 raise _Done
             trial.flowing = torch.full_like(hidden, fill)
-            return form(trial.flowing)
+            return _returned(form, trial.flowing, other)
 
         return forward
 
     for number, layer in enumerate(layers):
-        layer.forward = stand_for(number)  # type: ignore[method-assign]
+        layer.forward = stand_for(number)
     try:
         with torch.no_grad():
             model(input_ids=torch.ones((1, 4), dtype=torch.long), use_cache=True)
@@ -169,7 +172,8 @@ def _rehearse(model: Any, layers: Sequence[nn.Module], form: Form, fill: float) 
 def _same(first: list[list[torch.Tensor]], second: list[list[torch.Tensor]]) -> bool:
     """Whether two passes gave the layers the same besides hidden states; what is not a number is like any other."""
     pairs = [(a, b) for own, other in zip(first, second, strict=True) for a, b in zip(own, other, strict=True)]
-    return all(
-        a.shape == b.shape and torch.equal(torch.nan_to_num(a, 7.0) if a.is_floating_point() else a, torch.nan_to_num(b, 7.0) if b.is_floating_point() else b)
-        for a, b in pairs
-    )
+    return all(a.shape == b.shape and torch.equal(_numbers(a), _numbers(b)) for a, b in pairs)
+
+
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.nan_to_num(tensor, 7.0) if tensor.is_floating_point() else tensor

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rabbitllm.errors import HostGoneError, HostsError
+from rabbitllm.errors import HostGoneError
 from rabbitllm.pipeline.arguments import unpack
 from rabbitllm.pipeline.caches import Shadows
 from rabbitllm.pipeline.frames import Frame, Word
@@ -96,12 +96,7 @@ class Worker:
             there = [unpack(value, tensors, self.caches) for value in args]
             named = {name: unpack(value, tensors, self.caches) for name, value in kwargs.items()}
             output = self._stack.units[number].module(hidden, *there, **named)
-            hidden, *more = output if isinstance(output, tuple) else (output,)
-            if any(value is not None for value in more):
-                raise HostsError(
-                    f"Layer {number} gives more than hidden states, which cannot be sent to another host.",
-                    "Run this model on one host.",
-                )
+            hidden = output[0] if isinstance(output, tuple) else output
         return hidden
 
     def _fail(self, number: int, error: BaseException, *, gone: bool) -> None:

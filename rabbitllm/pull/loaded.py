@@ -52,6 +52,7 @@ def load(wish: Wish, found: Pulled | None, console: Console, **more: Any) -> Any
         "device": wish.where,
         "max_memory": wish.max_memory,
         "trust_remote_code": wish.trust_remote_code,
+        "hosts": wish.hosts,
         **more,
     }
     by_name: dict[str, Any] = {

@@ -20,7 +20,7 @@ from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.errors import IncompleteSplitError, OptionError
 from rabbitllm.layers.compression import check_compression
 from rabbitllm.library.entry import Entry, as_record, look
-from rabbitllm.options import SplitOptions, StreamOptions, check_transfer, expand, parse_max_memory, parse_size
+from rabbitllm.options import Hosts, SplitOptions, StreamOptions, check_transfer, expand, parse_max_memory, parse_size
 from rabbitllm.splitter.forecast import STANDARD, Outlook, Rates, Route
 
 
@@ -49,6 +49,7 @@ class Wish:
         shard_transfer: "auto", "file" or "stream".
         device, max_memory, trust_remote_code: of the generation that comes later; what that would refuse is refused
             before the split. By default the first GPU, else the CPU.
+        hosts: of it too: processes that compute it together.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Wish:
     device: str | None = None
     max_memory: Mapping[int | str, int | str] | None = None
     trust_remote_code: bool = False
+    hosts: Hosts | None = None
 
     def sought(self, *, only_look: bool = False) -> prepare.Sought:
         """What to look for."""

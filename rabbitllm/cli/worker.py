@@ -1,0 +1,70 @@
+"""`rabbitllm worker`: computes some layers of a model that another process asks."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Annotated
+
+import typer
+
+from rabbitllm.cli.arguments import (
+    CompressionHereOption,
+    DeviceOption,
+    FolderOption,
+    MemoryOption,
+    ModelArgument,
+    NoSplitOption,
+    RevisionOption,
+    TrustOption,
+    compression_of,
+    limits_of,
+)
+
+
+def worker_command(
+    model: ModelArgument,
+    join: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the first process waits.", show_default=False)],
+    compression: CompressionHereOption = None,
+    device: DeviceOption = None,
+    max_memory: MemoryOption = None,
+    folder: FolderOption = None,
+    no_split: NoSplitOption = False,
+    revision: RevisionOption = None,
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """Compute a span of a model's layers for `rabbitllm run --workers N` on another host, until that ends.
+
+    The model is the same, in a shared folder or split on each host. Nothing that is received is run, but whoever
+    reaches the hosts can compute with them: only in a network that you trust.
+
+    Example: rabbitllm worker /shared/Qwen2.5-72B --join 192.168.1.5:29500 --max-memory cpu=24GiB
+    """
+    from huggingface_hub.utils import disable_progress_bars
+    from rich.console import Console
+
+    from rabbitllm.ask.together import own_device, work
+    from rabbitllm.checkpoints.hub import HubAccess
+    from rabbitllm.library.find import compression_here
+    from rabbitllm.options import Hosts, expand
+    from rabbitllm.pull.make import Wish
+
+    hosts = Hosts(join)
+    place = expand(folder) if folder is not None else None
+    if compression is None:
+        chosen = None if no_split else compression_here(model, place)
+    else:
+        chosen = compression_of(compression)
+    disable_progress_bars()  # shards have a bar of ours, and what else is fetched is small
+    wish = Wish(
+        name=model,
+        compression=chosen,
+        folder=place,
+        access=HubAccess(revision),
+        device=own_device(device, hosts),
+        max_memory=limits_of(max_memory),
+        trust_remote_code=trust_remote_code,
+        hosts=hosts,
+    )
+    with contextlib.redirect_stdout(sys.stderr):
+        work(wish, Console(stderr=True, highlight=False), split=not no_split)

@@ -1,0 +1,138 @@
+"""`rabbitllm worker` in a process of its own, asked by this one and by `rabbitllm run`."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from rabbitllm import AutoModel, Hosts
+from rabbitllm.ask.together import called_together, own_device
+from rabbitllm.errors import HostGoneError, OptionError
+from tests.support.builders import build_checkpoint
+from tests.support.tiny_models import INPUT, one_thread, plain_model, split  # noqa: F401  a fixture that applies by itself
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOCAL_RANK": "1"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = build_checkpoint(tmp_path_factory.mktemp("worker") / "model", "llama", tied=True)
+    split(folder)
+    return folder
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "rabbitllm", *map(str, arguments)]
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[str]]]:
+    processes: list[subprocess.Popen[str]] = []
+    yield processes
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def begin(started: list[subprocess.Popen[str]], *arguments: object) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
+    )
+    started.append(process)
+    return process
+
+
+def test_a_worker_computes_for_a_model_until_it_is_killed(
+    checkpoint: Path, started: list[subprocess.Popen[str]]
+) -> None:
+    def call(address: str) -> None:
+        begin(started, "worker", checkpoint, "--join", address, "--device", "cpu")
+
+    hosts = Hosts("127.0.0.1:0", 1, announce=call)
+    model = AutoModel.from_pretrained(checkpoint, device="cpu", show_layer_progress=False, hosts=hosts)
+    plain = plain_model(checkpoint)
+    assert str(model.placement).count("on another host") == 1
+    with torch.inference_mode():
+        assert torch.equal(model(INPUT).logits, plain(INPUT).logits)
+    started[0].send_signal(signal.SIGKILL)
+    started[0].wait()
+    with pytest.raises(HostGoneError, match=r"process 1 .*has ended"):
+        model(INPUT)
+    with pytest.raises(HostGoneError, match="start all of them again"):
+        model.generate(INPUT, max_new_tokens=2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ends", ["done", "driver killed"])
+def test_run_with_workers(checkpoint: Path, started: list[subprocess.Popen[str]], ends: str) -> None:
+    how = ["the rabbit", "--raw", "--device", "cpu", "--max-new-tokens"]
+    much = ["8", "--json"] if ends == "done" else ["240"]
+    first = begin(started, "run", checkpoint, *how, *much, "--workers", 2, "--address", "127.0.0.1:0")
+    assert first.stderr is not None
+    assert first.stdout is not None
+    asked = re.search(r"waiting for 2 workers: rabbitllm (worker .*)", first.stderr.readline())
+    assert asked is not None
+    workers = [begin(started, *asked[1].split(), "--device", "cpu") for _ in range(2)]
+    if ends == "done":
+        found: dict[str, Any] = json.loads(first.communicate()[0])
+        alone = subprocess.run(command("run", checkpoint, *how, *much), capture_output=True, text=True)
+        assert found["tokens"] == json.loads(alone.stdout)["tokens"]
+    else:
+        assert first.stdout.read(1)
+        first.kill()
+    for worker in workers:
+        said = worker.communicate()[1]
+        assert worker.returncode == (0 if ends == "done" else 1), said
+        assert re.search(r"ready: layers \d to \d, of 3 hosts", said)
+        assert ("the first process has ended" if ends == "done" else "error: process 0") in said
+
+
+@pytest.mark.long
+def test_under_torchrun_the_first_one_answers(checkpoint: Path) -> None:
+    how = ["run", str(checkpoint), "the rabbit", "--raw", "--device", "cpu", "--max-new-tokens", "8", "--json"]
+    alone = subprocess.run(command(*how), capture_output=True, text=True)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*torchrun, "-m", "rabbitllm", *how], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["tokens"] == json.loads(alone.stdout)["tokens"]
+
+
+def test_who_belongs_together() -> None:
+    console = Console(quiet=True)
+    assert called_together(0, None, "m", console, {}) is None
+    assert called_together(0, None, "m", console, {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}) is None
+    assert called_together(0, None, "m", console, TORCHRUN) == Hosts("127.0.0.1:29500", 0, 1)
+    assert called_together(0, None, "m", console, {**TORCHRUN, "RANK": "0"}) == Hosts("127.0.0.1:29500", 2, 0)
+    asked = called_together(2, "10.0.0.1:29500", "m", console, TORCHRUN)
+    assert asked is not None
+    assert (asked.address, asked.workers, asked.rank, asked.is_first) == ("10.0.0.1:29500", 2, None, True)
+    for workers, address in ((1, None), (0, "10.0.0.1:29500")):
+        with pytest.raises(OptionError, match="belong together"):
+            called_together(workers, address, "m", console, {})
+    with pytest.raises(OptionError, match="contradict each other"):
+        called_together(0, None, "m", console, {**TORCHRUN, "RANK": "3"})
+    with pytest.raises(OptionError, match="no address of a host"):
+        called_together(1, "10.0.0.1", "m", console, {})
+    with pytest.raises(OptionError, match="0 workers or more"):
+        Hosts("10.0.0.1:29500", -1)
+
+
+def test_devices_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = Hosts.of_torchrun(TORCHRUN)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert own_device(None, hosts, TORCHRUN) == "cuda:1"
+    assert own_device("cpu", hosts, TORCHRUN) == "cpu"
+    assert own_device(None, None, TORCHRUN) is None
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert own_device(None, hosts, TORCHRUN) is None

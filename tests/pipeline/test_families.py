@@ -1,0 +1,68 @@
+"""Models of every family spread over three hosts: bit for bit what transformers computes, or refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from rabbitllm.errors import HostsError
+from tests.engine.test_every_architecture import build, passes
+from tests.support.builders import FAMILIES, build_checkpoint, reference_logits
+from tests.support.spread_models import spread
+from tests.support.tiny_models import ALL, INPUT, assert_same, plain_model, run, split
+
+REFUSED = {"t5": "it has an encoder"}
+"""Families that cannot be spread, and why."""
+REFUSED_TYPES = {
+    *("cpmant", "ctrl", "openai-gpt", "xlm"),  # no layers that transformers marks as such
+    *("deepseek_v4", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "zaya"),  # layers share keys and values
+    *("hy_v4", "minimax"),  # caches of their own
+    "rwkv",  # rescales its weights
+}
+"""Types that cannot be spread, of those that are built small here."""
+SHORT: set[str] = {"llama"}
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in FAMILIES]
+)
+def test_a_spread_model_has_the_bits_of_transformers(tmp_path: Path, family: str) -> None:
+    dtype = torch.bfloat16 if number_of(family) % 2 else torch.float32
+    folder = build_checkpoint(tmp_path / "model", family, tied=FAMILIES[family].ties[-1], dtype=dtype)
+    directory = split(folder)
+    if family in REFUSED:
+        with pytest.raises(HostsError, match=REFUSED[family]), spread(directory):
+            pass
+        return
+    expected = reference_logits(folder, INPUT, dtype)
+    with spread(directory, (ALL, 0, ALL)) as (model, crew):
+        assert_same(run(model), expected)
+    assert not crew.errors
+
+
+def number_of(family: str) -> int:
+    return list(FAMILIES).index(family)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+def test_every_type_of_transformers_has_its_bits_or_is_refused_before_it_is_loaded(tmp_path: Path, name: str) -> None:
+    build(tmp_path / "model", name)
+    plain = plain_model(tmp_path / "model")
+    generates = True
+    try:
+        expected = passes(plain, generates)
+    except Exception:  # not every type generates from such settings
+        generates = False
+        expected = passes(plain, generates)
+    directory = split(tmp_path / "model")
+    if plain.config.model_type in REFUSED_TYPES:
+        with pytest.raises(HostsError, match=f"A model of type {name} cannot be spread over hosts"), spread(directory):
+            pass
+        return
+    with spread(directory) as (model, _):
+        found = passes(model, generates)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
