@@ -56,10 +56,14 @@ class Meeting:
                 wait_for_workers=False,
             )
         except (RuntimeError, ValueError, OSError) as error:
-            what = "cannot be opened" if serves else "cannot be reached"
+            if serves:
+                raise HostGoneError(
+                    f"No worker can be waited for at {hosts.address}: {_first_line(error)}",
+                    "Give an address of this machine, as the workers reach it, with a port that is free.",
+                ) from error
             raise HostGoneError(
-                f"{hosts.address} {what}: {_first_line(error)}",
-                "Give an address of the first process's machine, with a port that is free there and open to others.",
+                f"The first process cannot be reached at {hosts.address}: {_first_line(error)}",
+                "Start it with this address, and see that the port is open between the hosts.",
             ) from error
         self._server = store
         self._store = PrefixStore("rabbitllm", store)

@@ -37,7 +37,7 @@ def load_spread(hosts: Hosts, options: StreamOptions, load: Callable[[Sharing], 
         raise
     failed = _agree(sharing.link, None)
     if failed is not None:
-        raise HostsError(failed, "Start all of them again when that is mended.")
+        raise HostsError(f"Not every host has its part: {failed}", "Start all of them again when that is mended.")
     if sharing.link.rank:
         return Worker(model, sharing.stack, sharing.spans, sharing.link)
     model.hosts = Driver(model, sharing.stack, sharing.spans, sharing.link)
