@@ -12,12 +12,8 @@ are compared with those of one process without a cap.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import shutil
-import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,12 +24,15 @@ from benchmarks.capped import LEAST_ROOM_BYTES, LLAMA
 from benchmarks.checkpoint import make_checkpoint, shards
 from benchmarks.control_group import control_group
 from benchmarks.decode import prompt_for
-from benchmarks.measure import Sampler, drop_cached, spread
-from benchmarks.peers import THIS, Outcome, make_layer_files, read_message, variables
-from benchmarks.runs import Run, failures, good, ratios, run_all, versions
+from benchmarks.idle_process import Cap, idle_process
+from benchmarks.measure import Sampler, spread
+from benchmarks.peers import THIS, Outcome, make_layer_files, variables
+from benchmarks.runs import Run, equal_in_turn, failures, good, ratios, run_all, versions
+from benchmarks.work_folder import fresh_folder
 
 PROCESSES = {"1 process": 1, "2 processes": 2, "3 processes": 3}
 ALONE, FREE = "1 process", "1 process, no cap"
+CHILD = Path(__file__).resolve().with_name("pipeline_child.py")
 RUN_LIMIT_SECONDS = 300
 GOAL = 1.0
 """Tokens a second of several processes over those of one that streams: more than."""
@@ -95,9 +94,7 @@ def measure(run: PipelineRun, processes: int, share: int | None, workload: Workl
     Raises:
         PeerError: a process failed.
     """
-    log = work / "logs" / f"pipeline-{run.row.replace(' ', '-')}-{run.turn}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    job = {
+    job: dict[str, Any] = {
         "folder": str(workload.folder),
         "prompt": list(workload.prompt),
         "tokens": workload.tokens,
@@ -105,64 +102,42 @@ def measure(run: PipelineRun, processes: int, share: int | None, workload: Workl
         "all": share is None,
     }
     with contextlib.ExitStack() as stack:
-        stderr = stack.enter_context(log.open("w"))
-        groups = [stack.enter_context(control_group(f"rabbitllm-pipeline-{os.getpid()}-{n}")) for n in range(processes)]
-        started = []
-        for rank, group in enumerate(groups):
-            entering = [] if share is None else group.entering()
-            child = [sys.executable, "-P", "-m", "benchmarks.pipeline_child", json.dumps(job | {"rank": rank})]
-            started.append(
-                subprocess.Popen(
-                    [*entering, *child],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=stderr,
-                    text=True,
-                    cwd=work,
-                    env=variables(THIS, work),
-                )
+        idle = []
+        for rank in range(processes):
+            cap = None
+            if share is not None:
+                group = stack.enter_context(control_group(f"rabbitllm-pipeline-{os.getpid()}-{rank}"))
+                cap = Cap(group, max(workload.weights * share // 100, LEAST_ROOM_BYTES))
+            waiting = idle_process(
+                Path(sys.executable),
+                CHILD,
+                job | {"rank": rank},
+                work,
+                f"pipeline-{run.row.replace(' ', '-')}-{run.turn}-{rank}",
+                [workload.folder],
+                variables=variables(THIS, work),
+                cap=cap,
+                stop_seconds=RUN_LIMIT_SECONDS,
             )
-        stack.callback(_end, started)
-        limit = threading.Timer(RUN_LIMIT_SECONDS, _end, [started])
-        limit.start()
-        stack.callback(limit.cancel)
-
-        def heard(process: subprocess.Popen[str]) -> dict[str, Any]:
-            return read_message(process, log, work, RUN_LIMIT_SECONDS)
-
-        ready = [heard(process)["ready"] for process in started]
-        drop_cached(workload.folder)
-        for group in groups if share is not None else ():
-            group.limit_to_idle_and(max(workload.weights * share // 100, LEAST_ROOM_BYTES))
-        with Sampler((), started[0].pid) as sampler:
-            _say(started[0], "go")
-            if processes > 1:
-                address = heard(started[0])["address"]
-                for process in started[1:]:
-                    _say(process, f"go\n{address}")
-            answers = [heard(process) for process in started]
-    run.take_from(Outcome(answers[0], sampler, ready[0]))
+            idle.append(stack.enter_context(waiting))
+        with Sampler((), idle[0].process.pid) as sampler:
+            for one in idle:
+                one.go()
+            address = idle[0].message()["address"] if processes > 1 else ""
+            for one in idle[1:]:
+                assert one.process.stdin is not None
+                one.process.stdin.write(address + "\n")
+                one.process.stdin.flush()
+            answers = [one.message() for one in idle]
+    run.take_from(Outcome(answers[0], sampler, idle[0].versions))
     for name, value in answers[0].items():
         setattr(run, name, value)
     run.streamed = sum(answer["streamed"] for answer in answers)
 
 
-def _say(process: subprocess.Popen[str], text: str) -> None:
-    assert process.stdin is not None
-    process.stdin.write(text + "\n")
-    process.stdin.flush()
-
-
-def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
-    for process in processes:
-        process.kill()
-        process.wait()
-
-
 def tokens_equal(runs: Sequence[PipelineRun], row: str) -> list[bool]:
     """Whether a row made the tokens of one process without a cap, for every turn in which both ran."""
-    expected = {run.turn: run.tokens for run in good(runs, FREE)}
-    return [run.tokens == expected[run.turn] for run in good(runs, row) if run.turn in expected]
+    return equal_in_turn(runs, row, FREE, lambda run: run.tokens)
 
 
 HEADINGS = (
@@ -179,23 +154,20 @@ HEADINGS = (
 
 def tabulate(runs: Sequence[PipelineRun], rows: Mapping[str, tuple[int, int | None]], turns: int) -> report.Table:
     """A line a row: medians, and in brackets the extremes."""
-    lines = []
-    for row, (_, share) in rows.items():
-        found = good(runs, row)
+
+    def cells(row: str, found: Sequence[PipelineRun]) -> Sequence[str]:
+        share = rows[row][1]
         beside = ratios(runs, FREE if share is None else row_name(ALONE, share), row)
-        lines.append(
-            (
-                row,
-                f"{len(found)}/{turns}",
-                "+".join(map(str, found[0].spans)) if found else "",
-                report.shown(spread(run.streamed for run in found), 0, 1e6),
-                report.shown(spread(run.first_token_seconds for run in found)),
-                report.shown(spread(run.token_seconds for run in found), 3),
-                report.shown(beside),
-                report.verdict(tokens_equal(runs, row)),
-            )
+        return (
+            "+".join(map(str, found[0].spans)) if found else "",
+            report.shown(spread(run.streamed for run in found), 0, 1e6),
+            report.shown(spread(run.first_token_seconds for run in found)),
+            report.shown(spread(run.token_seconds for run in found), 3),
+            report.shown(beside),
+            report.verdict(tokens_equal(runs, row)),
         )
-    return report.Table(HEADINGS, lines)
+
+    return report.tabulated(HEADINGS, runs, {row: row for row in rows}, turns, cells)
 
 
 def notes_on(runs: Sequence[PipelineRun], rows: Mapping[str, tuple[int, int | None]]) -> list[str]:
@@ -226,18 +198,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checkpoint = make_checkpoint(work, options.scale, LLAMA)
     weights = sum(path.stat().st_size for path in shards(checkpoint))
     place = work / "pipeline-run"
-    shutil.rmtree(place, ignore_errors=True)
     rows: dict[str, tuple[int, int | None]] = {FREE: (1, None)}
     rows |= {row_name(name, share): (PROCESSES[name], share) for share in options.shares for name in options.only}
-    try:
-        make_layer_files(THIS, "rabbitllm", checkpoint, place, None, work, "pipeline-split")
-        workload = Workload(place / "splitted_model", weights, prompt_for(options.scale), options.tokens)
+    with fresh_folder(place):
+        split = place / "split"
+        make_layer_files(THIS, "rabbitllm", checkpoint, split, None, work, "pipeline-split")
+        workload = Workload(split / "splitted_model", weights, prompt_for(options.scale), options.tokens)
         machine = report.describe_machine(work)
         runs = run_all(
             list(rows), options.turns, PipelineRun, lambda run: measure(run, *rows[run.row], workload, work), {}
         )
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
     size = f"{weights / 1e9:.2f} GB"
     title = f"{options.tokens} tokens of a model of {size} over processes with memory capped, on the CPU, "
     title += command_line.turns(options)
@@ -248,12 +218,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _bars(runs: Sequence[PipelineRun], rows: Mapping[str, tuple[int, int | None]]) -> dict[str, list[bars.Bar]]:
     """A group a cap."""
-    groups: dict[str, list[bars.Bar]] = {}
-    for row, (processes, share) in rows.items():
-        heading = "no cap" if share is None else f"each: idle process + {share} % of the weights"
-        figures = spread(run.token_seconds for run in good(runs, row))
-        groups.setdefault(heading, []).append(bars.Bar(row.partition(",")[0], figures, processes > 1))
-    return groups
+
+    def row_of(name: str) -> tuple[str, bars.Bar]:
+        processes, share = rows[name]
+        figures = spread(run.token_seconds for run in good(runs, name))
+        return bars.under_cap(share), bars.Bar(name.partition(",")[0], figures, processes > 1)
+
+    return bars.grouped(map(row_of, rows))
 
 
 if __name__ == "__main__":
