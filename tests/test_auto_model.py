@@ -38,7 +38,7 @@ from tests.support.builders import (
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
 from tests.support.splitting import contents
-from tests.support.tiny_models import INPUT, assert_same, dequantised, plain_model, run, tiers
+from tests.support.tiny_models import INPUT, NEW_TOKENS, assert_same, dequantised, plain_model, run, tiers
 from tests.support.tiny_models import one_thread as one_thread
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -17,8 +17,7 @@ from rabbitllm.cli.arguments import (
     NoSplitOption,
     RevisionOption,
     TrustOption,
-    compression_of,
-    limits_of,
+    wish_to_run,
 )
 
 
@@ -44,25 +43,20 @@ def worker_command(
     from rich.console import Console
 
     from rabbitllm.ask.together import own_device, work
-    from rabbitllm.checkpoints.hub import HubAccess
-    from rabbitllm.library.find import compression_here
-    from rabbitllm.options import Hosts, expand
-    from rabbitllm.pull.make import Wish
+    from rabbitllm.options import Hosts
 
     hosts = Hosts(join)
-    place = expand(folder) if folder is not None else None
-    if compression is None:
-        chosen = None if no_split else compression_here(model, place)
-    else:
-        chosen = compression_of(compression)
     disable_progress_bars()  # shards have a bar of ours, and what else is fetched is small
-    wish = Wish(
-        name=model,
-        compression=chosen,
-        folder=place,
-        access=HubAccess(revision),
+    wish = wish_to_run(
+        model,
+        compression=compression,
+        folder=folder,
+        sequential=False,
+        max_disk=None,
         device=own_device(device, hosts),
-        max_memory=limits_of(max_memory),
+        max_memory=max_memory,
+        no_split=no_split,
+        revision=revision,
         trust_remote_code=trust_remote_code,
         hosts=hosts,
     )
