@@ -22,6 +22,7 @@ import uvicorn
 from rabbitllm.serve.address import listen
 from rabbitllm.serve.app import create_app
 from rabbitllm.serve.connections import Connection
+from rabbitllm.serve.freed_memory import give_back_freed
 from rabbitllm.serve.service import Service
 
 logger = logging.getLogger(__name__)
@@ -131,11 +132,12 @@ def serve(service: Service, listening: socket.socket, grace: float | None, start
     listen(listening, BACKLOG)
 
     async def run() -> None:
-        telling = asyncio.ensure_future(_tell(server, started))
+        beside = [asyncio.ensure_future(task) for task in (_tell(server, started), give_back_freed())]
         try:
             await server.serve(sockets=[listening])
         finally:
-            telling.cancel()
+            for task in beside:
+                task.cancel()
 
     asyncio.run(run())
     return server.was_forced
