@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import scale_picture
@@ -81,7 +81,7 @@ def one_machine(hosts: Sequence[Host]) -> Table:
     headings = [
         "machine, model",
         "layer files GB",
-        "1 at once",
+        "tokens/s of 1",
         "limit",
         "best batch",
         "tokens/s",
@@ -115,15 +115,33 @@ def crossings(hosts: Sequence[Host]) -> Table:
         found = alone(host, model, compression)
         if not found:
             continue
-        runs = [
-            (bound, [one.sequences for one in group])
-            for bound, group in itertools.groupby(found, lambda one: one.step.bound)
-        ]
-        told = ", ".join(f"{bound} {_span(numbers)}" for bound, numbers in runs)
+        told = _told((one.step.bound, one.sequences) for one in found)
         prompts = next((one.sequences for one in found if one.prompt.bound == "compute"), None)
         end = str(found[-1].sequences) if found[-1].sequences < MOST_SEQUENCES else f"over {MOST_SEQUENCES}"
         lines.append([_named(host, model, compression), told, str(prompts) if prompts else NOTHING, end])
     return Table(["machine, model", "a step is limited by", "prompts: compute from", "keys, values: at most"], lines)
+
+
+def _told(found: Iterable[tuple[str, int]]) -> str:
+    """Which limit holds for which batches, from the smallest on."""
+    runs = [(bound, [number for _, number in group]) for bound, group in itertools.groupby(found, lambda one: one[0])]
+    return ", ".join(f"{bound} {_span(numbers)}" for bound, numbers in runs)
+
+
+def network(hosts: Sequence[Host]) -> Table:
+    """The same of layers that are spread, by the sequences of a micro-batch, of which there is one for each GPU."""
+    headings = ["machine, model", "machines in a group", "a step is limited by", "prompts are limited by"]
+    lines = []
+    for host, model in itertools.product(hosts, MODELS):
+        best = best_of("spread", host, model, COUNTS[-1])
+        assert best is not None
+        found = spread(host, model, best[0])
+        micro = [one.sequences // (one.hosts * host.gpus) for one in found]
+        sizes = _span(sorted({one.hosts for one in found})).removeprefix("at ")
+        steps = _told((one.step.bound, number) for one, number in zip(found, micro, strict=True))
+        prompts = _told((one.prompt.bound, number) for one, number in zip(found, micro, strict=True))
+        lines.append([_named(host, model, best[0]), sizes, steps, prompts])
+    return Table(headings, lines)
 
 
 def _span(numbers: Sequence[int]) -> str:
@@ -198,6 +216,7 @@ def _in_units(name: str, one: Figure) -> str:
 HEADINGS: Mapping[str, Callable[[Sequence[Host]], Table]] = {
     "One machine": one_machine,
     "Where the limits cross": crossings,
+    "Where the network limits": network,
     "1 to 1,000 machines": many_machines,
     "Checked against what was measured": lambda hosts: checked(checks()),
     "What goes in": lambda hosts: facts((*hosts, EPYC, XEON)),

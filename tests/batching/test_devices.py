@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,17 @@ def generate(model: Any, ids: torch.Tensor) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+AT_ONCE = {("llama", False, 1), ("llama", True, 2), ("gemma3", True, 1), ("gemma3", False, 2)}
+"""Of each two the other half is for the long run."""
+
+
+@pytest.mark.parametrize(
+    ("family", "exact", "count"),
+    [
+        pytest.param(*way, marks=() if way in AT_ONCE else pytest.mark.long)
+        for way in itertools.product(("llama", "gemma3"), (False, True), (1, 2))
+    ],
+)
 def test_texts_on_gpus(tmp_path: Path, family: str, count: int, exact: bool) -> None:
     checkpoint = build_checkpoint(tmp_path / family, family, dtype=torch.float32)
     plain = plain_model(checkpoint, dtype=torch.float32).eval()
