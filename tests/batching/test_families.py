@@ -33,7 +33,7 @@ def every_way() -> Iterator[Any]:
             yield pytest.param(family, streamed, id=name, marks=pytest.mark.long if later else ())
 
 
-@pytest.mark.parametrize(("family", "streamed"), every_way())
+@pytest.mark.parametrize(("family", "streamed"), [*every_way()])
 def test_several_requests(tmp_path: Path, open_batch: Open, family: str, streamed: bool) -> None:
     folder = build_checkpoint(tmp_path / family, family, dtype=torch.float32)
     plain = plain_model(folder, dtype=torch.float32).eval()

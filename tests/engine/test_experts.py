@@ -107,7 +107,7 @@ def every_way() -> Iterator[Any]:
             yield pytest.param(compression, family, marks=pytest.mark.long if later else ())
 
 
-@pytest.mark.parametrize(("compression", "family"), every_way())
+@pytest.mark.parametrize(("compression", "family"), [*every_way()])
 def test_bits_do_not_depend_on_where_experts_are(tmp_path: Path, family: str, compression: str | None) -> None:
     dtype = torch.float32 if list(FAMILIES).index(family) % 2 == 0 else torch.bfloat16
     folder = build_checkpoint(tmp_path / "model", family, shards=3, dtype=dtype, **{FAMILIES[family]: 24})

@@ -47,7 +47,7 @@ def every_way() -> Iterator[Any]:
             yield from (pytest.param(family, compression, marks=pytest.mark.long) for compression in COMPRESSIONS)
 
 
-@pytest.mark.parametrize(("family", "compression"), every_way())
+@pytest.mark.parametrize(("family", "compression"), [*every_way()])
 def test_tensors_and_placement_are_those_of_the_split(tmp_path: Path, family: str, compression: str | None) -> None:
     folder = build_checkpoint(tmp_path / "m", family, tied=family == "t5", dtype=torch.bfloat16, shards=3)
     files = planned(folder, compression)

@@ -389,7 +389,7 @@ def every_peak() -> Iterator[Any]:
             yield pytest.param(hub, compression, id=name, marks=() if compression == at_once else pytest.mark.long)
 
 
-@pytest.mark.parametrize(("hub", "compression"), every_peak())
+@pytest.mark.parametrize(("hub", "compression"), [*every_peak()])
 def test_peak_of_the_disk_is_what_the_plan_says(
     tmp_path: Path, hub_environment: HubEnvironment, compression: str | None, hub: bool
 ) -> None:
