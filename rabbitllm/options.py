@@ -95,8 +95,8 @@ class Hosts:
         address: "host:port" of the first process, as the others reach it; for that one itself port 0 takes a free one.
         workers: how many others the first process waits for; 0 in those others.
         rank: this process's place; None gives each the next one that is free.
-        patience: seconds to wait for the others to come, and to load.
-        timeout: seconds within which every part of a pass answers.
+        patience: seconds to wait for the others to come.
+        timeout: seconds within which each has loaded its part, and then answers in every pass.
         announce: called in the first process with the address at which it waits, as soon as it does.
     """
 

@@ -70,11 +70,6 @@ class Batch:
     def __init__(self, model: Any, limits: Limits = _DEFAULT) -> None:
         if model.config.is_encoder_decoder:
             raise OptionError("The model has an encoder; requests are texts to go on with.", "Use a causal model.")
-        if model.hosts is not None:
-            raise OptionError(
-                "Some of the model's layers are on other hosts, which answer one call at a time.",
-                "Call model.generate, with several prompts as one batch; or load the model without hosts.",
-            )
         if model.tokenizer is None:
             raise OptionError(
                 "The model came without a tokenizer.", "Put the tokenizer's files beside its config.json."

@@ -33,6 +33,7 @@ from rabbitllm.batching.packed_cache import NotPackable
 from rabbitllm.batching.row_products import RowProducts
 from rabbitllm.batching.rows import Kind, joined, rowwise
 from rabbitllm.engine.pass_entry import entry_of
+from rabbitllm.errors import OptionError
 from rabbitllm.profiling.passes import Entry
 
 logger = logging.getLogger(__name__)
@@ -174,6 +175,11 @@ class JointPasses:
     """
 
     def __init__(self, model: Any, *, exact: bool = False, packing: bool = True) -> None:
+        if model.hosts is not None:
+            raise OptionError(
+                "Some of the model's layers are on other hosts, which answer one call at a time.",
+                "Call model.generate, with several prompts as one batch; or load the model without hosts.",
+            )
         self._model = model
         self._exact = exact
         self._hub: greenlet | None = None

@@ -50,6 +50,8 @@ def keeps(model: Any) -> bool:
     plain = [layer for layer in layers if _holds_every_token(layer) or _is_window(layer) or _is_nothing(layer)]
     if not any(isinstance(layer, DynamicLayer) for layer in layers):
         return False  # nothing would tell how many tokens are in it
+    if getattr(model, "hosts", None) is not None and not all(map(_holds_every_token, layers)):
+        return False  # what is put back into layers here is not put back into those on other hosts
     states = [layer for layer in layers if hasattr(layer, "conv_states")]
     return len(plain) == len(layers) or (config.model_type in CONTINUING and len(states) + len(plain) == len(layers))
 

@@ -8,6 +8,7 @@ repeated like any other. What is done to it is noted, and the workers do the sam
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -170,6 +171,15 @@ def _is_filled(layer: Any) -> bool:
     return getattr(layer, "keys", None) is not None or (isinstance(states, Mapping) and any(states.values()))
 
 
+def lengths_of(cache: Cache, indices: Iterable[int]) -> list[list[int]]:
+    """Of layers of a cache: position and tokens, as far as a layer knows how many it has.
+
+    A caller may cut layers himself, which nothing notes; so the workers compare this before each pass.
+    """
+    known = [(index, cache.layers[index]) for index in indices if index < len(cache.layers)]
+    return [[index, int(layer.get_seq_length())] for index, layer in known if hasattr(layer, "get_seq_length")]
+
+
 def stand_in(cache: Cache, index: int, batch: int, tokens: int, device: torch.device) -> None:
     """Let a layer of a cache that is elsewhere have as many tokens more as it has there.
 
@@ -220,6 +230,31 @@ class Shadows:
                 self._caches.pop(number, None)
             elif what in _ON_LAYERS:
                 self._on_layers(self._caches[number], what, _ON_LAYERS[what](*given))
+
+    def align(self, number: int, lengths: Iterable[Sequence[int]]) -> None:
+        """Cut the layers that are here to what the caller's have.
+
+        Args:
+            number: of the cache.
+            lengths: see `lengths_of`.
+
+        Raises:
+            HostsError: that cannot be: some have fewer tokens, or a window has let go of what would be needed.
+        """
+        cache = self._caches[number]
+        for index, told in lengths:
+            layer = cache.layers[index] if index in self._here and index < len(cache.layers) else None
+            own = 0 if layer is None else int(layer.get_seq_length())
+            if layer is None or own == told:
+                continue
+            if own < told or own >= getattr(layer, "sliding_window", math.inf):
+                raise HostsError(
+                    f"Layer {index} of a KV cache has {own} tokens here and {told} in the first process.",
+                    "Begin with a new cache after an error. To cut one, call its crop().",
+                )
+            layer.keys, layer.values = layer.keys[..., :told, :], layer.values[..., :told, :]
+            if hasattr(layer, "cumulative_length"):
+                layer.cumulative_length = told
 
     def _on_layers(self, cache: Any, what: str, given: tuple[Any, ...]) -> None:
         for index in self._here:

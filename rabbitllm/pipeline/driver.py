@@ -21,10 +21,11 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch
+from transformers.cache_utils import Cache
 
 from rabbitllm.errors import HostGoneError, HostsError
 from rabbitllm.pipeline.arguments import Packer
-from rabbitllm.pipeline.caches import Ledger, stand_in
+from rabbitllm.pipeline.caches import Ledger, lengths_of, stand_in
 from rabbitllm.pipeline.frames import Frame, Word
 from rabbitllm.pipeline.meeting import Link
 from rabbitllm.pipeline.spans import Span
@@ -45,6 +46,7 @@ class _Pass:
         self.hidden = hidden
         self.flowing = hidden
         self.calls: dict[int, Any] = {}
+        self.lengths: list[Any] = []
 
 
 class Driver:
@@ -108,7 +110,7 @@ class Driver:
                 "The model changes hidden states between two layers that are on other hosts.", "Run it on one host."
             )
         noted.calls[number] = noted.packer.call(others, named)
-        self._stand_in_caches(number, hidden, (*others, *named.values()))
+        self._stand_in_caches(number, noted, (*others, *named.values()))
         if number < len(self._stack.units) - 1:
             noted.flowing = torch.full((), float("nan"), dtype=hidden.dtype, device=hidden.device).expand(hidden.shape)
             return noted.flowing
@@ -116,13 +118,13 @@ class Driver:
         answer: torch.Tensor = self._errand(lambda: self._go_through(noted))
         return answer.to(noted.hidden.device)
 
-    def _stand_in_caches(self, number: int, hidden: torch.Tensor, given: tuple[Any, ...]) -> None:
-        from transformers.cache_utils import Cache
-
-        batch, tokens = hidden.shape[-3], hidden.shape[-2]
+    def _stand_in_caches(self, number: int, noted: _Pass, given: tuple[Any, ...]) -> None:
+        batch, tokens = noted.hidden.shape[-3], noted.hidden.shape[-2]
         for cache in (value for value in given if isinstance(value, Cache)):
-            for index in self._stack.cached[number]:
-                stand_in(cache, index, batch, tokens, hidden.device)
+            own = self._stack.cached[number]
+            noted.lengths.append([self._ledger.number_of(cache), lengths_of(cache, own)])
+            for index in own:
+                stand_in(cache, index, batch, tokens, noted.hidden.device)
 
     # what the thread does --------------------------------------------------------------------------------------------
 
@@ -169,7 +171,7 @@ class Driver:
         events = self._ledger.take()
         for rank, span in enumerate(self.spans[1:], 1):
             calls = {number: noted.calls[number] for number in range(span.begin, span.end)}
-            content = {"events": events, "calls": calls}
+            content = {"events": events, "calls": calls, "lengths": noted.lengths}
             self._link.send(rank, Frame(Word.PASS, self._number, content, tuple(noted.packer.tensors)))
         self._link.send(1, Frame(Word.HIDDEN, self._number, None, (noted.hidden,)))
         answer = self._link.receive(self._link.ranks - 1)

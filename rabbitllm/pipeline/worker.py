@@ -90,6 +90,8 @@ class Worker:
         device = self.model.device
         tensors = [tensor.to(device) for tensor in frame.tensors]
         hidden = hidden.to(device)
+        for cache, lengths in frame.content["lengths"]:
+            self.caches.align(cache, lengths)
         self.model.streamer.begin()
         for number in range(self.span.begin, self.span.end):
             args, kwargs = frame.content["calls"][str(number)]

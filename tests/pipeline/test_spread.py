@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,6 +132,48 @@ def test_a_cache_is_the_callers(model: Any, plain: Any) -> None:
             found.append((*steps, cache.get_seq_length(), twin.get_seq_length()))
     for got, expected in zip(*found, strict=True):
         assert same(got, expected) if isinstance(got, torch.Tensor) else got == expected
+
+
+def test_layers_that_a_caller_cuts_himself_are_cut_everywhere(model: Any, plain: Any) -> None:
+    """As rabbitllm.chat does. In a window that is full nothing can be cut, and that is said."""
+    with torch.inference_mode():
+        found = []
+        for one in (model, plain):
+            cache = one(INPUT[:, :6]).past_key_values
+            for layer in cache.layers:
+                layer.keys, layer.values = layer.keys[..., :3, :], layer.values[..., :3, :]
+                if hasattr(layer, "cumulative_length"):
+                    layer.cumulative_length = 3
+            found.append(one(INPUT[:, 3:7], past_key_values=cache).logits)
+        assert same(*found)
+        cache = model(INPUT).past_key_values
+        for layer in cache.layers:
+            if hasattr(layer, "cumulative_length"):
+                layer.cumulative_length = 3
+        with pytest.raises(HostsError, match="11 tokens here and 3 in the first process"):
+            model(INPUT[:, :2], past_key_values=cache)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+def test_an_interrupt_leaves_no_host_behind(spread_model: tuple[Any, Crew], plain: Any) -> None:
+    """It comes while workers compute; the same cache goes on from where all of them are."""
+    model, crew = spread_model
+    layer = crew.workers[0].model.model.layers[crew.workers[0].span.begin]
+    with torch.inference_mode():
+        cache, expected = (one(INPUT[:, :4]).past_key_values for one in (model, plain))
+
+        def interrupt(module: Any, args: Any) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+
+        hook = layer.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(INPUT[:, 4:6], past_key_values=cache)
+        hook.remove()
+        plain(INPUT[:, 4:6], past_key_values=expected)
+        assert cache.get_seq_length() == expected.get_seq_length()
+        found = [one(INPUT[:, 6:], past_key_values=own).logits for one, own in ((model, cache), (plain, expected))]
+    assert same(*found)
 
 
 def test_workers_let_go_of_caches_that_nobody_has(spread_model: tuple[Any, Crew]) -> None:
