@@ -6,7 +6,7 @@ batch 1, in turns; files are not in the page cache at the start. Seconds a token
 first token. All processes are on one machine, and talk over its loopback: what a network adds is not in here. Tokens
 are compared with those of one process without a cap.
 
-    sudo python -m benchmarks.pipeline [--turns 3] [--tokens 24] [--shares 65 45] [--only ROW ...] [--scale tiny]
+    sudo python -m benchmarks.pipeline [--turns 3] [--tokens 24] [--shares 80 55] [--only ROW ...] [--scale tiny]
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, write; not 0 if a row failed."""
     parser = command_line.parser(__doc__, 3, list(PROCESSES))
     parser.add_argument("--tokens", type=int, default=24, help="to generate, at least 2 (default: %(default)s)")
-    parser.add_argument("--shares", type=int, nargs="+", default=[65, 45], help="of the weights, in percent")
+    parser.add_argument("--shares", type=int, nargs="+", default=[80, 55], help="of the weights, in percent")
     options = parser.parse_args(arguments)
     command_line.settle(options, "pipeline")
     command_line.check_tokens(options)
