@@ -8,11 +8,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -86,7 +87,8 @@ class Batch:
         self._lately = 1.0  # seconds that a request took
         self._closing: float | None = None  # when what is not finished is cancelled
         self._change = threading.Condition()
-        self._passes = JointPasses(model, exact=limits.exact)
+        self._holders = 0
+        self._passes = JointPasses(model, exact=limits.exact, most_rows=self._caches.memory.part)
         self._thread = threading.Thread(target=self._work, name="rabbitllm-batch", daemon=True)
         self._thread.start()
 
@@ -135,6 +137,18 @@ class Batch:
             self._waiting.append(ticket)
             self._change.notify_all()
         return ticket
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """No pass begins while the context is open: what is submitted in it goes into one together."""
+        with self._change:
+            self._holders += 1
+        try:
+            yield
+        finally:
+            with self._change:
+                self._holders -= 1
+                self._change.notify_all()
 
     def close(self, seconds: float | None = None) -> None:
         """Take on nothing more, finish what runs and waits, and end; returns when that is done.
@@ -208,8 +222,8 @@ class Batch:
     def _wait(self) -> bool:
         """Until there is something to do; False when the end has come."""
         with self._change:
-            while not self._running and not self._waiting:
-                if self._closing is not None:
+            while self._holders or not (self._running or self._waiting):
+                if self._closing is not None and not self._holders:
                     return False
                 self._change.wait()
         return True
@@ -270,9 +284,10 @@ class Batch:
             start = time.perf_counter()
             made = sum(len(ticket.generation.tokens) for ticket in self._running)
             tokens = [member.tokens for member in there]
-            chosen = take_part(
-                tokens, min(self._pace.prompt_tokens(self._caches.chunk), self._caches.memory.most_tokens)
-            )
+            most = self._caches.memory.most_tokens
+            if not self._limits.in_bulk:
+                most = min(self._pace.prompt_tokens(self._caches.chunk), most)
+            chosen = take_part(tokens, most)
             self._passes.run([there[place] for place in chosen])
             seconds = time.perf_counter() - start
             self._pace = self._pace.after(sum(tokens[place] for place in chosen), seconds)

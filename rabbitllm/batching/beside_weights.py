@@ -16,6 +16,8 @@ PASS_SHARE = 10
 """One part in so many of what is free is left to what a pass computes, beside keys and values of a given size."""
 LEAST_TOKENS = 16
 """Of prompts in a pass, however little memory there is."""
+CARRIED = 6
+"""Times a hidden state that a token takes between two layers, and beside those whose turn it is in one."""
 
 
 def left_to_requests(free: int, cache_bytes: int | None) -> int:
@@ -43,3 +45,18 @@ def tokens_of_a_pass(config: Any, itemsize: int, nbytes: int) -> int:
     wide = getattr(config, "intermediate_size", None) or 4 * hidden
     each = 2 * itemsize * (8 * hidden + 3 * (wide if isinstance(wide, int) else max(wide)))
     return max(nbytes // each, LEAST_TOKENS)
+
+
+def tokens_in_parts(config: Any, itemsize: int, nbytes: int) -> tuple[int, int]:
+    """Tokens of prompts in a pass whose texts go through each layer in parts, and those of a part.
+
+    Half of the memory is for what a layer makes of a part, half for what all the others have computed so far.
+
+    Args:
+        config, itemsize, nbytes: see `tokens_of_a_pass`.
+
+    Returns:
+        Of the pass, and of a part of it.
+    """
+    part = tokens_of_a_pass(config, itemsize, nbytes // 2)
+    return max(nbytes // 2 // (CARRIED * itemsize * config.hidden_size), part), part

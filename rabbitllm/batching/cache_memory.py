@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from rabbitllm.batching.beside_weights import tokens_of_a_pass
+from rabbitllm.batching.beside_weights import tokens_in_parts, tokens_of_a_pass
 from rabbitllm.batching.cache_cost import CacheCost, cost_by_cache, cost_by_config
 from rabbitllm.batching.picking import Text
 from rabbitllm.errors import OptionError
@@ -20,16 +20,18 @@ class CacheMemory:
     Args:
         model: as `AutoModel.from_pretrained` returns it.
         cache_bytes: they may take; None for half of what is free beside the weights, on the devices that compute.
+        in_bulk: see `Limits`.
 
     Attributes:
         limit: bytes that they may take.
         most_tokens: of prompts that one pass can compute beside them.
+        part: of these, those that go through a layer at a time; None for all.
 
     Raises:
         OptionError: there is no memory left.
     """
 
-    def __init__(self, model: Any, cache_bytes: int | None) -> None:
+    def __init__(self, model: Any, cache_bytes: int | None, *, in_bulk: bool = False) -> None:
         config = model.config.get_text_config(decoder=True)
         self._cost: CacheCost = cost_by_config(config, model.dtype)
         self._is_measured = False
@@ -41,7 +43,11 @@ class CacheMemory:
                 "Give the weights less (--max-memory), or the machine fewer other things to do.",
             )
         left = max(free - self.limit, 0)  # both are there at once
-        self.most_tokens = tokens_of_a_pass(config, model.dtype.itemsize, left)
+        self.part: int | None = None
+        if in_bulk:
+            self.most_tokens, self.part = tokens_in_parts(config, model.dtype.itemsize, left)
+        else:
+            self.most_tokens = tokens_of_a_pass(config, model.dtype.itemsize, left)
 
     def bytes_for(self, tokens: int) -> int:
         """That the keys and values of so many tokens of one text take."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,16 +69,25 @@ class Member(greenlet):  # type: ignore[misc]
         work: what it does; calls the model as often as it likes.
         behind_head: called as it goes on (True) and has stopped again (False), around what it does behind the model's
             last linear layer: there, tokens are drawn.
+        meets_inside: whether it waits for others at every module that treats rows by themselves, and not only where
+            weights are brought.
 
     Attributes:
         error: what ended it, if it did not end by itself.
         waits: where it is; None while it runs, and when it has ended.
     """
 
-    def __init__(self, work: Callable[[], None], behind_head: Callable[[bool], None] = lambda goes_on: None) -> None:
+    def __init__(
+        self,
+        work: Callable[[], None],
+        behind_head: Callable[[bool], None] = lambda goes_on: None,
+        *,
+        meets_inside: bool = True,
+    ) -> None:
         super().__init__(self._run)
         self._work = work
         self.behind_head = behind_head
+        self.meets_inside = meets_inside
         self.waits: _Call | None = None
         self.error: BaseException | None = None
 
@@ -172,9 +181,11 @@ class JointPasses:
         exact: every member's rows go through every module by themselves, so that its results have the bits that it
             would have alone.
         packing: let members' rows go through as those of one text, where that can be.
+        most_rows: of one such text; if there are more, several of them go through each layer, one after the other.
+            None for no limit.
     """
 
-    def __init__(self, model: Any, *, exact: bool = False, packing: bool = True) -> None:
+    def __init__(self, model: Any, *, exact: bool = False, packing: bool = True, most_rows: int | None = None) -> None:
         if model.hosts is not None:
             raise OptionError(
                 "Some of the model's layers are on other hosts, which answer one call at a time.",
@@ -185,6 +196,7 @@ class JointPasses:
         self._hub: greenlet | None = None
         self.members: list[Member] = []
         self._packed = PackedForward.of(model) if packing and not exact else None
+        self._most_rows = most_rows
         head = model.get_output_embeddings()
         self._products = RowProducts(model) if not exact else None
         units = {id(model.get_submodule(placed.unit)) for placed in model.placement.units}
@@ -236,17 +248,19 @@ class JointPasses:
         with self._model.joint_pass(_entry(inside)):
             packed = self._packable(inside)
             others = [member for member in inside if member not in packed]
-            carrier = _Carrier(self._packed, list(packed.values())) if self._packed is not None and packed else None
-            if carrier is not None and others:
-                others.append(Member(carrier))
-            elif carrier is not None:
-                carrier()
-            for member in others:
-                self._go_on(member, None)
-            while here := [member for member in others if member.waits is not None and not member.is_outside]:
-                self._meet(here)
-            if carrier is not None:
-                self._answer(carrier, list(packed))
+            carriers = self._carriers(packed)
+            if len(carriers) == 1 and not others:
+                carriers[0][0]()
+            else:
+                others += [Member(carrier, meets_inside=len(carriers) == 1) for carrier, _ in carriers]
+            attending = self._packed.attending if self._packed and len(carriers) > 1 else contextlib.nullcontext
+            with attending():
+                for member in others:
+                    self._go_on(member, None)
+                while here := [member for member in others if member.waits is not None and not member.is_outside]:
+                    self._meet(here)
+            for carrier, carried in carriers:
+                self._answer(carrier, carried)
 
     def _kind(self, module: nn.Module) -> Kind | None:
         """How members' rows go through a module as one; None if they do not."""
@@ -283,7 +297,10 @@ class JointPasses:
         ordinary: Callable[..., Any] = point.module._call_impl
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not isinstance(getcurrent(), Member):
+            member = getcurrent()
+            # experts are brought for the rows that want them, and so for the rows of all
+            brings = point.is_unit or point.rowwise is Kind.EXPERTS
+            if not isinstance(member, Member) or not (brings or member.meets_inside):
                 return ordinary(*args, **kwargs)
             answer = self._wait(_Call(point, args, kwargs))
             if isinstance(answer, Alone):
@@ -323,6 +340,19 @@ class JointPasses:
         known = {member: text for member, text in texts if text is not None}
         sound = self._packed.fitting(list(known.values())) if known else []
         return {member: text for (member, text), good in zip(known.items(), sound, strict=True) if good}
+
+    def _carriers(self, packed: Mapping[Member, Text]) -> list[tuple[_Carrier, list[Member]]]:
+        """Of members that can be packed, as many together as may be; each group with who is in it."""
+        groups: list[list[Member]] = []
+        rows = 0
+        for member, text in packed.items():
+            if not groups or (self._most_rows is not None and rows + text.ids.shape[1] > self._most_rows):
+                groups.append([])
+                rows = 0
+            groups[-1].append(member)
+            rows += text.ids.shape[1]
+        assert self._packed is not None or not groups
+        return [(_Carrier(self._packed, [packed[one] for one in group]), group) for group in groups if self._packed]
 
     def _answer(self, carrier: _Carrier, members: Sequence[Member]) -> None:
         """Give members what was computed for them."""

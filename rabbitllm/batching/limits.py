@@ -25,6 +25,8 @@ class Limits:
         aside_bytes: keys and values of requests that had to make way, in RAM or in a file, until there is room again;
             None for four times those of `cache_bytes`, 0 to compute them anew each time. See `aside.py`.
         aside_folder: where such a file may be; None for where temporary files are, unless that lies in memory.
+        in_bulk: nobody waits for single answers: a pass takes as many tokens of prompts as memory allows, rather than
+            so few that it stays short, and their texts go through each layer in parts.
     """
 
     running: int = 64
@@ -34,6 +36,7 @@ class Limits:
     exact: bool = False
     aside_bytes: int | None = None
     aside_folder: Path | None = None
+    in_bulk: bool = False
 
     def __post_init__(self) -> None:
         """

@@ -9,6 +9,7 @@ part of it is decided from their arguments; what is not known is not packed. Kno
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 from weakref import WeakSet
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
-from rabbitllm.batching.packed_attention import packed_attention
+from rabbitllm.batching.packed_attention import attention_by_text, packed_attention
 from rabbitllm.batching.packed_cache import NotPackable, PackedCache
 from rabbitllm.batching.packed_families import can_be_packed, has_known_layers, shares_keys
 
@@ -99,6 +100,10 @@ class PackedForward:
             low >= 0 and token < self._vocabulary and position < self._positions and text.positions.shape[:-1] == kinds
             for text, low, (token, position) in zip(texts, least.tolist(), most.tolist(), strict=True)
         ]
+
+    def attending(self) -> AbstractContextManager[None]:
+        """What has to be around several forwards that go on by turns."""
+        return attention_by_text(self._configs)
 
     def __call__(self, texts: Sequence[Text]) -> list[Any]:
         """One pass; returns for each text what the model's forward would have returned for it alone.

@@ -53,10 +53,12 @@ def packed_attention(configs: Iterable[Any], cache: PackedCache) -> Iterator[Non
 def attention_by_text(configs: Iterable[Any]) -> Iterator[None]:
     """Let a model inside the context attend by text where somebody says which texts there are; see `texts_of`.
 
+    Contexts may be inside of one another; those that are open at the same time in any order need one around them all.
+
     Args:
         configs: see `packed_attention`.
     """
-    before = [(config, config._attn_implementation) for config in configs]
+    before = [(config, config._attn_implementation) for config in configs if config._attn_implementation in OWN]
     try:
         for config, own in before:
             config._attn_implementation_internal = _NAME.format(own)

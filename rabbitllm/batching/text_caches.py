@@ -41,8 +41,8 @@ class TextCaches:
     """
 
     def __init__(self, model: Any, limits: Limits) -> None:
-        self.memory = CacheMemory(model, limits.cache_bytes)
-        self.chunk = min(limits.chunk, self.memory.most_tokens)
+        self.memory = CacheMemory(model, limits.cache_bytes, in_bulk=limits.in_bulk)
+        self.chunk = min(limits.chunk, self.memory.part or self.memory.most_tokens)
         self.resumed = 0
         self._config = model.config.get_text_config(decoder=True)
         self._exact = limits.exact
