@@ -314,6 +314,9 @@ def main() -> None:
         if sys.stdin.readline():
             if job["package"] in ("llama_cpp", "gguf"):  # without torch, which it would be idle with
                 TASKS.update(runpy.run_path(str(Path(__file__).with_name("worker_llama_cpp.py")))["TASKS"])
+            if job["task"] in ("bulk", "scores"):
+                beside = runpy.run_path(str(Path(__file__).with_name("worker_batch.py")))
+                TASKS.update(beside["tasks"](sys.modules[__name__]))
             answer(TASKS[job["task"]](job))
     except Exception as error:
         traceback.print_exc()
