@@ -17,6 +17,7 @@ from rabbitllm.version import __version__
 
 _HOME = {
     "AutoModel": "rabbitllm.auto_model",
+    "batch": "rabbitllm.bulk.api",
     "Hosts": "rabbitllm.options",
     "lazy_load": "rabbitllm.lazy.load",
     "plan": "rabbitllm.planning.plan",

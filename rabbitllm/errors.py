@@ -12,6 +12,8 @@
     ├── BatchError                             a batch of requests cannot take on another one
     │   ├── BusyError                          as many wait as may
     │   └── ClosedError                        it is about to end, or has ended
+    ├── InputError                             the input of a batch cannot be read, or names a line twice
+    ├── ResultsError                           results of a batch belong to another one, or cannot be written
     ├── ScoringError                           texts cannot be scored on this model, or not in this memory
     ├── CheckpointError                        the source is not what it claims to be
     │   ├── CheckpointNotFoundError (FileNotFoundError)
@@ -107,6 +109,14 @@ class BusyError(BatchError):
 
 class ClosedError(BatchError):
     """The batch is about to end, or has ended."""
+
+
+class InputError(RabbitLLMError):
+    """The input of `rabbitllm batch` cannot be read, or has an id twice."""
+
+
+class ResultsError(RabbitLLMError):
+    """Results of `rabbitllm batch` are there already, belong to another batch, or cannot be written."""
 
 
 class ScoringError(RabbitLLMError):

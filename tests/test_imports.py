@@ -19,6 +19,7 @@ PUBLIC = {
     "AutoModel",
     "Hosts",
     "NotEnoughSpaceException",
+    "batch",
     "RabbitLLMBaichuan",
     "RabbitLLMBaseModel",
     "RabbitLLMChatGLM",
@@ -58,6 +59,7 @@ FLOORS = (
     ("batching",),
     ("scoring",),
     ("serve",),
+    ("bulk",),
     ("cli",),
     ("__main__",),
 )

@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from rabbitllm.cli import exit_codes
+from rabbitllm.cli.batch import batch_command
 from rabbitllm.cli.bench import bench_command
 from rabbitllm.cli.chat import chat_command
 from rabbitllm.cli.convert import convert_command
@@ -72,6 +73,7 @@ app.command(name="pull", rich_help_panel=USE)(pull_command)
 app.command(name="run", rich_help_panel=USE)(run_command)
 app.command(name="chat", rich_help_panel=USE)(chat_command)
 app.command(name="serve", rich_help_panel=USE)(serve_command)
+app.command(name="batch", rich_help_panel=USE)(batch_command)
 app.command(name="worker", rich_help_panel=USE)(worker_command)
 app.command(name="ls", rich_help_panel=KEEP)(ls_command)
 app.command(name="show", rich_help_panel=KEEP)(show_command)

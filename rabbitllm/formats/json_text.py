@@ -17,6 +17,8 @@ MAX_VALUES = 600_000
 safetensors header and 1 in an index; so 75,000 tensors in a shard, 600,000 in a checkpoint."""
 MAX_TEXT_BYTES = 64 << 20
 """In memory, where one character outside Latin-1 makes all of them two or four bytes wide."""
+MOST_DIGITS = 400
+"""Of a number in a message. A float has fewer than 310 before its point; more is only work."""
 
 
 def decode_json(
@@ -43,6 +45,36 @@ def decode_json(
         return json.loads(text, object_pairs_hook=_unique, parse_constant=constant, parse_int=whole)
     except RecursionError:
         raise ValueError("it is nested deeper than any checkpoint's (maximum recursion depth exceeded)") from None
+
+
+def decode_message(raw: bytes) -> Any:
+    """The value of a JSON text from elsewhere, every text in which can be written as UTF-8.
+
+    Args:
+        raw: see `decode_json`.
+
+    Raises:
+        ValueError: it is none; says what was found.
+    """
+    try:
+        value = decode_json(raw, _no_number, _whole)
+        if b"\\u" in raw:  # halves of a character, which no tokenizer takes
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("it has half of a character beyond the first 65,536") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is no UTF-8") from None
+    return value
+
+
+def _no_number(word: str) -> Any:
+    raise ValueError(f"{word} is no JSON")
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a number has {len(digits):,} digits")
+    return int(digits)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -6,16 +6,12 @@ A body is as long as what comes of it, whatever a header says; so a chunked one 
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
-from rabbitllm.formats.json_text import decode_json
+from rabbitllm.formats.json_text import decode_message
 from rabbitllm.serve.refusal import CLOSE, TIMED_OUT, TOO_LARGE, Refusal, bad
-
-MOST_DIGITS = 400
-"""Of a number. A float has fewer than 310 before its point; more is only work."""
 
 
 async def read_json(request: Request, most_bytes: int, seconds: float) -> Any:
@@ -32,7 +28,7 @@ async def read_json(request: Request, most_bytes: int, seconds: float) -> Any:
     """
     raw = await _read(request, most_bytes, seconds)
     try:
-        return decoded(raw)
+        return decode_message(raw)
     except ValueError as error:
         raise bad(f"The body is no JSON that is taken here: {error}.", code="invalid_json") from None
 
@@ -61,30 +57,3 @@ async def _read(request: Request, most_bytes: int, seconds: float) -> bytes:
 
 def _too_large(most_bytes: int) -> Refusal:
     return Refusal(TOO_LARGE, f"The body has more than {most_bytes:,} bytes.", code="body_too_large", headers=CLOSE)
-
-
-def decoded(raw: bytes) -> Any:
-    """The value of a JSON text, every text in which can be written as UTF-8.
-
-    Raises:
-        ValueError: it is none; says what was found.
-    """
-    try:
-        value = decode_json(raw, _no_number, _whole)
-        if b"\\u" in raw:  # halves of a character, which no tokenizer takes
-            json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise ValueError("it has half of a character beyond the first 65,536") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"byte {error.start} is no UTF-8") from None
-    return value
-
-
-def _no_number(word: str) -> Any:
-    raise ValueError(f"{word} is no JSON")
-
-
-def _whole(digits: str) -> int:
-    if len(digits) > MOST_DIGITS:
-        raise ValueError(f"a number has {len(digits):,} digits")
-    return int(digits)

@@ -12,9 +12,6 @@ from rabbitllm.serve.schemas import Completion
 from rabbitllm.serve.settings import ModelFacts, Settings
 from rabbitllm.serve.unsupported import refuse_unsupported
 
-NEW_TOKENS = 16
-"""Where a request does not say: OpenAI's own."""
-
 
 @dataclass(frozen=True, slots=True)
 class CompletionAsked:
@@ -50,7 +47,7 @@ def completion_asked(body: Completion, tokenizer: Any, model: ModelFacts, settin
     if len(given) * (body.n or 1) > settings.choices:  # before any of them becomes tokens
         raise bad(f"{len(given)} prompts with n={body.n or 1} are more than {settings.choices} choices.", "prompt")
     prompts = [token_ids(one, tokenizer) for one in given]
-    asked = body.max_tokens if body.max_tokens is not None else NEW_TOKENS
+    asked = body.max_tokens if body.max_tokens is not None else settings.completion_new_tokens
     if body.max_tokens is None and model.context is not None:
         asked = min(asked, max(model.context - max(map(len, prompts)), 1))
     lengths = [checked_length(ids, asked, model, settings, "prompt") for ids in prompts]

@@ -18,6 +18,7 @@ class Settings:
         body_seconds: until it is there, at most.
         seconds: from a request's submission to its end, at most; None for no limit.
         most_new_tokens: of an answer whose request does not say.
+        completion_new_tokens: likewise in `/v1/completions`, where OpenAI has a number of its own.
         choices: answers to one request, at most.
         heartbeat_seconds: after so long without anything to say a stream says that it is still there.
         stall_seconds: a reader that takes nothing for so long is gone.
@@ -31,6 +32,7 @@ class Settings:
     body_seconds: float = 30.0
     seconds: float | None = None
     most_new_tokens: int = 4096
+    completion_new_tokens: int = 16
     choices: int = 128
     heartbeat_seconds: float = 15.0
     stall_seconds: float = 60.0

@@ -1,0 +1,19 @@
+"""Whether the packages are there that only batches need; imports none of them."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from rabbitllm.errors import MissingPackageError
+
+
+def check_installed() -> None:
+    """
+    Raises:
+        MissingPackageError: what lets lines share passes is not there.
+    """
+    if importlib.util.find_spec("greenlet") is None:
+        raise MissingPackageError(
+            "A batch needs the package greenlet, which is not installed.",
+            'Install what it needs: pip install "rabbitllm[batch]" (from a copy of the repository: ".[batch]").',
+        )

@@ -1,0 +1,137 @@
+"""The model that a batch of lines is answered with: loaded so that its weights leave room for as many lines as can be.
+
+What is streamed costs its time once per pass, however many share the pass. So room for one more line is worth more
+than the same room for weights, as long as there are lines that wait: keys and values get what the longest lines
+together need, up to half of what is free.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from rabbitllm.batching.cache_cost import cost_by_config
+from rabbitllm.bulk.order import CHARACTERS_OF_A_TOKEN, GENERATIONS
+from rabbitllm.bulk.survey import Survey
+from rabbitllm.checkpoints.checkpoint import SourceIdentity
+from rabbitllm.checkpoints.hub import HubAccess
+from rabbitllm.engine.devices import resolve_devices
+from rabbitllm.library.find import compression_here
+from rabbitllm.pull.loaded import load, pulled
+from rabbitllm.pull.make import Wish
+from rabbitllm.serve.loading import with_room
+
+SPARE_TOKENS = 256
+"""What a chat template may add to a line, and more."""
+SHARE = 2
+"""One part in so many of what is free is what keys and values get at most, where nobody says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model that is ready.
+
+    Attributes:
+        model: as `AutoModel.from_pretrained` returns it.
+        cache_bytes: for keys and values; None if nothing could be told before it was loaded.
+        folder: of its split; None without one.
+        weights: a digest of what that was made from; None where nothing says so.
+    """
+
+    model: Any
+    cache_bytes: int | None
+    folder: Path | None
+    weights: str | None = None
+
+
+def wish_of(name: str, *, compression: str | None = None, revision: str | None = None, **more: Any) -> Wish:
+    """What to get ready.
+
+    Args:
+        name: as the user wrote it.
+        compression: None for that of a split that is here.
+        revision: branch, tag or commit.
+        **more: of `Wish`.
+    """
+    chosen = compression_here(name, None) if compression is None else compression
+    return Wish(name=name, compression=None if chosen == "none" else chosen, access=HubAccess(revision), **more)
+
+
+def loaded(
+    wish: Wish,
+    console: Console,
+    survey: Survey,
+    sequences: int,
+    *,
+    split: bool = True,
+    dtype: str | None = None,
+    cache_bytes: int | None = None,
+) -> Loaded:
+    """Load it.
+
+    Args:
+        wish: what, and how.
+        console: where it is said that it loads.
+        survey: of the input.
+        sequences: lines that are answered at a time, at most.
+        split: False for out of the checkpoint's own shards; nothing is written then.
+        dtype: to compute in; None for the config's.
+        cache_bytes: that keys and values may take; None for what the lines need, within half of what is free.
+
+    Raises:
+        RabbitLLMError: as `pull` and `AutoModel.from_pretrained` do.
+    """
+    found = pulled(wish) if split else None
+    if cache_bytes is None and found is not None and wish.max_memory is None:
+        lengths = [length for length, kind in zip(survey.lengths, survey.kinds, strict=True) if kind == GENERATIONS]
+        free = sum(device.free_bytes() for device in resolve_devices(wish.where, None))
+        needed = needed_bytes(_config_in(found.config_folder), lengths, sequences, dtype)
+        cache_bytes = min(needed, free // SHARE) or None
+    weights = with_room(wish, cache_bytes)
+    model = load(replace(wish, max_memory=weights), found, console, dtype=dtype, show_layer_progress=False)
+    if found is None:
+        return Loaded(model, cache_bytes, None)
+    return Loaded(model, cache_bytes, found.entry.folder, digest_of(found.entry.source))
+
+
+def digest_of(source: SourceIdentity | None) -> str | None:
+    """What tells weights from others: the fingerprints of the shards that they were made from."""
+    if source is None:
+        return None
+    said = json.dumps(sorted(source.fingerprints.items()))
+    return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
+
+
+def needed_bytes(config: Any, lengths: Sequence[int], sequences: int, dtype: str | None = None) -> int:
+    """Keys and values of the longest lines, all at the same time.
+
+    Args:
+        config: of the model.
+        lengths: tokens of each line, roughly.
+        sequences: at a time, at most.
+        dtype: to compute in; None for the config's.
+    """
+    import torch
+
+    text = config.get_text_config(decoder=True)
+    most = getattr(text, "max_position_embeddings", None)
+    kind = getattr(torch, dtype) if dtype is not None else getattr(config, "dtype", None) or torch.bfloat16
+    cost = cost_by_config(text, kind)
+    longest = sorted(lengths, reverse=True)[:sequences]
+    if not longest:
+        return 0
+    # the longest one has to fit alone, even where a character is a token
+    longest.append(CHARACTERS_OF_A_TOKEN * longest[0] + SPARE_TOKENS)
+    return sum(cost.bytes_for(min(length, most) if isinstance(most, int) else length) for length in longest)
+
+
+def _config_in(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(folder)

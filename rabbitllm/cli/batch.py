@@ -1,0 +1,141 @@
+"""`rabbitllm batch`: a file of prompts, and a file of answers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rabbitllm.cli import exit_codes
+from rabbitllm.cli.arguments import (
+    CompressionHereOption,
+    DeviceOption,
+    FolderOption,
+    JsonOption,
+    MaxDiskOption,
+    MemoryOption,
+    ModelArgument,
+    NoSplitOption,
+    RevisionOption,
+    SeedOption,
+    SequentialOption,
+    TemperatureOption,
+    TopPOption,
+    TrustOption,
+    compression_of,
+    limits_of,
+    put_json,
+)
+
+
+def batch_command(
+    model: ModelArgument,
+    source: Annotated[
+        str, typer.Argument(metavar="INPUT", help="JSON lines, a Parquet file, or - for standard input.")
+    ],
+    out: Annotated[Path, typer.Option("--output", "-o", help="File for the answers, a line for each line.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Where a line does not say.", min=1)] = 512,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
+    seed: SeedOption = None,
+    stop: Annotated[list[str] | None, typer.Option(help="A text at which answers end; again for each.")] = None,
+    pooling: Annotated[str, typer.Option(help="Of embeddings: last or mean, of all tokens' hidden states.")] = "last",
+    normalise: Annotated[bool, typer.Option("--normalise", help="Embeddings to length one.")] = False,
+    column: Annotated[
+        list[str] | None, typer.Option(help="prompt=question: what is called so in the input; again for each.")
+    ] = None,
+    sequences: Annotated[int, typer.Option(help="Lines in one pass, at most.", min=1)] = 256,
+    cache_memory: Annotated[
+        str | None,
+        typer.Option(help="What keys and values may take, as 8GiB; by default what the lines need, or half."),
+    ] = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Each line's rows by themselves: to the bit as if it were alone.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an output that is there, or begun with something else.")
+    ] = False,
+    compression: CompressionHereOption = None,
+    device: DeviceOption = None,
+    max_memory: MemoryOption = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; by default that of the model.")
+    ] = None,
+    folder: FolderOption = None,
+    max_disk: MaxDiskOption = None,
+    sequential: SequentialOption = False,
+    no_split: NoSplitOption = False,
+    revision: RevisionOption = None,
+    trust_remote_code: TrustOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Answer every line of a file, as many as possible in each pass over the weights: text, scores, embeddings.
+
+    A line is {"prompt": ...}, {"messages": [...]}, {"context": ..., "continuation": ...}, {"context": ...,
+    "choices": [...]}, {"input": ...}, or one of OpenAI's batch format. The same command goes on after a kill.
+
+    Example: rabbitllm batch Qwen/Qwen2.5-7B-Instruct questions.jsonl -o answers.jsonl --compression 4bit
+    """
+    from rabbitllm.bulk.installed import check_installed
+
+    check_installed()
+
+    from huggingface_hub.utils import disable_progress_bars
+    from rich.console import Console
+
+    from rabbitllm.bulk.display import put_end, record, said_when_interrupted
+    from rabbitllm.bulk.items import Defaults, Limits
+    from rabbitllm.bulk.lines import pooling_of
+    from rabbitllm.bulk.spool import STDIN, columns_of
+    from rabbitllm.bulk.work import Batch, loading, settings_of, work
+    from rabbitllm.checkpoints.hub import HubAccess
+    from rabbitllm.library.find import compression_here
+    from rabbitllm.options import expand, parse_size
+    from rabbitllm.pull.make import Wish
+
+    place = expand(folder) if folder is not None else None
+    if compression is None:
+        chosen = None if no_split else compression_here(model, place)
+    else:
+        chosen = compression_of(compression)
+    wish = Wish(
+        name=model,
+        compression=chosen,
+        folder=place,
+        sequential=sequential,
+        access=HubAccess(revision),
+        max_disk=max_disk,
+        device=device,
+        max_memory=limits_of(max_memory),
+        trust_remote_code=trust_remote_code,
+    )
+    cache_bytes = None if cache_memory is None else parse_size(cache_memory, "--cache-memory")
+    limits = Limits(sequences, cache_bytes, exact)
+    output = expand(out)
+    task = Batch(
+        source=source if source == STDIN else expand(source),
+        out=output,
+        name=model,
+        load=loading(wish, limits, split=not no_split, dtype=dtype),
+        defaults=Defaults(max_new_tokens, temperature, top_p, seed, tuple(stop or ()), pooling_of(pooling), normalise),
+        limits=limits,
+        settings=settings_of(wish, dtype),
+        columns=columns_of(column or ()),
+        overwrite=overwrite,
+    )
+    disable_progress_bars()  # shards have a bar of ours, and what else is fetched is small
+    console = Console(stderr=True, highlight=False)
+    try:
+        with said_when_interrupted(console):
+            progress = work(task)
+    except KeyboardInterrupt:
+        console.print("interrupted; what was answered is kept, and the same command goes on", style="yellow")
+        sys.stderr.flush()
+        os._exit(exit_codes.INTERRUPTED)  # the batch's thread may be in a pass, which cannot be interrupted
+    if as_json:
+        put_json(record(output, model, progress))
+    else:
+        put_end(console, output, progress)

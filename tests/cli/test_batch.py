@@ -1,0 +1,162 @@
+"""`rabbitllm batch` as a process: what it says, and that it goes on after a kill in the middle."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rabbitllm.bulk.journal import _answer_in
+from rabbitllm.cli import exit_codes
+
+DEMO = Path(__file__).parents[2] / "rabbitllm" / "demo" / "model"
+PATIENCE = 120
+LINES = 60
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model without an end, so that every line takes as many tokens as it asks for."""
+    made = tmp_path_factory.mktemp("batch") / "demo-model"
+    shutil.copytree(DEMO, made)
+    settings = json.loads((made / "generation_config.json").read_text())
+    (made / "generation_config.json").write_text(json.dumps({**settings, "suppress_tokens": [0, 1]}))
+    lines = [{"id": f"q{n}", "prompt": f"Q: {n} + {n}\nA:", "max_tokens": 3 + 7 * n % 25} for n in range(LINES)]
+    (made.parent / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return made
+
+
+def command(folder: Path, out: Path, *options: str) -> list[str]:
+    source = folder.parent / "in.jsonl"
+    start = [sys.executable, "-m", "rabbitllm", "batch", str(folder), str(source), "-o", str(out)]
+    return [*start, "--device", "cpu", "--max-memory", "cpu=0", "--sequences", "4", *options]
+
+
+def run(folder: Path, out: Path, *options: str, code: int = 0, **more: Any) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command(folder, out, *options), capture_output=True, text=True, env=environment, check=False, **more
+    )
+    assert done.returncode == code, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    out = tmp_path_factory.mktemp("expected") / "out.jsonl"
+    done = run(folder, out, "--json")
+    record = json.loads(done.stdout)
+    assert (record["lines"], record["errors"], record["resumed"]) == (LINES, 0, 0)
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["id"] for line in lines] == [f"q{n}" for n in range(LINES)]
+    assert record["new_tokens"] == sum(line["new_tokens"] for line in lines)
+    return out.read_text()
+
+
+def killed(folder: Path, out: Path, answers: int, how: int = signal.SIGKILL) -> subprocess.Popen[str]:
+    """A run that is sent a signal when so many more answers are durable than before."""
+    journal = out.with_name(out.name + ".journal")
+    before = len(answered_in(journal))
+    process = subprocess.Popen(
+        command(folder, out), stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    limit = time.monotonic() + PATIENCE
+    while len(answered_in(journal)) < before + answers and process.poll() is None:
+        assert time.monotonic() < limit
+        time.sleep(0.002)
+    process.send_signal(how)
+    process.wait(PATIENCE)
+    return process
+
+
+def answered_in(journal: Path) -> list[int]:
+    """Lines that have a whole answer there, in the order in which they came."""
+    try:
+        found = [_answer_in(line) for line in journal.read_bytes().split(b"\n")]
+    except FileNotFoundError:
+        return []
+    return [one["index"] for one in found if one is not None and "index" in one]
+
+
+def test_after_kill_9_in_the_middle_the_same_command_goes_on(folder: Path, expected: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    assert killed(folder, out, 20).returncode == -signal.SIGKILL
+    assert not out.exists()
+    before = answered_in(out.with_name("out.jsonl.journal"))
+    assert 20 <= len(before) < LINES
+    record = json.loads(run(folder, out, "--json").stdout)
+    assert record["resumed"] == len(before)  # none of them is done again
+    assert out.read_text() == expected
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl"]
+
+
+@pytest.mark.long
+def test_killed_again_and_again(folder: Path, expected: str, tmp_path: Path) -> None:
+    drawn = random.Random(5)
+    for attempt in range(2):
+        out = tmp_path / str(attempt) / "out.jsonl"
+        out.parent.mkdir()
+        journal = out.with_name("out.jsonl.journal")
+        seen: list[int] = []
+        while not out.exists():
+            killed(folder, out, drawn.randint(0, 25))
+            now = answered_in(journal) if journal.exists() else seen
+            assert now[: len(seen)] == seen  # nothing is lost
+            assert len(set(now)) == len(now)  # and nothing is done twice
+            seen = now
+        if journal.exists():
+            run(folder, out)
+        assert out.read_text() == expected
+
+
+@pytest.mark.long
+def test_ctrl_c_says_that_it_goes_on(folder: Path, expected: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    process = killed(folder, out, 5, signal.SIGINT)
+    assert process.stderr is not None
+    said = process.stderr.read()
+    assert process.returncode == exit_codes.INTERRUPTED, said
+    assert "ending with this pass" in said
+    assert "the same command goes on" in said
+    assert "Traceback" not in said
+    done = run(folder, out)
+    assert f"answers       {LINES} lines in" in done.stderr
+    assert "of them were answered before" in done.stderr
+    assert done.stdout == ""
+    assert out.read_text() == expected
+
+
+@pytest.mark.long
+def test_what_is_refused(folder: Path, expected: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    killed(folder, out, 5)
+    other = run(folder, out, "--temperature", "0.5", code=exit_codes.ERROR)
+    assert "temperature was null, now 0.5" in other.stderr
+    assert "--overwrite" in other.stderr
+    out.write_text("mine")
+    out.with_name("out.jsonl.journal").unlink()
+    refused = run(folder, out, code=exit_codes.ERROR)
+    assert refused.stderr.startswith("error: ")
+    assert "is there already" in refused.stderr
+    assert out.read_text() == "mine"
+    run(folder, out, "--overwrite")
+    assert out.read_text() == expected
+
+
+@pytest.mark.long
+def test_from_a_pipe(folder: Path, expected: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    raw = (folder.parent / "in.jsonl").read_text()
+    arguments = command(folder, out)
+    arguments[arguments.index(str(folder.parent / "in.jsonl"))] = "-"
+    subprocess.run(arguments, input=raw, text=True, capture_output=True, check=True)
+    assert out.read_text() == expected
