@@ -50,7 +50,10 @@ class TextCaches:
         self._shares = self._keeps and not limits.exact
         self._kept = Kept()
         aside_bytes = limits.aside_bytes if limits.aside_bytes is not None else ASIDE_SHARE * self.memory.limit
-        self.aside = Aside(aside_bytes, limits.aside_folder or usual_folder())
+        folder = limits.aside_folder or usual_folder()
+        if folder is None and all(lane.device.shares_host_memory for lane in model.streamer.lanes.values()):
+            aside_bytes = 0  # there is no other memory, and no disk
+        self.aside = Aside(aside_bytes, folder)
 
     @property
     def prompt_chunk(self) -> int | None:
