@@ -36,8 +36,9 @@ GOAL = 1.2
 OURS, RESIDENT = "rabbitllm-2", "rabbitllm-2, no cap"
 PEERS = {f"transformers-disk, {size} a batch": size for size in (8, 32, 128)}
 ROWS = (RESIDENT, OURS, *PEERS)
-WEIGHTS_SHARE = 2
-"""One part in so many of what a capped process may take is for weights that stay; the rest is for texts."""
+WEIGHTS_SHARE, WAITING_SHARE = 4, 4
+"""One part in so many of what a capped process may take is for weights that stay, and for what waits; what is left is
+for what streams and for what a micro-batch computes in between."""
 CLOSE = 0.25
 """Sums of logarithms in bfloat16 that differ by no more than this are taken for the same, 0.05 a token."""
 
@@ -114,6 +115,7 @@ def measure(run: ScoreRun, workload: Workload, work: Path) -> None:
         "options": options,
         "offload_folder": str(workload.folder / "offload"),
         "questions": str(workload.questions),
+        "memory_bytes": workload.cap_bytes // WAITING_SHARE if is_capped else None,
         "batch": PEERS.get(run.row),
         "batches": workload.batches,
     }

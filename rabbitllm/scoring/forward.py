@@ -26,7 +26,7 @@ from rabbitllm.batching.packed_families import shares_keys
 from rabbitllm.errors import ScoringError
 from rabbitllm.scoring.micro_batches import MicroBatch
 from rabbitllm.scoring.records import Scored
-from rabbitllm.scoring.segment_cache import SegmentCache
+from rabbitllm.scoring.segment_cache import Relay, SegmentCache
 from rabbitllm.scoring.segments import Segments
 from rabbitllm.scoring.tasks import Asked
 
@@ -127,7 +127,7 @@ class ScoringForward:
     def ids(self, batch: MicroBatch) -> torch.Tensor:
         """Of a micro-batch: (1, rows) side by side, or (texts, length)."""
         if batch.segments is not None:
-            found = torch.tensor([[token for part in batch.segments.parts for token in part.ids]])
+            found = torch.tensor([[token for part in batch.segments.computed for token in part.ids]])
         else:
             found = torch.zeros(len(batch.tasks), batch.length, dtype=torch.long)
             for row, task in zip(found, batch.tasks, strict=True):
@@ -135,13 +135,21 @@ class ScoringForward:
         return found.to(self._model.device)
 
     @torch.no_grad()
-    def __call__(self, batch: MicroBatch, ids: torch.Tensor, indices: Sequence[int]) -> list[Scored]:
+    def __call__(
+        self,
+        batch: MicroBatch,
+        ids: torch.Tensor,
+        indices: Sequence[int],
+        before: Relay | None = None,
+        behind: Relay | None = None,
+    ) -> list[Scored]:
         """Results of all that is asked of a micro-batch.
 
         Args:
             batch: the micro-batch.
             ids: see `ids`.
             indices: of all texts.
+            before, behind: see `SegmentCache`.
 
         Raises:
             NotPackable: the model does what none of its family did in the tests.
@@ -156,7 +164,8 @@ class ScoringForward:
             if batch.segments is None:
                 chances = self._chances(cut, {"input_ids": ids, "use_cache": False, **_RETURN}, wanted)
             else:
-                cache = SegmentCache(batch.segments, self._config, self._shares)
+                hands_on = batch.hands_on
+                cache = SegmentCache(batch.segments, self._config, self._shares, before, behind, hands_on)
                 with texts_of(cache):
                     chances = self._chances(cut, _packed_inputs(batch.segments, ids, cache), wanted)
                 cache.finish()
@@ -214,7 +223,7 @@ def _cutting(ordinary: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _packed_inputs(segments: Segments, ids: torch.Tensor, cache: SegmentCache) -> dict[str, Any]:
-    positions = torch.cat([torch.arange(part.begins, part.begins + len(part.ids)) for part in segments.parts])
+    positions = torch.cat([torch.arange(part.begins, part.begins + len(part.ids)) for part in segments.computed])
     return {
         "input_ids": ids,
         "position_ids": positions[None].to(ids.device),

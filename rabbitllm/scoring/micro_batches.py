@@ -8,7 +8,7 @@ would change a text (angles that depend on the longest position).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from rabbitllm.scoring.segments import WORTH_TOKENS, Segments, common, cut
@@ -34,10 +34,12 @@ class MicroBatch:
     Attributes:
         tasks: these.
         segments: of them, where rows lie side by side; else None: each has a row of the batch of its own.
+        hands_on: so many tokens that its last text begins with have keys and values that the next one needs.
     """
 
     tasks: tuple[Task, ...]
     segments: Segments | None = None
+    hands_on: int = 0
 
     @property
     def length(self) -> int:
@@ -130,3 +132,32 @@ def passes(batches: Sequence[MicroBatch], token_bytes: int, limit: int) -> list[
             found.append([batch])
             taken = needed
     return found
+
+
+def linked(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """The micro-batches of a pass, each without what the one before it has computed already.
+
+    As they take turns at a layer, the keys and values there are handed on: those of the beginning that the last text of
+    the one shares with the first text of the other. Rows that somebody asks for are computed where they are asked for.
+
+    Args:
+        batches: in the order of their turns.
+    """
+    found = list(batches)
+    for number in range(1, len(found)):
+        before, own = found[number - 1], found[number]
+        if before.segments is None or own.segments is None:
+            continue
+        shared = min(common(before.tasks[-1].ids, own.tasks[0].ids), *map(_first_row, own.tasks))
+        segments = own.segments.knowing(shared)
+        known = sum(len(part.ids) for part in segments.path(0) if part.is_known)
+        if known:
+            found[number - 1] = replace(before, hands_on=known)
+            found[number] = replace(own, segments=segments)
+    return found
+
+
+def _first_row(task: Task) -> int:
+    """Before which no row of a task is asked for."""
+    rows = [0 if one.pooling == "mean" else one.first if one.targets else len(task.ids) - 1 for one in task.asked]
+    return min(rows, default=0)

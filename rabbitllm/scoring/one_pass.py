@@ -14,6 +14,7 @@ from rabbitllm.scoring.micro_batches import Form, MicroBatch
 from rabbitllm.scoring.parking import Parking, keys_of
 from rabbitllm.scoring.plan import Limits
 from rabbitllm.scoring.records import Scored
+from rabbitllm.scoring.segment_cache import Relay
 from rabbitllm.scoring.turns import TakingTurns
 
 LEAST_BYTES = 1 << 12
@@ -75,8 +76,9 @@ def one_pass(
         )
         try:
             with forward.installed():
+                relays = [Relay() for _ in range(len(batches) + 1)]
                 members = [
-                    turns.add(_work(turns, forward, number, batch, indices, found))
+                    turns.add(_work(turns, forward, number, batch, indices, found, relays))
                     for number, batch in enumerate(batches)
                 ]
                 turns.run(members)
@@ -101,10 +103,11 @@ def _work(
     batch: MicroBatch,
     indices: Sequence[int],
     found: dict[int, list[Scored]],
+    relays: Sequence[Relay],
 ) -> Any:
     def work() -> None:
         ids = forward.ids(batch)
         turns.come_in((), {"input_ids": ids})
-        found[number] = forward(batch, ids, indices)
+        found[number] = forward(batch, ids, indices, relays[number], relays[number + 1])
 
     return work

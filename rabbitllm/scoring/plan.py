@@ -16,7 +16,7 @@ from rabbitllm.batching.packed_families import can_be_packed
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.errors import OptionError
 from rabbitllm.scoring.filled_families import can_be_filled_up
-from rabbitllm.scoring.micro_batches import Form, MicroBatch, micro_batches, passes
+from rabbitllm.scoring.micro_batches import Form, MicroBatch, linked, micro_batches, passes
 from rabbitllm.scoring.parking import HAS_FILES
 from rabbitllm.scoring.records import Room
 from rabbitllm.scoring.tasks import Ability, Task
@@ -160,7 +160,7 @@ def _folder(model: Any, room: Room) -> Path:
     return own if own.is_dir() and os.access(own, os.W_OK) else Path(tempfile.gettempdir())
 
 
-def planned(tasks: Sequence[Task], form: Form, limits: Limits, *, streamed: bool) -> Plan:
+def planned(tasks: Sequence[Task], form: Form, limits: Limits, *, streamed: bool, hands_on: bool = True) -> Plan:
     """What goes through the model together.
 
     Args:
@@ -168,9 +168,11 @@ def planned(tasks: Sequence[Task], form: Form, limits: Limits, *, streamed: bool
         form: how texts lie in micro-batches.
         limits: what may be taken.
         streamed: whether a pass brings weights; where it brings none, each micro-batch has its own, and none waits.
+        hands_on: whether a micro-batch may need what the one before has computed.
     """
     batches = micro_batches(tasks, form, limits.tokens)
     grouped = passes(batches, limits.token_bytes, limits.total) if streamed else [[batch] for batch in batches]
     waiting = [sum(batch.tokens for batch in one) * limits.token_bytes for one in grouped if len(one) > 1]
     tokens = sum(len(task.ids) for task in tasks)
-    return Plan(tuple(map(tuple, grouped)), form, tokens, max(waiting, default=0))
+    found = tuple(tuple(linked(one)) if hands_on else tuple(one) for one in grouped)
+    return Plan(found, form, tokens, max(waiting, default=0))

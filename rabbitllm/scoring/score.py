@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rabbitllm.batching.packed_cache import NotPackable
+from rabbitllm.batching.packed_families import can_be_packed, shares_keys
 from rabbitllm.errors import BatchError, MissingPackageError, RabbitLLMError, ScoringError
 from rabbitllm.scoring.micro_batches import Form, MicroBatch
 from rabbitllm.scoring.one_pass import one_pass
@@ -67,10 +68,12 @@ def score(
             yield Scored(text.index, tokens=len(text.continuation), error=problem)
     indices = [text.index for text in texts]
     tasks = tasks_of(texts, sound, ability.context, shared=not room.exact)
+    hands_on = not (can_be_packed(model) and shares_keys(model))  # those of a layer are there for its turn only
     waiting = deque([(tasks, form_of(model, exact=room.exact))] if tasks else [])
     while waiting:
         tasks, form = waiting.popleft()
-        plan = planned(tasks, form, limits_of(model, room), streamed=not model.placement.is_resident)
+        streams = not model.placement.is_resident
+        plan = planned(tasks, form, limits_of(model, room), streamed=streams, hands_on=hands_on)
         logger.info("scoring %s", plan)
         on_plan(plan)
         again: dict[Form, list[Task]] = {}

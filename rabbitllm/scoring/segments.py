@@ -9,7 +9,7 @@ a b c d h i        segment 2   g        after 0  row  6
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 WORTH_TOKENS = 16
@@ -24,13 +24,15 @@ class Segment:
         ids: its tokens.
         after: numbers of the segments that come before it in its texts, the first one first.
         begins: how many tokens these have.
-        row: of its first token, among those of all segments.
+        row: of its first token, among those that are computed.
+        is_known: it is not computed here: the micro-batch before has its keys and values.
     """
 
     ids: tuple[int, ...]
     after: tuple[int, ...]
     begins: int
     row: int
+    is_known: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +48,40 @@ class Segments:
     ends: tuple[int, ...]
 
     @property
+    def computed(self) -> list[Segment]:
+        """Those that are computed."""
+        return [part for part in self.parts if not part.is_known]
+
+    @property
     def tokens(self) -> int:
-        """Of all segments."""
-        return sum(len(part.ids) for part in self.parts)
+        """That are computed."""
+        return sum(len(part.ids) for part in self.computed)
+
+    def path(self, text: int) -> list[Segment]:
+        """The segments of a text."""
+        end = self.parts[self.ends[text]]
+        return [*(self.parts[number] for number in end.after), end]
 
     def rows(self, text: int) -> list[int]:
-        """Where the tokens of a text are."""
-        end = self.parts[self.ends[text]]
-        parts = [self.parts[number] for number in end.after] + [end]
-        return [row for part in parts for row in range(part.row, part.row + len(part.ids))]
+        """Where the tokens of a text are; -1 for those that are not computed here."""
+        return [-1 if part.is_known else part.row + at for part in self.path(text) for at in range(len(part.ids))]
+
+    def knowing(self, tokens: int) -> Segments:
+        """The same, without computing what the first text begins with.
+
+        Args:
+            tokens: of that beginning, at most; a segment is known whole or not at all.
+        """
+        known = {
+            number
+            for number in (*self.parts[self.ends[0]].after, self.ends[0])
+            if self.parts[number].begins + len(self.parts[number].ids) <= tokens
+        }
+        row, parts = 0, []
+        for number, part in enumerate(self.parts):
+            parts.append(replace(part, row=-1 if number in known else row, is_known=number in known))
+            row += 0 if number in known else len(part.ids)
+        return Segments(tuple(parts), self.ends)
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rabbitllm.scoring.micro_batches import FILLED_SHARE, Form, MicroBatch, micro_batches, passes
-from rabbitllm.scoring.tasks import Task
+from rabbitllm.scoring.micro_batches import FILLED_SHARE, Form, MicroBatch, linked, micro_batches, passes
+from rabbitllm.scoring.tasks import Asked, Task
 
 TASKS = st.sets(st.lists(st.integers(0, 1), min_size=1, max_size=10).map(tuple), min_size=1, max_size=20).map(
     lambda found: [Task(ids, ()) for ids in sorted(found, key=hash)]
@@ -59,3 +59,25 @@ def test_as_many_in_a_pass_as_there_is_room_for() -> None:
     assert [[batch.tokens for batch in one] for one in found] == [[3, 2], [4], [9], [1]]
     assert len(passes(batches, 10, 190)) == 1
     assert len(passes(batches, 10, 0)) == 5
+
+
+@given(tasks=TASKS, first=st.integers(0, 9))
+def test_what_is_handed_on_is_there_and_asked_for_by_nobody(tasks: list[Task], first: int) -> None:
+    asked = [Task(one.ids, (Asked(0, min(first, len(one.ids) - 1), (1,), None),)) for one in tasks]
+    before: list[int] = []
+    handed = 0
+    for own, alone in zip(linked(found := micro_batches(asked, Form.PACKED, LIMIT, worth=2)), found, strict=True):
+        assert own.segments is not None
+        assert own.tasks == alone.tasks
+        there = [token for part in own.segments.computed for token in part.ids]
+        assert own.tokens == len(there) == alone.tokens - handed
+        for number, task in enumerate(own.tasks):
+            rows = own.segments.rows(number)
+            known = rows.count(-1)
+            assert known in (0, *(part.begins + len(part.ids) for part in own.segments.path(number)))
+            assert rows[:known] == [-1] * known
+            assert task.ids[:known] == tuple(before[:known])
+            assert tuple(there[row] for row in rows[known:]) == task.ids[known:]
+            assert known <= task.asked[0].first
+        assert handed == own.segments.rows(0).count(-1)
+        before, handed = list(own.tasks[-1].ids[: own.hands_on]), own.hands_on

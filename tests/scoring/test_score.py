@@ -65,12 +65,16 @@ def test_one_pass_for_all(split_folder: Path, plain: Any, exact: bool) -> None:
         assert list(found.values()) == sorted(expected, key=lambda one: list(found).index(one.index))
 
 
-def test_what_several_begin_with_is_computed_once(split_folder: Path) -> None:
+@pytest.mark.parametrize("tokens", [4096, 120])
+def test_what_several_begin_with_is_computed_once(split_folder: Path, plain: Any, tokens: int) -> None:
+    """Also where not all of them are in the same micro-batch."""
     model = load(split_folder, STREAMED)
     context = tuple(range(5, 105))
     texts = [ScoredText(number, (*context, number + 3), (7, 8, number)) for number in range(10)]
     plans: list[Plan] = []
-    list(score(model, texts, on_plan=plans.append))
+    found = by_index(score(model, texts, Room(tokens=tokens), on_plan=plans.append))
+    assert_alike(found, [alone(plain, text) for text in texts])
+    assert len(plans[0].passes[0]) == (1 if tokens > 1000 else 2)
     assert plans[0].tokens == 10 * 103
     assert plans[0].computed == 100 + 10 * 3
 
