@@ -34,7 +34,7 @@ from benchmarks.runs import Run, failures, good, ratios, run_all, versions
 CHOICES = 4
 GOAL = 1.2
 OURS, RESIDENT = "rabbitllm-2", "rabbitllm-2, no cap"
-PEERS = {f"transformers-disk, {size} a batch": size for size in (8, 32, 128)}
+PEERS = {f"transformers-disk, {size} a batch": size for size in (8, 32, 64)}
 ROWS = (RESIDENT, OURS, *PEERS)
 WEIGHTS_SHARE, WAITING_SHARE = 4, 4
 """One part in so many of what a capped process may take is for weights that stay, and for what waits; what is left is

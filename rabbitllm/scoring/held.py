@@ -9,7 +9,7 @@ value may lie on the frame's stack). Where the line numbers say too little to kn
 from __future__ import annotations
 
 import dis
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import CO_OPTIMIZED
@@ -17,6 +17,9 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+
+OUR_OWN = "rabbitllm."
+"""Modules whose frames are not looked into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +43,20 @@ def held(frame: FrameType | None, waits_with: object, least_bytes: int) -> Held:
         waits_with: what it was given, and gets back when it goes on.
         least_bytes: of a storage that counts.
     """
-    needed = _storages([waits_with], least_bytes)
-    idle: dict[int, torch.UntypedStorage] = {}
+    needed, idle = _Found(least_bytes), _Found(least_bytes)
+    needed.look_at([waits_with])
     while frame is not None:
-        if frame.f_code.co_flags & CO_OPTIMIZED:
+        # our own functions hold long lists and no large tensors
+        if frame.f_code.co_flags & CO_OPTIMIZED and not frame.f_globals.get("__name__", "").startswith(OUR_OWN):
             names = read_again(frame.f_code, frame.f_lasti)
             found = frame.f_locals
-            needed |= _storages((value for name, value in found.items() if name in names), least_bytes)
-            idle |= _storages((value for name, value in found.items() if name not in names), least_bytes)
+            needed.look_at([value for name, value in found.items() if name in names])
+            idle.look_at([value for name, value in found.items() if name not in names])
             if type(found) is dict:  # before Python 3.13 a copy, which the frame would keep with all that is in it
                 found.clear()
         frame = frame.f_back
-    return Held(tuple(needed.values()), tuple(one for key, one in idle.items() if key not in needed))
+    unneeded = (one for key, one in idle.storages.items() if key not in needed.storages)
+    return Held(tuple(needed.storages.values()), tuple(unneeded))
 
 
 @lru_cache(maxsize=1024)
@@ -99,17 +104,27 @@ def _loaded(instruction: dis.Instruction) -> Iterator[str]:
         yield from names if isinstance(names, tuple) else (names,)
 
 
-def _storages(values: Iterable[object], least_bytes: int) -> dict[int, torch.UntypedStorage]:
-    found: dict[int, torch.UntypedStorage] = {}
-    waiting: list[Any] = list(values)
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, torch.Tensor):
-            storage = value.untyped_storage()
-            if storage.nbytes() >= least_bytes and storage.resizable():
-                found[storage._cdata] = storage
-        elif isinstance(value, tuple | list):
-            waiting += value
-        elif isinstance(value, dict):
-            waiting += value.values()
-    return found
+class _Found:
+    """Storages of tensors, which may be in lists and the like; each of these is looked into once.
+
+    Args:
+        least_bytes: of a storage that counts.
+    """
+
+    def __init__(self, least_bytes: int) -> None:
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        self._least_bytes = least_bytes
+        self._seen: set[int] = set()
+
+    def look_at(self, values: list[Any]) -> None:
+        """Find what is in values, which stay as they are as long as this is used."""
+        waiting = list(values)
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, torch.Tensor):
+                storage = value.untyped_storage()
+                if storage.nbytes() >= self._least_bytes and storage.resizable():
+                    self.storages[storage._cdata] = storage
+            elif isinstance(value, tuple | list | dict) and id(value) not in self._seen:
+                self._seen.add(id(value))
+                waiting += value.values() if isinstance(value, dict) else value
