@@ -21,6 +21,7 @@ from tests.support.dying import dying_at
 from tests.support.failing_disk import FAULTS, Fault, room_for
 
 LINES = 7
+QUICK = ("the disk is full", "a sync fails", "the disk is gone")
 HEAD: dict[str, Any] = {"input": "1234", "model": "m", "stop": ["x"]}
 
 
@@ -100,7 +101,10 @@ def test_it_goes_on_after_dying_at_any_step(tmp_path: Path) -> None:
     assert at > 15
 
 
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(fault, id=name, marks=() if name in QUICK else pytest.mark.long) for name, fault in FAULTS.items()],
+)
 def test_a_failing_disk_ends_it_with_words_and_loses_nothing(tmp_path: Path, fault: Fault) -> None:
     for at in range(40):
         out = tmp_path / str(at) / "out.jsonl"
