@@ -55,10 +55,12 @@ setup(
             "openai>=2",
             "httpx>=0.27",
             "pyarrow>=15",
+            "ray>=2.60",
         ],
         # pydantic for lines of OpenAI's format, pyarrow for Parquet
         "batch": ["greenlet>=3.1", "pydantic>=2", "pyarrow>=15"],
         "serve": ["fastapi>=0.115", "uvicorn>=0.30", "greenlet>=3.1"],
+        "ray": ["ray>=2.60"],
         "ecosystem": ["lm_eval>=0.4.13", "langchain-huggingface>=0.3.1"],
         "plot": ["matplotlib>=3.9"],
         "fuzz": ["atheris>=3"],

@@ -12,6 +12,7 @@
     ├── BatchError                             a batch of requests cannot take on another one
     │   ├── BusyError                          as many wait as may
     │   └── ClosedError                        it is about to end, or has ended
+    ├── ClusterError                           a Ray cluster cannot do the work, or lost it
     ├── InputError                             the input of a batch cannot be read, or names a line twice
     ├── ResultsError                           results of a batch belong to another one, or cannot be written
     ├── ScoringError                           texts cannot be scored on this model, or not in this memory
@@ -109,6 +110,10 @@ class BusyError(BatchError):
 
 class ClosedError(BatchError):
     """The batch is about to end, or has ended."""
+
+
+class ClusterError(RabbitLLMError):
+    """A Ray cluster cannot be reached, cannot do the work, or lost it too often."""
 
 
 class InputError(RabbitLLMError):

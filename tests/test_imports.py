@@ -60,6 +60,7 @@ FLOORS = (
     ("scoring",),
     ("serve",),
     ("bulk",),
+    ("spread",),
     ("cli",),
     ("__main__",),
 )

@@ -12,7 +12,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,6 +21,9 @@ from rabbitllm.bulk.generation import Watch
 from rabbitllm.bulk.items import Answer, Defaults, Limits
 from rabbitllm.bulk.journal import Journal
 from rabbitllm.bulk.survey import Survey
+
+Groups = Generator[list[Answer]]
+"""Answers, those that are complete at the same time together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +94,14 @@ def run(
             durable.
     """
     order = survey.ordered(journal.missing())
+    return keep(answered(model, name, map(survey.item, order), limits, watch), journal, tell)
+
+
+def keep(groups: Groups, journal: Journal, tell: Callable[[Progress], object]) -> Progress:
+    """Make answers durable, wherever they come from; see `run`."""
     writer = _Writer(journal, tell)
     try:
-        with contextlib.closing(answered(model, name, map(survey.item, order), limits, watch)) as groups:
+        with contextlib.closing(groups):
             for group in groups:
                 writer.put(group)
     finally:

@@ -13,7 +13,7 @@ from rabbitllm.ask.answer import Sampling
 from rabbitllm.bulk.display import Answering
 from rabbitllm.bulk.items import Defaults, Limits
 from rabbitllm.bulk.journal import Journal, opened
-from rabbitllm.bulk.run import Progress, head_of, run
+from rabbitllm.bulk.run import Groups, Progress, head_of, keep, run
 from rabbitllm.bulk.spool import opened as opened_input
 from rabbitllm.bulk.survey import Survey, surveyed
 from rabbitllm.live.region import THE_REGION
@@ -49,6 +49,7 @@ class Batch:
         settings: what else changes answers; see `run.head_of`.
         columns: see `spool.opened`.
         overwrite: see `journal.opened`.
+        elsewhere: gives the answers that a journal lacks, where no model is to be loaded in this process.
     """
 
     source: Any
@@ -60,6 +61,7 @@ class Batch:
     settings: Mapping[str, Any]
     columns: Mapping[str, str] | None = None
     overwrite: bool = False
+    elsewhere: Callable[[Survey, Journal], Groups] | None = None
 
 
 def work(batch: Batch) -> Progress:
@@ -86,6 +88,13 @@ def work(batch: Batch) -> Progress:
 
 
 def _answer(batch: Batch, survey: Survey, journal: Journal) -> Progress:
+    if batch.elsewhere is not None:
+        shown = Answering()
+        claim = THE_REGION.claim(shown)
+        try:
+            return keep(batch.elsewhere(survey, journal), journal, shown.told)
+        finally:
+            claim.release()
     ready = batch.load(survey)
     if ready.weights is not None:
         journal.check_weights(ready.weights)

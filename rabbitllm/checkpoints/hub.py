@@ -125,7 +125,8 @@ def _no_answer(repo_id: str, error: Exception) -> HubError:
 class HubRepository:
     """One repository at one commit.
 
-    Make it with `open_repository`. `staging` is the folder that fetched shards go to; it is ours.
+    Make it with `open_repository`. `staging` is the folder that fetched shards go to; it is ours. Without `uses_cache`
+    what the user's hub cache has of it is not looked for.
     """
 
     repo_id: str
@@ -133,6 +134,7 @@ class HubRepository:
     files: Mapping[str, HubFile]
     access: HubAccess
     staging: Path
+    uses_cache: bool = True
 
     def __post_init__(self) -> None:
         self.label = f"{self.repo_id}@{self.commit[:8]}"
@@ -169,6 +171,8 @@ class HubRepository:
 
     def cached(self, name: str) -> tuple[hub_cache.CachedSnapshot, Path] | None:
         """Where the user's hub cache already has a file at this commit, or None."""
+        if not self.uses_cache:
+            return None
         from huggingface_hub import try_to_load_from_cache
 
         found = try_to_load_from_cache(self.repo_id, name, cache_dir=self.access.cache_dir, revision=self.commit)

@@ -77,6 +77,12 @@ DiskPlotOption = Annotated[
     Path | None, typer.Option(help="Draw the disk in use over time into this file (.png, .svg or .pdf).")
 ]
 
+# where the work is done
+RayOption = Annotated[
+    str | None,
+    typer.Option("--ray", metavar="ADDRESS", help="On a Ray cluster: HOST:PORT of its head, or auto for the one here."),
+]
+
 # how tokens are chosen
 TemperatureOption = Annotated[float | None, typer.Option(help="Choose by chance; 0, the default, does not.")]
 TopPOption = Annotated[float | None, typer.Option(help="By chance, among tokens of so much probability.")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,7 @@ from rabbitllm.cli.arguments import (
     MemoryOption,
     ModelArgument,
     NoSplitOption,
+    RayOption,
     RevisionOption,
     SeedOption,
     SequentialOption,
@@ -70,6 +72,10 @@ def batch_command(
     no_split: NoSplitOption = False,
     revision: RevisionOption = None,
     trust_remote_code: TrustOption = False,
+    ray: RayOption = None,
+    ray_workers: Annotated[
+        int | None, typer.Option("--ray-workers", help="With --ray: by default one for each GPU, or each machine.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Answer every line of a file, as many as possible in each pass over the weights: text, scores, embeddings.
@@ -126,6 +132,11 @@ def batch_command(
         columns=columns_of(column or ()),
         overwrite=overwrite,
     )
+    if ray is not None:
+        from rabbitllm.spread.batch import answering_on
+
+        elsewhere = answering_on(ray, wish, model, limits, workers=ray_workers, split=not no_split, dtype=dtype)
+        task = replace(task, elsewhere=elsewhere)
     disable_progress_bars()  # shards have a bar of ours, and what else is fetched is small
     console = Console(stderr=True, highlight=False)
     try:

@@ -16,6 +16,7 @@ from rabbitllm.cli.arguments import (
     MaxDiskOption,
     MinFreeDiskOption,
     ModelArgument,
+    RayOption,
     RevisionOption,
     TrustOption,
     compression_of,
@@ -45,6 +46,11 @@ def pull_command(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only tell whether it would fit; exits with 1 if not.")
     ] = False,
+    ray: RayOption = None,
+    ray_tasks: Annotated[
+        int | None,
+        typer.Option("--ray-tasks", help="With --ray: shards at a time; by default as processors allow."),
+    ] = None,
     plot: DiskPlotOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -88,7 +94,12 @@ def pull_command(
             show_dry_run(found, wish, console)
         raise typer.Exit(0 if found.fits else 1)
     with contextlib.redirect_stdout(sys.stderr), pictured(plot), shown():
-        pulled = make.pull(wish)
+        if ray is None:
+            pulled = make.pull(wish)
+        else:
+            from rabbitllm.spread.pull import pull_on
+
+            pulled = pull_on(ray, wish, ray_tasks)
     if as_json:
         put_json(make.pulled_record(pulled))
     else:

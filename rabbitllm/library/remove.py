@@ -21,6 +21,7 @@ from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME, is_legacy,
 from rabbitllm.library.entry import DAMAGED, RECORDS, REMOVED_SUFFIX, Entry, look
 from rabbitllm.library.original import Original
 from rabbitllm.splitter import journal
+from rabbitllm.splitter.lease import LEASE_NAME
 from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME, locked_at_once
 from rabbitllm.splitter.split import STAGING_NAME
 from rabbitllm.splitter.watch import disk_bytes
@@ -160,7 +161,7 @@ def _is_ours(path: Path, folder: Path, layers: frozenset[str] | None, written: f
         return False
     if len(at.parts) > 1 and at.parts[0] == STAGING_NAME:
         return True
-    if len(at.parts) == 1 and (path.name in (*RECORDS, LOCK_NAME, HOLDER_NAME) or path.name in _CONFIGS):
+    if len(at.parts) == 1 and (path.name in (*RECORDS, LOCK_NAME, HOLDER_NAME, LEASE_NAME) or path.name in _CONFIGS):
         return True
     if len(at.parts) == 1 and path.name.endswith(_OWN_SUFFIXES):
         layer = path.name.partition(LAYER_SUFFIX)[0] + LAYER_SUFFIX

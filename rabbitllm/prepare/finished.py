@@ -15,6 +15,7 @@ from rabbitllm.errors import CheckpointNotFoundError, SplitMismatchError
 from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME, LayerStore, Manifest, read_manifest
 from rabbitllm.options import SplitOptions
 from rabbitllm.prepare.source import Source
+from rabbitllm.splitter.lease import LEASE_NAME
 from rabbitllm.splitter.lock import is_left_over
 from rabbitllm.splitter.split import STAGING_NAME, clear_away, discard_original
 
@@ -27,6 +28,7 @@ def has_work_left(folder: Path, options: SplitOptions) -> bool:
     if not (folder / MANIFEST_NAME).exists() or not is_writable(folder):
         return False
     left = (folder / JOURNAL_NAME).exists() or (folder / STAGING_NAME).exists() or is_left_over(folder)
+    left = left or (folder / LEASE_NAME).exists()
     return left or options.delete_original
 
 

@@ -5,7 +5,10 @@ Knows the sources and the splitter, not the engine.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections.abc import Collection
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from rabbitllm.checkpoints.checkpoint import Checkpoint
@@ -22,6 +25,8 @@ from rabbitllm.prepare.finished import check_finished, has_work_left
 from rabbitllm.prepare.source import Source
 from rabbitllm.prepare.weights import open_folder
 from rabbitllm.profiler import Profiler
+from rabbitllm.splitter import lease
+from rabbitllm.splitter.hands import Hands
 from rabbitllm.splitter.interrupted import telling_how_to_go_on
 from rabbitllm.splitter.lock import locked
 from rabbitllm.splitter.repair import repair
@@ -29,11 +34,16 @@ from rabbitllm.splitter.split import STAGING_NAME, Request, check_before_downloa
 
 
 def ensure_split(
-    source: Source, options: SplitOptions, quantise_on: str = "cpu", naming: LayerNaming | None = None
+    source: Source,
+    options: SplitOptions,
+    quantise_on: str = "cpu",
+    naming: LayerNaming | None = None,
+    hands: Hands | None = None,
 ) -> Profiler:
     """Make or finish the split directory of a source; with `delete_original`, remove what is left of the original.
 
-    One process and one thread at a time: others wait, and find the split finished, or go on where it stopped.
+    One process and one thread at a time: others wait, and find the split finished, or go on where it stopped. With
+    `hands`, those fill layer files for it, on the CPU.
 
     Returns:
         Where the time went; empty for a split that was finished already.
@@ -42,22 +52,32 @@ def ensure_split(
         SplitMismatchError: the directory belongs to another source.
         MissingShardError: shards are gone and no unfinished split has their tensors.
         OptionError: the weights are quantised as they are published, and compression would quantise them once more.
+        ClusterError: the hands cannot do it.
     """
     if source.finished and not has_work_left(source.split_folder, options):
         check_finished(source, options)
         return Profiler(enabled=options.profiling)
     with locked(source.split_folder), telling_how_to_go_on(source.split_folder):
+        lease.revoke(source.split_folder)  # of a run that died, and whose workers may not know it yet
         if is_finished(source.split_folder):  # asked anew: whoever had the lock before may have done it
             check_finished(source, options)
             return Profiler(enabled=options.profiling)
         _refuse_to_quantise_again(source, options)
-        checkpoint = _open(source, options, naming)
+        checkpoint = _open(source, options, naming, by_hands=hands is not None)
         family = family_of(source.config_folder, checkpoint)
-        request = Request(checkpoint, source.split_folder, family, options, naming, quantise_on)
+        request = Request(checkpoint, source.split_folder, family, options, naming, quantise_on, hands)
         try:
-            return split(request)
+            with _sharing(source, hands):
+                return split(request)
         except MissingShardError as error:
             raise _with_other_splits(error, source) from None
+
+
+def _sharing(source: Source, hands: Hands | None) -> AbstractContextManager[None]:
+    """What has to be open while the split directory is made by these hands, or by this process alone."""
+    if hands is None:
+        return contextlib.nullcontext()
+    return hands.sharing(source.split_folder, [source.local] if source.local is not None else [])
 
 
 def _refuse_to_quantise_again(source: Source, options: SplitOptions) -> None:
@@ -70,16 +90,27 @@ def _refuse_to_quantise_again(source: Source, options: SplitOptions) -> None:
         )
 
 
-def _open(source: Source, options: SplitOptions, naming: LayerNaming | None) -> Checkpoint:
-    if source.repository is not None:
-        remote = HubCheckpoint(source.repository)
+def _open(source: Source, options: SplitOptions, naming: LayerNaming | None, *, by_hands: bool = False) -> Checkpoint:
+    """The checkpoint; by hands, what no folder has that all of them see is fetched, whatever this user's cache has."""
+    repository, missing_from = source.repository, source.missing_from
+    if by_hands:
+        repository = dataclasses.replace(repository, uses_cache=False) if repository is not None else None
+        missing_from = dataclasses.replace(missing_from, uses_cache=False) if missing_from is not None else None
+    if repository is not None:
+        remote = HubCheckpoint(repository)
         if options.sequential or options.keep_own:
             return remote
+        if by_hands:
+            raise OptionError(
+                f"All shards of {source.name} are to be kept in the hub cache of this machine, where workers on others "
+                "do not see them.",
+                "Leave --keep-shards out, or download the repository into a shared folder and name that folder.",
+            )
         family = family_of(source.config_folder, remote)
-        check_before_download(Request(remote, source.split_folder, family, options, naming), source.repository.cache)
-        return LocalCheckpoint(download_all(source.repository, remote.index))
+        check_before_download(Request(remote, source.split_folder, family, options, naming), repository.cache)
+        return LocalCheckpoint(download_all(repository, remote.index))
     assert source.local is not None
-    return open_folder(source.local, source.missing_from, source.split_folder)
+    return open_folder(source.local, missing_from, source.split_folder)
 
 
 def _with_other_splits(error: MissingShardError, source: Source) -> MissingShardError:

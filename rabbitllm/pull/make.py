@@ -22,6 +22,7 @@ from rabbitllm.layers.compression import check_compression
 from rabbitllm.library.entry import Entry, as_record, look
 from rabbitllm.options import Hosts, SplitOptions, StreamOptions, check_transfer, expand, parse_max_memory, parse_size
 from rabbitllm.splitter.forecast import STANDARD, Outlook, Rates, Route
+from rabbitllm.splitter.hands import Hands
 
 
 class Shards(enum.Enum):
@@ -155,8 +156,12 @@ class DryRun:
         return self.outlook.finished or self.route is not None
 
 
-def pull(wish: Wish) -> Pulled:
+def pull(wish: Wish, hands: Hands | None = None) -> Pulled:
     """Find a model, split it unless that is done, and say what is where.
+
+    Args:
+        wish: what, and how.
+        hands: who fills layer files elsewhere, quantising on the CPU; None for this process.
 
     Raises:
         RabbitLLMError: as `AutoModel.from_pretrained` does; whatever can be refused is refused before the split.
@@ -166,6 +171,8 @@ def pull(wish: Wish) -> Pulled:
     source = prepare.find(wish.sought())
     before = source.finished
     quantise_on = "cpu" if before else check_model(source, wish.stream_options())
+    if hands is not None:
+        quantise_on = "cpu"
     done: list[progress.SplitDone] = []
 
     def note(event: progress.Event) -> None:
@@ -173,7 +180,7 @@ def pull(wish: Wish) -> Pulled:
             done.append(event)
 
     with progress.listening(note, shows=False):
-        prepare.ensure_split(source, options, quantise_on)
+        prepare.ensure_split(source, options, quantise_on, hands=hands)
     entry = look(source.split_folder)
     if entry is None:
         raise IncompleteSplitError(f"{source.split_folder} went while it was made.", "Make the same call again.")

@@ -18,58 +18,26 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rabbitllm import durable
-from rabbitllm.checkpoints.checkpoint import Checkpoint, Disposal, Release
-from rabbitllm.errors import CorruptShardError
-from rabbitllm.formats.safetensors_file import LENGTH_BYTES, Header, header_length, parse_header
-from rabbitllm.formats.shard_header import parse_torch_header, read_shard_header
-from rabbitllm.layers.compression import StoredForm, constants
+from rabbitllm.checkpoints.checkpoint import Disposal, Release
+from rabbitllm.errors import IncompleteSplitError
+from rabbitllm.layers.compression import constants
 from rabbitllm.layers.layer_file import DONE_SUFFIX, SCRATCH_SUFFIX, LayerLayout
-from rabbitllm.options import SplitOptions
-from rabbitllm.profiler import FETCH, SHARD_WAIT, Profiler
-from rabbitllm.progress import LayerDone, ShardDone, ShardStarted, SplitStarted, tell
+from rabbitllm.profiler import SHARD_WAIT, Profiler
+from rabbitllm.progress import BytesDone, LayerDone, ShardDone, ShardStarted, SplitStarted, tell
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.arrivals import Arrivals, Arriving, StartedOverError
-from rabbitllm.splitter.gaps import Gaps
-from rabbitllm.splitter.mover import ByteStream, Mover, Target
-from rabbitllm.splitter.plan import Arrival, DiskUse, PlannedShard, SplitPlan, moves, moves_of
+from rabbitllm.splitter.arrivals import Arrivals, Arriving
+from rabbitllm.splitter.filler import Filler
+from rabbitllm.splitter.hands import Hands
+from rabbitllm.splitter.mover import Mover, Target
+from rabbitllm.splitter.plan import PlannedShard, moves_of
 from rabbitllm.splitter.watch import disk_bytes
+from rabbitllm.splitter.work import ROOM, Work
 
 logger = logging.getLogger(__name__)
-
-ROOM: Mapping[Arrival, int] = {Arrival.FILE_AHEAD: 2, Arrival.FILE: 1, Arrival.STREAM: 0}
-"""Fetched shards that may be on the disk at a time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """A split that may be worked on.
-
-    Attributes:
-        plan: what to do.
-        checkpoint: the source.
-        folder: the split directory, with a journal in it.
-        options: the caller's.
-        quantise_on: "cpu" or "cuda:N".
-        arrival: how fetched shards reach the layer files.
-        use: what it takes of the disk.
-        used: shards that an earlier run used up.
-        checksums: tensor -> CRC-32 of each stored part, as far as the journal knows them.
-    """
-
-    plan: SplitPlan
-    checkpoint: Checkpoint
-    folder: Path
-    options: SplitOptions
-    quantise_on: str
-    arrival: Arrival
-    use: DiskUse
-    used: frozenset[str]
-    checksums: Mapping[str, tuple[int, ...]]
 
 
 class ShardLoop:
@@ -79,9 +47,10 @@ class ShardLoop:
         work: what to do.
         profiler: told of every stage.
         watch: called often, from any thread; may raise to stop.
+        hands: who fills layer files elsewhere; None for this process.
     """
 
-    def __init__(self, work: Work, profiler: Profiler, watch: Callable[[], None]) -> None:
+    def __init__(self, work: Work, profiler: Profiler, watch: Callable[[], None], hands: Hands | None = None) -> None:
         self.work = work
         self.plan = work.plan
         self.profiler = profiler
@@ -90,8 +59,11 @@ class ShardLoop:
         self._deletes = work.options.sequential and work.checkpoint.deletable
         self._journal = journal.Journal(work.folder)
         self._mover = Mover(work.options.threads, work.quantise_on, profiler, watch)
+        self._filler = Filler(work, self._mover, profiler)
         self._arrivals = Arrivals(work.checkpoint, ROOM[work.arrival], watch)
         self._first_seen: dict[str, float] = {}
+        self._watch = watch
+        self._hands = hands
 
     def take_shards(self) -> None:
         """Use up every shard that no earlier run has."""
@@ -116,16 +88,43 @@ class ShardLoop:
                 sum(self._is_final(layout) for layout in self.plan.layouts.values()),
             )
         )
+        if self._hands is not None:
+            self._take_from(self._hands, waiting)
+            return
         for shard, arriving in self._arrivals.shards(waiting):
-            number = self.plan.shards.index(shard) + 1
-            tell(ShardStarted(shard.name, number, len(self.plan.shards)))
+            self._tell_started(shard)
             self._use_up(shard, arriving)
-            release = self._release(shard)
-            disk = disk_bytes(self.work.folder)
-            logger.info("Shard %d of %d, %s: %s.", number, len(self.plan.shards), shard.name, release.disposal.value)
-            tell(
-                ShardDone(shard.name, number, len(self.plan.shards), release.disposal.value, disk, self._source_left())
-            )
+            self._give_up(shard)
+
+    def _take_from(self, hands: Hands, waiting: Sequence[PlannedShard]) -> None:
+        """Take the shards up in the order in which other hands are through with them."""
+        layers = {shard.name: self._unfinished(shard) for shard in waiting}
+        parts = [(shard, self.work.of_shard(shard.name, layers[shard.name])) for shard in waiting]
+        with contextlib.closing(hands.filled(parts, self._tell_started, self._watch)) as through:
+            for shard, sums in through:
+                self._take_over(shard, layers[shard.name], sums)
+                forms = self._filler.forms_of(shard, layers[shard.name])
+                tell(
+                    BytesDone(
+                        shard.name,
+                        sum(form.source.nbytes for form in forms),
+                        layers[shard.name][-1] if layers[shard.name] else "",
+                        sum(form.source.nbytes for form in forms if form.scheme is not None),
+                        sum(part.nbytes for form in forms for part in form.parts),
+                    )
+                )
+                self._give_up(shard)
+
+    def _tell_started(self, shard: PlannedShard) -> None:
+        tell(ShardStarted(shard.name, self.plan.shards.index(shard) + 1, len(self.plan.shards)))
+
+    def _give_up(self, shard: PlannedShard) -> None:
+        """Release a shard that the journal says is used up."""
+        number = self.plan.shards.index(shard) + 1
+        release = self._release(shard)
+        disk = disk_bytes(self.work.folder)
+        logger.info("Shard %d of %d, %s: %s.", number, len(self.plan.shards), shard.name, release.disposal.value)
+        tell(ShardDone(shard.name, number, len(self.plan.shards), release.disposal.value, disk, self._source_left()))
 
     def flush_leftovers(self) -> None:
         """Finish layers whose tensors are all there and which still lack their final name or their marker.
@@ -150,42 +149,87 @@ class ShardLoop:
         self._mover.close()
         self._journal.close()
 
+    def _unfinished(self, shard: PlannedShard) -> list[str]:
+        """The layers that a shard has something for, less those that an earlier run has finished."""
+        touched = self.plan.layer_map.shard_to_layers.get(shard.name, ())
+        return [layer for layer in touched if not self._is_final(self.plan.layouts[layer])]
+
     def _use_up(self, shard: PlannedShard, arriving: Arriving) -> None:
-        layers = [
-            layer
-            for layer in self.plan.layer_map.shard_to_layers.get(shard.name, ())
-            if not self._is_final(self.plan.layouts[layer])
-        ]
+        layers = self._unfinished(shard)
         for layer in layers:
             self._first_seen.setdefault(layer, time.perf_counter())
         targets: dict[str, Target] = {}
         try:
-            if self.work.arrival is Arrival.STREAM and shard.staged:
-                self._open(targets, layers)
-                self._move_stream(shard, targets)
-            else:
-                self._move_file(shard, arriving, targets, layers)
-            completed = [layer for layer in self.plan.layer_map.completed_by(shard.name, self.used) if layer in targets]
-            in_pieces = [layer for layer in completed if targets[layer].scratch is not None]
-            whole = [layer for layer in completed if layer not in in_pieces]
-            for layer in whole:
-                self._write_fixed(targets[layer])
-            self._mover.sync(targets.values())
-            for layer in [*targets]:
-                if layer not in in_pieces:
-                    targets.pop(layer).close()
-            self._name_layers([self.plan.layouts[layer] for layer in whole])
-            sums = self._mover.checksums(self._forms_of(shard, layers))
-            for layer in in_pieces:
-                layout = self.plan.layouts[layer]
-                self._join(targets[layer])
-                targets.pop(layer).close()
-                self._name_layers([layout])
-                self._drop_scratch(layout)
-                sums |= self._mover.checksums(layout.joins)
+            self._filler.fill(shard, arriving, targets, layers)
+            sums = self._complete(shard, targets, lambda: self._mover.checksums(self._filler.forms_of(shard, layers)))
         finally:
             for target in targets.values():
                 target.close()
+        self._mark_used(shard, sums)
+
+    def _take_over(self, shard: PlannedShard, layers: Sequence[str], sums: Mapping[str, tuple[int, ...]]) -> None:
+        """The same of a shard whose bytes other hands have put into layer files and synced."""
+        self._require_filled(shard, layers)
+        completed = self.plan.layer_map.completed_by(shard.name, self.used)
+        targets: dict[str, Target] = {}
+        try:
+            self._filler.open(targets, [layer for layer in completed if layer in layers])
+            all_sums = self._complete(shard, targets, lambda: dict(sums))
+        finally:
+            for target in targets.values():
+                target.close()
+        self._mark_used(shard, all_sums)
+
+    def _require_filled(self, shard: PlannedShard, layers: Iterable[str]) -> None:
+        """Make sure that what was filled elsewhere is there; a file made anew would have holes in its place."""
+        for layer in layers:
+            layout = self.plan.layouts[layer]
+            wanted = [(self._path(layout, durable.PART_SUFFIX), layout.size)]
+            if layout.scratch_bytes:
+                wanted.append((self._path(layout, SCRATCH_SUFFIX), layout.scratch_bytes))
+            for path, size in wanted:
+                if not path.exists() or path.stat().st_size != size:
+                    raise IncompleteSplitError(
+                        f"A worker has put {shard.name} into {path}, and here that file is not there or has not "
+                        f"{size:,} bytes.",
+                        "Use a shared folder that shows every machine the same files at once; then make the same call "
+                        "again. Nothing was deleted.",
+                    )
+
+    def _complete(
+        self, shard: PlannedShard, targets: dict[str, Target], checksums: Callable[[], dict[str, tuple[int, ...]]]
+    ) -> dict[str, tuple[int, ...]]:
+        """Sync and close what a shard was put into, and give the layers their names that are whole with it.
+
+        Args:
+            shard: which.
+            targets: the open files; those that are closed are taken out.
+            checksums: of what the shard gave; asked when the files are synced.
+
+        Returns:
+            Those, and the sums of tensors that were joined.
+        """
+        completed = [layer for layer in self.plan.layer_map.completed_by(shard.name, self.used) if layer in targets]
+        in_pieces = [layer for layer in completed if targets[layer].scratch is not None]
+        whole = [layer for layer in completed if layer not in in_pieces]
+        for layer in whole:
+            self._write_fixed(targets[layer])
+        self._mover.sync(targets.values())
+        for layer in [*targets]:
+            if layer not in in_pieces:
+                targets.pop(layer).close()
+        self._name_layers([self.plan.layouts[layer] for layer in whole])
+        sums = checksums()
+        for layer in in_pieces:
+            layout = self.plan.layouts[layer]
+            self._join(targets[layer])
+            targets.pop(layer).close()
+            self._name_layers([layout])
+            self._drop_scratch(layout)
+            sums |= self._mover.checksums(layout.joins)
+        return sums
+
+    def _mark_used(self, shard: PlannedShard, sums: Mapping[str, tuple[int, ...]]) -> None:
         self._journal.mark_used(shard.name, sums)
         self.checksums |= sums
         self.used.add(shard.name)
@@ -211,106 +255,6 @@ class ShardLoop:
             durable.remove(self._path(layout, SCRATCH_SUFFIX))
             durable.sync_folder(self.work.folder)
 
-    def _forms_of(self, shard: PlannedShard, layers: list[str]) -> list[StoredForm]:
-        forms = (form for layer in layers for form in self.plan.layouts[layer].forms)
-        return [form for form in forms if form.source.file == shard.name]
-
-    def _open(self, targets: dict[str, Target], layers: list[str]) -> None:
-        for layer in layers:
-            layout = self.plan.layouts[layer]
-            targets[layer] = self._target(layout)
-
-    def _target(self, layout: LayerLayout) -> Target:
-        file = durable.GrowingFile(self._path(layout, durable.PART_SUFFIX), layout.size, write_back=True)
-        if not layout.scratch_bytes:
-            return Target(layout, file)
-        try:
-            scratch = durable.GrowingFile(self._path(layout, SCRATCH_SUFFIX), layout.scratch_bytes, write_back=True)
-        except BaseException:
-            file.close()
-            raise
-        return Target(layout, file, scratch)
-
-    def _move_file(
-        self, shard: PlannedShard, arriving: Arriving, targets: dict[str, Target], layers: list[str]
-    ) -> None:
-        """Move what has come of a shard while the rest is coming; nothing of it is believed before it is whole.
-
-        Where the header does not come first, the places are the plan's and are compared when all is there.
-        """
-        as_it_comes = shard.streams
-        early = shard.header_first or not (shard.staged and as_it_comes)
-
-        def arrived(end: int) -> Path:
-            with self.profiler.stage(shard.name, FETCH) if shard.staged else contextlib.nullcontext():
-                return arriving.until(end) if as_it_comes else arriving.whole()
-
-        while True:
-            try:
-                path = arrived(LENGTH_BYTES)
-                if not targets:
-                    self._open(targets, layers)
-                try:
-                    if early:
-                        self._compare(shard, _header_so_far(path, shard, arrived))
-                    work = moves(self.plan, shard.name, targets)
-                    self._mover.from_file(path, targets, work, arrived, shard.name)
-                    if not early:
-                        self._compare(shard, read_shard_header(arriving.whole(), shard.name))
-                except FileNotFoundError:  # it was not what the hub says, and was taken away; if so, this says it too
-                    arriving.whole()
-                    raise
-                except CorruptShardError as error:
-                    arriving.whole()  # the same: nothing was verified yet
-                    raise CorruptShardError(f"At {path}: {error.problem}", self._advice(shard)) from None
-                with self.profiler.stage(shard.name, FETCH) if shard.staged else contextlib.nullcontext():
-                    arriving.whole()
-            except StartedOverError:
-                self._mover.forget(self._forms_of(shard, layers))
-            else:
-                return
-
-    def _move_stream(self, shard: PlannedShard, targets: dict[str, Target]) -> None:
-        with contextlib.closing(self.work.checkpoint.stream(shard.name)) as chunks:  # with its connection
-            gaps = None if shard.header_first else Gaps(shard.tensors, shard.size)
-            stream = ByteStream(chunks if gaps is None else gaps.watching(chunks))
-            try:
-                if gaps is None:
-                    self._compare(shard, _streamed_header(stream, shard))
-                self._mover.from_stream(shard.name, stream, targets, moves(self.plan, shard.name, targets))
-                stream.finish()
-                if gaps is not None:  # the digest is right, so this says whether the plan was
-                    self._compare(shard, parse_torch_header(gaps.read_at, shard.size, shard.name))
-            except CorruptShardError as error:
-                raise CorruptShardError(error.problem, self._advice(shard)) from None
-
-    def _compare(self, shard: PlannedShard, header: Header) -> None:
-        """Refuse a shard that is no longer, or never was, what the plan took it for.
-
-        The plan's header came over the network without a digest, or from a file that somebody may have changed since.
-        """
-        taken = self.work.checkpoint.taken_from(shard.name, header)
-        found = {tensor.name: tensor for tensor in taken.tensors}
-        other = [tensor.name for tensor in shard.tensors if found.get(tensor.name) != tensor]
-        if other:
-            raise CorruptShardError(
-                f"{shard.name} is not the file that the plan was made from: {other[0]!r} is elsewhere in it, or not "
-                "at all."
-            )
-
-    def _advice(self, shard: PlannedShard) -> str:
-        safe = f"Layers finished so far are safe in {self.work.folder}."
-        if shard.staged:
-            return (
-                f"Make the same call again, in case it was damaged on the way. {safe} If it stays so, what the hub "
-                "said of it when the split was planned was damaged: delete that folder, and call again."
-            )
-        return (
-            f"{safe} For a repository on the hub make the same call again, or delete that folder first. For a local "
-            "checkpoint put a sound copy at that path and call again; delete nothing: other shards may be used up "
-            "already."
-        )
-
     def _path(self, layout: LayerLayout, suffix: str = "") -> Path:
         return self.work.folder / (layout.file_name + suffix)
 
@@ -321,7 +265,7 @@ class ShardLoop:
         part = self._path(layout, durable.PART_SUFFIX)
         if part.exists():
             joined = not self._path(layout, SCRATCH_SUFFIX).exists()  # it goes when all of it is in the layer file
-            target = Target(layout, durable.GrowingFile(part, layout.size)) if joined else self._target(layout)
+            target = Target(layout, durable.GrowingFile(part, layout.size)) if joined else self._filler.target(layout)
             try:
                 if layout.scratch_bytes and not joined:
                     self._join(target)
@@ -357,20 +301,3 @@ class ShardLoop:
     def _source_left(self) -> int:
         left = (s for s in self.plan.shards if not s.staged)
         return sum(s.size for s in left if not self._deletes or s.name not in self.used)
-
-
-def _header_so_far(path: Path, shard: PlannedShard, arrived: Callable[[int], object]) -> Header:
-    if not (shard.staged and shard.header_first):
-        return read_shard_header(path, shard.name)
-    with path.open("rb") as file:
-        length = header_length(file.read(LENGTH_BYTES), shard.size, shard.name)
-        arrived(LENGTH_BYTES + length)
-        return parse_header(file.read(length), shard.size, shard.name)
-
-
-def _streamed_header(stream: ByteStream, shard: PlannedShard) -> Header:
-    prefix = bytearray(LENGTH_BYTES)
-    stream.read_into(memoryview(prefix))
-    raw = bytearray(header_length(bytes(prefix), shard.size, shard.name))
-    stream.read_into(memoryview(raw))
-    return parse_header(bytes(raw), shard.size, shard.name)

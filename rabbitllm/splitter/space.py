@@ -14,7 +14,8 @@ from pathlib import Path
 from rabbitllm.errors import NotEnoughSpaceException, OptionError
 from rabbitllm.layers.compression import COMPRESSIONS
 from rabbitllm.options import SplitOptions
-from rabbitllm.splitter.plan import Arrival, DiskUse, SplitPlan, disk_use, gib, recompressed
+from rabbitllm.splitter.at_once import disk_use_at_once
+from rabbitllm.splitter.plan import Arrival, DiskUse, SplitPlan, gib, recompressed
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +85,29 @@ def choose_arrival(plan: SplitPlan, ground: Ground, options: SplitOptions) -> Ar
         NotEnoughSpaceException: none does; with what is needed, what there is, and what would fit.
         OptionError: see `candidates`.
     """
-    ways = candidates(plan, options.shard_transfer)
-    for way in ways:
-        if shortage(plan, ground, options, way) is None:
-            return way
+    return choose_way(plan, ground, options, candidates(plan, options.shard_transfer), 1)[0]
+
+
+def choose_at_once(plan: SplitPlan, ground: Ground, options: SplitOptions, at_once: int) -> tuple[Arrival, int]:
+    """The way for shards to arrive at which most of them, up to `at_once`, can be in work at a time, and how many.
+
+    Raises:
+        NotEnoughSpaceException, OptionError: as `choose_arrival`; not even one at a time fits.
+    """
+    waiting = sum(shard.name not in ground.used for shard in plan.shards)
+    # each is fetched by whoever fills from it, so none is fetched ahead
+    ways = [way for way in candidates(plan, options.shard_transfer) if way is not Arrival.FILE_AHEAD]
+    return choose_way(plan, ground, options, ways, max(1, min(at_once, waiting)))
+
+
+def choose_way(
+    plan: SplitPlan, ground: Ground, options: SplitOptions, ways: Sequence[Arrival], at_once: int
+) -> tuple[Arrival, int]:
+    """The first of the ways at which as many shards at a time fit as at any; raises if not even one does."""
+    for count in range(at_once, 0, -1):
+        for way in ways:
+            if shortage(plan, ground, options, way, count) is None:
+                return way, count
     short = shortage(plan, ground, options, ways[-1])
     assert short is not None
     raise NotEnoughSpaceException(
@@ -97,16 +117,24 @@ def choose_arrival(plan: SplitPlan, ground: Ground, options: SplitOptions) -> Ar
     )
 
 
-def shortage(plan: SplitPlan, ground: Ground, options: SplitOptions, arrival: Arrival) -> Shortage | None:
-    """What is lacking for a split in which shards arrive this way; None if it fits."""
-    use = disk_use(
+def use_of(plan: SplitPlan, ground: Ground, arrival: Arrival, at_once: int = 1) -> DiskUse:
+    """What the split takes of the disk on this ground."""
+    return disk_use_at_once(
         plan,
+        at_once,
         arrival=arrival,
         deletes_shards=ground.deletes_shards,
         small_files=ground.small_files,
         used=ground.used,
         in_use=ground.in_use,
     )
+
+
+def shortage(
+    plan: SplitPlan, ground: Ground, options: SplitOptions, arrival: Arrival, at_once: int = 1
+) -> Shortage | None:
+    """What is lacking for a split in which so many shards at a time arrive this way; None if it fits."""
+    use = use_of(plan, ground, arrival, at_once)
     created = ground.created(use)
     if options.max_disk is not None and created > options.max_disk:
         return Shortage(created, options.max_disk, f"allowed by max_disk={options.max_disk:,}")

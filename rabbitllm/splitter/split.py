@@ -36,20 +36,21 @@ from rabbitllm.options import BIG_LAYER_BYTES, SplitOptions
 from rabbitllm.profiler import Profiler
 from rabbitllm.progress import SplitDone, tell
 from rabbitllm.splitter import journal
+from rabbitllm.splitter.hands import Hands
 from rabbitllm.splitter.plan import (
     Arrival,
     PlannedShard,
     SplitPlan,
-    disk_use,
     gib,
     make_plan,
     on_disk,
     own_records_bytes,
     tensors_by_shard,
 )
-from rabbitllm.splitter.shard_loop import ShardLoop, Work
-from rabbitllm.splitter.space import Ground, choose_arrival
+from rabbitllm.splitter.shard_loop import ShardLoop
+from rabbitllm.splitter.space import Ground, choose_arrival, choose_at_once, use_of
 from rabbitllm.splitter.watch import Watch, disk_bytes
+from rabbitllm.splitter.work import Work
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class Request:
         naming: patterns of the caller's own, instead of the family's.
         options: see `SplitOptions`.
         quantise_on: "cpu" or "cuda:N".
+        hands: who fills layer files elsewhere; None for this process.
     """
 
     checkpoint: Checkpoint
@@ -78,6 +80,7 @@ class Request:
     options: SplitOptions
     naming: LayerNaming | None = None
     quantise_on: str = "cpu"
+    hands: Hands | None = None
 
 
 def split(request: Request) -> Profiler:
@@ -97,7 +100,7 @@ def split(request: Request) -> Profiler:
     work, quantiser = _begin(request)
     profiler = Profiler(request.options.profiling, f"Split of {request.checkpoint.label}, by stage")
     with Watch(request.folder, request.options.min_free, max_disk=request.options.max_disk) as watch:
-        loop = ShardLoop(work, profiler, watch.check)
+        loop = ShardLoop(work, profiler, watch.check, request.hands)
         try:
             loop.take_shards()
             loop.flush_leftovers()
@@ -222,15 +225,10 @@ def _take_up(request: Request, earlier: journal.Replay) -> Work:
 
 
 def _work(request: Request, plan: SplitPlan, ground: Ground, checksums: Mapping[str, tuple[int, ...]]) -> Work:
-    arrival = choose_arrival(plan, ground, request.options)
-    use = disk_use(
-        plan,
-        arrival=arrival,
-        deletes_shards=ground.deletes_shards,
-        small_files=ground.small_files,
-        used=ground.used,
-        in_use=ground.in_use,
-    )
+    if request.hands is None:
+        arrival, at_once = choose_arrival(plan, ground, request.options), 1
+    else:
+        arrival, at_once = choose_at_once(plan, ground, request.options, request.hands.at_once)
     return Work(
         plan,
         request.checkpoint,
@@ -238,9 +236,10 @@ def _work(request: Request, plan: SplitPlan, ground: Ground, checksums: Mapping[
         request.options,
         request.quantise_on,
         arrival,
-        use,
+        use_of(plan, ground, arrival, at_once),
         ground.used,
         checksums,
+        at_once,
     )
 
 

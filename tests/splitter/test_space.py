@@ -14,8 +14,9 @@ from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.errors import NotEnoughSpaceException, OptionError, SplitError
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.options import SplitOptions
+from rabbitllm.splitter.at_once import disk_use_at_once
 from rabbitllm.splitter.plan import Arrival, SplitPlan, disk_use, gib
-from rabbitllm.splitter.space import Ground, choose_arrival
+from rabbitllm.splitter.space import Ground, choose_arrival, choose_at_once
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.plans import MIB, even, plan_of
 from tests.support.splitting import names_in, split
@@ -204,3 +205,34 @@ def test_download_counts_on_its_own_disk(tmp_path: Path, free: list[int], monkey
     choose(plan, tmp_path / "split", None, deletes=False, downloads=((tmp_path / "cache", 10 * MIB),))
     with pytest.raises(NotEnoughSpaceException, match=re.escape(gib(need + 10 * MIB + 1))):
         choose(plan, tmp_path / "split", None, deletes=False, downloads=((tmp_path / "cache", 10 * MIB + 1),))
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_as_many_shards_at_once_as_fit(tmp_path: Path, staged: bool) -> None:
+    plan = plan_of(even(6, 4 * MIB, staged=staged))
+    ground = Ground(tmp_path, deletes_shards=not staged)
+
+    def chosen(max_disk: int, transfer: str = "file") -> tuple[Arrival, int]:
+        return choose_at_once(plan, ground, SplitOptions(max_disk=max_disk, min_free=0, shard_transfer=transfer), 4)
+
+    def need(at_once: int, arrival: Arrival = Arrival.FILE) -> int:
+        return disk_use_at_once(plan, at_once, arrival=arrival, deletes_shards=not staged).created
+
+    assert chosen(need(4)) == (Arrival.FILE, 4)
+    with pytest.raises(NotEnoughSpaceException, match="at its peak"):
+        chosen(need(1) - 1)
+    if staged:
+        assert chosen(need(4) - 1) == (Arrival.FILE, 3)
+        assert chosen(need(2)) == (Arrival.FILE, 2)
+        assert chosen(need(4) - 1, "auto") == (Arrival.STREAM, 4)
+    assert choose_at_once(plan, ground, SplitOptions(min_free=0), 100)[1] == 6
+
+
+def test_free_disk_bounds_the_shards_that_are_not_yet_deleted(tmp_path: Path, free: list[int]) -> None:
+    plan = plan_of(even(6, 4 * MIB))
+    added = [disk_use_at_once(plan, count, arrival=Arrival.FILE, deletes_shards=True).added for count in range(1, 7)]
+    assert added == sorted(added)
+    for count in (1, 3, 6):
+        free[0] = added[count - 1]
+        options = SplitOptions(sequential=True, min_free=0)
+        assert choose_at_once(plan, Ground(tmp_path, deletes_shards=True), options, 6) == (Arrival.FILE, count)

@@ -1,0 +1,136 @@
+"""Lines through Ray Data's `map_batches`, and through the actors of `rabbitllm batch --ray`: when answers come, what a
+lost worker costs.
+
+    python -m benchmarks.ray_data
+
+Needs `ray[data]`. No model: a worker sleeps over each line, writes down that it computed it, and gives its answer. Four
+workers, eight lines at a time for each. Of each way one run in peace, and one in which the first worker that has given
+an answer is killed (SIGKILL). One JSON object a run on stdout; seconds are from the call on, workers' starts included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rabbitllm.bulk.items import Answer, Generate, Item, Limits
+from rabbitllm.pull.make import Wish
+from rabbitllm.spread.answerer import About, Job
+from rabbitllm.spread.chunks import Staff
+from rabbitllm.spread.ray_answers import RayAnswers
+
+LINES, AT_A_TIME, WORKERS = 64, 8, 4
+SECONDS_A_LINE = 0.25
+Way = Callable[[Path], Iterator[int]]
+
+
+def main() -> None:
+    """Each way, in peace and with a worker killed."""
+    import ray
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    folder = Path(tempfile.mkdtemp(prefix="rr-", dir="/tmp"))
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            ray.init(
+                address="local",
+                num_cpus=2 * WORKERS,
+                include_dashboard=False,
+                object_store_memory=80 << 20,
+                _temp_dir=str(folder),
+                log_to_driver=False,
+            )
+        ways: dict[str, Way] = {"ray.data": by_ray_data, "actors": by_actors}
+        for kills in (False, True):
+            for name, way in ways.items():
+                with contextlib.redirect_stdout(sys.stderr):
+                    found = run(way, folder / "computed", kills=kills)
+                print(json.dumps({"way": name, "killed": kills, **found}), flush=True)
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def run(way: Way, log: Path, *, kills: bool) -> dict[str, Any]:
+    """One run: when the first answers came, and how many lines were computed and answered."""
+    log.write_text("")
+    begin, times, got = time.perf_counter(), [], []
+    for index in way(log):
+        times.append(round(time.perf_counter() - begin, 2))
+        got.append(index)
+        if kills and len(got) == 1:
+            os.kill(int(log.read_text().split()[0]), signal.SIGKILL)
+    return {
+        "answers": len(got),
+        "lines_answered": len({*got}),
+        "lines_computed": len(log.read_text().splitlines()),
+        "first_s": times[0],
+        "eighth_s": times[AT_A_TIME - 1],
+        "last_s": times[-1],
+    }
+
+
+def compute(index: int, log: Path) -> None:
+    """What stands for a model."""
+    time.sleep(SECONDS_A_LINE)
+    with log.open("a") as file:
+        file.write(f"{os.getpid()} {index}\n")
+
+
+class Mapped:
+    """A worker of Ray Data, which hands out each row by itself."""
+
+    def __init__(self, log: str) -> None:
+        self.log = Path(log)
+
+    def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, list[int]]]:
+        for index in batch["index"]:
+            compute(int(index), self.log)
+            yield {"index": [int(index)]}
+
+
+def by_ray_data(log: Path) -> Iterator[int]:
+    """Blocks of `AT_A_TIME` rows, a pool of actors."""
+    import ray.data
+
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    rows = ray.data.from_items([{"index": n} for n in range(LINES)], override_num_blocks=LINES // AT_A_TIME)
+    mapped = rows.map_batches(Mapped, batch_size=None, concurrency=WORKERS, num_cpus=1, fn_constructor_args=[str(log)])
+    for row in mapped.iter_rows():
+        yield row["index"]
+
+
+class Sleeper:
+    """A worker as `Answerer` is one."""
+
+    def __init__(self, job: Job) -> None:
+        self.log = Path(job.name)
+
+    def ready(self) -> About:
+        return About("here", os.getpid(), None, None, "nothing")
+
+    def answer(self, items: Sequence[Item]) -> Generator[list[Answer]]:
+        for one in items:
+            compute(one.index, self.log)
+            yield [Answer(one.index, one.key, {})]
+
+
+def by_actors(log: Path) -> Iterator[int]:
+    """Chunks of as many lines."""
+    workers = RayAnswers(Staff(WORKERS, 1, 0, WORKERS), Job(Wish("none"), str(log), Limits()), Sleeper)
+    chunks = [range(at, at + AT_A_TIME) for at in range(0, LINES, AT_A_TIME)]
+    for group in workers.answered(chunks, lambda index: Item(index, index, Generate("", 1))):
+        yield from (one.index for one in group)
+
+
+if __name__ == "__main__":
+    main()

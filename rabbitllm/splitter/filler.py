@@ -1,0 +1,183 @@
+"""Fills unfinished layer files from one shard: opens them, moves its bytes as they come, sums what was written.
+
+What is done with a shard before anything of it counts as used up; filling the same shard again writes the same bytes to
+the same places. Knows no journal, gives no file its final name and deletes nothing, so any process that sees the source
+and the split directory may do it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from rabbitllm import durable
+from rabbitllm.errors import CorruptShardError
+from rabbitllm.formats.safetensors_file import LENGTH_BYTES, Header, header_length, parse_header
+from rabbitllm.formats.shard_header import parse_torch_header, read_shard_header
+from rabbitllm.layers.compression import StoredForm
+from rabbitllm.layers.layer_file import SCRATCH_SUFFIX, LayerLayout
+from rabbitllm.profiler import FETCH, Profiler
+from rabbitllm.splitter.arrivals import Arriving, StartedOverError
+from rabbitllm.splitter.gaps import Gaps
+from rabbitllm.splitter.mover import ByteStream, Mover, Target
+from rabbitllm.splitter.plan import Arrival, PlannedShard, moves
+from rabbitllm.splitter.work import Work
+
+
+class Filler:
+    """Fills layer files of a split.
+
+    Args:
+        work: the split, or the part of it that is filled here.
+        mover: the threads.
+        profiler: told of what is fetched.
+    """
+
+    def __init__(self, work: Work, mover: Mover, profiler: Profiler) -> None:
+        self._work = work
+        self._plan = work.plan
+        self._mover = mover
+        self._profiler = profiler
+
+    def fill(self, shard: PlannedShard, arriving: Arriving, targets: dict[str, Target], layers: Sequence[str]) -> None:
+        """Put what `shard` has of these layers to its places in their unfinished files; nothing is synced.
+
+        Args:
+            shard: which.
+            arriving: that shard.
+            targets: gets the files of the layers, opened; the caller closes them, also after an error.
+            layers: ids of those to fill.
+
+        Raises:
+            CorruptShardError: the shard is not the one that was planned with.
+            HubError, MissingShardError: it cannot be had.
+        """
+        if self._work.arrival is Arrival.STREAM and shard.staged:
+            self.open(targets, layers)
+            self._move_stream(shard, targets)
+        else:
+            self._move_file(shard, arriving, targets, layers)
+
+    def forms_of(self, shard: PlannedShard, layers: Iterable[str]) -> list[StoredForm]:
+        """What a shard gives to some layers."""
+        forms = (form for layer in layers for form in self._plan.layouts[layer].forms)
+        return [form for form in forms if form.source.file == shard.name]
+
+    def open(self, targets: dict[str, Target], layers: Iterable[str]) -> None:
+        """Open the unfinished files of these layers, as `targets`; what was opened is there also if one fails."""
+        for layer in layers:
+            layout = self._plan.layouts[layer]
+            targets[layer] = self.target(layout)
+
+    def target(self, layout: LayerLayout) -> Target:
+        """The unfinished file of a layer, opened."""
+        file = durable.GrowingFile(self._path(layout, durable.PART_SUFFIX), layout.size, write_back=True)
+        if not layout.scratch_bytes:
+            return Target(layout, file)
+        try:
+            scratch = durable.GrowingFile(self._path(layout, SCRATCH_SUFFIX), layout.scratch_bytes, write_back=True)
+        except BaseException:
+            file.close()
+            raise
+        return Target(layout, file, scratch)
+
+    def _move_file(
+        self, shard: PlannedShard, arriving: Arriving, targets: dict[str, Target], layers: Sequence[str]
+    ) -> None:
+        """Move what has come of a shard while the rest is coming; nothing of it is believed before it is whole.
+
+        Where the header does not come first, the places are the plan's and are compared when all is there.
+        """
+        as_it_comes = shard.streams
+        early = shard.header_first or not (shard.staged and as_it_comes)
+
+        def arrived(end: int) -> Path:
+            with self._profiler.stage(shard.name, FETCH) if shard.staged else contextlib.nullcontext():
+                return arriving.until(end) if as_it_comes else arriving.whole()
+
+        while True:
+            try:
+                path = arrived(LENGTH_BYTES)
+                if not targets:
+                    self.open(targets, layers)
+                try:
+                    if early:
+                        self._compare(shard, _header_so_far(path, shard, arrived))
+                    work = moves(self._plan, shard.name, targets)
+                    self._mover.from_file(path, targets, work, arrived, shard.name)
+                    if not early:
+                        self._compare(shard, read_shard_header(arriving.whole(), shard.name))
+                except FileNotFoundError:  # it was not what the hub says, and was taken away; if so, this says it too
+                    arriving.whole()
+                    raise
+                except CorruptShardError as error:
+                    arriving.whole()  # the same: nothing was verified yet
+                    raise CorruptShardError(f"At {path}: {error.problem}", self._advice(shard)) from None
+                with self._profiler.stage(shard.name, FETCH) if shard.staged else contextlib.nullcontext():
+                    arriving.whole()
+            except StartedOverError:
+                self._mover.forget(self.forms_of(shard, layers))
+            else:
+                return
+
+    def _move_stream(self, shard: PlannedShard, targets: dict[str, Target]) -> None:
+        with contextlib.closing(self._work.checkpoint.stream(shard.name)) as chunks:  # with its connection
+            gaps = None if shard.header_first else Gaps(shard.tensors, shard.size)
+            stream = ByteStream(chunks if gaps is None else gaps.watching(chunks))
+            try:
+                if gaps is None:
+                    self._compare(shard, _streamed_header(stream, shard))
+                self._mover.from_stream(shard.name, stream, targets, moves(self._plan, shard.name, targets))
+                stream.finish()
+                if gaps is not None:  # the digest is right, so this says whether the plan was
+                    self._compare(shard, parse_torch_header(gaps.read_at, shard.size, shard.name))
+            except CorruptShardError as error:
+                raise CorruptShardError(error.problem, self._advice(shard)) from None
+
+    def _compare(self, shard: PlannedShard, header: Header) -> None:
+        """Refuse a shard that is no longer, or never was, what the plan took it for.
+
+        The plan's header came over the network without a digest, or from a file that somebody may have changed since.
+        """
+        taken = self._work.checkpoint.taken_from(shard.name, header)
+        found = {tensor.name: tensor for tensor in taken.tensors}
+        other = [tensor.name for tensor in shard.tensors if found.get(tensor.name) != tensor]
+        if other:
+            raise CorruptShardError(
+                f"{shard.name} is not the file that the plan was made from: {other[0]!r} is elsewhere in it, or not "
+                "at all."
+            )
+
+    def _advice(self, shard: PlannedShard) -> str:
+        safe = f"Layers finished so far are safe in {self._work.folder}."
+        if shard.staged:
+            return (
+                f"Make the same call again, in case it was damaged on the way. {safe} If it stays so, what the hub "
+                "said of it when the split was planned was damaged: delete that folder, and call again."
+            )
+        return (
+            f"{safe} For a repository on the hub make the same call again, or delete that folder first. For a local "
+            "checkpoint put a sound copy at that path and call again; delete nothing: other shards may be used up "
+            "already."
+        )
+
+    def _path(self, layout: LayerLayout, suffix: str) -> Path:
+        return self._work.folder / (layout.file_name + suffix)
+
+
+def _header_so_far(path: Path, shard: PlannedShard, arrived: Callable[[int], object]) -> Header:
+    if not (shard.staged and shard.header_first):
+        return read_shard_header(path, shard.name)
+    with path.open("rb") as file:
+        length = header_length(file.read(LENGTH_BYTES), shard.size, shard.name)
+        arrived(LENGTH_BYTES + length)
+        return parse_header(file.read(length), shard.size, shard.name)
+
+
+def _streamed_header(stream: ByteStream, shard: PlannedShard) -> Header:
+    prefix = bytearray(LENGTH_BYTES)
+    stream.read_into(memoryview(prefix))
+    raw = bytearray(header_length(bytes(prefix), shard.size, shard.name))
+    stream.read_into(memoryview(raw))
+    return parse_header(bytes(raw), shard.size, shard.name)

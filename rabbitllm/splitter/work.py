@@ -1,0 +1,64 @@
+"""A split that may be worked on: everything that was decided before the first byte. A record; does nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rabbitllm.checkpoints.checkpoint import Checkpoint
+from rabbitllm.options import SplitOptions
+from rabbitllm.splitter.layer_map import LayerMap
+from rabbitllm.splitter.plan import Arrival, DiskUse, SplitPlan
+
+ROOM: Mapping[Arrival, int] = {Arrival.FILE_AHEAD: 2, Arrival.FILE: 1, Arrival.STREAM: 0}
+"""Fetched shards that may be on the disk at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A split that may be worked on.
+
+    Attributes:
+        plan: what to do.
+        checkpoint: the source.
+        folder: the split directory, with a journal in it.
+        options: the caller's.
+        quantise_on: "cpu" or "cuda:N".
+        arrival: how fetched shards reach the layer files.
+        use: what it takes of the disk.
+        used: shards that an earlier run used up.
+        checksums: tensor -> CRC-32 of each stored part, as far as the journal knows them.
+        at_once: shards in work at a time, at most.
+    """
+
+    plan: SplitPlan
+    checkpoint: Checkpoint
+    folder: Path
+    options: SplitOptions
+    quantise_on: str
+    arrival: Arrival
+    use: DiskUse
+    used: frozenset[str]
+    checksums: Mapping[str, tuple[int, ...]]
+    at_once: int = 1
+
+    def of_shard(self, shard: str, layers: Iterable[str]) -> Work:
+        """The part of it that fills these layers from one shard: all that another process has to know."""
+        layers = tuple(layers)
+        whole = self.plan.layer_map
+        layer_map = LayerMap(
+            {layer: whole.layers[layer] for layer in layers},
+            {layer: whole.layer_to_tensors[layer] for layer in layers},
+            {layer: whole.layer_to_shards[layer] for layer in layers},
+            {shard: layers},
+        )
+        plan = dataclasses.replace(
+            self.plan,
+            source=dataclasses.replace(self.plan.source, fingerprints={}),
+            shards=tuple(one for one in self.plan.shards if one.name == shard),
+            layer_map=layer_map,
+            layouts={layer: self.plan.layouts[layer] for layer in layers},
+        )
+        return dataclasses.replace(self, plan=plan, used=frozenset(), checksums={})
