@@ -106,7 +106,8 @@ def _cannot(model: Any, why: str) -> HostsError:
 def _cached(layer: nn.Module, number: int) -> tuple[int, ...]:
     """The positions in a KV cache that a layer writes to: it knows them itself."""
     own = {getattr(module, "layer_idx", None) for module in layer.modules()}
-    return tuple(sorted(index for index in own if isinstance(index, int))) or (number,)
+    # Zamba2's shared blocks have -1, which is none
+    return tuple(sorted(index for index in own if isinstance(index, int) and index >= 0)) or (number,)
 
 
 def _rehearsed(model: Any, layers: Sequence[nn.Module]) -> int | None:
