@@ -27,9 +27,8 @@ from rabbitllm.cli.arguments import (
     TemperatureOption,
     TopPOption,
     TrustOption,
-    compression_of,
-    limits_of,
     put_json,
+    wish_to_run,
 )
 
 
@@ -97,25 +96,18 @@ def batch_command(
     from rabbitllm.bulk.lines import pooling_of
     from rabbitllm.bulk.spool import STDIN, columns_of
     from rabbitllm.bulk.work import Batch, loading, settings_of, work
-    from rabbitllm.checkpoints.hub import HubAccess
-    from rabbitllm.library.find import compression_here
     from rabbitllm.options import expand, parse_size
-    from rabbitllm.pull.make import Wish
 
-    place = expand(folder) if folder is not None else None
-    if compression is None:
-        chosen = None if no_split else compression_here(model, place)
-    else:
-        chosen = compression_of(compression)
-    wish = Wish(
-        name=model,
-        compression=chosen,
-        folder=place,
+    wish = wish_to_run(
+        model,
+        compression=compression,
+        folder=folder,
         sequential=sequential,
-        access=HubAccess(revision),
         max_disk=max_disk,
         device=device,
-        max_memory=limits_of(max_memory),
+        max_memory=max_memory,
+        no_split=no_split,
+        revision=revision,
         trust_remote_code=trust_remote_code,
     )
     cache_bytes = None if cache_memory is None else parse_size(cache_memory, "--cache-memory")
