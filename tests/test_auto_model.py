@@ -77,6 +77,7 @@ ADDED = {
     "trust_remote_code": False,
     "exact": False,
     "split": True,
+    "hosts": None,
 }
 STREAM = {"device": "cpu", "max_memory": {"cpu": 0}, "show_layer_progress": False, "exact": True}
 """Arguments under which all that can be streamed is, and compression has the bits of the dequantised model."""

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from rabbitllm.layers import bfloat_products
 from rabbitllm.layers.code_tables import PAIRS, table_of
 from rabbitllm.layers.compression import BLOCKS, Quantised, dequantise
 from rabbitllm.layers.row_team import over_rows
@@ -31,6 +32,9 @@ MOST_INPUTS = 16
 MOST_INPUTS_IN_PAIRS = 64
 """Rows of input up to which the kernel is the faster way, in float32 and in pairs of bfloat16 (2 cores of an AMD EPYC,
 with AVX-512); beyond them dequantising is."""
+MOST_INPUTS_OF_BFLOAT = 64
+"""The same for inputs of bfloat16 on a processor that has no instructions for that type, so that multiplying with what
+is dequantised takes longer too (4 cores of a Xeon with AVX-512)."""
 MOST_GROUPED = 512
 """Rows of all groups together, which are in memory in float32 as inputs and as results."""
 CHUNK_ELEMENTS = 1 << 21
@@ -153,7 +157,7 @@ class GroupedProduct:
         """Fill `x[begin:end] @ W.T` for each matrix and its group."""
         few = []
         for matrix, (begin, end) in zip(matrices, groups, strict=True):
-            if end - begin <= _most_inputs(self._width) and matrix.is_known_to(self._width):
+            if end - begin <= _most_inputs(self._width, self._x.dtype) and matrix.is_known_to(self._width):
                 few.append((matrix, begin, end))
             else:
                 self._out[begin:end] = _in_chunks(self._x[begin:end], matrix, None)
@@ -219,7 +223,7 @@ def linear(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.
     """
     flat = x.reshape(-1, x.shape[-1])
     width = kernel_for(matrix.form.scheme, x.dtype)
-    if flat.shape[0] <= _most_inputs(width) and matrix.is_known_to(width):
+    if flat.shape[0] <= _most_inputs(width, x.dtype) and matrix.is_known_to(width):
         result = matrix.times_with(width, flat)
         if bias is not None:
             result += bias
@@ -229,8 +233,12 @@ def linear(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.
     return result.view(*x.shape[:-1], matrix.form.shape[0])
 
 
-def _most_inputs(width: int) -> int:
-    return MOST_INPUTS_IN_PAIRS if width == PAIRS else MOST_INPUTS
+def _most_inputs(width: int, dtype: torch.dtype) -> int:
+    import torch
+
+    if width == PAIRS:
+        return MOST_INPUTS_IN_PAIRS
+    return MOST_INPUTS_OF_BFLOAT if dtype == torch.bfloat16 and bfloat_products.kernel_here() else MOST_INPUTS
 
 
 def _in_chunks(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
@@ -247,7 +255,8 @@ def _in_chunks(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> to
         scales = matrix.absmax.view(-1)[begin * columns // block : -(-end * columns // block)]
         few = replace(form, shape=(end - begin, columns))
         part = dequantise(few, codes[begin:end].reshape(-1, 1), scales, matrix.table, x.dtype)
-        out[:, begin:end] = torch.nn.functional.linear(x, part, None if bias is None else bias[begin:end])
+        product = bfloat_products.linear if bfloat_products.multiplies(x, part) else torch.nn.functional.linear
+        out[:, begin:end] = product(x, part, None if bias is None else bias[begin:end])
     return out
 
 

@@ -14,13 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rabbitllm.layers import packed_kernels, packed_products, row_team, vectors
+from rabbitllm.layers import bfloat_products, packed_kernels, packed_products, row_team, vectors
 from rabbitllm.layers.code_tables import PAIRS, table_of
 from rabbitllm.layers.compression import BLOCKS, Quantised, _bitsandbytes, dequantise
 from rabbitllm.layers.packed_products import (
     MOST_GROUPED,
     MOST_INPUTS,
     MOST_INPUTS_IN_PAIRS,
+    MOST_INPUTS_OF_BFLOAT,
     Matrix,
     linear,
     multiplies,
@@ -319,3 +320,19 @@ def test_what_processes_compiled_apart_works_together(tmp_path: Path) -> None:
     for chosen in (kernels[1:], kernels[:1], kernels, kernels[::-1]):
         subprocess.run([sys.executable, "-c", _IN_A_PROCESS, *chosen], env=environment, check=True, timeout=600)
     assert list(tmp_path.rglob("*.nbc"))
+
+
+@needs_kernel
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("count", [MOST_INPUTS + 1, MOST_INPUTS_OF_BFLOAT, MOST_INPUTS_OF_BFLOAT + 1, 200])
+def test_bfloat16_where_no_instructions_are_for_it(scheme: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the codes' own kernel for more inputs than elsewhere, then by the one for what is dequantised."""
+    monkeypatch.setattr(bfloat_products, "kernel_here", vectors.lanes)
+    monkeypatch.setattr(packed_products, "kernel_for", lambda scheme, dtype: vectors.lanes())
+    products: list[int] = []
+    ordinary = bfloat_products.linear
+    monkeypatch.setattr(bfloat_products, "linear", lambda x, *given: products.append(len(x)) or ordinary(x, *given))
+    parts, x = matrix(scheme, 130, 1024), inputs(count, 1024, torch.bfloat16)
+    got = linear(x, Matrix(*parts), None)
+    assert bool(products) == (count > MOST_INPUTS_OF_BFLOAT)
+    assert error(got, x.double() @ meant(parts).T) < 4e-3
