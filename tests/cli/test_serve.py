@@ -114,7 +114,7 @@ def runs(address: str) -> None:
 
 def test_it_says_where_it_is_and_ends_when_all_is_answered(endless: Path) -> None:
     with serving(endless) as (process, address):
-        assert "split         made, in " in process.said
+        process.until("split         made, in ")
         line = process.until(r"try +(curl .+)")[1]
         tried = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=PATIENCE, check=False)
         if tried.returncode != 127:  # there is no curl everywhere
