@@ -313,45 +313,52 @@ def nameless_file(folder: Path, blocks: Iterable[bytes]) -> Iterator[int]:
 
 
 class NamelessFile:
-    """A file for one reading of what does not fit into memory: nameless, for nobody else, gone with its descriptor.
+    """A file for what does not fit into memory: nameless, for nobody else, gone with its descriptor.
 
-    Filled and then read from its beginning, both in order. A disk may be full, so that writing is announced as a step.
+    Written and read at places; where `READS_AT_PLACES`, by several threads at a time. A disk may be full, so that
+    writing is announced as a step.
 
     Args:
-        folder: one that may be written to.
+        folder: one that may be written to; None for the system's for temporary files.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
-        self._written = 0
+    READS_AT_PLACES = hasattr(os, "preadv")
+    """Not on Windows, where a file has one position for everybody."""
 
-    def write(self, data: memoryview) -> None:
-        """Append bytes.
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder or Path(tempfile.gettempdir())
+        self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115
+
+    def write_at(self, data: memoryview, offset: int) -> None:
+        """Put bytes at a place.
 
         Raises:
             OSError: the disk is full.
         """
-        _announce(Step("write", self._folder, self._written, data))
-        self._written += len(data)
+        _announce(Step("write", self._folder, offset, data))
         while data:
-            data = data[self._file.write(data) :]
+            if self.READS_AT_PLACES:
+                count = os.pwrite(self._file.fileno(), data, offset)
+            else:
+                self._file.seek(offset)
+                count = self._file.write(data)
+            data, offset = data[count:], offset + count
 
-    def rewind(self) -> None:
-        """Be read from the beginning."""
-        self._file.seek(0)
-
-    def read_into(self, data: memoryview) -> None:
-        """Fill `data` with the next bytes.
+    def read_at(self, data: memoryview, offset: int) -> None:
+        """Fill `data` with the bytes from a place on.
 
         Raises:
             OSError: they are not there.
         """
         while data:
-            count = self._file.readinto(data)
+            if self.READS_AT_PLACES:
+                count = os.preadv(self._file.fileno(), [data], offset)
+            else:
+                self._file.seek(offset)
+                count = self._file.readinto(data)
             if not count:
                 raise OSError(errno.EIO, "the file is shorter than what was written to it")
-            data = data[count:]
+            data, offset = data[count:], offset + count
 
     def close(self) -> None:
         """Let go of the file, and so of its bytes on the disk."""

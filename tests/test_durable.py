@@ -362,10 +362,14 @@ def test_writing_begins_each_time_enough_waits(tmp_path: Path, monkeypatch: pyte
 # A file without a name
 
 
-def test_a_nameless_file_is_for_one_user_and_gives_back_what_was_written(tmp_path: Path, steps: list[Step]) -> None:
+@pytest.mark.parametrize("at_places", sorted({False, durable.NamelessFile.READS_AT_PLACES}))
+def test_a_nameless_file_is_for_one_user_and_gives_back_what_was_written(
+    tmp_path: Path, steps: list[Step], monkeypatch: pytest.MonkeyPatch, at_places: bool
+) -> None:
+    monkeypatch.setattr(durable.NamelessFile, "READS_AT_PLACES", at_places)
     file = durable.NamelessFile(tmp_path)
-    file.write(memoryview(b"abc"))
-    file.write(memoryview(b"defg"))
+    file.write_at(memoryview(b"abc"), 0)
+    file.write_at(memoryview(b"defg"), 3)
     descriptor = file._file.fileno()
     assert not list(tmp_path.iterdir())
     if os.name == "posix":
@@ -375,12 +379,11 @@ def test_a_nameless_file_is_for_one_user_and_gives_back_what_was_written(tmp_pat
         ("write", tmp_path, 0, b"abc"),
         ("write", tmp_path, 3, b"defg"),
     ]
-    file.rewind()
     into = bytearray(5)
-    file.read_into(memoryview(into))
-    assert into == b"abcde"
+    file.read_at(memoryview(into), 1)
+    assert into == b"bcdef"
     with pytest.raises(OSError, match="shorter"):
-        file.read_into(memoryview(into))
+        file.read_at(memoryview(into), 3)
     file.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)

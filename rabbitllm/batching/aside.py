@@ -145,8 +145,10 @@ class Aside:
         start = time.perf_counter()
         file = durable.NamelessFile(self._folder)
         try:
+            at = 0
             for tensor in tensors:
-                file.write(_bytes_of(_dense(tensor)))
+                file.write_at(_bytes_of(_dense(tensor)), at)
+                at += tensor.nbytes
         except BaseException:
             file.close()
             raise
@@ -155,11 +157,12 @@ class Aside:
 
     def _read(self, file: durable.NamelessFile, forms: list[_Form], nbytes: int) -> list[torch.Tensor]:
         start = time.perf_counter()
-        file.rewind()
         tensors = []
+        at = 0
         for form in forms:
             made = torch.empty_strided(form.shape, form.strides, dtype=form.dtype)
-            file.read_into(_bytes_of(made))
+            file.read_at(_bytes_of(made), at)
+            at += made.nbytes
             tensors.append(made.to(form.device))
         self._learn(nbytes, time.perf_counter() - start)
         return tensors

@@ -12,21 +12,19 @@ first stay, and the others are brought back and put aside at every turn, one ahe
 from __future__ import annotations
 
 import ctypes
-import os
-import tempfile
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
 
 import torch
 
+from rabbitllm.durable import NamelessFile
 from rabbitllm.scoring.held import Held
 
-HAS_FILES = hasattr(os, "preadv")
-"""Whether a file can be read at one place while it is written at another: not on Windows."""
+HAS_FILES = NamelessFile.READS_AT_PLACES
+"""Whether a file can be read at one place while it is written at another."""
 BLOCK = 1 << 12
 """Places in the file begin at multiples of this."""
 
@@ -89,7 +87,7 @@ class Parking:
         self._free: dict[int, list[int]] = {}  # size -> places in the file
         self._end = 0
         self._near = self._host = 0
-        self._file: BinaryIO | None = None
+        self._file: NamelessFile | None = None
         self._thread: ThreadPoolExecutor | None = None
         self.written = self.read = self.most_near = 0
 
@@ -226,27 +224,16 @@ class Parking:
             raise NoRoom(f"{size:,} bytes more than the {self._limits[2]:,} in a file")
         self._end = max(self._end, place + size)
         if self._file is None:
-            name = "rabbitllm-scoring-"
-            self._file = tempfile.TemporaryFile(buffering=0, prefix=name, dir=self._folder)  # noqa: SIM115
+            self._file = NamelessFile(self._folder)
         # not by numpy(), after which torch would not resize the storage any more
-        rest = memoryview((ctypes.c_ubyte * len(whole)).from_address(whole.data_ptr()))
-        at = place
-        while rest:
-            done = os.pwrite(self._file.fileno(), rest, at)
-            rest, at = rest[done:], at + done
+        self._file.write_at(memoryview((ctypes.c_ubyte * len(whole)).from_address(whole.data_ptr())), place)
         self.written += len(whole)
         return place
 
     def _read(self, place: int, nbytes: int) -> torch.Tensor:
         assert self._file is not None
         whole = torch.empty(nbytes, dtype=torch.uint8)
-        view = whole.numpy().data
-        done = 0
-        while done < nbytes:
-            count = os.preadv(self._file.fileno(), [view[done:]], place + done)
-            if not count:
-                raise OSError("the file of what texts compute in between has become shorter")
-            done += count
+        self._file.read_at(whole.numpy().data, place)
         self.read += nbytes
         return whole
 

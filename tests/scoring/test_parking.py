@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from rabbitllm.durable import Step, observe_steps
 from rabbitllm.scoring.held import Held
 from rabbitllm.scoring.parking import NoRoom, Parking
 
@@ -115,4 +118,25 @@ def test_what_was_read_ahead_of_one_who_ends(tmp_path: Path) -> None:
         parking.over(people[0])
         parking.take(people[1])
         people[1].compute()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    """What could not be written is where it was; what was is brought back."""
+    somebody = Somebody(0)
+    written = 0
+
+    def full(step: Step) -> None:
+        nonlocal written
+        if written == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written += step.kind == "write"
+
+    with Parking(0, 0, 1 << 30, tmp_path) as parking, observe_steps(full):
+        with pytest.raises(OSError, match="No space left"):
+            parking.leave(somebody, somebody.held())
+        assert 0 < somebody.bytes_here() < SIZE * 10
+        parking.take(somebody)
+        somebody.compute()
+    assert written == 2
     assert not list(tmp_path.iterdir())
