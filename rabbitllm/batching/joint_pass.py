@@ -20,108 +20,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from greenlet import getcurrent, greenlet
 from torch import nn
 
+from rabbitllm.batching.members import Alone, Call, Left, Member, Point, call_of, together
 from rabbitllm.batching.packed import PackedForward, Text
 from rabbitllm.batching.packed_cache import NotPackable
 from rabbitllm.batching.row_products import RowProducts
 from rabbitllm.batching.rows import Kind, joined, rowwise
-from rabbitllm.engine.pass_entry import entry_of
 from rabbitllm.errors import OptionError
 from rabbitllm.profiling.passes import Entry
 
 logger = logging.getLogger(__name__)
-
-
-class Left(BaseException):
-    """Thrown into a member that is taken out; no handler for errors is meant to catch it."""
-
-
-@dataclass(slots=True)
-class _Call:
-    """Where a member waits, and with what."""
-
-    point: Point | None
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-class Alone:
-    """The answer to a member that shall compute its call by itself."""
-
-    __slots__ = ("args", "kwargs")
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.args = args
-        self.kwargs = kwargs
-
-
-class Member(greenlet):  # type: ignore[misc]
-    """One generation among those that share passes.
-
-    Args:
-        work: what it does; calls the model as often as it likes.
-        behind_head: called as it goes on (True) and has stopped again (False), around what it does behind the model's
-            last linear layer: there, tokens are drawn.
-        meets_inside: whether it waits for others at every module that treats rows by themselves, and not only where
-            weights are brought.
-
-    Attributes:
-        error: what ended it, if it did not end by itself.
-        waits: where it is; None while it runs, and when it has ended.
-    """
-
-    def __init__(
-        self,
-        work: Callable[[], None],
-        behind_head: Callable[[bool], None] = lambda goes_on: None,
-        *,
-        meets_inside: bool = True,
-    ) -> None:
-        super().__init__(self._run)
-        self._work = work
-        self.behind_head = behind_head
-        self.meets_inside = meets_inside
-        self.waits: _Call | None = None
-        self.error: BaseException | None = None
-
-    def _run(self, answer: Any = None) -> None:
-        work = self._work
-        del self._work  # it may refer to this
-        try:
-            work()
-        except Left:
-            pass
-        except BaseException as error:
-            self.error = error
-
-    @property
-    def is_outside(self) -> bool:
-        """Whether it waits for the next pass."""
-        return self.waits is not None and self.waits.point is None
-
-    @property
-    def is_inside_a_unit(self) -> bool:
-        """Whether it waits in the middle of one."""
-        return self.waits is not None and self.waits.point is not None and not self.waits.point.is_unit
-
-    @property
-    def tokens(self) -> int:
-        """That it brings into the next pass, for which it waits."""
-        entry, _ = self.brings
-        return entry.batch * entry.length
-
-    @property
-    def brings(self) -> tuple[Entry, Any]:
-        """What goes into the next pass, for which it waits, and its KV cache; None without one."""
-        assert self.waits is not None
-        return entry_of(self.waits.args, self.waits.kwargs)
 
 
 class _Carrier:
@@ -148,29 +62,6 @@ class _Carrier:
             self.outputs = self._forward(self._texts)
         except BaseException as error:
             self.error = error
-
-
-class Point:
-    """A module at which members meet."""
-
-    def __init__(self, module: nn.Module, kind: Kind | None, *, is_unit: bool) -> None:
-        self.module = module
-        self.forward = module.forward
-        self.is_unit = is_unit
-        self.rowwise = kind
-
-    @contextlib.contextmanager
-    def replaced(self, forward: Callable[..., None]) -> Iterator[None]:
-        """Have the module's hooks run around another forward than its own."""
-        before = self.module.__dict__.get("forward")  # a linear layer's may be replaced already
-        self.module.forward = forward
-        try:
-            yield
-        finally:
-            if before is None:
-                del self.module.forward
-            else:
-                self.module.forward = before
 
 
 class JointPasses:
@@ -280,9 +171,9 @@ class JointPasses:
         Returns:
             What the forward returns, if it was computed with the others'; else None.
         """
-        return self._wait(_Call(None, args, kwargs))
+        return self._wait(Call(None, args, kwargs))
 
-    def _wait(self, call: _Call) -> Any:
+    def _wait(self, call: Call) -> Any:
         member = getcurrent()
         assert isinstance(member, Member)
         assert self._hub is not None
@@ -302,7 +193,7 @@ class JointPasses:
             brings = point.is_unit or point.rowwise is Kind.EXPERTS
             if not isinstance(member, Member) or not (brings or member.meets_inside):
                 return ordinary(*args, **kwargs)
-            answer = self._wait(_Call(point, args, kwargs))
+            answer = self._wait(Call(point, args, kwargs))
             if isinstance(answer, Alone):
                 return point.forward(*answer.args, **answer.kwargs)
             return answer
@@ -335,7 +226,7 @@ class JointPasses:
         """Those whose calls one forward can compute, and what they bring."""
         if self._packed is None:
             return {}
-        calls = [(member, _call_of(member)) for member in members]
+        calls = [(member, call_of(member)) for member in members]
         texts = [(member, self._packed.read(call.args, call.kwargs)) for member, call in calls]
         known = {member: text for member, text in texts if text is not None}
         sound = self._packed.fitting(list(known.values())) if known else []
@@ -377,7 +268,7 @@ class JointPasses:
 
     def _meet(self, members: Sequence[Member]) -> None:
         """Compute the calls of one of the points where members are."""
-        point, here = _together(members)
+        point, here = together(members)
         try:
             # looking up rows rounds nothing
             if point.rowwise is not None and (point.rowwise is Kind.IDS or not self._exact):
@@ -392,7 +283,7 @@ class JointPasses:
                     self._end(member, _copy_of(error))
 
     def _through_as_rows(self, point: Point, members: Sequence[Member]) -> None:
-        calls = [_call_of(member) for member in members]
+        calls = [call_of(member) for member in members]
         assert point.rowwise is not None
         batch = joined(point.rowwise, [(call.args, call.kwargs) for call in calls])
         if batch is None:
@@ -411,12 +302,12 @@ class JointPasses:
 
     def _each(self, point: Point, members: Sequence[Member]) -> None:
         for member in members:
-            call = _call_of(member)
+            call = call_of(member)
             self._go_on(member, Alone(call.args, call.kwargs))
 
     def _through_a_unit(self, point: Point, members: Sequence[Member]) -> None:
         """Run a unit's hooks once, and between them every member's call, until all have left it."""
-        calls = [_call_of(member) for member in members]
+        calls = [call_of(member) for member in members]
 
         def all_of_them(*brought: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
             for member, (args, kwargs) in zip(members, brought, strict=True):
@@ -432,22 +323,6 @@ def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The module's ordinary call, with its hooks."""
     call: Callable[..., Any] = module._call_impl
     return call(*args, **kwargs)
-
-
-def _call_of(member: Member) -> _Call:
-    assert member.waits is not None
-    return member.waits
-
-
-def _together(members: Sequence[Member]) -> tuple[Point, list[Member]]:
-    """The point where most of them are, and who is there."""
-    by_point: dict[int, list[Member]] = {}
-    for member in members:
-        by_point.setdefault(id(_call_of(member).point), []).append(member)
-    most = max(by_point.values(), key=len)
-    point = _call_of(most[0]).point
-    assert point is not None
-    return point, most
 
 
 def _entry(members: Iterable[Member]) -> Entry:

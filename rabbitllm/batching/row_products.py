@@ -22,7 +22,9 @@ class RowProducts:
         model: whose layers have weights only while they are computed, perhaps.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
+        if model.dtype == torch.bfloat16:
+            bfloat_products.kernel_here()  # perhaps it has to be compiled: not while somebody waits for an answer
         self._linears = [
             module
             for module in model.modules()

@@ -8,7 +8,7 @@ from typing import Any
 
 from rabbitllm.batching.aside import Held
 from rabbitllm.batching.generation import Generation
-from rabbitllm.batching.joint_pass import Member
+from rabbitllm.batching.members import Member
 from rabbitllm.batching.picking import Text
 
 

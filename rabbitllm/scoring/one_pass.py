@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rabbitllm.batching.joint_pass import Member
+from rabbitllm.batching.members import Member
 from rabbitllm.errors import RabbitLLMError, ScoringError
 from rabbitllm.scoring.forward import ScoringForward
 from rabbitllm.scoring.held import held

@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from rabbitllm.batching.joint_pass import Alone, JointPasses, Member, Point, called
+from rabbitllm.batching.joint_pass import JointPasses, called
+from rabbitllm.batching.members import Alone, Member, Point
 from rabbitllm.batching.rows import Kind
 from rabbitllm.engine.placement import Tier
 
