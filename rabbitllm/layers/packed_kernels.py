@@ -225,9 +225,8 @@ def _dots(scheme: str, width: int) -> tuple[Any, ...]:
     return tuple(_dot(scheme, width, rows, tokens) for rows, tokens in ((1, 1), (ROWS, 1), (1, TOKENS), (ROWS, TOKENS)))
 
 
-def _codebook(emit: Emitter, scheme: str, width: int, table: Any) -> Any:
-    if width == PAIRS:
-        return _Pairs(emit, scheme, table)
+def codebook(emit: Emitter, scheme: str, table: Any) -> Any:
+    """What finds the float32 values of codes, by the table at an address."""
     return _Nibbles(emit, table) if scheme == "4bit" else _Bytes(emit, table)
 
 
@@ -242,7 +241,7 @@ def _dot(scheme: str, width: int, rows: int, tokens: int) -> Any:
         def emit_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             codes, scales, even, odd, table, out, row_bytes, segments, shift, all_rows, row = arguments
             emit = Emitter(builder, 16 if width == PAIRS else width)
-            codebook = _codebook(emit, scheme, width, table)
+            meant = _Pairs(emit, scheme, table) if width == PAIRS else codebook(emit, scheme, table)
             segment_bytes = SEGMENT // (2 if scheme == "4bit" else 1)
             input_bytes = builder.mul(segments, number(HALF_BYTES))
             sums = [[emit.variable() for _ in range(tokens)] for _ in range(rows)]
@@ -250,7 +249,7 @@ def _dot(scheme: str, width: int, rows: int, tokens: int) -> Any:
                 at = loop.index
                 begins = [builder.mul(input_bytes, number(t)) for t in range(tokens)]
                 begins = [emit.add(begin, builder.mul(at, number(HALF_BYTES))) for begin in begins]
-                inputs = [codebook.inputs(even, odd, begin) for begin in begins]
+                inputs = [meant.inputs(even, odd, begin) for begin in begins]
                 # what follows the end of a row is read already; the rows after these come next
                 beyond = emit.add(builder.mul(at, number(segment_bytes)), PREFETCHED)
                 is_beyond = builder.icmp_unsigned(">=", beyond, row_bytes)
@@ -260,7 +259,7 @@ def _dot(scheme: str, width: int, rows: int, tokens: int) -> Any:
                     here = emit.add(row, r)
                     base = emit.add(codes, builder.mul(here, row_bytes), builder.mul(at, number(segment_bytes)))
                     emit.prefetch(emit.add(base, ahead))
-                    parts = codebook.products(base, inputs)
+                    parts = meant.products(base, inputs)
                     block = builder.lshr(emit.add(builder.mul(here, segments), at), shift)
                     scale = emit.spread(emit.load(emit.add(scales, builder.mul(block, number(4))), F32, 4))
                     for t in range(tokens):
@@ -270,7 +269,7 @@ def _dot(scheme: str, width: int, rows: int, tokens: int) -> Any:
                     place = emit.add(row, r, builder.mul(all_rows, number(t)))
                     pointer = builder.inttoptr(emit.add(out, builder.mul(place, number(4))), F32.as_pointer())
                     total = emit.sum(builder.load(sums[r][t]))
-                    builder.store(builder.fmul(total, codebook.factor) if codebook.has_factor else total, pointer)
+                    builder.store(builder.fmul(total, meant.factor) if meant.has_factor else total, pointer)
             return context.get_dummy_value()
 
         return signature, emit_code

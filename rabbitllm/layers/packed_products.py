@@ -1,9 +1,9 @@
 """Products with a matrix that is stored at 4bit or 8bit, on the CPU, without making the matrix.
 
 For few inputs what each code means is found and multiplied on the spot (`packed_kernels.py`): a token then reads a
-quarter of the bytes that bfloat16 takes. For many inputs at once, as in a prompt, finding it costs more than it saves,
-and a few rows at a time are dequantised into memory that stays in the cache, and multiplied by torch. So are those
-whose codes mean what no kernel here has a table for.
+quarter of the bytes that bfloat16 takes. For more it is found once for all of them, of a few rows at a time
+(`panel_kernels.py`). For very many, as in a long prompt, a few rows at a time are dequantised into memory that stays in
+the cache, and multiplied by torch. So are those whose codes mean what no kernel here has a table for.
 
 What is multiplied is code value times scale in float32, which the dequantised matrix is the rounding of. Knows no
 modules.
@@ -11,6 +11,7 @@ modules.
 
 from __future__ import annotations
 
+import enum
 import functools
 import logging
 import math
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from rabbitllm.layers import bfloat_products
+from rabbitllm.layers import bfloat_products, panel_products
 from rabbitllm.layers.code_tables import PAIRS, table_of
 from rabbitllm.layers.compression import BLOCKS, Quantised, dequantise
 from rabbitllm.layers.row_team import over_rows
@@ -30,11 +31,8 @@ logger = logging.getLogger(__name__)
 
 MOST_INPUTS = 16
 MOST_INPUTS_IN_PAIRS = 64
-"""Rows of input up to which the kernel is the faster way, in float32 and in pairs of bfloat16 (2 cores of an AMD EPYC,
-with AVX-512); beyond them dequantising is."""
-MOST_INPUTS_OF_BFLOAT = 64
-"""The same for inputs of bfloat16 on a processor that has no instructions for that type, so that multiplying with what
-is dequantised takes longer too (4 cores of a Xeon with AVX-512)."""
+"""Rows of input up to which the kernel without panels is the faster way than dequantising, in float32 and in pairs of
+bfloat16 (2 cores of an AMD EPYC, with AVX-512)."""
 MOST_GROUPED = 512
 """Rows of all groups together, which are in memory in float32 as inputs and as results."""
 CHUNK_ELEMENTS = 1 << 21
@@ -100,6 +98,11 @@ class Matrix:
         _walk(width, _Inputs(width, x), [(self, 0, len(x))], out)
         return out
 
+    def by_panels(self, width: int, x: torch.Tensor) -> torch.Tensor:
+        """The same by the kernel of panels, for as many rows as it is for."""
+        stored, table, _ = self.arguments(width)
+        return panel_products.times(width, self.form.scheme, stored, table, x, self.form.shape[0])
+
     def arguments(self, width: int) -> tuple[tuple[int, int], int, tuple[int, ...]]:
         """What a kernel of so many lanes is told of it: addresses of codes and scales; of what codes are looked up in;
         and how they lie."""
@@ -157,8 +160,11 @@ class GroupedProduct:
         """Fill `x[begin:end] @ W.T` for each matrix and its group."""
         few = []
         for matrix, (begin, end) in zip(matrices, groups, strict=True):
-            if end - begin <= _most_inputs(self._width, self._x.dtype) and matrix.is_known_to(self._width):
+            way = _way(matrix, self._width, end - begin)
+            if way is Way.CODES:
                 few.append((matrix, begin, end))
+            elif way is Way.PANELS:
+                self._out[begin:end] = matrix.by_panels(self._width, self._x[begin:end])
             else:
                 self._out[begin:end] = _in_chunks(self._x[begin:end], matrix, None)
         if few:
@@ -223,22 +229,32 @@ def linear(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.
     """
     flat = x.reshape(-1, x.shape[-1])
     width = kernel_for(matrix.form.scheme, x.dtype)
-    if flat.shape[0] <= _most_inputs(width, x.dtype) and matrix.is_known_to(width):
-        result = matrix.times_with(width, flat)
+    way = _way(matrix, width, len(flat))
+    if way is Way.DEQUANTISED:
+        result = _in_chunks(flat, matrix, bias)
+    else:
+        result = matrix.times_with(width, flat) if way is Way.CODES else matrix.by_panels(width, flat)
         if bias is not None:
             result += bias
         result = result.to(x.dtype)
-    else:
-        result = _in_chunks(flat, matrix, bias)
     return result.view(*x.shape[:-1], matrix.form.shape[0])
 
 
-def _most_inputs(width: int, dtype: torch.dtype) -> int:
-    import torch
+class Way(enum.Enum):
+    """How rows are multiplied with a matrix."""
 
-    if width == PAIRS:
-        return MOST_INPUTS_IN_PAIRS
-    return MOST_INPUTS_OF_BFLOAT if dtype == torch.bfloat16 and bfloat_products.kernel_here() else MOST_INPUTS
+    CODES = enum.auto()
+    PANELS = enum.auto()
+    DEQUANTISED = enum.auto()
+
+
+def _way(matrix: Matrix, width: int, count: int) -> Way:
+    """The fastest for so many rows, with a kernel of so many lanes."""
+    if not matrix.is_known_to(width):
+        return Way.DEQUANTISED
+    if panel_products.multiplies(matrix.form.scheme, width, count):
+        return Way.PANELS
+    return Way.CODES if count <= (MOST_INPUTS_IN_PAIRS if width == PAIRS else MOST_INPUTS) else Way.DEQUANTISED
 
 
 def _in_chunks(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
@@ -248,15 +264,17 @@ def _in_chunks(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> to
     block = BLOCKS[form.scheme]
     step = block // math.gcd(block, columns)  # rows that are whole blocks
     step *= max(CHUNK_ELEMENTS // columns // step, 1)
+    # a processor without instructions for bfloat16 is slow at it, and never at float32
+    wide = x.float() if x.dtype == torch.bfloat16 and bfloat_products.kernel_here() else x
     out = x.new_empty(len(x), rows)
     codes = matrix.payload.view(rows, -1)
     for begin in range(0, rows, step):
         end = min(begin + step, rows)
         scales = matrix.absmax.view(-1)[begin * columns // block : -(-end * columns // block)]
         few = replace(form, shape=(end - begin, columns))
-        part = dequantise(few, codes[begin:end].reshape(-1, 1), scales, matrix.table, x.dtype)
-        product = bfloat_products.linear if bfloat_products.multiplies(x, part) else torch.nn.functional.linear
-        out[:, begin:end] = product(x, part, None if bias is None else bias[begin:end])
+        part = dequantise(few, codes[begin:end].reshape(-1, 1), scales, matrix.table, wide.dtype)
+        added = None if bias is None else bias[begin:end].to(wide.dtype)
+        out[:, begin:end] = torch.nn.functional.linear(wide, part, added)
     return out
 
 
