@@ -21,10 +21,11 @@ from typing import Any
 import torch
 
 from rabbitllm.batching.answerable import check_answerable
+from rabbitllm.batching.filing import Begins
 from rabbitllm.batching.generation import Generation
 from rabbitllm.batching.joint_pass import JointPasses
 from rabbitllm.batching.limits import Limits
-from rabbitllm.batching.picking import Pace, fits, retry_after, take_part, too_many
+from rabbitllm.batching.picking import Pace, retry_after, take_part, too_many
 from rabbitllm.batching.request import Ended, Event, Facts, Request
 from rabbitllm.batching.text_caches import TextCaches
 from rabbitllm.batching.ticket import Ticket
@@ -88,7 +89,9 @@ class Batch:
         self._closing: float | None = None  # when what is not finished is cancelled
         self._change = threading.Condition()
         self._holders = 0
-        self._passes = JointPasses(model, exact=limits.exact, most_rows=self._caches.memory.part)
+        self._passes = JointPasses(
+            model, exact=limits.exact, most_rows=self._caches.memory.part, file=self._caches.file
+        )
         self._thread = threading.Thread(target=self._work, name="rabbitllm-batch", daemon=True)
         self._thread.start()
 
@@ -189,6 +192,8 @@ class Batch:
                 resumed=self._caches.resumed,
                 aside_bytes=self._caches.aside.nbytes,
                 aside_limit_bytes=self._caches.aside.limit,
+                file_bytes=self._caches.file.nbytes if self._caches.file is not None else 0,
+                file_read_bytes=self._caches.file.read if self._caches.file is not None else 0,
             )
 
     # in any thread ---------------------------------------------------------------------------------------------------
@@ -218,6 +223,7 @@ class Batch:
             for ticket in left:
                 self._over(ticket, self.error or Ended.CANCELLED)
             self._passes.close()
+            self._caches.close()
 
     def _wait(self) -> bool:
         """Until there is something to do; False when the end has come."""
@@ -244,29 +250,40 @@ class Batch:
         """Where keys and values outgrow the limit."""
         memory = self._caches.memory
         self._caches.shrink(self._running)
-        count = too_many([ticket.text for ticket in self._running], memory.bytes_for, memory.limit)
-        for ticket in reversed(self._running[len(self._running) - count :]):
-            cache = self._caches.whole_cache(ticket)
-            self._take_out(ticket)
-            self._caches.set_aside(ticket, cache, self._pace)
-            self._sums.preempted += 1
-            with self._change:
-                self._running.remove(ticket)
-                self._waiting.appendleft(ticket)
-        if len(self._running) == 1 and memory.now([self._running[0].text]) > memory.limit:
+        near = self._caches.near(self._running)
+        filed = [ticket for ticket in self._running if ticket not in near]
+        count = too_many([ticket.text for ticket in near], memory.bytes_for, self._caches.left_to_near(filed))
+        for ticket in reversed(near[len(near) - count :]):
+            if not self._caches.to_file(ticket, self._running):
+                self._give_place_back(ticket)
+        near = self._caches.near(self._running)
+        if len(self._running) == 1 and near and memory.now([near[0].text]) > memory.limit:
             self._over(self._running[0], Ended.LENGTH)  # nobody else's place would help
+
+    def _give_place_back(self, ticket: Ticket) -> None:
+        cache = self._caches.whole_cache(ticket)
+        self._take_out(ticket)
+        self._caches.drop(ticket)
+        self._caches.set_aside(ticket, cache, self._pace)
+        self._sums.preempted += 1
+        with self._change:
+            self._running.remove(ticket)
+            self._waiting.appendleft(ticket)
 
     def _begin(self) -> None:
         """Let those begin for whom there is room, in their order."""
-        memory = self._caches.memory
         with self._change:
             waiting = list(self._waiting)
-        for ticket in waiting:
-            if len(self._running) >= self._limits.running:
+        if not waiting:
+            self._caches.from_file(self._running)
+        for number, ticket in enumerate(waiting):
+            places = self._limits.running - len(self._running)
+            if places <= 0:
                 return
-            if not fits(ticket.text, [one.text for one in self._running], memory.bytes_for, memory.limit):
+            where = self._caches.where(ticket, self._running, min(places, len(waiting) - number) - 1)
+            if where is Begins.LATER:
                 return  # those behind it may be smaller, but would keep it waiting for ever
-            if self._caches.give(ticket, self._running):
+            if self._caches.give(ticket, self._running, in_file=where is Begins.FILED):
                 self._start(ticket)
                 with self._change:
                     self._waiting.remove(ticket)
@@ -295,6 +312,9 @@ class Batch:
             self._sums.pass_seconds += seconds
             self._sums.new_tokens += sum(len(ticket.generation.tokens) for ticket in self._running) - made
             self._caches.measure(self._running)
+            for ticket in reversed(self._caches.lost(self._running)):
+                if ticket.member is not None and not ticket.member.dead:
+                    self._give_place_back(ticket)
         over = [ticket for ticket in self._running if ticket.member is None or ticket.member.dead]
         for ticket in over:
             error = ticket.member.error if ticket.member is not None else None

@@ -41,6 +41,10 @@ class CacheCost:
         held = tokens + (tokens // SPARE_SHARE + SPARE_TOKENS if has_room else 0)
         return self.fixed + held * self.every_token + sum(min(tokens, most) * each for most, each in self.windows)
 
+    def beside_file(self, tokens: int) -> int:
+        """Of a text whose layers that keep every token are in a file, but for the last tokens: what is in memory."""
+        return self.fixed + tokens * self.every_token + sum(most * each for most, each in self.windows)
+
 
 def cost_by_config(config: Any, dtype: torch.dtype) -> CacheCost:
     """By the sizes of the config: keys and values of all heads in all layers.

@@ -7,9 +7,12 @@ from typing import Any
 
 from rabbitllm.batching.beside_weights import tokens_in_parts, tokens_of_a_pass
 from rabbitllm.batching.cache_cost import CacheCost, cost_by_cache, cost_by_config
+from rabbitllm.batching.cache_file import TAIL_TOKENS
 from rabbitllm.batching.picking import Text
 from rabbitllm.errors import OptionError
 
+AHEAD_SHARE = 8
+"""One part in so many of the limit is for what is brought from a file before its attention comes."""
 LEAST_TOKENS = 64
 """A server whose keys and values have room for less would refuse nearly everything."""
 
@@ -52,6 +55,14 @@ class CacheMemory:
     def bytes_for(self, tokens: int) -> int:
         """That the keys and values of so many tokens of one text take."""
         return self._cost.bytes_for(tokens)
+
+    def beside_file(self) -> int:
+        """That a text takes whose keys and values are in a file."""
+        return self._cost.beside_file(TAIL_TOKENS)
+
+    def ahead(self) -> int:
+        """That may be read of a file ahead of its use."""
+        return self.limit // AHEAD_SHARE
 
     def now(self, texts: Iterable[Text]) -> int:
         """Bytes for these texts in the next pass."""

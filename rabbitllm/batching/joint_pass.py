@@ -27,6 +27,7 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch import nn
 
+from rabbitllm.batching.cache_file import CacheFile
 from rabbitllm.batching.members import Alone, Call, Left, Member, Point, call_of, together
 from rabbitllm.batching.packed import PackedForward, Text
 from rabbitllm.batching.packed_cache import NotPackable
@@ -74,9 +75,19 @@ class JointPasses:
         packing: let members' rows go through as those of one text, where that can be.
         most_rows: of one such text; if there are more, several of them go through each layer, one after the other.
             None for no limit.
+        file: in which members may have their keys and values; those of members that go through the layers by
+            themselves are brought back.
     """
 
-    def __init__(self, model: Any, *, exact: bool = False, packing: bool = True, most_rows: int | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        exact: bool = False,
+        packing: bool = True,
+        most_rows: int | None = None,
+        file: CacheFile | None = None,
+    ) -> None:
         if model.hosts is not None:
             raise OptionError(
                 "Some of the model's layers are on other hosts, which answer one call at a time.",
@@ -86,7 +97,8 @@ class JointPasses:
         self._exact = exact
         self._hub: greenlet | None = None
         self.members: list[Member] = []
-        self._packed = PackedForward.of(model) if packing and not exact else None
+        self._packed = PackedForward.of(model, file) if packing and not exact else None
+        self._file = file
         self._most_rows = most_rows
         head = model.get_output_embeddings()
         self._products = RowProducts(model) if not exact else None
@@ -140,6 +152,9 @@ class JointPasses:
             packed = self._packable(inside)
             others = [member for member in inside if member not in packed]
             carriers = self._carriers(packed)
+            if self._file is not None:
+                caches = [packed[member].cache for _, carried in carriers for member in carried]
+                self._file.begin(caches, [member.brings[1] for member in others])
             if len(carriers) == 1 and not others:
                 carriers[0][0]()
             else:

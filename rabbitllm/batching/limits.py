@@ -25,6 +25,8 @@ class Limits:
         aside_bytes: keys and values of requests that had to make way, in RAM or in a file, until there is room again;
             None for four times those of `cache_bytes`, 0 to compute them anew each time. See `aside.py`.
         aside_folder: where such a file may be; None for where temporary files are, unless that lies in memory.
+        file_bytes: keys and values of requests that run, in a file in `aside_folder`, where a pass reads more of the
+            weights than memory has for them; None for a quarter of what is free there, 0 for none. See `cache_file.py`.
         in_bulk: nobody waits for single answers: a pass takes as many tokens of prompts as memory allows, rather than
             so few that it stays short, and their texts go through each layer in parts.
     """
@@ -37,6 +39,7 @@ class Limits:
     aside_bytes: int | None = None
     aside_folder: Path | None = None
     in_bulk: bool = False
+    file_bytes: int | None = 0
 
     def __post_init__(self) -> None:
         """
@@ -47,8 +50,10 @@ class Limits:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise OptionError(f"{name}={value}, which is none at all.", "Give at least 1.")
-        if self.aside_bytes is not None and self.aside_bytes < 0:
-            raise OptionError(f"aside_bytes={self.aside_bytes}, which is less than nothing.", "Give 0 for none.")
+        for name in ("aside_bytes", "file_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise OptionError(f"{name}={value}, which is less than nothing.", "Give 0 for none.")
         if self.aside_folder is not None and not (self.aside_folder.is_dir() and is_writable(self.aside_folder)):
             raise OptionError(
                 f"No file can be made in {self.aside_folder}, where keys and values were to be set aside.",

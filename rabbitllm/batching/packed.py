@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
+from rabbitllm.batching.cache_file import CacheFile
 from rabbitllm.batching.packed_attention import attention_by_text, packed_attention
 from rabbitllm.batching.packed_cache import NotPackable, PackedCache
 from rabbitllm.batching.packed_families import can_be_packed, has_known_layers, shares_keys
@@ -50,10 +51,12 @@ class PackedForward:
 
     Args:
         model: for which `can_be_packed` holds.
+        file: in which some texts have their keys and values; None where none has.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, file: CacheFile | None = None) -> None:
         self._model = model
+        self._file = file
         config = model.config.get_text_config(decoder=True)
         seen = {id(one): one for module in model.modules() if (one := getattr(module, "config", None)) is not None}
         self._configs = [one for one in seen.values() if getattr(one, "_attn_implementation", None) is not None]
@@ -65,9 +68,9 @@ class PackedForward:
         self._positions = getattr(config, "max_position_embeddings", None) or 1 << 62
 
     @staticmethod
-    def of(model: Any) -> PackedForward | None:
+    def of(model: Any, file: CacheFile | None = None) -> PackedForward | None:
         """One for a model, if it can be packed."""
-        return PackedForward(model) if can_be_packed(model) else None
+        return PackedForward(model, file) if can_be_packed(model) else None
 
     def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Text | None:
         """What a call of the model's forward brings; None if it cannot be packed.
@@ -112,7 +115,7 @@ class PackedForward:
             NotPackable: the model does what none of its family did in the tests.
         """
         lengths = [text.ids.shape[1] for text in texts]
-        cache = PackedCache([text.cache for text in texts], lengths, self._shares)
+        cache = PackedCache([text.cache for text in texts], lengths, self._shares, self._file)
         with packed_attention(self._configs, cache):
             # not through the model's own call, which waits for the pass that this is
             output = nn.Module.__call__(

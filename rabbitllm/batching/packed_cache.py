@@ -6,7 +6,7 @@ the new keys and values alone, by which the attention finds those of each text (
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import starmap
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from rabbitllm.batching.cache_file import CacheFile
 from rabbitllm.batching.room import append
 
 
@@ -39,14 +40,15 @@ class _Layer:
     """What came of a layer's update.
 
     Attributes:
+        number: of the layer.
         new_keys, new_values: of all texts, as they came.
-        keys, values: of each text, all of them.
+        pairs: keys and values of each text, all of them; None of texts that have them in a file.
     """
 
+    number: int
     new_keys: torch.Tensor
     new_values: torch.Tensor
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
+    pairs: list[tuple[torch.Tensor, torch.Tensor] | None]
 
 
 class PackedCache(Cache):  # type: ignore[misc]
@@ -56,13 +58,17 @@ class PackedCache(Cache):  # type: ignore[misc]
         caches: of each text; their layers are of the same kinds.
         lengths: how many rows each has.
         shares: whether layers use the keys and values of others.
+        file: in which some of the texts may have theirs, where no layer does.
     """
 
-    def __init__(self, caches: Sequence[Any], lengths: Sequence[int], shares: bool) -> None:
+    def __init__(
+        self, caches: Sequence[Any], lengths: Sequence[int], shares: bool, file: CacheFile | None = None
+    ) -> None:
         super().__init__(layers=[])
         self.lengths = list(lengths)
         self._caches = list(caches)
         self._shares = shares
+        self._file = file
         self._asked = 0
         self._given: dict[int, _Layer] = {}
         self._latest: dict[int, int] = {}
@@ -83,13 +89,11 @@ class PackedCache(Cache):  # type: ignore[misc]
         if not self._shares:
             self._given.clear()
             self._latest.clear()
-        keys, values = [], []
-        new = zip(torch.split(key_states, self.lengths, 2), torch.split(value_states, self.lengths, 2), strict=True)
-        for cache, (key, value) in zip(self._caches, new, strict=True):
-            all_keys, all_values = append(cache.layers[layer_idx], key, value)
-            keys.append(all_keys)
-            values.append(all_values)
-        self._given[id(key_states)] = _Layer(key_states, value_states, keys, values)
+        pairs: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+        for cache, (key, value) in zip(self._caches, self._by_text(key_states, value_states), strict=True):
+            is_in_file = self._file is not None and self._file.brings(cache, layer_idx)
+            pairs.append(None if is_in_file else append(cache.layers[layer_idx], key, value))
+        self._given[id(key_states)] = _Layer(layer_idx, key_states, value_states, pairs)
         self._latest[layer_idx] = id(key_states)
         self._unused += 1
         return key_states, value_states
@@ -110,11 +114,28 @@ class PackedCache(Cache):  # type: ignore[misc]
         given = self._given.get(id(key_states))
         self._unused -= 1
         if given is not None and given.new_values is value_states:
-            return zip(given.keys, given.values, strict=True)
+            return self._pairs(given)
         expand, latest = getattr(module, "expand_kv", None), self._given.get(self._latest.get(module.layer_idx, 0))
         if given is not None or expand is None or latest is None:
             raise NotPackable("attention was given other keys than the cache returned")
-        return starmap(expand, zip(latest.keys, latest.values, strict=True))
+        return starmap(expand, self._pairs(latest))
+
+    def _by_text(self, keys: torch.Tensor, values: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        return zip(torch.split(keys, self.lengths, 2), torch.split(values, self.lengths, 2), strict=True)
+
+    def _pairs(self, given: _Layer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Of each text; what is in a file is brought when it is asked for, and gone when the next one is."""
+        if None not in given.pairs:
+            yield from (pair for pair in given.pairs if pair is not None)
+            return
+        new = self._by_text(given.new_keys, given.new_values)
+        for cache, pair, (key, value) in zip(self._caches, given.pairs, new, strict=True):
+            if pair is not None:
+                yield pair
+                continue
+            assert self._file is not None
+            yield self._file.joined(cache, given.number, key, value)
+            self._file.put_back(cache, given.number, key, value)
 
     def spans(self) -> list[Span]:
         """What the mask has to cover that is being made, of each text."""

@@ -138,6 +138,8 @@ class Facts:
         resumed: times that one went on with its keys and values as they were, having given its place back.
         aside_bytes: keys and values that wait for that now, in RAM or in a file.
         aside_limit_bytes: how many they may be.
+        file_bytes: keys and values of requests that run, in a file.
+        file_read_bytes: that were read of it.
     """
 
     running: int
@@ -159,3 +161,5 @@ class Facts:
     resumed: int
     aside_bytes: int
     aside_limit_bytes: int
+    file_bytes: int = 0
+    file_read_bytes: int = 0

@@ -13,6 +13,8 @@ from transformers.cache_utils import DynamicCache
 from rabbitllm.batching.aside import Aside, usual_folder
 from rabbitllm.batching.beginnings import best_source, should_wait
 from rabbitllm.batching.cache_memory import CacheMemory
+from rabbitllm.batching.filing import Begins, Running, begins, file_for
+from rabbitllm.batching.generation import Generation
 from rabbitllm.batching.limits import Limits
 from rabbitllm.batching.picking import Pace
 from rabbitllm.batching.prefixes import Kept, copied
@@ -35,6 +37,7 @@ class TextCaches:
         memory: what they may take, and what tokens cost.
         chunk: tokens of a prompt in one pass.
         resumed: times that a text got back what was set aside.
+        file: for keys and values of texts that run; None without one.
 
     Raises:
         OptionError: there is no memory left.
@@ -54,6 +57,13 @@ class TextCaches:
         if folder is None and all(lane.device.shares_host_memory for lane in model.streamer.lanes.values()):
             aside_bytes = 0  # there is no other memory, and no disk
         self.aside = Aside(aside_bytes, folder)
+        file_bytes = limits.file_bytes if self._shares else 0
+        self.file = file_for(model, self.memory, folder, file_bytes)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self.file is not None:
+            self.file.close()
 
     @property
     def prompt_chunk(self) -> int | None:
@@ -64,24 +74,75 @@ class TextCaches:
         """That are held in memory; may be called from any thread."""
         return self._kept.nbytes + self._held_by(running)
 
-    def shrink(self, running: Iterable[Ticket]) -> None:
+    def shrink(self, running: Sequence[Ticket]) -> None:
         """Drop texts that are over, where those that run need their room in the next pass."""
-        self._kept.shrink(self.memory.limit - self.memory.now(ticket.text for ticket in running))
+        near, filed = self._parted(running)
+        self._kept.shrink(self.left_to_near(filed) - self.memory.now(ticket.text for ticket in near))
+
+    def where(self, ticket: Ticket, running: Sequence[Ticket], others: int) -> Begins:
+        """Whether one may begin, and where it has its keys and values then.
+
+        Args:
+            ticket: that waits.
+            running: those that run.
+            others: how many wait behind it and are to run with it.
+        """
+        return begins(ticket.text, self._running(running), others, self.memory)
+
+    def near(self, running: Sequence[Ticket]) -> Sequence[Ticket]:
+        """Those that have keys and values in memory."""
+        return self._parted(running)[0]
+
+    def left_to_near(self, filed: Sequence[Ticket]) -> int:
+        """Bytes for those that have keys and values in memory, beside those that do not."""
+        running = self._running(filed)
+        return self.memory.limit - (running.soon(self.memory) if running.filed else 0)
+
+    def to_file(self, ticket: Ticket, running: Sequence[Ticket]) -> bool:
+        """Have the keys and values of one that runs in the file from the next pass on; False if they cannot be."""
+        cache = ticket.generation.cache
+        if self.file is None or cache is None or not self._running(running).has_place(ticket.text, self.memory):
+            return False
+        self.file.add(cache)
+        return True
+
+    def from_file(self, running: Sequence[Ticket]) -> None:
+        """Let those come back for whom there is room, when nobody waits for it."""
+        for ticket in self._parted(running)[1]:
+            others = [one for one in running if one is not ticket]
+            assert self.file is not None
+            if self._running(others).fits(ticket.text, self.memory):
+                self.file.let_return(ticket.generation.cache)
+        self._kept.shrink(self.memory.limit - self._running(running).soon(self.memory))
+
+    def lost(self, running: Sequence[Ticket]) -> list[Ticket]:
+        """Those whose keys and values could not be written."""
+        file = self.file
+        return [one for one in running if file.is_lost(one.generation.cache)] if file is not None else []
 
     def measure(self, running: Iterable[Ticket]) -> None:
         """See what tokens cost, after a pass; of caches of unusual kinds it is foretold by the config only."""
         if self._keeps:
             self.memory.measure(ticket.whole_cache(continues=True) for ticket in running)
 
-    def give(self, ticket: Ticket, running: Sequence[Ticket]) -> bool:
-        """Give one that begins its cache; False if another one just computes what it begins with too."""
-        left = self.memory.limit - self.memory.soon(one.text for one in (*running, ticket))
+    def give(self, ticket: Ticket, running: Sequence[Ticket], *, in_file: bool = False) -> bool:
+        """Give one that begins its cache; False if another one just computes what it begins with too.
+
+        Args:
+            ticket: that begins.
+            running: those that run.
+            in_file: whether it has keys and values there.
+        """
+        left = self.memory.limit - self._running(running).soon(self.memory)
+        left -= self.memory.beside_file() if in_file else self.memory.soon([ticket.text])
         if ticket.held is not None:
             self._kept.shrink(left)
             ticket.generation.cache = self.aside.take(ticket.held)
             ticket.held = None
             if ticket.generation.cache is not None:
                 self.resumed += 1
+                if in_file:
+                    self._put(ticket.generation)
                 return True
         if not self._shares:
             return True
@@ -91,10 +152,12 @@ class TextCaches:
         if should_wait(generation.ids, tokens, _computed_prompts(running)):
             return False
         if source is not None:
-            generation.cache = copied(source.cache, tokens)
+            generation.cache = copied(self._in_memory(source.cache), tokens)
             self._kept.used(source.ids)
         else:
             generation.cache = DynamicCache(config=self._config)
+        if in_file and not self._put(generation):
+            tokens = 0
         generation.kept_tokens = max(generation.kept_tokens, min(tokens, len(generation.request.prompt)))
         self._kept.shrink(left)
         return True
@@ -116,7 +179,9 @@ class TextCaches:
         ticket.held = self.aside.put(cache, anew)
 
     def whole_cache(self, ticket: Ticket) -> Any:
-        """What one that waits for a pass could go on from; see `Ticket.whole_cache`."""
+        """What one that waits for a pass could go on from; see `Ticket.whole_cache`. None of one in a file."""
+        if self.file is not None and self.file.holds(ticket.generation.cache):
+            return None
         return ticket.whole_cache(continues=self._shares)
 
     def keep(self, ticket: Ticket, running: Iterable[Ticket]) -> None:
@@ -127,7 +192,10 @@ class TextCaches:
             self._kept.shrink(self.memory.limit - self._held_by(running))
 
     def drop(self, ticket: Ticket) -> None:
-        """Forget what is aside of one that has ended."""
+        """Forget what is aside, or in the file, of one that has ended or makes way."""
+        if self.file is not None and self.file.holds(ticket.generation.cache):
+            self.file.drop(ticket.generation.cache)
+            ticket.generation.cache = None
         if ticket.held is not None:
             self.aside.drop(ticket.held)
             ticket.held = None
@@ -139,12 +207,41 @@ class TextCaches:
             if tokens := ticket.cached_tokens:
                 yield ticket.generation.ids[:tokens], ticket.generation.cache
 
+    def _put(self, generation: Generation) -> bool:
+        """Put the cache of one that begins into the file; if that cannot be, it begins from nothing, in memory."""
+        assert self.file is not None
+        self.file.put(generation.cache)
+        if not self.file.is_lost(generation.cache):
+            return True
+        self.file.drop(generation.cache)
+        generation.cache = DynamicCache(config=self._config)
+        return False
+
+    def _in_memory(self, cache: Any) -> Any:
+        file = self.file
+        return file.whole_copy(cache) if file is not None and file.holds(cache) else cache
+
+    def _parted(self, running: Iterable[Ticket]) -> tuple[list[Ticket], list[Ticket]]:
+        """Those with keys and values in memory, and those with them in a file."""
+        near: list[Ticket] = []
+        filed: list[Ticket] = []
+        for one in running:
+            is_filed = self.file is not None and self.file.keeps(one.generation.cache)
+            (filed if is_filed else near).append(one)
+        return near, filed
+
+    def _running(self, running: Iterable[Ticket]) -> Running:
+        near, filed = self._parted(running)
+        most = self.file.limit if self.file is not None else 0
+        return Running([one.text for one in near], [one.text for one in filed], most)
+
     def _held_by(self, running: Iterable[Ticket]) -> int:
+        near, filed = self._parted(running)
         # not of their tensors: another thread changes them meanwhile
         counts = [
-            ticket.cached_tokens if ticket.generation.cache is not None else ticket.text.tokens for ticket in running
+            ticket.cached_tokens if ticket.generation.cache is not None else ticket.text.tokens for ticket in near
         ]
-        return sum(map(self.memory.bytes_for, counts))
+        return sum(map(self.memory.bytes_for, counts)) + len(filed) * self.memory.beside_file()
 
 
 def _computed_prompts(running: Iterable[Ticket]) -> Iterable[Sequence[int]]:

@@ -34,6 +34,7 @@ def batch(
     columns: Mapping[str, str] | None = None,
     sequences: int = 256,
     cache_memory: int | str | None = None,
+    cache_disk: int | str | None = None,
     exact: bool = False,
     overwrite: bool = False,
     compression: str | None = None,
@@ -55,6 +56,7 @@ def batch(
         columns: name that is expected -> name that records have it by, as {"prompt": "question"}.
         sequences: answered in one pass, at most.
         cache_memory: bytes that keys and values may take, or text such as "8GiB".
+        cache_disk: bytes that those of further lines may take in a temporary file, or text such as "40GiB"; 0 for none.
         exact: each line's rows by themselves; see `rabbitllm.bulk.items.Limits`.
         overwrite: replace an output that is there.
         compression, device, max_memory, dtype, revision, trust_remote_code: of `AutoModel.from_pretrained`, where the
@@ -76,7 +78,8 @@ def batch(
     texts = (stop,) if isinstance(stop, str) else tuple(stop)
     cache_bytes = None if cache_memory is None else parse_size(cache_memory, "cache_memory")
     defaults = Defaults(max_new_tokens, temperature, top_p, seed, texts, pooling_of(pooling), normalise)
-    limits = Limits(sequences, cache_bytes, exact)
+    disk_bytes = None if cache_disk is None else parse_size(cache_disk, "cache_disk")
+    limits = Limits(sequences, cache_bytes, exact, disk_bytes)
     if isinstance(model, str | os.PathLike):
         from rabbitllm.bulk.loading import wish_of
 

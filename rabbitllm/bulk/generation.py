@@ -113,7 +113,11 @@ def generated(
     done: queue.SimpleQueue[_Open] = queue.SimpleQueue()
     most = READY * limits.sequences
     waiting = most + MOST_ANSWERS
-    batch_limits = BatchLimits(limits.sequences, waiting, limits.cache_bytes, WHOLE_PROMPT, limits.exact, in_bulk=True)
+    batch_limits = BatchLimits(
+        *(limits.sequences, waiting, limits.cache_bytes, WHOLE_PROMPT, limits.exact),
+        in_bulk=True,
+        file_bytes=limits.cache_disk,
+    )
     batch = Batch(model, batch_limits)
     watch(lambda: batch.facts)
     asking = _Asking(desk, items)

@@ -180,6 +180,8 @@ class Limits:
     Attributes:
         sequences: in one pass, at most.
         cache_bytes: keys and values, at most; None for half of what is free beside the weights.
+        cache_disk: keys and values that memory has no room for, in a file, at most; None for a quarter of what is free
+            where temporary files are, 0 for none.
         exact: compute every sequence's rows by themselves: its tokens are then those that it gets alone in any dtype,
             at the price of speed.
     """
@@ -187,6 +189,7 @@ class Limits:
     sequences: int = 256
     cache_bytes: int | None = None
     exact: bool = False
+    cache_disk: int | None = None
 
     def __post_init__(self) -> None:
         """

@@ -53,6 +53,10 @@ def batch_command(
         str | None,
         typer.Option(help="What keys and values may take, as 8GiB; by default what the lines need, or half."),
     ] = None,
+    cache_disk: Annotated[
+        str | None,
+        typer.Option(help="Those of further lines, in a temporary file, as 40GiB; 0 for none, else what is worth it."),
+    ] = None,
     exact: Annotated[
         bool, typer.Option("--exact", help="Each line's rows by themselves: to the bit as if it were alone.")
     ] = False,
@@ -111,7 +115,8 @@ def batch_command(
         trust_remote_code=trust_remote_code,
     )
     cache_bytes = None if cache_memory is None else parse_size(cache_memory, "--cache-memory")
-    limits = Limits(sequences, cache_bytes, exact)
+    disk_bytes = None if cache_disk is None else parse_size(cache_disk, "--cache-disk")
+    limits = Limits(sequences, cache_bytes, exact, disk_bytes)
     output = expand(out)
     task = Batch(
         source=source if source == STDIN else expand(source),
