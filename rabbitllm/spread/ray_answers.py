@@ -8,8 +8,9 @@ actors and not Ray Data, whose unit is a block of rows, is in docs/CLUSTER.md.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,17 +18,31 @@ from rabbitllm.bulk.items import Answer, Item
 from rabbitllm.errors import ClusterError, RabbitLLMError
 from rabbitllm.spread.answerer import About, Answerer, Job
 from rabbitllm.spread.chunks import Staff
+from rabbitllm.spread.cluster import say
+from rabbitllm.terminal import counted
 
 POLL_SECONDS = 0.5
+PLACE_SECONDS, SAY_AGAIN_SECONDS = 10.0, 60.0
+"""After so long it is said that a worker has not begun anywhere, and again after so long. Beginning takes seconds."""
 TIMES = 4
 """Workers that are lost one after the other, without an answer in between, before that is an error."""
 
 
 @dataclass(slots=True)
 class _Worker:
-    """An actor; `answers` is what it gives while it is at work, `left` what of it is still to come, by index."""
+    """An actor.
+
+    Attributes:
+        since: `time.monotonic()` when it was asked for.
+        placed: comes when it has begun somewhere; None from then on.
+        getting_ready: comes when it has its model; None from then on.
+        answers: what it gives while it is at work.
+        left: what of it is still to come, by index.
+    """
 
     actor: Any
+    since: float
+    placed: Any
     getting_ready: Any
     answers: Any = None
     left: dict[int, Item] | None = None
@@ -41,6 +56,7 @@ class RayAnswers:
         job: what they are told.
         worker: the class of a worker.
         check: is told of the first worker that is ready, before any answer; may raise to stop.
+        tell: is told what the person who waits should know.
     """
 
     def __init__(
@@ -49,11 +65,14 @@ class RayAnswers:
         job: Job,
         worker: type[Any] = Answerer,
         check: Callable[[About], None] = lambda about: None,
+        tell: Callable[[str], None] = say,
     ) -> None:
         self._staff = staff
         self._job = job
         self._class = worker
         self._check = check
+        self._tell = tell
+        self._told = float("-inf")
         self._workers: list[_Worker] = []
         self._about: About | None = None
         self._lost = 0
@@ -83,6 +102,7 @@ class RayAnswers:
                 done, _ = ray.wait([*of], timeout=POLL_SECONDS)
                 for reference in done:
                     yield from self._heard(of[reference], waiting)
+                self._tell_who_waits()
         finally:
             for worker in self._workers:
                 _end(worker)
@@ -95,7 +115,23 @@ class RayAnswers:
 
         options = {"num_cpus": self._staff.cpus, "num_gpus": self._staff.gpus, "scheduling_strategy": "SPREAD"}
         actor = ray.remote(self._class).options(max_restarts=0, **options).remote(self._job)
-        return _Worker(actor, actor.ready.remote())
+        return _Worker(actor, time.monotonic(), actor.__ray_ready__.remote(), actor.ready.remote())
+
+    def _tell_who_waits(self) -> None:
+        """Say it where workers have no place: Ray itself waits in silence, for ever."""
+        import ray
+
+        unplaced = {worker.placed: worker for worker in self._workers if worker.placed is not None}
+        if not unplaced:
+            return
+        for placed in ray.wait([*unplaced], num_returns=len(unplaced), timeout=0)[0]:
+            unplaced.pop(placed).placed = None
+        now = time.monotonic()
+        late = [worker for worker in unplaced.values() if now - worker.since >= PLACE_SECONDS]
+        if late and now - self._told >= SAY_AGAIN_SECONDS:
+            self._told = now
+            cluster: Any = ray  # whose functions have no types
+            self._tell(wanting(self._staff, len(late), cluster.cluster_resources(), cluster.available_resources()))
 
     def _give(self, worker: _Worker, items: list[Item]) -> None:
         worker.left = {one.index: one for one in items}
@@ -154,6 +190,26 @@ class RayAnswers:
                 "Put one split directory into a folder that all machines share (--dir), or delete the wrong one. GPUs "
                 "and processors do not answer alike: use machines of one kind.",
             )
+
+
+def wanting(staff: Staff, late: int, there: Mapping[str, float], free: Mapping[str, float]) -> str:
+    """What is said of workers that have not begun.
+
+    Args:
+        staff: what each wants.
+        late: how many they are.
+        there, free: of the cluster, as Ray counts it.
+    """
+    kinds = [("processor", "CPU", staff.cpus), ("GPU", "GPU", staff.gpus)]
+    wanted = " and ".join(counted(count, kind) for kind, _, count in kinds if count)
+    found = ", ".join(
+        f"{free.get(name, 0):g} of {there.get(name, 0):g} {kind}s" for kind, name, count in kinds if count
+    )
+    who = f"{late} of {counted(staff.workers, 'worker')} {'has' if late == 1 else 'have'}"
+    return (
+        f"{who} no place on the cluster yet: each wants {wanted} of one machine; free in all: {found}. "
+        "`ray status` says what has them. Waiting …"
+    )
 
 
 def _end(worker: _Worker) -> None:

@@ -38,7 +38,7 @@ from rabbitllm.options import SplitOptions
 from rabbitllm.pull.make import Shards, Wish, pull
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.lease import LEASE_NAME, Lease, granted
-from rabbitllm.spread import roll_call
+from rabbitllm.spread import ray_answers, roll_call
 from rabbitllm.spread.answerer import About, Job
 from rabbitllm.spread.batch import answering_on
 from rabbitllm.spread.chunks import Staff, in_chunks
@@ -268,6 +268,26 @@ def test_each_line_is_answered_once_though_workers_are_killed(cluster: str) -> N
     assert len({*killed}) == 2
     assert sorted(one.index for one in got) == list(range(96))
     assert {one.line["pid"] for one in got} - {*killed}
+
+
+def test_workers_without_a_place_are_told_of(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, with what is wanted and what is there; they begin as soon as there is one."""
+    import ray
+
+    monkeypatch.setattr(ray_answers, "PLACE_SECONDS", 1.0)
+    job, told = Job(Wish("any"), "any", Limits(sequences=2)), list[str]()
+    other = ray.remote(Slow).options(num_cpus=CPUS - 1).remote(job)
+    ray.get(other.__ray_ready__.remote())
+
+    def tell(line: str) -> None:
+        told.append(line)
+        ray.kill(other)
+
+    answers = RayAnswers(Staff(1, 2, 0, 1), job, Slow, tell=tell).answered([[0, 1]], items(2).__getitem__)
+    assert sorted(one.index for group in answers for one in group) == [0, 1]
+    (line,) = told
+    assert "1 of 1 worker has no place" in line
+    assert f"each wants 2 processors of one machine; free in all: 1 of {CPUS} processors" in line
 
 
 @pytest.mark.long
