@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import json
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,7 @@ def checks() -> tuple[Check, ...]:
         _large(),
         *(_experts(row, share) for row, share in (("none all", 1.0), ("none half", 0.5), ("none nothing", 0.0))),
         *(_served(clients, rate) for clients, rate in SERVED.items()),
+        *_over_processes(),
     )
 
 
@@ -188,3 +189,49 @@ def _served(clients: int, rate: float) -> Check:
     seconds = (prompt.seconds + (SERVED_NEW - 1) * step.seconds) / (clients * SERVED_NEW)
     what = f"served, half of the weights, {clients} at once"
     return Check(what, "docs/PERFORMANCE.md", seconds, 1 / rate, step.parts["disk"] * slow.disk.value / clients)
+
+
+PIPELINE_SHARE = 55
+"""Of the weights, in percent: what each process has memory for in results/pipeline."""
+
+
+def _over_processes() -> Iterator[Check]:
+    """Layers over processes of one machine, each resident with its span as far as its memory goes.
+
+    They take turns, each with all cores. That one could read for the next token while another computes is not reckoned.
+    """
+    drawn = _small(None)
+    free = "1 process, no cap"
+    (alone,) = _runs("pipeline", free)
+    layers = drawn.shape.layers * XEON.layer.value
+    looked_up = sum(cost.stored for cost in drawn.costs if cost.by_rows)
+    rate = (drawn.shape.output_bytes - looked_up) / (alone["token_seconds"] - layers)
+    host = dataclasses.replace(
+        XEON,
+        memory=Figure(rate, "results/pipeline, one process without a cap"),
+        disk=Figure(1.0e9, "docs/PERFORMANCE.md"),
+    )
+    found, read = _token(drawn, host, 1 << 40)
+    what = "layers over processes: one, all stays (its rate is from here)"
+    yield Check(what, "pipeline", found.seconds, alone["token_seconds"], read, None, own=True)
+    room = default_budget(_Free(drawn.shape.outline.checkpoint_bytes * PIPELINE_SHARE // 100))
+    for row in (f"{count}, {PIPELINE_SHARE} %" for count in ("1 process", "2 processes", "3 processes")):
+        (run,) = _runs("pipeline", row)
+        spans = run["spans"] or [drawn.shape.layers]
+        seconds = read = 0.0
+        for part in _by_process(drawn, spans):
+            found, one = _token(part, host, room)
+            seconds, read = seconds + found.seconds, read + one
+        what = f"layers over {row.partition(',')[0]}, {PIPELINE_SHARE} % each"
+        yield Check(what, "pipeline", seconds, run["token_seconds"], read, run["streamed"])
+
+
+def _by_process(drawn: Drawn, spans: Sequence[int]) -> Iterator[Drawn]:
+    """What each process has: a span of the layers, and the first all else."""
+    layers = [cost for cost in drawn.costs if cost.is_layer]
+    rest = tuple(cost for cost in drawn.costs if not cost.is_layer)
+    begin = 0
+    for count in spans:
+        own = (*(rest if begin == 0 else ()), *layers[begin : begin + count])
+        yield dataclasses.replace(drawn, costs=own)
+        begin += count
