@@ -58,7 +58,7 @@ FLOORS = (
     ("chat",),
     ("batching",),
     ("scoring",),
-    ("serve",),
+    ("serve", "harness"),
     ("bulk",),
     ("spread",),
     ("cli",),
