@@ -60,7 +60,7 @@ class _Trial:
 
 
 class _Done(BaseException):
-    """The last layer was called."""
+    """All layers were called, and none of them once more before the head."""
 
 
 def find_stack(model: Any, sources: Mapping[str, UnitSource]) -> Stack:
@@ -145,29 +145,37 @@ def _rehearse(model: Any, layers: Sequence[nn.Module], form: int | None, fill: f
             packer = Packer(lambda cache: len(recipe_of(cache)))
             trial.calls.append(packer.call(others, named))
             trial.tensors.append(packer.tensors)
-            if number == len(layers) - 1:
-                raise _Done
             trial.flowing = torch.full_like(hidden, fill)
             return _returned(form, trial.flowing, other)
 
         return forward
 
+    def done(*args: Any, **kwargs: Any) -> Any:
+        raise _Done
+
+    head = model.get_output_embeddings()
     for number, layer in enumerate(layers):
         layer.forward = stand_for(number)
+    if head is not None:
+        head.forward = done
     try:
         with torch.no_grad():
             model(input_ids=torch.ones((1, 4), dtype=torch.long), use_cache=True)
     except _Done:
-        return trial
+        pass
     except (HostsError, _NotAStack):
         raise
     except Exception as error:
+        if len(trial.calls) == len(layers):
+            return trial  # what comes behind them has no weights here
         text = str(error).partition("\n")[0]
         raise _NotAStack(f"its forward expects more of a layer ({type(error).__name__}: {text})") from error
     finally:
-        for layer in layers:
-            del layer.forward
-    raise _NotAStack(f"only {len(trial.calls)} of its {len(layers)} layers are called")
+        for module in (*layers, *([head] if head is not None else [])):
+            del module.forward
+    if len(trial.calls) < len(layers):
+        raise _NotAStack(f"only {len(trial.calls)} of its {len(layers)} layers are called")
+    return trial
 
 
 def _same(first: list[list[torch.Tensor]], second: list[list[torch.Tensor]]) -> bool:

@@ -20,6 +20,7 @@ REFUSED_TYPES = {
     *("cpmant", "ctrl", "openai-gpt", "xlm"),  # no layers that transformers marks as such
     *("deepseek_v4", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "zaya"),  # layers share keys and values
     *("hy_v4", "minimax"),  # caches of their own
+    "hrm_text",  # goes through its layers several times
     "rwkv",  # rescales its weights
 }
 """Types that cannot be spread, of those that are built small here."""
