@@ -48,6 +48,12 @@ DeviceOption = Annotated[
 ]
 RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit of the repository.")]
 TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")]
+DtypeOption = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default that of the model.")]
+
+# how texts share passes
+ExactOption = Annotated[
+    bool, typer.Option("--exact", help="Each text's rows by themselves: to the bit as if it were alone.")
+]
 
 # which processes compute a model together
 WorkersOption = Annotated[

@@ -14,6 +14,8 @@ from rabbitllm.cli import exit_codes
 from rabbitllm.cli.arguments import (
     CompressionHereOption,
     DeviceOption,
+    DtypeOption,
+    ExactOption,
     FolderOption,
     JsonOption,
     MaxDiskOption,
@@ -55,20 +57,18 @@ def batch_command(
     ] = None,
     cache_disk: Annotated[
         str | None,
-        typer.Option(help="Those of further lines, in a temporary file, as 40GiB; 0 for none, else what is worth it."),
+        typer.Option(
+            help="The same of further lines, in a temporary file; 0 for none, else a quarter of what is free."
+        ),
     ] = None,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="Each line's rows by themselves: to the bit as if it were alone.")
-    ] = False,
+    exact: ExactOption = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an output that is there, or begun with something else.")
     ] = False,
     compression: CompressionHereOption = None,
     device: DeviceOption = None,
     max_memory: MemoryOption = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16; by default that of the model.")
-    ] = None,
+    dtype: DtypeOption = None,
     folder: FolderOption = None,
     max_disk: MaxDiskOption = None,
     sequential: SequentialOption = False,

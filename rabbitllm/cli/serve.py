@@ -14,6 +14,8 @@ from rabbitllm.cli import exit_codes
 from rabbitllm.cli.arguments import (
     CompressionHereOption,
     DeviceOption,
+    DtypeOption,
+    ExactOption,
     FolderOption,
     MaxDiskOption,
     MemoryOption,
@@ -59,18 +61,14 @@ def serve_command(
         Path | None, typer.Option(help="For that file; by default where temporary files are.", show_default=False)
     ] = None,
     chunk: Annotated[int, typer.Option(help="Tokens of a prompt in one pass.", min=1)] = 512,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="Each request's rows by themselves: to the bit as if it were alone.")
-    ] = False,
+    exact: ExactOption = False,
     timeout: Annotated[float | None, typer.Option(help="Seconds for a request; none by default.", min=0.001)] = None,
     grace: Annotated[float, typer.Option(help="Seconds in which what runs is finished at the end.", min=0)] = 30.0,
     max_body: Annotated[str, typer.Option(help="Of a request.")] = "4MiB",
     compression: CompressionHereOption = None,
     device: DeviceOption = None,
     max_memory: MemoryOption = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16; by default that of the model.")
-    ] = None,
+    dtype: DtypeOption = None,
     folder: FolderOption = None,
     max_disk: MaxDiskOption = None,
     sequential: SequentialOption = False,
