@@ -7,32 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rabbitllm.batching.batch import Batch, Limits
 from rabbitllm.batching.request import Request
 from tests.batching.asking import Asked, asked
-from tests.support.builders import FAMILIES, build_checkpoint
-from tests.support.tiny_models import load, one_thread, plain_model, split
+from tests.support.one_tiny_model import checkpoint, plain, split_folder
+from tests.support.tiny_models import load, one_thread
 
-__all__ = ["one_thread"]
+__all__ = ["checkpoint", "one_thread", "plain", "split_folder"]
 
 DEFAULT = Limits()
-
-
-@pytest.fixture(scope="package")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_checkpoint(tmp_path_factory.mktemp("batching") / "llama", FAMILIES["llama"], dtype=torch.float32)
-
-
-@pytest.fixture(scope="package")
-def split_folder(checkpoint: Path) -> Path:
-    return split(checkpoint)
-
-
-@pytest.fixture(scope="package")
-def plain(checkpoint: Path) -> Any:
-    return plain_model(checkpoint, dtype=torch.float32).eval()
 
 
 @pytest.fixture

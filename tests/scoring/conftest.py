@@ -2,28 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from tests.support.one_tiny_model import checkpoint, plain, split_folder
+from tests.support.tiny_models import one_thread
 
-import pytest
-import torch
-
-from tests.support.builders import FAMILIES, build_checkpoint
-from tests.support.tiny_models import one_thread, plain_model, split
-
-__all__ = ["one_thread"]
-
-
-@pytest.fixture(scope="package")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_checkpoint(tmp_path_factory.mktemp("scoring") / "llama", FAMILIES["llama"], dtype=torch.float32)
-
-
-@pytest.fixture(scope="package")
-def split_folder(checkpoint: Path) -> Path:
-    return split(checkpoint)
-
-
-@pytest.fixture(scope="package")
-def plain(checkpoint: Path) -> Any:
-    return plain_model(checkpoint, dtype=torch.float32).eval()
+__all__ = ["checkpoint", "one_thread", "plain", "split_folder"]

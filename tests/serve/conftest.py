@@ -4,31 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from tests.serve.serving import Running, running
-from tests.support.builders import build_checkpoint
-from tests.support.tiny_models import one_thread, plain_model, split
+from tests.support.one_tiny_model import checkpoint, plain, split_folder
+from tests.support.tiny_models import one_thread
 
-__all__ = ["one_thread"]
-
-
-@pytest.fixture(scope="package")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_checkpoint(tmp_path_factory.mktemp("serve") / "llama", "llama", dtype=torch.float32)
-
-
-@pytest.fixture(scope="package")
-def split_folder(checkpoint: Path) -> Path:
-    return split(checkpoint)
-
-
-@pytest.fixture(scope="package")
-def plain(checkpoint: Path) -> Any:
-    return plain_model(checkpoint, dtype=torch.float32).eval()
+__all__ = ["checkpoint", "one_thread", "plain", "split_folder"]
 
 
 @pytest.fixture(scope="package")
