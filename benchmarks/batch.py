@@ -9,37 +9,43 @@ linear": over as many times those of one prompt.
 This project runs as `rabbitllm.batch`; AirLLM and transformers (every decoder layer offloaded to disk by accelerate)
 get all prompts as one batch of their `generate`. A row that is killed for memory or takes too long has no figure.
 
+"rabbitllm-2-no-file" keeps keys and values of all that run in memory; `--cache-memory` says how much of it they get in
+this project's rows.
+
 Scoring: `--score` texts of `--prompt-tokens` tokens, of which the last 8 are scored, beside the goal: 1.2 times (one
 pass of the weights, which is one text under the same cap, and computing, which is all texts without a cap).
 
     sudo python -m benchmarks.batch [--share 50] [--sequences 1 4 16 64 256] [--prompt-tokens 512] [--tokens 32]
-                                    [--score 1000] [--turns 3] [--only ROW ...] [--limit 1800] [--scale tiny]
+                                    [--score 1000] [--turns 3] [--cache-memory 100MB] [--only ROW ...]
+                                    [--limit 1800] [--scale tiny]
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks import command_line, lines, report
 from benchmarks.capped import LEAST_ROOM_BYTES
-from benchmarks.checkpoint import SCALES, make_checkpoint, shards
+from benchmarks.checkpoint import SCALES, make_checkpoint, weight_bytes
 from benchmarks.control_group import control_group
 from benchmarks.decode import Runner
 from benchmarks.measure import drop_cached, spread
-from benchmarks.peers import AIRLLM, THIS, TRANSFORMERS, Cap, PeerError, make_layer_files, prepare, run_worker
-from benchmarks.runs import Run, failures, good, run_all, versions
+from benchmarks.peers import AIRLLM, THIS, TRANSFORMERS, Cap, make_layer_files, prepare, run_worker
+from benchmarks.runs import Run, failures, good, run_cases, unprepared, versions
+from benchmarks.work_folder import fresh_folder
 
 RUNNERS: Mapping[str, Runner] = {
     "transformers-disk": Runner(TRANSFORMERS, "transformers", "offloaded"),
     "airllm-4.0.0": Runner(AIRLLM, "airllm"),
     "rabbitllm-2": Runner(THIS, "rabbitllm"),
+    "rabbitllm-2-no-file": Runner(THIS, "rabbitllm", options={"cache_disk": 0}),
     "rabbitllm-2-4bit": Runner(THIS, "rabbitllm", options={"compression": "4bit"}),
 }
-OURS = ("rabbitllm-2", "rabbitllm-2-4bit")
+OURS = ("rabbitllm-2", "rabbitllm-2-no-file", "rabbitllm-2-4bit")
 SCORED_TOKENS = 8
 SEQUENCES_SCORED = 256
 LINEAR_GOAL = 0.9
@@ -102,6 +108,7 @@ class Workload:
     count: int
     share: int
     limit_seconds: float
+    cache_memory: str | None = None
 
     def prepared(self, runner: str) -> Path:
         """Where a runner's layer files are."""
@@ -119,7 +126,7 @@ def measure(run: BatchRun, case: Case, workload: Workload, work: Path) -> None:
         "loader": chosen.loader,
         "path": str(workload.prepared(case.runner)),
         "checkpoint": str(workload.checkpoint),
-        "options": {} if is_ours else layered,
+        "options": _ours(chosen, workload) if is_ours else layered,
         "offload_folder": str(workload.folder / "offload"),
         "out": str(workload.folder / "out.jsonl"),
         "vocabulary": workload.vocabulary,
@@ -139,6 +146,27 @@ def measure(run: BatchRun, case: Case, workload: Workload, work: Path) -> None:
     for name, value in outcome.answer.items():
         setattr(run, name, value)
     run.take_from(outcome)
+
+
+def _ours(chosen: Runner, workload: Workload) -> dict[str, Any]:
+    """For `rabbitllm.batch`, which finds by itself how layer files are compressed."""
+    given = {name: value for name, value in chosen.options.items() if name != "compression"}
+    return given if workload.cache_memory is None else {**given, "cache_memory": workload.cache_memory}
+
+
+def split_for(row: str, workload: Workload, work: Path) -> None:
+    """Make the layer files of a layered row, unless another row has.
+
+    Raises:
+        PeerError: it failed.
+    """
+    chosen, place = RUNNERS[row], workload.prepared(row)
+    if chosen.loader != "layered" or place.exists():
+        return
+    compression = chosen.options.get("compression")
+    make_layer_files(
+        chosen.environment, chosen.package, workload.checkpoint, place, compression, work, f"batch-{row}-files"
+    )
 
 
 def of_linear(runs: Sequence[BatchRun], case: Case) -> list[float]:
@@ -172,22 +200,22 @@ HEADINGS = ("row", "ok", "tokens/s", "of linear", "x our best", "s", "GB from di
 def tabulate(runs: Sequence[BatchRun], cases: Sequence[Case], turns: int) -> report.Table:
     """A line a row: medians, and in brackets the extremes."""
     numbers = [case.sequences for case in cases if case.sequences]
-    made = []
-    for case in cases:
-        found = good(runs, case.name)
-        made.append(
-            (
-                case.name,
-                f"{len(found)}/{turns}",
-                report.shown(spread(run.rate for run in found)) if case.sequences else "-",
-                report.shown(spread(of_linear(runs, case))) if case.sequences else "-",
-                report.shown(spread(beside_ours(runs, case, numbers))) if case.sequences else "-",
-                report.shown(spread(run.seconds for run in found)),
-                report.shown(spread(run.disk_bytes for run in found), 2, 1e9) if case.sequences else "-",
-                report.shown(spread(run.anonymous_added for run in found), 0, 2**20),
-            )
+
+    def cells(case: Case, found: Sequence[BatchRun]) -> Sequence[str]:
+        seconds = report.shown(spread(run.seconds for run in found))
+        memory = report.shown(spread(run.anonymous_added for run in found), 0, 2**20)
+        if not case.sequences:
+            return ("-", "-", "-", seconds, "-", memory)
+        return (
+            report.shown(spread(run.rate for run in found)),
+            report.shown(spread(of_linear(runs, case))),
+            report.shown(spread(beside_ours(runs, case, numbers))),
+            seconds,
+            report.shown(spread(run.disk_bytes for run in found), 2, 1e9),
+            memory,
         )
-    return report.Table(HEADINGS, made)
+
+    return report.tabulated(HEADINGS, runs, {case.name: case for case in cases}, turns, cells)
 
 
 def notes_on(runs: Sequence[BatchRun], cases: Sequence[Case]) -> list[str]:
@@ -229,6 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sequences", type=int, nargs="*", default=[1, 4, 16, 64, 256], help="prompts at once")
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=32, help="of each answer (default: %(default)s)")
+    parser.add_argument("--cache-memory", help="for keys and values of this project's rows; by default it decides")
     parser.add_argument("--score", type=int, default=1000, help="texts that are scored, 0 for none")
     parser.add_argument("--limit", type=float, default=1800, help="seconds for a row (default: %(default)s)")
     options = parser.parse_args(arguments)
@@ -239,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checkpoint = make_checkpoint(work, options.scale, "LlamaConfig")
     workload = Workload(
         checkpoint,
-        sum(path.stat().st_size for path in shards(checkpoint)),
+        weight_bytes(checkpoint),
         SCALES[options.scale].vocab_size,
         work / "batch-run",
         options.prompt_tokens,
@@ -247,35 +276,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.score,
         options.share,
         options.limit,
+        options.cache_memory,
     )
-    shutil.rmtree(workload.folder, ignore_errors=True)
-    workload.folder.mkdir()
     cases = [Case(row, number) for number in options.sequences for row in options.only]
     if options.score:
         cases += [Case(row, 0, capped) for row in options.only if row in OURS for capped in (True, False)]
     unusable = prepare({row: RUNNERS[row].environment for row in options.only}, work)
-    try:
-        for row in options.only:
-            chosen = RUNNERS[row]
-            if row in unusable or chosen.loader != "layered":
-                continue
-            compression = chosen.options.get("compression")
-            place = workload.prepared(row)
-            try:
-                make_layer_files(
-                    chosen.environment, chosen.package, checkpoint, place, compression, work, f"batch-{row}-files"
-                )
-            except PeerError as error:
-                unusable[row] = f"its files: {error}"
+    with fresh_folder(workload.folder):
+        unusable = unprepared(options.only, unusable, "its files", lambda row: split_for(row, workload, work))
         drop_cached(workload.folder)
         machine = report.describe_machine(work)
-        named = {case.name: case for case in cases}
-        without = {case.name: unusable[case.runner] for case in cases if case.runner in unusable}
-        runs = run_all(
-            list(named), options.turns, BatchRun, lambda run: measure(run, named[run.row], workload, work), without
-        )
-    finally:
-        shutil.rmtree(workload.folder, ignore_errors=True)
+        runs = run_cases(cases, options.turns, BatchRun, lambda run, case: measure(run, case, workload, work), unusable)
     title = (
         f"{options.prompt_tokens} tokens in, {options.tokens} out, of a model of {workload.weights / 1e9:.2f} GB with "
         f"memory capped at {options.share} % of that, on the CPU, {command_line.turns(options)}"
@@ -283,9 +294,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report.write(options.results, title, machine, tabulate(runs, cases, options.turns), notes_on(runs, cases), runs)
     drawn = curves(runs, cases)
     if drawn:
-        picture = options.results.with_name(options.results.name + ".svg")
-        lines.draw(picture, title, "prompts at once", "tokens a second", drawn)
-    return int(any(run.error for run in runs if named[run.row].runner in OURS))
+        lines.draw(report.picture(options.results), title, "prompts at once", "tokens a second", drawn)
+    return int(any(run.error for run in runs if run.row.partition(",")[0] in OURS))
 
 
 if __name__ == "__main__":

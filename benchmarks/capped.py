@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import bars, command_line, report
-from benchmarks.checkpoint import make_checkpoint, shards
+from benchmarks.checkpoint import make_checkpoint, weight_bytes
 from benchmarks.control_group import control_group
-from benchmarks.decode import DecodeRun, Runner, prompt_for
+from benchmarks.decode import DecodeRun, Runner
 from benchmarks.measure import drop_cached, spread
 from benchmarks.peers import (
     AIRLLM,
@@ -36,7 +36,8 @@ from benchmarks.peers import (
     prepare,
     run_worker,
 )
-from benchmarks.runs import equal_in_turn, failures, good, ratios, run_cases, unprepared, versions
+from benchmarks.runs import failures, good, ratios, run_cases, unprepared, versions
+from benchmarks.steps import prompt_for, tokens_equal
 from benchmarks.work_folder import fresh_folder
 
 RUNNERS: Mapping[str, Runner] = {
@@ -138,8 +139,7 @@ def measure(run: DecodeRun, case: Case, workload: Workload, work: Path) -> None:
         with control_group(f"rabbitllm-benchmark-{os.getpid()}") as group:
             cap = Cap(group, max(workload.weights * case.share // 100, LEAST_ROOM_BYTES))
             outcome = run_worker(chosen.environment, job, work, label, cold, cap=cap, limit_seconds=RUN_LIMIT_SECONDS)
-    for name, value in outcome.answer.items():
-        setattr(run, name, value)
+    run.take_answer(outcome.answer)
     run.take_from(outcome)
 
 
@@ -151,11 +151,6 @@ def of_the_limit(runs: Sequence[DecodeRun], case: Case) -> list[float]:
         for run in good(runs, case.name)
         if run.turn in computing and case.runner in OURS
     ]
-
-
-def tokens_equal(runs: Sequence[DecodeRun], case: Case) -> list[bool]:
-    """Whether a row made the tokens of plain transformers without a cap, for every turn in which both ran."""
-    return equal_in_turn(runs, case.name, Case(REFERENCE, None).name, lambda run: run.tokens)
 
 
 HEADINGS = (
@@ -189,7 +184,9 @@ def tabulate(runs: Sequence[DecodeRun], cases: Sequence[Case], turns: int) -> re
             report.shown(spread(statistics.median(run.step_bytes) for run in found), 0, 1e6),
             report.shown(spread(of_the_limit(runs, case))),
             report.shown(spread(run.anonymous_added for run in found), 0, 2**20),
-            "" if is_4bit or case.runner in TWINS else report.verdict(tokens_equal(runs, case)),
+            ""
+            if is_4bit or case.runner in TWINS
+            else report.verdict(tokens_equal(runs, case.name, Case(REFERENCE, None).name)),
         )
 
     return report.tabulated(HEADINGS, runs, {case.name: case for case in cases}, turns, cells)
@@ -247,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     work = options.work_dir
     checkpoints = {kind: make_checkpoint(work, options.scale, kind) for kind in (LLAMA, QWEN2)}
     _for_ollm(checkpoints[LLAMA])
-    weights = sum(path.stat().st_size for path in shards(checkpoints[LLAMA]))
+    weights = weight_bytes(checkpoints[LLAMA])
     workload = Workload(checkpoints, weights, work / "capped-run", prompt_for(options.scale), options.tokens)
     cases = [Case(row, None) for row in UNCAPPED if row in options.only]
     cases += [Case(row, share) for share in options.shares for row in options.only]
@@ -265,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     table = tabulate(runs, cases, options.turns)
     report.write(options.results, title, machine, table, notes_on(runs, cases), runs)
-    bars.draw(options.results.with_name(options.results.name + ".svg"), title, "seconds a token", _bars(runs, cases))
+    bars.draw(report.picture(options.results), title, "seconds a token", _bars(runs, cases))
     ours = {case.name for case in cases if case.runner in OURS}
     return int(any(run.error for run in runs if run.row in ours))
 

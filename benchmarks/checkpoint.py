@@ -94,6 +94,11 @@ def shards(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
+def weight_bytes(folder: Path) -> int:
+    """Of all of them."""
+    return sum(path.stat().st_size for path in shards(folder))
+
+
 def same_tensors(one: Path, other: Path) -> bool:
     """Whether the safetensors files of two folders hold the same tensors, bit for bit, however they are cut up."""
     first, second = _tensors(one), _tensors(other)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import command_line, report
-from benchmarks.checkpoint import SCALES, make_checkpoint
+from benchmarks.checkpoint import make_checkpoint
 from benchmarks.measure import CACHE_STATE, spread
 from benchmarks.peers import (
     AIRLLM,
@@ -29,10 +29,10 @@ from benchmarks.peers import (
     prepare,
     run_worker,
 )
-from benchmarks.runs import Run, equal_in_turn, failures, ratios, run_all, unprepared, versions
+from benchmarks.runs import failures, ratios, run_all, unprepared, versions
+from benchmarks.steps import PROMPT_TOKENS, StepsRun, prompt_for, tokens_equal
 from benchmarks.work_folder import fresh_folder
 
-PROMPT_TOKENS = 16
 BESIDE_PEERS_GOAL = 10.0
 BESIDE_TRANSFORMERS_GOAL = 0.97
 
@@ -88,34 +88,17 @@ GOALS = (
 
 
 @dataclass
-class DecodeRun(Run):
+class DecodeRun(StepsRun):
     """One row of one turn; seconds.
 
     Attributes:
-        load_seconds: until the model can be used; layer files are there already.
-        first_token_seconds: from the call of `generate`.
-        token_seconds: median of `step_seconds`, which leave out the first token.
-        step_bytes: read from the disk in those steps.
         read_bytes, read_seconds: what this project's pass reads, and how long that takes when nothing computes.
         placed: where the weights were, as far as the model tells.
     """
 
-    load_seconds: float = 0.0
-    first_token_seconds: float = 0.0
-    token_seconds: float = 0.0
-    step_seconds: Sequence[float] = ()
-    step_bytes: Sequence[int] = ()
     read_bytes: int = 0
     read_seconds: float = 0.0
-    tokens: Sequence[int] = ()
-    dtype: str = ""
-    threads: int = 0
     placed: str = ""
-
-    @property
-    def headline(self) -> float:
-        """Seconds a token."""
-        return self.token_seconds
 
 
 @dataclass(frozen=True)
@@ -131,11 +114,6 @@ class Workload:
         """Where a row's layer files are; rows of one environment and compression share them."""
         runner = RUNNERS[row]
         return self.splits / f"{runner.environment.name}-{runner.options.get('compression', 'none')}"
-
-
-def prompt_for(scale: str) -> list[int]:
-    """`PROMPT_TOKENS` tokens of a scale's vocabulary, the same each time."""
-    return [(i * 37 + 11) % SCALES[scale].vocab_size for i in range(PROMPT_TOKENS)]
 
 
 def split_for(row: str, workload: Workload, work: Path) -> None:
@@ -173,14 +151,8 @@ def measure(run: DecodeRun, workload: Workload, work: Path) -> None:
     }
     read = [workload.checkpoint, workload.splits]
     outcome = run_worker(runner.environment, job, work, f"decode-{run.row}-{run.turn}", read)
-    for name, value in outcome.answer.items():
-        setattr(run, name, value)
+    run.take_answer(outcome.answer)
     run.take_from(outcome)
-
-
-def tokens_equal(runs: Sequence[DecodeRun], row: str) -> list[bool]:
-    """Whether a row made the tokens of plain transformers, for every turn in which both ran."""
-    return equal_in_turn(runs, row, REFERENCE, lambda run: run.tokens)
 
 
 HEADINGS = (
@@ -207,7 +179,7 @@ def tabulate(runs: Sequence[DecodeRun], rows: Sequence[str], turns: int) -> repo
             report.shown(ratios(runs, REFERENCE, row), 3),
             report.shown(spread(run.anonymous_added for run in found), 1, 2**20),
             report.shown(spread(run.file_peak for run in found), 0, 2**20),
-            "" if RUNNERS[row].is_compressed else report.verdict(tokens_equal(runs, row)),
+            "" if RUNNERS[row].is_compressed else report.verdict(tokens_equal(runs, row, REFERENCE)),
         )
 
     return report.tabulated(HEADINGS, runs, {row: row for row in rows}, turns, cells)

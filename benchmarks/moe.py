@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import bars, command_line, report
-from benchmarks.checkpoint import shards
+from benchmarks.checkpoint import weight_bytes
 from benchmarks.control_group import control_group
 from benchmarks.decode import Runner
 from benchmarks.expert_policies import Clairvoyant, Recency, replay
@@ -153,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command_line.check_tokens(options)
     work = options.work_dir
     checkpoint = make_moe_checkpoint(work, options.scale)
-    weights = sum(path.stat().st_size for path in shards(checkpoint))
+    weights = weight_bytes(checkpoint)
     workload = Workload(checkpoint, weights, work / f"moe-run-{options.scale}", options.scale, options.tokens)
     if not options.keep_files:
         shutil.rmtree(workload.folder, ignore_errors=True)
@@ -172,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table = tabulate(runs, cases, options.turns, SCALES[options.scale].experts)
     report.write(options.results, title, machine, table, notes_on(runs, cases), runs)
     drawn = bars_of(runs, cases)
-    bars.draw(options.results.with_name(options.results.name + ".svg"), title, "seconds a token", drawn)
+    bars.draw(report.picture(options.results), title, "seconds a token", drawn)
     ours = {case.name for case in cases if case.is_ours}
     return int(any(run.error for run in runs if run.row in ours))
 

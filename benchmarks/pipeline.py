@@ -21,13 +21,13 @@ from typing import Any
 
 from benchmarks import bars, command_line, report
 from benchmarks.capped import LEAST_ROOM_BYTES, LLAMA
-from benchmarks.checkpoint import make_checkpoint, shards
+from benchmarks.checkpoint import make_checkpoint, weight_bytes
 from benchmarks.control_group import control_group
-from benchmarks.decode import prompt_for
 from benchmarks.idle_process import Cap, idle_process
 from benchmarks.measure import Sampler, spread
 from benchmarks.peers import THIS, Outcome, make_layer_files, variables
-from benchmarks.runs import Run, equal_in_turn, failures, good, ratios, run_all, versions
+from benchmarks.runs import failures, good, ratios, run_all, versions
+from benchmarks.steps import StepsRun, prompt_for, tokens_equal
 from benchmarks.work_folder import fresh_folder
 
 PROCESSES = {"1 process": 1, "2 processes": 2, "3 processes": 3}
@@ -39,33 +39,16 @@ GOAL = 1.0
 
 
 @dataclass
-class PipelineRun(Run):
-    """One row of one turn; seconds and bytes.
+class PipelineRun(StepsRun):
+    """One row of one turn; what is measured of a process is that of the first one, with the others' loading.
 
     Attributes:
-        load_seconds: of the first process, the others' included.
-        first_token_seconds: from the call of `generate`.
-        token_seconds: median of `step_seconds`, which leave out the first token.
-        step_bytes: that the first process read from the disk in those steps.
         streamed: bytes that all processes read from their disks in each pass, by their placements.
         spans: layers of each process.
     """
 
-    load_seconds: float = 0.0
-    first_token_seconds: float = 0.0
-    token_seconds: float = 0.0
-    step_seconds: Sequence[float] = ()
-    step_bytes: Sequence[int] = ()
     streamed: int = 0
     spans: Sequence[int] = ()
-    tokens: Sequence[int] = ()
-    dtype: str = ""
-    threads: int = 0
-
-    @property
-    def headline(self) -> float:
-        """Seconds a token."""
-        return self.token_seconds
 
 
 @dataclass(frozen=True)
@@ -130,14 +113,8 @@ def measure(run: PipelineRun, processes: int, share: int | None, workload: Workl
                 one.process.stdin.flush()
             answers = [one.message() for one in idle]
     run.take_from(Outcome(answers[0], sampler, idle[0].versions))
-    for name, value in answers[0].items():
-        setattr(run, name, value)
+    run.take_answer(answers[0])
     run.streamed = sum(answer["streamed"] for answer in answers)
-
-
-def tokens_equal(runs: Sequence[PipelineRun], row: str) -> list[bool]:
-    """Whether a row made the tokens of one process without a cap, for every turn in which both ran."""
-    return equal_in_turn(runs, row, FREE, lambda run: run.tokens)
 
 
 HEADINGS = (
@@ -164,7 +141,7 @@ def tabulate(runs: Sequence[PipelineRun], rows: Mapping[str, tuple[int, int | No
             report.shown(spread(run.first_token_seconds for run in found)),
             report.shown(spread(run.token_seconds for run in found), 3),
             report.shown(beside),
-            report.verdict(tokens_equal(runs, row)),
+            report.verdict(tokens_equal(runs, row, FREE)),
         )
 
     return report.tabulated(HEADINGS, runs, {row: row for row in rows}, turns, cells)
@@ -196,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command_line.check_tokens(options)
     work = options.work_dir
     checkpoint = make_checkpoint(work, options.scale, LLAMA)
-    weights = sum(path.stat().st_size for path in shards(checkpoint))
+    weights = weight_bytes(checkpoint)
     place = work / "pipeline-run"
     rows: dict[str, tuple[int, int | None]] = {FREE: (1, None)}
     rows |= {row_name(name, share): (PROCESSES[name], share) for share in options.shares for name in options.only}
@@ -212,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     title = f"{options.tokens} tokens of a model of {size} over processes with memory capped, on the CPU, "
     title += command_line.turns(options)
     report.write(options.results, title, machine, tabulate(runs, rows, options.turns), notes_on(runs, rows), runs)
-    bars.draw(options.results.with_name(options.results.name + ".svg"), title, "seconds a token", _bars(runs, rows))
+    bars.draw(report.picture(options.results), title, "seconds a token", _bars(runs, rows))
     return int(any(run.error for run in runs))
 
 

@@ -19,11 +19,11 @@ from typing import Any
 
 from benchmarks import command_line, report
 from benchmarks.checkpoint import make_checkpoint
-from benchmarks.decode import PROMPT_TOKENS, prompt_for
 from benchmarks.even_experts import even_prompt, make_even_checkpoint
 from benchmarks.measure import CACHE_STATE, spread
 from benchmarks.peers import THIS, make_layer_files, run_worker
 from benchmarks.runs import Run, failures, run_all, unprepared, versions
+from benchmarks.steps import PROMPT_TOKENS, prompt_for
 from benchmarks.work_folder import fresh_folder
 
 CLOSE = 0.25

@@ -123,6 +123,11 @@ def _said(command: list[str]) -> list[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines() or ["unknown"]
 
 
+def picture(results: Path) -> Path:
+    """The file for the picture of a results file."""
+    return results.with_name(results.name + ".svg")
+
+
 def write(
     base: Path, title: str, machine: Mapping[str, Any], table: Table, notes: Sequence[str], runs: Sequence[Run]
 ) -> None:

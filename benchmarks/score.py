@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks import command_line, report
 from benchmarks.capped import LEAST_ROOM_BYTES
-from benchmarks.checkpoint import SCALES, make_checkpoint, shards
+from benchmarks.checkpoint import SCALES, make_checkpoint, weight_bytes
 from benchmarks.control_group import control_group
 from benchmarks.measure import Spread, drop_cached, spread
 from benchmarks.peers import THIS, TRANSFORMERS, Cap, make_layer_files, over_this, prepare, run_worker
@@ -220,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command_line.settle(options, "score")
     work = options.work_dir
     checkpoint = make_checkpoint(work, options.scale, "LlamaConfig")
-    weights = sum(path.stat().st_size for path in shards(checkpoint))
+    weights = weight_bytes(checkpoint)
     questions = questions_for(SCALES[options.scale].vocab_size, options.questions, options.shared)
     cap_bytes = max(weights * options.share // 100, LEAST_ROOM_BYTES)
     folder = work / "score-run"

@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import command_line, lines, report
-from benchmarks.checkpoint import SCALES, make_checkpoint, shards
+from benchmarks.checkpoint import SCALES, make_checkpoint, weight_bytes
 from benchmarks.control_group import control_group
 from benchmarks.measure import drop_cached
 from benchmarks.peers import Cap, PeerError, prepare
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checkpoint = make_checkpoint(work, options.scale, "LlamaConfig")
     workload = Workload(
         checkpoint,
-        sum(path.stat().st_size for path in shards(checkpoint)),
+        weight_bytes(checkpoint),
         SCALES[options.scale].vocab_size,
         work / "serve-run",
         options.prompt_tokens,
@@ -134,8 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     title = f"A server of a model of {size} with memory capped, on the CPU, {command_line.turns(options)}"
     table = tabulate(runs, rows, options.at_once)
     report.write(options.results, title, machine, table, notes_on(runs, rows, options.at_once, options.seconds), runs)
-    picture = options.results.with_name(options.results.name + ".svg")
-    lines.draw(picture, title, "requests at once", "tokens a second", curves(runs, rows))
+    lines.draw(report.picture(options.results), title, "requests at once", "tokens a second", curves(runs, rows))
     return int(any(run.error for run in made if SERVERS[run.row].is_ours))
 
 

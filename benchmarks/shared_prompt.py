@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import command_line, report
-from benchmarks.checkpoint import SCALES, make_checkpoint, shards
+from benchmarks.checkpoint import SCALES, make_checkpoint, weight_bytes
 from benchmarks.control_group import control_group
 from benchmarks.latencies import percentile
 from benchmarks.measure import drop_cached, spread
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command_line.settle(options, "shared-prompt")
     work = options.work_dir
     checkpoint = make_checkpoint(work, options.scale, "LlamaConfig")
-    weights = sum(path.stat().st_size for path in shards(checkpoint))
+    weights = weight_bytes(checkpoint)
     nbytes = max(weights * options.share // 100, LEAST_ROOM_BYTES)
     vocabulary = SCALES[options.scale].vocab_size
     with fresh_folder(work / "shared-prompt-run") as folder:

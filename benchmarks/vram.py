@@ -33,9 +33,9 @@ from typing import Any
 import psutil
 
 from benchmarks import bars, command_line, report, vram_model
-from benchmarks.checkpoint import shards
+from benchmarks.checkpoint import weight_bytes
 from benchmarks.control_group import control_group
-from benchmarks.decode import PROMPT_TOKENS, Runner
+from benchmarks.decode import Runner
 from benchmarks.disk_speed import read_speed
 from benchmarks.gpu_needed import what_is_missing
 from benchmarks.measure import CACHE_STATE, drop_cached
@@ -53,6 +53,7 @@ from benchmarks.peers import (
 )
 from benchmarks.published import Checkpoint
 from benchmarks.runs import run_all
+from benchmarks.steps import PROMPT_TOKENS
 from benchmarks.vram_report import GIB, OURS, REFERENCE, Case, VramRun, bars_of, notes_on, tabulate
 
 RUNNERS: Mapping[str, Runner] = {
@@ -298,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for row in options.only:
         own = [case for case in cases if case.runner == row]
         runs += run_row(row, own, options.turns, workload, work, unusable.get(row, ""))
-    weights = sum(path.stat().st_size for path in shards(workload.checkpoint))
+    weights = weight_bytes(workload.checkpoint)
     title = (
         f"{options.tokens} tokens of a model of {weights / 1e9:.2f} GB with VRAM capped, on {facts['gpu']}, "
         f"{command_line.turns(options)}"
@@ -306,7 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = options.results.with_name(f"{options.results.name}-{_slug(facts['gpu'])}")
     table = tabulate(runs, cases, options.turns)
     report.write(results, title, machine, table, notes_on(runs, cases, about_the_host(workload)), runs)
-    bars.draw(results.with_name(results.name + ".svg"), title, "seconds a token", bars_of(runs, cases))
+    bars.draw(report.picture(results), title, "seconds a token", bars_of(runs, cases))
     return int(any(run.error for run in runs if run.row.startswith(tuple(f"{row}, " for row in OURS))))
 
 

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import bars, capped, command_line, decode, peers, predict, report, runs, split, split_experts
+from benchmarks import bars, capped, command_line, decode, peers, predict, report, runs, split, split_experts, steps
 from benchmarks.checkpoint import SCALES, make_checkpoint, same_tensors, shards
 from benchmarks.measure import (
     BLOCK_BYTES,
@@ -231,7 +231,7 @@ def test_tokens_are_compared_with_transformers_in_the_same_turn() -> None:
         decode.DecodeRun("other", 1, tokens=[1, 2]),
         decode.DecodeRun("other", 2, tokens=[1, 2]),
     ]
-    assert decode.tokens_equal(made, "other") == [True, False]
+    assert steps.tokens_equal(made, "other", decode.REFERENCE) == [True, False]
 
 
 def test_a_peer_that_fails_is_reported_and_the_rest_goes_on() -> None:
