@@ -25,6 +25,7 @@ from rabbitllm.batching.cache_file import CacheFile, goes_to_a_file
 from rabbitllm.batching.cache_memory import CacheMemory
 from rabbitllm.batching.packed_families import can_be_packed, shares_keys
 from rabbitllm.batching.picking import Text, fits
+from rabbitllm.engine.placement import Placement
 
 SHARE = 4
 """One part in so many of what is free on the disk may be taken where nobody says."""
@@ -41,14 +42,27 @@ def file_for(model: Any, memory: CacheMemory, folder: Path | None, limit: int | 
         folder: where it may be; None for nowhere.
         limit: bytes that it may have; None for a part of what is free there, 0 for none.
     """
-    if limit == 0 or folder is None or model.placement.streamed_bytes <= memory.limit:
+    if limit == 0 or folder is None or read_in_a_pass(model.placement) <= memory.limit:
         return None
     if not can_be_packed(model) or shares_keys(model):
         return None
     if not goes_to_a_file(DynamicCache(config=model.config.get_text_config(decoder=True)).layers):
         return None
-    most = shutil.disk_usage(folder).free // SHARE if limit is None else limit
-    return CacheFile(folder, most, memory.ahead())
+    return CacheFile(folder, usual_bytes(folder) if limit is None else limit, memory.ahead())
+
+
+def read_in_a_pass(placement: Placement) -> int:
+    """Bytes of weights that a pass of many texts reads from the disk: of experts nearly all are asked for."""
+    return placement.streamed_bytes + sum(max(pool.stored - pool.kept, 0) for pool in placement.pools)
+
+
+def usual_bytes(folder: Path | None) -> int:
+    """That a file may have where nobody says.
+
+    Args:
+        folder: where it may be; None for nowhere.
+    """
+    return shutil.disk_usage(folder).free // SHARE if folder is not None else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,8 +111,9 @@ class TextCaches:
         for ticket in self._parted(running)[1]:
             others = [one for one in running if one is not ticket]
             assert self.file is not None
-            if self._running(others).fits(ticket.text, self.memory):
-                self.file.let_return(ticket.generation.cache)
+            if not self._running(others).fits(ticket.text, self.memory):
+                break  # the others are about as long, and there may be hundreds of them
+            self.file.let_return(ticket.generation.cache)
         self._kept.shrink(self.memory.limit - self._running(running).soon(self.memory))
 
     def lost(self, running: Sequence[Ticket]) -> list[Ticket]:

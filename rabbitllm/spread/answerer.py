@@ -133,11 +133,18 @@ class Answerer:
         yield from answered(self._model, self._job.name, ordered(items), self._limits)
 
     def _with_its_share(self) -> Job:
-        """The job, with limits of memory where several workers would each take what is free."""
+        """The job, with limits of memory and disk where several workers would each take what is free."""
         import psutil
 
+        from rabbitllm.batching.aside import usual_folder
+        from rabbitllm.batching.filing import usual_bytes
+
         job = self._job
-        if job.share == 1 or job.wish.max_memory is not None:
+        if job.share == 1:
+            return job
+        if job.limits.cache_disk is None:
+            job = replace(job, limits=replace(job.limits, cache_disk=usual_bytes(usual_folder()) // job.share))
+        if job.wish.max_memory is not None:
             return job
         part = psutil.virtual_memory().available // job.share
         limits = replace(job.limits, cache_bytes=job.limits.cache_bytes or int(part * CACHE))
