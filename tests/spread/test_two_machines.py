@@ -17,6 +17,7 @@ from rabbitllm import progress
 from rabbitllm.pull.make import Wish, pull
 from rabbitllm.spread.cluster import nodes
 from rabbitllm.spread.ray_hands import RayHands
+from rabbitllm.spread.roll_call import check_machines
 from tests.support.builders import build_checkpoint
 from tests.support.ray_cluster import OBJECT_STORE_BYTES, recorded, recording
 from tests.support.splitting import contents
@@ -56,17 +57,21 @@ def test_no_layer_file_is_filled_by_both_at_once_and_one_may_go(machines: Any, t
     hands = RayHands(nodes(), None, quantises=False, fill=recording(log, 0.3))
     assert hands.at_once == 4
     done: list[str] = []
+    lost: list[str] = []
+    check_machines(nodes(), None, [], quantises=False)  # each has a worker then, however busy it is
 
     def lose_one(event: progress.Event) -> None:
         if isinstance(event, progress.ShardDone):
             done.append(event.shard)
-            if len(done) == 2:
+            if not lost and len({one.node for one in recorded(log)}) == 2:
+                lost.append(event.shard)
                 machines.remove_node(next(iter(machines.worker_nodes)), allow_graceful=False)
 
     with progress.listening(lose_one):
         made = pull(Wish(str(source), folder=tmp_path / "spread", sequential=True), hands)
     assert contents(made.entry.folder) == expected
     assert len(done) == 12
+    assert lost
     seen = recorded(log)
     assert len({one.node for one in seen}) == 2
     together = [
