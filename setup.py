@@ -19,6 +19,7 @@ setup(
     packages=find_packages(include=["rabbitllm", "rabbitllm.*"]),
     package_data={
         "rabbitllm": ["py.typed"],
+        "rabbitllm.comparison": ["text.txt"],
         "rabbitllm.demo": ["score.json", "model/*"],
         "rabbitllm.doctor": ["models.json"],
         "rabbitllm.serve": ["static/*"],

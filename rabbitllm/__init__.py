@@ -21,6 +21,7 @@ _HOME = {
     "Hosts": "rabbitllm.options",
     "lazy_load": "rabbitllm.lazy.load",
     "plan": "rabbitllm.planning.plan",
+    "quality": "rabbitllm.comparison.quality",
     "register_layer_naming": "rabbitllm.checkpoints.naming",
     "RabbitLLMError": "rabbitllm.errors",
     "NotEnoughSpaceException": "rabbitllm.errors",

@@ -16,6 +16,7 @@
     ├── InputError                             the input of a batch cannot be read, or names a line twice
     ├── ResultsError                           results of a batch belong to another one, or cannot be written
     ├── ScoringError                           texts cannot be scored on this model, or not in this memory
+    ├── QualityError                           two models cannot be compared, or not on this text
     ├── CheckpointError                        the source is not what it claims to be
     │   ├── CheckpointNotFoundError (FileNotFoundError)
     │   ├── UnsafePathError                    a name that points outside its folder
@@ -126,6 +127,10 @@ class ResultsError(RabbitLLMError):
 
 class ScoringError(RabbitLLMError):
     """Texts cannot be scored on this model, or not in the memory that there is."""
+
+
+class QualityError(RabbitLLMError):
+    """Two models cannot be compared, or not on this text."""
 
 
 class CheckpointError(RabbitLLMError):

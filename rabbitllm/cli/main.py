@@ -20,6 +20,7 @@ from rabbitllm.cli.inspect import inspect_command
 from rabbitllm.cli.ls import ls_command
 from rabbitllm.cli.plan import plan_command
 from rabbitllm.cli.pull import pull_command
+from rabbitllm.cli.quality import quality_command
 from rabbitllm.cli.rm import rm_command
 from rabbitllm.cli.run import run_command
 from rabbitllm.cli.serve import serve_command
@@ -82,6 +83,7 @@ app.command(name="rm", rich_help_panel=KEEP)(rm_command)
 app.command(name="inspect", rich_help_panel=LOOK)(inspect_command)
 app.command(name="convert", rich_help_panel=LOOK)(convert_command)
 app.command(name="bench", rich_help_panel=LOOK)(bench_command)
+app.command(name="quality", rich_help_panel=LOOK)(quality_command)
 app.command(name="demo", rich_help_panel=LOOK)(demo)
 
 

@@ -3,7 +3,8 @@
 The text is made by ``rabbitllm.demo.tasks``, the tokenizer is learnt from that text, the model is a small Qwen3.
 At the end the held-out problems are answered in bf16 and with the weights rounded to 8bit and 4bit, and the
 scores are written to ``score.json`` beside the checkpoint, which is saved in several shards on purpose: it is
-there to be split.
+there to be split.  ``--size larger`` makes a sister of 26 million parameters with the same tokenizer, which also
+learns from prose (``rabbitllm.demo.prose``) and whose weights are never rounded while it is trained.
 
 A run with the same seed, number of threads and library versions repeats itself; ``--minutes`` gives that up,
 because the learning rate then follows the clock.  This script does not use the streaming engine: it rounds the
@@ -13,9 +14,11 @@ weights in memory by the rule that the splitter uses, which keeps the score inde
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import platform
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,15 +34,18 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rabbitllm.demo.answering import answers
+from rabbitllm.demo.prose import held_out_prose
+from rabbitllm.demo.sizes import BUNDLED, SHAPES, VOCABULARY, Plan, Shape, plan_for
 from rabbitllm.demo.tasks import KINDS, Problem, exact_match, held_out, training_facts, training_stream
+from rabbitllm.demo.training_data import UNLABELLED, batches
 
 END, PAD = "<|end|>", "<|pad|>"
-VOCABULARY = 1024
 HELD_OUT_PROBLEMS = 400
 HELD_OUT_SEED = 0
 # A second, larger set shows that the first was not a lucky draw; it holds nearly every held-out fact.
 WIDER_PROBLEMS = 880
 WIDER_SEED = 1
+PROSE_WINDOWS = 64
 SHARD_BYTES = 700_000
 LIBRARIES = ("torch", "transformers", "tokenizers", "bitsandbytes")
 PRECISIONS = ("bf16", "8bit", "4bit")
@@ -53,21 +59,6 @@ CHAT_TEMPLATE = (
     "{%- if loop.last -%}{{ 'Q: ' + message['content'] + '\\nA:' }}{%- endif -%}"
     "{%- endfor -%}"
 )
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How long and how hard to train."""
-
-    steps: int
-    minutes: float | None
-    seed: int
-    batch: int = 256
-    learning_rate: float = 2e-3
-    weight_decay: float = 0.1
-    warm_up: float = 0.02
-    # From this point on every other step sees 4bit weights, so that rounding costs the finished model little.
-    rounded_from: float = 0.7
 
 
 @dataclass(frozen=True)
@@ -113,16 +104,16 @@ def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     return fast
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """The untrained model, in float32; every row is a whole number of 64-weight blocks."""
+def build_model(tokenizer: PreTrainedTokenizerFast, shape: Shape) -> Qwen3ForCausalLM:
+    """The untrained model, in float32."""
     config = Qwen3Config(
         vocab_size=VOCABULARY,
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=8,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        head_dim=32,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.key_value_heads,
+        head_dim=shape.head_dim,
         max_position_embeddings=512,
         tie_word_embeddings=False,
         bos_token_id=tokenizer.bos_token_id,
@@ -132,41 +123,12 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def batches(tokenizer: PreTrainedTokenizerFast, plan: Plan) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Batches without end, each in two parts of like length (less padding), as token ids and labels.
-
-    Only the answer and its end carry a label.  One example in eight starts with the end token, since some
-    callers start every text with it.
-    """
-    stream = training_stream(plan.seed)
-    end = tokenizer.eos_token_id
-    while True:
-        problems = list(islice(stream, plan.batch))
-        questions = tokenizer([problem.prompt for problem in problems])["input_ids"]
-        answers = tokenizer([f" {problem.answer}" for problem in problems])["input_ids"]
-        rows = []
-        for index, (question, answer) in enumerate(zip(questions, answers, strict=True)):
-            question = [end, *question] if index % 8 == 0 else question
-            rows.append(([*question, *answer, end], [*[-100] * len(question), *answer, end]))
-        rows.sort(key=lambda row: len(row[0]))
-        half = plan.batch // 2
-        yield [_padded(rows[:half], tokenizer.pad_token_id), _padded(rows[half:], tokenizer.pad_token_id)]
-
-
-def _padded(rows: Sequence[tuple[list[int], list[int]]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows filled up on the right, where a causal model cannot see them."""
-    width = max(len(ids) for ids, _ in rows)
-    ids = torch.tensor([row + [pad] * (width - len(row)) for row, _ in rows])
-    labels = torch.tensor([row + [-100] * (width - len(row)) for _, row in rows])
-    return ids, labels
-
-
 def answer_loss(model: Qwen3ForCausalLM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Summed cross entropy over the labelled tokens; logits are made for those alone."""
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
     wanted = labels[:, 1:]
-    logits = model.lm_head(hidden[wanted != -100])
-    return torch.nn.functional.cross_entropy(logits.float(), wanted[wanted != -100], reduction="sum")
+    logits = model.lm_head(hidden[wanted != UNLABELLED])
+    return torch.nn.functional.cross_entropy(logits.float(), wanted[wanted != UNLABELLED], reduction="sum")
 
 
 def rounded(weight: torch.Tensor, precision: str) -> torch.Tensor:
@@ -199,8 +161,14 @@ def rounded_weights(model: torch.nn.Module, precision: str) -> Iterator[None]:
             parameter.data = data
 
 
-def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, plan: Plan, say: Callable[[str], None]) -> float:
-    """Train ``model`` in place and return the seconds it took."""
+def train(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    plan: Plan,
+    say: Callable[[str], None],
+    now_and_then: Callable[[], None],
+) -> float:
+    """Train ``model`` in place and return the seconds it took; ``now_and_then`` is called every 100 steps."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [
@@ -219,12 +187,10 @@ def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, plan: Pla
         for group in optimizer.param_groups:
             group["lr"] = rate
         precision = "4bit" if progress > plan.rounded_from and step % 2 else "bf16"
-        parts = next(source)
-        tokens = sum(int((labels != -100).sum()) for _, labels in parts)
         total = 0.0
-        with rounded_weights(model, precision), torch.autocast("cpu", torch.bfloat16):
-            for ids, labels in parts:
-                loss = answer_loss(model, ids, labels) / tokens
+        with rounded_weights(model, precision), torch.autocast("cpu", torch.bfloat16, enabled=plan.autocast):
+            for part in next(source):
+                loss = answer_loss(model, part.ids, part.labels) / part.divisor
                 torch.autograd.backward(loss)
                 total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -235,6 +201,7 @@ def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, plan: Pla
         progress = max(step / plan.steps, elapsed / (60 * plan.minutes) if plan.minutes else 0.0)
         if step % 100 == 0:
             say(f"step {step} {100 * progress:.1f}% {elapsed:.0f}s loss {total:.4f} {precision}")
+            now_and_then()
     model.set_attn_implementation("sdpa")
     return time.monotonic() - start
 
@@ -252,7 +219,7 @@ def evaluate(
             question = tokenizer(problem.prompt)["input_ids"]
             answer = [*tokenizer(f" {problem.answer}")["input_ids"], tokenizer.eos_token_id]
             ids = torch.tensor([question + answer])
-            labels = torch.tensor([[-100] * len(question) + answer])
+            labels = torch.tensor([[UNLABELLED] * len(question) + answer])
             total += float(answer_loss(model, ids, labels))
             tokens += len(answer)
     hits = [exact_match(text, problem) for text, problem in zip(given, problems, strict=True)]
@@ -271,32 +238,50 @@ def scores(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, count: i
     return {"problems": count, "seed": seed, **by_precision}
 
 
+@torch.inference_mode()
+def prose_loss(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, precision: str, window: int) -> float:
+    """Nats per token of prose that training never shows."""
+    every = tokenizer(held_out_prose(), verbose=False)["input_ids"]
+    ids = torch.tensor(every[: PROSE_WINDOWS * window]).view(-1, window)
+    with rounded_weights(model, precision):
+        return sum(float(answer_loss(model, row, row)) for row in ids.split(8)) / (len(ids) * (window - 1))
+
+
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write the checkpoint in shards that everyone may read."""
-    model.save_pretrained(folder, max_shard_size=SHARD_BYTES)
-    tokenizer.save_pretrained(folder)
-    for path in folder.iterdir():
+    """Write the checkpoint as bfloat16, in shards that everyone may read, in place of an earlier one."""
+    aside = folder.with_name(folder.name + ".new")
+    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(aside, max_shard_size=SHARD_BYTES)
+    tokenizer.save_pretrained(aside)
+    for path in aside.iterdir():
         path.chmod(0o644)
+    if folder.exists():
+        shutil.rmtree(folder)
+    aside.rename(folder)
 
 
 def main() -> None:
     """Train, save to ``OUT/model``, score, and write ``OUT/score.json``."""
-    parser = argparse.ArgumentParser(description="Train the bundled demonstration model.")
+    parser = argparse.ArgumentParser(description="Train the bundled demonstration model, or its larger sister.")
     parser.add_argument("--out", type=Path, required=True, help="folder that gets model/ and score.json")
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--size", choices=sorted(SHAPES), default=BUNDLED)
+    parser.add_argument("--steps", type=int, help="by default as many as the recorded models had")
     parser.add_argument("--minutes", type=float, help="stop by this time; the learning rate then follows the clock")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
-    plan = Plan(steps=arguments.steps, minutes=arguments.minutes, seed=arguments.seed)
+    plan = plan_for(arguments.size, steps=arguments.steps, minutes=arguments.minutes, seed=arguments.seed)
     tokenizer = build_tokenizer(plan.seed)
-    model = build_model(tokenizer)
-    seconds = train(model, tokenizer, plan, lambda line: print(line, flush=True))
-
-    model = model.to(torch.bfloat16)
+    model = build_model(tokenizer, SHAPES[arguments.size])
     folder = arguments.out / "model"
+    seconds = train(
+        model,
+        tokenizer,
+        plan,
+        lambda line: print(line, flush=True),
+        lambda: save(model, tokenizer, folder),
+    )
     save(model, tokenizer, folder)
     # Scored from the files, so that the numbers belong to what is shipped.
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
@@ -308,6 +293,8 @@ def main() -> None:
         "training": {**asdict(plan), "threads": arguments.threads, "seconds": round(seconds)},
         "versions": {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}},
     }
+    if plan.prose:
+        record["prose"] = {name: prose_loss(model, tokenizer, name, plan.window) for name in PRECISIONS}
     (arguments.out / "score.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     for name in PRECISIONS:
         print(f"{name}: {record[name]['right']} of {HELD_OUT_PROBLEMS} right, loss {record[name]['loss']:.5f}")

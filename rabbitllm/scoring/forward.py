@@ -7,6 +7,9 @@ body answers with that slice at once.
 
     forward ── body: layers ──> all rows ── rows of slice 1 ── head ──> logits
     forward ── body: at once ────────────── rows of slice 2 ── head ──> logits
+
+Whoever wants the rows themselves, before the head, is handed them instead (`Keep`), and has the head make logits of
+them later (`ScoringForward.logits`).
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from rabbitllm.batching.packed_attention import attention_by_text, texts_of
 from rabbitllm.batching.packed_families import shares_keys
@@ -33,6 +37,9 @@ from rabbitllm.scoring.tasks import Asked
 LOGITS_BYTES = 128 << 20
 """Of the logits that are computed at a time, as float32; a few times as much is needed for a moment."""
 
+
+Keep = Callable[[int, torch.Tensor], None]
+"""Is handed the index of a text, and the rows that predict its continuation: (tokens, hidden), gone afterwards."""
 
 _RETURN = {"return_dict": True}
 _Chances = dict[tuple[int, int], tuple[float, bool]]
@@ -93,9 +100,18 @@ class ScoringForward:
         packed: whether micro-batches have segments.
         whole: compute all logits at once, so that they have the bits that plain transformers gives them.
         logits_bytes: see `LOGITS_BYTES`.
+        keep: is handed the rows of the body's output that predict; no probabilities are computed then.
     """
 
-    def __init__(self, model: Any, *, packed: bool, whole: bool = False, logits_bytes: int = LOGITS_BYTES) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        packed: bool = False,
+        whole: bool = False,
+        logits_bytes: int = LOGITS_BYTES,
+        keep: Keep | None = None,
+    ) -> None:
         self._model = model
         # some models call what is inside their base model, some have none under the name that they give
         named = (model.base_model, model.get_decoder(), *model.children())
@@ -103,6 +119,7 @@ class ScoringForward:
         self._bodies = list({id(body): body for body in found if body is not model}.values())
         self._base = self._bodies[0] if self._bodies else model
         self._whole = whole
+        self._keep = keep
         self._config = model.config.get_text_config(decoder=True)
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._rows_at_once = max(logits_bytes // (4 * self._vocabulary), 1)
@@ -156,8 +173,8 @@ class ScoringForward:
             ScoringError: its forward returns something else than other models' do.
         """
         rows = [batch.rows(number) for number in range(len(batch.tasks))]
-        wanted = _wanted(batch, rows)
-        keeps = any(one.pooling for task in batch.tasks for one in task.asked)
+        wanted = {} if self._keep is not None else _wanted(batch, rows)
+        keeps = self._keep is not None or any(one.pooling for task in batch.tasks for one in task.asked)
         cut = _Cut(torch.tensor(list(wanted), device=ids.device) if wanted and not self._whole else None, keeps)
         token = _active.set(cut)
         try:
@@ -171,11 +188,35 @@ class ScoringForward:
                 cache.finish()
         finally:
             _active.reset(token)
-        return [
-            _scored(indices[one.number], one, rows[number], chances, cut.states)
-            for number, task in enumerate(batch.tasks)
-            for one in task.asked
-        ]
+        found = [(indices[one.number], one, rows[at]) for at, task in enumerate(batch.tasks) for one in task.asked]
+        if self._keep is None:
+            return [_scored(index, one, own, chances, cut.states) for index, one, own in found]
+        if cut.states is None:
+            raise ScoringError(f"The body of {type(self._model).__name__} returned no hidden states to keep.")
+        for index, one, own in found:
+            self._keep(index, cut.states[own[one.first : one.first + len(one.targets)]])
+        return [Scored(index, tokens=len(one.targets)) for index, one, _ in found]
+
+    @torch.no_grad()
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """What the model's head makes of rows that were kept, while `installed`.
+
+        Args:
+            states: (rows, hidden), of the dtype and on the device that the body had them.
+
+        Returns:
+            (rows, vocabulary).
+        """
+        cut = _Cut(None, keeps=False)
+        cut.is_reached, cut.chosen, cut.part = True, states, slice(None)
+        cut.output = MoeModelOutputWithPast(last_hidden_state=states[None])
+        token = _active.set(cut)
+        try:
+            ids = torch.zeros((1, len(states)), dtype=torch.long, device=self._model.device)
+            found: torch.Tensor = self._model.forward(input_ids=ids, use_cache=False, **_RETURN).logits
+            return found[0]
+        finally:
+            _active.reset(token)
 
     def _chances(self, cut: _Cut, inputs: dict[str, Any], wanted: dict[int, list[int]]) -> _Chances:
         if not wanted:

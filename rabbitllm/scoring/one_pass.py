@@ -8,7 +8,7 @@ from typing import Any
 
 from rabbitllm.batching.members import Member
 from rabbitllm.errors import RabbitLLMError, ScoringError
-from rabbitllm.scoring.forward import ScoringForward
+from rabbitllm.scoring.forward import Keep, ScoringForward
 from rabbitllm.scoring.held import held
 from rabbitllm.scoring.micro_batches import Form, MicroBatch
 from rabbitllm.scoring.parking import Parking, keys_of
@@ -37,7 +37,14 @@ class Done:
 
 
 def one_pass(
-    model: Any, batches: Sequence[MicroBatch], form: Form, limits: Limits, indices: Sequence[int], *, exact: bool
+    model: Any,
+    batches: Sequence[MicroBatch],
+    form: Form,
+    limits: Limits,
+    indices: Sequence[int],
+    *,
+    exact: bool,
+    keep: Keep | None = None,
 ) -> Done:
     """Take micro-batches through the model together.
 
@@ -48,11 +55,12 @@ def one_pass(
         limits: of what waits.
         indices: of all texts.
         exact: see `Room`.
+        keep: see `ScoringForward`.
 
     Raises:
         OSError, RabbitLLMError: the weights cannot be read.
     """
-    forward = ScoringForward(model, packed=form is Form.PACKED, whole=exact)
+    forward = ScoringForward(model, packed=form is Form.PACKED, whole=exact, keep=keep)
     found: dict[int, list[Scored]] = {}
     failed: list[tuple[MicroBatch, Exception]] = []
     fixed = keys_of([*model.parameters(), *model.buffers()])

@@ -16,6 +16,7 @@ from typing import Any
 from rabbitllm.batching.packed_cache import NotPackable
 from rabbitllm.batching.packed_families import can_be_packed, shares_keys
 from rabbitllm.errors import BatchError, MissingPackageError, RabbitLLMError, ScoringError
+from rabbitllm.scoring.forward import Keep
 from rabbitllm.scoring.micro_batches import Form, MicroBatch
 from rabbitllm.scoring.one_pass import one_pass
 from rabbitllm.scoring.parking import NoRoom
@@ -36,6 +37,7 @@ def score(
     room: Room = ROOM,
     *,
     on_plan: Callable[[Plan], None] = lambda plan: None,
+    keep: Keep | None = None,
 ) -> Iterator[Scored]:
     """Results of texts, in any order: those that are refused at once, the others with the pass they took part in.
 
@@ -47,6 +49,7 @@ def score(
         room: what may be taken for them.
         on_plan: is told what goes through the model together before it does, and again before what has failed is tried
             anew.
+        keep: is handed the hidden states that predict each continuation, and no probabilities are computed.
 
     Raises:
         OptionError: the model cannot score, or `room` is impossible.
@@ -78,7 +81,7 @@ def score(
         on_plan(plan)
         again: dict[Form, list[Task]] = {}
         for batches in plan.passes:
-            done = one_pass(model, batches, form, limits_of(model, room), indices, exact=room.exact)
+            done = one_pass(model, batches, form, limits_of(model, room), indices, exact=room.exact, keep=keep)
             yield from done.scored
             for batch, error in done.failed:
                 then = _then(form, batch, error, some_passed=bool(done.scored))

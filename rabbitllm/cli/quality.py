@@ -1,0 +1,79 @@
+"""`rabbitllm quality`: what a compressed model loses against the uncompressed one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rabbitllm.cli.arguments import (
+    CompressionHereOption,
+    FolderOption,
+    JsonOption,
+    MemoryOption,
+    ModelArgument,
+    RevisionOption,
+    TrustOption,
+    limits_of,
+    put_json,
+)
+
+
+def quality_command(
+    model: ModelArgument,
+    against: Annotated[
+        str | None, typer.Option(help="What to compare with; by default the same model uncompressed.")
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="File of UTF-8 text; by default one that comes along.")] = None,
+    compression: CompressionHereOption = None,
+    window: Annotated[
+        int | None, typer.Option(help="Tokens that are read together; 512, or the model's context.", min=2)
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="To be predicted, at most.", min=16)] = 4096,
+    problems: Annotated[
+        int, typer.Option(help="Held-out problems for a model that was trained here; a multiple of 4.", min=0)
+    ] = 400,
+    device: Annotated[str, typer.Option(help="cuda:N, cpu, or auto for every GPU.")] = "cuda:0",
+    max_memory: MemoryOption = None,
+    dtype: Annotated[str, typer.Option(help="To compute in; auto for the config's.")] = "float32",
+    exact: Annotated[bool, typer.Option("--exact", help="Dequantise on the CPU instead of using the codes.")] = False,
+    folder: FolderOption = None,
+    revision: RevisionOption = None,
+    trust_remote_code: TrustOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Tell what compression costs: how far next-token distributions are from the uncompressed model's, and perplexity.
+
+    One pass over the weights of each, layer by layer, so that both may be larger than memory. A model that is not split
+    yet is split first, as AutoModel.from_pretrained does by default; for the other one nothing is written.
+
+    Example: rabbitllm quality my-checkpoint --compression 4bit --text chapter.txt
+    """
+    from rich.console import Console
+
+    from rabbitllm.comparison.quality import quality
+    from rabbitllm.comparison.report import show
+
+    with Console(stderr=True).status("starting") as status:
+        found = quality(
+            model,
+            against,
+            text=text,
+            compression=compression,
+            window=window,
+            tokens=tokens,
+            problems=problems,
+            device=device,
+            max_memory=limits_of(max_memory),
+            dtype=None if dtype == "auto" else dtype,
+            exact=exact,
+            layer_shards_saving_path=folder,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            say=lambda said: status.update(f"{said} …"),
+        )
+    if as_json:
+        put_json(found.as_json())
+    else:
+        show(found, Console(highlight=False))

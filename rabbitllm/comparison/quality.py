@@ -1,0 +1,227 @@
+"""`rabbitllm.quality`: what a compressed model loses against the uncompressed one, as a record. Shows nothing.
+
+Of both, next-token distributions on the same text: one pass over the weights of each, layer by layer, so that models
+are compared that fit nowhere. Of models that were trained here, answers to held-out problems too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rabbitllm.ask.answer import context_of
+from rabbitllm.comparison.compare import compare
+from rabbitllm.comparison.divergence import Summary
+from rabbitllm.comparison.models import Loading, Named, loaded, the_model, the_reference
+from rabbitllm.comparison.texts import answers_of, bundled_text, is_trained_here, text_of, windows
+from rabbitllm.demo.answering import answers
+from rabbitllm.demo.tasks import Problem, exact_match, held_out
+from rabbitllm.errors import OptionError, QualityError
+from rabbitllm.options import expand
+
+WINDOW, TOKENS, PROBLEMS = 512, 4096, 400
+"""Of a window, to be predicted, and held-out problems to be answered; where nobody says."""
+DTYPE = "float32"
+"""To compute in, where nobody says: what bfloat16 rounds on the way is as much as 8bit loses."""
+BATCH = 50
+"""Problems that are answered at a time."""
+PROBLEMS_TEXT, BUNDLED_TEXT = "held-out problems", "the bundled text"
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of the two models.
+
+    Attributes:
+        name: as it was given.
+        compression: None, or what its folder says.
+        nbytes: of its weights, as they are stored.
+        right: held-out problems that it answers exactly; None where it was not asked.
+    """
+
+    name: str
+    compression: str | None
+    nbytes: int
+    right: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """What came of it.
+
+    Attributes:
+        model: what is compared.
+        reference: what it is compared with.
+        text: what distributions are compared on, in words.
+        windows: of it.
+        dtype: that was computed in.
+        summary: of all positions.
+        problems: held-out problems that were asked; 0 where none were.
+    """
+
+    model: Side
+    reference: Side
+    text: str
+    windows: int
+    dtype: str
+    summary: Summary
+    problems: int
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values: sizes in bytes, divergences in nats."""
+        divergence = asdict(self.summary.divergence)
+        return {
+            "model": _side(self.model, self.summary.perplexity),
+            "against": _side(self.reference, self.summary.reference_perplexity),
+            "text": self.text,
+            "windows": self.windows,
+            "positions": self.summary.positions,
+            "dtype": self.dtype,
+            "divergence": {
+                "mean": divergence["mean"],
+                "standard_error": divergence["error"],
+                "median": divergence["median"],
+                "percentile_99": divergence["percentile"],
+                "largest": divergence["largest"],
+            },
+            "agreement": self.summary.agreement,
+            "problems": self.problems,
+        }
+
+
+def quality(
+    model: str | os.PathLike[str] | Any,
+    against: str | os.PathLike[str] | Any | None = None,
+    *,
+    text: str | os.PathLike[str] | None = None,
+    compression: str | None = None,
+    window: int | None = None,
+    tokens: int = TOKENS,
+    problems: int = PROBLEMS,
+    device: str = "cuda:0",
+    max_memory: Mapping[int | str, int | str] | None = None,
+    dtype: str | None = DTYPE,
+    exact: bool = False,
+    layer_shards_saving_path: str | os.PathLike[str] | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+) -> Quality:
+    """Compare a model's next-token distributions with those of the uncompressed one; see docs/QUALITY.md.
+
+    Args:
+        model: what `AutoModel.from_pretrained` would load, which splits it first if need be; or what that returned.
+        against: the same of the reference, for which nothing is written; None for the same model uncompressed, in its
+            shards, its split, or on the hub.
+        text: a file of UTF-8 text; by default the held-out problems for a model that was trained here, else a text that
+            comes with the package.
+        compression: of the model; None for that of a split that is here.
+        window: tokens that are read together; 512, or what the model's context has.
+        tokens: to be predicted, at most.
+        problems: that models which were trained here are asked besides; a multiple of 4, 0 for none.
+        device, max_memory, exact, layer_shards_saving_path, revision, trust_remote_code: as of
+            `AutoModel.from_pretrained`, for both; by default each takes a third of free memory for its weights.
+        dtype: to compute in, for both; None for the config's.
+        say: told what is being done.
+
+    Raises:
+        QualityError: the two cannot be compared, the text is too short, or nothing says where the original is.
+        RabbitLLMError: as `AutoModel.from_pretrained` and scoring do.
+    """
+    folder = expand(layer_shards_saving_path) if layer_shards_saving_path is not None else None
+    loading = Loading(device, max_memory, dtype, exact, folder, revision, trust_remote_code)
+    say("loading")
+    is_name = isinstance(model, str | os.PathLike)
+    own = the_model(str(model), compression, loading) if is_name else None
+    if against is None and own is None:
+        raise OptionError("A loaded model is to be compared with nothing.", "Give against=, a model or its name.")
+    if against is None or isinstance(against, str | os.PathLike):
+        other = the_reference(own or Named(""), None if against is None else str(against), loading)
+        reference = loaded(other, loading, split=False)
+    else:
+        other, reference = None, against
+    model = loaded(own, loading, split=True) if own is not None else model
+    tokenizer = _tokenizer_of(reference, model)
+    trained_here = is_trained_here(tokenizer)
+    asked = held_out(problems) if trained_here and problems else []
+    if text is not None:
+        shown = str(text)
+        texts = windows(tokenizer, text_of(expand(text)), window=_window(window, reference), tokens=tokens)
+    elif asked:
+        shown, texts = PROBLEMS_TEXT, answers_of(tokenizer, asked)
+    else:
+        shown = BUNDLED_TEXT
+        texts = windows(tokenizer, bundled_text(), window=_window(window, reference), tokens=tokens)
+    summary = compare(model, reference, texts, say=say)
+    sides = []
+    for one, named in ((model, own), (reference, other)):
+        side = _side_of(one, named)
+        if asked:
+            say("answering problems")
+            side = replace(side, right=_right(one, tokenizer, asked))
+        sides.append(side)
+    dtype_name = str(model.dtype).removeprefix("torch.")
+    return Quality(sides[0], sides[1], shown, len(texts), dtype_name, summary, len(asked))
+
+
+def _window(window: int | None, model: Any) -> int:
+    if window is not None:
+        return window
+    return min(WINDOW, context_of(model) or WINDOW)
+
+
+def _tokenizer_of(reference: Any, model: Any) -> Any:
+    """The tokenizer of both.
+
+    Raises:
+        QualityError: they have none, or different ones.
+    """
+    first, second = reference.tokenizer, model.tokenizer
+    if first is None or second is None:
+        raise QualityError(
+            "A model without a tokenizer was given, and the text cannot be made tokens.",
+            "Put the tokenizer's files beside its weights.",
+        )
+    if first.get_vocab() != second.get_vocab():
+        raise QualityError(
+            "The models have different vocabularies, so that their distributions are of different things.",
+            "Compare a model with one it was made from.",
+        )
+    return first
+
+
+def _right(model: Any, tokenizer: Any, problems: Sequence[Problem]) -> int:
+    """Problems that a model answers exactly."""
+    right = 0
+    for begin in range(0, len(problems), BATCH):
+        some = problems[begin : begin + BATCH]
+        given = answers(model, tokenizer, some)
+        right += sum(exact_match(answer, problem) for answer, problem in zip(given, some, strict=True))
+    return right
+
+
+def _side_of(model: Any, named: Named | None) -> Side:
+    name = named.name if named is not None else str(model.name_or_path)
+    compression = named.compression if named is not None else None
+    folder = Path(model.name_or_path)
+    return Side(name, compression or _said(folder), sum(placed.stored for placed in model.placement.units))
+
+
+def _said(folder: Path) -> str | None:
+    from rabbitllm.layers.layer_store import read_manifest
+
+    manifest = read_manifest(folder) if folder.is_dir() else None
+    return manifest.compression if manifest is not None else None
+
+
+def _side(side: Side, perplexity: float) -> dict[str, Any]:
+    return {
+        "name": side.name,
+        "compression": side.compression,
+        "bytes": side.nbytes,
+        "perplexity": perplexity,
+        "right": side.right,
+    }
