@@ -43,7 +43,7 @@ def program(work: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     download = ["download", "--quiet", "--no-deps", "--no-binary", PACKAGE, f"{PACKAGE}=={VERSION}"]
-    _run([str(python), "-m", "pip", *download, "--dest", str(folder)])
+    run([str(python), "-m", "pip", *download, "--dest", str(folder)])
     (package,) = folder.glob("*.tar.gz")
     with tarfile.open(package) as archive:
         archive.extractall(folder, filter="data")
@@ -52,16 +52,21 @@ def program(work: Path) -> Path:
     build = folder / "build"
     chosen = [f"-D{name}=OFF" for name in _OFF]
     chosen += ["-DGGML_NATIVE=ON", "-DCMAKE_BUILD_TYPE=Release", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
-    _run([cmake, "-S", str(source), "-B", str(build), "-G", "Ninja", *chosen])
+    run([cmake, "-S", str(source), "-B", str(build), "-G", "Ninja", *chosen])
     jobs = str(max(len(os.sched_getaffinity(0)) // 2, 1))
-    _run([cmake, "--build", str(build), "--target", "llama-server", "--parallel", jobs])
+    run([cmake, "--build", str(build), "--target", "llama-server", "--parallel", jobs])
     (build / "bin" / "llama-server").rename(built)
     for leftover in (package, build, source.parent.parent):
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     return built
 
 
-def _run(command: list[str]) -> None:
+def run(command: list[str]) -> None:
+    """Carry out what building takes.
+
+    Raises:
+        PeerError: with the last line that it said.
+    """
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     if made.returncode:
         lines = (made.stderr or made.stdout).strip().splitlines()

@@ -61,23 +61,25 @@ def the_model(name: str, compression: str | None, loading: Loading) -> Named:
     return Named(name, None if chosen == "none" else chosen, loading.revision)
 
 
-def the_reference(model: Named, against: str | None, loading: Loading) -> Named:
+def the_reference(model: Named, against: Any, loading: Loading) -> Named:
     """What it is compared with: what the user says, else the same model uncompressed.
 
     Raises:
         QualityError: a split directory does not say where its original is.
     """
     if against is not None:
-        return Named(against, None, loading.revision)
+        return Named(str(against), None, loading.revision)
     folder = expand(meant(model.name))
     manifest = read_manifest(folder) if folder.is_dir() else None
     if manifest is None:
         return Named(model.name, None, model.revision)
     if manifest.compression is None:
         return model
-    for place in (folder.parent / directory_name(None), folder.parent):
-        if read_manifest(place) is not None if place != folder.parent else _is_checkpoint(place):
-            return Named(str(place))
+    beside = folder.parent / directory_name(None)
+    if read_manifest(beside) is not None:
+        return Named(str(beside))
+    if _is_checkpoint(folder.parent):
+        return Named(str(folder.parent))
     if manifest.source is not None and manifest.source.kind == "hub":
         return Named(manifest.source.name, None, manifest.source.commit)
     raise QualityError(

@@ -19,7 +19,8 @@ from rabbitllm.comparison.models import Loading, Named, loaded, the_model, the_r
 from rabbitllm.comparison.texts import answers_of, bundled_text, is_trained_here, text_of, windows
 from rabbitllm.demo.answering import answers
 from rabbitllm.demo.tasks import Problem, exact_match, held_out
-from rabbitllm.errors import OptionError, QualityError
+from rabbitllm.errors import CheckpointError, OptionError, QualityError
+from rabbitllm.layers.layer_store import read_manifest
 from rabbitllm.options import expand
 
 WINDOW, TOKENS, PROBLEMS = 512, 4096, 400
@@ -131,46 +132,55 @@ def quality(
         QualityError: the two cannot be compared, the text is too short, or nothing says where the original is.
         RabbitLLMError: as `AutoModel.from_pretrained` and scoring do.
     """
-    folder = expand(layer_shards_saving_path) if layer_shards_saving_path is not None else None
+    folder = expand(Path(layer_shards_saving_path)) if layer_shards_saving_path is not None else None
     loading = Loading(device, max_memory, dtype, exact, folder, revision, trust_remote_code)
     say("loading")
-    is_name = isinstance(model, str | os.PathLike)
-    own = the_model(str(model), compression, loading) if is_name else None
-    if against is None and own is None:
-        raise OptionError("A loaded model is to be compared with nothing.", "Give against=, a model or its name.")
-    if against is None or isinstance(against, str | os.PathLike):
-        other = the_reference(own or Named(""), None if against is None else str(against), loading)
-        reference = loaded(other, loading, split=False)
-    else:
-        other, reference = None, against
-    model = loaded(own, loading, split=True) if own is not None else model
-    tokenizer = _tokenizer_of(reference, model)
-    trained_here = is_trained_here(tokenizer)
-    asked = held_out(problems) if trained_here and problems else []
-    if text is not None:
-        shown = str(text)
-        texts = windows(tokenizer, text_of(expand(text)), window=_window(window, reference), tokens=tokens)
-    elif asked:
+    own = the_model(str(model), compression, loading) if isinstance(model, str | os.PathLike) else None
+    other, reference = _reference(own, against, loading)
+    compared: Any = loaded(own, loading, split=True) if own is not None else model
+    tokenizer = _tokenizer_of(reference, compared)
+    asked = _problems(problems) if is_trained_here(tokenizer) else []
+    if text is None and asked:
         shown, texts = PROBLEMS_TEXT, answers_of(tokenizer, asked)
     else:
-        shown = BUNDLED_TEXT
-        texts = windows(tokenizer, bundled_text(), window=_window(window, reference), tokens=tokens)
-    summary = compare(model, reference, texts, say=say)
+        shown, written = (BUNDLED_TEXT, bundled_text()) if text is None else (str(text), text_of(expand(Path(text))))
+        chosen = min(WINDOW, context_of(reference) or WINDOW) if window is None else window
+        texts = windows(tokenizer, written, window=chosen, tokens=tokens)
+    summary = compare(compared, reference, texts, say=say)
     sides = []
-    for one, named in ((model, own), (reference, other)):
+    for one, named in ((compared, own), (reference, other)):
         side = _side_of(one, named)
         if asked:
             say("answering problems")
             side = replace(side, right=_right(one, tokenizer, asked))
         sides.append(side)
-    dtype_name = str(model.dtype).removeprefix("torch.")
+    dtype_name = str(compared.dtype).removeprefix("torch.")
     return Quality(sides[0], sides[1], shown, len(texts), dtype_name, summary, len(asked))
 
 
-def _window(window: int | None, model: Any) -> int:
-    if window is not None:
-        return window
-    return min(WINDOW, context_of(model) or WINDOW)
+def _reference(own: Named | None, against: Any, loading: Loading) -> tuple[Named | None, Any]:
+    """What is compared with: its name where it has one, and the model."""
+    if against is not None and not isinstance(against, str | os.PathLike):
+        return None, against
+    if against is None and own is None:
+        raise OptionError("A loaded model is to be compared with nothing.", "Give against=, a model or its name.")
+    other = Named(str(against), None, loading.revision) if own is None else the_reference(own, against, loading)
+    try:
+        return other, loaded(other, loading, split=False)
+    except CheckpointError as error:
+        if against is not None:
+            raise
+        raise QualityError(
+            f"The uncompressed model cannot be read. {error.problem}",
+            "Say where it is, with --against (in Python, against=).",
+        ) from error
+
+
+def _problems(count: int) -> list[Problem]:
+    try:
+        return held_out(count) if count else []
+    except ValueError as error:
+        raise OptionError(f"problems={count}, which cannot be: {error}.", "Give another number.") from error
 
 
 def _tokenizer_of(reference: Any, model: Any) -> Any:
@@ -211,8 +221,6 @@ def _side_of(model: Any, named: Named | None) -> Side:
 
 
 def _said(folder: Path) -> str | None:
-    from rabbitllm.layers.layer_store import read_manifest
-
     manifest = read_manifest(folder) if folder.is_dir() else None
     return manifest.compression if manifest is not None else None
 

@@ -62,7 +62,7 @@ class States:
         self._shape = states.shape[-1], states.dtype, states.device
         whole = states.cpu().contiguous().view(torch.uint8)
         if whole.numel():
-            self._file.write_at(memoryview(whole.numpy()).cast("B"), self._begins[index] * whole.shape[-1])
+            self._file.write_at(whole.numpy().reshape(-1).data, self._begins[index] * whole.shape[-1])
 
     @contextlib.contextmanager
     def with_head(self) -> Iterator[Callable[[int, int], torch.Tensor]]:
@@ -76,5 +76,5 @@ class States:
             raise QualityError("There are no hidden states yet, of which logits could be made.")
         hidden, dtype, device = self._shape
         whole = torch.empty((end - begin, hidden * dtype.itemsize), dtype=torch.uint8)
-        self._file.read_at(memoryview(whole.numpy()).cast("B"), begin * whole.shape[-1])
+        self._file.read_at(whole.numpy().reshape(-1).data, begin * whole.shape[-1])
         return whole.view(dtype).to(device)

@@ -57,10 +57,10 @@ def plan_for(size: str, *, steps: int | None, minutes: float | None, seed: int) 
     if size == BUNDLED:
         return Plan(steps=steps or 4000, minutes=minutes, seed=seed)
     return Plan(
-        steps=steps or 1000,
+        steps=steps or 700,
         minutes=minutes,
         seed=seed,
-        batch=32,
+        batch=24,
         learning_rate=1.5e-3,
         warm_up=0.05,
         rounded_from=1.0,

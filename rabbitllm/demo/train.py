@@ -244,7 +244,8 @@ def prose_loss(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, prec
     every = tokenizer(held_out_prose(), verbose=False)["input_ids"]
     ids = torch.tensor(every[: PROSE_WINDOWS * window]).view(-1, window)
     with rounded_weights(model, precision):
-        return sum(float(answer_loss(model, row, row)) for row in ids.split(8)) / (len(ids) * (window - 1))
+        losses = [answer_loss(model, ids[begin : begin + 8], ids[begin : begin + 8]) for begin in range(0, len(ids), 8)]
+    return float(torch.stack(losses).sum()) / (len(ids) * (window - 1))
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

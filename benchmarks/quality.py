@@ -1,0 +1,276 @@
+"""Loss against bytes: formats of RabbitLLM, of bitsandbytes through transformers, and of llama.cpp, on the same models.
+
+Each row is the same text, predicted by the model as the format leaves its weights, in float32: the mean divergence of
+its next-token distributions from those of the checkpoint (docs/QUALITY.md), and the bytes of all weights as stored. So
+only weights are compared: bitsandbytes' LLM.int8 rounds what comes in too, which is in its row; llama.cpp's kernels
+also do, which is not.
+
+    python -m benchmarks.quality --model NAME=FOLDER [--model …] [--text NAME=FILE] [--work DIR] [--results FILE]
+
+Without a --model it takes the bundled one. A text is a file; by default the held-out problems, and for a model that is
+called `larger` prose that it was not trained on. RabbitLLM's rows go through the engine, others through transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rabbitllm.demo
+from benchmarks import report
+from benchmarks.llama_quantise import PRESETS, Quantiser, library, type_of
+from benchmarks.peers import PeerError
+from benchmarks.scatter import Point, draw
+from benchmarks.work_folder import fresh_folder
+from rabbitllm import AutoModel
+from rabbitllm.comparison.compare import compare
+from rabbitllm.comparison.divergence import Summary, at_positions, summary_of
+from rabbitllm.comparison.texts import answers_of, text_of, windows
+from rabbitllm.demo.prose import held_out_prose
+from rabbitllm.demo.tasks import held_out
+from rabbitllm.errors import RabbitLLMError
+from rabbitllm.scoring import ScoredText
+
+WINDOW, TOKENS, PROBLEMS = 128, 8192, 400
+OURS, BITSANDBYTES, LLAMA_CPP = "RabbitLLM", "bitsandbytes", "llama.cpp"
+COMPRESSED = ("8bit", "4bit", "4bit-double")
+BUDGETS = (0.26, 0.28, 0.30, 0.35, 0.40, 0.45, 0.50)
+"""Of `auto`: shares of the checkpoint's bytes."""
+_RESULTS = Path(__file__).resolve().parent / "results" / "quality"
+_WORK = Path(__file__).resolve().parent / "work" / "quality"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One format of one model.
+
+    Attributes:
+        model: its name.
+        maker: of the format.
+        name: of the format.
+        nbytes: of all weights.
+        summary: against the checkpoint.
+    """
+
+    model: str
+    maker: str
+    name: str
+    nbytes: int
+    summary: Summary
+
+
+class Subject:
+    """A model to be measured, and the text.
+
+    Args:
+        name: for the table.
+        folder: of the checkpoint.
+        text: a file; None for what goes with the model.
+    """
+
+    def __init__(self, name: str, folder: Path, text: Path | None) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.name, self.folder = name, folder
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.texts: list[ScoredText] = (
+            answers_of(tokenizer, held_out(PROBLEMS))
+            if text is None and name != "larger"
+            else windows(
+                tokenizer, text_of(text) if text is not None else held_out_prose(), window=WINDOW, tokens=TOKENS
+            )
+        )
+        self.targets = [torch.tensor(text.continuation) for text in self.texts]
+        self.plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.weights = {name: p.detach().clone() for name, p in self.plain.named_parameters()}
+        self.logits = list(self._logits(self.plain))
+        self.nbytes = sum(2 * weight.numel() for weight in self.weights.values())
+
+    @torch.inference_mode()
+    def _logits(self, model: Any) -> Iterator[torch.Tensor]:
+        """Of the positions of each text."""
+        for text in self.texts:
+            ids = torch.tensor([[*text.context, *text.continuation[:-1]]])
+            yield model(input_ids=ids, use_cache=False).logits[0, len(text.context) - 1 :]
+
+    def summary(self, model: Any) -> Summary:
+        """Of a model of transformers."""
+        found = zip(self.logits, self._logits(model), self.targets, strict=True)
+        return summary_of([at_positions(true, other, targets) for true, other, targets in found])
+
+    def with_weights(self, change: Callable[[str, torch.Tensor], tuple[torch.Tensor, int]]) -> tuple[Summary, int]:
+        """What comes of other weights, and their bytes."""
+        nbytes = 0
+        try:
+            for name, parameter in self.plain.named_parameters():
+                parameter.data, taken = change(name, self.weights[name])
+                nbytes += taken
+            return self.summary(self.plain), nbytes
+        finally:
+            for name, parameter in self.plain.named_parameters():
+                parameter.data = self.weights[name]
+
+
+def ours(subject: Subject, work: Path) -> Iterator[Row]:
+    """Every compression there is, and `auto` at several budgets."""
+    reference = AutoModel.from_pretrained(subject.folder, device="cpu", dtype="float32", split=False)
+    wishes: list[tuple[str, dict[str, Any]]] = [
+        (name, {"compression": name}) for name in ("8bit", "4bit", "4bit-double")
+    ]
+    for share in BUDGETS:
+        wishes.append((f"auto {share:.0%}", {"compression": "auto", "max_disk": int(subject.nbytes * share)}))
+    yield Row(subject.name, OURS, "none", subject.nbytes, compare(reference, reference, subject.texts))
+    for name, wish in wishes:
+        try:
+            with fresh_folder(work / "split") as folder:
+                source = folder / "model"  # a copy, so that nothing is written beside the checkpoint
+                shutil.copytree(subject.folder, source, ignore=shutil.ignore_patterns("splitted_model*"))
+                model = AutoModel.from_pretrained(
+                    source,
+                    device="cpu",
+                    dtype="float32",
+                    layer_shards_saving_path=folder / "out",
+                    show_layer_progress=False,
+                    **wish,
+                )
+                nbytes = sum(placed.stored for placed in model.placement.units)
+                yield Row(subject.name, OURS, name, nbytes, compare(model, reference, subject.texts))
+                del model
+        except RabbitLLMError as error:
+            print(f"{OURS} {name} is left out: {error.problem}", file=sys.stderr)
+
+
+def of_bitsandbytes(subject: Subject) -> Iterator[Row]:
+    """As transformers loads them, with everything but embedding and head quantised, which is its default."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
+    wishes: Mapping[str, dict[str, Any]] = {
+        "NF4": nf4,
+        "NF4, double": {**nf4, "bnb_4bit_use_double_quant": True},
+        "LLM.int8": {"load_in_8bit": True},
+    }
+    for name, wish in wishes.items():
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                subject.folder, dtype=torch.float32, device_map="cpu", quantization_config=BitsAndBytesConfig(**wish)
+            ).eval()
+            nbytes = sum(map(_stored, model.parameters()))
+            yield Row(subject.name, BITSANDBYTES, name, nbytes, subject.summary(model))
+        except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:
+            print(f"{BITSANDBYTES} {name} is left out: {error}", file=sys.stderr)
+
+
+def _stored(parameter: Any) -> int:
+    """Bytes of a parameter of transformers with bitsandbytes: what is not quantised as bfloat16."""
+    if (state := getattr(parameter, "quant_state", None)) is not None:
+        nbytes = parameter.numel() * parameter.element_size() + _bytes(state.absmax, state.code)
+        return nbytes + (_bytes(state.state2.absmax, state.state2.code, state.offset) if state.nested else 0)
+    if parameter.dtype is torch.int8:
+        return parameter.numel() + 4 * len(parameter)  # a float32 for each row
+    return 2 * int(parameter.numel())
+
+
+def _bytes(*tensors: torch.Tensor) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def of_llama_cpp(subject: Subject, work: Path) -> Iterator[Row]:
+    """Matrices by llama.cpp's quantisers, everything else as float32, which is how its files have it."""
+    try:
+        quantiser = Quantiser(library(work))
+    except PeerError as error:
+        print(f"{LLAMA_CPP} is left out: {error}", file=sys.stderr)
+        return
+    layers = int(subject.plain.config.num_hidden_layers)
+    for preset in PRESETS:
+
+        def changed(name: str, weight: torch.Tensor, preset: str = preset) -> tuple[torch.Tensor, int]:
+            if weight.dim() < 2:
+                return weight, 4 * weight.numel()
+            kind = type_of(preset, name, weight.shape[-1], layers)
+            made, nbytes = quantiser.there_and_back(weight.contiguous().numpy(), kind)
+            return torch.from_numpy(made), nbytes
+
+        summary, nbytes = subject.with_weights(changed)
+        yield Row(subject.name, LLAMA_CPP, preset, nbytes, summary)
+
+
+def table(rows: Sequence[Row], subject: Subject) -> report.Table:
+    """Of one model, the smallest first."""
+    shown = []
+    elements = sum(weight.numel() for weight in subject.weights.values())
+    for row in sorted(rows, key=lambda row: row.nbytes):
+        divergence = row.summary.divergence
+        shown.append(
+            (
+                f"{row.maker} {row.name}",
+                f"{row.nbytes / 1e6:.3f}",
+                f"{8 * row.nbytes / elements:.2f}",
+                f"{divergence.mean:.6f} ± {divergence.error:.6f}",
+                f"{divergence.percentile:.5f}",
+                f"{row.summary.perplexity:.4f}",
+                f"{row.summary.agreement:.2%}",
+            )
+        )
+    return report.Table(("format", "MB", "bits a weight", "divergence", "99 in 100 below", "perplexity", "same"), shown)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", action="append", default=[], metavar="NAME=FOLDER", help="what to measure")
+    parser.add_argument("--text", action="append", default=[], metavar="NAME=FILE", help="on which text")
+    parser.add_argument("--work", type=Path, default=_WORK, help="for files that are gone afterwards")
+    parser.add_argument("--results", type=Path, default=_RESULTS, help="file to write, without suffix")
+    options = parser.parse_args(arguments)
+    bundled = f"bundled={Path(rabbitllm.demo.__file__).parent / 'model'}"
+    folders = dict(one.split("=", 1) for one in options.model or [bundled])
+    texts = dict(one.split("=", 1) for one in options.text)
+    options.work.mkdir(parents=True, exist_ok=True)
+    every, pages = [], []
+    for name, folder in folders.items():
+        subject = Subject(name, Path(folder), Path(texts[name]) if name in texts else None)
+        rows: list[Row] = []
+        for row in (
+            *ours(subject, options.work),
+            *of_bitsandbytes(subject),
+            *of_llama_cpp(subject, options.work.parent),
+        ):
+            rows.append(row)
+        found = table(rows, subject)
+        positions = rows[0].summary.positions
+        title = f"{name}: {sum(w.numel() for w in subject.weights.values()) / 1e6:.1f} million weights"
+        print(f"\n{title}, {positions:,} positions, perplexity {rows[0].summary.reference_perplexity:.4f}\n")
+        print(found.text())
+        pages.append(f"## {title}\n\n{positions:,} positions.\n\n{found.markdown()}\n")
+        every += rows
+        draw(
+            options.results.with_name(f"{options.results.name}-{name}.svg"),
+            title,
+            "MB of weights as stored",
+            "mean divergence from the checkpoint, nats a token",
+            [
+                Point(row.name, row.maker, row.nbytes / 1e6, row.summary.divergence.mean)
+                for row in rows
+                if row.summary.divergence.mean > 0
+            ],
+        )
+    machine = report.describe_machine(options.results.parent)
+    machine.pop("copied_with", None)
+    record = {"machine": machine, "rows": [asdict(row) for row in every]}
+    options.results.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    options.results.with_suffix(".md").write_text("# Loss against bytes\n\n" + "\n".join(pages), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""`rabbitllm quality` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from rabbitllm.cli.main import app
+from tests.support.builders import build_checkpoint
+from tests.support.tiny_models import one_thread, split  # noqa: F401  a fixture that applies by itself
+
+SHORT = ["--device", "cpu", "--tokens", "64", "--window", "32"]
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return split(build_checkpoint(tmp_path_factory.mktemp("quality") / "model", "llama", shards=2), "4bit")
+
+
+def quality(*arguments: str) -> Result:
+    result = CliRunner().invoke(app, ["quality", *arguments, *SHORT], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_the_table_says_what_the_record_says(packed: Path) -> None:
+    found = json.loads(quality(str(packed), "--json").stdout)
+    shown = quality(str(packed)).stdout
+    assert found["model"]["compression"] == "4bit"
+    assert found["positions"] == 64
+    rows = dict(re.findall(r"^(reference|model) +(.+)$", shown, re.MULTILINE))
+    assert rows["model"].split()[0] == "4bit"
+    assert f"{found['model']['perplexity']:,.4f}" in rows["model"]
+    assert f"{found['against']['perplexity']:,.4f}" in rows["reference"]
+    assert f"mean              {found['divergence']['mean']:.4f}"[:24] in shown
+    assert f"{found['agreement']:.2%}" in shown
+    assert max(map(len, shown.splitlines())) < 200
+
+
+def test_against_itself_nothing_is_lost(packed: Path) -> None:
+    found = json.loads(quality(str(packed), "--against", str(packed), "--json").stdout)
+    assert found["divergence"]["largest"] == 0
+    assert found["agreement"] == 1
+    assert "100%" in quality(str(packed), "--against", str(packed)).stdout
+
+
+def test_errors_are_one_message(packed: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("A hare.", encoding="utf-8")
+    command = [sys.executable, "-m", "rabbitllm", "quality", str(packed), "--text", str(tmp_path / "short.txt"), *SHORT]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "error: The text has" in done.stderr
+    assert "What to do: Give a longer text." in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
