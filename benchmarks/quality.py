@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from benchmarks.work_folder import fresh_folder
 from rabbitllm import AutoModel
 from rabbitllm.comparison.compare import compare
 from rabbitllm.comparison.divergence import Summary, at_positions, summary_of
+from rabbitllm.comparison.report import number
 from rabbitllm.comparison.texts import answers_of, text_of, windows
 from rabbitllm.demo.prose import held_out_prose
 from rabbitllm.demo.tasks import held_out
@@ -42,7 +44,7 @@ from rabbitllm.scoring import ScoredText
 WINDOW, TOKENS, PROBLEMS = 128, 8192, 400
 OURS, BITSANDBYTES, LLAMA_CPP = "RabbitLLM", "bitsandbytes", "llama.cpp"
 COMPRESSED = ("8bit", "4bit", "4bit-double")
-BUDGETS = (0.26, 0.28, 0.30, 0.35, 0.40, 0.45, 0.50)
+BUDGETS = (0.27, 0.285, 0.31, 0.35, 0.4, 0.45, 0.5)
 """Of `auto`: shares of the checkpoint's bytes."""
 _RESULTS = Path(__file__).resolve().parent / "results" / "quality"
 _WORK = Path(__file__).resolve().parent / "work" / "quality"
@@ -126,7 +128,7 @@ def ours(subject: Subject, work: Path) -> Iterator[Row]:
         (name, {"compression": name}) for name in ("8bit", "4bit", "4bit-double")
     ]
     for share in BUDGETS:
-        wishes.append((f"auto {share:.0%}", {"compression": "auto", "max_disk": int(subject.nbytes * share)}))
+        wishes.append((f"auto {share:.1%}", {"compression": "auto", "max_disk": int(subject.nbytes * share)}))
     yield Row(subject.name, OURS, "none", subject.nbytes, compare(reference, reference, subject.texts))
     for name, wish in wishes:
         try:
@@ -158,6 +160,7 @@ def of_bitsandbytes(subject: Subject) -> Iterator[Row]:
         "NF4, double": {**nf4, "bnb_4bit_use_double_quant": True},
         "LLM.int8": {"load_in_8bit": True},
     }
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it says for each product that inputs are rounded
     for name, wish in wishes.items():
         try:
             model = AutoModelForCausalLM.from_pretrained(
@@ -215,8 +218,8 @@ def table(rows: Sequence[Row], subject: Subject) -> report.Table:
                 f"{row.maker} {row.name}",
                 f"{row.nbytes / 1e6:.3f}",
                 f"{8 * row.nbytes / elements:.2f}",
-                f"{divergence.mean:.6f} ± {divergence.error:.6f}",
-                f"{divergence.percentile:.5f}",
+                f"{number(divergence.mean)} ± {number(divergence.error)}",
+                number(divergence.percentile),
                 f"{row.summary.perplexity:.4f}",
                 f"{row.summary.agreement:.2%}",
             )

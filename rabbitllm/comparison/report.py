@@ -46,7 +46,7 @@ def number(value: float) -> str:
     """Four digits that count, without an exponent where it can be read without."""
     if value == 0:
         return "0"
-    return f"{value:.4f}" if value >= 0.01 else f"{value:.3g}" if value >= 1e-4 else f"{value:.2e}"
+    return f"{value:.4f}" if value >= 0.01 else f"{value:.2e}" if value < 1e-4 else f"{value:.3g}"
 
 
 def _row(label: str, side: Side, perplexity: float, problems: int) -> list[str]:
