@@ -15,10 +15,13 @@ from rabbitllm.comparison import compare as module
 from rabbitllm.comparison.compare import compare
 from rabbitllm.comparison.divergence import Summary, at_positions, summary_of
 from rabbitllm.durable import NamelessFile
+from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import OptionError, QualityError
+from rabbitllm.options import StreamOptions
 from rabbitllm.scoring import Room, ScoredText
 from tests.support.builders import FAMILIES, VOCABULARY_SIZE, build_checkpoint
+from tests.support.fake_gpu import FakeGpu, watched
 from tests.support.tiny_models import dequantised, load, one_thread, plain_model, split  # noqa: F401  a fixture
 
 STREAMED = 60_000
@@ -111,6 +114,23 @@ def test_one_pass_over_the_weights_of_each(tmp_path: Path) -> None:
     assert len(heads) == 2
     assert len(brought) > 6
     assert {count for key, count in brought.items() if key not in heads} == {1}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_gpus(tmp_path: Path, count: int) -> None:
+    """Streamed through them, beside a reference in memory."""
+    folders = [build_checkpoint(tmp_path / f"{seed}", FAMILIES["llama"], seed=seed) for seed in (0, 1)]
+    plain = [plain_model(folder, dtype=torch.float32).eval() for folder in folders]
+    gpus = [FakeGpu(index) for index in range(count)]
+    limits: dict[str, int] = {gpu.name: 40_000 for gpu in gpus} | {"cpu": 0}
+    options = StreamOptions(max_memory=limits, show_progress=False, dtype="float32", exact=True)
+    with watched(), torch.no_grad():
+        model = load_model(split(folders[1]), options, None, gpus)
+        before = sum(gpu.uploads for gpu in gpus)
+        found = compare(model, load(split(folders[0])), texts(), FEW)
+        uploads = sum(gpu.uploads for gpu in gpus) - before
+    assert_near(found, directly(*plain, texts()))
+    assert 0 < uploads <= 2 * len(model.placement.units)
 
 
 def test_other_vocabularies_are_refused(tmp_path: Path) -> None:
