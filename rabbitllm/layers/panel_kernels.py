@@ -54,7 +54,7 @@ def in_a_team(scheme: str, width: int) -> int:
 
 
 @intrinsic
-def _scratch(context):  # type: ignore[no-untyped-def]
+def _on_the_stack(context):  # type: ignore[no-untyped-def]
     """The address of a panel on the stack, there until the function returns that asks for it."""
 
     def emit_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -64,6 +64,9 @@ def _scratch(context):  # type: ignore[no-untyped-def]
         return builder.ptrtoint(place, ir.IntType(64))
 
     return types.int64(), emit_code
+
+
+scratch: Any = _on_the_stack
 
 
 def _fill(scheme: str, width: int) -> Any:
@@ -137,7 +140,7 @@ def _panels(  # type: ignore[no-untyped-def]
 ):
     """The loops over panels, over inputs that stay in the cache, and in tiles of rows and inputs."""
     fill, one, tall, square = does
-    panel = _scratch()
+    panel = scratch()
     step_bytes = 2 * vector_bytes
     input_bytes = steps * step_bytes
     most_steps = PANEL_COLUMNS * 4 // step_bytes
