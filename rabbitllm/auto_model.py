@@ -94,7 +94,7 @@ class AutoModel:
             layer_shards_saving_path: folder for the split directory; by default beside a local checkpoint, and for a
                 repository in `HF_HOME/rabbitllm` (or `RABBITLLM_HOME`).
             profiling_mode: record where time goes; see `model.profiler.report()`.
-            compression: "4bit" or "8bit" (bitsandbytes), or None.
+            compression: "8bit", "4bit", "4bit-double" (bitsandbytes; the last with scales quantised too), or None.
             token, hf_token: for the hub; the two names mean the same.
             prefetching: read the next layer while this one computes.
             prefetch_pin_memory: page-locked host buffers for a GPU; False also keeps no layers in RAM for it.

@@ -26,7 +26,7 @@ class SplitOptions:
     """How a checkpoint is split.
 
     Attributes:
-        compression: None, "4bit" or "8bit".
+        compression: None, "8bit", "4bit" or "4bit-double".
         sequential: take one shard at a time and delete it as soon as it is used up.
         delete_original: remove the original when the split is whole; with `sequential`, what the loop left of it.
         max_disk: bytes that the split may create (layer files and fetched shards); None for what is free.

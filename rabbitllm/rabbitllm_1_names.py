@@ -15,14 +15,19 @@ from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.naming import LayerNaming, naming
 from rabbitllm.formats.tensor_spec import TensorSpec, dtype_name
 from rabbitllm.layers.compression import (
-    NF4_STATE,
+    DOUBLE,
+    StoredForm,
     check_compression,
     constants,
     dequantise,
+    operands,
     part_names,
     quantise_blocks,
     read_state,
     schemes,
+    settled,
+    settling,
+    state_key,
     stored_form,
 )
 from rabbitllm.layers.layer_store import SPLIT_DIRECTORY
@@ -131,7 +136,7 @@ def split_and_save_layers(
         checkpoint_path: the folder.
         layer_shards_saving_path: where to put the split directory; by default into `checkpoint_path`.
         splitted_model_dir_name: its name, without the compression's suffix.
-        compression: "4bit", "8bit" or None.
+        compression: "4bit", "4bit-double", "8bit" or None.
         layer_names: RabbitLLM's table (`embed`, `layer_prefix`, `norm`, `lm_head`), or a `LayerNaming`; by default
             the naming of the model's family.
         delete_original: delete the checkpoint's weights when the split is whole.
@@ -189,7 +194,7 @@ def compress_layer_state_dict(layer_state_dict: StateDict, compression: str | No
 
     Args:
         layer_state_dict: name -> tensor.
-        compression: "4bit", "8bit", or None, which returns the very dict given.
+        compression: "4bit", "4bit-double", "8bit", or None, which returns the very dict given.
 
     Returns:
         Stored keys -> tensors, on the devices of the tensors given.
@@ -209,6 +214,8 @@ def compress_layer_state_dict(layer_state_dict: StateDict, compression: str | No
         raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
         codes, scales = quantise_blocks(form.scheme, raw, spec.dtype, str(tensor.device))
         contents = {form.parts[0].name: codes, form.parts[1].name: scales, **constants(form)}
+        if form.scheme == DOUBLE:
+            contents |= _settled(form, scales)
         for part in form.parts:
             flat = torch.frombuffer(bytearray(contents[part.name]), dtype=torch.uint8)
             dtype = torch.float32 if part.dtype == "F32" else torch.uint8
@@ -236,9 +243,20 @@ def uncompress_layer_state_dict(layer_state_dict: StateDict) -> StateDict:
         if scheme is None:
             plain[name] = layer_state_dict[name]
             continue
-        state = bytes(layer_state_dict[name + NF4_STATE].cpu().numpy()) if scheme == "4bit" else b""
-        form = read_state(name, scheme, specs, state)
-        parts = [layer_state_dict[part] for part in part_names(name, scheme)]
+        key = state_key(name, scheme)
+        form = read_state(name, scheme, specs, bytes(layer_state_dict[key].cpu().numpy()) if key else b"")
+        parts = [specs[part] for part in part_names(name, scheme)]
         dtype = getattr(torch, form.dtype) if form.dtype else torch.float16
-        plain[name] = dequantise(form, parts[0], parts[1], parts[2], dtype)
+        plain[name] = dequantise(*operands(form, parts, lambda spec: layer_state_dict[spec.name]), dtype)
     return plain
+
+
+def _settled(form: StoredForm, scales: memoryview) -> dict[str, bytearray]:
+    """What is stored of a tensor's scales at 4bit-double: stored key -> content."""
+    import numpy as np
+
+    waiting = settling(form, "", 0)
+    found: dict[str, bytearray] = {}
+    for part, begin, content in settled(waiting, lambda first, count: np.frombuffer(scales, "<f4", count, 4 * first)):
+        found.setdefault(waiting.parts[part].name, bytearray())[begin:] = content
+    return found

@@ -207,7 +207,7 @@ class AtCompression:
     """A model at one compression.
 
     Attributes:
-        compression: None, "8bit" or "4bit".
+        compression: None, "8bit", "4bit" or "4bit-double".
         output_bytes: of its layer files.
         needs: the routes, the one to prefer first.
         generation: where its weights would be and how long a token; None where nothing was measured.

@@ -18,6 +18,8 @@ from rabbitllm.terminal import counted, harmless, large, put, put_fact, shortene
 
 _CELL = 17
 _NAME = 21
+_SIZE = 8
+_BESIDE = 33
 _WIDE = 100
 """Columns from which there is room for what stays and what is read."""
 _MARKS = {"standard": "", "sequential_ahead": ", seq.", "sequential_file": ", seq.", "sequential_stream": ", stream"}
@@ -151,22 +153,24 @@ def _show_models(console: Console, report: Report, every: bool) -> None:
             put(console, Text(line, "dim"))
         return
     wide = timed and console.is_terminal and console.width >= _WIDE
-    names = ("uncompressed", *COMPRESSIONS[1:])
+    room = console.width - (_BESIDE if wide else 0)
+    shown = COMPRESSIONS if room >= _NAME + _SIZE + len(COMPRESSIONS) * _CELL else COMPRESSIONS[:-1]
+    names = ("uncompressed", *shown[1:])
     more = f"{'stays in memory':>18}{'read a token':>15}" if wide else ""
     head = f"{'':<{_NAME}}{'size':>6}  " + "".join(f"{name!s:<{_CELL}}" for name in names) + more
     put(console, Text(head.rstrip(), "dim"))
     for model in report.models:
-        put(console, _line(model, timed, wide))
+        put(console, _line(model, shown, timed, wide))
     for line in _LEGEND:
         put(console, Text(line, "dim"))
 
 
-def _line(model: ModelOutlook, timed: bool, wide: bool) -> Text:
+def _line(model: ModelOutlook, shown: Sequence[str | None], timed: bool, wide: bool) -> Text:
     name = f"{model.name} ({model.quantised})" if model.quantised else model.name
     name = name.replace("-Instruct", "")
     line = Text.assemble((f"{name:<{_NAME}}", "bold"), f"{_short(model.parameters):>6}  ")
     at = {one.compression: one for one in model.at}
-    for compression in COMPRESSIONS:
+    for compression in shown:
         cell, style = _cell(at[compression], timed) if compression in at else ("", "")
         line.append(cell, style)
         line.append(" " * (_CELL - len(cell)))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rabbitllm.engine.devices import Device, resolve_devices, suits_bf16
 from rabbitllm.engine.span_reader import Way
-from rabbitllm.layers.compression import BLOCKS, check_compression
+from rabbitllm.layers.compression import CODES, check_compression
 from rabbitllm.options import StreamOptions
 from rabbitllm.planning.expert_times import DIRECT, DROPPED
 from rabbitllm.planning.machine import RoughMachine, product_key
@@ -78,8 +78,8 @@ def measurements(bench: Bench) -> Iterator[tuple[Callable[[], float | None], str
         yield partial(_reading, bench, sample, way), f"reading the disk of layer files, {words}"
     for device in bench.machine.devices:
         plain = "bfloat16" if suits_bf16(device) else "float16"
-        for form in (plain, *BLOCKS) if device.shares_host_memory else (plain,):
-            codes = " codes" if form in BLOCKS else ""
+        for form in (plain, *dict.fromkeys(CODES.values())) if device.shares_host_memory else (plain,):
+            codes = " codes" if form in CODES else ""
             yield partial(_product, bench.machine, device, form), f"multiplying with {form}{codes} on {device.name}"
         if not device.shares_host_memory:
             yield partial(bench.machine.upload, device.name), f"copying from host memory to {device.name}"
@@ -92,7 +92,7 @@ def _reading(bench: Bench, sample: Sample, way: Way) -> float | None:
 def _product(machine: RoughMachine, device: Device, form: str) -> float:
     import torch
 
-    if form in BLOCKS:
+    if form in CODES:
         check_compression(form)
     dtype = torch.bfloat16 if suits_bf16(device) else torch.float16
 

@@ -39,7 +39,8 @@ def unit_costs(
         stays = source.unit.holds_units or not streamable or not source.jobs
         rows = can_bring_rows(source, embedding)
         sizes = source.stored_bytes, source.ready_bytes, source.is_view
-        costs.append(UnitCost(name, *sizes, source.unit.is_layer, stays, rows, routed.get(name, 0)))
+        own = routed.get(name, 0), source.scale_bytes
+        costs.append(UnitCost(name, *sizes, source.unit.is_layer, stays, rows, *own))
     return costs
 
 
@@ -57,6 +58,8 @@ def held_bytes(placement: Placement, sources: Mapping[str, UnitSource], experts:
             made[frozenset(source.stored)] = source.ready_bytes
         elif placed.tier in (Tier.RESIDENT, Tier.PACKED, Tier.PINNED):
             as_stored |= {name: stored.nbytes for name, stored in source.stored.items()}
+            if source.is_view and source.scale_bytes and placed.tier is not Tier.PINNED:
+                made[frozenset(source.stored)] = source.scale_bytes
         if placed.tier in (Tier.STREAMED, Tier.PINNED):
             largest[placed.device] = max(largest.get(placed.device, 0), source.buffer_bytes)
     for expert in experts:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rabbitllm.engine.unit_source import PartReader, UnitSource
-from rabbitllm.layers.compression import BLOCKS, Quantised, dequantise
+from rabbitllm.layers.compression import BLOCKS, NESTED_BLOCK, Quantised, dequantise, scales_at
 
 
 def can_bring_rows(source: UnitSource, embedding: nn.Module | None) -> bool:
@@ -69,9 +69,14 @@ class EmbeddingRows:
             return self._part(self._stored.parts[0]).index_select(0, ids).to(self._dtype)
         assert self._dtype is not None
         count, width = len(ids), form.shape[1]
-        payload, absmax, table = (self._part(spec) for spec in self._stored.parts[:3])
+        payload, absmax, table, *nested = (self._part(spec) for spec in self._stored.parts[:5])
         # index_select: like an embedding, and unlike [], it takes no negative ids
         codes = payload.view(form.shape[0], -1).index_select(0, ids)
         scales = absmax.view(form.shape[0], -1).index_select(0, ids).view(-1)
-        codes = codes.view(-1, 1) if form.scheme == "4bit" else codes
-        return dequantise(Quantised(form.scheme, (count, width), form.dtype), codes, scales, table, self._dtype)
+        if form.offset is not None:
+            blocks = absmax.numel() // form.shape[0]
+            within = (ids[:, None] * blocks + torch.arange(blocks)).view(-1) // NESTED_BLOCK
+            scales = scales_at(scales, nested[0], nested[1], form.offset, within)
+        kind = form.codes.scheme
+        codes = codes.view(-1, 1) if kind == "4bit" else codes
+        return dequantise(Quantised(kind, (count, width), form.dtype), codes, scales, table, self._dtype)

@@ -16,14 +16,15 @@ import numpy as np
 from torch import nn
 from transformers import PreTrainedModel
 
-from rabbitllm.engine.expert_source import Block, ExpertSource, Leaf, Part, packed_by
+from rabbitllm.engine.expert_parts import Block, Nesting, Part
+from rabbitllm.engine.expert_source import ExpertSource, Leaf, packed_by
 from rabbitllm.engine.published import BY_MATRIX
 from rabbitllm.engine.span_reader import BLOCK
 from rabbitllm.engine.unit_source import Packs
 from rabbitllm.engine.units import Place, Unit
 from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
-from rabbitllm.layers.compression import BLOCKS
+from rabbitllm.layers.compression import BLOCKS, NESTED_BLOCK, SCALE_BYTES, Quantised
 from rabbitllm.layers.layer_store import StoredTensor, WeightFiles
 from rabbitllm.layers.order import TENSOR_ALIGNMENT
 
@@ -165,28 +166,50 @@ def _block(pattern: str, stored: Sequence[StoredTensor], experts: int) -> Block 
         return _slices(pattern, first, experts)
     if len(stored) != experts or [_number(tensor.name) for tensor in stored] != list(range(experts)):
         return None
-    if any(
-        (t.quantised, t.parts[0].dtype, t.shape) != (first.quantised, first.parts[0].dtype, first.shape) for t in stored
-    ):
+    alike = _kind_of(first)
+    if any(_kind_of(tensor) != alike for tensor in stored):
         return None
     payload = _part([tensor.parts[0] for tensor in stored])
     if first.quantised is None:
         return Block(pattern, False, None, payload)
     tables = tuple(tensor.parts[2] for tensor in stored)
-    return Block(pattern, False, first.quantised, payload, _part([tensor.parts[1] for tensor in stored]), tables)
+    scales, nesting = _part([tensor.parts[1] for tensor in stored]), _nesting(stored, first.parts[1].elements)
+    return Block(pattern, False, first.quantised.codes, payload, scales, tables, nesting=nesting)
+
+
+def _kind_of(stored: StoredTensor) -> tuple[str | None, Quantised | None, str, tuple[int, ...]]:
+    """All but the mean of its scales."""
+    form = stored.quantised
+    if form is None:
+        return None, None, stored.parts[0].dtype, stored.shape
+    return form.scheme, form.codes, stored.parts[0].dtype, stored.shape
+
+
+def _nesting(stored: Sequence[StoredTensor], blocks: int) -> Nesting | None:
+    """Of scales that are quantised themselves, so many of each expert."""
+    offsets = [tensor.quantised.offset for tensor in stored if tensor.quantised is not None]
+    if None in offsets:
+        return None
+    made = Part("F32", (blocks,), blocks * SCALE_BYTES, 0, (), np.empty(0, np.int64))
+    where, tables = zip(*(tensor.parts[3:5] for tensor in stored), strict=True)
+    return Nesting(made, np.array(offsets, np.float32), where, tables)
 
 
 def _slices(pattern: str, stored: StoredTensor, experts: int) -> Block | None:
     shape, payload = stored.shape[1:], stored.parts[0]
     if stored.quantised is None:
         return Block(pattern, True, None, _slice(payload, payload.dtype, shape, experts))
-    form = replace(stored.quantised, shape=shape)
+    form = replace(stored.quantised.codes, shape=shape)
     block, elements = BLOCKS[form.scheme], int(np.prod(shape))
     if elements % block or (form.scheme == "4bit" and elements % 2):
         return None
+    nesting = _nesting([stored], elements // block)
+    if nesting is not None and elements // block % NESTED_BLOCK:
+        return None
     codes = (elements // 2, 1) if form.scheme == "4bit" else shape
-    scales = _slice(stored.parts[1], "F32", (elements // block,), experts)
-    return Block(pattern, True, form, _slice(payload, "U8", codes, experts), scales, (stored.parts[2],))
+    scales = _slice(stored.parts[1], stored.parts[1].dtype, (elements // block,), experts)
+    payload_part, tables = _slice(payload, "U8", codes, experts), (stored.parts[2],)
+    return Block(pattern, True, form, payload_part, scales, tables, nesting=nesting)
 
 
 def _slice(whole: TensorSpec, dtype: str, shape: tuple[int, ...], experts: int) -> Part:
@@ -222,9 +245,12 @@ def _lay_out(leaves: Mapping[str, Leaf]) -> tuple[dict[str, Leaf], int]:
             continue
         runs.append([block.payload for block in leaf.blocks])
         runs.append([block.scales for block in leaf.blocks if block.scales is not None])
+    runs = sorted(filter(None, runs), key=lambda run: (run[0].file(0), int(run[0].offsets[0])))
+    for leaf in leaves.values():  # made of what is read, and behind it
+        runs.append([block.nesting.made for block in leaf.blocks if block.nesting is not None])
     places: dict[int, int] = {}
     end = 0
-    for run in sorted(filter(None, runs), key=lambda run: (run[0].file(0), int(run[0].offsets[0]))):
+    for run in filter(None, runs):
         end = -(-end // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
         for part in run:
             places[id(part)] = end
@@ -236,7 +262,15 @@ def _lay_out(leaves: Mapping[str, Leaf]) -> tuple[dict[str, Leaf], int]:
     made = {
         key: replace(
             leaf,
-            blocks=tuple(replace(b, payload=placed(b.payload), scales=placed(b.scales)) for b in leaf.blocks),
+            blocks=tuple(
+                replace(
+                    b,
+                    payload=placed(b.payload),
+                    scales=placed(b.scales),
+                    nesting=b.nesting and replace(b.nesting, made=placed(b.nesting.made)),
+                )
+                for b in leaf.blocks
+            ),
         )
         for key, leaf in leaves.items()
     }

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from rabbitllm.engine.devices import Device
 from rabbitllm.engine.expert_cache import ExpertCache, Numbers, Values
+from rabbitllm.engine.expert_parts import Part
 from rabbitllm.engine.expert_slots import ExpertMemory, Shelf, Slot
 from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.page_locked import HostBuffers
@@ -214,7 +215,7 @@ class ExpertPool:
         passing = self._through(module, leaf, [(e, call.passing[e]) for e in experts if e in call.passing])
         for expert in experts:
             slot = call.slots.get(expert)
-            yield next(passing) if slot is None else self._weight(module, leaf, slot)
+            yield next(passing) if slot is None else self._weight(module, leaf, slot, expert)
 
     def order(self, module: int, experts: Sequence[int]) -> tuple[list[int], list[int]]:
         """See `expert_stack.Supply`."""
@@ -231,26 +232,33 @@ class ExpertPool:
 
     def _through(self, module: int, leaf: str, experts: Sequence[tuple[int, Shelf]]) -> Iterator[torch.Tensor]:
         """One leaf of experts that have no slot, read ahead as far as transit slots reach."""
-        coming: deque[Slot] = deque()
+        coming: deque[tuple[Slot, int]] = deque()
         free, wanted = deque(self._transit), deque(experts)
         for _ in experts:
             while free and wanted:
                 slot, (expert, shelf) = free.popleft(), wanted.popleft()
                 slot.left = self._device.leave()  # whoever had it before has asked for all that uses it
                 self._send(module, expert, slot, shelf, leaf)
-                coming.append(slot)
-            slot = coming.popleft()
-            yield self._weight(module, leaf, slot)
+                coming.append((slot, expert))
+            slot, expert = coming.popleft()
+            yield self._weight(module, leaf, slot, expert)
             free.append(slot)
 
-    def _weight(self, module: int, leaf: str, slot: Slot) -> torch.Tensor:
+    def _weight(self, module: int, leaf: str, slot: Slot, expert: int) -> torch.Tensor:
         source, key = self.sources[module], (self._kinds[module], leaf)
         self._wait(source, slot)
+        chosen = source.leaves[leaf]
+
+        def bytes_of(part: Part) -> torch.Tensor:
+            return slot.memory[part.at : part.at + part.nbytes]
+
+        if chosen.makes_scales and key not in slot.made:
+            chosen.make_scales(bytes_of, expert)
+            slot.made.add(key)
         found = slot.ready.get(key)
         if found is not None:
             return found
-        chosen = source.leaves[leaf]
-        made = chosen.weight(self._model, lambda part: slot.memory[part.at : part.at + part.nbytes])
+        made = chosen.weight(self._model, bytes_of, expert, made=True)
         if chosen.is_view or chosen.packed is not None:
             slot.ready[key] = made
         return made

@@ -38,6 +38,7 @@ class Slot:
         has: whose bytes are all in it.
         ready: (kind of module, leaf) -> the weight that is there, of those that are used as they are stored: a view of
             the memory, whichever expert is in it.
+        made: of which of these the scales have been made for the expert that is in it.
     """
 
     memory: torch.Tensor
@@ -47,6 +48,7 @@ class Slot:
     ticket: Any = None
     has: Whose | None = None
     ready: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
+    made: set[tuple[int, str]] = field(default_factory=set)
 
     @property
     def is_quiet(self) -> bool:
@@ -127,6 +129,7 @@ class ExpertMemory:
             The slot's `coming`: the ticket of the copy that fills it.
         """
         slot.has = None
+        slot.made.clear()
         slot.coming = self._threads.submit(self._fill, module, expert, slot, shelf, leaf)
         return slot.coming
 

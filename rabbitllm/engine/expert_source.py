@@ -8,84 +8,25 @@ lie; so it is kept as one array of offsets for each of them, not as objects. Kno
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from rabbitllm.engine.expert_parts import Block, BytesOf, Part, retyped
 from rabbitllm.engine.packed_weight import PackedWeight, StoredMatrix
 from rabbitllm.engine.span_reader import BLOCK, Span
 from rabbitllm.engine.unit_source import Packs, typed
 from rabbitllm.engine.units import Place
 from rabbitllm.engine.weights import Recipe
 from rabbitllm.errors import IncompleteSplitError
-from rabbitllm.formats.tensor_spec import TensorSpec, byte_size, torch_dtype
-from rabbitllm.layers.compression import BLOCKS, Quantised, dequantise
+from rabbitllm.formats.tensor_spec import TensorSpec, torch_dtype
+from rabbitllm.layers.compression import BLOCKS, dequantise
 from rabbitllm.layers.layer_store import WeightFiles
-
-BytesOf = Callable[["Part"], torch.Tensor]
-"""A part of one expert -> its bytes, uint8 (nbytes,)."""
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """Bytes of one kind that each expert has.
-
-    Attributes:
-        dtype, shape: of the tensor they are, for one expert.
-        nbytes: of one expert.
-        at: where they are among the bytes of an expert.
-        files: where they lie, one file for each expert, or one for all.
-        offsets: of each expert in its file, int64 (experts,).
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    at: int
-    files: tuple[str, ...]
-    offsets: npt.NDArray[np.int64]
-
-    def file(self, expert: int) -> str:
-        """Where an expert's bytes lie."""
-        return self.files[expert if len(self.files) > 1 else 0]
-
-
-@dataclass(frozen=True, eq=False)
-class Block:
-    """A stored tensor that each expert has, or its slice of one that all have together.
-
-    Attributes:
-        pattern: of the checkpoint's name, as the conversion knows it.
-        sliced: whether it is a slice.
-        form: how it is compressed; None if it is stored as it is.
-        payload, scales: its bytes.
-        tables: where it lies what each code means: once, or once for each expert.
-        table: that, once it is read (`with_tables`); the same for all.
-    """
-
-    pattern: str
-    sliced: bool
-    form: Quantised | None
-    payload: Part
-    scales: Part | None = None
-    tables: tuple[TensorSpec, ...] = ()
-    table: torch.Tensor | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of one expert's tensor."""
-        return self.form.shape if self.form else self.payload.shape
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """Its bytes, payload first."""
-        return (self.payload,) if self.scales is None else (self.payload, self.scales)
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,54 +69,76 @@ class Leaf:
         """Of all experts, made."""
         return self.place.shape.numel() * self.place.dtype.itemsize
 
-    def weight(self, model: PreTrainedModel, bytes_of: BytesOf) -> torch.Tensor:
+    @property
+    def makes_scales(self) -> bool:
+        """Whether there are scales to be made before an expert is multiplied as it is stored."""
+        return self.packed is not None and any(block.nesting is not None for block in self.blocks)
+
+    @property
+    def made_bytes(self) -> int:
+        """Of the scales that are made of one expert, where they stay."""
+        nested = [block.nesting for block in self.blocks if block.nesting is not None]
+        return sum(one.made.nbytes for one in nested) if self.packed is not None else 0
+
+    def make_scales(self, bytes_of: BytesOf, expert: int) -> None:
+        """Put the scales of an expert to their place among its bytes."""
+        for block in self.blocks:
+            if block.nesting is not None:
+                made = block.nesting.made
+                bytes_of(made).view(torch.float32).copy_(block.absmax(bytes_of, expert))
+
+    def weight(self, model: PreTrainedModel, bytes_of: BytesOf, expert: int, *, made: bool = False) -> torch.Tensor:
         """One expert's weight, of `shape`: a view of its bytes where it can be one.
 
         Args:
             model: the skeleton, for conversions.
             bytes_of: gives that expert's bytes.
+            expert: which it is.
+            made: `make_scales` has been called, and its bytes have a place for them.
         """
         if self.packed is not None:
-            return self._packed(self.packed, bytes_of)
+            return self._packed(self.packed, bytes_of, expert, made)
         if self.is_view:
             first = self.blocks[0].payload
             flat = _joined([bytes_of(block.payload) for block in self.blocks])
-            return typed(flat, _as(first, self.shape))
+            return typed(flat, retyped(first, self.shape))
         if self.stacks:
-            made = [self._made(block, bytes_of) for block in self.blocks]
-            return made[0] if len(made) == 1 else torch.cat(made)
-        return self._converted(model, bytes_of)
+            parts = [self._made(block, bytes_of, expert) for block in self.blocks]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self._converted(model, bytes_of, expert)
 
-    def _packed(self, kind: type[StoredMatrix], bytes_of: BytesOf) -> torch.Tensor:
+    def _packed(self, kind: type[StoredMatrix], bytes_of: BytesOf, expert: int, made: bool) -> torch.Tensor:
         first = self.blocks[0]
         assert first.form is not None
         assert first.table is not None
-        assert first.scales is not None
         payload = _joined([bytes_of(block.payload) for block in self.blocks])
-        scales = _joined([bytes_of(block.scales) for block in self.blocks if block.scales is not None])
         form = replace(first.form, shape=self.shape)
-        codes = typed(payload, _as(first.payload, (len(payload),)))
-        absmax = typed(scales, _as(first.scales, (len(scales) // 4,)))
+        codes = typed(payload, retyped(first.payload, (len(payload),)))
+        if self.makes_scales and not made:
+            absmax = torch.cat([block.absmax(bytes_of, expert) for block in self.blocks])
+        else:
+            places = [block.nesting.made if block.nesting is not None else block.scales for block in self.blocks]
+            scales = _joined([bytes_of(place) for place in places if place is not None])
+            assert places[0] is not None
+            absmax = typed(scales, retyped(places[0], (len(scales) // 4,)))
         assert self.recipe.dtype is not None
         return PackedWeight(kind(form, codes, absmax, first.table), self.recipe.dtype)
 
-    def _made(self, block: Block, bytes_of: BytesOf) -> torch.Tensor:
-        payload = typed(bytes_of(block.payload), _as(block.payload, block.payload.shape))
+    def _made(self, block: Block, bytes_of: BytesOf, expert: int) -> torch.Tensor:
+        payload = typed(bytes_of(block.payload), retyped(block.payload, block.payload.shape))
         dtype = self.recipe.dtype
         if block.form is None:
             return payload.to(dtype) if dtype is not None and payload.is_floating_point() else payload
         assert dtype is not None
-        assert block.scales is not None
         assert block.table is not None
-        absmax = typed(bytes_of(block.scales), _as(block.scales, block.scales.shape))
-        return dequantise(block.form, payload, absmax, block.table, dtype)
+        return dequantise(block.form, payload, block.absmax(bytes_of, expert), block.table, dtype)
 
-    def _converted(self, model: PreTrainedModel, bytes_of: BytesOf) -> torch.Tensor:
+    def _converted(self, model: PreTrainedModel, bytes_of: BytesOf, expert: int) -> torch.Tensor:
         names = tuple((block.pattern, str(at)) for at, block in enumerate(self.blocks))
 
         def read(name: str, dtype: torch.dtype | None) -> torch.Tensor:
             block = self.blocks[int(name)]
-            made = self._made(block, bytes_of)
+            made = self._made(block, bytes_of, expert)
             return made[None] if block.sliced else made
 
         made = replace(self.recipe, sources=names).make(model, read)[self.place.target]
@@ -218,7 +181,9 @@ class ExpertSource:
     def ready_bytes(self) -> int:
         """Of all experts, ready to multiply with."""
         return sum(
-            sum(part.nbytes for part in leaf.parts) * self.experts if leaf.packed else leaf.ready_bytes
+            (sum(part.nbytes for part in leaf.parts) + leaf.made_bytes) * self.experts
+            if leaf.packed
+            else leaf.ready_bytes
             for leaf in self.leaves.values()
         )
 
@@ -233,7 +198,9 @@ class ExpertSource:
                 leaf.stacks,
                 leaf.packed,
                 tuple((part.dtype, part.shape, part.at) for part in leaf.parts),
-                tuple((block.form, _raw(block.table)) for block in leaf.blocks),
+                tuple(
+                    (block.form, _raw(block.table), block.nesting and block.nesting.made.at) for block in leaf.blocks
+                ),
             )
             for key, leaf in self.leaves.items()
         )
@@ -301,15 +268,26 @@ def with_tables(source: ExpertSource, store: WeightFiles, device: torch.device) 
     """
     leaves = {}
     for key, leaf in source.leaves.items():
-        blocks = tuple(replace(block, table=_table(source, block, store, device)) for block in leaf.blocks)
+        blocks = tuple(_with_table(source, block, store, device) for block in leaf.blocks)
         leaves[key] = replace(leaf, blocks=blocks)
     return replace(source, leaves=leaves)
 
 
-def _table(source: ExpertSource, block: Block, store: WeightFiles, device: torch.device) -> torch.Tensor | None:
+def _with_table(source: ExpertSource, block: Block, store: WeightFiles, device: torch.device) -> Block:
     if block.form is None:
-        return None
-    found = {bytes(store.mapped(spec.file).bytes_of(spec)) for spec in block.tables}
+        return block
+    nesting = block.nesting
+    if nesting is not None:
+        raw = b"".join(bytes(store.mapped(spec.file).bytes_of(spec)) for spec in nesting.where)
+        scales = torch.frombuffer(bytearray(raw), dtype=torch.float32).view(source.experts, -1).to(device)
+        nesting = replace(nesting, scales=scales, table=_table(source, nesting.tables, store, device))
+    return replace(block, table=_table(source, block.tables, store, device), nesting=nesting)
+
+
+def _table(
+    source: ExpertSource, tables: Sequence[TensorSpec], store: WeightFiles, device: torch.device
+) -> torch.Tensor:
+    found = {bytes(store.mapped(spec.file).bytes_of(spec)) for spec in tables}
     if len(found) > 1:
         raise IncompleteSplitError(
             f"the experts of {source.name} were quantised with {len(found)} different tables; expected one for all.",
@@ -325,6 +303,8 @@ def _packing(leaf: Leaf, packs: Packs) -> type[StoredMatrix] | None:
         return None
     for block in leaf.blocks:
         if block.form is None or replace(block.form, shape=first.shape) != first:
+            return None
+        if (block.nesting is None) != (leaf.blocks[0].nesting is None):
             return None
         if block.form.shape[0] * block.form.shape[1] % BLOCKS[first.scheme]:
             return None
@@ -348,8 +328,3 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
             return torch.cat(list(parts))
         end += part.numel()
     return first.as_strided((sum(part.numel() for part in parts),), (1,))
-
-
-def _as(part: Part, shape: tuple[int, ...]) -> TensorSpec:
-    """A part as a tensor of another shape, for `typed`."""
-    return TensorSpec("", part.dtype, shape, "", 0, byte_size(part.dtype, shape))

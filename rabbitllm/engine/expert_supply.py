@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from rabbitllm.engine.expert_source import ExpertSource, Part
+from rabbitllm.engine.expert_parts import Part
+from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.layers.layer_store import WeightFiles
 from rabbitllm.layers.order import TENSOR_ALIGNMENT
 
@@ -67,10 +68,10 @@ class MappedExperts:
             return self._file_bytes(part.file(expert))[begin : begin + part.nbytes]
 
         if not (chosen.is_view or chosen.packed):
-            return chosen.weight(self._model, bytes_of)
+            return chosen.weight(self._model, bytes_of, expert)
         found = self._ready.get((leaf, expert))
         if found is None:
-            found = self._ready[leaf, expert] = chosen.weight(self._model, bytes_of)
+            found = self._ready[leaf, expert] = chosen.weight(self._model, bytes_of, expert)
         return found
 
 

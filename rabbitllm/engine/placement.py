@@ -8,7 +8,7 @@ subset is kept instead, spread evenly, so that the transfers of the rest hide be
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -55,6 +55,7 @@ class UnitCost:
         must_stay: it contains other units, or cannot be streamed for another reason.
         by_rows: an input embedding, which can be brought in row by row.
         routed: bytes of its experts in the layer file, which are brought in by themselves and not part of `stored`.
+        scales: bytes of scales that are made beside what is stored, where it is multiplied from its codes.
     """
 
     name: str
@@ -65,6 +66,7 @@ class UnitCost:
     must_stay: bool
     by_rows: bool
     routed: int = 0
+    scales: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,30 +380,34 @@ def _tiers(costs: Sequence[UnitCost], budget: Budget, small_first: bool) -> tupl
     room = budget.nbytes - sum(cost.ready for cost in costs if cost.must_stay)
     candidates = [cost for cost in costs if cost.name not in tiers]
     scratch = max((cost.ready for cost in candidates if not cost.is_view), default=0)
-    if sum(cost.stored for cost in candidates) + scratch <= room:
-        return tiers | {cost.name: _kept(cost, budget) for cost in candidates}, room - scratch - sum(
-            c.stored for c in candidates
-        )
+    whole = sum(_kept_bytes(cost, budget) for cost in candidates)
+    if whole + scratch <= room:
+        return tiers | {cost.name: _kept(cost, budget) for cost in candidates}, room - scratch - whole
     tiers |= {cost.name: Tier.STREAMED for cost in candidates}
     left = room - scratch
     if small_first:
         for cost in [cost for cost in candidates if not cost.is_layer]:
             rest = [other for other in candidates if other is not cost]
-            if cost.stored + _slots(rest) <= left:
+            if _kept_bytes(cost, budget) + _slots(rest) <= left:
                 tiers[cost.name] = _kept(cost, budget)
-                left -= cost.stored
+                left -= _kept_bytes(cost, budget)
                 candidates = rest
     slots = _slots(candidates)
     layers = [cost for cost in candidates if cost.is_layer or not small_first]
-    for cost in _spread(layers, left - slots):
+    for cost in _spread(layers, left - slots, lambda cost: _kept_bytes(cost, budget)):
         tiers[cost.name] = _kept(cost, budget)
-        left -= cost.stored
+        left -= _kept_bytes(cost, budget)
     return tiers, left - slots
+
+
+def _kept_bytes(cost: UnitCost, budget: Budget) -> int:
+    """Memory of a unit that is kept as it is stored. On the host its scales are made once, and kept too."""
+    return cost.stored + (cost.scales if budget.is_host and cost.is_view else 0)
 
 
 def _slots(costs: Sequence[UnitCost]) -> int:
     """Of the buffers, if these units are streamed."""
-    return SLOTS * max((cost.stored for cost in costs), default=0)
+    return SLOTS * max((cost.stored + cost.scales for cost in costs), default=0)
 
 
 def _ready_cost(cost: UnitCost, budget: Budget) -> int:
@@ -419,17 +425,22 @@ def _kept(cost: UnitCost, budget: Budget) -> Tier:
     return Tier.RESIDENT if once else Tier.PACKED
 
 
-def _spread(costs: Sequence[Sized], room: int) -> list[Sized]:
+def _stored(sized: UnitCost | Placed) -> int:
+    return sized.stored
+
+
+def _spread(costs: Sequence[Sized], room: int, size: Callable[[Sized], int] = _stored) -> list[Sized]:
     """Units of at most `room` bytes in all, evenly spread over the walk."""
-    total = sum(cost.stored for cost in costs)
+    total = sum(map(size, costs))
     if room <= 0 or not total:
         return []
     share = min(room, total)
     chosen, credit, used = [], 0, 0  # credit is counted in whole numbers, times `total`
     for cost in costs:
-        credit += cost.stored * share
-        if credit >= cost.stored * total and used + cost.stored <= room:
+        nbytes = size(cost)
+        credit += nbytes * share
+        if credit >= nbytes * total and used + nbytes <= room:
             chosen.append(cost)
-            credit -= cost.stored * total
-            used += cost.stored
+            credit -= nbytes * total
+            used += nbytes
     return chosen

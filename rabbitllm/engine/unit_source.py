@@ -9,7 +9,7 @@ import bisect
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedModel
@@ -19,7 +19,7 @@ from rabbitllm.engine.span_reader import BLOCK, Span
 from rabbitllm.engine.units import Place, Unit
 from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
-from rabbitllm.layers.compression import Quantised, dequantise
+from rabbitllm.layers.compression import Quantised, dequantise, expanded_bytes, operands
 from rabbitllm.layers.layer_store import StoredTensor, WeightFiles
 from rabbitllm.layers.order import TENSOR_ALIGNMENT
 
@@ -78,6 +78,12 @@ class UnitSource:
         """Of its tensors, on disk."""
         return sum(tensor.nbytes for tensor in self.stored.values())
 
+    @property
+    def scale_bytes(self) -> int:
+        """Of scales that are made, before codes are multiplied, of such that are quantised themselves."""
+        packed = {job.recipe.sources[0][1] for job in self.jobs if job.packed}
+        return sum(expanded_bytes(form) for name in packed if (form := self.stored[name].quantised) is not None)
+
     def make(
         self,
         model: PreTrainedModel,
@@ -110,16 +116,14 @@ class UnitSource:
     def _packed(self, kind: type[StoredMatrix], recipe: Recipe, part: PartReader) -> PackedWeight:
         stored = self.stored[recipe.sources[0][1]]
         assert stored.quantised is not None
-        payload, absmax, table = (part(spec) for spec in stored.parts[:3])
         assert recipe.dtype is not None
-        return PackedWeight(kind(stored.quantised, payload, absmax, table), recipe.dtype)
+        return PackedWeight(kind(*operands(stored.quantised, stored.parts, part)), recipe.dtype)
 
     def _checkpoint_tensor(self, name: str, dtype: torch.dtype | None, part: PartReader, apart: bool) -> torch.Tensor:
         tensor = self.stored[name]
         if tensor.quantised is not None:
             assert dtype is not None
-            payload, absmax, table = (part(spec) for spec in tensor.parts[:3])
-            return dequantise(tensor.quantised, payload, absmax, table, dtype)
+            return dequantise(*operands(tensor.quantised, tensor.parts, part), dtype)
         plain = part(tensor.parts[0])
         wanted = dtype if dtype is not None and plain.is_floating_point() else plain.dtype
         return plain.to(wanted, copy=apart)
@@ -189,14 +193,15 @@ def source_of(unit: Unit, weights: WeightMap, store: WeightFiles, packs: Packs |
     ready += sum(stored[job.recipe.sources[0][1]].nbytes for job in jobs if job.packed)
     ready += sum(stored[name].nbytes for job in jobs if job.recipe.wraps for _, name in job.recipe.sources)
     is_view = all(_is_view(job.recipe, stored) for job in jobs if job.places)
-    return UnitSource(unit, jobs, stored, spans, size, ready, is_view)
+    source = UnitSource(unit, jobs, stored, spans, size, ready, is_view)
+    return replace(source, ready_bytes=ready + source.scale_bytes)
 
 
 def _kind(place: Place, recipe: Recipe, tensors: Mapping[str, StoredTensor], packs: Packs) -> type[StoredMatrix] | None:
     form = tensors[recipe.sources[0][1]].quantised
     if not place.is_linear_weight or recipe.converter is not None or form is None or recipe.dtype is None:
         return None
-    return packs(form, recipe.dtype)
+    return packs(form.codes, recipe.dtype)
 
 
 def _is_view(recipe: Recipe, stored: Mapping[str, StoredTensor]) -> bool:

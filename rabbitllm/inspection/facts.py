@@ -18,7 +18,7 @@ class TensorFact:
 
     Attributes:
         name: the file's own name for it; of a split directory, the checkpoint's.
-        dtype: as safetensors names it; "4bit" or "8bit" where it is compressed.
+        dtype: as safetensors names it; "8bit", "4bit" or "4bit-double" where it is compressed.
         shape, strides: elements along each dimension, and from one index to the next.
         offset: its first byte, from the start of the file.
         nbytes: what it takes, bytes; in row-major order.

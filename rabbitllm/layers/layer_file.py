@@ -17,14 +17,15 @@ from urllib.parse import quote
 from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.safetensors_file import Placed, encode_header
-from rabbitllm.layers.compression import StoredForm
-from rabbitllm.layers.order import FORMAT_VERSION, in_order
+from rabbitllm.layers.compression import DOUBLE, Settling, StoredForm, arriving, settling
+from rabbitllm.layers.order import FORMAT_VERSION, TENSOR_ALIGNMENT, in_order
 from rabbitllm.layers.pieces import Joined, forms_in_scratch, scratch_places
 
 LAYER_SUFFIX = ".safetensors"
 DONE_SUFFIX = ".done"
 SCRATCH_SUFFIX = ".pieces"
-"""Of the file beside an unfinished layer file that pieces of its tensors lie in until all are there."""
+"""Of the file beside an unfinished layer file that pieces of its tensors lie in until all are there, and scales that
+are quantised themselves."""
 MAX_STEM = 180
 """File systems allow names of 255 bytes; suffixes need some of them."""
 
@@ -35,16 +36,17 @@ class LayerLayout:
 
     Attributes:
         layer: its id and stem.
-        forms: its tensors as they are stored, and the pieces of those that are cut.
+        forms: its tensors as their shards give them (`compression.arriving`), and the pieces of those that are cut.
         parts: what the file holds, in its order.
         header_bytes: length of its leading bytes, a multiple of 4096, where the data starts.
         places: stored key -> absolute offset, bytes; of a piece that goes straight into the file, too.
         size: of the whole file, bytes.
         shard_bytes: shard -> what its tensors take in the file, or in the scratch file.
-        scratch_places: stored key of a piece that goes into the scratch file -> its offset there, bytes.
+        scratch_places: stored key of a piece, or of scales, that go into the scratch file -> their offset there, bytes.
         scratch_bytes: of the scratch file; 0 where there is none.
         joins: what is read from the scratch file when all pieces are there.
         fixed: tensors whose constants no form brings.
+        settles: what becomes of scales in the scratch file when all of them are there, and what is to be joined is.
     """
 
     layer: LayerName
@@ -58,6 +60,7 @@ class LayerLayout:
     scratch_bytes: int = 0
     joins: tuple[StoredForm, ...] = ()
     fixed: tuple[StoredForm, ...] = ()
+    settles: tuple[Settling, ...] = ()
 
     @property
     def header(self) -> bytes:
@@ -82,8 +85,9 @@ class LayerLayout:
 
     @property
     def joined_bytes(self) -> int:
-        """What the file grows by when the pieces are joined."""
-        return sum(part.nbytes for form in self.joins for part in form.parts)
+        """What the file, and scales in the scratch file, grow by when all is there."""
+        parts = (form.parts for forms in (self.joins, self.settles) for form in forms)
+        return sum(part.nbytes for one in parts for part in one)
 
 
 def lay_out(
@@ -101,7 +105,7 @@ def lay_out(
         InvalidIndexError: a tensor is named like a part of another one's stored form.
     """
     whole = tuple(forms)
-    stored = (*whole, *(piece for one in joined for piece in one.pieces))
+    coming = (*map(arriving, whole), *(piece for one in joined for piece in one.pieces))
     ordered = in_order((part for form in (*whole, *(one.whole for one in joined)) for part in form.parts), version)
     header, offsets = encode_header(ordered)
     places = {part.name: offset for part, offset in zip(ordered, offsets, strict=True)}
@@ -113,23 +117,34 @@ def lay_out(
         )
     end = offsets[-1] + ordered[-1].nbytes if ordered else len(header)
     shard_bytes: dict[str, int] = {}
-    for form in stored:
+    for form in coming:
         shard_bytes[form.source.file] = shard_bytes.get(form.source.file, 0) + form.nbytes
-    layout = LayerLayout(layer, stored, tuple(ordered), len(header), places, end, shard_bytes)
-    return _with_pieces(layout, joined) if joined else layout
+    layout = LayerLayout(layer, coming, tuple(ordered), len(header), places, end, shard_bytes)
+    doubled = [form for form in (*whole, *(one.whole for one in joined)) if form.scheme == DOUBLE]
+    return _with_scratch(layout, joined, doubled) if joined or doubled else layout
 
 
-def _with_pieces(layout: LayerLayout, joined: Sequence[Joined]) -> LayerLayout:
-    straight = {part: layout.places[within] + at for one in joined for part, (within, at) in one.straight.items()}
+def _with_scratch(layout: LayerLayout, joined: Sequence[Joined], doubled: Iterable[StoredForm]) -> LayerLayout:
     waiting = [one for one in joined if not one.straight]
     in_scratch, nbytes = scratch_places(waiting)
+    settles = []
+    for form in doubled:
+        scales = arriving(form).parts[1]
+        in_scratch[scales.name] = -(-nbytes // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
+        settles.append(settling(form, layout.scratch_name, in_scratch[scales.name]))
+        nbytes = in_scratch[scales.name] + scales.nbytes
+    places = dict(layout.places)
+    for part, (within, at) in ((part, place) for one in joined for part, place in one.straight.items()):
+        found = in_scratch if within in in_scratch else places
+        found[part] = found[within] + at
     return dataclasses.replace(
         layout,
-        places={**layout.places, **straight},
+        places=places,
         scratch_places=in_scratch,
         scratch_bytes=nbytes,
         joins=tuple(form for one in waiting for form in forms_in_scratch(one, layout.scratch_name, in_scratch)),
         fixed=tuple(one.whole for one in joined if one.pieces[0].scheme is not None),
+        settles=tuple(settles),
     )
 
 

@@ -25,14 +25,14 @@ from rabbitllm.errors import (
 )
 from rabbitllm.formats.safetensors_file import MappedFile, read_header
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.layers.compression import BLOCKS, NF4_STATE, Quantised, part_names, read_state, schemes
+from rabbitllm.layers.compression import BLOCKS, Quantised, part_names, read_state, schemes, state_key
 from rabbitllm.layers.layer_file import DONE_SUFFIX, LAYER_SUFFIX
 from rabbitllm.layers.order import BY_NAME, FORMAT_VERSION
 
 MANIFEST_NAME = "split.json"
 JOURNAL_NAME = "split.journal"
 SPLIT_DIRECTORY = "splitted_model"
-"""RabbitLLM 1.1's name; `.4bit` or `.8bit` is appended under compression."""
+"""RabbitLLM 1.1's name; `.4bit`, `.8bit` or `.4bit-double` is appended under compression."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Manifest:
 
     Attributes:
         source: what was split.
-        compression: None, "4bit" or "8bit".
+        compression: None, "4bit", "4bit-double" or "8bit".
         quantiser: what quantised; None without compression.
         layers: every layer file.
         format_version: in which order these hold their tensors, see `order.py`.
@@ -77,7 +77,7 @@ class Manifest:
 
 
 def directory_name(compression: str | None, base: str = SPLIT_DIRECTORY) -> str:
-    """`splitted_model`, `splitted_model.4bit` or `splitted_model.8bit`."""
+    """`splitted_model`, `splitted_model.4bit`, `splitted_model.4bit-double` or `splitted_model.8bit`."""
     return base if compression is None else f"{base}.{compression}"
 
 
@@ -291,7 +291,7 @@ class LayerStore:
         keys = {spec.name: spec for spec in header.tensors}
         for name, scheme in schemes(keys).items():
             try:
-                state = bytes(mapped.bytes_of(keys[name + NF4_STATE])) if scheme == "4bit" else b""
+                state = bytes(mapped.bytes_of(keys[key])) if (key := state_key(name, scheme)) else b""
                 quantised = read_state(name, scheme, keys, state) if scheme else None
             except RabbitLLMError as error:
                 raise IncompleteSplitError(f"In {self.folder / file}: {error.problem}", _REMAKE) from None

@@ -34,8 +34,8 @@ _EXPERT = re.compile(r"(?P<block>(?:.*?\.)?experts\.(?:expert_)?)(?P<number>[0-9
 _PROJECTIONS = {"gate_proj": 0, "w1": 0, "fc1": 0, "up_proj": 1, "w3": 1, "fc3": 1, "down_proj": 2, "w2": 2, "fc2": 2}
 """The order in which transformers' conversion_mapping.py fuses them; where there is no gate, it fuses nothing."""
 _MATRICES = frozenset({"weight", "qweight", "weight_packed"})
-_CONSTANT = re.compile(r"(?:^|\.)(?:quant_map|nested_quant_map|code|quant_state\..*|weight_shape)$")
-"""Tables and sizes that do not depend on the weights: an expert is read without them."""
+_CONSTANT = re.compile(r"(?:^|\.)(?:quant_map|nested_quant_map|4bit\.nested_absmax|code|quant_state\..*|weight_shape)$")
+"""What an expert is read without: tables and sizes, and the few scales that scales have, which are kept in memory."""
 
 _Key = tuple[object, ...]
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.safetensors_file import Placed
 from rabbitllm.formats.tensor_spec import Piece, TensorSpec
-from rabbitllm.layers.compression import BLOCKS, SCALE_BYTES, StoredForm, form_in, is_compressible
+from rabbitllm.layers.compression import BLOCKS, SCALE_BYTES, StoredForm, arriving, form_in, scheme_of
 
 SCRATCH_ALIGNMENT = 4096
 """Where the pieces of a tensor begin in a scratch file: multiples of this."""
@@ -32,8 +32,8 @@ class Joined:
         whole: what the layer file's header says of it.
         pieces: in their order. At a compression they have payload and scales only: what does not depend on the weights
             is the whole's.
-        straight: of pieces that go straight into the layer file: stored part -> the part of the whole that it lies in,
-            and how many bytes into that. Empty where they go into the scratch file.
+        straight: of pieces that lie one after the other in the whole: stored part -> the part of the whole that it lies
+            in, and how many bytes into that. Empty where they take turns, and wait in the scratch file.
     """
 
     whole: StoredForm
@@ -50,7 +50,8 @@ def join(specs: Iterable[TensorSpec], compression: str | None) -> Joined:
     pieces = sorted(specs, key=_begin)
     _check(pieces)
     first = pieces[0]
-    whole = form_in(first.whole, compression if is_compressible(first.whole) else None)
+    whole = form_in(first.whole, scheme_of(first.whole, compression))
+    made = arriving(whole)
     block = BLOCKS[whole.scheme] if whole.scheme else 1
     run = math.prod(first.shape[_piece(first).dim :])  # elements of a piece that follow each other in the whole
     forms = tuple(_form(spec, whole.scheme if run % block == 0 else None) for spec in pieces)
@@ -59,9 +60,9 @@ def join(specs: Iterable[TensorSpec], compression: str | None) -> Joined:
         for form in forms:
             before = _piece(form.source).begin * math.prod(form.source.shape[1:])
             payload, *scales = form.parts
-            straight[payload.name] = whole.parts[0].name, before * payload.nbytes // max(run, 1)
+            straight[payload.name] = made.parts[0].name, before * payload.nbytes // max(run, 1)
             if scales:
-                straight[scales[0].name] = whole.parts[1].name, before // block * SCALE_BYTES
+                straight[scales[0].name] = made.parts[1].name, before // block * SCALE_BYTES
     return Joined(whole, forms, straight)
 
 
@@ -75,7 +76,7 @@ def _begin(spec: TensorSpec) -> int:
 
 
 def _form(spec: TensorSpec, scheme: str | None) -> StoredForm:
-    form = form_in(spec, scheme)
+    form = arriving(form_in(spec, scheme))
     return dataclasses.replace(form, parts=form.parts[:2])
 
 
@@ -127,15 +128,15 @@ def forms_in_scratch(joined: Joined, file: str, places: Mapping[str, int]) -> It
         file: the scratch file's name.
         places: see `scratch_places`.
     """
-    first = joined.pieces[0]
-    if first.scheme != joined.whole.scheme:
-        whole = joined.whole.source
+    first, made = joined.pieces[0], arriving(joined.whole)
+    if first.scheme != made.scheme:
+        whole = made.source
         yield dataclasses.replace(
-            joined.whole, source=_taking_turns(Placed(whole.name, whole.dtype, whole.shape), joined, file, places, 0)
+            made, source=_taking_turns(Placed(whole.name, whole.dtype, whole.shape), joined, file, places, 0)
         )
         return
     for number in range(len(first.parts)):
-        part = joined.whole.parts[number]
+        part = made.parts[number]
         yield StoredForm(_taking_turns(part, joined, file, places, number), None, (part,))
 
 

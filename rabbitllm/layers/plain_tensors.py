@@ -17,7 +17,15 @@ from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.positional import PositionalFile, page_aligned
 from rabbitllm.formats.safetensors_file import Placed, view_bytes
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, dtype_name, torch_dtype
-from rabbitllm.layers.compression import BLOCKS, SCALE_BYTES, Quantised, dequantise
+from rabbitllm.layers.compression import (
+    BLOCKS,
+    CODES_A_BYTE,
+    NESTED_BLOCK,
+    SCALE_BYTES,
+    Quantised,
+    dequantise,
+    expand_scales,
+)
 from rabbitllm.layers.layer_store import StoredTensor, WeightFiles
 
 CHUNK_BYTES = 8 << 20
@@ -86,24 +94,40 @@ class PlainReader:
         return found.to(dtype) if dtype is not None and found.is_floating_point() else found
 
     def _dequantised(self, stored: StoredTensor, form: Quantised, dtype: str) -> Iterator[memoryview]:
-        payload, absmax, table = stored.parts[:3]
+        payload, _, table = stored.parts[:3]
         values = torch.frombuffer(self._read(table, 0, table.nbytes, own=True), dtype=torch.float32)
-        block, codes_each = BLOCKS[form.scheme], 2 if form.scheme == "4bit" else 1
-        step = CHUNK_BYTES * 8 // DTYPES[dtype].bits // block * block
+        block, codes_each = BLOCKS[form.scheme], CODES_A_BYTE[form.scheme]
+        whole = block if form.offset is None else block * NESTED_BLOCK
+        step = max(CHUNK_BYTES * 8 // DTYPES[dtype].bits // whole, 1) * whole
         elements = math.prod(form.shape)
         for begin in range(0, elements, step):
             count = min(step, elements - begin)
-            scales = self._read(absmax, begin // block * SCALE_BYTES, math.ceil(count / block) * SCALE_BYTES, own=True)
+            scales = self._scales(stored, form, begin // block, math.ceil(count / block))
             codes = self._read(payload, begin // codes_each, math.ceil(count / codes_each))
             shape = (count // block, block) if count % block == 0 else (count,)  # rows go to several threads
             made = dequantise(
-                Quantised(form.scheme, shape, form.dtype),
+                Quantised(form.codes.scheme, shape, form.dtype),
                 torch.frombuffer(codes, dtype=torch.uint8),
-                torch.frombuffer(scales, dtype=torch.float32),
+                scales,
                 values,
                 torch_dtype(dtype),
             )
             yield made.view(-1).view(torch.uint8).numpy().data.cast("B")
+
+    def _scales(self, stored: StoredTensor, form: Quantised, first: int, count: int) -> torch.Tensor:
+        """A run of a tensor's scales, float32; of quantised ones it begins with a block of them."""
+        absmax = stored.parts[1]
+        if form.offset is None:
+            plain = self._read(absmax, first * SCALE_BYTES, count * SCALE_BYTES, own=True)
+            return torch.frombuffer(plain, dtype=torch.float32)
+        nested, table = stored.parts[3:5]
+        begin, length = first // NESTED_BLOCK * SCALE_BYTES, math.ceil(count / NESTED_BLOCK) * SCALE_BYTES
+        return expand_scales(
+            torch.frombuffer(self._read(absmax, first, count, own=True), dtype=torch.uint8),
+            torch.frombuffer(self._read(nested, begin, length, own=True), dtype=torch.float32),
+            torch.frombuffer(self._read(table, 0, table.nbytes, own=True), dtype=torch.float32),
+            form.offset,
+        )
 
     def _read(self, part: TensorSpec, begin: int, length: int, *, own: bool = False) -> memoryview:
         """A run of a part's bytes, in the buffer or in memory of its own."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from rabbitllm.errors import IncompleteSplitError, RabbitLLMError
 from rabbitllm.formats.crc32 import crc32_of_file
 from rabbitllm.formats.safetensors_file import MappedFile, read_header
-from rabbitllm.layers.compression import NF4_STATE, read_state, schemes
+from rabbitllm.layers.compression import read_state, schemes, state_key
 from rabbitllm.layers.layer_file import DONE_SUFFIX, LAYER_SUFFIX
 from rabbitllm.layers.layer_store import JOURNAL_NAME, LayerRecord, Manifest, is_legacy, read_manifest
 
@@ -111,6 +111,6 @@ def _tensors(path: Path) -> set[str]:
     found = schemes(keys)
     for name, scheme in found.items():
         if scheme is not None and mapped is not None:
-            state = bytes(mapped.bytes_of(keys[name + NF4_STATE])) if scheme == "4bit" else b""
+            state = bytes(mapped.bytes_of(keys[key])) if (key := state_key(name, scheme)) else b""
             read_state(name, scheme, keys, state)
     return set(found)

@@ -12,7 +12,7 @@ from pathlib import Path
 from rabbitllm import locations
 from rabbitllm.errors import CheckpointNotFoundError, OptionError
 from rabbitllm.layers.compression import COMPRESSIONS
-from rabbitllm.layers.layer_store import SPLIT_DIRECTORY
+from rabbitllm.layers.layer_store import SPLIT_DIRECTORY, directory_name
 from rabbitllm.library.entry import WHOLE, Entry, look
 from rabbitllm.model_name import meant, with_near_names
 from rabbitllm.options import expand
@@ -42,14 +42,14 @@ def of_model(name: str, compression: str | None = None, saving_path: Path | None
 
     Args:
         name: a split directory, a checkpoint's folder, a repository, or a name that `known` gives.
-        compression: only those at "none", "8bit" or "4bit"; None for all.
+        compression: only those at "none", "8bit", "4bit" or "4bit-double"; None for all.
         saving_path: where the user had them put; None for the usual places.
 
     Raises:
         OptionError: there is no such compression.
     """
     if compression not in ("none", *COMPRESSIONS):
-        raise OptionError(f"compression={compression!r} does not exist.", "Give none, 8bit or 4bit.")
+        raise OptionError(f"compression={compression!r} does not exist.", "Give none, 8bit, 4bit or 4bit-double.")
     found = _entries(_places(meant(name), saving_path))
     if compression is None:
         return found
@@ -101,7 +101,7 @@ def _places(name: str, saving_path: Path | None) -> Iterator[Path]:
             yield locations.for_local(folder, saving_path, compression)
         return
     if saving_path is not None:
-        yield from (saving_path / f"{SPLIT_DIRECTORY}{suffix}" for suffix in ("", ".8bit", ".4bit"))
+        yield from (saving_path / directory_name(compression) for compression in COMPRESSIONS)
         return
     if locations.is_repo_id(name):
         for compression in COMPRESSIONS:

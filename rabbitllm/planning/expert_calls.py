@@ -22,13 +22,14 @@ from torch import nn
 
 from rabbitllm.engine.devices import Device
 from rabbitllm.engine.expert_cache import HALF_LIVES, Numbers
+from rabbitllm.engine.expert_parts import Block, Part
 from rabbitllm.engine.expert_pool import ExpertPool, PooledExperts
-from rabbitllm.engine.expert_source import Block, ExpertSource, Leaf, Part
+from rabbitllm.engine.expert_source import ExpertSource, Leaf
 from rabbitllm.engine.expert_stack import ExpertStack, Supply
 from rabbitllm.engine.expert_supply import MappedExperts
 from rabbitllm.engine.page_locked import HostBuffers
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, Span, SpanReader, Way
-from rabbitllm.layers.compression import code_values
+from rabbitllm.layers.compression import NESTED_BLOCK, code_values
 from rabbitllm.layers.order import TENSOR_ALIGNMENT
 from rabbitllm.planning import products
 from rabbitllm.planning.products import small_pages
@@ -243,7 +244,13 @@ def _with_parts(source: ExpertSource, part: Callable[[Part], Part], device: torc
     def block(old: Block) -> Block:
         scales = None if old.scales is None else part(old.scales)
         table = code_values(old.form.scheme).to(device) if old.form else None
-        return dataclasses.replace(old, payload=part(old.payload), scales=scales, table=table)
+        nesting = old.nesting
+        if nesting is not None:
+            own = -(-nesting.made.shape[0] // NESTED_BLOCK)
+            nesting = dataclasses.replace(
+                nesting, scales=torch.ones(source.experts, own, device=device), table=code_values("8bit").to(device)
+            )
+        return dataclasses.replace(old, payload=part(old.payload), scales=scales, table=table, nesting=nesting)
 
     def leaf(old: Leaf) -> Leaf:
         return dataclasses.replace(old, blocks=tuple(map(block, old.blocks)))

@@ -66,7 +66,7 @@ class Generation:
     times are those of a model that uses all its experts alike, which finds the fewest.
 
     Attributes:
-        compression: None, "8bit" or "4bit".
+        compression: None, "8bit", "4bit" or "4bit-double".
         obstacle: why nothing can be told of the model; None if it can.
         placed: where its units will be, as `model.placement` will say, without such experts.
         stays_bytes: stored bytes that stay in memory or on a device, experts included.

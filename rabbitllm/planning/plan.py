@@ -15,7 +15,7 @@ from pathlib import Path
 from rabbitllm import prepare
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.errors import OptionError
-from rabbitllm.layers.compression import BLOCKS, check_compression
+from rabbitllm.layers.compression import CODES, check_compression
 from rabbitllm.layers.layer_file import LAYER_SUFFIX
 from rabbitllm.layers.layer_store import MANIFEST_NAME
 from rabbitllm.options import SplitOptions, StreamOptions, expand, parse_max_memory, parse_size
@@ -58,7 +58,7 @@ def plan(
 
     Args:
         path_or_repo_id: as `AutoModel.from_pretrained` takes it, and so are all that follow but `bandwidth`.
-        compression: None, "8bit" or "4bit"; the one to prefer.
+        compression: None, "8bit", "4bit" or "4bit-double"; the one to prefer.
         layer_shards_saving_path: folder for the split directory.
         revision: branch, tag or commit of the repository.
         token: for the hub.
@@ -149,11 +149,13 @@ def _measure(survey: Survey, said: Rate | None) -> Rates:
         fetch = rates.fetch_rate(survey.source.repository, staged[0])
     if here and read is None and survey.checkpoint is not None:
         read = rates.read_rate([survey.checkpoint.acquire(shard) for shard in here])
-    quantise = {}
-    for scheme in BLOCKS:
+    quantise: dict[str, Rate] = {}
+    for scheme, codes in CODES.items():
         dtype = commonest_dtype(survey.feasible[scheme]) if scheme in survey.feasible else None
-        if dtype is not None and (rate := rates.quantise_rate(scheme, dtype, threads, device)) is not None:
-            quantise[scheme] = rate
+        if dtype is None or codes in quantise:
+            continue
+        if (rate := rates.quantise_rate(codes, dtype, threads, device)) is not None:
+            quantise[codes] = rate
     return Rates(fetch, read, quantise, threads, device)
 
 

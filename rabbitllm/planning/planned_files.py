@@ -11,7 +11,7 @@ from pathlib import Path
 from rabbitllm.collection import uncollected
 from rabbitllm.formats.safetensors_file import MappedFile
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, byte_size
-from rabbitllm.layers.compression import Quantised, StoredForm, stored_form
+from rabbitllm.layers.compression import DOUBLE, Quantised, StoredForm, form_in, stored_form
 from rabbitllm.layers.layer_file import LayerLayout
 from rabbitllm.layers.layer_store import StoredTensor
 from rabbitllm.splitter.plan import SplitPlan
@@ -52,7 +52,7 @@ def _whole(layout: LayerLayout, compression: str | None) -> Iterator[StoredForm]
     cut: set[str] = set()
     for form in layout.forms:
         if form.source.piece is None:
-            yield form
+            yield form_in(form.source, form.scheme)
         elif form.source.piece.of not in cut:
             cut.add(form.source.piece.of)
             yield stored_form(form.source.whole, compression)
@@ -68,5 +68,6 @@ def _planned(form: StoredForm, layout: LayerLayout, file: str) -> StoredTensor:
     )
     if form.scheme is None:
         return StoredTensor(form.source.name, parts, None)
-    dtype = DTYPES[form.source.dtype].torch_name if form.scheme == "4bit" else None  # 8bit does not store it
-    return StoredTensor(form.source.name, parts, Quantised(form.scheme, form.source.shape, dtype))
+    dtype = None if form.scheme == "8bit" else DTYPES[form.source.dtype].torch_name  # which does not store it
+    mean = 0.0 if form.scheme == DOUBLE else None  # of scales that are not there yet
+    return StoredTensor(form.source.name, parts, Quantised(form.scheme, form.source.shape, dtype, mean))

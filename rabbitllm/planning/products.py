@@ -16,7 +16,7 @@ import torch
 
 from rabbitllm.engine.devices import Device, aligned_host
 from rabbitllm.engine.packed_weight import PackedWeight
-from rabbitllm.layers.compression import BLOCKS, Quantised, code_values
+from rabbitllm.layers.compression import BLOCKS, CODES_A_BYTE, Quantised, code_values
 from rabbitllm.layers.packed_products import Matrix
 from rabbitllm.planning.bitsandbytes_products import is_form, matrix, nbytes_of
 
@@ -140,7 +140,7 @@ def _nbytes(form: str, rows: int, columns: int) -> int:
         return nbytes_of(form, rows, columns)
     elements = rows * columns
     if form in BLOCKS:
-        return elements // (2 if form == "4bit" else 1) + -(-elements // BLOCKS[form]) * 4
+        return elements // CODES_A_BYTE[form] + -(-elements // BLOCKS[form]) * 4
     dtype: torch.dtype = getattr(torch, form)
     return elements * dtype.itemsize
 
@@ -152,7 +152,7 @@ def _weight(form: str, rows: int, columns: int, dtype: torch.dtype, memory: Memo
         plain: torch.dtype = getattr(torch, form)
         return _filled(memory, rows * columns * plain.itemsize).view(plain).view(rows, columns)
     elements = rows * columns
-    payload = _filled(memory, elements // (2 if form == "4bit" else 1)).view(-1, 1)
+    payload = _filled(memory, elements // CODES_A_BYTE[form]).view(-1, 1)
     absmax = torch.ones(-(-elements // BLOCKS[form]))
     return PackedWeight(Matrix(Quantised(form, (rows, columns), "float32"), payload, absmax, code_values(form)), dtype)
 

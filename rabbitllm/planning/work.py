@@ -16,6 +16,7 @@ from rabbitllm.engine.load import Blueprint
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.unit_source import UnitSource
 from rabbitllm.engine.units import Place
+from rabbitllm.layers.compression import expanded_bytes
 from rabbitllm.planning.bitsandbytes_products import form_of
 
 HOOKED = (Tier.PACKED, Tier.PINNED, Tier.STREAMED)
@@ -128,7 +129,8 @@ def _products(source: UnitSource, picked: int | None) -> Iterable[Product]:
         for _, place in job.packed:
             stored = source.stored[job.recipe.sources[0][1]]
             assert stored.quantised is not None
-            yield Product(stored.quantised.scheme, _matrix(place), stored.nbytes)
+            nbytes = stored.nbytes + expanded_bytes(stored.quantised)
+            yield Product(stored.quantised.codes.scheme, _matrix(place), nbytes)
         for _, place in job.places:
             if job.recipe.wraps and (form := form_of(_owner(source, place))) is not None:
                 yield Product(form, _matrix(place), sum(source.stored[name].nbytes for _, name in job.recipe.sources))

@@ -40,7 +40,7 @@ class Wish:
 
     Attributes:
         name: a folder, a file of weights, a split directory or a repository.
-        compression: None, "4bit" or "8bit".
+        compression: None, "8bit", "4bit" or "4bit-double".
         folder: for the split directory; None for the usual place.
         sequential: delete each shard when it is used up, wherever it is.
         keep_shards: of a repository: fetch all shards into the hub cache first, and keep them.

@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rabbitllm.splitter.plan import BLOCK_BYTES, Arrival, DiskUse, PlannedShard, SplitPlan, disk_use, on_disk
+from rabbitllm.splitter.plan import (
+    BLOCK_BYTES,
+    Arrival,
+    DiskUse,
+    PlannedShard,
+    SplitPlan,
+    disk_use,
+    on_disk,
+    scratch_slack,
+)
 
 
 def disk_use_at_once(
@@ -37,7 +46,8 @@ def disk_use_at_once(
             plan, arrival=arrival, deletes_shards=deletes_shards, small_files=small_files, used=used, in_use=in_use
         )
     around = small_files + sum(
-        layout.header_bytes + BLOCK_BYTES + layout.joined_bytes for layout in plan.layouts.values()
+        layout.header_bytes + BLOCK_BYTES + layout.joined_bytes + scratch_slack(layout)
+        for layout in plan.layouts.values()
     )
     waiting = [shard for shard in plan.shards if shard.name not in used]
     gives = {shard.name: _gives(plan, shard) for shard in plan.shards}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rabbitllm.layers.compression import CODES
 from rabbitllm.plain_json import plain
 from rabbitllm.splitter.anatomy import Anatomy
 from rabbitllm.splitter.plan import Arrival, SplitPlan, disk_use
@@ -47,7 +48,7 @@ class Rates:
 
     Attributes:
         fetch: from the hub.
-        read: from the disk.
+        quantise: source bytes, by what kernels call the codes: at 4bit-double that is 4bit.
         quantise: source bytes, by compression.
         threads: that quantise.
         quantise_on: "cpu" or "cuda:N".
@@ -101,7 +102,7 @@ class Outlook:
     """What lies ahead at one compression.
 
     Attributes:
-        compression: None, "8bit" or "4bit".
+        compression: None, "8bit", "4bit" or "4bit-double".
         folder: the split directory, there or not.
         state: of it, "new", "unfinished" or "finished".
         output_bytes: of all layer files; None where no header is left to tell.
@@ -222,7 +223,7 @@ def seconds_of(load: Load, route: str, compression: str | None, rates: Rates) ->
     Returns:
         Seconds; None if a rate that it needs is not known.
     """
-    quantiser = rates.quantise.get(compression) if compression else None
+    quantiser = rates.quantise.get(CODES[compression]) if compression else None
     parts = [_seconds(load.fetched, rates.fetch), _seconds(load.read, rates.read), _seconds(load.quantised, quantiser)]
     if any(part is None for part in parts):
         return None

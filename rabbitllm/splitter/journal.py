@@ -86,7 +86,7 @@ class Glance:
         shards: those that it is made from.
         used: those of them that are used up.
         source: what is split.
-        compression: None, "4bit" or "8bit".
+        compression: None, "8bit", "4bit" or "4bit-double".
         stems: of the layer files that there will be.
     """
 

@@ -15,14 +15,26 @@ from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadP
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from rabbitllm import durable
-from rabbitllm.errors import CorruptShardError
+from rabbitllm.errors import CorruptShardError, IncompleteSplitError
 from rabbitllm.formats.crc32 import combine_all
 from rabbitllm.formats.positional import PositionalFile, page_aligned
 from rabbitllm.formats.safetensors_file import Placed
 from rabbitllm.formats.strided import Strided, read_row_major
 from rabbitllm.formats.tensor_spec import DTYPES
-from rabbitllm.layers.compression import BLOCKS, SCALE_BYTES, StoredForm, constants, quantise_blocks
+from rabbitllm.layers.compression import (
+    BLOCKS,
+    CODES_A_BYTE,
+    SCALE_BYTES,
+    Settling,
+    StoredForm,
+    constants,
+    quantise_blocks,
+    settled,
+)
 from rabbitllm.layers.layer_file import LayerLayout
 from rabbitllm.layers.order import TENSOR_ALIGNMENT
 from rabbitllm.profiler import FETCH, QUANTISE, READ, SYNC, WRITE, Profiler
@@ -158,12 +170,40 @@ class Mover:
             wait(running)
         _still_running(running)
 
-    def forget(self, forms: Iterable[StoredForm]) -> None:
+    def settle(self, targets: Iterable[tuple[Target, Path]]) -> None:
+        """Quantise the scales that have waited for it in scratch files, all of which are there.
+
+        Args:
+            targets: layer files, each with the path of its scratch file.
+        """
+        work = [(form, target, path) for target, path in targets for form in target.layout.settles]
+        for form, _, _ in work:
+            self._sums[form.source.name] = tuple([] for _ in form.parts)
+        self._finish([self._pool.submit(self._settle, *one) for one in work])
+
+    def _settle(self, form: Settling, target: Target, path: Path) -> None:
+        self._watch()
+        with self._profiler.stage(target.layout.layer.id, QUANTISE, form.source.nbytes), PositionalFile(path) as file:
+
+            def read(first: int, count: int) -> npt.NDArray[np.float32]:
+                run = bytearray(count * SCALE_BYTES)
+                if file.read_into(memoryview(run), form.source.offset + first * SCALE_BYTES) != len(run):
+                    raise IncompleteSplitError(
+                        f"{path} ends before the scales of {form.of.name!r} do.",
+                        "If every shard of the source is still there (or it is on the hub), delete that folder and "
+                        "call again. Otherwise keep it: it may hold the only copy of some tensors.",
+                    )
+                return np.frombuffer(run, np.float32)
+
+            for part, begin, content in settled(form, read):
+                self._put(target, form, part, begin, content)
+
+    def forget(self, forms: Iterable[StoredForm | Settling]) -> None:
         """Drop what was summed of these tensors, which are going to be written again."""
         for form in forms:
             self._sums.pop(form.source.name, None)
 
-    def checksums(self, forms: Iterable[StoredForm]) -> dict[str, tuple[int, ...]]:
+    def checksums(self, forms: Iterable[StoredForm | Settling]) -> dict[str, tuple[int, ...]]:
         """The CRC-32 of each stored part of these tensors, all of which this object wrote: name -> one a part."""
         return {
             form.source.name: tuple(map(_whole_sum, self._sums.pop(form.source.name), form.parts)) for form in forms
@@ -253,7 +293,7 @@ class Mover:
                 codes, scales = quantise_blocks(form.scheme, data, form.source.dtype, self._quantise_on)
             made = len(codes) + len(scales)
             with self._profiler.stage(move.layer, WRITE, made):
-                self._put(target, form, 0, move.first // 2 if form.scheme == "4bit" else move.first, codes)
+                self._put(target, form, 0, move.first // CODES_A_BYTE[form.scheme], codes)
                 self._put(target, form, 1, move.first // BLOCKS[form.scheme] * SCALE_BYTES, scales)
         if move.first == 0:
             fixed = constants(form)
@@ -263,7 +303,14 @@ class Mover:
         return made
 
     def _put(
-        self, target: Target, form: StoredForm, part: int, begin: int, data: memoryview, *, aligned: bool = False
+        self,
+        target: Target,
+        form: StoredForm | Settling,
+        part: int,
+        begin: int,
+        data: memoryview,
+        *,
+        aligned: bool = False,
     ) -> None:
         """Write a run of a stored part, `begin` bytes into it, and note its sum."""
         target.write(form.parts[part].name, begin, data, aligned=aligned)

@@ -64,7 +64,7 @@ class SplitPlan:
 
     Attributes:
         source: what is split.
-        compression: None, "4bit" or "8bit".
+        compression: None, "4bit", "4bit-double" or "8bit".
         shards: in the order they are taken.
         layer_map: which layer is in which shards.
         layouts: layer id -> its file.
@@ -232,18 +232,22 @@ def disk_use(
 
 
 def _joining(plan: SplitPlan, shard: PlannedShard, processed: set[str], written: int) -> tuple[int, int]:
-    """The most that is written at a time while the layers that this shard completes are joined, and what is then."""
+    """The most that is written at a time while the layers that this shard completes are finished, and what is then.
+
+    Those whose scales alone have waited are finished together, those with pieces one after the other.
+    """
+    completed = [plan.layouts[layer] for layer in plan.layer_map.completed_by(shard.name, processed)]
+    at_once = [layout for layout in completed if layout.scratch_bytes and not layout.joins]
+    one_by_one = [[layout] for layout in completed if layout.joins]
     most = written
-    for layer in plan.layer_map.completed_by(shard.name, processed):
-        layout = plan.layouts[layer]
-        if layout.scratch_bytes:
-            written += layout.joined_bytes
-            most = max(most, written)
-            written -= layout.scratch_bytes + _scratch_slack(layout)
+    for layouts in (at_once, *one_by_one):
+        written += sum(layout.joined_bytes for layout in layouts)
+        most = max(most, written)
+        written -= sum(layout.scratch_bytes + scratch_slack(layout) for layout in layouts)
     return most, written
 
 
-def _scratch_slack(layout: LayerLayout) -> int:
+def scratch_slack(layout: LayerLayout) -> int:
     """Of blocks that are begun: where pieces end in the scratch file, and around what the layer file lacks as yet."""
     return 3 * BLOCK_BYTES * (len(layout.joins) + 1) if layout.scratch_bytes else 0
 
@@ -275,7 +279,7 @@ def _bytes_from(plan: SplitPlan, shard: PlannedShard, seen: set[str]) -> int:
         layout = plan.layouts[layer]
         if layer not in seen:
             seen.add(layer)
-            total += layout.header_bytes + BLOCK_BYTES + _scratch_slack(layout)
+            total += layout.header_bytes + BLOCK_BYTES + scratch_slack(layout)
         total += layout.shard_bytes[shard.name]
     return total
 

@@ -4,8 +4,9 @@ The order of steps for one shard is what makes a crash harmless:
 
 1. its bytes are written into unfinished layer files (`.part`), at places fixed by the plan; or into a scratch file
    beside one, if they are a piece of a tensor that has to wait for its other pieces;
-2. every file it touched is fsynced; those that now have all their tensors get their final name; where some of them lie
-   in pieces, these are joined first, one layer after the other, and the scratch file goes when the name is durable;
+2. in layers that now have all their tensors, scales that are quantised themselves are, from the scratch file that they
+   have waited in; every file it touched is fsynced, and these layers get their final name; where some tensors lie in
+   pieces, these are joined first, one layer after the other; the scratch file goes when the name is durable;
 3. the folder is fsynced, then the journal says that the shard is used up, and is fsynced;
 4. only then is the shard released.
 
@@ -19,6 +20,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rabbitllm import durable
@@ -135,7 +137,7 @@ class ShardLoop:
             if not self._is_final(layout):
                 logger.warning("Layer %s was left over by an earlier run and is finished now.", layer)
                 self._finish_layer(layout)
-            self._drop_scratch(layout)
+            self._drop_scratch([layout])
         markers = [self._path(layout, DONE_SUFFIX) for layout in self.plan.layouts.values()]
         unmarked = [marker for marker in markers if not marker.exists()]
         for marker in unmarked:
@@ -210,23 +212,29 @@ class ShardLoop:
             Those, and the sums of tensors that were joined.
         """
         completed = [layer for layer in self.plan.layer_map.completed_by(shard.name, self.used) if layer in targets]
-        in_pieces = [layer for layer in completed if targets[layer].scratch is not None]
+        in_pieces = [layer for layer in completed if targets[layer].layout.joins]
         whole = [layer for layer in completed if layer not in in_pieces]
+        self._settle(targets[layer] for layer in whole)
         for layer in whole:
             self._write_fixed(targets[layer])
-        self._mover.sync(targets.values())
+        # what has waited in the scratch file of a whole layer is of no use without this shard, which would come again
+        self._mover.sync(replace(t, scratch=None) if layer in whole else t for layer, t in targets.items())
         for layer in [*targets]:
             if layer not in in_pieces:
                 targets.pop(layer).close()
-        self._name_layers([self.plan.layouts[layer] for layer in whole])
+        layouts = [self.plan.layouts[layer] for layer in whole]
+        self._name_layers(layouts)
+        self._drop_scratch(layouts)
         sums = checksums()
+        for layout in layouts:
+            sums |= self._mover.checksums(layout.settles)
         for layer in in_pieces:
             layout = self.plan.layouts[layer]
             self._join(targets[layer])
             targets.pop(layer).close()
             self._name_layers([layout])
-            self._drop_scratch(layout)
-            sums |= self._mover.checksums(layout.joins)
+            self._drop_scratch([layout])
+            sums |= self._mover.checksums((*layout.joins, *layout.settles))
         return sums
 
     def _mark_used(self, shard: PlannedShard, sums: Mapping[str, tuple[int, ...]]) -> None:
@@ -246,13 +254,20 @@ class ShardLoop:
         layout = target.layout
         work = moves_of((layout.layer.id, form) for form in layout.joins)
         self._mover.from_file(self._path(layout, SCRATCH_SUFFIX), {layout.layer.id: target}, work, lambda end: None)
+        self._settle([target])
         self._write_fixed(target)
         self._mover.sync([target])
 
-    def _drop_scratch(self, layout: LayerLayout) -> None:
-        """Remove the scratch file of a layer that has its final name, durably; an earlier run may have left it."""
-        if layout.scratch_bytes and self._path(layout, SCRATCH_SUFFIX).exists():
-            durable.remove(self._path(layout, SCRATCH_SUFFIX))
+    def _settle(self, targets: Iterable[Target]) -> None:
+        self._mover.settle((target, self._path(target.layout, SCRATCH_SUFFIX)) for target in targets)
+
+    def _drop_scratch(self, layouts: Iterable[LayerLayout]) -> None:
+        """Remove scratch files of layers that have their final names, durably; an earlier run may have left some."""
+        found = [self._path(layout, SCRATCH_SUFFIX) for layout in layouts if layout.scratch_bytes]
+        left = [path for path in found if path.exists()]
+        for path in left:
+            durable.remove(path)
+        if left:
             durable.sync_folder(self.work.folder)
 
     def _path(self, layout: LayerLayout, suffix: str = "") -> Path:
@@ -264,12 +279,14 @@ class ShardLoop:
     def _finish_layer(self, layout: LayerLayout) -> None:
         part = self._path(layout, durable.PART_SUFFIX)
         if part.exists():
-            joined = not self._path(layout, SCRATCH_SUFFIX).exists()  # it goes when all of it is in the layer file
+            # it goes when all of it is in the layer file; of scales alone all is, before a journal names the last shard
+            joined = not (layout.joins and self._path(layout, SCRATCH_SUFFIX).exists())
             target = Target(layout, durable.GrowingFile(part, layout.size)) if joined else self._filler.target(layout)
             try:
-                if layout.scratch_bytes and not joined:
+                if not joined:
                     self._join(target)
-                    self._mover.forget(layout.joins)  # the journal is closed to them; the file is summed as a whole
+                    # the journal is closed to them; the file is summed as a whole
+                    self._mover.forget((*layout.joins, *layout.settles))
                 else:
                     self._write_fixed(target)
                     target.sync()

@@ -21,7 +21,7 @@ from rabbitllm.checkpoints.naming import LayerNaming, assign_layers
 from rabbitllm.checkpoints.side_by_side import side_by_side
 from rabbitllm.errors import IncompleteSplitError, MissingShardError, SplitMismatchError
 from rabbitllm.formats.crc32 import combine_all, crc32_of_file
-from rabbitllm.layers.compression import constants
+from rabbitllm.layers.compression import Settling, StoredForm, constants
 from rabbitllm.layers.layer_file import DONE_SUFFIX, SCRATCH_SUFFIX, LayerLayout
 from rabbitllm.layers.layer_store import (
     JOURNAL_NAME,
@@ -360,7 +360,8 @@ def _finish(request: Request, plan: SplitPlan, quantiser: str | None, checksums:
 def _checksum(layout: LayerLayout, checksums: Mapping[str, tuple[int, ...]], folder: Path) -> int:
     """The CRC-32 of a layer file, from what was summed as it was written."""
     parts: dict[int, tuple[int, int]] = {}
-    for form in (*layout.forms, *layout.joins):
+    written: list[StoredForm | Settling] = [*layout.forms, *layout.joins, *layout.settles]
+    for form in written:
         if form.source.name not in checksums:  # a crash came between the file's name and the journal's line
             return crc32_of_file(folder / layout.file_name)
         for part, crc in zip(form.parts, checksums[form.source.name], strict=True):

@@ -9,8 +9,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from rabbitllm.layers import compression
 from rabbitllm.layers.code_tables import PAIRS, _nearest_bfloat16, table_of
+from rabbitllm.layers.compression.library import int8_code
 
 
 def test_rounding_to_bfloat16_is_torchs() -> None:
@@ -52,7 +52,7 @@ def on_ramps(ramps: npt.NDArray[np.float32], code: int) -> float:
 
 
 def test_the_dynamic_map_of_bitsandbytes_is_eight_ramps() -> None:
-    values = np.frombuffer(compression._int8_code(), np.float32)
+    values = np.frombuffer(int8_code(), np.float32)
     ramps = table(8, values)
     assert ramps.shape == (32,)
     assert np.array_equal(ramps.reshape(4, 8)[::2], ramps.reshape(4, 8)[1::2])
@@ -63,7 +63,7 @@ def test_the_dynamic_map_of_bitsandbytes_is_eight_ramps() -> None:
 @pytest.mark.parametrize("code", [0, 63, 126, 128, 130, 254])  # 127 and 255 have a line to themselves
 @pytest.mark.parametrize("wrong", [1.00001, -1.0, math.nan, math.inf])
 def test_a_map_that_is_no_ramps_has_no_table(code: int, wrong: float) -> None:
-    values = np.frombuffer(compression._int8_code(), np.float32).copy()
+    values = np.frombuffer(int8_code(), np.float32).copy()
     values[code] *= wrong
     for width in (8, 16):
         assert table_of("8bit", width, values.tobytes()) is None

@@ -20,8 +20,9 @@ try:
     numba.njit(cache=True)(lambda: 1)
 except RuntimeError as error:
     print("numba:", error)
-from rabbitllm.layers import compression, packed_kernels, packed_products, vectors
-assert compression._compiled_kernels_agree("4bit")
+from rabbitllm.layers import packed_kernels, packed_products, vectors
+from rabbitllm.layers.compression import quantise
+assert quantise._compiled_kernels_agree("4bit")
 assert packed_products._kernel_agrees("4bit") == bool(vectors.lanes())
 if width := vectors.lanes():
     assert packed_kernels.in_a_team("4bit", width)

@@ -19,16 +19,17 @@ from safetensors.torch import load_file
 from rabbitllm.errors import IncompleteSplitError, MissingPackageError, OptionError
 from rabbitllm.formats.safetensors_file import Placed
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size, dtype_name
-from rabbitllm.layers import compression
 from rabbitllm.layers.compression import (
     BLOCKS,
     INT8_BLOCK,
     NF4_BLOCK,
+    NF4_STATE,
     Quantised,
     check_compression,
     constants,
     dequantise,
     is_compressible,
+    library,
     part_names,
     quantise_blocks,
     read_state,
@@ -107,7 +108,7 @@ def test_compressed(name: str, shape: tuple[int, ...], dtype: str) -> None:
 def test_left_as_it_is(name: str, shape: tuple[int, ...], dtype: str) -> None:
     spec = spec_of(name, shape, dtype)
     assert not is_compressible(spec)
-    for choice in (None, "4bit", "8bit"):
+    for choice in (None, "4bit", "8bit", "4bit-double"):
         form = stored_form(spec, choice)
         assert (form.scheme, form.parts) == (None, (Placed(name, dtype, shape),))
         assert constants(form) == {}
@@ -122,14 +123,16 @@ def test_unknown_compression() -> None:
     for wrong in ("3bit", "", "4", "int8"):
         with pytest.raises(OptionError) as refused:
             check_compression(wrong)
-        assert f"compression={wrong!r} does not exist; expected '4bit', '8bit' or None." in str(refused.value)
+        expected = "expected '4bit', '4bit-double', '8bit' or None."
+        assert f"compression={wrong!r} does not exist; {expected}" in str(refused.value)
     check_compression(None)
-    check_compression("4bit")
-    check_compression("8bit")
+    for right in ("4bit", "8bit", "4bit-double"):
+        check_compression(right)
+    check_compression("4bit-double")
 
 
 def test_bitsandbytes_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    compression._bitsandbytes.cache_clear()
+    library.bitsandbytes.cache_clear()
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
     try:
@@ -139,7 +142,7 @@ def test_bitsandbytes_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "Run `pip install bitsandbytes`, or leave compression out." in str(missing.value)
         assert isinstance(missing.value, ImportError)
     finally:
-        compression._bitsandbytes.cache_clear()
+        library.bitsandbytes.cache_clear()
 
 
 # Bit by bit
@@ -253,7 +256,7 @@ def specs_of(
     name = dtype_name(dtype)
     form = stored_form(TensorSpec("w", name, shape, "f", 0, byte_size(name, shape)), scheme)
     parts = {part.name: TensorSpec(part.name, part.dtype, part.shape, "f", 0, part.nbytes) for part in form.parts}
-    return parts, stored.get("w" + compression.NF4_STATE, b"")
+    return parts, stored.get("w" + NF4_STATE, b"")
 
 
 @pytest.mark.parametrize("scheme", ["4bit", "8bit"])

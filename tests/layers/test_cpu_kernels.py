@@ -11,14 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rabbitllm.layers import compression, cpu_kernels
-from rabbitllm.layers.compression import (
-    _bitsandbytes,
+from rabbitllm.layers import cpu_kernels
+from rabbitllm.layers.compression import quantise, quantise_blocks
+from rabbitllm.layers.compression.library import functional
+from rabbitllm.layers.compression.quantise import (
     _bytes_of,
     _compiled_kernels_agree,
     _quantise_compiled,
     _quantise_with_bitsandbytes,
-    quantise_blocks,
 )
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -28,7 +28,7 @@ RANDOM = torch.randn(512, 2048, generator=torch.Generator().manual_seed(0))
 
 
 def levels() -> torch.Tensor:
-    found: torch.Tensor = _bitsandbytes().get_4bit_type("nf4", device="cpu")
+    found: torch.Tensor = functional().get_4bit_type("nf4", device="cpu")
     return found
 
 
@@ -123,7 +123,7 @@ def test_kernels_are_what_quantises(scheme: str, monkeypatch: pytest.MonkeyPatch
         raise AssertionError("bitsandbytes was asked")
 
     assert _compiled_kernels_agree(scheme)
-    monkeypatch.setattr(compression, "_quantise_with_bitsandbytes", refuse)
+    monkeypatch.setattr(quantise, "_quantise_with_bitsandbytes", refuse)
     codes, scales = quantise_blocks(scheme, memoryview(bytearray(4096 * 2)), "BF16", "cpu")
     assert (len(codes), len(scales)) == ((2048, 256) if scheme == "4bit" else (4096, 8))
 
@@ -151,13 +151,13 @@ def test_bitsandbytes_with_other_rules_is_the_one_that_counts(
     scheme: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another version, or another processor's path, may round otherwise; what it gives is what is written."""
-    theirs = compression._quantise_with_bitsandbytes
+    theirs = quantise._quantise_with_bitsandbytes
 
     def otherwise(scheme: str, data: memoryview, dtype: str, device: str) -> tuple[memoryview, memoryview]:
         codes, scales = theirs(scheme, data, dtype, device)
         return memoryview(bytes([codes[0] ^ 1]) + bytes(codes[1:])), scales
 
-    monkeypatch.setattr(compression, "_quantise_with_bitsandbytes", otherwise)
+    monkeypatch.setattr(quantise, "_quantise_with_bitsandbytes", otherwise)
     data = memoryview(bytearray(8192))
     assert quantise_blocks(scheme, data, "F16", "cpu") == otherwise(scheme, data, "F16", "cpu")
     assert [record.message for record in caplog.records] == [

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from rabbitllm.layers import bfloat_products, packed_kernels, packed_products, row_team, vectors
 from rabbitllm.layers.code_tables import PAIRS, table_of
-from rabbitllm.layers.compression import BLOCKS, Quantised, _bitsandbytes, dequantise
+from rabbitllm.layers.compression import BLOCKS, Quantised, dequantise
+from rabbitllm.layers.compression.library import functional as functions
 from rabbitllm.layers.packed_products import (
     MOST_GROUPED,
     MOST_INPUTS,
@@ -33,7 +34,7 @@ Parts = tuple[Quantised, torch.Tensor, torch.Tensor, torch.Tensor]
 
 def matrix(scheme: str, rows: int, columns: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Parts:
     """A matrix as bitsandbytes quantises it."""
-    functional = _bitsandbytes()
+    functional = functions()
     values = (torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 0.02).to(dtype)
     name = str(dtype).removeprefix("torch.")
     if scheme == "4bit":

@@ -39,7 +39,10 @@ def test_call_that_is_not_killed_finishes(make_scene: MakeScene, crash_server: C
     assert not [name for name in files if "journal" in name or ".part" in name]
 
 
-@pytest.mark.parametrize("route", routes(), ids=str)
+DOUBLE_ROUTES = [Route(compression="4bit-double"), Route(hub=True, compression="4bit-double", transfer="stream")]
+
+
+@pytest.mark.parametrize("route", [*routes(), *DOUBLE_ROUTES], ids=str)
 def test_kill_at_some_steps(make_scene: MakeScene, crash_server: CrashServer, route: Route) -> None:
     scene = make_scene(route)
     for death in sample(scene.steps, SAMPLES):
@@ -112,7 +115,7 @@ def test_a_kill_is_noticed_where_the_order_is_wrong(make_scene: MakeScene, crash
 @pytest.mark.long
 @pytest.mark.parametrize(
     "route",
-    [*routes(delete=[False, True]), *routes(hub=[False], compressions=["8bit"], delete=[False, True])],
+    [*routes(delete=[False, True]), *routes(hub=[False], compressions=["8bit", "4bit-double"], delete=[False, True])],
     ids=str,
 )
 def test_kill_at_every_step(make_scene: MakeScene, crash_server: CrashServer, route: Route) -> None:
@@ -122,7 +125,7 @@ def test_kill_at_every_step(make_scene: MakeScene, crash_server: CrashServer, ro
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("route", routes(compressions=[None, "4bit", "8bit"]), ids=str)
+@pytest.mark.parametrize("route", routes(compressions=[None, "4bit", "8bit", "4bit-double"]), ids=str)
 def test_several_deaths_at_random(make_scene: MakeScene, crash_server: CrashServer, route: Route) -> None:
     scene, chance = make_scene(route), random.Random(str(route))
     for _ in range(8):

@@ -60,7 +60,7 @@ def byte_sized(dtype: str, shape: tuple[int, ...]) -> bool:
 @given(
     first=TENSORS,
     second=TENSORS,
-    compression=st.sampled_from([None, "4bit", "8bit"]),
+    compression=st.sampled_from([None, "4bit", "8bit", "4bit-double"]),
     chunk=st.sampled_from([2048 * 4, 3 * 2048 * 4, 4 << 20]),
 )
 def test_moves_cover_every_byte_exactly_once(
@@ -98,7 +98,9 @@ def check_moves(plan: SplitPlan, shard: PlannedShard, chunk: int) -> None:
         assert sum(run.elements for run in runs) == tensor.elements
     # and what is stored of the plan fills the layer files without holes
     for layout in plan.layouts.values():
-        spans = sorted((layout.places[p.name], p.nbytes) for form in layout.forms for p in form.parts)
+        parts = [p for form in (*layout.forms, *layout.settles) for p in form.parts]
+        spans = sorted((layout.places[p.name], p.nbytes) for p in parts if p.name in layout.places)
+        assert {p.name for p in parts} == layout.places.keys() | layout.scratch_places.keys()
         ends = [len(layout.header), *(begin + length for begin, length in spans)]
         assert [begin for begin, _ in spans] == ends[:-1]
         assert ends[-1] == layout.size
@@ -234,7 +236,7 @@ def test_header_counts_once_for_a_layer_in_many_shards() -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 60), min_size=1, max_size=8),
-    compression=st.sampled_from([None, "4bit", "8bit"]),
+    compression=st.sampled_from([None, "4bit", "8bit", "4bit-double"]),
     staged=st.booleans(),
 )
 def test_disk_is_bounded_as_promised(sizes: list[int], compression: str | None, staged: bool) -> None:

@@ -105,6 +105,12 @@ def test_power_cut(make_scene: MakeScene, route: Route, how: str | int) -> None:
 
 
 @pytest.mark.parametrize("how", [LOST, WORST])
+def test_power_cut_while_scales_wait(make_scene: MakeScene, how: str) -> None:
+    recorded = Recorded(make_scene(Route(compression="4bit-double")))
+    recorded.survives_all(sample(recorded.steps + 1, 12), how)
+
+
+@pytest.mark.parametrize("how", [LOST, WORST])
 def test_power_cut_while_a_single_file_is_split(tmp_path: Path, how: str) -> None:
     recorded = Recorded(scene_of_one_file(tmp_path, Route()))
     recorded.survives_all(sample(recorded.steps + 1, 12), how)

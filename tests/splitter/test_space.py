@@ -86,7 +86,10 @@ def test_max_disk_is_too_little(tmp_path: Path, free: list[int]) -> None:
         choose(plan, tmp_path, use.created - 1, deletes=True, transfer="file")
 
 
-@pytest.mark.parametrize("compression", [None, "8bit", "4bit"])
+SMALLER = ("8bit", "4bit", "4bit-double")
+
+
+@pytest.mark.parametrize("compression", [None, "8bit", "4bit", "4bit-double"])
 @pytest.mark.parametrize("deletes", [True, False])
 @pytest.mark.parametrize("staged", [True, False])
 def test_what_is_named_as_fitting_fits(
@@ -100,15 +103,15 @@ def test_what_is_named_as_fitting_fits(
             try:
                 choose(plan_of(shards, compression), tmp_path, max_disk, deletes=deletes)
             except NotEnoughSpaceException as refused:
-                named = [c for c in ("8bit", "4bit") if f"'{c}' would fit" in refused.remedy]
+                named = [c for c in SMALLER if f"'{c}' would fit" in refused.remedy]
                 seen.add(tuple(named))
                 for choice in named:
                     choose(plan_of(shards, choice), tmp_path, max_disk, deletes=deletes)
-                for choice in () if named else ("8bit", "4bit"):
+                for choice in () if named else SMALLER:
                     with pytest.raises(NotEnoughSpaceException):
                         choose(plan_of(shards, choice), tmp_path, max_disk, deletes=deletes)
     assert () in seen
-    assert (("4bit",) in seen) == (compression != "4bit")
+    assert (("4bit",) in seen) == (compression in (None, "8bit"))
 
 
 def test_refusal_comes_before_anything_is_touched(tmp_path: Path) -> None:

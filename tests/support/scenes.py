@@ -23,9 +23,12 @@ import torch
 from rabbitllm import progress
 from rabbitllm.durable import PART_SUFFIX, Step
 from rabbitllm.formats.safetensors_file import read_header
+from rabbitllm.layers.compression import DOUBLE, NF4_STATE
+from rabbitllm.layers.compression.forms import WAITING_SCALES
 from rabbitllm.layers.layer_store import MANIFEST_NAME
 from rabbitllm.splitter import journal
-from tests.support.builders import SINGLE_NAME, cut, llama_tensors, write_shards
+from rabbitllm.splitter.plan import SplitPlan
+from tests.support.builders import SINGLE_NAME, cut, llama_tensors, read_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
 from tests.support.splitting import Call, contents, occupied
@@ -80,11 +83,25 @@ def routes(
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes of a layer file that come from one shard."""
+    """Bytes of a layer file that come from one shard, those of a tensor's part."""
 
     file: str
     begin: int
     end: int
+    tensor: str
+    part: str
+
+
+OF_SCALES = (".4bit.nested_absmax", ".4bit.absmax", NF4_STATE)
+"""What is made of all scales of a tensor at 4bit-double, when the last of them is there."""
+
+
+def _scales(tensor: torch.Tensor) -> bytes:
+    """Those that bitsandbytes gives the tensor as a whole."""
+    from bitsandbytes import functional
+
+    _, state = functional.quantize_4bit(tensor, blocksize=64, quant_type="nf4")
+    return bytes(state.absmax.numpy())
 
 
 class Truth:
@@ -103,7 +120,10 @@ class Truth:
         for file in self.layers:
             for part in read_header(made / file).tensors:
                 tensor = max((name for name in holder if f"{part.name}.".startswith(f"{name}.")), key=len)
-                self.spans[holder[tensor]].append(Span(file, part.offset, part.offset + part.nbytes))
+                span = Span(file, part.offset, part.offset + part.nbytes, tensor, part.name.removeprefix(tensor))
+                self.spans[holder[tensor]].append(span)
+        doubled = {span.tensor for spans in self.spans.values() for span in spans if span.part in OF_SCALES[:1]}
+        self.scales = {name: _scales(tensor) for name, tensor in read_tensors(original).items() if name in doubled}
 
     def check(self, made: Path, source: Path | None) -> None:
         """Make sure that no layer file has wrong bytes, and that every tensor is to be had.
@@ -122,19 +142,32 @@ class Truth:
         used = earlier.used if earlier is not None else frozenset()
         for shard, data in self.shards.items():
             if shard in used:
-                lost = {span.file for span in self.spans[shard] if not self._has(made, span)}
+                assert earlier is not None
+                lost = {span.file for span in self.spans[shard] if not self._has(made, span, earlier.plan)}
                 assert not lost, f"{shard} is said to be used up, and {sorted(lost)} have not all of it"
             elif source is not None:
                 assert (source / shard).exists(), f"{shard} is gone, and the journal does not say that it is used up"
                 assert (source / shard).read_bytes() == data
 
-    def _has(self, made: Path, span: Span) -> bool:
+    def _has(self, made: Path, span: Span, plan: SplitPlan) -> bool:
         for name in (span.file, span.file + PART_SUFFIX):
             if (made / name).exists():
                 with (made / name).open("rb") as file:
                     file.seek(span.begin)
-                    return file.read(span.end - span.begin) == self.layers[span.file][span.begin : span.end]
+                    found = file.read(span.end - span.begin) == self.layers[span.file][span.begin : span.end]
+                return found or self._waits(made, span, plan)
         return False
+
+    def _waits(self, made: Path, span: Span, plan: SplitPlan) -> bool:
+        """Whether the scales of which bytes will be made are in the layer's scratch file."""
+        if span.tensor not in self.scales or span.part not in OF_SCALES:
+            return False
+        layout = next(layout for layout in plan.layouts.values() if layout.file_name == span.file)
+        if not (made / layout.scratch_name).exists():
+            return False
+        with (made / layout.scratch_name).open("rb") as file:
+            file.seek(layout.scratch_places[span.tensor + WAITING_SCALES])
+            return file.read(len(self.scales[span.tensor])) == self.scales[span.tensor]
 
 
 class Scene:
@@ -222,7 +255,7 @@ def scene_in_folder(
     beside: Mapping[str, bytes] | None = None,
 ) -> Scene:
     """A checkpoint of three shards in a folder below ``root``; ``beside`` are further files of it."""
-    original = _write(root / "original", tensors, beside)
+    original = _write(root / "original", tensors or _tensors(route), beside)
     model = root / "local" / "model"
     return Scene(route.call(str(model)), original, model)
 
@@ -243,15 +276,22 @@ def scene_on_hub(
     beside: Mapping[str, bytes] | None = None,
 ) -> Scene:
     """The same checkpoint on a hub that serves the folder ``served``; its log is emptied afterwards."""
-    original = _write(served / REPO, tensors, beside)
+    original = _write(served / REPO, tensors or _tensors(route), beside)
     call = route.call(REPO, hub_url=environment.url, hub_home=str(environment.home))
     scene = Scene(call, original, environment.home)
     hub.forget_requests()
     return scene
 
 
-def _write(folder: Path, tensors: Mapping[str, torch.Tensor] | None, beside: Mapping[str, bytes] | None) -> Path:
-    write_shards(folder, cut(tensors or llama_tensors(layers=2), 3))
+def _tensors(route: Route) -> dict[str, torch.Tensor]:
+    """Small ones; so many that compression touches them."""
+    if route.compression == DOUBLE:
+        return llama_tensors(layers=2, hidden=192, vocabulary=200)
+    return llama_tensors(layers=2)
+
+
+def _write(folder: Path, tensors: Mapping[str, torch.Tensor], beside: Mapping[str, bytes] | None) -> Path:
+    write_shards(folder, cut(tensors, 3))
     for name, content in (beside or {}).items():
         (folder / name).write_bytes(content)
     return folder

@@ -150,8 +150,9 @@ def dequantised(folder: Path, target: Path, compression: str, dtype: torch.dtype
     for name, tensor in tensors.items():
         if not is_compressed(name, tensor):
             continue
-        if compression == "4bit":
-            codes, state = functional.quantize_4bit(tensor, blocksize=64, quant_type="nf4")
+        if compression in ("4bit", "4bit-double"):
+            doubled = compression == "4bit-double" and tensor.numel() >= 32768
+            codes, state = functional.quantize_4bit(tensor, blocksize=64, quant_type="nf4", compress_statistics=doubled)
             state.shape = torch.Size([tensor.numel()])  # its kernel for the CPU begins a block with each row
             changed = functional.dequantize_4bit(codes, state)
         else:

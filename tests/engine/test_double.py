@@ -1,0 +1,146 @@
+"""4bit-double through the engine: the bits of the weights that bitsandbytes makes, wherever a unit or an expert is."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rabbitllm.engine.packed_weight import PackedWeight
+from rabbitllm.engine.placement import Tier
+from rabbitllm.layers.layer_store import LayerStore
+from tests.engine.test_fake_gpu import load_on
+from tests.support.builders import build_checkpoint, reference_logits
+from tests.support.fake_gpu import FakeGpu, watched
+from tests.support.tiny_models import (
+    ALL,
+    INPUT,
+    assert_same,
+    budget_that_keeps,
+    bytes_when_made,
+    dequantised,
+    load,
+    one_thread,
+    run,
+    split,
+    tiers,
+)
+
+__all__ = ["one_thread"]
+DOUBLE = "4bit-double"
+LARGE = {"hidden_size": 192, "intermediate_size": 256}
+"""Matrices of 32,768 elements and more, but for those of keys and values, which are then at 4bit."""
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": LARGE,
+    "qwen3_moe": {**LARGE, "head_dim": 48, "moe_intermediate_size": 192, "num_experts": 24},
+    "gpt_oss": {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "num_local_experts": 24},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A split, and what transformers computes with the weights that it stands for."""
+
+    folder: Path
+    directory: Path
+    expected: Any
+
+
+def case(root: Path, family: str, dtype: torch.dtype, **more: Any) -> Case:
+    folder = build_checkpoint(root / "model", family, dtype=dtype, shards=3, **{**FAMILIES[family], **more})
+    expected = reference_logits(dequantised(folder, root / "reference", DOUBLE, dtype), INPUT, dtype)
+    return Case(folder, split(folder, DOUBLE), expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("llama", torch.bfloat16),
+        ("qwen3_moe", torch.float32),
+        ("gpt_oss", torch.bfloat16),
+        pytest.param("llama", torch.float32, marks=pytest.mark.long),
+        pytest.param("qwen3_moe", torch.bfloat16, marks=pytest.mark.long),
+        pytest.param("gpt_oss", torch.float32, marks=pytest.mark.long),
+    ],
+)
+def test_every_tier_has_the_bits_of_bitsandbytes(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    made = case(tmp_path, family, dtype)
+    kinds = {t.quantised.scheme for t in LayerStore(made.directory).tensors.values() if t.quantised}
+    assert DOUBLE in kinds
+    resident = load(made.directory)
+    assert_same(run(resident), made.expected)
+    seen = set(tiers(resident).values())
+    whole = bytes_when_made(resident)
+    for budget in (whole - 1, whole // 3, 0):
+        model = load(made.directory, budget)
+        assert_same(run(model), made.expected)
+        seen |= set(tiers(model).values())
+    assert {Tier.RESIDENT, Tier.STREAMED} <= seen
+    assert Tier.ROWS in seen or family == "gpt_oss"
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("exact", [True, False])
+def test_experts_come_and_go(tmp_path: Path, family: str, exact: bool) -> None:
+    """In a pool that keeps some of them, whose slots are filled again and again."""
+    made = case(tmp_path, family, torch.bfloat16)
+    model = load(made.directory, budget_that_keeps(made.directory, 0.25, exact=exact), exact=exact)
+    assert Tier.ROUTED in tiers(model).values()
+    expected = made.expected if exact else run(load(made.directory, exact=False))
+    for _ in range(2):
+        found = run(model)
+        if exact:
+            assert_same(found, expected)
+        else:
+            torch.testing.assert_close(found.logits, expected.logits, rtol=0.05, atol=0.05)
+            assert torch.equal(found.tokens, expected.tokens)
+
+
+def test_products_from_codes(tmp_path: Path) -> None:
+    """The kernels are given the scales as float32, made once where a layer stays."""
+    made = case(tmp_path, "llama", torch.bfloat16)
+    results = []
+    for budget in (ALL, 0):
+        model = load(made.directory, budget, exact=False)
+        results.append(run(model))
+        torch.testing.assert_close(results[-1].logits, made.expected.logits, rtol=0.05, atol=0.05)
+    assert torch.equal(results[0].logits, results[1].logits)
+    resident = load(made.directory, exact=False)
+    weight = resident.model.layers[0].self_attn.q_proj.weight
+    assert isinstance(weight, PackedWeight)
+    assert (weight.matrix.form.scheme, weight.matrix.absmax.dtype) == ("4bit", torch.float32)
+
+
+def test_scales_that_are_made_count_as_memory(tmp_path: Path) -> None:
+    """What stays is 4.5 bits a weight, on the disk it is 4.13."""
+    folder = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16, **LARGE)
+    plain, double = (load(split(folder, how), exact=False) for how in ("4bit", DOUBLE))
+    stored = [sum(placed.stored for placed in model.placement.units) for model in (plain, double)]
+    assert stored[1] < stored[0]
+    made = sum(
+        tensor.parts[1].elements * 4
+        for name, tensor in LayerStore(Path(double.name_or_path)).tensors.items()
+        if tensor.quantised is not None and tensor.quantised.scheme == DOUBLE and "embed_tokens" not in name
+    )
+    less = sum(p.stored - d.stored for p, d in zip(plain.placement.units, double.placement.units, strict=True))
+    less -= plain.placement.units[0].stored - double.placement.units[0].stored  # the embedding is made, as ever
+    assert plain.get_memory_footprint() - double.get_memory_footprint() == less - made
+    least = stored[1] + made
+    assert load(split(folder, DOUBLE), least + 100_000, exact=False).placement.is_resident
+    assert not load(split(folder, DOUBLE), stored[1] + 1, exact=False).placement.is_resident
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_devices_with_memory_of_their_own(tmp_path: Path, family: str) -> None:
+    directory = split(build_checkpoint(tmp_path / "model", family, dtype=torch.bfloat16, **FAMILIES[family]), DOUBLE)
+    on_cpu = load(directory)
+    expected = run(on_cpu)
+    for budget, host in ((ALL, 0), (bytes_when_made(on_cpu) - 1, 0), (0, 0), (0, ALL)):
+        gpu = FakeGpu(0)
+        with watched():
+            model = load_on([gpu], directory, budget, host)
+            found = run(model)
+        assert_same(found, expected)

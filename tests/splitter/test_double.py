@@ -1,0 +1,221 @@
+"""4bit-double by every route: scales wait for the last of them, and the bytes are those of the whole tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+import bitsandbytes.functional as functional
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rabbitllm import prepare, progress
+from rabbitllm.durable import Step, observe_steps
+from rabbitllm.formats.crc32 import crc32_of_file
+from rabbitllm.layers.layer_file import SCRATCH_SUFFIX
+from rabbitllm.layers.layer_store import LayerStore, read_manifest
+from rabbitllm.layers.verify import verify
+from rabbitllm.splitter import mover
+from tests.support.builders import SINGLE_NAME, cut, llama_tensors, write_shards
+from tests.support.hub_fixtures import HubEnvironment
+from tests.support.splitting import Call, Counter, layer_files, names_in, occupied, split
+
+DOUBLE = "4bit-double"
+REPO = "acme/tiny"
+Weights = Mapping[str, torch.Tensor]
+
+
+@pytest.fixture
+def tensors() -> dict[str, torch.Tensor]:
+    """Some tensors large enough, some only for 4bit (q, k, v, o of the last layer), some for neither."""
+    small = llama_tensors(layers=3, hidden=160, vocabulary=300)
+    large = llama_tensors(layers=2, hidden=192, vocabulary=300)
+    kept = {name: tensor for name, tensor in small.items() if ".layers.2." in name}
+    return {
+        **{name: large[name] for name in list(large)[:-2]},
+        **kept,
+        **{name: large[name] for name in list(large)[-2:]},
+    }
+
+
+def theirs(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What bitsandbytes makes of a tensor in one piece, under the names in a layer file."""
+    doubled = tensor.numel() >= 32768
+    if tensor.dim() < 2 or tensor.numel() < 4096:
+        return {name: tensor}
+    codes, state = functional.quantize_4bit(tensor, blocksize=64, quant_type="nf4", compress_statistics=doubled)
+    return {name: codes, **{f"{name}.4bit.{key}": value for key, value in state.as_dict(packed=True).items()}}
+
+
+def check(made: Path, tensors: Weights) -> None:
+    """Every part in every layer file is bitsandbytes' own; behind a state there may be blanks."""
+    found: dict[str, torch.Tensor] = {}
+    for path in made.glob("*.safetensors"):
+        found |= load_file(path)
+    expected = {key: part for name, tensor in tensors.items() for key, part in theirs(name, tensor).items()}
+    assert found.keys() == expected.keys()
+    for key, part in expected.items():
+        if "quant_state" in key:
+            assert bytes(found[key].numpy()).rstrip() == bytes(part.numpy())
+        else:
+            assert torch.equal(found[key], part), key
+    assert not names_in(made, f"*{SCRATCH_SUFFIX}")
+
+
+@pytest.mark.parametrize("shards", [1, 3, 7])
+def test_bytes_are_those_of_the_whole_tensor(tmp_path: Path, tensors: Weights, shards: int) -> None:
+    made = split(write_shards(tmp_path / "model", cut(tensors, shards)), compression=DOUBLE)
+    assert made.name == "splitted_model.4bit-double"
+    check(made, tensors)
+    store = LayerStore(made)
+    assert store.compression == DOUBLE
+    kinds = {tensor.quantised.scheme if tensor.quantised else None for tensor in store.tensors.values()}
+    assert kinds == {DOUBLE, "4bit", None}
+
+
+@pytest.mark.parametrize(
+    ("hub", "where"), [(False, {}), (True, {"shard_transfer": "file"}), (True, {"shard_transfer": "stream"})]
+)
+@pytest.mark.parametrize("sequential", [True, False])
+def test_every_route_makes_the_same_bytes(
+    tmp_path: Path,
+    tensors: Weights,
+    hub_environment: HubEnvironment,
+    hub: bool,
+    where: dict[str, str],
+    sequential: bool,
+) -> None:
+    whole = write_shards(tmp_path / "whole", {SINGLE_NAME: dict(tensors)}, index=False)
+    expected = layer_files(split(whole, compression=DOUBLE, sequential=False))
+    source = write_shards(tmp_path / "hub" / REPO if hub else tmp_path / "model", cut(tensors, 4))
+    more = where if sequential else {}
+    made = split(REPO if hub else source, compression=DOUBLE, sequential=sequential, **more)
+    assert layer_files(made) == expected
+
+
+def test_runs_of_a_few_blocks_in_many_threads(
+    tmp_path: Path, tensors: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rabbitllm.splitter.plan.CHUNK_BYTES", 4096)
+    check(split(write_shards(tmp_path / "model", cut(tensors, 3)), compression=DOUBLE), tensors)
+
+
+def test_more_scales_than_are_read_at_a_time(tmp_path: Path) -> None:
+    chance = torch.Generator().manual_seed(0)
+    tensors = {"model.embed_tokens.weight": torch.randn(2100, 4096, generator=chance).bfloat16()}  # 134,400 scales
+    check(split(write_shards(tmp_path / "model", {SINGLE_NAME: tensors}, index=False), compression=DOUBLE), tensors)
+
+
+def test_checksums_are_those_of_the_files(tmp_path: Path, tensors: Weights) -> None:
+    """They are put together from what was summed on the way."""
+    made = split(write_shards(tmp_path / "model", cut(tensors, 3)), compression=DOUBLE)
+    manifest = read_manifest(made)
+    assert manifest is not None
+    assert {record.file: record.crc32 for record in manifest.layers} == {
+        path.name: crc32_of_file(path) for path in made.glob("*.safetensors")
+    }
+    assert verify(made).damaged == ()
+
+
+def test_damage_is_noticed(tmp_path: Path, tensors: Weights) -> None:
+    made = split(write_shards(tmp_path / "model", cut(tensors, 3)), compression=DOUBLE)
+    store = LayerStore(made)
+    stored = store.tensors["model.embed_tokens.weight"]
+    offset = stored.parts[3].offset
+    path = made / stored.parts[3].file
+    del store
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+    assert [damage.layer for damage in verify(made).damaged] == ["embed_tokens"]
+
+
+def test_scales_are_summed_when_a_layer_is_whole_and_never_before(
+    tmp_path: Path, tensors: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settle, seen = mover.Mover.settle, []
+
+    def noted(self: mover.Mover, targets: object) -> None:
+        given = list(targets)  # type: ignore[call-overload]
+        seen.extend(form.source.name for target, _ in given for form in target.layout.settles)
+        settle(self, given)
+
+    monkeypatch.setattr(mover.Mover, "settle", noted)
+    split(write_shards(tmp_path / "model", cut(tensors, 5)), compression=DOUBLE)
+    doubled = [f"{name}.4bit.absmax" for name, tensor in tensors.items() if tensor.numel() >= 32768]
+    assert sorted(seen) == sorted(doubled)
+
+
+def test_the_scratch_of_a_layer_that_waits_is_durable_before_its_shard_goes(tmp_path: Path, tensors: Weights) -> None:
+    steps: list[Step] = []
+    with observe_steps(steps.append):
+        split(write_shards(tmp_path / "model", cut(tensors, 5)), compression=DOUBLE)
+    scratch = [(at, step) for at, step in enumerate(steps) if step.path.name.endswith(SCRATCH_SUFFIX)]
+    assert {"create", "write", "sync", "unlink"} <= {step.kind for _, step in scratch}
+    for at, step in enumerate(steps):
+        if step.kind == "unlink" and step.path.name.startswith("model-0000"):
+            begun = {s.path for s in steps[:at] if s.kind == "write" and s.path.name.endswith(SCRATCH_SUFFIX)}
+            gone = {s.path for s in steps[:at] if s.kind == "unlink"}
+            synced = {s.path for s in steps[:at] if s.kind == "sync"}
+            assert begun - gone <= synced
+
+
+@pytest.mark.parametrize("shards", [1, 3, 6])
+@pytest.mark.parametrize("sequential", [True, False])
+def test_the_disk_peak_is_what_was_planned(tmp_path: Path, tensors: Weights, shards: int, sequential: bool) -> None:
+    source = write_shards(tmp_path / "model", cut(tensors, shards))
+    call = Call(str(source), compression=DOUBLE, sequential=sequential)
+    before, most, peaks = occupied(source), [0], []
+
+    def look(number: int, step: Step) -> None:
+        most[0] = max(most[0], occupied(source) - before)
+
+    with (
+        observe_steps(Counter(look)),
+        progress.listening(
+            lambda event: peaks.append(event.peak_bytes) if isinstance(event, progress.SplitStarted) else None
+        ),
+    ):
+        call.make()
+    (peak,) = peaks
+    assert 0 < most[0] <= peak
+    assert peak <= most[0] + 400_000  # headers, and blocks that are begun: 4 KiB each
+
+
+def test_repair_makes_the_same_bytes(tmp_path: Path, tensors: Weights, hub_environment: HubEnvironment) -> None:
+    write_shards(tmp_path / "hub" / REPO, cut(tensors, 4))
+    made = split(REPO, compression=DOUBLE)
+    before = layer_files(made)
+    path = made / "model.layers.1.safetensors"
+    path.write_bytes(bytes(path.stat().st_size))
+    manifest = read_manifest(made)
+    assert manifest is not None
+    prepare.repair_split(made, manifest, {damage.layer for damage in verify(made).damaged})
+    assert layer_files(made) == before
+
+
+def test_an_interrupted_call_goes_on(tmp_path: Path, tensors: Weights) -> None:
+    """Broken off at each step once, all in one: every call gets one step further than the one before."""
+    source = write_shards(tmp_path / "model", cut(tensors, 3))
+    undisturbed = write_shards(tmp_path / "quiet", cut(tensors, 3))
+    expected = layer_files(split(undisturbed, compression=DOUBLE))
+    call = dataclasses.replace(Call(str(source), compression=DOUBLE))
+
+    class Stop(KeyboardInterrupt):
+        pass
+
+    for death in range(3, 400, 9):
+
+        def stop(number: int, step: Step, death: int = death) -> None:
+            if number == death:
+                raise Stop
+
+        try:
+            with observe_steps(Counter(stop)):
+                made = call.make()
+        except KeyboardInterrupt:
+            continue
+        break
+    assert layer_files(made) == expected
