@@ -41,7 +41,7 @@ from rabbitllm.demo.tasks import held_out
 from rabbitllm.errors import RabbitLLMError
 from rabbitllm.scoring import ScoredText
 
-WINDOW, TOKENS, PROBLEMS = 128, 8192, 400
+WINDOW, TOKENS, PROBLEMS = 128, 4096, 400
 OURS, BITSANDBYTES, LLAMA_CPP = "RabbitLLM", "bitsandbytes", "llama.cpp"
 COMPRESSED = ("8bit", "4bit", "4bit-double")
 BUDGETS = (0.27, 0.285, 0.31, 0.35, 0.4, 0.45, 0.5)

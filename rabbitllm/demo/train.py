@@ -265,7 +265,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train the bundled demonstration model, or its larger sister.")
     parser.add_argument("--out", type=Path, required=True, help="folder that gets model/ and score.json")
     parser.add_argument("--size", choices=sorted(SHAPES), default=BUNDLED)
-    parser.add_argument("--steps", type=int, help="by default as many as the recorded models had")
+    parser.add_argument("--steps", type=int, help="by default 4,000, or 1,000 of the larger one")
     parser.add_argument("--minutes", type=float, help="stop by this time; the learning rate then follows the clock")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from rabbitllm.batching.packed_attention import attention_by_text, texts_of
 from rabbitllm.batching.packed_families import shares_keys
@@ -86,6 +85,19 @@ class _Cut:
         if self.chosen is not None:
             self.output.last_hidden_state = self.chosen[self.part][None]
         return self.output
+
+
+class _RowsAlone:
+    """What a body returned, as far as it was kept: whatever else a family's forward asks for is None."""
+
+    last_hidden_state: torch.Tensor
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, place: Any) -> Any:
+        return (self.last_hidden_state,)[place]
 
 
 _active: ContextVar[_Cut | None] = ContextVar("forward that scores", default=None)
@@ -209,7 +221,7 @@ class ScoringForward:
         """
         cut = _Cut(None, keeps=False)
         cut.is_reached, cut.chosen, cut.part = True, states, slice(None)
-        cut.output = MoeModelOutputWithPast(last_hidden_state=states[None])
+        cut.output = _RowsAlone()
         token = _active.set(cut)
         try:
             ids = torch.zeros((1, len(states)), dtype=torch.long, device=self._model.device)

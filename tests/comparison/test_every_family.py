@@ -11,13 +11,13 @@ from rabbitllm.batching.packed_families import PACKABLE
 from rabbitllm.comparison.compare import compare
 from rabbitllm.scoring import Room, ScoredText
 from rabbitllm.scoring.filled_families import FILLABLE
-from tests.batching.test_packed_families import checkpoint
+from tests.batching.test_packed_families import ALONE, checkpoint
 from tests.scoring.beside_plain import alone, texts_for
 from tests.support.tiny_models import load, one_thread, split  # noqa: F401  a fixture that applies by itself
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", sorted(PACKABLE | FILLABLE))
+@pytest.mark.parametrize("name", sorted(ALONE | (FILLABLE - PACKABLE)))
 def test_as_each_alone(tmp_path: Path, name: str) -> None:
     model = load(split(checkpoint(tmp_path / "model", name)), 60_000, exact=False)
     asked = [text for text in texts_for() if text.continuation]

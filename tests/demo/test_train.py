@@ -83,7 +83,8 @@ def test_problems_alone_come_in_two_parts(tokenizer: Any) -> None:
 @pytest.mark.long
 def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(SHAPES, LARGER, Shape(64, 128, 2, 2, 1, 32))
-    monkeypatch.setattr(train, "PROSE_WINDOWS", 2)
+    for name, few in (("PROSE_WINDOWS", 2), ("HELD_OUT_PROBLEMS", 8), ("WIDER_PROBLEMS", 8)):
+        monkeypatch.setattr(train, name, few)
     monkeypatch.setattr("sys.argv", ["train", "--out", str(tmp_path), "--size", LARGER, "--steps", "3"])
     train.main()
     record = json.loads((tmp_path / "score.json").read_text(encoding="utf-8"))
