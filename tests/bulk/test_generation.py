@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from rabbitllm.batching.aside import usual_folder
 from rabbitllm.bulk.answering import answered, answers
 from rabbitllm.bulk.items import Call, Defaults, Generate, Item, Limits, Refused
 from tests.support.builders import VOCABULARY_SIZE
@@ -104,6 +105,21 @@ def test_the_first_pass_is_for_as_many_as_there_may_be(model: Any) -> None:
     found = facts[0]()
     assert found.new_tokens <= 16
     assert found.passes <= 5  # of the prompts, and one for each token after the first
+
+
+@pytest.mark.skipif(usual_folder() is None, reason="temporary files lie in memory here")
+def test_lines_for_which_memory_has_no_room_share_the_pass_all_the_same(model: Any, plain: Any) -> None:
+    facts: list[Any] = []
+    limits = Limits(sequences=8, cache_bytes=model.placement.streamed_bytes // 2)
+    prompts = [ids(150 + n, n) for n in range(8)]
+    items = iter([Item(n, n, Generate(prompt, 6)) for n, prompt in enumerate(prompts)])
+    found = {one.index: one.line for group in answered(model, "m", items, limits, facts.append) for one in group}
+    for n, prompt in enumerate(prompts):
+        assert found[n]["text"] == alone(plain, model.tokenizer, prompt, 6)
+    told = facts[0]()
+    assert told.file_read_bytes > 0
+    assert told.preempted == 0
+    assert told.passes < 2 * 6
 
 
 def test_answers_in_openais_form(model: Any, plain: Any) -> None:
