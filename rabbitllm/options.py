@@ -35,6 +35,7 @@ class SplitOptions:
             them that fits).
         keep_own: of a repository without `sequential`: take one shard at a time all the same, and delete those that the
             split fetched for itself; what is in the hub cache stays there.
+        fit_scales: at 4bit and 4bit-double choose scales that fit their blocks best; else they are bitsandbytes' own.
         profiling: record where the time of each layer goes.
         threads: workers that read, quantise and write; by default one a core, at least 2.
         min_free: bytes; free disk below which a split stops cleanly, since the machine itself needs some.
@@ -49,6 +50,7 @@ class SplitOptions:
     shard_transfer: str = "auto"
     min_free: int = 1_000_000_000
     keep_own: bool = False
+    fit_scales: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,9 @@ def pull_command(
         int | None,
         typer.Option("--ray-tasks", help="With --ray: shards at a time; by default as processors allow."),
     ] = None,
+    fit_scales: Annotated[
+        bool, typer.Option("--fit-scales", help="At 4bit: scales with the least error; less loss, a slower split.")
+    ] = False,
     plot: DiskPlotOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -83,6 +86,7 @@ def pull_command(
         min_free_disk=min_free_disk,
         shard_transfer=shard_transfer,
         trust_remote_code=trust_remote_code,
+        fit_scales=fit_scales,
     )
     console = Console(highlight=False)
     if dry_run:

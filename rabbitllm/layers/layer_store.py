@@ -76,6 +76,15 @@ class Manifest:
     format_version: int = FORMAT_VERSION
 
 
+FITTED = ", scales fitted"
+"""What a quantiser's name ends with whose scales of 4bit fit their blocks."""
+
+
+def is_fitted(quantiser: str | None) -> bool:
+    """Whether the scales of 4bit fit their blocks, by what the journal or the manifest says of the quantiser."""
+    return quantiser is not None and quantiser.endswith(FITTED)
+
+
 def directory_name(compression: str | None, base: str = SPLIT_DIRECTORY) -> str:
     """`splitted_model`, `splitted_model.4bit`, `splitted_model.4bit-double` or `splitted_model.8bit`."""
     return base if compression is None else f"{base}.{compression}"

@@ -12,7 +12,7 @@ from rabbitllm.checkpoints.hub import HubCheckpoint, HubRepository
 from rabbitllm.checkpoints.index import is_index
 from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any, is_writable
 from rabbitllm.errors import CheckpointNotFoundError, SplitMismatchError
-from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME, LayerStore, Manifest, read_manifest
+from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME, LayerStore, Manifest, is_fitted, read_manifest
 from rabbitllm.options import SplitOptions
 from rabbitllm.prepare.source import Source
 from rabbitllm.splitter.lease import LEASE_NAME
@@ -42,6 +42,11 @@ def check_finished(source: Source, options: SplitOptions) -> None:
             f"{source.split_folder} is a split at compression {manifest.compression}; "
             f"{options.compression} was asked for.",
             "Split into another folder (layer_shards_saving_path).",
+        )
+    if options.fit_scales and not is_fitted(manifest.quantiser):
+        raise SplitMismatchError(
+            f"{source.split_folder} is a split whose scales are bitsandbytes' own; fit_scales=True was asked for.",
+            "Split into another folder (layer_shards_saving_path), or leave fit_scales out.",
         )
     if is_writable(source.split_folder):
         clear_away(source.split_folder)

@@ -18,7 +18,14 @@ from rabbitllm.checkpoints.naming import LayerNaming
 from rabbitllm.checkpoints.quantised import quantised_as
 from rabbitllm.errors import MissingShardError, OptionError
 from rabbitllm.layers.compression import COMPRESSIONS
-from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME, Manifest, directory_name, is_finished
+from rabbitllm.layers.layer_store import (
+    JOURNAL_NAME,
+    MANIFEST_NAME,
+    Manifest,
+    directory_name,
+    is_finished,
+    is_fitted,
+)
 from rabbitllm.options import SplitOptions
 from rabbitllm.prepare.config import config_of, family_of
 from rabbitllm.prepare.finished import check_finished, has_work_left
@@ -149,6 +156,7 @@ def repair_split(folder: Path, manifest: Manifest, layers: Collection[str], orig
             f"{folder} was split from a folder named {known.name!r}, whose place is not known.",
             "Name it with --original, if its shards are still there; otherwise split another copy of the model.",
         )
-    options = SplitOptions(compression=manifest.compression, sequential=original is None)
+    fitted = is_fitted(manifest.quantiser)
+    options = SplitOptions(compression=manifest.compression, sequential=original is None, fit_scales=fitted)
     with locked(folder), telling_how_to_go_on(folder):
         repair(Request(checkpoint, folder, family_of(folder), options), manifest, layers)

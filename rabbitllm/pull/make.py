@@ -18,7 +18,7 @@ from rabbitllm import prepare, progress
 from rabbitllm.auto_model import check_model
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.errors import IncompleteSplitError, OptionError
-from rabbitllm.layers.compression import check_compression
+from rabbitllm.layers.compression import check_compression, check_fitting
 from rabbitllm.library.entry import Entry, as_record, look
 from rabbitllm.options import Hosts, SplitOptions, StreamOptions, check_transfer, expand, parse_max_memory, parse_size
 from rabbitllm.splitter.forecast import STANDARD, Outlook, Rates, Route
@@ -51,6 +51,7 @@ class Wish:
         device, max_memory, trust_remote_code: of the generation that comes later; what that would refuse is refused
             before the split. By default the first GPU, else the CPU.
         hosts: of it too: processes that compute it together.
+        fit_scales: see `SplitOptions`.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Wish:
     max_memory: Mapping[int | str, int | str] | None = None
     trust_remote_code: bool = False
     hosts: Hosts | None = None
+    fit_scales: bool = False
 
     def sought(self, *, only_look: bool = False) -> prepare.Sought:
         """What to look for."""
@@ -91,6 +93,7 @@ class Wish:
             max_disk=None if self.max_disk is None else parse_size(self.max_disk, "max_disk"),
             min_free=parse_size(self.min_free_disk, "min_free_disk"),
             shard_transfer=check_transfer(self.shard_transfer, one_at_a_time),
+            fit_scales=check_fitting(self.compression, fit_scales=self.fit_scales),
         )
 
     @property

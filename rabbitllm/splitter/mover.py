@@ -87,12 +87,22 @@ class Mover:
         quantise_on: "cpu" or "cuda:N".
         profiler: told of every read, quantisation and write.
         watch: called before each batch; may raise to stop.
+        fitted: whether scales of 4bit are to fit their blocks.
     """
 
-    def __init__(self, threads: int, quantise_on: str, profiler: Profiler, watch: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        threads: int,
+        quantise_on: str,
+        profiler: Profiler,
+        watch: Callable[[], None],
+        *,
+        fitted: bool = False,
+    ) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="split")
         self._threads = threads
         self._quantise_on = quantise_on
+        self._fitted = fitted
         self._profiler = profiler
         self._watch = watch
         self._local = threading.local()
@@ -290,7 +300,9 @@ class Mover:
         made = 0
         if move.nbytes:
             with self._profiler.stage(move.layer, QUANTISE, move.nbytes):
-                codes, scales = quantise_blocks(form.scheme, data, form.source.dtype, self._quantise_on)
+                codes, scales = quantise_blocks(
+                    form.scheme, data, form.source.dtype, self._quantise_on, fitted=self._fitted
+                )
             made = len(codes) + len(scales)
             with self._profiler.stage(move.layer, WRITE, made):
                 self._put(target, form, 0, move.first // CODES_A_BYTE[form.scheme], codes)

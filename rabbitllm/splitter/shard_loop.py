@@ -60,7 +60,7 @@ class ShardLoop:
         self.checksums = dict(work.checksums)
         self._deletes = work.options.sequential and work.checkpoint.deletable
         self._journal = journal.Journal(work.folder)
-        self._mover = Mover(work.options.threads, work.quantise_on, profiler, watch)
+        self._mover = Mover(work.options.threads, work.quantise_on, profiler, watch, fitted=work.fitted)
         self._filler = Filler(work, self._mover, profiler)
         self._arrivals = Arrivals(work.checkpoint, ROOM[work.arrival], watch)
         self._first_seen: dict[str, float] = {}

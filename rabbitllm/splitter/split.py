@@ -24,10 +24,12 @@ from rabbitllm.formats.crc32 import combine_all, crc32_of_file
 from rabbitllm.layers.compression import Settling, StoredForm, constants
 from rabbitllm.layers.layer_file import DONE_SUFFIX, SCRATCH_SUFFIX, LayerLayout
 from rabbitllm.layers.layer_store import (
+    FITTED,
     JOURNAL_NAME,
     MANIFEST_NAME,
     LayerRecord,
     Manifest,
+    is_fitted,
     read_manifest,
     write_manifest,
 )
@@ -188,12 +190,12 @@ def _begin(request: Request) -> tuple[Work, str | None]:
     if earlier is not None:
         return _take_up(request, earlier), earlier.quantiser
     plan = plan_split(request)
-    work = _work(request, plan, ground_of(request, plan), {})
+    quantiser = quantiser_of(request)
+    work = _work(request, plan, ground_of(request, plan), {}, is_fitted(quantiser))
     _warn_of_big_layers(plan)
     durable.make_folder(request.folder)
     _copy_sidecars(request)
     _clear_stale(request.folder, plan)
-    quantiser = quantiser_of(request)
     journal.begin(request.folder, plan, quantiser)
     return work, quantiser
 
@@ -217,14 +219,16 @@ def _take_up(request: Request, earlier: journal.Replay) -> Work:
     logger.info("Going on with %s: %d shards are used up.", request.folder, len(earlier.used))
     plan = _with_places(earlier.plan, checkpoint)
     ground = dataclasses.replace(ground_of(request, plan), used=earlier.used, in_use=disk_bytes(request.folder))
-    work = _work(request, plan, ground, earlier.checksums)
+    work = _work(request, plan, ground, earlier.checksums, is_fitted(earlier.quantiser))
     journal.settle(request.folder)
     if work.arrival is Arrival.STREAM:  # whatever was fetched of a shard, it comes anew
         durable.remove_folder(request.folder / STAGING_NAME)
     return work
 
 
-def _work(request: Request, plan: SplitPlan, ground: Ground, checksums: Mapping[str, tuple[int, ...]]) -> Work:
+def _work(
+    request: Request, plan: SplitPlan, ground: Ground, checksums: Mapping[str, tuple[int, ...]], fitted: bool
+) -> Work:
     if request.hands is None:
         arrival, at_once = choose_arrival(plan, ground, request.options), 1
     else:
@@ -240,6 +244,7 @@ def _work(request: Request, plan: SplitPlan, ground: Ground, checksums: Mapping[
         ground.used,
         checksums,
         at_once,
+        fitted,
     )
 
 
@@ -332,7 +337,8 @@ def quantiser_of(request: Request) -> str | None:
         return None
     from importlib.metadata import version
 
-    return f"bitsandbytes {version('bitsandbytes')} on {request.quantise_on.split(':')[0]}"
+    own = f"bitsandbytes {version('bitsandbytes')} on {request.quantise_on.split(':')[0]}"
+    return own + FITTED if request.options.fit_scales else own
 
 
 def _finish(request: Request, plan: SplitPlan, quantiser: str | None, checksums: Mapping[str, tuple[int, ...]]) -> None:

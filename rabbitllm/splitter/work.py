@@ -31,6 +31,7 @@ class Work:
         used: shards that an earlier run used up.
         checksums: tensor -> CRC-32 of each stored part, as far as the journal knows them.
         at_once: shards in work at a time, at most.
+        fitted: whether scales of 4bit fit their blocks.
     """
 
     plan: SplitPlan
@@ -43,6 +44,7 @@ class Work:
     used: frozenset[str]
     checksums: Mapping[str, tuple[int, ...]]
     at_once: int = 1
+    fitted: bool = False
 
     def of_shard(self, shard: str, layers: Iterable[str]) -> Work:
         """The part of it that fills these layers from one shard: all that another process has to know."""

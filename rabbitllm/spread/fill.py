@@ -36,7 +36,7 @@ def fill_from(shard: PlannedShard, work: Work, lease: Lease, threads: int) -> di
     profiler = Profiler(enabled=False)
     layers = list(work.plan.layouts)
     targets: dict[str, Target] = {}
-    mover = Mover(threads, work.quantise_on, profiler, looks.check)
+    mover = Mover(threads, work.quantise_on, profiler, looks.check, fitted=work.fitted)
     arrivals = Arrivals(work.checkpoint, ROOM[work.arrival], looks.check)
     try:
         filler = Filler(work, mover, profiler)

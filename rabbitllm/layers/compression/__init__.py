@@ -37,6 +37,7 @@ from rabbitllm.layers.compression.schemes import (
     NF4_BLOCK,
     SCALE_BYTES,
     check_compression,
+    check_fitting,
     is_compressible,
     scheme_of,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "StoredForm",
     "arriving",
     "check_compression",
+    "check_fitting",
     "code_values",
     "constants",
     "dequantise",

@@ -10,6 +10,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from rabbitllm.formats.tensor_spec import torch_dtype
+from rabbitllm.layers.compression.fitting import quantise_fitted
 from rabbitllm.layers.compression.library import functional, int8_code, nf4_map
 from rabbitllm.layers.compression.schemes import CODES, INT8_BLOCK, NF4_BLOCK
 
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def quantise_blocks(scheme: str, data: memoryview, dtype: str, device: str) -> tuple[memoryview, memoryview]:
+def quantise_blocks(
+    scheme: str, data: memoryview, dtype: str, device: str, *, fitted: bool = False
+) -> tuple[memoryview, memoryview]:
     """Quantise a run of blocks.
 
     Args:
@@ -27,12 +30,15 @@ def quantise_blocks(scheme: str, data: memoryview, dtype: str, device: str) -> t
         data: the elements' bytes; a whole number of blocks, unless it is the tensor's end.
         dtype: F32, F16 or BF16.
         device: where to do it, "cpu" or "cuda:N".
+        fitted: whether a scale of 4bit is to fit its block, on the CPU in any case (`fitting.py`).
 
     Returns:
         The payload (uint8: two elements a byte at 4bit, one at 8bit) and the scales (float32, one a block), as bytes;
         at 4bit-double these are yet to be quantised (`nested.py`).
     """
     scheme = CODES[scheme]
+    if fitted and scheme == "4bit":
+        return quantise_fitted(data, dtype)
     if device == "cpu" and _compiled_kernels_agree(scheme):
         return _quantise_compiled(scheme, data, dtype)
     return _quantise_with_bitsandbytes(scheme, data, dtype, device)

@@ -59,6 +59,20 @@ def check_compression(compression: str | None) -> None:
         bitsandbytes()
 
 
+def check_fitting(compression: str | None, *, fit_scales: bool) -> bool:
+    """`fit_scales`, where there are scales of 4bit to fit.
+
+    Raises:
+        OptionError: there are none.
+    """
+    if fit_scales and compression in (None, "8bit"):
+        raise OptionError(
+            f"fit_scales=True has nothing to fit at compression={compression!r}.",
+            "It is for '4bit' and '4bit-double'; leave it out.",
+        )
+    return fit_scales
+
+
 def is_compressible(spec: TensorSpec) -> bool:
     """Whether compression touches a tensor.
 

@@ -1,0 +1,91 @@
+"""Splits with scales that fit their blocks: the same files but for scales and codes, and never a mixture of both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rabbitllm import prepare
+from rabbitllm.durable import Step, observe_steps
+from rabbitllm.errors import SplitMismatchError
+from rabbitllm.layers.layer_store import LayerStore, is_fitted, read_manifest
+from rabbitllm.layers.plain_tensors import PlainReader
+from rabbitllm.layers.verify import verify
+from rabbitllm.options import SplitOptions
+from tests.support.builders import cut, llama_tensors, write_shards
+from tests.support.splitting import Counter, layer_files
+
+
+def split(source: Path, compression: str, *, fit: bool, sequential: bool = True) -> Path:
+    found = prepare.find(prepare.Sought(str(source), compression))
+    prepare.ensure_split(found, SplitOptions(compression, sequential, fit_scales=fit))
+    return found.split_folder
+
+
+def model(folder: Path) -> Path:
+    return write_shards(folder, cut(llama_tensors(layers=2, hidden=192, vocabulary=200), 3))
+
+
+def error(made: Path) -> float:
+    """Squared, of all that is compressed, relative to the weights."""
+    tensors = llama_tensors(layers=2, hidden=192, vocabulary=200)
+    wrong = right = 0.0
+    with PlainReader(store := LayerStore(made)) as reader:
+        for name, stored in store.tensors.items():
+            if stored.quantised is not None:
+                found = reader.read(stored, torch.float32)
+                wrong += float((found - tensors[name].float()).square().sum())
+                right += float(tensors[name].float().square().sum())
+    return wrong / right
+
+
+@pytest.mark.parametrize("compression", ["4bit", "4bit-double"])
+def test_same_bytes_less_error(tmp_path: Path, compression: str) -> None:
+    plain = split(model(tmp_path / "plain"), compression, fit=False)
+    fitted = split(model(tmp_path / "fitted"), compression, fit=True)
+    sizes = [{name: len(data) for name, data in layer_files(made).items()} for made in (plain, fitted)]
+    assert sizes[0] == sizes[1]
+    assert error(fitted) < 0.87 * error(plain)
+    assert verify(fitted).damaged == ()
+    manifest = read_manifest(fitted)
+    assert manifest is not None
+    assert is_fitted(manifest.quantiser)
+    other = split(model(tmp_path / "standard"), compression, fit=True, sequential=False)
+    assert layer_files(other) == layer_files(fitted)
+
+
+def test_a_split_goes_on_as_it_was_begun(tmp_path: Path) -> None:
+    """Whatever the later call says: half a layer of either would be neither."""
+    expected = layer_files(split(model(tmp_path / "quiet"), "4bit", fit=True))
+    source = model(tmp_path / "model")
+
+    def stop(number: int, step: Step) -> None:
+        if step.kind == "unlink" and step.path.suffix == ".safetensors":
+            raise KeyboardInterrupt
+
+    with observe_steps(Counter(stop)), pytest.raises(KeyboardInterrupt):
+        split(source, "4bit", fit=True)
+    assert layer_files(split(source, "4bit", fit=False)) == expected
+
+
+def test_a_split_with_other_scales_is_not_passed_off_as_fitted(tmp_path: Path) -> None:
+    source = model(tmp_path / "model")
+    made = split(source, "4bit", fit=False, sequential=False)
+    with pytest.raises(SplitMismatchError, match="whose scales are bitsandbytes' own; fit_scales=True was asked for"):
+        split(source, "4bit", fit=True, sequential=False)
+    fitted = split(model(tmp_path / "other"), "4bit", fit=True, sequential=False)
+    assert split(tmp_path / "other", "4bit", fit=False, sequential=False) == fitted != made
+
+
+def test_repair_makes_fitted_scales_again(tmp_path: Path) -> None:
+    source = model(tmp_path / "model")
+    made = split(source, "4bit-double", fit=True, sequential=False)
+    before = layer_files(made)
+    path = made / "lm_head.safetensors"
+    path.write_bytes(bytes(path.stat().st_size))
+    manifest = read_manifest(made)
+    assert manifest is not None
+    prepare.repair_split(made, manifest, {"lm_head"}, source)
+    assert layer_files(made) == before
