@@ -180,7 +180,7 @@ def test_an_expert_is_one_read_and_its_weights_are_views_of_it(checkpoint: Path)
     source = pool.sources[0]
     memory = torch.zeros(source.nbytes, dtype=torch.uint8)
     for leaf in source.leaves.values():
-        made = leaf.weight(model, lambda part: memory[part.at : part.at + part.nbytes])
+        made = leaf.weight(model, lambda part: memory[part.at : part.at + part.nbytes], 0)
         assert made.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
 
 

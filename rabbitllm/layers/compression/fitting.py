@@ -88,7 +88,8 @@ def by_numpy(data: memoryview, dtype: str) -> tuple[npt.NDArray[np.uint8], Float
     ranks = np.where(scales[:, None] == 0, ZERO_CODE, (ys[..., None] > midpoints).sum(axis=-1)).astype(np.uint8)
     ranks.reshape(-1)[flat.size :] = ZERO_CODE
     pairs = ranks.reshape(-1, 2)
-    return (pairs[:, 0] << 4 | pairs[:, 1])[: (flat.size + 1) // 2], scales
+    codes = ((pairs[:, 0] << 4) | pairs[:, 1]).astype(np.uint8)
+    return codes[: (flat.size + 1) // 2], scales.astype(np.float32)
 
 
 def _errors(values: Floats, scale: Floats, nearest: Floats) -> Floats:
