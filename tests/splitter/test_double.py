@@ -20,6 +20,7 @@ from rabbitllm.layers.verify import verify
 from rabbitllm.splitter import mover
 from tests.support.builders import SINGLE_NAME, cut, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
+from tests.support.meta_files import tiny_llama, write_as_transformers, write_meta
 from tests.support.splitting import Call, Counter, layer_files, names_in, occupied, split
 
 DOUBLE = "4bit-double"
@@ -219,3 +220,60 @@ def test_an_interrupted_call_goes_on(tmp_path: Path, tensors: Weights) -> None:
             continue
         break
     assert layer_files(made) == expected
+
+
+@pytest.mark.parametrize(
+    ("ranks", "hidden", "chunk"),
+    [
+        (1, 256, None),
+        (2, 256, 8192),
+        (4, 256, None),
+        (2, 208, None),  # a block holds elements of two ranks
+    ],
+)
+def test_ranks_of_metas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, hidden: int, chunk: int | None
+) -> None:
+    """Scales of pieces that go straight to their places, of such as take turns, and of such as wait uncompressed."""
+    made = tiny_llama(hidden=hidden, intermediate=384, vocabulary=320)
+    expected = layer_files(split(write_as_transformers(tmp_path / "hf", made), compression=DOUBLE))
+    if chunk is not None:
+        monkeypatch.setattr("rabbitllm.splitter.plan.CHUNK_BYTES", chunk)
+    source = write_meta(tmp_path / "meta", made, ranks)
+    before, most, peaks = occupied(source), [0], []
+
+    def look(number: int, step: Step) -> None:
+        most[0] = max(most[0], occupied(source) - before)
+
+    with (
+        observe_steps(Counter(look)),
+        progress.listening(
+            lambda event: peaks.append(event.peak_bytes) if isinstance(event, progress.SplitStarted) else None
+        ),
+    ):
+        folder = split(source, compression=DOUBLE)
+    assert layer_files(folder) == expected
+    assert verify(folder).damaged == ()
+    assert most[0] <= peaks[0]
+    kinds = {t.quantised.scheme for t in LayerStore(folder).tensors.values() if t.quantised}
+    assert kinds == {DOUBLE, "4bit"} or kinds == {DOUBLE}
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_ranks_of_metas_go_on(tmp_path: Path, ranks: int) -> None:
+    made = tiny_llama(hidden=256, intermediate=384, vocabulary=320)
+    expected = layer_files(split(write_as_transformers(tmp_path / "hf", made), compression=DOUBLE))
+    call = Call(str(write_meta(tmp_path / "meta", made, ranks)), compression=DOUBLE)
+    for death in range(3, 900, 17):
+
+        def stop(number: int, step: Step, death: int = death) -> None:
+            if number == death:
+                raise KeyboardInterrupt
+
+        try:
+            with observe_steps(Counter(stop)):
+                folder = call.make()
+        except KeyboardInterrupt:
+            continue
+        break
+    assert layer_files(folder) == expected
