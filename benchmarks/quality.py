@@ -42,9 +42,9 @@ from rabbitllm.errors import RabbitLLMError
 from rabbitllm.scoring import ScoredText
 
 WINDOW, TOKENS, PROBLEMS = 128, 4096, 400
-OURS, BITSANDBYTES, LLAMA_CPP = "RabbitLLM", "bitsandbytes", "llama.cpp"
+AUTO, OURS, BITSANDBYTES, LLAMA_CPP = "RabbitLLM auto", "RabbitLLM", "bitsandbytes", "llama.cpp"
 COMPRESSED = ("8bit", "4bit", "4bit-double")
-BUDGETS = (0.27, 0.285, 0.31, 0.35, 0.4, 0.45, 0.5)
+BUDGETS = (0.27, 0.285, 0.31, 0.35, 0.4, 0.45, 0.5, 0.53)
 """Of `auto`: shares of the checkpoint's bytes."""
 _RESULTS = Path(__file__).resolve().parent / "results" / "quality"
 _WORK = Path(__file__).resolve().parent / "work" / "quality"
@@ -124,13 +124,11 @@ class Subject:
 def ours(subject: Subject, work: Path) -> Iterator[Row]:
     """Every compression there is, and `auto` at several budgets."""
     reference = AutoModel.from_pretrained(subject.folder, device="cpu", dtype="float32", split=False)
-    wishes: list[tuple[str, dict[str, Any]]] = [
-        (name, {"compression": name}) for name in ("8bit", "4bit", "4bit-double")
-    ]
+    wishes: list[tuple[str, str, dict[str, Any]]] = [(OURS, name, {"compression": name}) for name in COMPRESSED]
     for share in BUDGETS:
-        wishes.append((f"auto {share:.1%}", {"compression": "auto", "max_disk": int(subject.nbytes * share)}))
+        wishes.append((AUTO, f"{share:.1%}", {"compression": "auto", "max_disk": int(subject.nbytes * share)}))
     yield Row(subject.name, OURS, "none", subject.nbytes, compare(reference, reference, subject.texts))
-    for name, wish in wishes:
+    for maker, name, wish in wishes:
         try:
             with fresh_folder(work / "split") as folder:
                 source = folder / "model"  # a copy, so that nothing is written beside the checkpoint
@@ -144,10 +142,10 @@ def ours(subject: Subject, work: Path) -> Iterator[Row]:
                     **wish,
                 )
                 nbytes = sum(placed.stored for placed in model.placement.units)
-                yield Row(subject.name, OURS, name, nbytes, compare(model, reference, subject.texts))
+                yield Row(subject.name, maker, name, nbytes, compare(model, reference, subject.texts))
                 del model
         except RabbitLLMError as error:
-            print(f"{OURS} {name} is left out: {error.problem}", file=sys.stderr)
+            print(f"{maker} {name} is left out: {error.problem}", file=sys.stderr)
 
 
 def of_bitsandbytes(subject: Subject) -> Iterator[Row]:
@@ -263,9 +261,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "mean divergence from the checkpoint, nats a token",
             [
                 Point(row.name, row.maker, row.nbytes / 1e6, row.summary.divergence.mean)
-                for row in rows
+                for row in sorted(rows, key=lambda row: row.maker != AUTO)
                 if row.summary.divergence.mean > 0
             ],
+            joined=AUTO,
         )
     machine = report.describe_machine(options.results.parent)
     machine.pop("copied_with", None)

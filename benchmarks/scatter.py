@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_COLOURS = ("#0072B2", "#D55E00", "#555555", "#009E73")
-_MARKS = "os^D"
+_COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#555555")
+_MARKS = "oDs^"
+_NAMES = (("center", 0, -14), ("right", -5, 6), ("center", 0, 7), ("left", 7, -3))
+"""Of each maker: where a name stands, in points from its mark."""
 _WIDTH_INCHES, _HEIGHT_INCHES = 9.0, 5.5
 
 
@@ -21,14 +23,15 @@ class Point:
     upwards: float
 
 
-def draw(path: Path, title: str, across: str, upwards: str, points: Sequence[Point]) -> None:
-    """Draw them, upwards logarithmic; a maker's are joined in the order of their cost.
+def draw(path: Path, title: str, across: str, upwards: str, points: Sequence[Point], joined: str) -> None:
+    """Draw them, upwards logarithmic.
 
     Args:
         path: of the file, .svg or .png.
         title: above all.
         across, upwards: what the axes are.
-        points: with positive numbers.
+        points: with positive numbers, of four makers at most.
+        joined: the maker whose points are joined in the order of their cost.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -38,22 +41,23 @@ def draw(path: Path, title: str, across: str, upwards: str, points: Sequence[Poi
     axes = figure.subplots()
     axes.set_yscale("log")
     makers = list(dict.fromkeys(point.maker for point in points))
-    for number, maker in enumerate(makers):
+    for maker, colour, mark, (side, right, up) in zip(makers, _COLOURS, _MARKS, _NAMES, strict=False):
         own = sorted((point for point in points if point.maker == maker), key=lambda point: point.across)
-        colour, mark = _COLOURS[number % len(_COLOURS)], _MARKS[number % len(_MARKS)]
-        line = {"linewidth": 1.0, "alpha": 0.9} if number == 0 else {"linestyle": "none"}
-        axes.plot([p.across for p in own], [p.upwards for p in own], marker=mark, color=colour, label=maker, **line)
+        line = "-" if maker == joined else "none"
+        axes.plot(
+            [p.across for p in own], [p.upwards for p in own], marker=mark, color=colour, label=maker, linestyle=line
+        )
         for point in own:
-            below = number == 0
             axes.annotate(
                 point.name,
                 (point.across, point.upwards),
-                (4, -11 if below else 5),
+                (right, up),
                 textcoords="offset points",
                 fontsize=8,
                 color=colour,
-                ha="right" if below else "left",
+                ha=side,
             )
+    axes.margins(x=0.08, y=0.08)
     axes.set_xlabel(across)
     axes.set_ylabel(upwards)
     axes.grid(color="#E4E4E4", linewidth=0.8)

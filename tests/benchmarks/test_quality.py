@@ -67,6 +67,6 @@ def test_weights_of_others_are_measured_as_ours_are(subject: quality.Subject, tm
 def test_the_picture(tmp_path: Path) -> None:
     made = (("4bit", "RabbitLLM", 14.5, 1e-2), ("8bit", "RabbitLLM", 27, 1e-4), ("Q4_0", "llama.cpp", 15, 2e-2))
     points = [Point(*one) for one in made]
-    draw(tmp_path / "loss.svg", "Loss", "MB", "nats", points)
+    draw(tmp_path / "loss.svg", "Loss", "MB", "nats", points, joined="RabbitLLM")
     written = (tmp_path / "loss.svg").read_text(encoding="utf-8")
     assert "svg" in written[:600]
