@@ -312,7 +312,7 @@ def test_a_plan_says_what_they_are(tmp_path: Path, build: Build) -> None:
     as_it_is, *others = made.outlooks
     assert as_it_is.obstacle is None
     assert any(route.fits for route in as_it_is.routes)
-    assert [outlook.obstacle for outlook in others] == [f"the weights are quantised already ({method})"] * 2
+    assert {outlook.obstacle for outlook in others} == {f"the weights are quantised already ({method})"}
     first, *rest = made.generations
     assert first.obstacle is None
     assert first.token_seconds is not None
