@@ -115,6 +115,7 @@ class CacheFile:
         self.error: OSError | None = None
         self.written = self.read = 0
         self._places = Places(limit)
+        self._limit = limit
         self._folder = folder
         self._file: durable.NamelessFile | None = None
         self._texts: WeakKeyDictionary[Any, _Text] = WeakKeyDictionary()
@@ -126,8 +127,8 @@ class CacheFile:
 
     @property
     def limit(self) -> int:
-        """Bytes that the file may have; none if it cannot be written to."""
-        return self._places.limit if self.error is None else 0
+        """Bytes that texts in it may be reckoned with; none if it cannot be written to."""
+        return self._limit if self.error is None else 0
 
     @property
     def nbytes(self) -> int:
@@ -299,7 +300,10 @@ class CacheFile:
             self._places.give_back(before.place, before.nbytes)
         _empty(layer, keys, values, tokens)
         nbytes = len(image.whole)
-        place = self._places.take(nbytes) if self.error is None and not text.is_lost else None
+        is_wanted = self.error is None and not text.is_lost
+        place = self._places.take(nbytes) if is_wanted else None
+        if is_wanted and place is None:
+            self._limit -= self._limit // 8  # holes between places take more than was thought
         try:
             if place is not None:
                 if self._file is None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from transformers.cache_utils import DynamicCache
 
-from rabbitllm.batching.cache_file import CacheFile, goes_to_a_file
+from rabbitllm.batching.cache_file import TAIL_TOKENS, CacheFile, goes_to_a_file
 from rabbitllm.batching.cache_memory import CacheMemory
 from rabbitllm.batching.packed_families import can_be_packed, shares_keys
 from rabbitllm.batching.picking import Text, fits
@@ -86,7 +86,7 @@ class Running:
 
     def has_place(self, text: Text, memory: CacheMemory) -> bool:
         """Whether the file has room for one more, which takes so much less memory then that it is worth it."""
-        in_file = sum(memory.bytes_for(one.tokens + one.room) for one in (*self.filed, text))
+        in_file = sum(memory.bytes_for(one.tokens + one.room + TAIL_TOKENS) for one in (*self.filed, text))
         return in_file <= self.most and memory.soon([text]) > WORTH * memory.beside_file()
 
     def fits(self, text: Text, memory: CacheMemory) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from rabbitllm.batching import cache_file, cache_memory, picking
+from rabbitllm.batching import cache_file, cache_memory, filing, picking
 from rabbitllm.batching.batch import Batch
 from rabbitllm.batching.cache_cost import cost_by_config
 from rabbitllm.batching.limits import Limits
@@ -42,7 +43,7 @@ each_family = pytest.mark.parametrize(
 @pytest.fixture(autouse=True)
 def all_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(picking, "AHEAD_TOKENS", 4)
-    for module in (cache_file, cache_memory):
+    for module in (cache_file, cache_memory, filing):
         monkeypatch.setattr(module, "TAIL_TOKENS", 4)
 
 
@@ -124,6 +125,20 @@ def test_a_full_disk_has_them_computed_anew(
     assert batch.facts.preempted > 0
     assert batch.facts.file_bytes == 0
     assert caplog.text.count("cannot be written to a file") == 1
+
+
+@pytest.mark.parametrize("share", [2, 3, 5])
+def test_a_file_that_is_too_small_has_some_of_them_and_the_others_wait(
+    open_batch: Open, plain: Any, tmp_path: Path, share: int
+) -> None:
+    given = limits(plain, tmp_path)
+    assert given.cache_bytes is not None
+    small = dataclasses.replace(given, file_bytes=RUNNING * given.cache_bytes // ROOM_TEXTS // share)
+    batch, _ = open_batch(small, budget=0)
+    several, _ = together(batch, requests())
+    assert [one.tokens for one in several] == [alone(plain, one.request) for one in several]
+    assert batch.facts.file_read_bytes > 0
+    assert batch.facts.passes < 15 * NEW_TOKENS
 
 
 def test_who_is_cancelled_leaves_nothing_in_the_file(open_batch: Open, plain: Any, tmp_path: Path) -> None:
