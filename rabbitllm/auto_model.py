@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from rabbitllm import prepare, split_display
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.errors import OptionError
-from rabbitllm.layers.compression import check_compression, check_fitting
+from rabbitllm.layers.chosen import check_split
+from rabbitllm.layers.compression import check_fitting
 from rabbitllm.options import (
     Hosts,
     SplitOptions,
@@ -95,7 +96,9 @@ class AutoModel:
             layer_shards_saving_path: folder for the split directory; by default beside a local checkpoint, and for a
                 repository in `HF_HOME/rabbitllm` (or `RABBITLLM_HOME`).
             profiling_mode: record where time goes; see `model.profiler.report()`.
-            compression: "8bit", "4bit", "4bit-double" (bitsandbytes; the last with scales quantised too), or None.
+            compression: "8bit", "4bit", "4bit-double" (bitsandbytes; the last with scales quantised too), None, or
+                "auto": one of these for each tensor, for the least expected loss in `max_disk` (or the free disk), and
+                in `max_memory` (or what is free) if all can be kept there, so that nothing is read anew for each token.
             token, hf_token: for the hub; the two names mean the same.
             prefetching: read the next layer while this one computes.
             prefetch_pin_memory: page-locked host buffers for a GPU; False also keeps no layers in RAM for it.
@@ -139,7 +142,7 @@ class AutoModel:
         for name, (default, instead) in WITHOUT_EFFECT.items():
             if given[name] != default:
                 logger.warning("%s has no effect: %s.", name, instead)
-        check_compression(compression)
+        check_split(compression)
         split_options = SplitOptions(
             compression=compression,
             sequential=sequential_shard_processing,
@@ -209,6 +212,7 @@ def _load(
     devices = _devices(stream_options)
     source = prepare.find(sought)
     quantise_on = check_model(source, stream_options, devices)
+    split_options = prepare.with_memory(split_options, stream_options, devices)
     with split_display.shown(stream_options.show_progress):
         profile = prepare.ensure_split(source, split_options, quantise_on)
     if profile.enabled and profile.stages:

@@ -26,7 +26,7 @@ class SplitOptions:
     """How a checkpoint is split.
 
     Attributes:
-        compression: None, "8bit", "4bit" or "4bit-double".
+        compression: None, one for all tensors ("8bit", "4bit", "4bit-double"), or "auto" for bits chosen by tensor.
         sequential: take one shard at a time and delete it as soon as it is used up.
         delete_original: remove the original when the split is whole; with `sequential`, what the loop left of it.
         max_disk: bytes that the split may create (layer files and fetched shards); None for what is free.
@@ -35,6 +35,8 @@ class SplitOptions:
             them that fits).
         keep_own: of a repository without `sequential`: take one shard at a time all the same, and delete those that the
             split fetched for itself; what is in the hub cache stays there.
+        memory: at "auto", bytes that all weights should stay in; None for no such wish.
+        memory_is_said: whether the caller named those bytes, rather than that so much is free.
         fit_scales: at 4bit and 4bit-double choose scales that fit their blocks best; else they are bitsandbytes' own.
         profiling: record where the time of each layer goes.
         threads: workers that read, quantise and write; by default one a core, at least 2.
@@ -50,6 +52,8 @@ class SplitOptions:
     shard_transfer: str = "auto"
     min_free: int = 1_000_000_000
     keep_own: bool = False
+    memory: int | None = None
+    memory_is_said: bool = False
     fit_scales: bool = False
 
 

@@ -64,13 +64,13 @@ AddressOption = Annotated[
 ]
 
 # how a model is split
-CompressionOption = Annotated[str, typer.Option(help="none, 8bit, 4bit or 4bit-double.")]
+CompressionOption = Annotated[str, typer.Option(help="none, 8bit, 4bit, 4bit-double, or auto: chosen by tensor.")]
 CompressionHereOption = Annotated[
     str | None,
-    typer.Option(help="none, 8bit, 4bit or 4bit-double; by default that of a split that is here, else none."),
+    typer.Option(help="none, 8bit, 4bit, 4bit-double or auto; by default that of a split that is here, else none."),
 ]
 WhichSplitOption = Annotated[
-    str | None, typer.Option(help="Which of its splits: none, 8bit, 4bit or 4bit-double.", show_default=False)
+    str | None, typer.Option(help="Which of its splits: none, 8bit, 4bit, 4bit-double or auto.", show_default=False)
 ]
 SequentialOption = Annotated[
     bool, typer.Option("--sequential", help="In a split, delete each shard when it is used up.")

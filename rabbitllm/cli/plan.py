@@ -23,7 +23,7 @@ from rabbitllm.cli.arguments import (
 
 def plan_command(
     model: ModelArgument,
-    compression: Annotated[str, typer.Option(help="The one to prefer: none, 8bit, 4bit or 4bit-double.")] = "none",
+    compression: Annotated[str, typer.Option(help="To prefer: none, 8bit, 4bit, 4bit-double or auto.")] = "none",
     folder: FolderOption = None,
     revision: RevisionOption = None,
     max_disk: MaxDiskOption = None,

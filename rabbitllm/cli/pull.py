@@ -10,16 +10,19 @@ import typer
 
 from rabbitllm.cli.arguments import (
     CompressionOption,
+    DeviceOption,
     DiskPlotOption,
     FolderOption,
     JsonOption,
     MaxDiskOption,
+    MemoryOption,
     MinFreeDiskOption,
     ModelArgument,
     RayOption,
     RevisionOption,
     TrustOption,
     compression_of,
+    limits_of,
     put_json,
 )
 
@@ -39,6 +42,8 @@ def pull_command(
     ] = False,
     max_disk: MaxDiskOption = None,
     min_free_disk: MinFreeDiskOption = "1GB",
+    device: DeviceOption = None,
+    max_memory: MemoryOption = None,
     revision: RevisionOption = None,
     shard_transfer: Annotated[str, typer.Option(help="How shards come from the hub: auto, file or stream.")] = "auto",
     token: Annotated[str | None, typer.Option(help="For the hub; better in HF_TOKEN, or `hf auth login`.")] = None,
@@ -85,6 +90,8 @@ def pull_command(
         max_disk=max_disk,
         min_free_disk=min_free_disk,
         shard_transfer=shard_transfer,
+        device=device,
+        max_memory=limits_of(max_memory),
         trust_remote_code=trust_remote_code,
         fit_scales=fit_scales,
     )

@@ -304,7 +304,7 @@ def place_units(
         budgets,
         small_first=options.small_layers_resident,
         cached_layers=options.cache_layers or 0,
-        host_bytes=_host_room(devices, options),
+        host_bytes=host_room(devices, options),
         experts=expert_costs(experts),
     )
 
@@ -313,7 +313,14 @@ def _packs_on_host(form: Quantised, dtype: torch.dtype) -> type[StoredMatrix] | 
     return Matrix if multiplies(form) else None
 
 
-def _host_room(devices: Sequence[Device], options: StreamOptions) -> int:
+def weight_memory(devices: Sequence[Device], options: StreamOptions) -> int:
+    """Bytes of memory that weights may stay in, on the devices and page-locked beside them."""
+    limits = options.max_memory or {}
+    on_devices = sum(limits.get(device.name, default_budget(device)) for device in devices)
+    return on_devices + host_room(devices, options)
+
+
+def host_room(devices: Sequence[Device], options: StreamOptions) -> int:
     """Bytes of host memory to page-lock, for all devices that share none: never more than is free, since none of it can
     be swapped."""
     if not options.pin_memory or all(device.shares_host_memory for device in devices):

@@ -25,6 +25,8 @@ from rabbitllm.errors import (
 )
 from rabbitllm.formats.safetensors_file import MappedFile, read_header
 from rabbitllm.formats.tensor_spec import TensorSpec
+from rabbitllm.layers import chosen
+from rabbitllm.layers.chosen import AUTO, Chosen
 from rabbitllm.layers.compression import BLOCKS, Quantised, part_names, read_state, schemes, state_key
 from rabbitllm.layers.layer_file import DONE_SUFFIX, LAYER_SUFFIX
 from rabbitllm.layers.order import BY_NAME, FORMAT_VERSION
@@ -32,7 +34,7 @@ from rabbitllm.layers.order import BY_NAME, FORMAT_VERSION
 MANIFEST_NAME = "split.json"
 JOURNAL_NAME = "split.journal"
 SPLIT_DIRECTORY = "splitted_model"
-"""RabbitLLM 1.1's name; `.4bit`, `.8bit` or `.4bit-double` is appended under compression."""
+"""RabbitLLM 1.1's name; the compression is appended, as `.4bit`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +65,11 @@ class Manifest:
 
     Attributes:
         source: what was split.
-        compression: None, "4bit", "4bit-double" or "8bit".
+        compression: None, one that all tensors have, or "auto".
         quantiser: what quantised; None without compression.
         layers: every layer file.
         format_version: in which order these hold their tensors, see `order.py`.
+        chosen: what each tensor has at "auto"; None at every other compression.
     """
 
     source: SourceIdentity
@@ -74,6 +77,7 @@ class Manifest:
     quantiser: str | None
     layers: tuple[LayerRecord, ...]
     format_version: int = FORMAT_VERSION
+    chosen: Chosen | None = None
 
 
 FITTED = ", scales fitted"
@@ -86,7 +90,7 @@ def is_fitted(quantiser: str | None) -> bool:
 
 
 def directory_name(compression: str | None, base: str = SPLIT_DIRECTORY) -> str:
-    """`splitted_model`, `splitted_model.4bit`, `splitted_model.4bit-double` or `splitted_model.8bit`."""
+    """`splitted_model`, or with the compression: `splitted_model.4bit`, `splitted_model.auto`."""
     return base if compression is None else f"{base}.{compression}"
 
 
@@ -118,6 +122,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
             "fingerprints": dict(source.fingerprints),
         },
         "compression": manifest.compression,
+        **({} if manifest.chosen is None else {"chosen": manifest.chosen.as_json()}),
         "quantiser": manifest.quantiser,
         "layers": layers,
     }
@@ -164,12 +169,13 @@ _REMAKE = (
 
 def _parse(content: dict[str, Any]) -> Manifest:
     source, compression = content["source"], content["compression"]
-    if compression is not None and compression not in BLOCKS:
+    if compression not in (None, AUTO, *BLOCKS):
         raise ValueError(f"{compression!r} is no compression")
     fingerprints = {shard: _text(mark) for shard, mark in source["fingerprints"].items()}
     identity = SourceIdentity(_text(source["kind"]), _text(source["name"]), source["commit"], fingerprints)
     layers = tuple(_record(r) for r in content["layers"])
-    return Manifest(identity, compression, content["quantiser"], layers, content["format_version"])
+    mixture = chosen.from_json(content["chosen"]) if compression == AUTO else None
+    return Manifest(identity, compression, content["quantiser"], layers, content["format_version"], mixture)
 
 
 def _record(entry: dict[str, Any]) -> LayerRecord:

@@ -39,7 +39,7 @@ class Entry:
             folder around it.
         state: `WHOLE`, `UNFINISHED`, `DAMAGED` or `HALF_REMOVED`.
         source: what was split; None where nothing says so.
-        compression: None, "8bit", "4bit" or "4bit-double".
+        compression: None, one for all tensors, or "auto".
         nbytes: what it occupies on the disk.
         layers, layers_of: layer files that have their final name, and how many there are to be.
         shards, shards_used: of an unfinished split, those of the source and how many of them are used up.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rabbitllm import locations
 from rabbitllm.errors import CheckpointNotFoundError, OptionError
-from rabbitllm.layers.compression import COMPRESSIONS
+from rabbitllm.layers.chosen import SPLITS, losses_first
 from rabbitllm.layers.layer_store import SPLIT_DIRECTORY, directory_name
 from rabbitllm.library.entry import WHOLE, Entry, look
 from rabbitllm.model_name import meant, with_near_names
@@ -42,14 +42,16 @@ def of_model(name: str, compression: str | None = None, saving_path: Path | None
 
     Args:
         name: a split directory, a checkpoint's folder, a repository, or a name that `known` gives.
-        compression: only those at "none", "8bit", "4bit" or "4bit-double"; None for all.
+        compression: only those at one of `SPLITS`, "none" for uncompressed; None for all.
         saving_path: where the user had them put; None for the usual places.
 
     Raises:
         OptionError: there is no such compression.
     """
-    if compression not in ("none", *COMPRESSIONS):
-        raise OptionError(f"compression={compression!r} does not exist.", "Give none, 8bit, 4bit or 4bit-double.")
+    if compression not in ("none", *SPLITS):
+        raise OptionError(
+            f"compression={compression!r} does not exist.", f"Give one of none, {', '.join(filter(None, SPLITS))}."
+        )
     found = _entries(_places(meant(name), saving_path))
     if compression is None:
         return found
@@ -78,7 +80,7 @@ def one_of_model(name: str, compression: str | None = None, saving_path: Path | 
 def compression_here(name: str, saving_path: Path | None = None) -> str | None:
     """The compression of a model whose user does not say one: that of its least compressed whole split, else none."""
     whole = [entry.compression for entry in of_model(name, saving_path=saving_path) if entry.state == WHOLE]
-    return min(whole, key=COMPRESSIONS.index, default=None)
+    return min(whole, key=losses_first, default=None)
 
 
 def no_split_of(name: str) -> CheckpointNotFoundError:
@@ -97,14 +99,14 @@ def _places(name: str, saving_path: Path | None) -> Iterator[Path]:
         if look(folder) is not None:
             yield folder
             return
-        for compression in COMPRESSIONS:
+        for compression in SPLITS:
             yield locations.for_local(folder, saving_path, compression)
         return
     if saving_path is not None:
-        yield from (saving_path / directory_name(compression) for compression in COMPRESSIONS)
+        yield from (saving_path / directory_name(compression) for compression in SPLITS)
         return
     if locations.is_repo_id(name):
-        for compression in COMPRESSIONS:
+        for compression in SPLITS:
             yield from locations.of_other_commits(name, "", compression)
         if "/" not in name:
             found = (locations.home() / locations.LOCAL_FOLDER).glob(f"{name}-*/{SPLIT_DIRECTORY}*")
@@ -123,8 +125,8 @@ def _looked(folder: Path) -> Entry | None:
         return None
 
 
-def _order(entry: Entry) -> int:
-    return COMPRESSIONS.index(entry.compression)
+def _order(entry: Entry) -> float:
+    return losses_first(entry.compression)
 
 
 def _split_directories(folder: Path, depth: int) -> Iterator[Path]:

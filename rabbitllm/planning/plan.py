@@ -15,7 +15,8 @@ from pathlib import Path
 from rabbitllm import prepare
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.errors import OptionError
-from rabbitllm.layers.compression import CODES, check_compression
+from rabbitllm.layers.chosen import check_split
+from rabbitllm.layers.compression import CODES
 from rabbitllm.layers.layer_file import LAYER_SUFFIX
 from rabbitllm.layers.layer_store import MANIFEST_NAME
 from rabbitllm.options import SplitOptions, StreamOptions, expand, parse_max_memory, parse_size
@@ -23,6 +24,7 @@ from rabbitllm.planning.generation import Plan
 from rabbitllm.planning.survey import Survey
 from rabbitllm.splitter import forecast, rates
 from rabbitllm.splitter.anatomy import anatomy_of, big_layers, commonest_dtype
+from rabbitllm.splitter.choosing import mixture_of
 from rabbitllm.splitter.forecast import ROUTES, STANDARD, Choice, Disk, Outlook, Rate, Rates, Route
 from rabbitllm.splitter.plan import BLOCK_BYTES, SplitPlan, on_disk
 from rabbitllm.splitter.space import Ground, candidates, shortage
@@ -58,7 +60,7 @@ def plan(
 
     Args:
         path_or_repo_id: as `AutoModel.from_pretrained` takes it, and so are all that follow but `bandwidth`.
-        compression: None, "8bit", "4bit" or "4bit-double"; the one to prefer.
+        compression: None, "8bit", "4bit", "4bit-double" or "auto"; the one to prefer.
         layer_shards_saving_path: folder for the split directory.
         revision: branch, tag or commit of the repository.
         token: for the hub.
@@ -76,13 +78,14 @@ def plan(
     Raises:
         RabbitLLMError: an argument that no call could honour, no such source, or one that is malformed.
     """
-    check_compression(compression)
+    check_split(compression)
     options = SplitOptions(
         compression=compression,
         max_disk=None if max_disk is None else parse_size(max_disk, "max_disk"),
         min_free=parse_size(min_free_disk, "min_free_disk"),
     )
-    limits = parse_max_memory(max_memory)
+    stream_options = StreamOptions(device=str(device), max_memory=parse_max_memory(max_memory))
+    options = prepare.with_memory(options, stream_options)
     said = None if bandwidth is None else _said_rate(bandwidth)
     saving_path = expand(layer_shards_saving_path) if layer_shards_saving_path else None
     access = HubAccess(revision, token, expand(cache_dir) if cache_dir else None)
@@ -92,7 +95,7 @@ def plan(
 
     from rabbitllm.planning.predict import generations  # seconds, with all of transformers: not before it is needed
 
-    devices, foretold = generations(survey, StreamOptions(device=str(device), max_memory=limits), options.min_free)
+    devices, foretold = generations(survey, stream_options, options.min_free)
     measured = _measure(survey, said)
     outlooks = tuple(outlook_at(survey, choice, measured) for choice in survey.folders)
     anatomy = anatomy_of(survey.base, survey.config) if survey.base is not None else None
@@ -182,6 +185,7 @@ def outlook_at(survey: Survey, compression: str | None, measured: Rates) -> Outl
         shards=len(plan.shards) if plan is not None else 0,
         obstacle=survey.obstacle(compression),
         routes=tuple(_route(survey, name, compression, measured) for name in routes),
+        mixture=mixture_of(plan) if plan is not None else None,
     )
 
 

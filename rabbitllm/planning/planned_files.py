@@ -11,7 +11,7 @@ from pathlib import Path
 from rabbitllm.collection import uncollected
 from rabbitllm.formats.safetensors_file import MappedFile
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, byte_size
-from rabbitllm.layers.compression import DOUBLE, Quantised, StoredForm, form_in, stored_form
+from rabbitllm.layers.compression import DOUBLE, Quantised, StoredForm, form_in
 from rabbitllm.layers.layer_file import LayerLayout
 from rabbitllm.layers.layer_store import StoredTensor
 from rabbitllm.splitter.plan import SplitPlan
@@ -31,7 +31,7 @@ class PlannedFiles:
         self.tensors: dict[str, StoredTensor] = {}
         for layout in plan.layouts.values():
             file = layout.file_name
-            for form in _whole(layout, plan.compression):
+            for form in _whole(layout, plan):
                 self.tensors[form.source.name] = _planned(form, layout, file)
 
     def mapped(self, file: str) -> MappedFile:
@@ -47,7 +47,7 @@ class PlannedFiles:
         return self.folder / file
 
 
-def _whole(layout: LayerLayout, compression: str | None) -> Iterator[StoredForm]:
+def _whole(layout: LayerLayout, plan: SplitPlan) -> Iterator[StoredForm]:
     """The tensors of a layer as its file holds them; those that are cut into pieces once."""
     cut: set[str] = set()
     for form in layout.forms:
@@ -55,7 +55,7 @@ def _whole(layout: LayerLayout, compression: str | None) -> Iterator[StoredForm]
             yield form_in(form.source, form.scheme)
         elif form.source.piece.of not in cut:
             cut.add(form.source.piece.of)
-            yield stored_form(form.source.whole, compression)
+            yield plan.stored_form(form.source.whole)
 
 
 def _planned(form: StoredForm, layout: LayerLayout, file: str) -> StoredTensor:

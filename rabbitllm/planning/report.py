@@ -15,6 +15,7 @@ from rabbitllm.engine.tier_picture import draw_placement
 from rabbitllm.errors import OptionError
 from rabbitllm.planning.generation import Plan
 from rabbitllm.planning.generation_report import generation_basis, moment, show_generations
+from rabbitllm.planning.mixture_report import show_mixture
 from rabbitllm.splitter.anatomy import Anatomy, Group
 from rabbitllm.splitter.forecast import Forecast, Outlook, Rate, Route, least, missing_bytes
 from rabbitllm.splitter.plan import gib
@@ -143,6 +144,8 @@ def _show_outlook(console: Console, forecast: Forecast, outlook: Outlook) -> Non
     put(console, head)
     if outlook.obstacle is not None:
         put(console, Text(f"  not possible: {outlook.obstacle}", "red"))
+    elif outlook.mixture is not None:
+        show_mixture(console, outlook.mixture)
     for route in outlook.routes:
         put(console, _row(forecast, outlook, route))
 

@@ -16,13 +16,15 @@ from rabbitllm import prepare
 from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity
 from rabbitllm.checkpoints.json_file import read_json
 from rabbitllm.checkpoints.quantised import quantised_as
-from rabbitllm.errors import InvalidIndexError
+from rabbitllm.errors import InvalidIndexError, NotEnoughSpaceException
+from rabbitllm.layers.chosen import AUTO
 from rabbitllm.layers.compression import COMPRESSIONS
-from rabbitllm.layers.layer_store import Manifest, is_finished, read_manifest
+from rabbitllm.layers.layer_store import JOURNAL_NAME, Manifest, is_finished, read_manifest
 from rabbitllm.options import SplitOptions
 from rabbitllm.splitter import journal
+from rabbitllm.splitter.choosing import with_choice
 from rabbitllm.splitter.plan import SplitPlan, recompressed
-from rabbitllm.splitter.split import Request, plan_split
+from rabbitllm.splitter.split import Request, ground_of, plan_split
 
 
 @dataclass
@@ -46,7 +48,11 @@ class Survey:
             folder = self.source.split_folder
             manifest = read_manifest(folder)
             return {manifest.compression if manifest is not None else self.sought.compression: folder}
-        return {c: prepare.folder_at(self.source, self.sought, c) for c in COMPRESSIONS}
+        found = {c: prepare.folder_at(self.source, self.sought, c) for c in COMPRESSIONS}
+        mixed = prepare.folder_at(self.source, self.sought, AUTO)
+        if self.options.compression == AUTO or is_finished(mixed) or (mixed / JOURNAL_NAME).exists():
+            found[AUTO] = mixed
+        return found
 
     @cached_property
     def checkpoint(self) -> Checkpoint | None:
@@ -111,8 +117,26 @@ class Survey:
         """What was or would be done at each compression that applies, be there still a way to it or not."""
         base = self.base
         applies = [c for c in self.folders if c is None or self.quantised is None]
-        plans = {} if base is None else {c: recompressed(base, c) if c else base for c in applies}
+        plans = {} if base is None else {c: recompressed(base, c) if c else base for c in applies if c != AUTO}
+        if AUTO in applies and isinstance(self._mixed, SplitPlan):
+            plans[AUTO] = self._mixed
         return {**plans, **{c: self._with_places(earlier.plan) for c, earlier in self.journals.items()}}
+
+    @cached_property
+    def _mixed(self) -> SplitPlan | str | None:
+        """The plan at "auto": as it was carried out, or as it would be; or why there is none."""
+        if self.base is None:
+            return None
+        made = self.manifests.get(AUTO)
+        if made is not None:
+            return recompressed(self.base, AUTO, made.chosen)
+        if self.checkpoint is None or AUTO in self.journals:
+            return None
+        request = self.request(AUTO, sequential=False)
+        try:
+            return with_choice(self.base, ground_of(request, recompressed(self.base, AUTO)), request.options)
+        except NotEnoughSpaceException as error:
+            return f"{error.problem} {error.remedy}".rstrip(".")
 
     def _with_places(self, plan: SplitPlan) -> SplitPlan:
         """The plan with each shard where it is now."""
@@ -145,6 +169,8 @@ class Survey:
         if compression is not None and self.quantised is not None:
             return f"the weights are quantised already ({self.quantised})"
         earlier = self.journals.get(compression)
+        if compression == AUTO and earlier is None and isinstance(self._mixed, str):
+            return self._mixed
         if earlier is None or self.checkpoint is None:
             return self._gone
         if (why := self._differs(earlier.plan.source)) is not None:

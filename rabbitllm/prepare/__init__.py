@@ -1,11 +1,12 @@
 """From what the user named to a finished split directory: find it, finish it, or make it.
 
-Knows the sources and the splitter, not the engine.
+Knows the sources and the splitter; of the engine, how much memory weights may stay in.
 """
 
 from rabbitllm.prepare.config import config_folder, family_of
 from rabbitllm.prepare.finding import find, folder_at
 from rabbitllm.prepare.make import ensure_split, repair_split
+from rabbitllm.prepare.memory import with_memory
 from rabbitllm.prepare.source import Sought, Source
 from rabbitllm.prepare.weights import open_weights, whole_checkpoint
 
@@ -20,4 +21,5 @@ __all__ = [
     "open_weights",
     "repair_split",
     "whole_checkpoint",
+    "with_memory",
 ]

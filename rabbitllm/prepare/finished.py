@@ -5,6 +5,7 @@ What can be compared depends on what is still there of the source. Makes nothing
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardFacts, SourceIdentity
@@ -12,12 +13,15 @@ from rabbitllm.checkpoints.hub import HubCheckpoint, HubRepository
 from rabbitllm.checkpoints.index import is_index
 from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any, is_writable
 from rabbitllm.errors import CheckpointNotFoundError, SplitMismatchError
+from rabbitllm.layers.chosen import AUTO
 from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME, LayerStore, Manifest, is_fitted, read_manifest
 from rabbitllm.options import SplitOptions
 from rabbitllm.prepare.source import Source
 from rabbitllm.splitter.lease import LEASE_NAME
 from rabbitllm.splitter.lock import is_left_over
-from rabbitllm.splitter.split import STAGING_NAME, clear_away, discard_original
+from rabbitllm.splitter.split import STAGING_NAME, clear_away, discard_original, other_budget
+
+logger = logging.getLogger(__name__)
 
 
 def has_work_left(folder: Path, options: SplitOptions) -> bool:
@@ -43,6 +47,7 @@ def check_finished(source: Source, options: SplitOptions) -> None:
             f"{options.compression} was asked for.",
             "Split into another folder (layer_shards_saving_path).",
         )
+    _tell_other_budget(source, manifest, options)
     if options.fit_scales and not is_fitted(manifest.quantiser):
         raise SplitMismatchError(
             f"{source.split_folder} is a split whose scales are bitsandbytes' own; fit_scales=True was asked for.",
@@ -61,6 +66,22 @@ def check_finished(source: Source, options: SplitOptions) -> None:
     if options.delete_original:
         LayerStore(source.split_folder)  # whole, by every size and header, before anything is deleted
         discard_original(checkpoint)
+
+
+def _tell_other_budget(source: Source, manifest: Manifest, options: SplitOptions) -> None:
+    """Say that a mixed split was made for another budget; it is used all the same, unless the disk may hold less."""
+    other = other_budget(manifest.chosen, options) if options.compression == AUTO else None
+    if other is None:
+        return
+    remake = "`rabbitllm rm` removes it, if the original can be had again; layer_shards_saving_path names another place"
+    nbytes = sum(record.size for record in manifest.layers)
+    if options.max_disk is not None and nbytes > options.max_disk:
+        raise SplitMismatchError(
+            f"{source.split_folder} was made {other} and has {nbytes:,} bytes of layer files; "
+            f"max_disk={options.max_disk:,} was given now.",
+            f"Leave max_disk out to use it as it is. {remake[0].upper()}{remake[1:]}.",
+        )
+    logger.warning("%s was made %s and is used as it is. %s.", source.split_folder, other, remake)
 
 
 def refuse_another(source: Source, manifest: Manifest, identity: SourceIdentity) -> None:

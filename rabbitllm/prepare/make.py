@@ -17,7 +17,7 @@ from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.checkpoints.naming import LayerNaming
 from rabbitllm.checkpoints.quantised import quantised_as
 from rabbitllm.errors import MissingShardError, OptionError
-from rabbitllm.layers.compression import COMPRESSIONS
+from rabbitllm.layers.chosen import SPLITS, Chosen
 from rabbitllm.layers.layer_store import (
     JOURNAL_NAME,
     MANIFEST_NAME,
@@ -70,9 +70,9 @@ def ensure_split(
             check_finished(source, options)
             return Profiler(enabled=options.profiling)
         _refuse_to_quantise_again(source, options)
-        checkpoint = _open(source, options, naming, by_hands=hands is not None)
+        checkpoint, chosen = _open(source, options, naming, by_hands=hands is not None)
         family = family_of(source.config_folder, checkpoint)
-        request = Request(checkpoint, source.split_folder, family, options, naming, quantise_on, hands)
+        request = Request(checkpoint, source.split_folder, family, options, naming, quantise_on, hands, chosen)
         try:
             with _sharing(source, hands):
                 return split(request)
@@ -97,8 +97,13 @@ def _refuse_to_quantise_again(source: Source, options: SplitOptions) -> None:
         )
 
 
-def _open(source: Source, options: SplitOptions, naming: LayerNaming | None, *, by_hands: bool = False) -> Checkpoint:
-    """The checkpoint; by hands, what no folder has that all of them see is fetched, whatever this user's cache has."""
+def _open(
+    source: Source, options: SplitOptions, naming: LayerNaming | None, *, by_hands: bool = False
+) -> tuple[Checkpoint, Chosen | None]:
+    """The checkpoint, and bits that were chosen with room for what was fetched for it.
+
+    By hands, what no folder has that all of them see is fetched, whatever this user's cache has.
+    """
     repository, missing_from = source.repository, source.missing_from
     if by_hands:
         repository = dataclasses.replace(repository, uses_cache=False) if repository is not None else None
@@ -106,7 +111,7 @@ def _open(source: Source, options: SplitOptions, naming: LayerNaming | None, *, 
     if repository is not None:
         remote = HubCheckpoint(repository)
         if options.sequential or options.keep_own:
-            return remote
+            return remote, None
         if by_hands:
             raise OptionError(
                 f"All shards of {source.name} are to be kept in the hub cache of this machine, where workers on others "
@@ -114,16 +119,17 @@ def _open(source: Source, options: SplitOptions, naming: LayerNaming | None, *, 
                 "Leave --keep-shards out, or download the repository into a shared folder and name that folder.",
             )
         family = family_of(source.config_folder, remote)
-        check_before_download(Request(remote, source.split_folder, family, options, naming), repository.cache)
-        return LocalCheckpoint(download_all(repository, remote.index))
+        request = Request(remote, source.split_folder, family, options, naming)
+        chosen = check_before_download(request, repository.cache)
+        return LocalCheckpoint(download_all(repository, remote.index)), chosen
     assert source.local is not None
-    return open_folder(source.local, missing_from, source.split_folder)
+    return open_folder(source.local, missing_from, source.split_folder), None
 
 
 def _with_other_splits(error: MissingShardError, source: Source) -> MissingShardError:
     """The same error, naming finished splits at other compressions that the missing shards may have gone into."""
     parent = source.split_folder.parent
-    others = [c for c in COMPRESSIONS if (parent / directory_name(c) / MANIFEST_NAME).exists()]
+    others = [c for c in SPLITS if (parent / directory_name(c) / MANIFEST_NAME).exists()]
     if not others or (source.split_folder / JOURNAL_NAME).exists():
         return error
     choices = " or ".join(f"compression={other!r}" for other in others)

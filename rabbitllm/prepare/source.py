@@ -37,7 +37,7 @@ class Sought:
 
     Attributes:
         name: a folder, a split directory, or a repository id; see `model_name`.
-        compression: None, "8bit", "4bit" or "4bit-double".
+        compression: None, one for all tensors, or "auto".
         saving_path: where the user wants the split directory; None for the default place.
         access: how to reach the hub.
         repo_id: a repository to fetch shards from that a local folder lacks.

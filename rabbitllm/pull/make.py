@@ -18,7 +18,8 @@ from rabbitllm import prepare, progress
 from rabbitllm.auto_model import check_model
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.errors import IncompleteSplitError, OptionError
-from rabbitllm.layers.compression import check_compression, check_fitting
+from rabbitllm.layers.chosen import AUTO, check_split
+from rabbitllm.layers.compression import check_fitting
 from rabbitllm.library.entry import Entry, as_record, look
 from rabbitllm.options import Hosts, SplitOptions, StreamOptions, check_transfer, expand, parse_max_memory, parse_size
 from rabbitllm.splitter.forecast import STANDARD, Outlook, Rates, Route
@@ -40,7 +41,7 @@ class Wish:
 
     Attributes:
         name: a folder, a file of weights, a split directory or a repository.
-        compression: None, "8bit", "4bit" or "4bit-double".
+        compression: None, one for all tensors, or "auto".
         folder: for the split directory; None for the usual place.
         sequential: delete each shard when it is used up, wherever it is.
         keep_shards: of a repository: fetch all shards into the hub cache first, and keep them.
@@ -81,7 +82,7 @@ class Wish:
         Raises:
             OptionError: something that no split could honour.
         """
-        check_compression(self.compression)
+        check_split(self.compression)
         if self.sequential and self.keep_shards:
             raise OptionError("sequential deletes shards, and keep_shards keeps them all.", "Leave one of them out.")
         one_at_a_time = self.sequential or not self.keep_shards
@@ -107,6 +108,10 @@ class Wish:
         """How it will be run."""
         limits = parse_max_memory(self.max_memory)
         return StreamOptions(device=self.where, max_memory=limits, trust_remote_code=self.trust_remote_code)
+
+    def with_memory(self, options: SplitOptions) -> SplitOptions:
+        """Options of a split, at "auto" with the memory that its weights should stay in."""
+        return prepare.with_memory(options, self.stream_options()) if options.compression == AUTO else options
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +179,7 @@ def pull(wish: Wish, hands: Hands | None = None) -> Pulled:
     source = prepare.find(wish.sought())
     before = source.finished
     quantise_on = "cpu" if before else check_model(source, wish.stream_options())
+    options = wish.with_memory(options)
     if hands is not None:
         quantise_on = "cpu"
     done: list[progress.SplitDone] = []
@@ -218,7 +224,7 @@ def dry_run(wish: Wish) -> DryRun:
     from rabbitllm.planning.plan import outlook_at  # with all that measures; a split needs none of it
     from rabbitllm.planning.survey import Survey
 
-    options = wish.split_options()
+    options = wish.with_memory(wish.split_options())
     sought = wish.sought(only_look=True)
     source = prepare.find(sought)
     survey = Survey(source, sought, options)

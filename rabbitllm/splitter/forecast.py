@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rabbitllm.layers.chosen import AUTO
 from rabbitllm.layers.compression import CODES
 from rabbitllm.plain_json import plain
 from rabbitllm.splitter.anatomy import Anatomy
+from rabbitllm.splitter.choosing import Mixture
 from rabbitllm.splitter.plan import Arrival, SplitPlan, disk_use
 from rabbitllm.splitter.space import Ground, Shortage
 
@@ -102,7 +104,7 @@ class Outlook:
     """What lies ahead at one compression.
 
     Attributes:
-        compression: None, "8bit", "4bit" or "4bit-double".
+        compression: None, one for all tensors, or "auto".
         folder: the split directory, there or not.
         state: of it, "new", "unfinished" or "finished".
         output_bytes: of all layer files; None where no header is left to tell.
@@ -112,6 +114,7 @@ class Outlook:
         shards: how many there are in all.
         obstacle: why there is no way at all: the folder belongs to another model, or shards are gone.
         routes: those there are, the one to prefer first; none where nothing is left to do, or nothing can be.
+        mixture: at "auto", which bits are chosen; None at other compressions, and where no header is left to tell.
     """
 
     compression: str | None
@@ -124,6 +127,7 @@ class Outlook:
     shards: int = 0
     obstacle: str | None = None
     routes: tuple[Route, ...] = ()
+    mixture: Mixture | None = None
 
     @property
     def finished(self) -> bool:
@@ -223,7 +227,10 @@ def seconds_of(load: Load, route: str, compression: str | None, rates: Rates) ->
     Returns:
         Seconds; None if a rate that it needs is not known.
     """
-    quantiser = rates.quantise.get(CODES[compression]) if compression else None
+    if compression == AUTO:  # the slowest that it may use
+        quantiser = min(rates.quantise.values(), key=lambda rate: rate.bytes_per_second, default=None)
+    else:
+        quantiser = rates.quantise.get(CODES[compression]) if compression else None
     parts = [_seconds(load.fetched, rates.fetch), _seconds(load.read, rates.read), _seconds(load.quantised, quantiser)]
     if any(part is None for part in parts):
         return None

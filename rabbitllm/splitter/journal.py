@@ -20,12 +20,16 @@ from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.collection import uncollected
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.tensor_spec import Piece, TensorSpec
+from rabbitllm.layers import chosen
+from rabbitllm.layers.chosen import AUTO
 from rabbitllm.layers.layer_store import JOURNAL_NAME
 from rabbitllm.layers.order import BY_NAME, FORMAT_VERSION
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan
 
 JOURNAL_VERSION = 2
 """Those of version 1 do not say which format version their layer files have; it was the first."""
+MIXED_VERSION = 3
+"""Of a journal that says what each tensor has; it is no other's, which earlier versions of this package go on with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ def replay(folder: Path) -> Replay | None:
     try:
         plan, quantiser = _decode(json.loads(head))
         entries = [entry for line in rest if (entry := _entry(line)) is not None]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise IncompleteSplitError(
             f"{path} cannot be read back: {type(error).__name__} {error}.",
             "If every shard of the source is still there (or it is on the hub), delete that folder and call again. "
@@ -86,7 +90,7 @@ class Glance:
         shards: those that it is made from.
         used: those of them that are used up.
         source: what is split.
-        compression: None, "8bit", "4bit" or "4bit-double".
+        compression: None, one that all tensors have, or "auto".
         stems: of the layer files that there will be.
     """
 
@@ -171,10 +175,11 @@ def settle(folder: Path) -> None:
 def _encode(plan: SplitPlan, quantiser: str | None) -> dict[str, Any]:
     source = plan.source
     return {
-        "journal_version": JOURNAL_VERSION,
+        "journal_version": JOURNAL_VERSION if plan.chosen is None else MIXED_VERSION,
         "format_version": plan.format_version,
         "source": [source.kind, source.name, source.commit],
         "compression": plan.compression,
+        **({} if plan.chosen is None else {"chosen": plan.chosen.as_json()}),
         "quantiser": quantiser,
         "shards": [
             {
@@ -222,8 +227,8 @@ def _tensor_of(shard: str, content: list[Any]) -> TensorSpec:
 
 def _decode(content: dict[str, Any]) -> tuple[SplitPlan, str | None]:
     version = content["journal_version"]
-    if version not in (1, JOURNAL_VERSION):
-        raise ValueError(f"journal version {version}, expected {JOURNAL_VERSION}")
+    if version not in (1, JOURNAL_VERSION, MIXED_VERSION):
+        raise ValueError(f"journal version {version}, expected {JOURNAL_VERSION} or {MIXED_VERSION}")
     layout = BY_NAME if version == 1 else content["format_version"]
     if layout not in range(BY_NAME, FORMAT_VERSION + 1):
         raise ValueError(f"layer files of format version {layout}, expected at most {FORMAT_VERSION}")
@@ -241,4 +246,6 @@ def _decode(content: dict[str, Any]) -> tuple[SplitPlan, str | None]:
     kind, name, commit = content["source"]
     source = SourceIdentity(kind, name, commit, {shard.name: shard.fingerprint for shard in shards})
     assigned = {tensor: LayerName(id, stem) for id, stem, tensors in content["layers"] for tensor in tensors}
-    return make_plan(source, shards, assigned, content["compression"], layout), content["quantiser"]
+    compression = content["compression"]
+    mixture = chosen.from_json(content["chosen"]) if compression == AUTO else None
+    return make_plan(source, shards, assigned, compression, layout, mixture), content["quantiser"]

@@ -15,6 +15,7 @@ from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.collection import uncollected
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec
+from rabbitllm.layers.chosen import AUTO, Chosen
 from rabbitllm.layers.compression import BLOCKS, StoredForm, stored_form
 from rabbitllm.layers.layer_file import LayerLayout, lay_out
 from rabbitllm.layers.order import FORMAT_VERSION
@@ -28,6 +29,8 @@ BLOCK_BYTES = 4096
 """What files occupy is a multiple of this."""
 RECORDED_NAMES = 5
 """How often journal and manifest together write out a tensor's name."""
+CHOSEN_NAMES = 2
+"""How often they do once more where each tensor has a compression of its own."""
 RECORD_BYTES = 300
 """What they write of a tensor beside its name: dtype, shape, place, checksums, JSON."""
 SHARD_RECORD_BYTES = 1024
@@ -64,11 +67,12 @@ class SplitPlan:
 
     Attributes:
         source: what is split.
-        compression: None, "4bit", "4bit-double" or "8bit".
+        compression: None, one that all tensors have, or "auto".
         shards: in the order they are taken.
         layer_map: which layer is in which shards.
         layouts: layer id -> its file.
         format_version: of the layer files.
+        chosen: what each tensor has at "auto"; None at every other compression.
     """
 
     source: SourceIdentity
@@ -77,6 +81,11 @@ class SplitPlan:
     layer_map: LayerMap
     layouts: Mapping[str, LayerLayout]
     format_version: int = FORMAT_VERSION
+    chosen: Chosen | None = None
+
+    def stored_form(self, spec: TensorSpec) -> StoredForm:
+        """How a whole tensor is stored."""
+        return stored_form(spec, _scheme_of(spec, self.compression, self.chosen))
 
     @property
     def output_bytes(self) -> int:
@@ -136,11 +145,15 @@ def make_plan(
     assigned: Mapping[str, LayerName],
     compression: str | None,
     format_version: int = FORMAT_VERSION,
+    chosen: Chosen | None = None,
 ) -> SplitPlan:
-    """Fix every layer file from the shards' tensors and the layer each belongs to."""
+    """Fix every layer file from the shards' tensors and the layer each belongs to.
+
+    At "auto" `chosen` says what each tensor has; without it all are stored as they are.
+    """
     weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
     layer_map = build_layer_map(weight_map, assigned)
-    return _plan_with(source, shards, layer_map, compression, format_version)
+    return _plan_with(source, shards, layer_map, compression, format_version, chosen)
 
 
 def _plan_with(
@@ -149,24 +162,37 @@ def _plan_with(
     layer_map: LayerMap,
     compression: str | None,
     format_version: int,
+    chosen: Chosen | None,
 ) -> SplitPlan:
+    if compression == AUTO and chosen is None:
+        chosen = Chosen({})
     specs = {tensor.name: tensor for shard in shards for tensor in shard.tensors}
     layouts = {
-        layer: _layout(name, map(specs.__getitem__, layer_map.layer_to_tensors[layer]), compression, format_version)
+        layer: _layout(
+            name, map(specs.__getitem__, layer_map.layer_to_tensors[layer]), compression, chosen, format_version
+        )
         for layer, name in layer_map.layers.items()
     }
-    return SplitPlan(source, compression, shards, layer_map, layouts, format_version)
+    return SplitPlan(source, compression, shards, layer_map, layouts, format_version, chosen)
 
 
-def _layout(name: LayerName, specs: Iterable[TensorSpec], compression: str | None, version: int) -> LayerLayout:
+def _scheme_of(spec: TensorSpec, compression: str | None, chosen: Chosen | None) -> str | None:
+    """What a whole tensor is to be stored at, where compression touches it."""
+    return compression if chosen is None else chosen.schemes.get(spec.name)
+
+
+def _layout(
+    name: LayerName, specs: Iterable[TensorSpec], compression: str | None, chosen: Chosen | None, version: int
+) -> LayerLayout:
     whole: list[StoredForm] = []
     cut: dict[str, list[TensorSpec]] = {}
     for spec in specs:
         if spec.piece is None:
-            whole.append(stored_form(spec, compression))
+            whole.append(stored_form(spec, _scheme_of(spec, compression, chosen)))
         else:
             cut.setdefault(spec.piece.of, []).append(spec)
-    return lay_out(name, whole, [join(pieces, compression) for pieces in cut.values()], version)
+    joined = [join(pieces, _scheme_of(pieces[0].whole, compression, chosen)) for pieces in cut.values()]
+    return lay_out(name, whole, joined, version)
 
 
 class Arrival(enum.Enum):
@@ -269,7 +295,8 @@ def own_records_bytes(plan: SplitPlan) -> int:
     """What journal and manifest may grow to, from the names that they list, bytes."""
     names = sum(len(tensor.name) for shard in plan.shards for tensor in shard.tensors)
     tensors = sum(len(shard.tensors) for shard in plan.shards)
-    return on_disk(RECORDED_NAMES * names + RECORD_BYTES * tensors + SHARD_RECORD_BYTES * (len(plan.shards) + 1))
+    times = RECORDED_NAMES if plan.chosen is None else RECORDED_NAMES + CHOSEN_NAMES
+    return on_disk(times * names + RECORD_BYTES * tensors + SHARD_RECORD_BYTES * (len(plan.shards) + 1))
 
 
 def _bytes_from(plan: SplitPlan, shard: PlannedShard, seen: set[str]) -> int:
@@ -285,9 +312,9 @@ def _bytes_from(plan: SplitPlan, shard: PlannedShard, seen: set[str]) -> int:
 
 
 @uncollected()
-def recompressed(plan: SplitPlan, compression: str | None) -> SplitPlan:
-    """The same split at another compression."""
-    return _plan_with(plan.source, plan.shards, plan.layer_map, compression, plan.format_version)
+def recompressed(plan: SplitPlan, compression: str | None, chosen: Chosen | None = None) -> SplitPlan:
+    """The same split at another compression, or at "auto" with another choice."""
+    return _plan_with(plan.source, plan.shards, plan.layer_map, compression, plan.format_version, chosen)
 
 
 def gib(nbytes: int) -> str:

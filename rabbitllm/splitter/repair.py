@@ -6,6 +6,7 @@ shards come from no better than the splitter does.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Collection
 from pathlib import Path
@@ -42,7 +43,7 @@ def repair(request: Request, manifest: Manifest, layers: Collection[str]) -> Non
         CheckpointError, HubError: the source cannot be had; nothing was touched.
     """
     folder = request.folder
-    plan = plan_split(request, manifest.format_version)
+    plan = plan_split(dataclasses.replace(request, chosen=manifest.chosen), manifest.format_version)
     _refuse_another(plan, manifest, folder)
     quantiser = quantiser_of(request)
     if quantiser != manifest.quantiser:

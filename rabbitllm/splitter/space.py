@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rabbitllm.errors import NotEnoughSpaceException, OptionError
+from rabbitllm.layers.chosen import AUTO
 from rabbitllm.layers.compression import COMPRESSIONS
 from rabbitllm.options import SplitOptions
 from rabbitllm.splitter.at_once import disk_use_at_once
@@ -165,7 +166,7 @@ def _what_would_fit(plan: SplitPlan, ground: Ground, options: SplitOptions, shor
         return "shard_transfer='stream' (or 'auto') would fit: no shard is then on the disk."
     if not options.sequential and any(need for _, need in ground.downloads):
         return "sequential_shard_processing=True takes one shard at a time instead of downloading all of them first."
-    smaller = COMPRESSIONS[COMPRESSIONS.index(plan.compression) + 1 :]
+    smaller = COMPRESSIONS[COMPRESSIONS.index(plan.compression) + 1 :] if plan.compression != AUTO else ()
     for compression in () if ground.used else smaller:
         if shortage(recompressed(plan, compression), ground, options, way) is None:
             return f"compression='{compression}' would fit."

@@ -21,6 +21,7 @@ from rabbitllm.checkpoints.naming import LayerNaming, assign_layers
 from rabbitllm.checkpoints.side_by_side import side_by_side
 from rabbitllm.errors import IncompleteSplitError, MissingShardError, SplitMismatchError
 from rabbitllm.formats.crc32 import combine_all, crc32_of_file
+from rabbitllm.layers.chosen import AUTO, Chosen
 from rabbitllm.layers.compression import Settling, StoredForm, constants
 from rabbitllm.layers.layer_file import DONE_SUFFIX, SCRATCH_SUFFIX, LayerLayout
 from rabbitllm.layers.layer_store import (
@@ -38,6 +39,7 @@ from rabbitllm.options import BIG_LAYER_BYTES, SplitOptions
 from rabbitllm.profiler import Profiler
 from rabbitllm.progress import SplitDone, tell
 from rabbitllm.splitter import journal
+from rabbitllm.splitter.choosing import with_choice
 from rabbitllm.splitter.hands import Hands
 from rabbitllm.splitter.plan import (
     Arrival,
@@ -47,6 +49,7 @@ from rabbitllm.splitter.plan import (
     make_plan,
     on_disk,
     own_records_bytes,
+    recompressed,
     tensors_by_shard,
 )
 from rabbitllm.splitter.shard_loop import ShardLoop
@@ -74,6 +77,7 @@ class Request:
         options: see `SplitOptions`.
         quantise_on: "cpu" or "cuda:N".
         hands: who fills layer files elsewhere; None for this process.
+        chosen: at "auto", what each tensor has; None to choose.
     """
 
     checkpoint: Checkpoint
@@ -83,6 +87,7 @@ class Request:
     naming: LayerNaming | None = None
     quantise_on: str = "cpu"
     hands: Hands | None = None
+    chosen: Chosen | None = None
 
 
 def split(request: Request) -> Profiler:
@@ -134,7 +139,23 @@ def plan_split(request: Request, format_version: int = FORMAT_VERSION) -> SplitP
 
     Raises:
         CheckpointError: the source is malformed or incomplete.
+        NotEnoughSpaceException: no choice of bits fits, at "auto".
     """
+    plan = _plan_of_headers(request, format_version)
+    return _with_bits(plan, ground_of(request, plan), request)
+
+
+def _with_bits(plan: SplitPlan, ground: Ground, request: Request) -> SplitPlan:
+    """The plan, at "auto" with the bits that were or are chosen."""
+    if plan.compression != AUTO:
+        return plan
+    if request.chosen is not None:
+        return recompressed(plan, AUTO, request.chosen)
+    return with_choice(plan, ground, request.options)
+
+
+def _plan_of_headers(request: Request, format_version: int = FORMAT_VERSION) -> SplitPlan:
+    """The same, at "auto" with no bits chosen yet."""
     checkpoint = request.checkpoint
     facts = _facts(checkpoint, checkpoint.index.shards)
     _require(checkpoint.index.shards, facts, checkpoint)
@@ -164,24 +185,30 @@ def ground_of(request: Request, plan: SplitPlan, downloads: tuple[tuple[Path, in
     return Ground(request.folder, deletes, sidecars + own_records_bytes(plan), downloads)
 
 
-def check_before_download(request: Request, cache: Path) -> None:
+def check_before_download(request: Request, cache: Path) -> Chosen | None:
     """Refuse a split on the standard route for which checkpoint and layer files do not both fit.
 
     Args:
         request: with the repository as its checkpoint.
         cache: the folder that its missing shards are about to be fetched into.
 
+    Returns:
+        At "auto", bits with which both do; None at other compressions.
+
     Raises:
         NotEnoughSpaceException: before the first byte.
     """
     earlier = journal.replay(request.folder)
-    plan = _with_places(earlier.plan, request.checkpoint) if earlier is not None else plan_split(request)
+    plan = _with_places(earlier.plan, request.checkpoint) if earlier is not None else _plan_of_headers(request)
     missing = sum(on_disk(shard.size) for shard in plan.shards if shard.staged)
     kept = dataclasses.replace(plan, shards=tuple(dataclasses.replace(s, staged=False) for s in plan.shards))
     ground = ground_of(request, plan, ((cache, missing),))
+    if earlier is None:
+        kept = _with_bits(kept, ground, request)
     used = earlier.used if earlier is not None else frozenset()
     in_use = disk_bytes(request.folder) if earlier is not None else 0
     choose_arrival(kept, dataclasses.replace(ground, used=used, in_use=in_use), request.options)
+    return kept.chosen
 
 
 def _begin(request: Request) -> tuple[Work, str | None]:
@@ -217,6 +244,8 @@ def _take_up(request: Request, earlier: journal.Replay) -> Work:
     _require([s.name for s in earlier.plan.shards if s.name not in earlier.used], facts, checkpoint)
     _require_begun_layers(request.folder, earlier)
     logger.info("Going on with %s: %d shards are used up.", request.folder, len(earlier.used))
+    if (other := other_budget(earlier.plan.chosen, request.options)) is not None:
+        logger.warning("%s was begun %s, and goes on with the bits chosen then.", request.folder, other)
     plan = _with_places(earlier.plan, checkpoint)
     ground = dataclasses.replace(ground_of(request, plan), used=earlier.used, in_use=disk_bytes(request.folder))
     work = _work(request, plan, ground, earlier.checksums, is_fitted(earlier.quantiser))
@@ -224,6 +253,18 @@ def _take_up(request: Request, earlier: journal.Replay) -> Work:
     if work.arrival is Arrival.STREAM:  # whatever was fetched of a shard, it comes anew
         durable.remove_folder(request.folder / STAGING_NAME)
     return work
+
+
+def other_budget(chosen: Chosen | None, options: SplitOptions) -> str | None:
+    """For what a mixed split was chosen, where the caller says something else now; None where nothing differs."""
+    if chosen is None:
+        return None
+    disk = options.max_disk is not None and options.max_disk != chosen.max_disk
+    if not disk and not (options.memory_is_said and options.memory != chosen.memory):
+        return None
+    limits = [("max_disk", chosen.max_disk), ("memory", chosen.memory)]
+    said = " and ".join(f"{name} {gib(nbytes)}" for name, nbytes in limits if nbytes is not None)
+    return f"for {said}" if said else "for what was free"
 
 
 def _work(
@@ -356,7 +397,7 @@ def _finish(request: Request, plan: SplitPlan, quantiser: str | None, checksums:
             )
             for layer, layout in plan.layouts.items()
         )
-        manifest = Manifest(plan.source, plan.compression, quantiser, records, plan.format_version)
+        manifest = Manifest(plan.source, plan.compression, quantiser, records, plan.format_version, plan.chosen)
         write_manifest(request.folder, manifest)
     clear_away(request.folder)
     if request.options.delete_original:

@@ -16,6 +16,7 @@ from typing import Any
 
 from rabbitllm.bulk.items import Answer, Defaults, Item, Limits
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
+from rabbitllm.layers.chosen import Chosen
 from rabbitllm.pull.make import Wish
 
 WEIGHTS, CACHE = 0.5, 0.3
@@ -54,6 +55,7 @@ class About:
         source: what its split was made from; None without one.
         compression: of the split.
         computes: dtype and kind of device.
+        chosen: what each tensor has in a mixed split.
     """
 
     host: str
@@ -61,6 +63,7 @@ class About:
     source: SourceIdentity | None
     compression: str | None
     computes: str
+    chosen: Chosen | None = None
 
     def differs_from(self, other: About) -> str | None:
         """Why two workers would not give the same answers, in words; None if nothing says so."""
@@ -68,6 +71,8 @@ class About:
             return f"it computes in {self.computes}, the other in {other.computes}"
         if self.compression != other.compression:
             return f"its split is at compression {self.compression}, the other at {other.compression}"
+        if self.chosen is not None and other.chosen is not None and self.chosen.schemes != other.chosen.schemes:
+            return "its split has other bits for some tensors than the other's (pull it once, into a shared folder)"
         if self.source is not None and other.source is not None:
             return self.source.differs_from(other.source)
         return None
@@ -123,6 +128,7 @@ class Answerer:
             manifest.source if manifest is not None else None,
             manifest.compression if manifest is not None else None,
             f"{str(self._model.dtype).removeprefix('torch.')} on {self._model.device.type}",
+            manifest.chosen if manifest is not None else None,
         )
 
     def answer(self, items: Sequence[Item]) -> Generator[list[Answer]]:

@@ -8,6 +8,7 @@ import pytest
 
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.errors import OptionError
+from rabbitllm.layers.chosen import Chosen
 from rabbitllm.spread.answerer import About
 from rabbitllm.spread.chunks import PASSFULS, Staff, in_chunks, staff_of
 from rabbitllm.spread.cluster import Node
@@ -59,3 +60,9 @@ ABOUT = About("host-0", 1, SOURCE, "4bit", "float32 on cpu")
 def test_workers_with_other_models_are_told_apart(other: About, why: str | None) -> None:
     said = other.differs_from(ABOUT)
     assert said is None if why is None else why in str(said)
+
+
+def test_workers_with_other_bits_are_told_apart() -> None:
+    mixed = replace(ABOUT, compression="auto", chosen=Chosen({"lm_head.weight": "4bit"}, max_disk=1))
+    assert mixed.differs_from(replace(mixed, chosen=Chosen({"lm_head.weight": "4bit"}, max_disk=2))) is None
+    assert "other bits" in str(mixed.differs_from(replace(mixed, chosen=Chosen({"lm_head.weight": "8bit"}))))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -138,8 +138,11 @@ def is_compressed(name: str, tensor: torch.Tensor) -> bool:
     return large and not _NEVER_COMPRESSED.search(name)
 
 
-def dequantised(folder: Path, target: Path, compression: str, dtype: torch.dtype) -> Path:
-    """The checkpoint of the weights that bitsandbytes makes of a compressed one, computing in `dtype`."""
+def dequantised(folder: Path, target: Path, compression: str | Mapping[str, str], dtype: torch.dtype) -> Path:
+    """The checkpoint of the weights that bitsandbytes makes of a compressed one, computing in `dtype`.
+
+    `compression` may be one for all tensors, or one by name for some of them.
+    """
     from bitsandbytes import functional
 
     target.mkdir()
@@ -150,8 +153,11 @@ def dequantised(folder: Path, target: Path, compression: str, dtype: torch.dtype
     for name, tensor in tensors.items():
         if not is_compressed(name, tensor):
             continue
-        if compression in ("4bit", "4bit-double"):
-            doubled = compression == "4bit-double" and tensor.numel() >= 32768
+        scheme = compression if isinstance(compression, str) else compression.get(name)
+        if scheme is None:
+            continue
+        if scheme in ("4bit", "4bit-double"):
+            doubled = scheme == "4bit-double" and tensor.numel() >= 32768
             codes, state = functional.quantize_4bit(tensor, blocksize=64, quant_type="nf4", compress_statistics=doubled)
             state.shape = torch.Size([tensor.numel()])  # its kernel for the CPU begins a block with each row
             changed = functional.dequantize_4bit(codes, state)

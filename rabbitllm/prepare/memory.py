@@ -1,0 +1,37 @@
+"""The memory that all weights of a mixed split should stay in, asked of the engine: all that preparing knows of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rabbitllm.layers.chosen import AUTO
+from rabbitllm.options import SplitOptions, StreamOptions
+
+if TYPE_CHECKING:
+    from rabbitllm.engine.devices import Device
+
+
+def with_memory(
+    options: SplitOptions, stream_options: StreamOptions, devices: Sequence[Device] | None = None
+) -> SplitOptions:
+    """The options of a split, at "auto" with the memory that its weights should stay in.
+
+    Args:
+        options: of the split.
+        stream_options: how it will be run.
+        devices: to run it on; by default those that the options name.
+
+    Raises:
+        DeviceError: the options name a GPU that is not there.
+    """
+    if options.compression != AUTO:
+        return options
+    from rabbitllm.engine.devices import resolve_devices  # with torch
+    from rabbitllm.engine.load import weight_memory
+
+    if devices is None:
+        devices = resolve_devices(stream_options.device, stream_options.max_memory, stream_options.pin_memory)
+    nbytes = weight_memory(devices, stream_options)
+    return dataclasses.replace(options, memory=nbytes, memory_is_said=stream_options.max_memory is not None)

@@ -1,0 +1,128 @@
+"""What quantising a tensor is expected to cost in answer quality, from its name and shape alone. Pure.
+
+A matrix whose elements are off by a relative squared error e adds noise of about e, relative too, to what it computes;
+how far that moves the distribution of the next token depends on what the matrix is for, and hardly on its size. So the
+expected loss of a tensor is a weight times e of the scheme, and the whole model's the sum of those: noise of many
+matrices adds up like that as long as it is small. A decoder layer adds one part of many to the hidden states, so its
+noise counts for less the more layers there are; what the first ones add is read by all others, and theirs counts for
+more. Weights and errors are from trained models, one tensor quantised at a time (docs/PERFORMANCE.md, "Bits by
+budget"). What a particular tensor's error is, is not known before its bytes are read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rabbitllm.checkpoints.index import natural_key
+from rabbitllm.formats.tensor_spec import TensorSpec
+from rabbitllm.layers.compression import is_compressible, scheme_of, stored_form
+
+ERRORS: Mapping[str | None, float] = {None: 0.0, "8bit": 1.8e-4, "4bit": 8.55e-3, "4bit-double": 8.57e-3}
+"""Squared error of what a scheme stores, relative to the squared weights."""
+WEIGHTS: Mapping[str, float] = {
+    "head": 1.0,
+    "embedding": 0.5,
+    "query": 0.02,
+    "key": 0.008,
+    "value": 0.008,
+    "query, key and value": 0.036,
+    "attention output": 0.01,
+    "gate and up": 0.004,
+    "down": 0.006,
+    "other": 0.008,
+}
+"""Nats of divergence a token for each unit of relative squared error: of one matrix, of a decoder layer of eight."""
+MEASURED_LAYERS = 8
+FIRST_LAYERS = ((1 / 8, 8.0), (1 / 4, 3.0))
+"""Up to which part of the decoder layers how many times as much."""
+
+_ROLES: Sequence[tuple[str, re.Pattern[str]]] = [
+    (role, re.compile(rf"(?:^|[._])(?:{names})(?:[._]|$)"))
+    for role, names in (
+        ("head", "lm_head|embed_out|output_layer"),
+        ("embedding", "embed_tokens|tok_embeddings|word_embeddings|wte|embed_in|embeddings?"),
+        ("query, key and value", "qkv_proj|qkv|query_key_value|c_attn|Wqkv|W_pack|wqkv"),
+        ("query", "q_proj|wq|query|q_[ab]_proj"),
+        ("key", "k_proj|wk|key"),
+        ("value", "v_proj|wv|value|kv_[ab]_proj(?:_with_mqa)?"),
+        ("attention output", "o_proj|wo|attn_out|out_proj|attention[._]dense|attn[._]c_proj|attn[._]dense"),
+        ("gate and up", "gate_up_proj|gate_proj|up_proj|w1|w3|fc1|fc3|c_fc|dense_h_to_4h|input_linear|fc_in"),
+        ("down", "down_proj|w2|fc2|c_proj|dense_4h_to_h|output_linear|fc_out"),
+    )
+]
+_LAYER = re.compile(r"\.(\d+)\.")
+_EXPERT = re.compile(r"(?P<block>.*?experts\.(?:expert_)?)(?P<number>\d+)\.(?P<rest>.+)")
+_UP = re.compile(r"(?<=[._])(?:gate_proj|up_proj|w1|w3|fc1|fc3)(?=[._]|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Tensors that get the same scheme, since the engine makes one matrix of them or takes them for alike.
+
+    Attributes:
+        role: what they are for, a key of `WEIGHTS`.
+        tensors: in the checkpoint's order.
+        weight: of all together; what their relative squared error is multiplied with.
+    """
+
+    role: str
+    tensors: tuple[TensorSpec, ...]
+    weight: float
+
+    def loss(self, compression: str | None) -> float:
+        """What is expected of a compression, in no unit; it adds up over groups."""
+        return self.weight * ERRORS[scheme_of(self.tensors[0], compression)]
+
+    def nbytes(self, compression: str | None) -> int:
+        """Of what is stored at a compression."""
+        return sum([stored_form(spec, compression).nbytes for spec in self.tensors])
+
+
+def groups(tensors: Iterable[TensorSpec]) -> list[Group]:
+    """The compressible tensors of a model, grouped, in numerical order of their names.
+
+    Gate and up are one group, of all experts of a layer, and down is another: where experts differ in form, none could
+    be brought in by itself. Each expert is used by a share of the tokens, so all of them together weigh what
+    one matrix does that every token uses.
+    """
+    found: dict[str, list[TensorSpec]] = {}
+    every = [spec for spec in tensors if is_compressible(spec)]
+    for spec in sorted(every, key=lambda spec: natural_key(spec.name)):
+        found.setdefault(_group_name(spec.name), []).append(spec)
+    has_head = any(role_of(spec.name) == "head" for spec in every)
+    layers = {layer for spec in every if (layer := _layer(spec.name)) is not None}
+    depth = max(layers) + 1 if layers else 1
+    made = []
+    for members in found.values():
+        role = role_of(members[0].name)
+        weight = WEIGHTS[role] * _matrices(members)
+        if role == "embedding" and not has_head:  # it is the head too
+            weight += WEIGHTS["head"]
+        if (layer := _layer(members[0].name)) is not None:
+            weight *= MEASURED_LAYERS / depth * next((f for part, f in FIRST_LAYERS if layer < part * depth), 1.0)
+        made.append(Group(role, tuple(members), weight))
+    return made
+
+
+def role_of(name: str) -> str:
+    """What a tensor is for, by its name."""
+    if name.startswith("output."):  # Meta's own name for the head
+        return "head"
+    return next((role for role, pattern in _ROLES if pattern.search(name)), "other")
+
+
+def _group_name(name: str) -> str:
+    expert = _EXPERT.fullmatch(name)
+    return _UP.sub("gate_up", f"{expert['block']}*.{expert['rest']}" if expert else name)
+
+
+def _matrices(members: Sequence[TensorSpec]) -> int:
+    """How many matrices that every token uses a group counts for."""
+    return len({found["rest"] if (found := _EXPERT.fullmatch(spec.name)) else spec.name for spec in members})
+
+
+def _layer(name: str) -> int | None:
+    found = _LAYER.search(name)
+    return int(found[1]) if found else None

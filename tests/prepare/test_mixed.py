@@ -1,0 +1,283 @@
+"""Splits at "auto": the same bytes on every route and after every death, loaded as the weights they stand for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from rabbitllm import AutoModel, prepare
+from rabbitllm.cli.main import app
+from rabbitllm.engine.placement import Tier
+from rabbitllm.errors import IncompleteSplitError, SplitMismatchError
+from rabbitllm.layers.compression import schemes
+from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME, LayerStore, Manifest, read_manifest
+from rabbitllm.layers.verify import verify
+from rabbitllm.library.find import compression_here, one_of_model
+from rabbitllm.options import SplitOptions
+from rabbitllm.splitter import journal
+from tests.splitter.conftest import crash_server as crash_server
+from tests.spread.test_fill import Here
+from tests.support.builders import build_checkpoint, cut, llama_tensors, write_shards
+from tests.support.crashes import KILLED, CrashServer
+from tests.support.hub_fixtures import HubEnvironment
+from tests.support.local_hub import LocalHub
+from tests.support.meta_files import tiny_llama, write_meta
+from tests.support.quick_measuring import quick_measuring as quick_measuring
+from tests.support.scenes import Scene, sample
+from tests.support.splitting import Call, contents, interrupted
+from tests.support.tiny_models import assert_same, dequantised, plain_model, run, tiers
+from tests.support.tiny_models import one_thread as one_thread
+
+REPO = "acme/tiny"
+WIDE: Mapping[str, int] = {"intermediate_size": 2048}
+"""Matrices that are large enough for 4bit-double."""
+
+
+def manifest_of(folder: Path) -> Manifest:
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    return manifest
+
+
+def chosen_in(folder: Path) -> dict[str, str]:
+    chosen = manifest_of(folder).chosen
+    assert chosen is not None
+    return dict(chosen.schemes)
+
+
+def size_at(folder: Path, where: Path, compression: str | None) -> int:
+    """Bytes of all layer files."""
+    made = Call(str(folder), str(where), compression, sequential=False).make()
+    return sum(record.size for record in manifest_of(made).layers)
+
+
+def between(folder: Path, where: Path, share: float = 0.6) -> int:
+    """Memory that is too little for 8bit and more than 4bit needs."""
+    largest = max(path.stat().st_size for path in Call(str(folder), str(where), sequential=False).make().iterdir())
+    less, more = size_at(folder, where, "4bit"), size_at(folder, where, "8bit")
+    return largest + int(less + (more - less) * share)
+
+
+def split_in(memory: int, source: str, where: Path, hands: Any = None, **call: Any) -> Path:
+    wanted = Call(source, str(where), "auto", **call)
+    found = wanted.find()
+    options = SplitOptions(
+        "auto", sequential=wanted.sequential, shard_transfer=wanted.shard_transfer, memory=memory, memory_is_said=True
+    )
+    prepare.ensure_split(found, options, hands=hands)
+    return found.split_folder
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_every_route_makes_the_same_folder(
+    tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment, family: str
+) -> None:
+    folder = build_checkpoint(tmp_path / "hub" / REPO, family, dtype=torch.bfloat16, shards=4)
+    memory = between(folder, tmp_path / "uniform")
+    kept = split_in(memory, str(folder), tmp_path / "kept", sequential=False)
+    assert kept.name == "splitted_model.auto"
+    used = chosen_in(kept)
+    assert set(used.values()) == {"4bit", "8bit"}
+    layers = {name: data for name, data in contents(kept).items() if name.endswith(".safetensors")}
+    assert sum(map(len, layers.values())) <= memory
+    made = [
+        split_in(memory, str(folder), tmp_path / "by hands", Here(3), sequential=False),
+        split_in(memory, REPO, tmp_path / "fetched", shard_transfer="file"),
+        split_in(memory, REPO, tmp_path / "streamed", shard_transfer="stream"),
+        split_in(memory, REPO, tmp_path / "downloaded", sequential=False),
+        split_in(memory, str(folder), tmp_path / "in turn"),
+    ]
+    for other in made:
+        assert {name: data for name, data in contents(other).items() if name.endswith(".safetensors")} == layers
+        assert chosen_in(other) == used
+    found = {name: how for file in layers for name, how in schemes(spec_names(kept, file)).items() if how}
+    assert found == used
+
+
+def spec_names(folder: Path, file: str) -> list[str]:
+    from rabbitllm.formats.safetensors_file import read_header
+
+    return [spec.name for spec in read_header(folder / file, file).tensors]
+
+
+def test_pieces_of_a_tensor_have_the_scheme_of_the_whole(tmp_path: Path) -> None:
+    model = tiny_llama()
+    whole = write_meta(tmp_path / "whole", model, ranks=1)
+    pieces = write_meta(tmp_path / "pieces", model, ranks=4)
+    memory = between(whole, tmp_path / "uniform")
+    one = split_in(memory, str(whole), tmp_path / "one", sequential=False)
+    four = split_in(memory, str(pieces), tmp_path / "four")
+    assert set(chosen_in(one).values()) == {"4bit", "8bit"}
+    assert chosen_in(four) == chosen_in(one)
+    assert {r.file: r.crc32 for r in manifest_of(four).layers} == {r.file: r.crc32 for r in manifest_of(one).layers}
+
+
+def scene_at(tmp_path: Path, spare: int) -> Scene:
+    original = write_shards(tmp_path / "original", cut(llama_tensors(layers=2), 3))
+    least = size_at(original, tmp_path / "uniform", "4bit")
+    model = tmp_path / "local" / "model"
+    return Scene(Call(str(model), compression="auto", max_disk=least + spare), original, model)
+
+
+def test_killed_at_any_step_it_finishes_with_the_same_bits(tmp_path: Path, crash_server: CrashServer) -> None:
+    scene = scene_at(tmp_path, 90_000)
+    assert len(set(chosen_in(scene.made).values())) > 1
+    for death in sample(scene.steps, 6):
+        scene.reset()
+        assert crash_server.run(scene.call, death) == KILLED
+        scene.check()
+        scene.finish()
+
+
+def test_what_was_begun_goes_on_as_it_was_begun(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    scene = scene_at(tmp_path, 90_000)
+    scene.reset()
+    folder = interrupted(scene.call)
+    earlier = journal.replay(folder)
+    assert earlier is not None
+    assert earlier.plan.chosen is not None
+    assert json.loads((folder / JOURNAL_NAME).read_bytes().partition(b"\n")[0])["journal_version"] == 3
+    with caplog.at_level(logging.WARNING):
+        assert scene.call.max_disk is not None
+        dataclasses.replace(scene.call, max_disk=scene.call.max_disk + 50_000).make()
+    assert "goes on with the bits chosen then" in caplog.text
+    assert scene.state() == scene.finished
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_those_of_the_weights_it_stands_for(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    wide = WIDE if family == "llama" and dtype == torch.float32 else {}
+    folder = build_checkpoint(tmp_path / "m", family, dtype=dtype, shards=2, tied=family == "gemma3", **wide)
+    memory = between(folder, tmp_path / "uniform")
+    model = load(folder, tmp_path / "mixed", memory, exact=True)
+    made = tmp_path / "mixed" / "splitted_model.auto"
+    assert set(chosen_in(made).values()) >= {"4bit-double" if wide else "4bit", "8bit"}
+    meant = dequantised(folder, tmp_path / "meant", chosen_in(made), dtype)
+    expected = run(plain_model(meant, dtype=dtype))
+    assert_same(run(model), expected)
+    assert not {Tier.STREAMED, Tier.ROUTED} & {*tiers(model).values()}
+    assert_same(run(load(folder, tmp_path / "mixed", 0, exact=True)), expected)
+    quick = run(load(folder, tmp_path / "mixed", memory)).logits
+    assert torch.allclose(quick.float(), expected.logits.float(), rtol=0.1, atol=0.1 * float(expected.logits.std()))
+
+
+def load(folder: Path, where: Path, memory: int, **options: Any) -> Any:
+    return AutoModel.from_pretrained(
+        folder,
+        compression="auto",
+        layer_shards_saving_path=where,
+        device="cpu",
+        max_memory={"cpu": memory},
+        show_layer_progress=False,
+        **options,
+    )
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    """A checkpoint with a mixed split beside it, for so much disk."""
+    folder = write_shards(tmp_path / "model", cut(llama_tensors(layers=3, vocabulary=512), 3))
+    allowed = size_at(folder, tmp_path / "uniform", "4bit") + 150_000
+    return Call(str(folder), compression="auto", sequential=False, max_disk=allowed).make()
+
+
+def test_another_budget_is_neither_ignored_nor_split_for_anew(made: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source, before = str(made.parent), contents(made)
+    chosen = manifest_of(made).chosen
+    assert chosen is not None
+    assert chosen.max_disk is not None
+    with caplog.at_level(logging.WARNING):
+        for same in (None, chosen.max_disk):
+            assert Call(source, compression="auto", sequential=False, max_disk=same).make() == made
+        assert not caplog.text
+        assert Call(source, compression="auto", sequential=False, max_disk=chosen.max_disk * 2).make() == made
+    assert "is used as it is" in caplog.text
+    with pytest.raises(SplitMismatchError, match="max_disk=1,000 was given now"):
+        Call(source, compression="auto", sequential=False, max_disk=1000).make()
+    assert contents(made) == before
+
+
+def test_it_is_listed_verified_repaired_and_found_by_default(made: Path) -> None:
+    model, before = str(made.parent), contents(made)
+    assert compression_here(model) == "auto"
+    assert one_of_model(model, "auto").folder == made
+    assert not verify(made).damaged
+    layer = "model.layers.1.safetensors"
+    raw = bytearray((made / layer).read_bytes())
+    raw[len(raw) // 2] ^= 4
+    (made / layer).write_bytes(raw)
+    damaged = {damage.layer for damage in verify(made).damaged}
+    assert len(damaged) == 1
+    prepare.repair_split(made, manifest_of(made), damaged, made.parent)
+    assert contents(made) == before
+    for command in ("ls", "show", "inspect", "verify --compression auto"):
+        done = CliRunner().invoke(app, [*command.split(), str(made) if command == "inspect" else model])
+        assert done.exit_code == 0, done.output
+        assert "auto" in done.output
+
+
+def test_a_damaged_record_is_refused(made: Path) -> None:
+    path = made / MANIFEST_NAME
+    content = json.loads(path.read_text())
+    for schemes_said in ({"2bit": []}, {"4bit": [3]}, []):
+        path.write_text(json.dumps({**content, "chosen": {**content["chosen"], "schemes": schemes_said}}))
+        with pytest.raises(IncompleteSplitError, match="is damaged"):
+            LayerStore(made)
+    path.write_text(json.dumps({**content, "chosen": {**content["chosen"], "max_disk": -1}}))
+    with pytest.raises(IncompleteSplitError, match="is damaged"):
+        LayerStore(made)
+    del content["chosen"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(IncompleteSplitError, match="is damaged"):
+        LayerStore(made)
+
+
+def test_plan_foretells_the_choice(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "m", "llama", dtype=torch.bfloat16, shards=2)
+    allowed = size_at(folder, tmp_path / "uniform", "4bit") + 120_000
+    command = [str(folder), "--compression", "auto", "--max-disk", str(allowed), "--min-free-disk", "0"]
+    done = CliRunner().invoke(app, ["plan", *command, "--device", "cpu", "--json"])
+    assert done.exit_code == 0, done.output
+    record = json.loads(done.stdout)
+    outlook = next(one for one in record["outlooks"] if one["compression"] == "auto")
+    assert record["choice"]["compression"] == "auto"
+    assert f'compression="auto", max_disk="{allowed}"' in " ".join(record["choice"]["call"].replace("\n", " ").split())
+    made = Call(str(folder), compression="auto", sequential=False, max_disk=allowed).make()
+    assert outlook["output_bytes"] == sum(record.size for record in manifest_of(made).layers) <= allowed
+    by_scheme: dict[str, int] = {}
+    for share in outlook["mixture"]["shares"]:
+        if share["scheme"] is not None:
+            by_scheme[share["scheme"]] = by_scheme.get(share["scheme"], 0) + share["tensors"]
+    used = [*chosen_in(made).values()]
+    assert by_scheme == {scheme: used.count(scheme) for scheme in set(used)}
+    mixture = outlook["mixture"]
+    assert mixture["uniform"]["8bit"] < mixture["loss"] < 1 == mixture["uniform"]["4bit"]
+    shown = CliRunner().invoke(app, ["plan", *command, "--device", "cpu"])
+    assert "bits chosen" in shown.output
+    assert "bits a weight; expected loss" in shown.output
+    assert "Auto is finished" in shown.output
+
+
+def test_a_budget_that_cannot_be_kept_names_the_least_that_can(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "m", "llama", dtype=torch.bfloat16, shards=2)
+    pull = ["pull", str(folder), "--compression", "auto", "--device", "cpu", "--max-disk"]
+    done = CliRunner().invoke(app, [*pull, "1000"])
+    assert done.exit_code != 0
+    found = re.search(r"max_disk=(\d+) is the least", str(done.exception) + done.output)
+    assert found is not None
+    least = found[1]
+    dry = CliRunner().invoke(app, [*pull, "1000", "--dry-run"])
+    assert dry.exit_code != 0
+    assert least in dry.output
+    assert CliRunner().invoke(app, [*pull, least, "--dry-run"]).exit_code == 0
+    assert CliRunner().invoke(app, [*pull, least]).exit_code == 0
