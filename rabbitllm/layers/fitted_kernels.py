@@ -12,7 +12,6 @@ import numpy as np
 from rabbitllm.layers.compiling import compiled
 from rabbitllm.layers.cpu_kernels import F32, KINDS, NF4_BLOCK, Codes, Scales, Values, _widen
 
-SUMS = 16
 STEPS = 1024
 
 
@@ -57,19 +56,21 @@ def _error(values, scale, nearest, ys, places, squares):  # type: ignore[no-unty
         ys[i] = values[i] * inverse
     for i in range(NF4_BLOCK):
         inside = min(max(ys[i], np.float32(-1)), np.float32(1))
-        places[i] = np.int32((inside + np.float32(1)) * np.float32(STEPS) + np.float32(0.5))
+        places[i] = np.uint16(np.int32((inside + np.float32(1)) * np.float32(STEPS) + np.float32(0.5)))
     for i in range(NF4_BLOCK):
         squares[i] = nearest[places[i]]
     for i in range(NF4_BLOCK):
         off = ys[i] - squares[i]
         squares[i] = off * off
-    for row in range(1, NF4_BLOCK // SUMS):
-        for lane in range(SUMS):
-            squares[lane] += squares[row * SUMS + lane]
-    total = np.float32(0)
-    for lane in range(SUMS):
-        total += squares[lane]
-    return scale * scale * total
+    for i in range(32):
+        squares[i] = squares[i] + squares[i + 32]
+    for i in range(16):
+        squares[i] = squares[i] + squares[i + 16]
+    for i in range(8):
+        squares[i] = squares[i] + squares[i + 8]
+    for i in range(4):
+        squares[i] = squares[i] + squares[i + 4]
+    return scale * scale * ((squares[0] + squares[2]) + (squares[1] + squares[3]))
 
 
 @compiled
@@ -77,7 +78,7 @@ def _quantise(words, kind, midpoints, nearest, multiples, codes, scales):  # typ
     values = np.empty(NF4_BLOCK, np.float32)
     bits = values.view(np.uint32)
     ys = np.empty(NF4_BLOCK, np.float32)
-    places = np.empty(NF4_BLOCK, np.int32)
+    places = np.empty(NF4_BLOCK, np.uint16)
     squares = np.empty(NF4_BLOCK, np.float32)
     ranks = np.empty(NF4_BLOCK, np.uint8)
     for block in range(scales.size):
