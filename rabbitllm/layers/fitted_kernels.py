@@ -92,15 +92,12 @@ def _quantise(words, kind, midpoints, nearest, multiples, codes, scales):  # typ
         best = largest
         least = np.float32(np.inf)
         if np.float32(1e-18) < largest and largest < np.float32(1e18):
-            for sign in range(2):
-                for m in range(multiples.size):
-                    scale = multiples[m] * largest
-                    if sign:
-                        scale = -scale
-                    error = _error(values, scale, nearest, ys, places, squares)
-                    if error < least:
-                        least = error
-                        best = scale
+            for m in range(multiples.size):
+                scale = multiples[m] * largest
+                error = _error(values, scale, nearest, ys, places, squares)
+                if error < least:
+                    least = error
+                    best = scale
         scales[block] = best
         ranks[:] = 7
         if best != 0:

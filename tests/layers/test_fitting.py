@@ -14,6 +14,7 @@ from rabbitllm.layers.compression import Quantised, check_fitting, dequantise, q
 from rabbitllm.layers.compression.fitting import by_numpy, quantise_fitted
 from rabbitllm.layers.compression.library import nf4_map
 
+SCHEMES = ("4bit", "4bit-double")
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
@@ -38,12 +39,13 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
-def test_numba_and_numpy_find_the_same(case: str, dtype: str) -> None:
+def test_numba_and_numpy_find_the_same(case: str, dtype: str, scheme: str) -> None:
     data = data_of(CASES[case], dtype)
-    codes, scales = quantise_fitted(data, dtype)
-    expected_codes, expected_scales = by_numpy(data, dtype)
+    codes, scales = quantise_fitted(scheme, data, dtype)
+    expected_codes, expected_scales = by_numpy(scheme, data, dtype)
     found = np.frombuffer(scales, np.float32)
     assert np.array_equal(found.view(np.uint32), expected_scales.view(np.uint32))
     assert bytes(codes) == expected_codes.tobytes()
@@ -51,9 +53,9 @@ def test_numba_and_numpy_find_the_same(case: str, dtype: str) -> None:
 
 def test_without_numba_it_is_numpys(monkeypatch: pytest.MonkeyPatch) -> None:
     data = data_of(normal(6400), "BF16")
-    expected = [bytes(part) for part in quantise_fitted(data, "BF16")]
+    expected = [bytes(part) for part in quantise_fitted("4bit", data, "BF16")]
     monkeypatch.setitem(sys.modules, "rabbitllm.layers.fitted_kernels", None)
-    assert [bytes(part) for part in quantise_fitted(data, "BF16")] == expected
+    assert [bytes(part) for part in quantise_fitted("4bit", data, "BF16")] == expected
 
 
 def error(values: torch.Tensor, codes: memoryview, scales: memoryview) -> float:
@@ -65,11 +67,12 @@ def error(values: torch.Tensor, codes: memoryview, scales: memoryview) -> float:
     return float((made - values).square().sum() / values.square().sum())
 
 
-@pytest.mark.parametrize(("case", "share"), [("normal", 0.86), ("long tails", 0.92)])
-def test_there_is_less_error(case: str, share: float) -> None:
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("case", "share"), [("normal", 0.9), ("long tails", 0.95)])
+def test_there_is_less_error(case: str, share: float, scheme: str) -> None:
     values = CASES[case]
     plain, fitted = (
-        error(values, *quantise_blocks("4bit", data_of(values, "F32"), "F32", "cpu", fitted=fit))
+        error(values, *quantise_blocks(scheme, data_of(values, "F32"), "F32", "cpu", fitted=fit))
         for fit in (False, True)
     )
     assert fitted < share * plain
@@ -97,9 +100,14 @@ def test_8bit_has_nothing_to_fit() -> None:
     assert check_fitting("4bit", fit_scales=True)
 
 
+def test_scales_that_are_quantised_have_one_sign() -> None:
+    _, scales = quantise_fitted("4bit-double", data_of(normal(64 * 64), "F32"), "F32")
+    assert (np.frombuffer(scales, np.float32) > 0).all()
+
+
 def test_bitsandbytes_reads_scales_of_either_sign() -> None:
     values = normal(64 * 64)
-    codes, scales = quantise_fitted(data_of(values, "F32"), "F32")
+    codes, scales = quantise_fitted("4bit", data_of(values, "F32"), "F32")
     found = torch.frombuffer(scales, dtype=torch.float32)
     assert (found < 0).any()
     assert (found > 0).any()

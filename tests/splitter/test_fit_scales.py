@@ -47,7 +47,7 @@ def test_same_bytes_less_error(tmp_path: Path, compression: str) -> None:
     fitted = split(model(tmp_path / "fitted"), compression, fit=True)
     sizes = [{name: len(data) for name, data in layer_files(made).items()} for made in (plain, fitted)]
     assert sizes[0] == sizes[1]
-    assert error(fitted) < 0.87 * error(plain)
+    assert error(fitted) < 0.9 * error(plain)
     assert verify(fitted).damaged == ()
     manifest = read_manifest(fitted)
     assert manifest is not None

@@ -36,9 +36,9 @@ def quantise_blocks(
         The payload (uint8: two elements a byte at 4bit, one at 8bit) and the scales (float32, one a block), as bytes;
         at 4bit-double these are yet to be quantised (`nested.py`).
     """
+    if fitted and CODES[scheme] == "4bit":
+        return quantise_fitted(scheme, data, dtype)
     scheme = CODES[scheme]
-    if fitted and scheme == "4bit":
-        return quantise_fitted(data, dtype)
     if device == "cpu" and _compiled_kernels_agree(scheme):
         return _quantise_compiled(scheme, data, dtype)
     return _quantise_with_bitsandbytes(scheme, data, dtype, device)
