@@ -51,7 +51,7 @@ GENERATION_KEYS = {
 }
 OUTLOOK_KEYS = {
     *("compression", "folder", "state", "output_bytes", "layers_above_10_gb", "finished_at", "shards_used", "shards"),
-    *("obstacle", "routes", "finished", "fits"),
+    *("obstacle", "routes", "finished", "fits", "mixture"),
 }
 ROUTE_KEYS = {"name", "disk_bytes", "created_bytes", "cache_bytes", "lacking", "seconds", "fits"}
 ANATOMY_KEYS = {
