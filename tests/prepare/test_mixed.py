@@ -19,7 +19,7 @@ from rabbitllm.cli.main import app
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import IncompleteSplitError, SplitMismatchError
 from rabbitllm.layers.compression import schemes
-from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME, LayerStore, Manifest, read_manifest
+from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME, LayerStore, Manifest, is_fitted, read_manifest
 from rabbitllm.layers.verify import verify
 from rabbitllm.library.find import compression_here, one_of_model
 from rabbitllm.options import SplitOptions
@@ -224,6 +224,20 @@ def test_it_is_listed_verified_repaired_and_found_by_default(made: Path) -> None
         done = CliRunner().invoke(app, [*command.split(), str(made) if command == "inspect" else model])
         assert done.exit_code == 0, done.output
         assert "auto" in done.output
+
+
+def test_scales_are_fitted_where_there_are_any(made: Path, tmp_path: Path) -> None:
+    chosen = manifest_of(made).chosen
+    assert chosen is not None
+    found = Call(str(made.parent), str(tmp_path / "fitted"), "auto", sequential=False).find()
+    prepare.ensure_split(found, SplitOptions("auto", max_disk=chosen.max_disk, fit_scales=True))
+    fitted = manifest_of(found.split_folder)
+    assert is_fitted(fitted.quantiser)
+    assert fitted.chosen == chosen
+    others = {record.file: record.crc32 for record in manifest_of(made).layers}
+    fewer_bits = {name for name, scheme in chosen.schemes.items() if scheme != "8bit"}
+    for record in fitted.layers:
+        assert (record.crc32 == others[record.file]) == fewer_bits.isdisjoint(record.tensors)
 
 
 def test_a_damaged_record_is_refused(made: Path) -> None:
