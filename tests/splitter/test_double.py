@@ -16,6 +16,7 @@ from rabbitllm.durable import Step, observe_steps
 from rabbitllm.formats.crc32 import crc32_of_file
 from rabbitllm.layers.layer_file import SCRATCH_SUFFIX
 from rabbitllm.layers.layer_store import LayerStore, read_manifest
+from rabbitllm.layers.plain_tensors import PlainReader
 from rabbitllm.layers.verify import verify
 from rabbitllm.splitter import mover
 from tests.support.builders import SINGLE_NAME, cut, llama_tensors, write_shards
@@ -183,6 +184,24 @@ def test_the_disk_peak_is_what_was_planned(tmp_path: Path, tensors: Weights, sha
     (peak,) = peaks
     assert 0 < most[0] <= peak
     assert peak <= most[0] + 400_000  # headers, and blocks that are begun: 4 KiB each
+
+
+@pytest.mark.parametrize("chunk", [1 << 15, 8 << 20])
+def test_the_way_out_has_bitsandbytes_bits(
+    tmp_path: Path, tensors: Weights, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    """A run of scales at a time."""
+    made = split(write_shards(tmp_path / "model", cut(tensors, 3)), compression=DOUBLE)
+    monkeypatch.setattr("rabbitllm.layers.plain_tensors.CHUNK_BYTES", chunk)
+    store = LayerStore(made)
+    with PlainReader(store) as reader:
+        for name, stored in store.tensors.items():
+            tensor = tensors[name]
+            if stored.quantised is not None and stored.quantised.scheme == DOUBLE:
+                codes, state = functional.quantize_4bit(tensor, quant_type="nf4", compress_statistics=True)
+                state.shape = torch.Size([tensor.numel()])  # its kernel for the CPU begins a block with each row
+                tensor = functional.dequantize_4bit(codes, state).view(tensor.shape)
+                assert torch.equal(reader.read(stored, torch.bfloat16), tensor), name
 
 
 def test_repair_makes_the_same_bytes(tmp_path: Path, tensors: Weights, hub_environment: HubEnvironment) -> None:
