@@ -30,6 +30,7 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 from rabbitllm import durable
+from rabbitllm.batching.cache_image import Form, Image, image_of, image_over, new_image
 from rabbitllm.batching.places import Places
 from rabbitllm.batching.room import append
 
@@ -39,23 +40,6 @@ TAIL_TOKENS = 32
 """Of a text, at most, that are in memory and not in the file; as many more are written, and read, as zeros."""
 READERS = 2
 """A disk that is asked for one thing at a time is slower."""
-
-_Form = tuple[torch.Size, torch.Size, torch.dtype]
-"""Shapes of keys and values, and their dtype."""
-
-
-@dataclass(slots=True)
-class _Image:
-    """Keys and values of one layer of one text, in one piece of memory, with room behind them.
-
-    Attributes:
-        keys, values: (1, heads, tokens and room, width), over the same bytes.
-        whole: (bytes,) uint8, all of it.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    whole: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -75,7 +59,7 @@ class _Layer:
     nbytes: int
     device: torch.device
     tokens: int
-    form: _Form
+    form: Form
     tail_keys: torch.Tensor | None = None
     tail_values: torch.Tensor | None = None
     tail: int = 0
@@ -95,7 +79,7 @@ class _Text:
     layers: dict[int, _Layer] = field(default_factory=dict)
     returns: bool = False
     is_lost: bool = False
-    now: _Image | None = None
+    now: Image | None = None
 
 
 class CacheFile:
@@ -123,7 +107,7 @@ class CacheFile:
         self._most_ahead = ahead
         self._ahead = 0
         self._next: deque[tuple[Any, int]] = deque()
-        self._coming: dict[tuple[int, int], tuple[_Image, Future[None]]] = {}
+        self._coming: dict[tuple[int, int], tuple[Image, Future[None]]] = {}
 
     @property
     def limit(self) -> int:
@@ -294,7 +278,7 @@ class CacheFile:
     def _write(self, text: _Text, layer: Any, number: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write a layer whole, and empty it; a text that cannot be written is lost."""
         tokens = keys.shape[2]
-        image = _image_of(keys, values)
+        image = image_of(keys, values, TAIL_TOKENS)
         before = text.layers.pop(number, None)
         if before is not None:
             self._places.give_back(before.place, before.nbytes)
@@ -319,7 +303,7 @@ class CacheFile:
         if place is None:
             text.is_lost = True
         else:
-            text.layers[number] = _Layer(place, nbytes, keys.device, tokens, _form(image))
+            text.layers[number] = _Layer(place, nbytes, keys.device, tokens, image.form)
 
     def _restore(self, cache: Any) -> None:
         for layer, whole in zip(cache.layers, self.whole_copy(cache).layers, strict=True):
@@ -327,26 +311,26 @@ class CacheFile:
                 layer.keys, layer.values = whole.keys, whole.values
         self.drop(cache)
 
-    def _whole(self, cache: Any, number: int, more: int) -> tuple[_Image, int]:
+    def _whole(self, cache: Any, number: int, more: int) -> tuple[Image, int]:
         """A layer with all its tokens where it is computed, with room for some more; and how many it has."""
         kept = self._texts[cache].layers[number]
         image = self._taken(cache, number, kept)
         if kept.device != image.whole.device:
-            image = _over(image.whole.to(kept.device), *kept.form)
+            image = image_over(image.whole.to(kept.device), *kept.form)
         end = kept.tokens + kept.tail
         if kept.tail_keys is not None and kept.tail_values is not None:
             image.keys[:, :, kept.tokens : end] = kept.tail_keys[:, :, : kept.tail]
             image.values[:, :, kept.tokens : end] = kept.tail_values[:, :, : kept.tail]
         if end + more > image.keys.shape[2]:
-            image = _image_of(image.keys[:, :, :end], image.values[:, :, :end], more, kept.device)
+            image = image_of(image.keys[:, :, :end], image.values[:, :, :end], more + TAIL_TOKENS, kept.device)
         return image, end
 
-    def _taken(self, cache: Any, number: int, kept: _Layer) -> _Image:
+    def _taken(self, cache: Any, number: int, kept: _Layer) -> Image:
         found = self._coming.pop((id(cache), number), None)
         if found is None:
             with contextlib.suppress(ValueError):
                 self._next.remove((cache, number))
-            image = _new(*kept.form)
+            image = new_image(*kept.form)
             self._read(image, kept.place)
             self.read += len(image.whole)
             return image
@@ -363,7 +347,7 @@ class CacheFile:
             text = self._texts.get(cache)
             kept = text.layers.get(number) if text is not None else None
             if kept is not None:
-                image = _new(*kept.form)
+                image = new_image(*kept.form)
                 if self._ahead and self._ahead + len(image.whole) > self._most_ahead:
                     return
                 if self._threads is None:
@@ -372,7 +356,7 @@ class CacheFile:
                 self._coming[id(cache), number] = image, self._threads.submit(self._read, image, kept.place)
             self._next.popleft()
 
-    def _read(self, image: _Image, place: int) -> None:
+    def _read(self, image: Image, place: int) -> None:
         assert self._file is not None
         self._file.read_at(image.whole.numpy().data, place)
 
@@ -390,32 +374,6 @@ class CacheFile:
 def goes_to_a_file(layers: Iterable[Any]) -> bool:
     """Whether layers of a cache are such that something of it would be in a file."""
     return any(type(layer) is DynamicLayer for layer in layers)
-
-
-def _form(image: _Image) -> _Form:
-    return image.keys.shape, image.values.shape, image.keys.dtype
-
-
-def _new(keys: torch.Size, values: torch.Size, dtype: torch.dtype, device: torch.device | None = None) -> _Image:
-    nbytes = (keys.numel() + values.numel()) * dtype.itemsize
-    return _over(torch.empty(nbytes, dtype=torch.uint8, device=device), keys, values, dtype)
-
-
-def _over(whole: torch.Tensor, keys: torch.Size, values: torch.Size, dtype: torch.dtype) -> _Image:
-    parts = whole.view(dtype)
-    return _Image(parts[: keys.numel()].view(keys), parts[keys.numel() :].view(values), whole)
-
-
-def _image_of(keys: torch.Tensor, values: torch.Tensor, more: int = 0, device: torch.device | None = None) -> _Image:
-    """A copy, with room behind it; on the host unless a device is named."""
-    tokens = keys.shape[2]
-    room = tokens + more + TAIL_TOKENS
-    shapes = (torch.Size((*one.shape[:2], room, one.shape[3])) for one in (keys, values))
-    image = _new(next(shapes), next(shapes), keys.dtype, device)
-    for target, source in ((image.keys, keys), (image.values, values)):
-        target[:, :, :tokens] = source
-        target[:, :, tokens:] = 0
-    return image
 
 
 def _empty(layer: Any, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:

@@ -1,0 +1,53 @@
+"""Keys and values of one layer of one text in one piece of memory, as they are written to a file and read from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+Form = tuple[torch.Size, torch.Size, torch.dtype]
+"""Shapes of keys and values, the room behind them included, and their dtype."""
+
+
+@dataclass(slots=True)
+class Image:
+    """Keys and values of one layer of one text, in one piece of memory, with room behind them.
+
+    Attributes:
+        keys, values: (1, heads, tokens and room, width), over the same bytes.
+        whole: (bytes,) uint8, all of it.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    whole: torch.Tensor
+
+    @property
+    def form(self) -> Form:
+        """What another one like it is made of."""
+        return self.keys.shape, self.values.shape, self.keys.dtype
+
+
+def new_image(keys: torch.Size, values: torch.Size, dtype: torch.dtype, device: torch.device | None = None) -> Image:
+    """One of this form, not yet filled; on the host unless a device is named."""
+    nbytes = (keys.numel() + values.numel()) * dtype.itemsize
+    return image_over(torch.empty(nbytes, dtype=torch.uint8, device=device), keys, values, dtype)
+
+
+def image_over(whole: torch.Tensor, keys: torch.Size, values: torch.Size, dtype: torch.dtype) -> Image:
+    """One of this form over bytes that are there."""
+    parts = whole.view(dtype)
+    return Image(parts[: keys.numel()].view(keys), parts[keys.numel() :].view(values), whole)
+
+
+def image_of(keys: torch.Tensor, values: torch.Tensor, more: int, device: torch.device | None = None) -> Image:
+    """A copy, with room for so many tokens behind it, zeros; on the host unless a device is named."""
+    tokens = keys.shape[2]
+    room = tokens + more
+    shapes = (torch.Size((*one.shape[:2], room, one.shape[3])) for one in (keys, values))
+    image = new_image(next(shapes), next(shapes), keys.dtype, device)
+    for target, source in ((image.keys, keys), (image.values, values)):
+        target[:, :, :tokens] = source
+        target[:, :, tokens:] = 0
+    return image
