@@ -57,7 +57,7 @@ def draw(path: Path, title: str, across: str, upwards: str, points: Sequence[Poi
                 color=colour,
                 ha=side,
             )
-    axes.margins(x=0.08, y=0.08)
+    axes.margins(x=0.16, y=0.1)
     axes.set_xlabel(across)
     axes.set_ylabel(upwards)
     axes.grid(color="#E4E4E4", linewidth=0.8)
