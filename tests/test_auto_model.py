@@ -72,6 +72,7 @@ ADDED = {
     "local_files_only": False,
     "max_memory": None,
     "max_disk": None,
+    "fit_scales": False,
     "min_free_disk": "1GB",
     "shard_transfer": "auto",
     "trust_remote_code": False,

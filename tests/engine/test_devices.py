@@ -349,7 +349,7 @@ def test_host_memory_to_lock_is_what_the_caller_allows_and_what_is_free(
     cards: list[Any] = [CudaDevice(0), CudaDevice(1)]
 
     def room(given: list[Any], **options: Any) -> int:
-        return load._host_room(given, StreamOptions(**options))
+        return load.host_room(given, StreamOptions(**options))
 
     assert room(cards) == free
     assert room(cards, max_memory={"cuda:0": 1}) == free
