@@ -11,12 +11,13 @@ better than that, and on one trained model, where a few hundredths less were exp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rabbitllm.errors import NotEnoughSpaceException
 from rabbitllm.layers.chosen import AUTO, Chosen
-from rabbitllm.layers.compression import COMPRESSIONS, DOUBLE, scheme_of
+from rabbitllm.layers.compression import COMPRESSIONS, DOUBLE, NF4_BLOCK, SCALE_BYTES, scheme_of
 from rabbitllm.options import SplitOptions
 from rabbitllm.splitter.allocation import Offer, allocate
 from rabbitllm.splitter.plan import SplitPlan, gib, recompressed
@@ -128,14 +129,32 @@ def _nothing_fits(least: SplitPlan, ground: Ground, options: SplitOptions) -> No
     )
 
 
+def other_budget(chosen: Chosen | None, options: SplitOptions) -> str | None:
+    """For what a mixed split was chosen, where the caller says something else now; None where nothing differs."""
+    if chosen is None:
+        return None
+    disk = options.max_disk is not None and options.max_disk != chosen.max_disk
+    if not disk and not (options.memory_is_said and options.memory != chosen.memory):
+        return None
+    limits = [("max_disk", chosen.max_disk), ("memory", chosen.memory)]
+    said = " and ".join(f"{name} {gib(nbytes)}" for name, nbytes in limits if nbytes is not None)
+    return f"for {said}" if said else "for what was free"
+
+
 def resident_bytes(plan: SplitPlan, bare: SplitPlan) -> int:
-    """Memory in which all of a split's weights stay: as they are stored, and room to make the largest layer.
+    """Memory in which all of a split's weights stay: as they are stored, scales that are made of quantised ones
+    beside them, and room to make the largest layer.
 
     Args:
         plan: the split.
         bare: the same with all tensors as they are.
     """
-    return plan.output_bytes + max((layout.size for layout in bare.layouts.values()), default=0)
+    of = plan.chosen.schemes.get if plan.chosen is not None else None
+    made = 0
+    for spec in plan.tensors:
+        if (of(spec.name) if of is not None else scheme_of(spec, plan.compression)) == DOUBLE:
+            made += math.ceil(spec.elements / NF4_BLOCK) * SCALE_BYTES
+    return plan.output_bytes + made + max((layout.size for layout in bare.layouts.values()), default=0)
 
 
 def _disk_shortage(plan: SplitPlan, ground: Ground, options: SplitOptions) -> int:

@@ -39,7 +39,7 @@ from rabbitllm.options import BIG_LAYER_BYTES, SplitOptions
 from rabbitllm.profiler import Profiler
 from rabbitllm.progress import SplitDone, tell
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.choosing import with_choice
+from rabbitllm.splitter.choosing import other_budget, with_choice
 from rabbitllm.splitter.hands import Hands
 from rabbitllm.splitter.plan import (
     Arrival,
@@ -253,18 +253,6 @@ def _take_up(request: Request, earlier: journal.Replay) -> Work:
     if work.arrival is Arrival.STREAM:  # whatever was fetched of a shard, it comes anew
         durable.remove_folder(request.folder / STAGING_NAME)
     return work
-
-
-def other_budget(chosen: Chosen | None, options: SplitOptions) -> str | None:
-    """For what a mixed split was chosen, where the caller says something else now; None where nothing differs."""
-    if chosen is None:
-        return None
-    disk = options.max_disk is not None and options.max_disk != chosen.max_disk
-    if not disk and not (options.memory_is_said and options.memory != chosen.memory):
-        return None
-    limits = [("max_disk", chosen.max_disk), ("memory", chosen.memory)]
-    said = " and ".join(f"{name} {gib(nbytes)}" for name, nbytes in limits if nbytes is not None)
-    return f"for {said}" if said else "for what was free"
 
 
 def _work(

@@ -11,7 +11,7 @@ import pytest
 from rabbitllm.errors import NotEnoughSpaceException
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.layers.chosen import Chosen
-from rabbitllm.layers.compression import COMPRESSIONS
+from rabbitllm.layers.compression import COMPRESSIONS, DOUBLE
 from rabbitllm.options import SplitOptions
 from rabbitllm.splitter.choosing import WORTH_LESS_BITS, mixture_of, resident_bytes, with_choice
 from rabbitllm.splitter.plan import SplitPlan, recompressed
@@ -124,6 +124,18 @@ def test_all_stays_in_memory_where_that_can_be(tmp_path: Path) -> None:
             assert made.chosen is not None
             assert made.chosen.memory == memory + more
     assert expected_loss(choose(tmp_path, plan=plan, memory=resident_bytes(bare, bare))) == 0
+
+
+def test_scales_that_are_made_count_as_memory(tmp_path: Path) -> None:
+    """4bit-double is the smaller one on the disk, and the larger one in memory."""
+    plan = model_of()
+    bare = recompressed(plan, None)
+    least = resident_bytes(recompressed(plan, "4bit"), bare)
+    double = recompressed(plan, DOUBLE)
+    assert double.output_bytes < recompressed(plan, "4bit").output_bytes
+    assert resident_bytes(double, bare) > least
+    made = choose(tmp_path, plan=plan, memory=least, max_disk=FREE)
+    assert set(made.chosen.schemes.values()) == {"4bit"}
 
 
 def test_what_is_streamed_anyway_has_no_more_than_8bit_of_a_disk_that_is_merely_free(tmp_path: Path) -> None:
