@@ -9,19 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import re
-import shutil
-import sys
-import tarfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.llama_server import PACKAGE, VERSION, run
-from benchmarks.peers import LLAMA_SERVER, interpreter
+from benchmarks.llama_server import built
 
 PRESETS = ("Q4_0", "Q4_K_M", "Q8_0")
 _FALLBACK = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
 _BLOCK = 256
-_OFF = ("LLAMA_BUILD_UI", "LLAMA_USE_PREBUILT_UI", "LLAMA_OPENSSL", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES")
 
 
 def library(work: Path) -> Path:
@@ -30,30 +25,7 @@ def library(work: Path) -> Path:
     Raises:
         PeerError: it cannot be built here.
     """
-    python = interpreter(LLAMA_SERVER, work)
-    folder = python.parent.parent / "ggml-base"
-    built = folder / "libggml-base.so"
-    if built.exists():
-        return built
-    print("Building ggml's base library …", file=sys.stderr, flush=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    download = ["download", "--quiet", "--no-deps", "--no-binary", PACKAGE, f"{PACKAGE}=={VERSION}"]
-    run([str(python), "-m", "pip", *download, "--dest", str(folder)])
-    (package,) = folder.glob("*.tar.gz")
-    with tarfile.open(package) as archive:
-        archive.extractall(folder, filter="data")
-    (source,) = folder.glob("llama_cpp_python-*/vendor/llama.cpp")
-    cmake, ninja = (str(python.with_name(name)) for name in ("cmake", "ninja"))
-    chosen = ["-DBUILD_SHARED_LIBS=ON", "-DCMAKE_BUILD_TYPE=Release", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
-    chosen += [f"-D{name}=OFF" for name in _OFF]
-    build = folder / "build"
-    run([cmake, "-S", str(source), "-B", str(build), "-G", "Ninja", *chosen])
-    run([cmake, "--build", str(build), "--target", "ggml-base", "--parallel", "2"])
-    shutil.copy((build / "bin" / "libggml-base.so").resolve(), built)
-    for leftover in (package, build, source.parent.parent):
-        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-    return built
+    return built(work, "ggml-base", "libggml-base.so", ("-DBUILD_SHARED_LIBS=ON",))
 
 
 def type_of(preset: str, name: str, columns: int, layers: int) -> str:

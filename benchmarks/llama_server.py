@@ -11,21 +11,14 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.peers import LLAMA_SERVER, PeerError, interpreter
 
 PACKAGE = "llama-cpp-python"
 VERSION = "0.3.36"
-_OFF = (
-    "BUILD_SHARED_LIBS",
-    "LLAMA_BUILD_UI",
-    "LLAMA_USE_PREBUILT_UI",
-    "LLAMA_OPENSSL",
-    "LLAMA_BUILD_TESTS",
-    "LLAMA_BUILD_EXAMPLES",
-    "LLAMA_BUILD_APP",
-)
+_OFF = ("LLAMA_BUILD_UI", "LLAMA_USE_PREBUILT_UI", "LLAMA_OPENSSL", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES")
 
 
 def program(work: Path) -> Path:
@@ -34,12 +27,28 @@ def program(work: Path) -> Path:
     Raises:
         PeerError: it cannot be built here.
     """
+    options = ("-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_BUILD_APP=OFF", "-DGGML_NATIVE=ON")
+    return built(work, "llama-server", "llama-server", options)
+
+
+def built(work: Path, target: str, name: str, options: Sequence[str]) -> Path:
+    """A target of llama.cpp's, in a folder of its own, built unless an earlier run did.
+
+    Args:
+        work: for environments.
+        target: of its CMakeLists.
+        name: of the file that it makes.
+        options: for cmake.
+
+    Raises:
+        PeerError: it cannot be built here.
+    """
     python = interpreter(LLAMA_SERVER, work)
-    folder = python.parent.parent / "llama-server"
-    built = folder / "llama-server"
-    if built.exists():
-        return built
-    print("Building llama-server …", file=sys.stderr, flush=True)
+    folder = python.parent.parent / target
+    made = folder / name
+    if made.exists():
+        return made
+    print(f"Building {target} …", file=sys.stderr, flush=True)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     download = ["download", "--quiet", "--no-deps", "--no-binary", PACKAGE, f"{PACKAGE}=={VERSION}"]
@@ -48,17 +57,17 @@ def program(work: Path) -> Path:
     with tarfile.open(package) as archive:
         archive.extractall(folder, filter="data")
     (source,) = folder.glob("llama_cpp_python-*/vendor/llama.cpp")
-    cmake, ninja = (str(python.with_name(name)) for name in ("cmake", "ninja"))
+    cmake, ninja = (str(python.with_name(tool)) for tool in ("cmake", "ninja"))
     build = folder / "build"
-    chosen = [f"-D{name}=OFF" for name in _OFF]
-    chosen += ["-DGGML_NATIVE=ON", "-DCMAKE_BUILD_TYPE=Release", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
+    chosen = [*options, *(f"-D{name}=OFF" for name in _OFF)]
+    chosen += ["-DCMAKE_BUILD_TYPE=Release", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
     run([cmake, "-S", str(source), "-B", str(build), "-G", "Ninja", *chosen])
     jobs = str(max(len(os.sched_getaffinity(0)) // 2, 1))
-    run([cmake, "--build", str(build), "--target", "llama-server", "--parallel", jobs])
-    (build / "bin" / "llama-server").rename(built)
+    run([cmake, "--build", str(build), "--target", target, "--parallel", jobs])
+    shutil.copy((build / "bin" / name).resolve(), made)
     for leftover in (package, build, source.parent.parent):
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-    return built
+    return made
 
 
 def run(command: list[str]) -> None:
