@@ -482,9 +482,8 @@ def test_between_layers_the_host_waits_for_nothing_on_the_device(tmp_path: Path,
             ids = INPUT.to(model.device)
             model(ids)
             operations.crossings.clear()
-            uploads = gpu.uploads
             model(ids)
-            assert gpu.uploads - uploads >= layers
+            assert gpu.uploads >= 2 * layers  # of both passes: how far the first ran ahead into the second is chance
         counts.append(operations.crossings.total())
     assert counts[0] == counts[1]
 
