@@ -1,7 +1,7 @@
 """Generating on the CPU: load time, time to the first token, seconds a token, peak anonymous memory, equal tokens.
 
-A prompt of 16 tokens, then greedy tokens, in bfloat16, batch 1, each run in a process of its own, in turns. The
-layered rows load layer files that they made before, outside the timing, from a checkpoint that is still there. At the
+A prompt of 16 tokens (or `--prompt-tokens`), then greedy tokens, in bfloat16, batch 1, each run in a process of its
+own, in turns. The layered rows load layer files that they made before, outside the timing, from a checkpoint that is still there. At the
 start of each run neither the checkpoint nor the layer files are in the page cache; what a run reads more than once may
 come from there, which helps all rows but those that read past it. Seconds a token are the median of the steps after
 the first token; tokens are compared with those of plain transformers in the same turn.
@@ -68,7 +68,9 @@ RUNNERS = {
     "rabbitllm-1.1.0": Runner(RABBITLLM_1, "rabbitllm"),
     "airllm-4.0.0": Runner(AIRLLM, "airllm"),
     "rabbitllm-2": Runner(THIS, "rabbitllm"),
+    "rabbitllm-2-fast": Runner(THIS, "rabbitllm", options={"fast_bfloat16": True}),
     "rabbitllm-2-streamed": Runner(THIS, "rabbitllm", options=STREAMED),
+    "rabbitllm-2-fast-streamed": Runner(THIS, "rabbitllm", options={"fast_bfloat16": True} | STREAMED),
     "rabbitllm-2-4bit": Runner(THIS, "rabbitllm", options={"compression": "4bit"}),
     "rabbitllm-2-4bit-exact": Runner(THIS, "rabbitllm", options={"compression": "4bit", "exact": True} | ROOM),
     "rabbitllm-2-4bit-streamed": Runner(THIS, "rabbitllm", options={"compression": "4bit"} | STREAMED),
@@ -205,18 +207,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, write; not 0 if a row of this project failed."""
     parser = command_line.parser(__doc__, 3, list(RUNNERS))
     parser.add_argument("--tokens", type=int, default=8, help="to generate, at least 2 (default: %(default)s)")
+    parser.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS, help="of the prompt (default: %(default)s)")
     options = parser.parse_args(arguments)
     command_line.settle(options, "decode")
     command_line.check_tokens(options)
     work = options.work_dir
     checkpoint = make_checkpoint(work, options.scale)
-    workload = Workload(checkpoint, work / "decode-run", prompt_for(options.scale), options.tokens)
+    workload = Workload(
+        checkpoint, work / "decode-run", prompt_for(options.scale, options.prompt_tokens), options.tokens
+    )
     unusable = prepare({row: RUNNERS[row].environment for row in options.only}, work)
     with fresh_folder(workload.splits):
         unusable = unprepared(options.only, unusable, "split", lambda row: split_for(row, workload, work))
         machine = report.describe_machine(work)
         runs = run_all(options.only, options.turns, DecodeRun, lambda run: measure(run, workload, work), unusable)
-    title = f"{options.tokens} tokens after a prompt of {PROMPT_TOKENS}, on the CPU, {command_line.turns(options)}"
+    title = (
+        f"{options.tokens} tokens after a prompt of {options.prompt_tokens}, on the CPU, {command_line.turns(options)}"
+    )
     table = tabulate(runs, options.only, options.turns)
     report.write(options.results, title, machine, table, notes_on(runs, options.only), runs)
     return int(any(run.error for run in runs if RUNNERS[run.row].environment == THIS))

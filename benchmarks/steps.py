@@ -43,9 +43,9 @@ class StepsRun(Run):
             setattr(self, name, value)
 
 
-def prompt_for(scale: str) -> list[int]:
-    """`PROMPT_TOKENS` tokens of a scale's vocabulary, the same each time."""
-    return [(i * 37 + 11) % SCALES[scale].vocab_size for i in range(PROMPT_TOKENS)]
+def prompt_for(scale: str, tokens: int = PROMPT_TOKENS) -> list[int]:
+    """So many tokens of a scale's vocabulary, the same each time."""
+    return [(i * 37 + 11) % SCALES[scale].vocab_size for i in range(tokens)]
 
 
 def tokens_equal(runs: Sequence[StepsRun], row: str, reference: str) -> list[bool]:

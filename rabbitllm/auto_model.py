@@ -80,6 +80,7 @@ class AutoModel:
         shard_transfer: str = "auto",
         trust_remote_code: bool = False,
         exact: bool = False,
+        fast_bfloat16: bool = False,
         fit_scales: bool = False,
         split: bool = True,
         hosts: Hosts | None = None,
@@ -124,6 +125,9 @@ class AutoModel:
                 own: the same bytes and kernels, less loss, and a slower split.
             exact: compute 4bit and 8bit with the very matrices that dequantising gives, to the last bit as an ordinary
                 model of those would; on the CPU several times slower than with their codes, and no better.
+            fast_bfloat16: on a CPU without instructions for bfloat16, multiply it by a kernel of this package: sooner,
+                most of all for prompts; sums are float32 as torch's are, in another order, so that last bits of logits
+                differ from transformers'. No effect elsewhere.
             split: False streams out of the checkpoint's own shards, safetensors or files of torch.save: ready at once,
                 and nothing is written; uncompressed only. A split that is there already is used all the same.
             hosts: processes, here or on other machines, that compute the model together, each a span of its layers.
@@ -166,6 +170,7 @@ class AutoModel:
             show_progress=show_layer_progress,
             trust_remote_code=trust_remote_code,
             exact=exact,
+            fast_bfloat16=fast_bfloat16,
         )
         access = HubAccess(
             revision,

@@ -75,6 +75,7 @@ class StreamOptions:
         trust_remote_code: allow the model's own Python code.
         exact: compute with the very matrices that 4bit and 8bit stand for, also where products with their codes are
             faster.
+        fast_bfloat16: multiply bfloat16 by a kernel of ours where the processor has no instructions for that type.
     """
 
     device: str = "cuda:0"
@@ -89,6 +90,7 @@ class StreamOptions:
     show_progress: bool = True
     trust_remote_code: bool = False
     exact: bool = False
+    fast_bfloat16: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,7 @@ ADDED = {
     "shard_transfer": "auto",
     "trust_remote_code": False,
     "exact": False,
+    "fast_bfloat16": False,
     "split": True,
     "hosts": None,
 }

@@ -31,8 +31,8 @@ from rabbitllm.batching.cache_file import CacheFile
 from rabbitllm.batching.members import Alone, Call, Left, Member, Point, call_of, together
 from rabbitllm.batching.packed import PackedForward, Text
 from rabbitllm.batching.packed_cache import NotPackable
-from rabbitllm.batching.row_products import RowProducts
 from rabbitllm.batching.rows import Kind, joined, rowwise
+from rabbitllm.engine.row_products import RowProducts
 from rabbitllm.errors import OptionError
 from rabbitllm.profiling.passes import Entry
 

@@ -48,6 +48,10 @@ DeviceOption = Annotated[
 ]
 RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit of the repository.")]
 TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")]
+FastOption = Annotated[
+    bool,
+    typer.Option("--fast-bfloat16", help="A kernel of its own on CPUs without bfloat16: sooner, other last bits."),
+]
 DtypeOption = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default that of the model.")]
 
 # how texts share passes

@@ -9,6 +9,7 @@ import typer
 
 from rabbitllm.cli.arguments import (
     CompressionOption,
+    FastOption,
     FolderOption,
     JsonOption,
     MemoryOption,
@@ -31,6 +32,7 @@ def bench_command(
     batch: Annotated[int, typer.Option(help="Sequences at a time.", min=1)] = 1,
     turns: Annotated[int, typer.Option(help="Generations of which the medians are taken.", min=1)] = 3,
     exact: Annotated[bool, typer.Option("--exact", help="Dequantise on the CPU instead of using the codes.")] = False,
+    fast_bfloat16: FastOption = False,
     no_split: NoSplitOption = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw a further token's time here: .png, .svg or .pdf (needs matplotlib).")
@@ -65,6 +67,7 @@ def bench_command(
         "max_memory": limits_of(max_memory),
         "layer_shards_saving_path": folder,
         "exact": exact,
+        "fast_bfloat16": fast_bfloat16,
         "split": not no_split,
     }
     with Console(stderr=True).status("starting") as status:

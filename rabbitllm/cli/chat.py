@@ -13,6 +13,7 @@ from rabbitllm.cli.arguments import (
     AddressOption,
     CompressionHereOption,
     DeviceOption,
+    FastOption,
     FolderOption,
     MaxDiskOption,
     MemoryOption,
@@ -41,6 +42,7 @@ def chat_command(
     folder: FolderOption = None,
     max_disk: MaxDiskOption = None,
     sequential: SequentialOption = False,
+    fast_bfloat16: FastOption = False,
     workers: WorkersOption = 0,
     address: AddressOption = None,
 ) -> None:
@@ -72,7 +74,7 @@ def chat_command(
         max_memory=max_memory,
     )
     with contextlib.redirect_stdout(sys.stderr):  # what is printed while loading is no answer
-        loaded = loaded_model(wish, errors)
+        loaded = loaded_model(wish, errors, fast_bfloat16=fast_bfloat16)
     loaded.profiler.enabled = True  # only now: a split has no profile to show, and what stays no clock at each layer
 
     from transformers import logging

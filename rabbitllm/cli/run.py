@@ -14,6 +14,7 @@ from rabbitllm.cli.arguments import (
     AddressOption,
     CompressionHereOption,
     DeviceOption,
+    FastOption,
     FolderOption,
     JsonOption,
     MaxDiskOption,
@@ -54,6 +55,7 @@ def run_command(
     no_split: NoSplitOption = False,
     revision: RevisionOption = None,
     trust_remote_code: TrustOption = False,
+    fast_bfloat16: FastOption = False,
     workers: WorkersOption = 0,
     address: AddressOption = None,
     verbose: Annotated[
@@ -107,7 +109,7 @@ def run_command(
         return
     start = time.perf_counter()
     with contextlib.redirect_stdout(sys.stderr):  # what is printed while loading is no part of the answer
-        loaded = loaded_model(wish, errors, split=not no_split, profiling=verbose)
+        loaded = loaded_model(wish, errors, split=not no_split, profiling=verbose, fast_bfloat16=fast_bfloat16)
     load_seconds = time.perf_counter() - start
     ids = prompt_ids(loaded.tokenizer, text, system, raw=raw)
     most = most_new_tokens(loaded, ids.shape[-1], max_new_tokens)

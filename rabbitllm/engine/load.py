@@ -28,6 +28,7 @@ from rabbitllm.engine.part import Share, with_others
 from rabbitllm.engine.pass_line import PassLine
 from rabbitllm.engine.placement import Budget, Placement, Tier, place
 from rabbitllm.engine.read_ahead import read_ahead
+from rabbitllm.engine.row_products import RowProducts
 from rabbitllm.engine.saving import origin_of
 from rabbitllm.engine.span_reader import PROBES, THROUGH_THE_CACHE, Way, choose_way
 from rabbitllm.engine.streamed_model import adopt
@@ -197,6 +198,8 @@ def load_model(
         logger.info("%d stored tensors are not used by %s.", len(weights.unused), type(model).__name__)
     published.finish(model, drawn.quantiser)
     published.say_how(drawn.quantiser, folder, model.dtype, chosen)
+    if options.fast_bfloat16:
+        RowProducts(model)
     streamed = adopt(model, home_device, placement)
     streamed.tokenizer = skeleton.read_tokenizer(home, options.trust_remote_code)
     streamed.profiler = profiler

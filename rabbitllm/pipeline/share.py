@@ -108,6 +108,7 @@ def identity_of(model: Any, store: WeightFiles, options: StreamOptions) -> dict[
         "dtype": str(model.dtype),
         "attn_implementation": str(model.config._attn_implementation),
         "exact": str(options.exact),
+        "fast_bfloat16": str(options.fast_bfloat16),
     }
 
 

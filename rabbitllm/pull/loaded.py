@@ -11,7 +11,9 @@ from rabbitllm.pull.make import Pulled, Wish, pull
 from rabbitllm.split_display import shown
 
 
-def loaded_model(wish: Wish, console: Console, *, split: bool = True, profiling: bool = False) -> Any:
+def loaded_model(
+    wish: Wish, console: Console, *, split: bool = True, profiling: bool = False, fast_bfloat16: bool = False
+) -> Any:
     """The model, as `AutoModel.from_pretrained` gives it.
 
     Args:
@@ -19,11 +21,13 @@ def loaded_model(wish: Wish, console: Console, *, split: bool = True, profiling:
         console: where it is said that it loads.
         split: False for out of the checkpoint's own shards; nothing is written then.
         profiling: record from the first pass on where the time goes.
+        fast_bfloat16: see `AutoModel.from_pretrained`.
 
     Raises:
         RabbitLLMError: as `pull` and `AutoModel.from_pretrained` do.
     """
-    return load(wish, pulled(wish) if split else None, console, profiling_mode=profiling)
+    found = pulled(wish) if split else None
+    return load(wish, found, console, profiling_mode=profiling, fast_bfloat16=fast_bfloat16)
 
 
 def pulled(wish: Wish) -> Pulled:

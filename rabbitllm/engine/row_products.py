@@ -1,7 +1,7 @@
-"""Linear layers of a model that shares its passes, by the product that is soonest for a few rows of bfloat16.
+"""Linear layers by the product of bfloat16 that is soonest here (`layers/bfloat_products.py`).
 
-Alone, a text goes through torch's own product, so that its logits have transformers' bits; among others, where bits
-depend on torch's choice for so many rows anyway, this machine's soonest is taken (`layers/bfloat_products.py`).
+Alone, a text goes through torch's own product, so that its logits have transformers' bits, unless `fast_bfloat16=True`
+asks for this one. Where passes are shared, bits depend on torch's choice for so many rows anyway, and this one is taken.
 """
 
 from __future__ import annotations

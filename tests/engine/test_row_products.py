@@ -1,0 +1,66 @@
+"""`fast_bfloat16=True`: a model by itself through the kernel for bfloat16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rabbitllm.layers import bfloat_products, vectors
+from tests.support.builders import build_checkpoint
+from tests.support.tiny_models import ALL, INPUT, load, plain_model, run, split
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fast") / "model"
+    return build_checkpoint(folder, "llama", dtype=torch.bfloat16, hidden_size=128, intermediate_size=256)
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of each product by the kernel, which is used even where torch's own products are sooner."""
+    if not vectors.lanes():
+        pytest.skip("no vectors of a kind that is used here")
+    found: list[int] = []
+    ordinary = bfloat_products.linear
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        found.append(x.shape[:-1].numel())
+        return ordinary(x, weight, bias)
+
+    monkeypatch.setattr(bfloat_products, "kernel_here", vectors.lanes)
+    monkeypatch.setattr(bfloat_products, "linear", linear)
+    return found
+
+
+@pytest.mark.parametrize("budget", [0, ALL], ids=["streamed", "resident"])
+def test_every_linear_layer_goes_through_it_and_loses_no_more_than_torchs(
+    checkpoint: Path, rows: list[int], budget: int
+) -> None:
+    model = load(split(checkpoint), budget, fast_bfloat16=True)
+    plain = plain_model(checkpoint)
+    with torch.inference_mode():
+        found = model(INPUT).logits.double()
+        torchs = plain(INPUT).logits.double()
+        expected = plain.double()(INPUT).logits
+    # the head's rows are those of INPUT too, since all logits are asked for
+    assert rows == [INPUT.numel()] * (7 * model.config.num_hidden_layers + 1)
+    assert 0 < (found - expected).norm() <= 1.1 * (torchs - expected).norm()
+
+
+def test_where_the_processor_multiplies_bfloat16_nothing_changes(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bfloat_products, "kernel_here", lambda: 0)
+    folder = split(checkpoint)
+    found, expected = run(load(folder, 0, fast_bfloat16=True)), run(load(folder, 0))
+    assert torch.equal(found.logits, expected.logits)
+
+
+def test_without_it_logits_are_transformers(checkpoint: Path, rows: list[int]) -> None:
+    model = load(split(checkpoint), 0)
+    with torch.inference_mode():
+        assert torch.equal(model(INPUT).logits, plain_model(checkpoint)(INPUT).logits)
+    assert not rows
