@@ -1,10 +1,10 @@
 """Generating on the CPU: load time, time to the first token, seconds a token, peak anonymous memory, equal tokens.
 
 A prompt of 16 tokens (or `--prompt-tokens`), then greedy tokens, in bfloat16, batch 1, each run in a process of its
-own, in turns. The layered rows load layer files that they made before, outside the timing, from a checkpoint that is still there. At the
-start of each run neither the checkpoint nor the layer files are in the page cache; what a run reads more than once may
-come from there, which helps all rows but those that read past it. Seconds a token are the median of the steps after
-the first token; tokens are compared with those of plain transformers in the same turn.
+own, in turns. The layered rows load layer files that they made before, outside the timing, from a checkpoint that is
+still there. At the start of each run neither the checkpoint nor the layer files are in the page cache; what a run reads
+more than once may come from there, which helps all rows but those that read past it. Seconds a token are the median of
+the steps after the first token; tokens are compared with those of plain transformers in the same turn.
 
     python -m benchmarks.decode [--turns 3] [--tokens 8] [--only ROW ...] [--scale tiny] [--work-dir FOLDER]
 """

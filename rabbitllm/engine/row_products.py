@@ -1,7 +1,7 @@
 """Linear layers by the product of bfloat16 that is soonest here (`layers/bfloat_products.py`).
 
 Alone, a text goes through torch's own product, so that its logits have transformers' bits, unless `fast_bfloat16=True`
-asks for this one. Where passes are shared, bits depend on torch's choice for so many rows anyway, and this one is taken.
+asks for this one. Where passes are shared it is always taken: bits depend on torch's choice for so many rows anyway.
 """
 
 from __future__ import annotations
