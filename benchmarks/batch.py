@@ -32,9 +32,9 @@ from benchmarks import command_line, lines, report
 from benchmarks.capped import LEAST_ROOM_BYTES
 from benchmarks.checkpoint import SCALES, make_checkpoint, weight_bytes
 from benchmarks.control_group import control_group
-from benchmarks.decode import Runner
 from benchmarks.measure import drop_cached, spread
-from benchmarks.peers import AIRLLM, THIS, TRANSFORMERS, Cap, make_layer_files, prepare, run_worker
+from benchmarks.peers import AIRLLM, THIS, TRANSFORMERS, Cap, prepare, run_worker
+from benchmarks.runners import Runner, ensure_layer_files
 from benchmarks.runs import Run, failures, good, run_cases, unprepared, versions
 from benchmarks.work_folder import fresh_folder
 
@@ -112,7 +112,7 @@ class Workload:
 
     def prepared(self, runner: str) -> Path:
         """Where a runner's layer files are."""
-        return self.folder / f"{RUNNERS[runner].environment.name}-{RUNNERS[runner].options.get('compression', 'none')}"
+        return self.folder / RUNNERS[runner].layers_name
 
 
 def measure(run: BatchRun, case: Case, workload: Workload, work: Path) -> None:
@@ -152,21 +152,6 @@ def _ours(chosen: Runner, workload: Workload) -> dict[str, Any]:
     """For `rabbitllm.batch`, which finds by itself how layer files are compressed."""
     given = {name: value for name, value in chosen.options.items() if name != "compression"}
     return given if workload.cache_memory is None else {**given, "cache_memory": workload.cache_memory}
-
-
-def split_for(row: str, workload: Workload, work: Path) -> None:
-    """Make the layer files of a layered row, unless another row has.
-
-    Raises:
-        PeerError: it failed.
-    """
-    chosen, place = RUNNERS[row], workload.prepared(row)
-    if chosen.loader != "layered" or place.exists():
-        return
-    compression = chosen.options.get("compression")
-    make_layer_files(
-        chosen.environment, chosen.package, workload.checkpoint, place, compression, work, f"batch-{row}-files"
-    )
 
 
 def of_linear(runs: Sequence[BatchRun], case: Case) -> list[float]:
@@ -283,7 +268,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cases += [Case(row, 0, capped) for row in options.only if row in OURS for capped in (True, False)]
     unusable = prepare({row: RUNNERS[row].environment for row in options.only}, work)
     with fresh_folder(workload.folder):
-        unusable = unprepared(options.only, unusable, "its files", lambda row: split_for(row, workload, work))
+
+        def split(row: str) -> None:
+            folder, label = workload.prepared(row), f"batch-{row}-files"
+            ensure_layer_files(RUNNERS[row], checkpoint, folder, work, label)
+
+        unusable = unprepared(options.only, unusable, "its files", split)
         drop_cached(workload.folder)
         machine = report.describe_machine(work)
         runs = run_cases(cases, options.turns, BatchRun, lambda run, case: measure(run, case, workload, work), unusable)

@@ -22,20 +22,10 @@ from pathlib import Path
 from benchmarks import bars, command_line, report
 from benchmarks.checkpoint import make_checkpoint, weight_bytes
 from benchmarks.control_group import control_group
-from benchmarks.decode import DecodeRun, Runner
+from benchmarks.decode import DecodeRun
 from benchmarks.measure import drop_cached, spread
-from benchmarks.peers import (
-    AIRLLM,
-    LLAMA_CPP,
-    OLLM,
-    RABBITLLM_1,
-    THIS,
-    TRANSFORMERS,
-    Cap,
-    make_layer_files,
-    prepare,
-    run_worker,
-)
+from benchmarks.peers import AIRLLM, LLAMA_CPP, OLLM, RABBITLLM_1, THIS, TRANSFORMERS, Cap, prepare, run_worker
+from benchmarks.runners import Runner, ensure_layer_files
 from benchmarks.runs import failures, good, ratios, run_cases, unprepared, versions
 from benchmarks.steps import prompt_for, tokens_equal
 from benchmarks.work_folder import fresh_folder
@@ -95,7 +85,7 @@ class Workload:
         chosen = RUNNERS[runner]
         if chosen.environment == LLAMA_CPP:
             return self.folder / f"{chosen.loader}.gguf"
-        return self.folder / f"{chosen.environment.name}-{chosen.options.get('compression', 'none')}"
+        return self.folder / chosen.layers_name
 
 
 def prepare_files(runner: str, workload: Workload, work: Path) -> None:
@@ -105,15 +95,12 @@ def prepare_files(runner: str, workload: Workload, work: Path) -> None:
         PeerError: it failed.
     """
     chosen, place = RUNNERS[runner], workload.prepared(runner)
-    if place.exists() or (chosen.loader != "layered" and chosen.environment != LLAMA_CPP):
-        return
     checkpoint, label = workload.checkpoint(runner), f"capped-{runner}-files"
     if chosen.environment != LLAMA_CPP:
-        compression = chosen.options.get("compression")
-        make_layer_files(chosen.environment, chosen.package, checkpoint, place, compression, work, label)
-        return
-    job = {"task": "gguf", "package": chosen.package, "kind": chosen.loader, "path": str(place)}
-    run_worker(LLAMA_CPP, job | {"checkpoint": str(checkpoint)}, work, label, [checkpoint])
+        ensure_layer_files(chosen, checkpoint, place, work, label)
+    elif not place.exists():
+        job = {"task": "gguf", "package": chosen.package, "kind": chosen.loader, "path": str(place)}
+        run_worker(LLAMA_CPP, job | {"checkpoint": str(checkpoint)}, work, label, [checkpoint])
 
 
 def measure(run: DecodeRun, case: Case, workload: Workload, work: Path) -> None:

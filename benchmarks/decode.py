@@ -11,51 +11,21 @@ the steps after the first token; tokens are compared with those of plain transfo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks import command_line, report
 from benchmarks.checkpoint import make_checkpoint
 from benchmarks.measure import CACHE_STATE, spread
-from benchmarks.peers import (
-    AIRLLM,
-    RABBITLLM_1,
-    THIS,
-    TRANSFORMERS,
-    Environment,
-    make_layer_files,
-    prepare,
-    run_worker,
-)
+from benchmarks.peers import AIRLLM, RABBITLLM_1, THIS, TRANSFORMERS, prepare, run_worker
+from benchmarks.runners import Runner, ensure_layer_files
 from benchmarks.runs import failures, ratios, run_all, unprepared, versions
 from benchmarks.steps import PROMPT_TOKENS, StepsRun, prompt_for, tokens_equal
 from benchmarks.work_folder import fresh_folder
 
 BESIDE_PEERS_GOAL = 10.0
 BESIDE_TRANSFORMERS_GOAL = 0.97
-
-
-@dataclass(frozen=True)
-class Runner:
-    """A row: what generates, and how.
-
-    Attributes:
-        environment: what it runs in.
-        package: what is imported there.
-        loader: see `worker.py`.
-        options: for its `AutoModel.from_pretrained`.
-    """
-
-    environment: Environment
-    package: str
-    loader: str = "layered"
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def is_compressed(self) -> bool:
-        return "compression" in self.options
 
 
 STREAMED = {"max_memory": {"cpu": 0}}
@@ -113,29 +83,8 @@ class Workload:
     tokens: int
 
     def saving_path(self, row: str) -> Path:
-        """Where a row's layer files are; rows of one environment and compression share them."""
-        runner = RUNNERS[row]
-        return self.splits / f"{runner.environment.name}-{runner.options.get('compression', 'none')}"
-
-
-def split_for(row: str, workload: Workload, work: Path) -> None:
-    """Make the layer files of a layered row, unless they are there.
-
-    Raises:
-        PeerError: it failed.
-    """
-    runner, saving_path = RUNNERS[row], workload.saving_path(row)
-    if runner.loader != "layered" or saving_path.exists():
-        return
-    make_layer_files(
-        runner.environment,
-        runner.package,
-        workload.checkpoint,
-        saving_path,
-        runner.options.get("compression"),
-        work,
-        f"decode-{row}-split",
-    )
+        """Where a row's layer files are."""
+        return self.splits / RUNNERS[row].layers_name
 
 
 def measure(run: DecodeRun, workload: Workload, work: Path) -> None:
@@ -218,7 +167,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     unusable = prepare({row: RUNNERS[row].environment for row in options.only}, work)
     with fresh_folder(workload.splits):
-        unusable = unprepared(options.only, unusable, "split", lambda row: split_for(row, workload, work))
+
+        def split(row: str) -> None:
+            folder, label = workload.saving_path(row), f"decode-{row}-split"
+            ensure_layer_files(RUNNERS[row], checkpoint, folder, work, label)
+
+        unusable = unprepared(options.only, unusable, "split", split)
         machine = report.describe_machine(work)
         runs = run_all(options.only, options.turns, DecodeRun, lambda run: measure(run, workload, work), unusable)
     title = (

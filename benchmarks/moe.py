@@ -24,13 +24,13 @@ from pathlib import Path
 from benchmarks import bars, command_line, report
 from benchmarks.checkpoint import weight_bytes
 from benchmarks.control_group import control_group
-from benchmarks.decode import Runner
 from benchmarks.expert_policies import Clairvoyant, Recency, replay
 from benchmarks.expert_trace import Trace
 from benchmarks.measure import drop_cached
 from benchmarks.moe_checkpoint import HABITS, SCALES, make_moe_checkpoint, passage
 from benchmarks.moe_report import OURS, Case, MoeRun, bars_of, notes_on, tabulate
-from benchmarks.peers import THIS, Cap, make_layer_files, run_worker
+from benchmarks.peers import THIS, Cap, run_worker
+from benchmarks.runners import Runner, ensure_layer_files
 from benchmarks.runs import run_cases, unprepared
 
 RUNNERS: Mapping[str, Runner] = {
@@ -84,10 +84,8 @@ def prepare_files(runner: str, workload: Workload, work: Path) -> None:
     Raises:
         PeerError: it failed.
     """
-    place = workload.prepared(runner)
-    if runner in OURS and not place.exists():
-        compression = RUNNERS[runner].options.get("compression")
-        make_layer_files(THIS, "rabbitllm", workload.checkpoint, place, compression, work, f"moe-{runner}-files")
+    place, label = workload.prepared(runner), f"moe-{runner}-files"
+    ensure_layer_files(RUNNERS[runner], workload.checkpoint, place, work, label)
 
 
 def measure(run: MoeRun, case: Case, workload: Workload, work: Path) -> None:

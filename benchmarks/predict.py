@@ -21,7 +21,8 @@ from benchmarks import command_line, report
 from benchmarks.checkpoint import make_checkpoint
 from benchmarks.even_experts import even_prompt, make_even_checkpoint
 from benchmarks.measure import CACHE_STATE, spread
-from benchmarks.peers import THIS, make_layer_files, run_worker
+from benchmarks.peers import THIS, run_worker
+from benchmarks.runners import Runner, ensure_layer_files
 from benchmarks.runs import Run, failures, run_all, unprepared, versions
 from benchmarks.steps import PROMPT_TOKENS, prompt_for
 from benchmarks.work_folder import fresh_folder
@@ -100,10 +101,9 @@ def split_for(row: str, workload: Workload, work: Path) -> None:
         PeerError: it failed.
     """
     compression = ROWS[row][0]
-    folder = workload.saving_path(compression)
-    if not folder.exists():
-        label = f"predict-{compression}-split"
-        make_layer_files(THIS, "rabbitllm", workload.checkpoint, folder, compression, work, label)
+    runner = Runner(THIS, "rabbitllm", options={"compression": compression} if compression else {})
+    folder, label = workload.saving_path(compression), f"predict-{compression}-split"
+    ensure_layer_files(runner, workload.checkpoint, folder, work, label)
 
 
 def measure(run: PredictRun, workload: Workload, work: Path) -> None:

@@ -35,7 +35,6 @@ import psutil
 from benchmarks import bars, command_line, report, vram_model
 from benchmarks.checkpoint import weight_bytes
 from benchmarks.control_group import control_group
-from benchmarks.decode import Runner
 from benchmarks.disk_speed import read_speed
 from benchmarks.gpu_needed import what_is_missing
 from benchmarks.measure import CACHE_STATE, drop_cached
@@ -46,12 +45,12 @@ from benchmarks.peers import (
     TRANSFORMERS,
     Cap,
     PeerError,
-    make_layer_files,
     over_this,
     prepare,
     run_worker,
 )
 from benchmarks.published import Checkpoint
+from benchmarks.runners import Runner, ensure_layer_files
 from benchmarks.runs import run_all
 from benchmarks.steps import PROMPT_TOKENS
 from benchmarks.vram_report import GIB, OURS, REFERENCE, Case, VramRun, bars_of, notes_on, tabulate
@@ -120,14 +119,9 @@ def prepare_files(row: str, workload: Workload, work: Path) -> None:
     Raises:
         PeerError: it failed.
     """
-    runner = RUNNERS[row]
     shutil.rmtree(workload.folder, ignore_errors=True)
     workload.folder.mkdir()
-    if runner.loader == "layered":
-        compression, place = runner.options.get("compression"), workload.folder / "layers"
-        make_layer_files(
-            runner.environment, runner.package, workload.checkpoint, place, compression, work, f"vram-{row}-files"
-        )
+    ensure_layer_files(RUNNERS[row], workload.checkpoint, workload.folder / "layers", work, f"vram-{row}-files")
     drop_cached(workload.folder)
 
 

@@ -17,7 +17,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import bars, capped, command_line, decode, peers, predict, report, runs, split, split_experts, steps
+from benchmarks import (
+    bars,
+    capped,
+    command_line,
+    decode,
+    peers,
+    predict,
+    report,
+    runners,
+    runs,
+    split,
+    split_experts,
+    steps,
+)
 from benchmarks.checkpoint import SCALES, make_checkpoint, same_tensors, shards
 from benchmarks.measure import (
     BLOCK_BYTES,
@@ -275,6 +288,22 @@ def test_layer_files_that_failed_are_not_taken_for_made(monkeypatch: pytest.Monk
     with pytest.raises(peers.PeerError, match="last said: full"):
         peers.make_layer_files(peers.THIS, "rabbitllm", tmp_path, tmp_path / "layers", None, tmp_path, "stub")
     assert not (tmp_path / "layers").exists()
+
+
+def test_layer_files_are_made_once_and_for_layered_rows_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stub_worker(
+        monkeypatch,
+        tmp_path,
+        "print('{\"ready\": {}}', flush=True)\n"
+        "sys.stdin.readline()\n"
+        f"open({str(tmp_path / 'made')!r}, 'a').write('.')\n"
+        "print('{}', flush=True)\n",
+    )
+    layered = runners.Runner(peers.THIS, "rabbitllm")
+    for runner in (runners.Runner(peers.THIS, "transformers", "in memory"), layered, layered):
+        runners.ensure_layer_files(runner, tmp_path, tmp_path / "layers", tmp_path, "stub")
+    assert (tmp_path / "made").read_text() == "."
+    assert (tmp_path / "layers").is_dir()
 
 
 def test_bars_are_sorted_within_their_headings() -> None:

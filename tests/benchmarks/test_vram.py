@@ -16,7 +16,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import gpu_needed, peers, vram, vram_model, vram_report, worker, worker_gpu
-from benchmarks.decode import Runner
+from benchmarks.runners import Runner
 from benchmarks.vram_report import Case, VramRun
 from rabbitllm.engine import costs, devices
 from rabbitllm.engine.placement import SLOTS, STAGING
