@@ -143,8 +143,7 @@ def measure(run: BatchRun, case: Case, workload: Workload, work: Path) -> None:
             outcome = run_worker(chosen.environment, job, work, f"batch-{label}", cold, cap=cap, limit_seconds=limit)
     else:
         outcome = run_worker(chosen.environment, job, work, f"batch-{label}", cold, limit_seconds=limit)
-    for name, value in outcome.answer.items():
-        setattr(run, name, value)
+    run.take_answer(outcome.answer)
     run.take_from(outcome)
 
 

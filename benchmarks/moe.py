@@ -116,8 +116,7 @@ def measure(run: MoeRun, case: Case, workload: Workload, work: Path) -> None:
                 outcome = run_worker(THIS, job, work, label, cold, cap=cap, limit_seconds=RUN_LIMIT_SECONDS)
     finally:
         shutil.rmtree(offload, ignore_errors=True)
-    for name, value in outcome.answer.items():
-        setattr(run, name, value)
+    run.take_answer(outcome.answer)
     run.take_from(outcome)
     run.follows = run.tokens == [one[prompt:] for one in passages]
     if run.slots:

@@ -23,8 +23,8 @@ from benchmarks.even_experts import even_prompt, make_even_checkpoint
 from benchmarks.measure import CACHE_STATE, spread
 from benchmarks.peers import THIS, run_worker
 from benchmarks.runners import Runner, ensure_layer_files
-from benchmarks.runs import Run, failures, run_all, unprepared, versions
-from benchmarks.steps import PROMPT_TOKENS, prompt_for
+from benchmarks.runs import failures, run_all, unprepared, versions
+from benchmarks.steps import PROMPT_TOKENS, StepsRun, prompt_for
 from benchmarks.work_folder import fresh_folder
 
 CLOSE = 0.25
@@ -36,14 +36,14 @@ ROWS = {f"{name} {share}": (COMPRESSIONS[name], SHARES[share]) for name in COMPR
 
 
 @dataclass
-class PredictRun(Run):
-    """One row of one turn; seconds and bytes.
+class PredictRun(StepsRun):
+    """One row of one turn; seconds and bytes, and what `StepsRun` has.
 
     Attributes:
         plan_seconds: the whole plan, all compressions.
         predicted_token_seconds, predicted_first_token_seconds, predicted_streamed_bytes: what it says.
         speeds: what that rests on, bytes a second.
-        load_seconds, first_token_seconds, token_seconds, step_seconds, tokens, dtype, threads, placed: as in decode.
+        placed: as in decode.
     """
 
     plan_seconds: float = 0.0
@@ -51,13 +51,6 @@ class PredictRun(Run):
     predicted_first_token_seconds: float = 0.0
     predicted_streamed_bytes: int = 0
     speeds: Mapping[str, float] = field(default_factory=dict)
-    load_seconds: float = 0.0
-    first_token_seconds: float = 0.0
-    token_seconds: float = 0.0
-    step_seconds: Sequence[float] = ()
-    tokens: Sequence[int] = ()
-    dtype: str = ""
-    threads: int = 0
     placed: str = ""
 
     @property
@@ -125,8 +118,7 @@ def measure(run: PredictRun, workload: Workload, work: Path) -> None:
         "tokens": workload.tokens,
     }
     outcome = run_worker(THIS, job, work, label, read)
-    for name, value in (foretold.answer | outcome.answer).items():
-        setattr(run, name, value)
+    run.take_answer(foretold.answer | outcome.answer)
     run.take_from(outcome)
 
 

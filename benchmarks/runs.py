@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from benchmarks.measure import Spread, spread
 from benchmarks.peers import Outcome, PeerError
@@ -42,6 +42,11 @@ class Run:
     def headline(self) -> float:
         """The seconds that matter most."""
         raise NotImplementedError
+
+    def take_answer(self, answer: Mapping[str, Any]) -> None:
+        """Take what a process said of itself, by the names that figures have here."""
+        for name, value in answer.items():
+            setattr(self, name, value)
 
     def take_from(self, outcome: Outcome) -> None:
         """Note what was sampled from outside."""

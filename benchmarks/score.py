@@ -128,8 +128,7 @@ def measure(run: ScoreRun, workload: Workload, work: Path) -> None:
         with control_group(f"rabbitllm-benchmark-{os.getpid()}") as group:
             cap = Cap(group, workload.cap_bytes)
             outcome = run_worker(environment, job, work, label, cold, cap=cap)
-    for name, value in outcome.answer.items():
-        setattr(run, name, value)
+    run.take_answer(outcome.answer)
     run.take_from(outcome)
 
 

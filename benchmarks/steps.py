@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from benchmarks.checkpoint import SCALES
 from benchmarks.runs import Run, equal_in_turn
@@ -36,11 +35,6 @@ class StepsRun(Run):
     def headline(self) -> float:
         """Seconds a token."""
         return self.token_seconds
-
-    def take_answer(self, answer: Mapping[str, Any]) -> None:
-        """Take what a process said of itself, by the names that figures have here."""
-        for name, value in answer.items():
-            setattr(self, name, value)
 
 
 def prompt_for(scale: str, tokens: int = PROMPT_TOKENS) -> list[int]:

@@ -175,8 +175,7 @@ def measure(run: VramRun, case: Case, workload: Workload, work: Path) -> None:
             outcome = run_worker(runner.environment, job, work, label, files, cap=capped, limit_seconds=limit)
     else:
         outcome = run_worker(runner.environment, job, work, label, files, limit_seconds=limit)
-    for name, value in outcome.answer.items():
-        setattr(run, name, value)
+    run.take_answer(outcome.answer)
     if run.copied_bytes is None:
         run.copied_bytes = _least_copied(runner, workload)
     run.take_from(outcome)

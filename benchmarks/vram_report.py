@@ -6,9 +6,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks import bars, report
+from benchmarks import bars, report, steps
 from benchmarks.measure import spread
-from benchmarks.runs import Run, equal_in_turn, failures, good, ratios, versions
+from benchmarks.runs import failures, good, ratios, versions
+from benchmarks.steps import StepsRun
 
 OURS = ("rabbitllm-2", "rabbitllm-2-4bit")
 REFERENCE = "accelerate"
@@ -41,14 +42,10 @@ class Case:
 
 
 @dataclass
-class VramRun(Run):
-    """One row of one turn; bytes and seconds.
+class VramRun(StepsRun):
+    """One row of one turn; bytes and seconds, and what `StepsRun` has.
 
     Attributes:
-        load_seconds: until the model can be used; layer files are there already.
-        first_token_seconds: from the call of `generate`.
-        token_seconds: median of `step_seconds`, which leave out the first token.
-        step_bytes: read from the disk in those steps.
         copied_bytes: to the GPU for a token, as the model tells; of a peer that does not, its decoder layers.
         copy_speed, disk_speed: bytes a second of page-locked copies, and of reads past the page cache, nothing else
             going on, just before this row; 0 where it could not be measured.
@@ -58,11 +55,6 @@ class VramRun(Run):
         vram_in_use: of the GPU, by all processes and contexts, after the last token.
     """
 
-    load_seconds: float = 0.0
-    first_token_seconds: float = 0.0
-    token_seconds: float = 0.0
-    step_seconds: Sequence[float] = ()
-    step_bytes: Sequence[int] = ()
     copied_bytes: int | None = None
     copy_speed: float = 0.0
     disk_speed: float = 0.0
@@ -72,13 +64,6 @@ class VramRun(Run):
     vram_reserved: int = 0
     vram_allocated: int = 0
     vram_in_use: int = 0
-    tokens: Sequence[int] = ()
-    dtype: str = ""
-
-    @property
-    def headline(self) -> float:
-        """Seconds a token."""
-        return self.token_seconds
 
     @property
     def read_bytes(self) -> float:
@@ -120,7 +105,7 @@ def of_its_limit(runs: Sequence[VramRun], case: Case) -> list[float]:
 
 def tokens_equal(runs: Sequence[VramRun], case: Case) -> list[bool]:
     """Whether a row made the tokens of the reference under the same cap in the same turn."""
-    return equal_in_turn(runs, case.name, Case(REFERENCE, case.vram, case.host).name, lambda run: run.tokens)
+    return steps.tokens_equal(runs, case.name, Case(REFERENCE, case.vram, case.host).name)
 
 
 def ours_beside(case: Case) -> Case:

@@ -202,6 +202,7 @@ class GpuWork:
             "step_bytes": [later - earlier for earlier, later in itertools.pairwise(clock.read[1:])],
             "token_seconds": statistics.median(steps),
             "tokens": tokens,
+            "threads": torch.get_num_threads(),
             "dtype": str(model.dtype).removeprefix("torch."),
         }
 
