@@ -12,11 +12,9 @@ import numpy as np
 from rabbitllm.layers.compiling import compiled
 from rabbitllm.layers.cpu_kernels import F32, KINDS, NF4_BLOCK, Codes, Scales, Values, _widen
 
-STEPS = 1024
-
 
 def quantise_fitted(
-    values: Values, kind: int, midpoints: Scales, nearest: Scales, multiples: Scales
+    values: Values, kind: int, midpoints: Scales, nearest: Scales, multiples: Scales, usual: Scales, zero_code: int
 ) -> tuple[Codes, Scales]:
     """Quantise to 4bit with fitted scales.
 
@@ -24,8 +22,10 @@ def quantise_fitted(
         values: the bits of bfloat16 or float16 as uint16, or float32; one-dimensional.
         kind: one of `cpu_kernels.KINDS`.
         midpoints: between the 16 NF4 values, ascending.
-        nearest: the NF4 value nearest to each of 2,049 numbers from -1 to 1.
+        nearest: the NF4 value nearest to each of an odd number of numbers from -1 to 1, evenly apart.
         multiples: of a block's largest magnitude, that are tried.
+        usual: between which two magnitudes the largest one is where any are tried.
+        zero_code: of the NF4 value 0.
 
     Returns:
         Two codes a byte, ((n + 1) // 2,), and one scale a block of 64.
@@ -33,7 +33,7 @@ def quantise_fitted(
     codes = np.empty((values.size + 1) // 2, np.uint8)
     scales = np.empty(-(-values.size // NF4_BLOCK), np.float32)
     words: Any = values.view(np.uint32) if kind == KINDS["F32"] else values
-    _quantise(words, kind, midpoints, nearest, multiples, codes, scales)
+    _quantise(words, kind, midpoints, nearest, multiples, usual, zero_code, codes, scales)
     return codes, scales
 
 
@@ -52,11 +52,12 @@ def _load(words, kind, first, count, values):  # type: ignore[no-untyped-def]
 @compiled
 def _error(values, scale, nearest, ys, places, squares):  # type: ignore[no-untyped-def]
     inverse = np.float32(1) / scale
+    steps = np.float32(nearest.size // 2)
     for i in range(NF4_BLOCK):
         ys[i] = values[i] * inverse
     for i in range(NF4_BLOCK):
         inside = min(max(ys[i], np.float32(-1)), np.float32(1))
-        places[i] = np.uint16(np.int32((inside + np.float32(1)) * np.float32(STEPS) + np.float32(0.5)))
+        places[i] = np.uint16(np.int32((inside + np.float32(1)) * steps + np.float32(0.5)))
     for i in range(NF4_BLOCK):
         squares[i] = nearest[places[i]]
     for i in range(NF4_BLOCK):
@@ -74,7 +75,7 @@ def _error(values, scale, nearest, ys, places, squares):  # type: ignore[no-unty
 
 
 @compiled
-def _quantise(words, kind, midpoints, nearest, multiples, codes, scales):  # type: ignore[no-untyped-def]
+def _quantise(words, kind, midpoints, nearest, multiples, usual, zero_code, codes, scales):  # type: ignore[no-untyped-def]
     values = np.empty(NF4_BLOCK, np.float32)
     bits = values.view(np.uint32)
     ys = np.empty(NF4_BLOCK, np.float32)
@@ -91,7 +92,7 @@ def _quantise(words, kind, midpoints, nearest, multiples, codes, scales):  # typ
         largest = np.uint32(largest_bits).view(np.float32)
         best = largest
         least = np.float32(np.inf)
-        if np.float32(1e-18) < largest and largest < np.float32(1e18):
+        if usual[0] < largest and largest < usual[1]:
             for m in range(multiples.size):
                 scale = multiples[m] * largest
                 error = _error(values, scale, nearest, ys, places, squares)
@@ -99,7 +100,7 @@ def _quantise(words, kind, midpoints, nearest, multiples, codes, scales):  # typ
                     least = error
                     best = scale
         scales[block] = best
-        ranks[:] = 7
+        ranks[:] = zero_code
         if best != 0:
             inverse = np.float32(1) / best
             ranks[:count] = 0

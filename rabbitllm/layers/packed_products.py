@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from rabbitllm.layers import bfloat_products, panel_products
+from rabbitllm.layers import bfloat_products, kernel_trial, panel_products
 from rabbitllm.layers.code_tables import PAIRS, table_of
 from rabbitllm.layers.compression import BLOCKS, Quantised, dequantise
 from rabbitllm.layers.row_team import over_rows
@@ -39,7 +39,6 @@ CHUNK_ELEMENTS = 1 << 21
 """Elements that are dequantised at a time: 4 MiB of bfloat16."""
 WORTH_A_THREAD = 1 << 16
 """Bytes of codes for each thread: about 4 microseconds of work, where asking for a second thread takes 2."""
-_TOLERANCE = 1e-5
 
 
 def multiplies(form: Quantised) -> bool:
@@ -289,33 +288,15 @@ def _kernel_agrees(scheme: str) -> bool:
     return bool(lanes) and _agrees(scheme, lanes)
 
 
-def _sample_of_values(scheme: str) -> list[float]:
-    """What codes may mean so that every kind of table has it as it is."""
-    if scheme == "4bit":
-        return [(code - 8) / 8 for code in range(16)]
-    return [(code - 127) / 128 / (1 << abs(code - 127).bit_length() % 4) for code in range(256)]
-
-
 def _agrees(scheme: str, width: int) -> bool:
     import torch
 
+    def product(form: Quantised, payload: Any, absmax: Any, table: Any, x: torch.Tensor) -> torch.Tensor:
+        return Matrix(form, payload, absmax, table).times_with(width, x)
+
     dtype = torch.bfloat16 if width == PAIRS else torch.float32
-    generator = torch.Generator().manual_seed(0)
-    meaning = torch.tensor(_sample_of_values(scheme))
-    for inputs, rows, columns in ((1, 7, 192), (6, 5, 4096), (1, 64, 4096)):  # the last by several threads
-        blocks = -(-rows * columns // BLOCKS[scheme])
-        nbytes = rows * columns // (2 if scheme == "4bit" else 1)
-        payload = torch.randint(0, 256, (nbytes, 1), dtype=torch.uint8, generator=generator)
-        absmax = torch.rand(blocks, generator=generator)
-        x = torch.randn(inputs, columns, generator=generator).to(dtype)
-        matrix = Matrix(Quantised(scheme, (rows, columns), "float32"), payload, absmax, meaning)
-        codes = torch.stack([payload >> 4, payload & 15], -1) if scheme == "4bit" else payload
-        values = meaning[codes.long().view(-1)]
-        scales = absmax.repeat_interleave(BLOCKS[scheme])[: rows * columns]
-        expected = x.float() @ (values * scales).view(rows, columns).T
-        got = matrix.times_with(width, x)
-        error = (got - expected).norm() / expected.norm()
-        if not error < _TOLERANCE:
-            logger.warning("The kernel for products at %s is off by %.1e here and is not used.", scheme, float(error))
-            return False
-    return True
+    shapes = ((1, 7, 192), (6, 5, 4096), (1, 64, 4096))  # the last by several threads
+    off = kernel_trial.first_error(kernel_trial.of_codes(scheme, dtype, shapes, product))
+    if off is not None:
+        logger.warning("The kernel for products at %s is off by %.1e here and is not used.", scheme, off)
+    return off is None

@@ -11,8 +11,9 @@ import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
+from rabbitllm.layers import kernel_trial
 from rabbitllm.layers.code_tables import table_of
-from rabbitllm.layers.compression import BLOCKS
+from rabbitllm.layers.compression import BLOCKS, Quantised
 from rabbitllm.layers.row_team import over_rows
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ MOST_INPUTS = {16: 256, 8: 64}
 """Rows of input for which panels are the fastest way, by lanes."""
 WORTH_A_THREAD = 1 << 14
 """Bytes of codes for each thread."""
-_TOLERANCE = 1e-5
 
 
 def multiplies(scheme: str, width: int, count: int) -> bool:
@@ -69,31 +69,18 @@ def _agrees(scheme: str, width: int) -> bool:
     """Whether a kernel gives on a sample what indexing and float32 do."""
     import torch
 
-    generator = torch.Generator().manual_seed(0)
-    meaning = torch.linspace(-1, 1, 16) if scheme == "4bit" else _meaning_of_bytes()
-    table = table_of(scheme, width, meaning.numpy().tobytes())
+    table = table_of(scheme, width, kernel_trial.meaning(scheme).numpy().tobytes())
     if table is None:
         return False
-    for count, rows, columns in ((7, 5, 192), (13, 70, 4096)):  # the last by several threads, in two parts a row
-        payload = torch.randint(0, 256, (rows * columns // (2 if scheme == "4bit" else 1),), dtype=torch.uint8)
-        absmax = torch.rand(-(-rows * columns // BLOCKS[scheme]), generator=generator)
-        x = torch.randn(count, columns, generator=generator)
-        codes = torch.stack([payload >> 4, payload & 15], -1).view(-1) if scheme == "4bit" else payload
-        values = meaning[codes.long()] * absmax.repeat_interleave(BLOCKS[scheme])[: rows * columns]
-        expected = x @ values.view(rows, columns).T
-        got = times(width, scheme, (payload.data_ptr(), absmax.data_ptr()), table.ctypes.data, x, rows)
-        error = (got - expected).norm() / expected.norm()
-        if not error < _TOLERANCE:
-            logger.warning("Products by panels at %s are off by %.1e here and are not used.", scheme, float(error))
-            return False
-    return True
 
+    def product(form: Quantised, codes: Any, scales: Any, values: Any, x: torch.Tensor) -> torch.Tensor:
+        return times(width, scheme, (codes.data_ptr(), scales.data_ptr()), table.ctypes.data, x, form.shape[0])
 
-def _meaning_of_bytes() -> torch.Tensor:
-    """The code of 8bit, whose ramps the kernel knows."""
-    from rabbitllm.layers.compression import code_values
-
-    return code_values("8bit")
+    shapes = ((7, 5, 192), (13, 70, 4096))  # the last by several threads, in two parts a row
+    off = kernel_trial.first_error(kernel_trial.of_codes(scheme, torch.float32, shapes, product))
+    if off is not None:
+        logger.warning("Products by panels at %s are off by %.1e here and are not used.", scheme, off)
+    return off is None
 
 
 @functools.cache

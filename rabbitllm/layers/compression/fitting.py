@@ -31,7 +31,9 @@ POSITIVE = (0.78, 0.84, 0.9, 0.96, 1.02)
 MULTIPLES = {"4bit": (*POSITIVE, *(-multiple for multiple in POSITIVE)), DOUBLE: POSITIVE}
 """By scheme: scales of both signs lose more in being quantised than they gain."""
 STEPS = 1024
+"""From 0 to 1, of which y is taken to be the nearest."""
 SMALLEST, LARGEST = 1e-18, 1e18
+"""Between which a largest magnitude has squares that are numbers."""
 ZERO_CODE = 7
 """Of NF4's value 0."""
 
@@ -50,7 +52,10 @@ def quantise_fitted(scheme: str, data: memoryview, dtype: str) -> tuple[memoryvi
         )
         midpoints, nearest = _tables()
         multiples = np.array(MULTIPLES[scheme], np.float32)
-        codes, scales = fitted_kernels.quantise_fitted(values, cpu_kernels.KINDS[dtype], midpoints, nearest, multiples)
+        usual = np.array([SMALLEST, LARGEST], np.float32)
+        codes, scales = fitted_kernels.quantise_fitted(
+            values, cpu_kernels.KINDS[dtype], midpoints, nearest, multiples, usual, ZERO_CODE
+        )
     return codes.data.cast("B"), scales.data.cast("B")
 
 
