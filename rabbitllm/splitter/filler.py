@@ -19,8 +19,9 @@ from rabbitllm.layers.compression import StoredForm
 from rabbitllm.layers.layer_file import SCRATCH_SUFFIX, LayerLayout
 from rabbitllm.profiler import FETCH, Profiler
 from rabbitllm.splitter.arrivals import Arriving, StartedOverError
+from rabbitllm.splitter.byte_stream import ByteStream
 from rabbitllm.splitter.gaps import Gaps
-from rabbitllm.splitter.mover import ByteStream, Mover, Target
+from rabbitllm.splitter.mover import Mover, Target
 from rabbitllm.splitter.plan import Arrival, PlannedShard, moves
 from rabbitllm.splitter.work import Work
 
@@ -117,7 +118,7 @@ class Filler:
                 with self._profiler.stage(shard.name, FETCH) if shard.staged else contextlib.nullcontext():
                     arriving.whole()
             except StartedOverError:
-                self._mover.forget(self.forms_of(shard, layers))
+                self._mover.sums.forget(self.forms_of(shard, layers))
             else:
                 return
 

@@ -7,22 +7,17 @@ is also summed (CRC-32), so that a layer's checksum costs no second read. Knows 
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from rabbitllm import durable
-from rabbitllm.errors import CorruptShardError, IncompleteSplitError
-from rabbitllm.formats.crc32 import combine_all
+from rabbitllm.errors import CorruptShardError
 from rabbitllm.formats.positional import PositionalFile, page_aligned
-from rabbitllm.formats.safetensors_file import Placed
 from rabbitllm.formats.strided import Strided, read_row_major
 from rabbitllm.formats.tensor_spec import DTYPES
 from rabbitllm.layers.compression import (
@@ -33,13 +28,15 @@ from rabbitllm.layers.compression import (
     StoredForm,
     constants,
     quantise_blocks,
-    settled,
 )
 from rabbitllm.layers.layer_file import LayerLayout
 from rabbitllm.layers.order import TENSOR_ALIGNMENT
 from rabbitllm.profiler import FETCH, QUANTISE, READ, SYNC, WRITE, Profiler
 from rabbitllm.progress import BytesDone, BytesFetched, tell
+from rabbitllm.splitter.byte_stream import ByteStream
 from rabbitllm.splitter.plan import CHUNK_BYTES, Move
+from rabbitllm.splitter.settling import settled_parts
+from rabbitllm.splitter.sums import Sums
 
 SPARE_BUFFERS = 2
 """Buffers of a stream beyond one a thread, so that the reader need not wait for the slowest."""
@@ -80,7 +77,7 @@ class Target:
 
 
 class Mover:
-    """The threads and what they have summed.
+    """The threads, and as `sums` what they have written.
 
     Args:
         threads: how many.
@@ -107,7 +104,7 @@ class Mover:
         self._watch = watch
         self._local = threading.local()
         self._strided = threading.Semaphore(STRIDED_READERS)
-        self._sums: dict[str, tuple[list[_Piece], ...]] = {}
+        self.sums = Sums()
 
     def close(self) -> None:
         """Stop the threads; batches that have not begun are dropped."""
@@ -146,7 +143,7 @@ class Mover:
             source.advise_sequential()
             try:
                 for batch in _batches(work):
-                    self._expected(batch)
+                    self.sums.expect(move.form for move in batch)
                     arrived(batch[-1].offset + batch[-1].nbytes)
                     while len(running) >= QUEUED_BATCHES * self._threads:
                         wait(running, return_when=FIRST_COMPLETED)
@@ -167,7 +164,7 @@ class Mover:
         running: list[Future[None]] = []
         try:
             for batch in _windows(work):
-                self._expected(batch)
+                self.sums.expect(move.form for move in batch)
                 running = _still_running(running)
                 buffer = spare.get()
                 begin, end = batch[0].offset, max(move.offset + move.nbytes for move in batch)
@@ -187,44 +184,16 @@ class Mover:
             targets: layer files, each with the path of its scratch file.
         """
         work = [(form, target, path) for target, path in targets for form in target.layout.settles]
-        for form, _, _ in work:
-            self._sums[form.source.name] = tuple([] for _ in form.parts)
+        self.sums.forget(form for form, _, _ in work)
+        self.sums.expect(form for form, _, _ in work)
         self._finish([self._pool.submit(self._settle, *one) for one in work])
 
     def _settle(self, form: Settling, target: Target, path: Path) -> None:
         self._watch()
-        with self._profiler.stage(target.layout.layer.id, QUANTISE, form.source.nbytes), PositionalFile(path) as file:
-
-            def read(first: int, count: int) -> npt.NDArray[np.float32]:
-                run = bytearray(count * SCALE_BYTES)
-                if file.read_into(memoryview(run), form.source.offset + first * SCALE_BYTES) != len(run):
-                    raise IncompleteSplitError(
-                        f"{path} ends before the scales of {form.of.name!r} do.",
-                        "If every shard of the source is still there (or it is on the hub), delete that folder and "
-                        "call again. Otherwise keep it: it may hold the only copy of some tensors.",
-                    )
-                return np.frombuffer(run, np.float32)
-
-            for part, begin, content in settled(form, read):
+        stage = self._profiler.stage(target.layout.layer.id, QUANTISE, form.source.nbytes)
+        with stage, contextlib.closing(settled_parts(form, path)) as runs:
+            for part, begin, content in runs:
                 self._put(target, form, part, begin, content)
-
-    def forget(self, forms: Iterable[StoredForm | Settling]) -> None:
-        """Drop what was summed of these tensors, which are going to be written again."""
-        for form in forms:
-            self._sums.pop(form.source.name, None)
-
-    def checksums(self, forms: Iterable[StoredForm | Settling]) -> dict[str, tuple[int, ...]]:
-        """The CRC-32 of each stored part of these tensors, all of which this object wrote: name -> one a part."""
-        return {
-            form.source.name: tuple(map(_whole_sum, self._sums.pop(form.source.name), form.parts)) for form in forms
-        }
-
-    def _expected(self, batch: list[Move]) -> list[Move]:
-        """Make room for what a batch will sum, before threads that must not race for it run."""
-        for move in batch:
-            if move.form.source.name not in self._sums:
-                self._sums[move.form.source.name] = tuple([] for _ in move.form.parts)
-        return batch
 
     def _finish(self, futures: list[Future[None]]) -> None:
         """Wait for all of them; the first failure stops the rest."""
@@ -326,7 +295,7 @@ class Mover:
     ) -> None:
         """Write a run of a stored part, `begin` bytes into it, and note its sum."""
         target.write(form.parts[part].name, begin, data, aligned=aligned)
-        self._sums[form.source.name][part].append(_Piece(begin, len(data), zlib.crc32(data)))
+        self.sums.add(form, part, begin, data)
 
     def _own_buffer(self) -> memoryview:
         """This thread's own page-aligned buffer, made once."""
@@ -334,27 +303,6 @@ class Mover:
             self._local.buffer = page_aligned(CHUNK_BYTES)
         buffer: memoryview = self._local.buffer
         return buffer
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class _Piece:
-    """A run of a stored part that was written: where it begins in it, bytes, and its CRC-32."""
-
-    begin: int
-    nbytes: int
-    crc: int
-
-
-def _whole_sum(pieces: list[_Piece], part: Placed) -> int:
-    """The sum of a part from those of its pieces, which must leave nothing out."""
-    at = 0
-    for piece in sorted(pieces):
-        if piece.begin != at:
-            break
-        at += piece.nbytes
-    if at != part.nbytes:  # the shard is deleted on the strength of this
-        raise AssertionError(f"{part.name} was written up to byte {at} of {part.nbytes}")
-    return combine_all((piece.crc, piece.nbytes) for piece in sorted(pieces))
 
 
 def _done(shard: str, batch: list[Move], written: int) -> BytesDone:
@@ -368,39 +316,6 @@ def _still_running(futures: list[Future[None]]) -> list[Future[None]]:
         if future.done():
             future.result()
     return [future for future in futures if not future.done()]
-
-
-class ByteStream:
-    """The bytes of a shard in order, as chunks of any size bring them."""
-
-    def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks = chunks
-        self._chunk = memoryview(b"")
-        self._at = 0
-
-    def read_into(self, buffer: memoryview) -> None:
-        """Fill `buffer` with the next bytes; there must be as many."""
-        while buffer:
-            piece = self._next(len(buffer))
-            buffer[: len(piece)] = piece
-            buffer = buffer[len(piece) :]
-
-    def skip_to(self, offset: int) -> None:
-        """Go on to a byte that has not passed yet."""
-        while self._at < offset:
-            self._next(offset - self._at)
-
-    def finish(self) -> None:
-        """Take what is left, so that whoever sends it has seen the end."""
-        for _ in self._chunks:
-            pass
-
-    def _next(self, most: int) -> memoryview:
-        while not self._chunk:
-            self._chunk = memoryview(next(self._chunks))
-        piece, self._chunk = self._chunk[:most], self._chunk[most:]
-        self._at += len(piece)
-        return piece
 
 
 def _batches(work: Iterable[Move]) -> Iterator[list[Move]]:

@@ -163,7 +163,7 @@ class ShardLoop:
         targets: dict[str, Target] = {}
         try:
             self._filler.fill(shard, arriving, targets, layers)
-            sums = self._complete(shard, targets, lambda: self._mover.checksums(self._filler.forms_of(shard, layers)))
+            sums = self._complete(shard, targets, lambda: self._mover.sums.take(self._filler.forms_of(shard, layers)))
         finally:
             for target in targets.values():
                 target.close()
@@ -227,14 +227,14 @@ class ShardLoop:
         self._drop_scratch(layouts)
         sums = checksums()
         for layout in layouts:
-            sums |= self._mover.checksums(layout.settles)
+            sums |= self._mover.sums.take(layout.settles)
         for layer in in_pieces:
             layout = self.plan.layouts[layer]
             self._join(targets[layer])
             targets.pop(layer).close()
             self._name_layers([layout])
             self._drop_scratch([layout])
-            sums |= self._mover.checksums((*layout.joins, *layout.settles))
+            sums |= self._mover.sums.take((*layout.joins, *layout.settles))
         return sums
 
     def _mark_used(self, shard: PlannedShard, sums: Mapping[str, tuple[int, ...]]) -> None:
@@ -286,7 +286,7 @@ class ShardLoop:
                 if not joined:
                     self._join(target)
                     # the journal is closed to them; the file is summed as a whole
-                    self._mover.forget((*layout.joins, *layout.settles))
+                    self._mover.sums.forget((*layout.joins, *layout.settles))
                 else:
                     self._write_fixed(target)
                     target.sync()

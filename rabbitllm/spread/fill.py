@@ -43,7 +43,7 @@ def fill_from(shard: PlannedShard, work: Work, lease: Lease, threads: int) -> di
         for _, arriving in arrivals.shards([shard]):
             filler.fill(shard, arriving, targets, layers)
         mover.sync(targets.values())
-        return mover.checksums(filler.forms_of(shard, layers))
+        return mover.sums.take(filler.forms_of(shard, layers))
     finally:
         arrivals.close()
         mover.close()

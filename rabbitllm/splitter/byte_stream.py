@@ -1,0 +1,38 @@
+"""The bytes of a shard that comes in order, put into buffers. Knows no shards and no layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+
+class ByteStream:
+    """The bytes of a shard in order, as chunks of any size bring them."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks = chunks
+        self._chunk = memoryview(b"")
+        self._at = 0
+
+    def read_into(self, buffer: memoryview) -> None:
+        """Fill `buffer` with the next bytes; there must be as many."""
+        while buffer:
+            piece = self._next(len(buffer))
+            buffer[: len(piece)] = piece
+            buffer = buffer[len(piece) :]
+
+    def skip_to(self, offset: int) -> None:
+        """Go on to a byte that has not passed yet."""
+        while self._at < offset:
+            self._next(offset - self._at)
+
+    def finish(self) -> None:
+        """Take what is left, so that whoever sends it has seen the end."""
+        for _ in self._chunks:
+            pass
+
+    def _next(self, most: int) -> memoryview:
+        while not self._chunk:
+            self._chunk = memoryview(next(self._chunks))
+        piece, self._chunk = self._chunk[:most], self._chunk[most:]
+        self._at += len(piece)
+        return piece

@@ -1,0 +1,54 @@
+"""Sums of what was written in pieces, in any order, are those of the whole; what has a hole has none."""
+
+from __future__ import annotations
+
+import random
+import zlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rabbitllm.formats.tensor_spec import TensorSpec
+from rabbitllm.layers.compression import StoredForm, stored_form
+from rabbitllm.splitter.sums import Sums
+
+FORM = stored_form(TensorSpec("w", "U8", (1000,), "shard", 0, 1000), None)
+CONTENT = random.Random(0).randbytes(1000)
+
+
+def added(sums: Sums, form: StoredForm, cuts: list[int]) -> None:
+    pieces = list(zip(cuts, [*cuts[1:], 1000], strict=True))
+    random.Random(1).shuffle(pieces)
+    for begin, end in pieces:
+        sums.add(form, 0, begin, memoryview(CONTENT[begin:end]))
+
+
+@given(st.sets(st.integers(1, 999), max_size=20))
+def test_pieces_in_any_order(cuts: set[int]) -> None:
+    sums = Sums()
+    sums.expect([FORM])
+    added(sums, FORM, [0, *sorted(cuts)])
+    sums.expect([FORM])  # a later batch of the same tensor
+    assert sums.take([FORM]) == {"w": (zlib.crc32(CONTENT),)}
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_a_part_that_was_not_written_whole_has_no_sum(missing: int) -> None:
+    sums = Sums()
+    sums.expect([FORM])
+    for at, (begin, end) in enumerate([(0, 300), (300, 700), (700, 1000)]):
+        if at != missing:
+            sums.add(FORM, 0, begin, memoryview(CONTENT[begin:end]))
+    with pytest.raises(AssertionError, match=f"w was written up to byte {(0, 300, 700)[missing]} of 1000"):
+        sums.take([FORM])
+
+
+def test_what_is_written_again_is_summed_anew() -> None:
+    sums = Sums()
+    sums.expect([FORM])
+    added(sums, FORM, [0, 500])
+    sums.forget([FORM])
+    sums.expect([FORM])
+    added(sums, FORM, [0])
+    assert sums.take([FORM]) == {"w": (zlib.crc32(CONTENT),)}
