@@ -44,7 +44,8 @@ from rabbitllm.planning.planned_files import PlannedFiles
 from rabbitllm.planning.predict import experts_of
 from rabbitllm.planning.routing import RoutedWork, routed_work
 from rabbitllm.planning.work import UnitWork, work_of
-from rabbitllm.splitter.plan import Arrival, PlannedShard, SplitPlan, disk_use, make_plan
+from rabbitllm.splitter.disk_use import Arrival, disk_use
+from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan
 
 GIB = 1 << 30
 VRAM_BYTES = int(15 * GIB * 0.9) - 15 * GIB // 16

@@ -18,7 +18,8 @@ from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.naming import assign_layers
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
 from rabbitllm.layers.compression import COMPRESSIONS
-from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan, on_disk, recompressed
+from rabbitllm.splitter.disk_use import on_disk
+from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan, recompressed
 
 SHARD = "outline.safetensors"
 """The file that the tensors are thought to lie in; there is none."""

@@ -25,8 +25,9 @@ from rabbitllm.planning.survey import Survey
 from rabbitllm.splitter import forecast, rates
 from rabbitllm.splitter.anatomy import anatomy_of, big_layers, commonest_dtype
 from rabbitllm.splitter.choosing import mixture_of
+from rabbitllm.splitter.disk_use import BLOCK_BYTES, on_disk
 from rabbitllm.splitter.forecast import ROUTES, STANDARD, Choice, Disk, Outlook, Rate, Rates, Route
-from rabbitllm.splitter.plan import BLOCK_BYTES, SplitPlan, on_disk
+from rabbitllm.splitter.plan import SplitPlan
 from rabbitllm.splitter.space import Ground, candidates, shortage
 from rabbitllm.splitter.split import ground_of
 from rabbitllm.splitter.watch import disk_bytes

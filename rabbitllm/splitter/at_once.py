@@ -7,16 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rabbitllm.splitter.plan import (
-    BLOCK_BYTES,
-    Arrival,
-    DiskUse,
-    PlannedShard,
-    SplitPlan,
-    disk_use,
-    on_disk,
-    scratch_slack,
-)
+from rabbitllm.splitter.disk_use import BLOCK_BYTES, Arrival, DiskUse, disk_use, on_disk, scratch_slack
+from rabbitllm.splitter.plan import PlannedShard, SplitPlan
 
 
 def disk_use_at_once(

@@ -20,9 +20,11 @@ from rabbitllm.layers.layer_file import SCRATCH_SUFFIX, LayerLayout
 from rabbitllm.profiler import FETCH, Profiler
 from rabbitllm.splitter.arrivals import Arriving, StartedOverError
 from rabbitllm.splitter.byte_stream import ByteStream
+from rabbitllm.splitter.disk_use import Arrival
 from rabbitllm.splitter.gaps import Gaps
 from rabbitllm.splitter.mover import Mover, Target
-from rabbitllm.splitter.plan import Arrival, PlannedShard, moves
+from rabbitllm.splitter.moves import moves
+from rabbitllm.splitter.plan import PlannedShard
 from rabbitllm.splitter.work import Work
 
 

@@ -16,7 +16,8 @@ from rabbitllm.layers.compression import CODES
 from rabbitllm.plain_json import plain
 from rabbitllm.splitter.anatomy import Anatomy
 from rabbitllm.splitter.choosing import Mixture
-from rabbitllm.splitter.plan import Arrival, SplitPlan, disk_use
+from rabbitllm.splitter.disk_use import Arrival, disk_use
+from rabbitllm.splitter.plan import SplitPlan
 from rabbitllm.splitter.space import Ground, Shortage
 
 MEMORY_BYTES = 200 * 1000**2

@@ -34,7 +34,7 @@ from rabbitllm.layers.order import TENSOR_ALIGNMENT
 from rabbitllm.profiler import FETCH, QUANTISE, READ, SYNC, WRITE, Profiler
 from rabbitllm.progress import BytesDone, BytesFetched, tell
 from rabbitllm.splitter.byte_stream import ByteStream
-from rabbitllm.splitter.plan import CHUNK_BYTES, Move
+from rabbitllm.splitter.moves import CHUNK_BYTES, Move
 from rabbitllm.splitter.settling import settled_parts
 from rabbitllm.splitter.sums import Sums
 

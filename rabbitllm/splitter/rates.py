@@ -19,7 +19,7 @@ from rabbitllm.formats.positional import PositionalFile, page_aligned
 from rabbitllm.formats.tensor_spec import DTYPES, torch_dtype
 from rabbitllm.layers.compression import quantise_blocks
 from rabbitllm.splitter.forecast import Rate
-from rabbitllm.splitter.plan import CHUNK_BYTES
+from rabbitllm.splitter.moves import CHUNK_BYTES
 
 FETCHED_BYTES = 8 << 20
 """Of a shard, from its start, at most."""

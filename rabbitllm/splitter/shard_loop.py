@@ -35,7 +35,8 @@ from rabbitllm.splitter.arrivals import Arrivals, Arriving
 from rabbitllm.splitter.filler import Filler
 from rabbitllm.splitter.hands import Hands
 from rabbitllm.splitter.mover import Mover, Target
-from rabbitllm.splitter.plan import PlannedShard, moves_of
+from rabbitllm.splitter.moves import moves_of
+from rabbitllm.splitter.plan import PlannedShard
 from rabbitllm.splitter.watch import disk_bytes
 from rabbitllm.splitter.work import ROOM, Work
 

@@ -16,7 +16,8 @@ from rabbitllm.layers.chosen import AUTO
 from rabbitllm.layers.compression import COMPRESSIONS
 from rabbitllm.options import SplitOptions
 from rabbitllm.splitter.at_once import disk_use_at_once
-from rabbitllm.splitter.plan import Arrival, DiskUse, SplitPlan, gib, recompressed
+from rabbitllm.splitter.disk_use import Arrival, DiskUse
+from rabbitllm.splitter.plan import SplitPlan, gib, recompressed
 
 
 @dataclass(frozen=True, slots=True)

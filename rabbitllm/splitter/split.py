@@ -40,18 +40,9 @@ from rabbitllm.profiler import Profiler
 from rabbitllm.progress import SplitDone, tell
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.choosing import other_budget, with_choice
+from rabbitllm.splitter.disk_use import Arrival, on_disk, own_records_bytes
 from rabbitllm.splitter.hands import Hands
-from rabbitllm.splitter.plan import (
-    Arrival,
-    PlannedShard,
-    SplitPlan,
-    gib,
-    make_plan,
-    on_disk,
-    own_records_bytes,
-    recompressed,
-    tensors_by_shard,
-)
+from rabbitllm.splitter.plan import PlannedShard, SplitPlan, gib, make_plan, recompressed, tensors_by_shard
 from rabbitllm.splitter.shard_loop import ShardLoop
 from rabbitllm.splitter.space import Ground, choose_arrival, choose_at_once, use_of
 from rabbitllm.splitter.watch import Watch, disk_bytes

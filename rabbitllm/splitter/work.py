@@ -9,8 +9,9 @@ from pathlib import Path
 
 from rabbitllm.checkpoints.checkpoint import Checkpoint
 from rabbitllm.options import SplitOptions
+from rabbitllm.splitter.disk_use import Arrival, DiskUse
 from rabbitllm.splitter.layer_map import LayerMap
-from rabbitllm.splitter.plan import Arrival, DiskUse, SplitPlan
+from rabbitllm.splitter.plan import SplitPlan
 
 ROOM: Mapping[Arrival, int] = {Arrival.FILE_AHEAD: 2, Arrival.FILE: 1, Arrival.STREAM: 0}
 """Fetched shards that may be on the disk at a time."""

@@ -36,7 +36,7 @@ from rabbitllm.errors import (
     UnsafePathError,
 )
 from rabbitllm.options import SplitOptions
-from rabbitllm.splitter.plan import Arrival
+from rabbitllm.splitter.disk_use import Arrival
 from tests.support.builders import INDEX_NAME, SINGLE_NAME, cut, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import Faults, LocalHub

@@ -12,8 +12,8 @@ import pytest
 from rabbitllm.layers.compression import COMPRESSIONS
 from rabbitllm.splitter import forecast
 from rabbitllm.splitter.anatomy import anatomy_of
+from rabbitllm.splitter.disk_use import Arrival, disk_use
 from rabbitllm.splitter.forecast import Choice, Disk, Forecast, Load, Outlook, Rate, Rates, Route
-from rabbitllm.splitter.plan import Arrival, disk_use
 from rabbitllm.splitter.space import Ground, Shortage
 from tests.splitter.test_memory import MOST
 from tests.support.plans import MIB, even, plan_of, shard_of

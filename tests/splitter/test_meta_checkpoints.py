@@ -30,7 +30,7 @@ from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.layers.layer_store import read_manifest
 from rabbitllm.layers.verify import verify
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.plan import Arrival
+from rabbitllm.splitter.disk_use import Arrival
 from tests.support.crashes import KILLED, CrashServer
 from tests.support.dying import dying_at
 from tests.support.hub_fixtures import HubEnvironment
@@ -141,7 +141,7 @@ def test_tensors_larger_than_a_chunk(
 ) -> None:
     made = tiny_llama(hidden=256, intermediate=704, vocabulary=1001 * 2, layers=1, kv_heads=4)
     plain = split(write_as_transformers(tmp_path / "hf", made), compression=compression)
-    monkeypatch.setattr("rabbitllm.splitter.plan.CHUNK_BYTES", 24_576)
+    monkeypatch.setattr("rabbitllm.splitter.moves.CHUNK_BYTES", 24_576)
     assert layer_files(split(write_meta(tmp_path / "m", made, ranks, 1), compression=compression)) == layer_files(plain)
 
 

@@ -11,7 +11,7 @@ import pytest
 from rabbitllm.checkpoints.hub import HubAccess, HubRepository, open_repository
 from rabbitllm.errors import MissingPackageError
 from rabbitllm.splitter import rates
-from rabbitllm.splitter.plan import CHUNK_BYTES
+from rabbitllm.splitter.moves import CHUNK_BYTES
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import GeneratedFile, LocalHub
 from tests.support.plans import MIB

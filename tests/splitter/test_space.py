@@ -15,7 +15,8 @@ from rabbitllm.errors import NotEnoughSpaceException, OptionError, SplitError
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.options import SplitOptions
 from rabbitllm.splitter.at_once import disk_use_at_once
-from rabbitllm.splitter.plan import Arrival, SplitPlan, disk_use, gib
+from rabbitllm.splitter.disk_use import Arrival, disk_use
+from rabbitllm.splitter.plan import SplitPlan, gib
 from rabbitllm.splitter.space import Ground, choose_arrival, choose_at_once
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.plans import MIB, even, plan_of

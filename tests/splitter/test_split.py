@@ -33,7 +33,7 @@ from rabbitllm.layers.layer_store import LayerStore
 from rabbitllm.options import BIG_LAYER_BYTES
 from rabbitllm.profiler import FETCH, QUANTISE, READ, SHARD_WAIT, WRITE
 from rabbitllm.splitter import split as split_module
-from rabbitllm.splitter.plan import Arrival
+from rabbitllm.splitter.disk_use import Arrival
 from tests.support.builders import (
     INDEX_NAME,
     SINGLE_NAME,
@@ -162,7 +162,7 @@ def test_tensors_larger_than_a_chunk_and_than_a_batch(
     tensors = llama_tensors(layers=2, hidden=256, vocabulary=1003, dtype=torch.float32)
     source = cut(tensors, 2)
     expected = layer_files(split(write_shards(tmp_path / "a", source), compression=compression))
-    monkeypatch.setattr("rabbitllm.splitter.plan.CHUNK_BYTES", 24_576)
+    monkeypatch.setattr("rabbitllm.splitter.moves.CHUNK_BYTES", 24_576)
     assert layer_files(split(write_shards(tmp_path / "b", source), compression=compression)) == expected
 
 

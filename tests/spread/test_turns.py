@@ -10,7 +10,8 @@ import pytest
 from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.options import SplitOptions
 from rabbitllm.splitter.at_once import disk_use_at_once
-from rabbitllm.splitter.plan import Arrival, SplitPlan
+from rabbitllm.splitter.disk_use import Arrival
+from rabbitllm.splitter.plan import SplitPlan
 from rabbitllm.splitter.work import Work
 from rabbitllm.spread.turns import Part, next_part
 from tests.support.builders import build_checkpoint

@@ -8,7 +8,8 @@ from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.checkpoints.naming import assign_layers
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
 from rabbitllm.options import SplitOptions
-from rabbitllm.splitter.plan import Arrival, DiskUse, PlannedShard, SplitPlan, disk_use, make_plan
+from rabbitllm.splitter.disk_use import Arrival, DiskUse, disk_use
+from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan
 from rabbitllm.splitter.split import Request, ground_of, plan_split
 from tests.support.splitting import Call
 

@@ -1,0 +1,136 @@
+"""The most disk that a split takes over its steps, from its plan. Pure: what the disk has is asked by `space.py`."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from rabbitllm.layers.layer_file import LayerLayout
+from rabbitllm.splitter.plan import PlannedShard, SplitPlan
+
+BLOCK_BYTES = 4096
+"""What files occupy is a multiple of this."""
+RECORDED_NAMES = 5
+"""How often journal and manifest together write out a tensor's name."""
+CHOSEN_NAMES = 2
+"""How often they do once more where each tensor has a compression of its own."""
+RECORD_BYTES = 300
+"""What they write of a tensor beside its name: dtype, shape, place, checksums, JSON."""
+SHARD_RECORD_BYTES = 1024
+"""What they write of a shard, and once of the whole."""
+
+
+class Arrival(enum.Enum):
+    """How shards that are fetched reach their layer files."""
+
+    FILE_AHEAD = "file, the next one fetched meanwhile"
+    FILE = "file, one at a time"
+    STREAM = "stream, never a file"
+
+
+@dataclass(frozen=True, slots=True)
+class DiskUse:
+    """Bytes on disk over a split.
+
+    Attributes:
+        created: the most that the split directory occupies at any moment, layer files, staged shards and the small
+            files beside them.
+        added: the most by which the disk is fuller than now; less than `created` where shards of the source are
+            deleted on the way, or an earlier run has created some of it.
+    """
+
+    created: int
+    added: int
+
+
+def disk_use(
+    plan: SplitPlan,
+    *,
+    arrival: Arrival = Arrival.FILE,
+    deletes_shards: bool,
+    small_files: int = 0,
+    used: frozenset[str] = frozenset(),
+    in_use: int = 0,
+) -> DiskUse:
+    """The peak over the steps of the plan.
+
+    Args:
+        plan: the split.
+        arrival: of the shards that are fetched.
+        deletes_shards: whether a local source's shards are deleted when used up.
+        small_files: bytes of what lies beside the layer files: config, tokenizer and the like, journal, manifest.
+        used: shards that an earlier run used up.
+        in_use: bytes that the split directory occupies already.
+    """
+    written = small_files
+    freed = created = added = 0
+    seen: set[str] = set()
+    processed: set[str] = set()
+    waiting = [shard for shard in plan.shards if shard.name not in used]
+    following = dict(zip((shard.name for shard in waiting), [*waiting[1:], None], strict=False))
+    for shard in plan.shards:
+        written += _bytes_from(plan, shard, seen)
+        most, written = _joining(plan, shard, processed, written)
+        processed.add(shard.name)
+        if shard.name in used:
+            continue
+        there = _staged_bytes(shard, following[shard.name], arrival)
+        created = max(created, most + there)
+        added = max(added, most + there - freed - in_use)
+        if deletes_shards and not shard.staged:
+            freed += shard.size
+    return DiskUse(max(created, written), added)
+
+
+def _joining(plan: SplitPlan, shard: PlannedShard, processed: set[str], written: int) -> tuple[int, int]:
+    """The most that is written at a time while the layers that this shard completes are finished, and what is then.
+
+    Those whose scales alone have waited are finished together, those with pieces one after the other.
+    """
+    completed = [plan.layouts[layer] for layer in plan.layer_map.completed_by(shard.name, processed)]
+    at_once = [layout for layout in completed if layout.scratch_bytes and not layout.joins]
+    one_by_one = [[layout] for layout in completed if layout.joins]
+    most = written
+    for layouts in (at_once, *one_by_one):
+        written += sum(layout.joined_bytes for layout in layouts)
+        most = max(most, written)
+        written -= sum(layout.scratch_bytes + scratch_slack(layout) for layout in layouts)
+    return most, written
+
+
+def scratch_slack(layout: LayerLayout) -> int:
+    """Of blocks that are begun: where pieces end in the scratch file, and around what the layer file lacks as yet."""
+    return 3 * BLOCK_BYTES * (len(layout.joins) + 1) if layout.scratch_bytes else 0
+
+
+def _staged_bytes(shard: PlannedShard, following: PlannedShard | None, arrival: Arrival) -> int:
+    """Of fetched shards that lie on the disk while `shard` is used."""
+    if arrival is Arrival.STREAM:
+        return 0
+    there = [shard, following] if arrival is Arrival.FILE_AHEAD else [shard]
+    return sum(on_disk(one.size) for one in there if one is not None and one.staged)
+
+
+def on_disk(nbytes: int) -> int:
+    """What a file of this length occupies, in whole blocks."""
+    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def own_records_bytes(plan: SplitPlan) -> int:
+    """What journal and manifest may grow to, from the names that they list, bytes."""
+    names = sum(len(tensor.name) for shard in plan.shards for tensor in shard.tensors)
+    tensors = sum(len(shard.tensors) for shard in plan.shards)
+    times = RECORDED_NAMES if plan.chosen is None else RECORDED_NAMES + CHOSEN_NAMES
+    return on_disk(times * names + RECORD_BYTES * tensors + SHARD_RECORD_BYTES * (len(plan.shards) + 1))
+
+
+def _bytes_from(plan: SplitPlan, shard: PlannedShard, seen: set[str]) -> int:
+    """What layer files grow by while a shard is used; a file's header and last block count at its first tensor."""
+    total = 0
+    for layer in plan.layer_map.shard_to_layers.get(shard.name, ()):
+        layout = plan.layouts[layer]
+        if layer not in seen:
+            seen.add(layer)
+            total += layout.header_bytes + BLOCK_BYTES + scratch_slack(layout)
+        total += layout.shard_bytes[shard.name]
+    return total
