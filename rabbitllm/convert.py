@@ -46,9 +46,11 @@ from rabbitllm.layers.layer_file import DONE_SUFFIX
 from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME, Manifest, directory_name, read_manifest
 from rabbitllm.options import SplitOptions, check_transfer, expand, parse_size
 from rabbitllm.splitter import journal
+from rabbitllm.splitter.finish import clear_away, discard_original
 from rabbitllm.splitter.interrupted import telling_how_to_go_on
 from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME, locked
-from rabbitllm.splitter.split import Request, clear_away, discard_original, split
+from rabbitllm.splitter.request import Request
+from rabbitllm.splitter.split import split
 
 WORK_NAME = ".converting"
 """The folder of ours inside the new one, for as long as that is not whole."""

@@ -21,9 +21,9 @@ from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME, is_legacy,
 from rabbitllm.library.entry import DAMAGED, RECORDS, REMOVED_SUFFIX, Entry, look
 from rabbitllm.library.original import Original
 from rabbitllm.splitter import journal
+from rabbitllm.splitter.finish import STAGING_NAME
 from rabbitllm.splitter.lease import LEASE_NAME
 from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME, locked_at_once
-from rabbitllm.splitter.split import STAGING_NAME
 from rabbitllm.splitter.watch import disk_bytes
 from rabbitllm.terminal import counted
 

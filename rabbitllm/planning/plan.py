@@ -28,8 +28,8 @@ from rabbitllm.splitter.choosing import mixture_of
 from rabbitllm.splitter.disk_use import BLOCK_BYTES, on_disk
 from rabbitllm.splitter.forecast import ROUTES, STANDARD, Choice, Disk, Outlook, Rate, Rates, Route
 from rabbitllm.splitter.plan import SplitPlan
+from rabbitllm.splitter.request import ground_of
 from rabbitllm.splitter.space import Ground, candidates, shortage
-from rabbitllm.splitter.split import ground_of
 from rabbitllm.splitter.watch import disk_bytes
 
 MIN_FREE_DISK = "1GB"

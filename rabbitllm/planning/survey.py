@@ -24,7 +24,7 @@ from rabbitllm.options import SplitOptions
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.choosing import with_choice
 from rabbitllm.splitter.plan import SplitPlan, recompressed
-from rabbitllm.splitter.split import Request, ground_of, plan_split
+from rabbitllm.splitter.request import Request, ground_of, plan_split
 
 
 @dataclass

@@ -30,7 +30,7 @@ from rabbitllm.prepare.finished import refuse_another
 from rabbitllm.prepare.source import Sought, Source
 from rabbitllm.prepare.weights import open_folder
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.split import STAGING_NAME
+from rabbitllm.splitter.finish import STAGING_NAME
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME, LayerStore
 from rabbitllm.options import SplitOptions
 from rabbitllm.prepare.source import Source
 from rabbitllm.splitter.choosing import other_budget
+from rabbitllm.splitter.finish import STAGING_NAME, clear_away, discard_original
 from rabbitllm.splitter.lease import LEASE_NAME
 from rabbitllm.splitter.lock import is_left_over
-from rabbitllm.splitter.split import STAGING_NAME, clear_away, discard_original
 
 logger = logging.getLogger(__name__)
 

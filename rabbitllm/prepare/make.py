@@ -18,14 +18,7 @@ from rabbitllm.checkpoints.naming import LayerNaming
 from rabbitllm.checkpoints.quantised import quantised_as
 from rabbitllm.errors import MissingShardError, OptionError
 from rabbitllm.layers.chosen import SPLITS, Chosen
-from rabbitllm.layers.layer_store import (
-    JOURNAL_NAME,
-    MANIFEST_NAME,
-    Manifest,
-    directory_name,
-    is_finished,
-    is_fitted,
-)
+from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME, Manifest, directory_name, is_finished, is_fitted
 from rabbitllm.options import SplitOptions
 from rabbitllm.prepare.config import config_of, family_of
 from rabbitllm.prepare.finished import check_finished, has_work_left
@@ -33,11 +26,13 @@ from rabbitllm.prepare.source import Source
 from rabbitllm.prepare.weights import open_folder
 from rabbitllm.profiler import Profiler
 from rabbitllm.splitter import lease
+from rabbitllm.splitter.finish import STAGING_NAME
 from rabbitllm.splitter.hands import Hands
 from rabbitllm.splitter.interrupted import telling_how_to_go_on
 from rabbitllm.splitter.lock import locked
 from rabbitllm.splitter.repair import repair
-from rabbitllm.splitter.split import STAGING_NAME, Request, check_before_download, split
+from rabbitllm.splitter.request import Request, check_before_download
+from rabbitllm.splitter.split import split
 
 
 def ensure_split(

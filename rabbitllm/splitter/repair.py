@@ -18,7 +18,8 @@ from rabbitllm.layers.layer_file import DONE_SUFFIX
 from rabbitllm.layers.layer_store import MANIFEST_NAME, Manifest
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.plan import SplitPlan
-from rabbitllm.splitter.split import Request, plan_split, quantiser_of, split
+from rabbitllm.splitter.request import Request, plan_split, quantiser_of
+from rabbitllm.splitter.split import split
 
 logger = logging.getLogger(__name__)
 

@@ -26,8 +26,9 @@ from rabbitllm.layers.verify import verify
 from rabbitllm.library.find import compression_here, one_of_model
 from rabbitllm.options import SplitOptions
 from rabbitllm.splitter import journal
+from rabbitllm.splitter.request import Request, plan_split
 from rabbitllm.splitter.sensitivity import groups
-from rabbitllm.splitter.split import Request, plan_split, split
+from rabbitllm.splitter.split import split
 from tests.splitter.conftest import crash_server as crash_server
 from tests.spread.test_fill import Here
 from tests.support.builders import build_checkpoint, cut, llama_tensors, write_shards

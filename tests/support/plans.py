@@ -10,7 +10,7 @@ from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
 from rabbitllm.options import SplitOptions
 from rabbitllm.splitter.disk_use import Arrival, DiskUse, disk_use
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan
-from rabbitllm.splitter.split import Request, ground_of, plan_split
+from rabbitllm.splitter.request import Request, ground_of, plan_split
 from tests.support.splitting import Call
 
 SOURCE = SourceIdentity("local", "m", None, {})

@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Iterator
 
 from rabbitllm.durable import Step, observe_steps
-from rabbitllm.splitter.split import STAGING_NAME
+from rabbitllm.splitter.finish import STAGING_NAME
 
 TICK_BYTES = 16 << 10
 

@@ -1,0 +1,168 @@
+"""What to split and how, and its plan from headers alone.
+
+Asks the disk what it has and holds; writes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardFacts
+from rabbitllm.checkpoints.naming import LayerNaming, assign_layers
+from rabbitllm.checkpoints.side_by_side import side_by_side
+from rabbitllm.errors import MissingShardError
+from rabbitllm.layers.chosen import AUTO, Chosen
+from rabbitllm.layers.layer_store import FITTED
+from rabbitllm.layers.order import FORMAT_VERSION
+from rabbitllm.options import SplitOptions
+from rabbitllm.splitter import journal
+from rabbitllm.splitter.choosing import with_choice
+from rabbitllm.splitter.disk_use import on_disk, own_records_bytes
+from rabbitllm.splitter.hands import Hands
+from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan, recompressed, tensors_by_shard
+from rabbitllm.splitter.space import Ground, choose_arrival
+from rabbitllm.splitter.watch import disk_bytes
+
+HEADER_THREADS = 8
+"""Headers that are asked for at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to split and how.
+
+    Attributes:
+        checkpoint: the source.
+        folder: the split directory.
+        family: `model_type` of the config, which names the layers.
+        naming: patterns of the caller's own, instead of the family's.
+        options: see `SplitOptions`.
+        quantise_on: "cpu" or "cuda:N".
+        hands: who fills layer files elsewhere; None for this process.
+        chosen: at "auto", what each tensor has; None to choose.
+    """
+
+    checkpoint: Checkpoint
+    folder: Path
+    family: str | None
+    options: SplitOptions
+    naming: LayerNaming | None = None
+    quantise_on: str = "cpu"
+    hands: Hands | None = None
+    chosen: Chosen | None = None
+
+
+def plan_split(request: Request, format_version: int = FORMAT_VERSION) -> SplitPlan:
+    """What a split would do, from headers alone; nothing is written.
+
+    Args:
+        request: see there.
+        format_version: of the layer files; an earlier one to make some of a finished split anew.
+
+    Raises:
+        CheckpointError: the source is malformed or incomplete.
+        NotEnoughSpaceException: no choice of bits fits, at "auto".
+    """
+    plan = _plan_of_headers(request, format_version)
+    return _with_bits(plan, ground_of(request, plan), request)
+
+
+def _with_bits(plan: SplitPlan, ground: Ground, request: Request) -> SplitPlan:
+    """The plan, at "auto" with the bits that were or are chosen."""
+    if plan.compression != AUTO:
+        return plan
+    if request.chosen is not None:
+        return recompressed(plan, AUTO, request.chosen)
+    return with_choice(plan, ground, request.options)
+
+
+def _plan_of_headers(request: Request, format_version: int = FORMAT_VERSION) -> SplitPlan:
+    """The same, at "auto" with no bits chosen yet."""
+    checkpoint = request.checkpoint
+    facts = facts_of(checkpoint, checkpoint.index.shards)
+    require_shards(checkpoint.index.shards, facts, checkpoint)
+    tensors = tensors_by_shard(checkpoint.index, facts.values())
+    shards = tuple(
+        PlannedShard(f.name, f.size, f.fingerprint, tensors[f.name], f.staged, f.header.comes_first)
+        for f in facts.values()
+    )
+    names = [tensor.name for shard in shards for tensor in shard.tensors]
+    assigned = assign_layers(names, request.family, request.naming)
+    identity = checkpoint.identity(facts.values())
+    return make_plan(identity, shards, assigned, request.options.compression, format_version)
+
+
+def ground_of(request: Request, plan: SplitPlan, downloads: tuple[tuple[Path, int], ...] = ()) -> Ground:
+    """What the split stands on where nothing of it has been done yet.
+
+    Args:
+        request: see there.
+        plan: of that request.
+        downloads: bytes that go elsewhere before it begins, by folder.
+    """
+    sidecars = sum(on_disk(size) for size in request.checkpoint.sidecar_sizes().values())
+    deletes = request.options.sequential and request.checkpoint.deletable
+    if (fetched := request.checkpoint.downloads()) is not None:
+        downloads = (*downloads, (fetched[0], sum(map(on_disk, fetched[1].values()))))
+    return Ground(request.folder, deletes, sidecars + own_records_bytes(plan), downloads)
+
+
+def check_before_download(request: Request, cache: Path) -> Chosen | None:
+    """Refuse a split on the standard route for which checkpoint and layer files do not both fit.
+
+    Args:
+        request: with the repository as its checkpoint.
+        cache: the folder that its missing shards are about to be fetched into.
+
+    Returns:
+        At "auto", bits with which both do; None at other compressions.
+
+    Raises:
+        NotEnoughSpaceException: before the first byte.
+    """
+    earlier = journal.replay(request.folder)
+    plan = with_places(earlier.plan, request.checkpoint) if earlier is not None else _plan_of_headers(request)
+    missing = sum(on_disk(shard.size) for shard in plan.shards if shard.staged)
+    kept = dataclasses.replace(plan, shards=tuple(dataclasses.replace(s, staged=False) for s in plan.shards))
+    ground = ground_of(request, plan, ((cache, missing),))
+    if earlier is None:
+        kept = _with_bits(kept, ground, request)
+    used = earlier.used if earlier is not None else frozenset()
+    in_use = disk_bytes(request.folder) if earlier is not None else 0
+    choose_arrival(kept, dataclasses.replace(ground, used=used, in_use=in_use), request.options)
+    return kept.chosen
+
+
+def quantiser_of(request: Request) -> str | None:
+    """What would quantise, as the manifest names it; None without compression."""
+    if request.options.compression is None:
+        return None
+    from importlib.metadata import version
+
+    own = f"bitsandbytes {version('bitsandbytes')} on {request.quantise_on.split(':')[0]}"
+    return own + FITTED if request.options.fit_scales else own
+
+
+def facts_of(checkpoint: Checkpoint, shards: Sequence[str]) -> dict[str, ShardFacts]:
+    """Headers of the shards that are there, in the order given; several at once, since a hub is far away."""
+    found = dict(zip(shards, side_by_side(checkpoint.facts, shards, HEADER_THREADS), strict=True))
+    return {shard: facts for shard, facts in found.items() if facts is not None}
+
+
+def require_shards(shards: Iterable[str], facts: dict[str, ShardFacts], checkpoint: Checkpoint) -> None:
+    missing = [shard for shard in shards if shard not in facts]
+    if missing:
+        raise MissingShardError(
+            f"{checkpoint.label} lacks {len(missing)} of the shards its index names: {', '.join(missing[:5])}"
+            f"{' …' if len(missing) > 5 else ''}.",
+            "Put them there, or give the repository they come from. Nothing was touched.",
+        )
+
+
+def with_places(plan: SplitPlan, checkpoint: Checkpoint) -> SplitPlan:
+    """The plan with each shard where it is now: another route may have begun it."""
+    shards = tuple(dataclasses.replace(shard, staged=checkpoint.stages(shard.name)) for shard in plan.shards)
+    return dataclasses.replace(plan, shards=shards)
