@@ -32,11 +32,12 @@ from benchmarks.published import Model, checkpoint
 from benchmarks.report import Table, describe_machine
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.naming import assign_layers
+from rabbitllm.engine.blueprint import Blueprint, blueprint
 from rabbitllm.engine.costs import unit_costs
 from rabbitllm.engine.devices import CpuDevice, Device
 from rabbitllm.engine.experts import expert_costs
-from rabbitllm.engine.load import Blueprint, blueprint
-from rabbitllm.engine.placement import Budget, place
+from rabbitllm.engine.placement import Budget
+from rabbitllm.engine.placing import place
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.options import StreamOptions
 from rabbitllm.planning.generation import PROMPT_TOKENS, Experts

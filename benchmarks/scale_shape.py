@@ -22,11 +22,12 @@ from benchmarks.plan_coder_next import PaperGpu
 from benchmarks.scale_facts import Host
 from rabbitllm.batching.cache_cost import CacheCost, cost_by_config
 from rabbitllm.doctor.models import published
+from rabbitllm.engine.blueprint import Blueprint, blueprint
 from rabbitllm.engine.costs import unit_costs
 from rabbitllm.engine.devices import CpuDevice, Device
 from rabbitllm.engine.experts import expert_costs
-from rabbitllm.engine.load import Blueprint, blueprint
-from rabbitllm.engine.placement import SLOTS, Budget, ExpertCost, UnitCost, place
+from rabbitllm.engine.placement import SLOTS, Budget, ExpertCost, UnitCost
+from rabbitllm.engine.placing import place
 from rabbitllm.options import StreamOptions
 from rabbitllm.planning.machine import Machine
 from rabbitllm.planning.outline import Outline

@@ -256,11 +256,11 @@ def check_model(source: prepare.Source, options: StreamOptions, devices: Sequenc
         DeviceError: the options name a GPU that is not there.
         UnknownArchitectureError, OptionError: as `load_model` does.
     """
-    from rabbitllm.engine import load
+    from rabbitllm.engine.blueprint import check
 
     chosen = _devices(options) if devices is None else devices
     with prepare.config_folder(source) as config_folder:
-        load.check(config_folder, options, chosen)
+        check(config_folder, options, chosen)
     return next((device.name for device in chosen if device.torch_device.type == "cuda"), "cpu")
 
 

@@ -1,19 +1,14 @@
-"""Which unit lives where: on its device, in page-locked host memory, or on the disk. Pure: sizes and limits in, a tier
-for every unit out.
+"""What is decided of where each unit lives: tiers, what units and devices bring to the decision, and its outcome.
 
-A pass over a model that does not fit is cyclic, so a cache that keeps the most recent gets no hits at all; a fixed
-subset is kept instead, spread evenly, so that the transfers of the rest hide behind its computation.
+Records alone; `placing.py` decides.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
-
-from rabbitllm.engine.cuda_allocation import taken
 
 SLOTS = 2
 """Buffers of a device for streamed units: one that computes and one that is being filled."""
@@ -146,9 +141,6 @@ class Pool:
         return (self.slots + self.host_slots) * self.slot
 
 
-Sized = TypeVar("Sized", UnitCost, Placed)
-
-
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Where every unit went; prints as a table.
@@ -244,203 +236,3 @@ class Placement:
 def _in_words(pool: Pool) -> str:
     kept = f"{pool.slots * pool.slot / 1e9:.2f} GB of experts are kept on {pool.device}"
     return kept + (f", {pool.host_slots * pool.slot / 1e9:.2f} GB in page-locked RAM" if pool.host_slots else "")
-
-
-def place(
-    costs: Sequence[UnitCost],
-    budgets: Sequence[Budget],
-    *,
-    small_first: bool = True,
-    cached_layers: int = 0,
-    host_bytes: int = 0,
-    experts: Sequence[ExpertCost] = (),
-) -> Placement:
-    """Give every unit a device and a tier.
-
-    What every token needs comes before experts, of which it needs a few: those get what is left.
-
-    Args:
-        costs: the units, in the order of a pass.
-        budgets: the devices, in the order of a pass; with several, each gets a run of units in proportion.
-        small_first: keep what is no decoder layer before any decoder layer.
-        cached_layers: keep at least this many decoder layers in host memory, whatever the budget: the first ones that
-            are not there, or on another device, anyway.
-        host_bytes: host memory that may be page-locked for devices that share none.
-        experts: those of the units that are brought in by themselves.
-    """
-    placed: list[Placed] = []
-    routed: list[Placed] = []
-    pools: list[Pool] = []
-    for budget, share in zip(budgets, _spans(costs, budgets), strict=True):
-        names = {cost.name for cost in share}
-        own = [cost for cost in experts if cost.unit in names]
-        tiers, left = _tiers(share, replace(budget, nbytes=budget.nbytes - _transit_bytes(own)), small_first)
-        tier = _experts_tier(own, budget, left, all(t is Tier.RESIDENT for t in tiers.values()))
-        routed += [Placed(cost.name, budget.device, tier, cost.stored) for cost in own]
-        if own and tier is Tier.ROUTED:
-            pools.append(_pool(own, budget, left))
-        if budget.is_host:
-            layers = [cost for cost in share if cost.is_layer][:cached_layers]
-            for cost in layers:
-                if tiers[cost.name] is Tier.STREAMED:
-                    tiers[cost.name] = _kept(cost, budget)
-        placed += [Placed(cost.name, budget.device, tiers[cost.name], cost.stored) for cost in share]
-    placement = Placement(tuple(placed), tuple(budgets), tuple(routed), tuple(pools))
-    decoder = {cost.name for cost in costs if cost.is_layer}
-    placement = placement.changed(
-        dict.fromkeys(_page_locked(placement, decoder, host_bytes, cached_layers), Tier.PINNED)
-    )
-    return replace(placement, pools=_with_host_slots(placement, host_bytes))
-
-
-def _transit_bytes(experts: Sequence[ExpertCost]) -> int:
-    return max((cost.transit * cost.slot for cost in experts), default=0)
-
-
-def _experts_tier(experts: Sequence[ExpertCost], budget: Budget, left: int, all_resident: bool) -> Tier:
-    """All experts of a device go to one tier. `left`: bytes that units and transit leave."""
-    room = left + _transit_bytes(experts)
-    if budget.is_host and all_resident and sum(cost.ready for cost in experts) <= room:
-        return Tier.RESIDENT
-    if budget.is_host and sum(cost.stored for cost in experts) <= room:
-        return Tier.RESIDENT if all(cost.is_ready for cost in experts) else Tier.PACKED
-    return Tier.ROUTED
-
-
-def _pool(experts: Sequence[ExpertCost], budget: Budget, left: int) -> Pool:
-    slot = max(cost.slot for cost in experts)
-    count, transit = sum(cost.experts for cost in experts), max(cost.transit for cost in experts)
-    # a GPU's are taken one by one; the host's are one run of memory
-    slots = min(max(left, 0) // (slot if budget.is_host else taken(slot)), count)
-    return Pool(budget.device, slots, 0, transit, slot, count, sum(cost.stored for cost in experts))
-
-
-def _with_host_slots(placement: Placement, host_bytes: int) -> tuple[Pool, ...]:
-    """Give what is left of page-locked memory to experts for which their device has no slot."""
-    apart = {budget.device for budget in placement.budgets if not budget.is_host}
-    pinned = sum(p.stored for p in placement.units if p.tier is Tier.PINNED)
-    largest = {p.device: 0 for p in placement.units if p.device in apart}
-    for p in placement.units:
-        if p.device in apart and p.tier is Tier.STREAMED:
-            largest[p.device] = max(largest[p.device], p.stored)
-    room = host_bytes - pinned - STAGING * sum(largest.values())
-    wanting = [pool for pool in placement.pools if pool.device in apart]
-    room -= sum(EXPERT_STAGING * pool.slot for pool in wanting)
-    wants = {pool.device: pool.experts - pool.slots for pool in wanting}
-    total = sum(wants[pool.device] * pool.slot for pool in wanting) or 1
-    share = min(max(room, 0) / total, 1.0)
-    return tuple(replace(pool, host_slots=int(wants.get(pool.device, 0) * share)) for pool in placement.pools)
-
-
-def _page_locked(placement: Placement, layers: set[str], host_bytes: int, cached_layers: int) -> list[str]:
-    """Which streamed units of devices that share no host memory to keep there.
-
-    One even choice over the whole walk: so each device gets its share of the memory by what it would stream, and the
-    disk is asked at even distances, whichever device is at work.
-    """
-    apart = [budget.device for budget in placement.budgets if not budget.is_host]
-    streamed = [p for p in placement.units if p.tier is Tier.STREAMED and p.device in apart]
-    room = host_bytes
-    if sum(p.stored for p in streamed) > room:
-        room -= sum(STAGING * max((p.stored for p in streamed if p.device == name), default=0) for name in apart)
-    chosen = [p.unit for p in _spread(streamed, room)]
-    missing = max(cached_layers - len(layers.intersection(chosen)), 0)
-    return chosen + [p.unit for p in streamed if p.unit in layers and p.unit not in chosen][:missing]
-
-
-def _spans(costs: Sequence[UnitCost], budgets: Sequence[Budget]) -> list[list[UnitCost]]:
-    """Contiguous runs of units, one a device, of stored bytes in proportion to the budgets."""
-    total = sum(cost.stored + cost.routed for cost in costs) or 1
-    shares = [budget.nbytes for budget in budgets]
-    if not any(shares):
-        shares = [1] * len(budgets)
-    runs: list[list[UnitCost]] = [[] for _ in budgets]
-    ends, at = [], 0.0
-    for share in shares:
-        at += share / sum(shares)
-        ends.append(at)
-    passed, device = 0, 0
-    for cost in costs:
-        middle = (passed + (cost.stored + cost.routed) / 2) / total
-        while device < len(budgets) - 1 and middle > ends[device]:
-            device += 1
-        runs[device].append(cost)
-        passed += cost.stored + cost.routed
-    return runs
-
-
-def _tiers(costs: Sequence[UnitCost], budget: Budget, small_first: bool) -> tuple[dict[str, Tier], int]:
-    """A tier for each unit of a device, and the bytes that are left there."""
-    need = sum(_ready_cost(cost, budget) for cost in costs)
-    if need <= budget.nbytes:
-        return dict.fromkeys((cost.name for cost in costs), Tier.RESIDENT), budget.nbytes - need
-    tiers = {cost.name: _rows_tier(cost, budget) for cost in costs if cost.by_rows}
-    # made for good, since it may be used outside its own forward
-    tiers |= {cost.name: Tier.RESIDENT for cost in costs if cost.must_stay}
-    room = budget.nbytes - sum(cost.ready for cost in costs if cost.must_stay)
-    candidates = [cost for cost in costs if cost.name not in tiers]
-    scratch = max((cost.ready for cost in candidates if not cost.is_view), default=0)
-    whole = sum(_kept_bytes(cost, budget) for cost in candidates)
-    if whole + scratch <= room:
-        return tiers | {cost.name: _kept(cost, budget) for cost in candidates}, room - scratch - whole
-    tiers |= {cost.name: Tier.STREAMED for cost in candidates}
-    left = room - scratch
-    if small_first:
-        for cost in [cost for cost in candidates if not cost.is_layer]:
-            rest = [other for other in candidates if other is not cost]
-            if _kept_bytes(cost, budget) + _slots(rest) <= left:
-                tiers[cost.name] = _kept(cost, budget)
-                left -= _kept_bytes(cost, budget)
-                candidates = rest
-    slots = _slots(candidates)
-    layers = [cost for cost in candidates if cost.is_layer or not small_first]
-    for cost in _spread(layers, left - slots, lambda cost: _kept_bytes(cost, budget)):
-        tiers[cost.name] = _kept(cost, budget)
-        left -= _kept_bytes(cost, budget)
-    return tiers, left - slots
-
-
-def _kept_bytes(cost: UnitCost, budget: Budget) -> int:
-    """Memory of a unit that is kept as it is stored. On the host its scales are made once, and kept too."""
-    return cost.stored + (cost.scales if budget.is_host and cost.is_view else 0)
-
-
-def _slots(costs: Sequence[UnitCost]) -> int:
-    """Of the buffers, if these units are streamed."""
-    return SLOTS * max((cost.stored + cost.scales for cost in costs), default=0)
-
-
-def _ready_cost(cost: UnitCost, budget: Budget) -> int:
-    """Memory of a unit that is kept ready. A mapped embedding costs the rows that are touched: next to nothing."""
-    return 0 if cost.by_rows and cost.is_view and budget.is_host else cost.ready
-
-
-def _rows_tier(cost: UnitCost, budget: Budget) -> Tier:
-    return Tier.RESIDENT if cost.is_view and budget.is_host else Tier.ROWS
-
-
-def _kept(cost: UnitCost, budget: Budget) -> Tier:
-    """What is no larger made than stored (cast, fused) is made once, where making it takes no copy of a mapped file."""
-    once = cost.is_view or (not budget.is_host and cost.ready <= cost.stored)
-    return Tier.RESIDENT if once else Tier.PACKED
-
-
-def _stored(sized: UnitCost | Placed) -> int:
-    return sized.stored
-
-
-def _spread(costs: Sequence[Sized], room: int, size: Callable[[Sized], int] = _stored) -> list[Sized]:
-    """Units of at most `room` bytes in all, evenly spread over the walk."""
-    total = sum(map(size, costs))
-    if room <= 0 or not total:
-        return []
-    share = min(room, total)
-    chosen, credit, used = [], 0, 0  # credit is counted in whole numbers, times `total`
-    for cost in costs:
-        nbytes = size(cost)
-        credit += nbytes * share
-        if credit >= nbytes * total and used + nbytes <= room:
-            chosen.append(cost)
-            credit -= nbytes * total
-            used += nbytes
-    return chosen

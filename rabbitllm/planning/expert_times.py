@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rabbitllm.engine.blueprint import Blueprint
 from rabbitllm.engine.costs import cache_room
 from rabbitllm.engine.expert_source import ExpertSource
-from rabbitllm.engine.load import Blueprint
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, Way, stays_cached
 from rabbitllm.planning.expert_calls import ExpertCalls

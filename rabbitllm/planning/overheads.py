@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from rabbitllm.engine.blueprint import Blueprint
 from rabbitllm.engine.devices import Device
-from rabbitllm.engine.load import Blueprint
 from rabbitllm.engine.unit_source import Job, PartReader, UnitSource, typed
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.planning.bitsandbytes_products import made_up_state

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rabbitllm import prepare
+from rabbitllm.engine.blueprint import Blueprint, blueprint
 from rabbitllm.engine.devices import resolve_devices
-from rabbitllm.engine.load import Blueprint, blueprint
 from rabbitllm.engine.placement import Placement, Tier
 from rabbitllm.errors import RabbitLLMError
 from rabbitllm.layers.layer_file import LAYER_SUFFIX

@@ -9,8 +9,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from rabbitllm.engine.blueprint import Blueprint
 from rabbitllm.engine.costs import cache_room
-from rabbitllm.engine.load import Blueprint
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, Way, stays_cached
 from rabbitllm.layers.compression import BLOCKS

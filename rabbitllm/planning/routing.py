@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rabbitllm.engine.load import Blueprint
+from rabbitllm.engine.blueprint import Blueprint
 from rabbitllm.engine.placement import Pool, Tier
 
 

@@ -11,8 +11,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from rabbitllm.engine.blueprint import Blueprint, blueprint, place_units
 from rabbitllm.engine.expert_source import ExpertSource
-from rabbitllm.engine.load import Blueprint, blueprint, place_units
 from rabbitllm.engine.unit_source import UnitSource
 from rabbitllm.planning.generation import Generation
 from rabbitllm.planning.machine import Machine

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from rabbitllm.engine.load import Blueprint
+from rabbitllm.engine.blueprint import Blueprint
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.unit_source import UnitSource
 from rabbitllm.engine.units import Place

@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 
 from rabbitllm.batching.beside_weights import left_to_requests
+from rabbitllm.engine.budgets import default_budget
 from rabbitllm.engine.devices import resolve_devices
-from rabbitllm.engine.load import default_budget
 from rabbitllm.model_name import meant
 from rabbitllm.options import expand
 from rabbitllm.pull.loaded import load, pulled

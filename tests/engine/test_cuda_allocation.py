@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rabbitllm.engine.cuda_allocation import taken
-from rabbitllm.engine.placement import Budget, place
+from rabbitllm.engine.placement import Budget
+from rabbitllm.engine.placing import place
 from tests.engine.test_placement_of_experts import mixture
 
 MIB = 1 << 20

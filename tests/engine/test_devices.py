@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rabbitllm.engine import devices, load
+from rabbitllm.engine import blueprint, budgets, devices
 from rabbitllm.engine.devices import CpuDevice, CudaDevice, resolve_devices, suits_bf16
 from rabbitllm.errors import DeviceError
 from rabbitllm.layers.layer_store import LayerStore
@@ -303,12 +303,12 @@ def test_a_gpu_without_bfloat16_computes_in_float16_and_says_so_once(
     t4s = [CudaDevice(0), CudaDevice(1)]
     store = LayerStore(directory)
     with caplog.at_level(logging.WARNING, "rabbitllm"):
-        assert load._choose_dtype(None, config, store, t4s) == torch.float16
+        assert blueprint._choose_dtype(None, config, store, t4s) == torch.float16
     (record,) = caplog.records
     assert "no bfloat16; the model computes in float16" in record.getMessage()
     caplog.clear()
-    assert load._choose_dtype("bfloat16", config, store, t4s) == torch.bfloat16  # the caller knows best
-    assert load._choose_dtype(None, config, store, [CpuDevice()]) == torch.bfloat16
+    assert blueprint._choose_dtype("bfloat16", config, store, t4s) == torch.bfloat16  # the caller knows best
+    assert blueprint._choose_dtype(None, config, store, [CpuDevice()]) == torch.bfloat16
     assert not caplog.records
 
 
@@ -324,7 +324,7 @@ def test_flash_attention_only_where_model_gpu_and_installation_have_it(
     def attention(family: str, wanted: str = "auto", dtype: torch.dtype = torch.bfloat16) -> str | None:
         names = {"llama": "LlamaForCausalLM", "bloom": "BloomForCausalLM", "gpt_oss": "GptOssForCausalLM"}
         config = transformers.AutoConfig.for_model(family, architectures=[names[family]])
-        return load._attention(wanted, config, chosen, dtype)
+        return blueprint._attention(wanted, config, chosen, dtype)
 
     assert attention("llama") == "flash_attention_2"
     assert attention("llama", "eager") == "eager"
@@ -344,12 +344,12 @@ def test_host_memory_to_lock_is_what_the_caller_allows_and_what_is_free(
     gpus: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "available_ram", lambda: 20 << 30)
-    free = load.default_budget(CpuDevice())
+    free = budgets.default_budget(CpuDevice())
     assert 0 < free < 20 << 30
     cards: list[Any] = [CudaDevice(0), CudaDevice(1)]
 
     def room(given: list[Any], **options: Any) -> int:
-        return load.host_room(given, StreamOptions(**options))
+        return budgets.host_room(given, StreamOptions(**options))
 
     assert room(cards) == free
     assert room(cards, max_memory={"cuda:0": 1}) == free
@@ -362,6 +362,6 @@ def test_host_memory_to_lock_is_what_the_caller_allows_and_what_is_free(
 
 def test_a_limit_leaves_room_for_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "available_ram", lambda: 20 << 30)
-    assert load.default_budget(CpuDevice()) == (20 << 30) - (2 << 30) - (1 << 30)
+    assert budgets.default_budget(CpuDevice()) == (20 << 30) - (2 << 30) - (1 << 30)
     monkeypatch.setattr(devices, "available_ram", lambda: 1 << 29)
-    assert load.default_budget(CpuDevice()) == (1 << 29) - (1 << 29) // 10 - (1 << 25)
+    assert budgets.default_budget(CpuDevice()) == (1 << 29) - (1 << 29) // 10 - (1 << 25)

@@ -14,8 +14,8 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from rabbitllm.engine.blueprint import SCALES_IN_PLACE
 from rabbitllm.engine.expert_finding import is_routed
-from rabbitllm.engine.load import SCALES_IN_PLACE
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import RabbitLLMError
 from tests.support.tiny_models import INPUT, load, plain_model, split, tiers

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rabbitllm.engine.placement import SLOTS, STAGING, Budget, Placement, Tier, UnitCost, place
+from rabbitllm.engine.placement import SLOTS, STAGING, Budget, Placement, Tier, UnitCost
+from rabbitllm.engine.placing import place
 
 KEPT = (Tier.RESIDENT, Tier.PACKED)
 

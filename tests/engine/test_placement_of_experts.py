@@ -7,7 +7,8 @@ import dataclasses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rabbitllm.engine.placement import EXPERT_STAGING, Budget, ExpertCost, Placement, Tier, UnitCost, place
+from rabbitllm.engine.placement import EXPERT_STAGING, Budget, ExpertCost, Placement, Tier, UnitCost
+from rabbitllm.engine.placing import place
 from tests.engine.test_placement import footprint, layer, tiers
 
 SLOT, EXPERTS = 100, 20

@@ -13,7 +13,8 @@ import torch
 import rabbitllm
 from rabbitllm.engine.devices import Device
 from rabbitllm.engine.load import load_model
-from rabbitllm.engine.placement import Budget, Placed, Placement, Pool, Tier, UnitCost, place
+from rabbitllm.engine.placement import Budget, Placed, Placement, Pool, Tier, UnitCost
+from rabbitllm.engine.placing import place
 from rabbitllm.engine.tier_picture import (
     COLOURS,
     DISK,

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from rabbitllm.engine.blueprint import Blueprint
 from rabbitllm.engine.devices import CpuDevice, Device
 from rabbitllm.engine.expert_stack import ExpertStack
-from rabbitllm.engine.load import Blueprint, load_model
+from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, SpanReader, Way
 from rabbitllm.options import StreamOptions

@@ -13,8 +13,8 @@ import torch
 import transformers
 
 from rabbitllm.doctor.models import Published, published
+from rabbitllm.engine.blueprint import blueprint
 from rabbitllm.engine.devices import CpuDevice, Device
-from rabbitllm.engine.load import blueprint
 from rabbitllm.errors import UnknownArchitectureError
 from rabbitllm.formats.safetensors_file import read_header
 from rabbitllm.options import StreamOptions

@@ -11,8 +11,9 @@ import torch
 
 from rabbitllm import prepare
 from rabbitllm.checkpoints.hub import HubAccess
+from rabbitllm.engine.blueprint import blueprint
 from rabbitllm.engine.devices import CpuDevice, Device
-from rabbitllm.engine.load import blueprint, load_model
+from rabbitllm.engine.load import load_model
 from rabbitllm.layers.layer_store import LayerStore
 from rabbitllm.options import SplitOptions, StreamOptions
 from rabbitllm.planning.planned_files import PlannedFiles

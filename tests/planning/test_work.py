@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from rabbitllm.engine.blueprint import Blueprint, blueprint
 from rabbitllm.engine.devices import CpuDevice
-from rabbitllm.engine.load import Blueprint, blueprint
 from rabbitllm.options import StreamOptions
 from rabbitllm.planning.work import Product, UnitWork, shapes, work_of
 from tests.planning.test_planned_files import planned
@@ -75,7 +75,7 @@ def test_of_experts_that_come_with_their_layer_a_token_needs_those_that_are_pick
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a family whose experts are not brought in by themselves."""
-    monkeypatch.setattr("rabbitllm.engine.load.expert_sources", lambda *given: [])
+    monkeypatch.setattr("rabbitllm.engine.blueprint.expert_sources", lambda *given: [])
     work = work_of(drawn(tmp_path / "m", "qwen3_moe"))
     shares = {product.share for unit in work for product in unit.products}
     assert shares == {0.5, 1.0}  # 2 of 4

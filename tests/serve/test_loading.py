@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from rabbitllm.engine.budgets import default_budget
 from rabbitllm.engine.free_memory import available_ram
-from rabbitllm.engine.load import default_budget
 from rabbitllm.pull.make import Wish
 from rabbitllm.serve import loading
 from rabbitllm.serve.loading import with_room

@@ -19,8 +19,9 @@ import transformers
 from safetensors.torch import save_file
 
 from rabbitllm import prepare
+from rabbitllm.engine.blueprint import blueprint, place_units
 from rabbitllm.engine.devices import CpuDevice
-from rabbitllm.engine.load import blueprint, load_model, place_units
+from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import Pool, Tier
 from rabbitllm.engine.units import find_units
 from rabbitllm.layers.layer_store import LayerStore

@@ -1,0 +1,40 @@
+"""How much memory weights may take on each device, where the caller says and where nobody does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rabbitllm.engine.devices import CpuDevice, Device
+from rabbitllm.options import StreamOptions
+
+HOST_MARGIN = 1 << 30
+DEVICE_MARGIN = 3 << 29
+"""Bytes left to activations and the KV cache where the caller sets no limit, if that is less than a sixteenth of
+what is free; and a tenth of what is free besides."""
+
+
+def budget_of(device: Device, options: StreamOptions) -> int:
+    """Bytes for weights on a device."""
+    limit = (options.max_memory or {}).get(device.name)
+    return default_budget(device) if limit is None else limit
+
+
+def weight_memory(devices: Sequence[Device], options: StreamOptions) -> int:
+    """Bytes of memory that weights may stay in, on the devices and page-locked beside them."""
+    return sum(budget_of(device, options) for device in devices) + host_room(devices, options)
+
+
+def host_room(devices: Sequence[Device], options: StreamOptions) -> int:
+    """Bytes of host memory to page-lock, for all devices that share none: never more than is free, since none of it can
+    be swapped."""
+    if not options.pin_memory or all(device.shares_host_memory for device in devices):
+        return 0
+    free = default_budget(CpuDevice())
+    return min((options.max_memory or {}).get("cpu", free), free)
+
+
+def default_budget(device: Device) -> int:
+    """Bytes for weights on a device, where nobody says: what is free, less what one text needs beside them."""
+    free = device.free_bytes()
+    margin = HOST_MARGIN if device.shares_host_memory else DEVICE_MARGIN
+    return free - free // 10 - min(margin, free // 16)
