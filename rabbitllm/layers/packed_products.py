@@ -152,22 +152,35 @@ class GroupedProduct:
 
         self._x = x
         self._width = kernel_for(like.form.scheme, x.dtype)
-        self._inputs = _Inputs(self._width, x)
         self._out = torch.zeros(len(x), like.form.shape[0])
 
+    # each where a group first needs them: all may go the other way
+    @functools.cached_property
+    def _inputs(self) -> _Inputs:
+        return _Inputs(self._width, self._x)
+
+    @functools.cached_property
+    def _panel_inputs(self) -> panel_products.PanelInputs:
+        return panel_products.PanelInputs(self._width, self._x)
+
     def multiply(self, matrices: Sequence[Matrix], groups: Sequence[tuple[int, int]]) -> None:
-        """Fill `x[begin:end] @ W.T` for each matrix and its group."""
-        few = []
+        """Fill `x[begin:end] @ W.T` for each matrix and its group, which is filled once."""
+        few: list[tuple[Matrix, int, int]] = []
+        many: list[panel_products.Piece] = []
         for matrix, (begin, end) in zip(matrices, groups, strict=True):
             way = _way(matrix, self._width, end - begin)
             if way is Way.CODES:
                 few.append((matrix, begin, end))
             elif way is Way.PANELS:
-                self._out[begin:end] = matrix.by_panels(self._width, self._x[begin:end])
+                stored, table, _ = matrix.arguments(self._width)
+                many.append((stored, table, begin, end))
             else:
                 self._out[begin:end] = _in_chunks(self._x[begin:end], matrix, None)
         if few:
             _walk(self._width, self._inputs, few, self._out)
+        if many:
+            scheme = matrices[0].form.scheme
+            panel_products.add_products(self._width, scheme, self._panel_inputs, many, self._out)
 
     def result(self) -> torch.Tensor:
         """All of them, (S, N) of x's dtype; rows of no group are zero."""

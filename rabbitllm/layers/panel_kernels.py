@@ -176,16 +176,19 @@ def _panels(  # type: ignore[no-untyped-def]
 
 @inlined
 def _part(walk, data):  # type: ignore[no-untyped-def]
-    """What one thread of a team does; there is one piece of work."""
-    given = to_array(data, BEFORE_WORK + GIVEN)
-    thread, threads, share, rows = asked(given[0]), asked(given[1]), given[2], given[13]
+    """What one thread of a team does; see `row_team.py`."""
+    matrices = to_array(data, BEFORE_WORK)[3]
+    given = to_array(data, BEFORE_WORK + GIVEN * matrices)
+    thread, threads, share = asked(given[0]), asked(given[1]), given[2]
     first = thread * share
-    last = rows if thread + 1 == threads else min(first + share, rows)
-    if first < last:
-        walk(
-            given[4], given[5], given[6], given[7], given[8], given[9], given[10], given[11], given[12], rows, first,
-            last,
-        )  # fmt: skip
+    for at in range(BEFORE_WORK, BEFORE_WORK + GIVEN * matrices, GIVEN):
+        rows = given[at + 9]
+        last = rows if thread + 1 == threads else min(first + share, rows)
+        if first < last:
+            walk(
+                given[at], given[at + 1], given[at + 2], given[at + 3], given[at + 4], given[at + 5], given[at + 6],
+                given[at + 7], given[at + 8], rows, first, last,
+            )  # fmt: skip
 
 
 # Functions of the module with a name each, since numba keeps no others from one process to the next.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.layers import kernel_trial
@@ -33,34 +34,64 @@ def multiplies(scheme: str, width: int, count: int) -> bool:
     return LEAST_INPUTS <= count <= MOST_INPUTS.get(width, 0) and _agrees(scheme, width)
 
 
-def times(width: int, scheme: str, stored: tuple[int, int], table: int, x: torch.Tensor, rows: int) -> torch.Tensor:
-    """`x @ W.T` from the codes, in float32.
+class PanelInputs:
+    """Rows (T, K) of any floating dtype, in the form of a kernel of so many lanes; K is a multiple of 64."""
+
+    def __init__(self, width: int, x: torch.Tensor) -> None:
+        import torch
+
+        count, self.columns = x.shape
+        self.steps = self.columns // (2 * width)
+        self._ready = torch.empty(count, self.steps, 2, width)  # of each step the even ones first
+        self._ready.copy_(x.view(count, self.steps, width, 2).transpose(2, 3))
+
+    def of(self, row: int) -> int:
+        """The address of a row."""
+        return self._ready.data_ptr() + row * self.columns * 4
+
+
+Piece = tuple[tuple[int, int], int, int, int]
+"""The addresses of a matrix's codes and of their scales; the address of what a kernel of so many lanes looks codes up
+in (see `code_tables.py`); the first row of the inputs that it is multiplied with, and the one before which to stop."""
+
+
+def add_products(width: int, scheme: str, inputs: PanelInputs, work: Sequence[Piece], out: torch.Tensor) -> None:
+    """Add to `out` each matrix's products with its rows, as one piece of work for all threads.
 
     Args:
         width: lanes of the kernel.
         scheme: "4bit" or "8bit".
-        stored: addresses of the codes and of their scales.
-        table: address of what a kernel of so many lanes looks codes up in; see `code_tables.py`.
-        x: (T, K) of any floating dtype, K a multiple of 64.
-        rows: N.
-
-    Returns:
-        (T, N).
+        inputs: (T, K).
+        work: matrices (N, K) of one form.
+        out: (T, N), float32.
     """
     import torch
 
-    kernels, (count, columns) = _kernels(), x.shape
-    steps = columns // (2 * width)
-    inputs = torch.empty(count, steps, 2, width)  # of each step the even ones first
-    inputs.copy_(x.view(count, steps, width, 2).transpose(2, 3))
-    out = torch.zeros(count, rows)
-    row_bytes = columns // (2 if scheme == "4bit" else 1)
+    kernels, rows = _kernels(), out.shape[1]
+    row_bytes = inputs.columns // (2 if scheme == "4bit" else 1)
     shift = (BLOCKS[scheme] // (2 * width)).bit_length() - 1
-    given = (*stored, table, inputs.data_ptr(), out.data_ptr(), row_bytes, steps, shift, count, rows)
-    threads = min(torch.get_num_threads(), -(-rows * row_bytes // WORTH_A_THREAD))
-    over_rows(
-        kernels.row_range(scheme, width), lambda: kernels.in_a_team(scheme, width), [given], threads, kernels.ROWS
-    )
+    given = [
+        (*stored, table, inputs.of(begin), out.data_ptr() + begin * rows * 4)
+        + (row_bytes, inputs.steps, shift, end - begin, rows)
+        for stored, table, begin, end in work
+    ]
+    threads = min(torch.get_num_threads(), -(-rows * row_bytes * len(work) // WORTH_A_THREAD))
+    over_rows(kernels.row_range(scheme, width), lambda: kernels.in_a_team(scheme, width), given, threads, kernels.ROWS)
+
+
+def times(width: int, scheme: str, stored: tuple[int, int], table: int, x: torch.Tensor, rows: int) -> torch.Tensor:
+    """`x @ W.T` from the codes, in float32: (T, K) of any floating dtype and (N, K) -> (T, N).
+
+    Args:
+        width, scheme: as for `add_products`.
+        stored, table: see `Piece`.
+        x: K is a multiple of 64.
+        rows: N.
+    """
+    import torch
+
+    out = torch.zeros(len(x), rows)
+    add_products(width, scheme, PanelInputs(width, x), [(stored, table, 0, len(x))], out)
     return out
 
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rabbitllm.layers import bfloat_products, packed_kernels, packed_products, row_team, vectors
+from rabbitllm.layers import bfloat_products, packed_kernels, packed_products, panel_products, row_team, vectors
 from rabbitllm.layers.code_tables import PAIRS, table_of
 from rabbitllm.layers.compression import BLOCKS, Quantised, dequantise
 from rabbitllm.layers.compression.library import functional as functions
@@ -205,11 +205,13 @@ def test_groups_have_the_bits_of_one_by_one(
     scheme: str, dtype: torch.dtype, in_a_team: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     matrices = [Matrix(*matrix(scheme, 70, 256, seed)) for seed in range(5)]
-    groups = [(0, 1), (1, 4), (6, 6 + MOST_INPUTS_IN_PAIRS + 1), (80, 85), (85, 86)]  # of rows 4 and 5 nothing is asked
+    # some by codes and several by panels; of rows 7 and 8 nothing is asked
+    groups = [(0, 1), (1, 7), (9, 9 + MOST_INPUTS_IN_PAIRS + 1), (78, 85), (85, 86)]
     x = inputs(90, 256, dtype)
     if not in_a_team:
         monkeypatch.setattr(row_team, "torchs_team", lambda: None)
     monkeypatch.setattr(packed_products, "WORTH_A_THREAD", 1 << 12)
+    monkeypatch.setattr(panel_products, "WORTH_A_THREAD", 1 << 12)
     before = torch.get_num_threads()
     try:
         for threads in (1, 3):
@@ -222,7 +224,7 @@ def test_groups_have_the_bits_of_one_by_one(
             assert got.dtype == dtype
             for one, (begin, end) in zip(matrices, groups, strict=True):
                 assert torch.equal(got[begin:end], linear(x[begin:end], one, None))
-            assert not got[4:6].any()
+            assert not got[7:9].any()
             assert not got[86:].any()
     finally:
         torch.set_num_threads(before)
