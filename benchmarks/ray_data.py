@@ -5,7 +5,8 @@ lost worker costs.
 
 Needs `ray[data]`. No model: a worker sleeps over each line, writes down that it computed it, and gives its answer. Four
 workers, eight lines at a time for each. Of each way one run in peace, and one in which the first worker that has given
-an answer is killed (SIGKILL). One JSON object a run on stdout; seconds are from the call on, workers' starts included.
+an answer is killed (SIGKILL). One JSON object a run on stdout; seconds are from the call on, workers' starts included,
+and until the first worker of the run is there and the last one.
 """
 
 from __future__ import annotations
@@ -63,13 +64,17 @@ def main() -> None:
 def run(way: Way, log: Path, *, kills: bool) -> dict[str, Any]:
     """One run: when the first answers came, and how many lines were computed and answered."""
     log.write_text("")
-    begin, times, got = time.perf_counter(), [], []
+    _beginnings(log).write_text("")
+    called, begin, times, got = time.time(), time.perf_counter(), [], []
     for index in way(log):
         times.append(round(time.perf_counter() - begin, 2))
         got.append(index)
         if kills and len(got) == 1:
             os.kill(int(log.read_text().split()[0]), signal.SIGKILL)
+    begun = sorted(float(line) - called for line in _beginnings(log).read_text().split())
     return {
+        "first_worker_s": round(begun[0], 2),
+        "last_worker_s": round(begun[-1], 2),
         "answers": len(got),
         "lines_answered": len({*got}),
         "lines_computed": len(log.read_text().splitlines()),
@@ -77,6 +82,17 @@ def run(way: Way, log: Path, *, kills: bool) -> dict[str, Any]:
         "eighth_s": times[AT_A_TIME - 1],
         "last_s": times[-1],
     }
+
+
+def _beginnings(log: Path) -> Path:
+    """Where a worker that begins writes when."""
+    return log.with_name("begun")
+
+
+def begin_work(log: Path) -> None:
+    """What stands for loading a model."""
+    with _beginnings(log).open("a") as file:
+        file.write(f"{time.time()}\n")
 
 
 def compute(index: int, log: Path) -> None:
@@ -91,6 +107,7 @@ class Mapped:
 
     def __init__(self, log: str) -> None:
         self.log = Path(log)
+        begin_work(self.log)
 
     def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, list[int]]]:
         for index in batch["index"]:
@@ -114,6 +131,7 @@ class Sleeper:
 
     def __init__(self, job: Job) -> None:
         self.log = Path(job.name)
+        begin_work(self.log)
 
     def ready(self) -> About:
         return About("here", os.getpid(), None, None, "nothing")
