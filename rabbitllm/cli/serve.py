@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from pathlib import Path
@@ -87,7 +86,7 @@ def serve_command(
 
     check_installed()
 
-    from rabbitllm.serve.address import address_of, bound, hosts_of, is_local
+    from rabbitllm.serve.address import bound, hosts_of
 
     listening = bound(host, port)  # now, not after an hour of splitting
 
@@ -117,14 +116,10 @@ def serve_command(
     logs.show("rabbitllm.serve")
     console = Console(stderr=True, highlight=False)
 
-    from rabbitllm.batching.batch import Batch, Limits
-    from rabbitllm.serve.embeddings import Embedder
-    from rabbitllm.serve.greeting import put_greeting
-    from rabbitllm.serve.loading import loaded
+    from rabbitllm.batching.limits import Limits
     from rabbitllm.serve.loading import served_name as name_of
-    from rabbitllm.serve.server import serve
-    from rabbitllm.serve.service import service_for
     from rabbitllm.serve.settings import Settings
+    from rabbitllm.serve.start import serve_wish
 
     limits = Limits(max_running, max_waiting, cache_bytes, chunk, exact, aside_bytes, aside_folder)
     settings = Settings(
@@ -136,21 +131,6 @@ def serve_command(
         seconds=timeout,
         most_new_tokens=max_new_tokens,
     )
-    with contextlib.redirect_stdout(sys.stderr):  # what is printed while loading is no result
-        found = loaded(wish, console, split=not no_split, dtype=dtype, cache_bytes=cache_bytes)
-
-    from transformers import logging
-
-    logging.set_verbosity_error()  # which of its kernels a model lacks is nothing to read amid requests
-    batch = Batch(found.model, limits)
-    embedder = Embedder(found.model, found.recipe) if found.recipe is not None else None
-    service = service_for(found.model, batch, settings, embedder)
-    forced = serve(
-        service,
-        listening,
-        grace,
-        lambda: put_greeting(console, service, address_of(listening), found.split, is_local=is_local(listening)),
-    )
-    if forced:  # the batch's thread may be in a pass, which cannot be interrupted
+    if serve_wish(wish, limits, settings, listening, console, grace=grace, split=not no_split, dtype=dtype):
         sys.stderr.flush()
         os._exit(exit_codes.INTERRUPTED)
