@@ -43,7 +43,7 @@ class SplitDisplay:
                 if event.shards:
                     self._show()
             case progress.SplitDone():
-                self.close(done_line(event, self.facts()) if self._claim is not None else "")
+                self.close(done_line(event) if self._claim is not None else "")
 
     def facts(self) -> Facts:
         """As things are now."""
@@ -107,7 +107,7 @@ def line_of(facts: Facts) -> str:
     return ", ".join(piece for piece in pieces if piece)
 
 
-def done_line(event: progress.SplitDone, facts: Facts) -> str:
+def done_line(event: progress.SplitDone) -> str:
     """What stays when all is done."""
     took = f"{event.seconds:.1f} s" if event.seconds < 10 else duration(event.seconds)
     return (

@@ -13,7 +13,6 @@ from rabbitllm.doctor.facts import Folder, Host
 from rabbitllm.notebooks import KAGGLE_BYTES
 
 GB = 1000**3
-GIB = 1 << 30
 SPLITS = "splits of hub models"
 CACHE = "hub cache"
 TEMPORARY = "temporary files"

@@ -14,9 +14,6 @@ from typing import Any
 import torch
 from transformers.core_model_loading import ConversionOps
 
-STATE = "quant_state."
-"""What the name of the part that is JSON begins with, behind the weight's."""
-
 
 class WrapAgain(ConversionOps):  # type: ignore[misc]
     """transformers' operation the first time, and its result around other tensors after that. For one weight.

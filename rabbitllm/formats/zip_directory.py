@@ -297,4 +297,5 @@ def _widened(fields: tuple[int, int, int, int], zip64: bytes, name: str, file: s
 
 
 def corrupt_zip(file: str, what: str) -> CorruptShardError:
+    """An error that says what is wrong with a file, and what to do."""
     return CorruptShardError(f"{file} is not a sound torch zip: {what}.", _REMEDY)

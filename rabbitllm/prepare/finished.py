@@ -86,6 +86,11 @@ def _tell_other_budget(source: Source, manifest: Manifest, options: SplitOptions
 
 
 def refuse_another(source: Source, manifest: Manifest, identity: SourceIdentity) -> None:
+    """Refuse a finished split that was made from something else.
+
+    Raises:
+        SplitMismatchError: it says what differs.
+    """
     why = manifest.source.differs_from(identity)
     if why is not None:
         raise SplitMismatchError(

@@ -153,6 +153,11 @@ def facts_of(checkpoint: Checkpoint, shards: Sequence[str]) -> dict[str, ShardFa
 
 
 def require_shards(shards: Iterable[str], facts: dict[str, ShardFacts], checkpoint: Checkpoint) -> None:
+    """Make sure that each of these shards is there.
+
+    Raises:
+        MissingShardError: it names those that are not.
+    """
     missing = [shard for shard in shards if shard not in facts]
     if missing:
         raise MissingShardError(

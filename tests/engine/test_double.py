@@ -23,13 +23,11 @@ from tests.support.tiny_models import (
     bytes_when_made,
     dequantised,
     load,
-    one_thread,
     run,
     split,
     tiers,
 )
 
-__all__ = ["one_thread"]
 DOUBLE = "4bit-double"
 LARGE = {"hidden_size": 192, "intermediate_size": 256}
 """Matrices of 32,768 elements and more, but for those of keys and values, which are then at 4bit."""

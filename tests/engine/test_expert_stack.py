@@ -11,9 +11,7 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from rabbitllm.engine.expert_stack import ExpertStack
-from tests.support.tiny_models import one_thread
 
-__all__ = ["one_thread"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 

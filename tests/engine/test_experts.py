@@ -27,13 +27,11 @@ from tests.support.tiny_models import (
     budget_that_keeps,
     dequantised,
     load,
-    one_thread,
     plain_model,
     run,
     split,
 )
 
-__all__ = ["one_thread"]
 MANY = {"num_experts": 24, "num_experts_per_tok": 3}
 FAMILIES = {
     "qwen3_moe": "num_experts",

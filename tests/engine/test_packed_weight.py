@@ -16,9 +16,8 @@ from rabbitllm.layers import packed_products, vectors
 from rabbitllm.layers.packed_products import Matrix
 from tests.layers.test_packed_products import error, matrix, meant
 from tests.support.builders import FAMILIES, build_checkpoint, reference_logits
-from tests.support.tiny_models import ALL, INPUT, dequantised, load, one_thread, run, split, tiers
+from tests.support.tiny_models import ALL, INPUT, dequantised, load, run, split, tiers
 
-__all__ = ["one_thread"]
 pytestmark = pytest.mark.skipif(not vectors.lanes(), reason="no vectors of a kind that is used here")
 WIDE = {"hidden_size": 128, "intermediate_size": 192}
 

@@ -14,9 +14,7 @@ from rabbitllm.engine.read_ahead import PIECE_BYTES, read_ahead
 from rabbitllm.formats.positional import PositionalFile
 from tests.engine.test_span_reader import _cached_pages
 from tests.support.builders import build_checkpoint
-from tests.support.tiny_models import INPUT, load, one_thread, run, split, tiers
-
-__all__ = ["one_thread"]
+from tests.support.tiny_models import INPUT, load, run, split, tiers
 
 
 def dropped(path: Path) -> Path:

@@ -16,9 +16,8 @@ from rabbitllm.engine.span_reader import BLOCK, READ_BYTES, THROUGH_THE_CACHE, S
 from rabbitllm.formats.positional import PositionalFile, page_aligned
 from rabbitllm.layers.layer_store import LayerStore
 from tests.support.builders import build_checkpoint
-from tests.support.tiny_models import assert_same, load, one_thread, run, split, tiers
+from tests.support.tiny_models import assert_same, load, run, split, tiers
 
-__all__ = ["one_thread"]
 WAYS = [THROUGH_THE_CACHE, Way(drop=True), Way(direct=True)]
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="O_DIRECT")
 

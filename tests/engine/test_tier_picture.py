@@ -34,7 +34,7 @@ from rabbitllm.options import StreamOptions
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu
 from tests.support.quick_measuring import quick_measuring  # noqa: F401  applies by itself
-from tests.support.tiny_models import one_thread, split  # noqa: F401  one more
+from tests.support.tiny_models import split
 
 MAGIC = {"png": b"\x89PNG\r\n\x1a\n", "svg": b"<?xml", "pdf": b"%PDF-"}
 LAYERS = 80

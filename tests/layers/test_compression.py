@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +36,10 @@ from rabbitllm.layers.compression import (
     stored_form,
 )
 from tests.support.builders import read_tensors
+from tests.support.one_thread import one_thread as one_thread
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def spec_of(name: str, shape: tuple[int, ...], dtype: str = "BF16") -> TensorSpec:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import bitsandbytes.functional as functional
 import numpy as np
@@ -35,18 +34,12 @@ from rabbitllm.layers.compression import (
     stored_form,
 )
 
+# with several, torch sums each one's share, and the last bit of a mean depends on how many there are
+from tests.support.one_thread import one_thread as one_thread
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = [(64, 64), (65, 67), (3, 5, 401), (1024, 2048), (257, 2049), (2300, 1024)]
 """Of one block of scales and of many, whole ones and short ones; the last has more than 32,768 scales."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """With several, torch sums each one's share, and the last bit of a mean depends on how many there are."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def weights(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

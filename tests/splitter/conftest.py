@@ -12,19 +12,11 @@ import torch
 from tests.support.crashes import CrashServer
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
+from tests.support.one_thread import one_thread as one_thread
 from tests.support.scenes import Route, Scene, scene_in_folder, scene_on_hub
 
 MakeScene = Callable[..., Scene]
 """(route, tensors=None, beside=None) -> scene"""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Several threads only wait for each other over matrices this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

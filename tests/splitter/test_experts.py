@@ -9,7 +9,6 @@ import itertools
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import bitsandbytes.functional as functional
 import pytest
@@ -35,14 +34,6 @@ PER_EXPERT = [
     *(pytest.param(family, marks=pytest.mark.long) for family in ("qwen3_next", "deepseek_v3")),
 ]
 NAMES = {"mixtral": ("w1", "w3", "w2")}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def checkpoint_of(family: str, folder: Path) -> Path:

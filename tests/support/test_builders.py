@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from tests.support.builders import (
 )
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
+from tests.support.one_thread import one_thread as one_thread
 
 INPUT = torch.tensor([[1, 40, 81, 7, 200, 33, 160, 5, 92, 11, 64]])
 REQUIRED = (
@@ -31,15 +31,6 @@ REQUIRED = (
     "gpt2 bloom falcon mamba2 jamba t5"
 )
 VARIANTS = [(name, tied) for name, family in FAMILIES.items() for tied in family.ties]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Several threads only wait for each other over matrices this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def layout(folder: Path) -> dict[str, list[str]]:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import dataclasses
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
@@ -27,6 +26,7 @@ from rabbitllm.engine.units import find_units
 from rabbitllm.layers.layer_store import LayerStore
 from rabbitllm.options import SplitOptions, StreamOptions
 from tests.support.builders import SINGLE_NAME, Reference, read_tensors
+from tests.support.one_thread import one_thread as one_thread
 
 INPUT = torch.tensor([[1, 40, 81, 7, 200, 33, 160, 5, 92, 11, 64]])
 NEW_TOKENS = 4
@@ -35,15 +35,6 @@ ALL = 1 << 34
 """A budget in which every tiny model fits."""
 
 _NEVER_COMPRESSED = re.compile(r"(^|\.)(gate|router|shared_expert_gate)\.weight$|conv|A_log$|[._]bias$")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Several threads only wait for each other over matrices this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def split(folder: Path, compression: str | None = None) -> Path:
