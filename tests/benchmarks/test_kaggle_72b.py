@@ -354,7 +354,8 @@ def test_samples_of_a_folder_and_a_part_of_it(tmp_path: Path) -> None:
     (tmp_path / "two" / "file").write_bytes(bytes([1]) * 8192)
     with SeriesSampler([tmp_path / "one", tmp_path / "two"], part, lambda: 17) as sampler:
         pass
-    assert [(s.disk, s.part, s.progress, s.anonymous) for s in sampler.samples] == [((40960, 8192), 40960, 17, 0)] * 2
+    assert len(sampler.samples) >= 2  # one at each end, and on a busy machine more in between
+    assert {(s.disk, s.part, s.progress, s.anonymous) for s in sampler.samples} == {((40960, 8192), 40960, 17, 0)}
 
 
 def test_a_thinned_curve_keeps_its_peak() -> None:
