@@ -9,7 +9,8 @@ import logging
 from pathlib import Path
 
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardFacts, SourceIdentity
-from rabbitllm.checkpoints.hub import HubCheckpoint, HubRepository
+from rabbitllm.checkpoints.hub import HubRepository
+from rabbitllm.checkpoints.hub_checkpoint import HubCheckpoint
 from rabbitllm.checkpoints.index import is_index
 from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any, is_writable
 from rabbitllm.errors import CheckpointNotFoundError, SplitMismatchError

@@ -12,7 +12,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from rabbitllm.checkpoints.checkpoint import Checkpoint
-from rabbitllm.checkpoints.hub import HubAccess, HubCheckpoint, download_all, open_repository
+from rabbitllm.checkpoints.hub import HubAccess, download_all, open_repository
+from rabbitllm.checkpoints.hub_checkpoint import HubCheckpoint
 from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.checkpoints.naming import LayerNaming
 from rabbitllm.checkpoints.quantised import quantised_as

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rabbitllm.checkpoints.checkpoint import Checkpoint
-from rabbitllm.checkpoints.hub import HubCheckpoint, HubRepository, download_all
+from rabbitllm.checkpoints.hub import HubRepository, download_all
+from rabbitllm.checkpoints.hub_checkpoint import HubCheckpoint
 from rabbitllm.checkpoints.index import index_of
 from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any
 from rabbitllm.errors import CheckpointError, CheckpointNotFoundError, MissingShardError

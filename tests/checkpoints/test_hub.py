@@ -16,14 +16,8 @@ from huggingface_hub import snapshot_download
 from rabbitllm import prepare, progress
 from rabbitllm.checkpoints import fetch, hub, remote_header
 from rabbitllm.checkpoints.checkpoint import Disposal, SourceIdentity
-from rabbitllm.checkpoints.hub import (
-    HubAccess,
-    HubCheckpoint,
-    HubRepository,
-    cached_snapshot,
-    download_all,
-    open_repository,
-)
+from rabbitllm.checkpoints.hub import HubAccess, HubRepository, cached_snapshot, download_all, open_repository
+from rabbitllm.checkpoints.hub_checkpoint import HubCheckpoint
 from rabbitllm.durable import Step, observe_steps
 from rabbitllm.errors import (
     CheckpointNotFoundError,

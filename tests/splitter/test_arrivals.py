@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from rabbitllm import durable, progress
-from rabbitllm.checkpoints.hub import HubAccess, HubCheckpoint, HubRepository, open_repository
+from rabbitllm.checkpoints.hub import HubAccess, HubRepository, open_repository
+from rabbitllm.checkpoints.hub_checkpoint import HubCheckpoint
 from rabbitllm.durable import Step, observe_steps
 from rabbitllm.errors import HubError
 from rabbitllm.formats.safetensors_file import read_header
