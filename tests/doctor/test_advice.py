@@ -19,6 +19,7 @@ from rabbitllm.doctor.facts import (
     Machine,
     Memory,
     Package,
+    Processor,
     Rate,
 )
 from rabbitllm.doctor.places import HERE, SPLITS
@@ -67,6 +68,26 @@ def said(**changed: Any) -> tuple[Advice, ...]:
 def test_nothing_is_said_of_a_sound_machine_or_of_an_unknown_one() -> None:
     assert said() == ()
     assert advise(Machine(), NEEDED) == ()
+
+
+NONE = Gpus((), False, "2.13")
+
+
+@pytest.mark.parametrize(
+    ("instructions", "gpus", "is_said"),
+    [
+        ({"AVX2": True, "AVX512-BF16": False}, NONE, True),
+        ({"AVX2": True, "AVX512-BF16": False}, gpu(15), False),
+        ({"AVX2": True, "AVX512-BF16": True}, NONE, False),
+        ({"AVX2": False, "AVX512-BF16": False}, NONE, False),
+        ({}, NONE, False),
+    ],
+)
+def test_the_kernel_for_bfloat16_is_named_where_it_is_used(
+    instructions: dict[str, bool], gpus: Gpus, is_said: bool
+) -> None:
+    found = said(processor=Processor("Xeon", 4, 4.0, instructions), gpus=gpus)
+    assert ["--fast-bfloat16" in advice.text for advice in found] == [True] * is_said
 
 
 @pytest.mark.parametrize(
