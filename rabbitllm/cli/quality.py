@@ -32,8 +32,12 @@ def quality_command(
     ] = None,
     tokens: Annotated[int, typer.Option(help="To be predicted, at most.", min=16)] = 4096,
     problems: Annotated[
-        int, typer.Option(help="Held-out problems for a model that was trained here; a multiple of 4.", min=0)
-    ] = 400,
+        int | None,
+        typer.Option(
+            help="Held-out problems for a model that was trained here, a multiple of 4; 400, and none with --text.",
+            min=0,
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="cuda:N, cpu, or auto for every GPU.")] = "cuda:0",
     max_memory: MemoryOption = None,
     dtype: Annotated[str, typer.Option(help="To compute in; auto for the config's.")] = "float32",

@@ -101,7 +101,7 @@ def quality(
     compression: str | None = None,
     window: int | None = None,
     tokens: int = TOKENS,
-    problems: int = PROBLEMS,
+    problems: int | None = None,
     device: str = "cuda:0",
     max_memory: Mapping[int | str, int | str] | None = None,
     dtype: str | None = DTYPE,
@@ -122,7 +122,8 @@ def quality(
         compression: of the model; None for that of a split that is here.
         window: tokens that are read together; 512, or what the model's context has.
         tokens: to be predicted, at most.
-        problems: that models which were trained here are asked besides; a multiple of 4, 0 for none.
+        problems: that models which were trained here are asked besides; a multiple of 4, 0 for none. None for 400
+            where no text is given, else for none.
         device, max_memory, exact, layer_shards_saving_path, revision, trust_remote_code: as of
             `AutoModel.from_pretrained`, for both; by default each takes a third of free memory for its weights.
         dtype: to compute in, for both; None for the config's.
@@ -139,7 +140,8 @@ def quality(
     other, reference = _reference(own, against, loading)
     compared: Any = loaded(own, loading, split=True) if own is not None else model
     tokenizer = _tokenizer_of(reference, compared)
-    asked = _problems(problems) if is_trained_here(tokenizer) else []
+    wanted = problems if problems is not None else PROBLEMS if text is None else 0
+    asked = _problems(wanted) if is_trained_here(tokenizer) else []
     if text is None and asked:
         shown, texts = PROBLEMS_TEXT, answers_of(tokenizer, asked)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -112,3 +113,10 @@ def test_of_the_bundled_model(tmp_path: Path) -> None:
     assert record["model"]["bytes"] < record["against"]["bytes"] / 3
     with pytest.raises(OptionError, match="problems=3, which cannot be"):
         quality(folder, device="cpu", problems=3)
+    text = tmp_path / "text.txt"
+    text.write_text("Q: 3 + 4\nA: 7\n" * 20, encoding="utf-8")
+    few: dict[str, Any] = {"device": "cpu", "tokens": 64, "window": 32, "text": text}
+    own = quality(folder, compression="4bit", **few)
+    assert (own.text, own.problems, own.model.right, own.reference.right) == (str(text), 0, None, None)
+    asked = quality(folder, compression="4bit", **few, problems=4)
+    assert (asked.problems, asked.model.right, asked.summary) == (4, 4, own.summary)
