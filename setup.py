@@ -45,6 +45,7 @@ setup(
             "ruff",
             "mypy",
             "sentencepiece",
+            "gguf>=0.18",
             "tiktoken",
             "matplotlib",
             "compressed-tensors>=0.15",

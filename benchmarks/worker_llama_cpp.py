@@ -1,7 +1,8 @@
 """What the worker does with llama.cpp: writes its file from a checkpoint, and generates. Stands alone too.
 
-The file is written with the `gguf` package (format: its README, and docs/gguf.md of ggml). A Llama's query and key rows
-are put in the order of llama.cpp's rotary embedding, which pairs neighbours where transformers pairs halves.
+The file is written with the `gguf` package (format: its README, and docs/gguf.md of ggml), from a Llama or a Qwen3. A
+Llama's query and key rows are put in the order of llama.cpp's rotary embedding, which pairs neighbours where
+transformers pairs halves; for a Qwen3 it pairs halves too. `gguf_weights.py` is the way back.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-_NAMES = {
+NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.down_proj": "ffn_down",
@@ -27,41 +28,54 @@ _NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
 }
-_WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+"""Of a decoder layer: the checkpoint's names and llama.cpp's, both without "weight"."""
+WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+PAIRS_NEIGHBOURS = ("llama",)
+"""Architectures whose query and key rows are in another order than transformers has them."""
 
 
 def write_gguf(job: dict[str, Any]) -> dict[str, Any]:
-    """A Llama checkpoint in bfloat16 as one file, `kind` being "BF16" or "Q4_0"; norms in float32."""
+    """A checkpoint of a Llama or a Qwen3 in bfloat16 as one file, `kind` being "BF16" or "Q4_0"; norms in float32.
+
+    An embedding that is the head too is there once, as in the checkpoint.
+    """
     import gguf
 
     folder, kind = Path(job["checkpoint"]), gguf.GGMLQuantizationType[job["kind"]]
     config = json.loads((folder / "config.json").read_text())
-    writer = gguf.GGUFWriter(job["path"], "llama")
+    writer = gguf.GGUFWriter(job["path"], config["model_type"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
+    if config.get("head_dim") is not None:
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{job['kind']}"])
     _add_vocabulary(writer, config["vocab_size"])
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    if config["model_type"] not in PAIRS_NEIGHBOURS:
+        heads = {}
     for name, halves in _tensors(folder):
         module = name.removesuffix(".weight")
         if (count := heads.get(module.rpartition(".")[2])) is not None:
             rows = halves.reshape(count, 2, halves.shape[0] // count // 2, halves.shape[1])
             halves = rows.swapaxes(1, 2).reshape(halves.shape)
         if halves.ndim == 1:
-            writer.add_tensor(_renamed(module), _float32(halves))
+            writer.add_tensor(renamed(module), _float32(halves))
         elif job["kind"] == "BF16":
             stored = np.ascontiguousarray(halves).view(np.uint8).reshape(halves.shape[0], -1)
-            writer.add_tensor(_renamed(module), stored, raw_dtype=kind)
+            writer.add_tensor(renamed(module), stored, raw_dtype=kind)
         else:
-            writer.add_tensor(_renamed(module), gguf.quants.quantize(_float32(halves), kind), raw_dtype=kind)
+            writer.add_tensor(renamed(module), gguf.quants.quantize(_float32(halves), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -99,11 +113,12 @@ def _place(name: str) -> tuple[int, int, str]:
     return (0 if "embed" in name else 2), 0, name
 
 
-def _renamed(module: str) -> str:
-    if module in _WHOLE:
-        return f"{_WHOLE[module]}.weight"
+def renamed(module: str) -> str:
+    """llama.cpp's name of a module's weight."""
+    if module in WHOLE:
+        return f"{WHOLE[module]}.weight"
     _, _, layer, rest = module.split(".", 3)
-    return f"blk.{layer}.{_NAMES[rest]}.weight"
+    return f"blk.{layer}.{NAMES[rest]}.weight"
 
 
 def _float32(halves: Any) -> Any:
