@@ -33,6 +33,9 @@ def plan_command(
     ] = None,
     device: Annotated[str, typer.Option(help="Where to generate: cuda:N, cpu, or auto for every GPU.")] = "cuda:0",
     max_memory: MemoryOption = None,
+    fit_scales: Annotated[
+        bool, typer.Option("--fit-scales", help="At 4bit: scales with the least error; less loss, a slower split.")
+    ] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw which layer will live where: .png, .svg or .pdf (needs matplotlib).")
     ] = None,
@@ -66,6 +69,7 @@ def plan_command(
             bandwidth=bandwidth,
             device=device,
             max_memory=limits_of(max_memory),
+            fit_scales=fit_scales,
         )
     if plot is not None:
         draw_plan(forecast, plot)

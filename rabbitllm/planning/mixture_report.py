@@ -22,9 +22,12 @@ def show_mixture(console: Console, mixture: Mixture) -> None:
     for role in dict.fromkeys(share.role for share in mixture.shares):
         cells = "".join(f"{gib(found[role, s]) if (role, s) in found else '-':>13}" for s in schemes)
         put(console, Text(f"  {role:<{_ROLE_WIDTH}}{cells}"))
-    others = ", ".join(f"{_times(loss)} at {scheme}" for scheme, loss in mixture.uniform.items() if scheme != "4bit")
+    uniform = {scheme: loss for scheme, loss in mixture.uniform.items() if mixture.fitted or scheme != "4bit"}
+    others = ", ".join(f"{_times(loss)} at {scheme}" for scheme, loss in uniform.items())
     said = f"  {mixture.bits:.2f} bits a weight; expected loss {_times(mixture.loss)} of 4bit's ({others})"
     put(console, Text(said))
+    if mixture.fitted:
+        put(console, Text("  all with scales that fit their blocks, but for the 4bit that is compared with", "dim"))
     put(console, Text(f"  {_limits(mixture)}", "dim"))
 
 

@@ -16,7 +16,7 @@ from rabbitllm import prepare
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.errors import OptionError
 from rabbitllm.layers.chosen import check_split
-from rabbitllm.layers.compression import CODES
+from rabbitllm.layers.compression import CODES, check_fitting
 from rabbitllm.layers.layer_file import LAYER_SUFFIX
 from rabbitllm.layers.layer_store import MANIFEST_NAME
 from rabbitllm.options import SplitOptions, StreamOptions, expand, parse_max_memory, parse_size
@@ -52,6 +52,7 @@ def plan(
     bandwidth: int | str | None = None,
     device: str = DEVICE,
     max_memory: Mapping[int | str, int | str] | None = None,
+    fit_scales: bool = False,
 ) -> Plan:
     """Tell what a split would take of the disk and how long, at each compression and on each route; make none.
 
@@ -72,6 +73,7 @@ def plan(
             measurement.
         device: where to generate.
         max_memory: device -> bytes for weights, e.g. `{0: "14GiB"}`; by default what is free.
+        fit_scales: see `SplitOptions`.
 
     Returns:
         A record; its `choice` has the best call that fits.
@@ -84,6 +86,7 @@ def plan(
         compression=compression,
         max_disk=None if max_disk is None else parse_size(max_disk, "max_disk"),
         min_free=parse_size(min_free_disk, "min_free_disk"),
+        fit_scales=check_fitting(compression, fit_scales=fit_scales),
     )
     stream_options = StreamOptions(device=str(device), max_memory=parse_max_memory(max_memory))
     options = prepare.with_memory(options, stream_options)
@@ -123,7 +126,7 @@ def plan(
         outlooks=outlooks,
         memory_bytes=forecast.memory_bytes(anatomy.tensors if anatomy is not None else 0),
         rates=measured,
-        choice=_choice(source.name, outlooks, compression, arguments),
+        choice=_choice(survey, outlooks, compression, arguments),
         warnings=survey.warnings,
         devices=devices,
         generations=tuple(foretold),
@@ -158,7 +161,7 @@ def _measure(survey: Survey, said: Rate | None) -> Rates:
         dtype = commonest_dtype(survey.feasible[scheme]) if scheme in survey.feasible else None
         if dtype is None or codes in quantise:
             continue
-        if (rate := rates.quantise_rate(codes, dtype, threads, device)) is not None:
+        if (rate := rates.quantise_rate(codes, dtype, threads, device, fitted=survey.options.fit_scales)) is not None:
             quantise[codes] = rate
     return Rates(fetch, read, quantise, threads, device)
 
@@ -186,7 +189,7 @@ def outlook_at(survey: Survey, compression: str | None, measured: Rates) -> Outl
         shards=len(plan.shards) if plan is not None else 0,
         obstacle=survey.obstacle(compression),
         routes=tuple(_route(survey, name, compression, measured) for name in routes),
-        mixture=mixture_of(plan) if plan is not None else None,
+        mixture=mixture_of(plan, fitted=survey.fitted(compression)) if plan is not None else None,
     )
 
 
@@ -264,7 +267,9 @@ def _of_different_disks(places: Iterable[Path]) -> tuple[Path, ...]:
     return tuple(found.values())
 
 
-def _choice(name: str, outlooks: Sequence[Outlook], asked: str | None, given: Mapping[str, object]) -> Choice | None:
+def _choice(
+    survey: Survey, outlooks: Sequence[Outlook], asked: str | None, given: Mapping[str, object]
+) -> Choice | None:
     found = forecast.best(outlooks, asked)
     if found is None:
         return None
@@ -272,6 +277,7 @@ def _choice(name: str, outlooks: Sequence[Outlook], asked: str | None, given: Ma
     sequential = True if route is not None and route.name != STANDARD else None
     # how shards arrive is left to the split: "auto" takes the very way that is preferred here
     own = {"compression": outlook.compression, "sequential_shard_processing": sequential}
-    return Choice(
-        outlook.compression, route.name if route is not None else None, forecast.call_of(name, {**own, **given})
-    )
+    if outlook.compression not in (None, "8bit") and survey.options.fit_scales and survey.fitted(outlook.compression):
+        given = {**given, "fit_scales": True}  # elsewhere it would be refused
+    call = forecast.call_of(survey.source.name, {**own, **given})
+    return Choice(outlook.compression, route.name if route is not None else None, call)

@@ -19,7 +19,7 @@ from rabbitllm.checkpoints.quantised import quantised_as
 from rabbitllm.errors import InvalidIndexError, NotEnoughSpaceException
 from rabbitllm.layers.chosen import AUTO
 from rabbitllm.layers.compression import COMPRESSIONS
-from rabbitllm.layers.layer_store import JOURNAL_NAME, Manifest, is_finished, read_manifest
+from rabbitllm.layers.layer_store import JOURNAL_NAME, Manifest, is_finished, is_fitted, read_manifest
 from rabbitllm.options import SplitOptions
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.choosing import with_choice
@@ -145,6 +145,14 @@ class Survey:
         stages = self.checkpoint.stages
         shards = tuple(dataclasses.replace(shard, staged=stages(shard.name)) for shard in plan.shards)
         return dataclasses.replace(plan, shards=shards)
+
+    def fitted(self, compression: str | None) -> bool:
+        """Whether scales of 4bit fit their blocks, as it was begun or as it is asked for now."""
+        if compression in self.manifests:
+            manifest = self.manifests[compression]
+            return manifest is not None and is_fitted(manifest.quantiser)
+        earlier = self.journals.get(compression)
+        return is_fitted(earlier.quantiser) if earlier is not None else self.options.fit_scales
 
     @cached_property
     def feasible(self) -> dict[str | None, SplitPlan]:

@@ -55,11 +55,12 @@ def with_choice(plan: SplitPlan, ground: Ground, options: SplitOptions) -> Split
             schemes = tuple(scheme for scheme in COMPRESSIONS if scheme is not None)
     limits = _Limits(bare, ground, options, memory)
     ways = [schemes, tuple(scheme for scheme in schemes if scheme != DOUBLE)]
-    fits = [made for allowed in ways if (made := _fitted(limits, found, allowed)) is not None]
-    best = min(fits, key=lambda made: (_loss(found, made), made.output_bytes))
+    fits = [made for allowed in ways if (made := _within(limits, found, allowed)) is not None]
+    fitted = options.fit_scales
+    best = min(fits, key=lambda made: (_loss(found, made, fitted), made.output_bytes))
     if limits.over(_at(bare, found, ["8bit"] * len(found), options.max_disk, memory)) <= 0:
-        sure = _fitted(limits, found, schemes[: schemes.index("8bit") + 1])
-        if sure is not None and _loss(found, best) > WORTH_LESS_BITS * _loss(found, sure):
+        sure = _within(limits, found, schemes[: schemes.index("8bit") + 1])
+        if sure is not None and _loss(found, best, fitted) > WORTH_LESS_BITS * _loss(found, sure, fitted):
             return sure
     return best
 
@@ -79,9 +80,10 @@ class _Limits:
         return over if self.memory is None else max(over, resident_bytes(made, self.bare) - self.memory)
 
 
-def _fitted(limits: _Limits, found: Sequence[Group], allowed: Sequence[str | None]) -> SplitPlan | None:
+def _within(limits: _Limits, found: Sequence[Group], allowed: Sequence[str | None]) -> SplitPlan | None:
     """The best choice among some schemes that keeps the limits; None if there is none."""
-    offers = [[Offer(group.nbytes(scheme), group.loss(scheme)) for scheme in allowed] for group in found]
+    fitted = limits.options.fit_scales
+    offers = [[Offer(group.nbytes(c), group.loss(c, fitted=fitted)) for c in allowed] for group in found]
     budget = sum(max(offer.nbytes for offer in one) for one in offers)
     while (taken := allocate(offers, budget)) is not None:
         schemes = [allowed[offer] for offer in taken]
@@ -110,9 +112,10 @@ def _at(
     return recompressed(bare, AUTO, Chosen(by_name, max_disk, memory))
 
 
-def _loss(found: Sequence[Group], plan: SplitPlan) -> float:
+def _loss(found: Sequence[Group], plan: SplitPlan, fitted: bool) -> float:
     assert plan.chosen is not None
-    return sum(group.loss(plan.chosen.schemes.get(group.tensors[0].name)) for group in found)
+    schemes = plan.chosen.schemes
+    return sum(group.loss(schemes.get(group.tensors[0].name), fitted=fitted) for group in found)
 
 
 def _nothing_fits(least: SplitPlan, ground: Ground, options: SplitOptions) -> NotEnoughSpaceException:
@@ -181,9 +184,10 @@ class Mixture:
     Attributes:
         shares: by role and scheme, in the order of COMPRESSIONS within a role.
         bits: a weight, on the average over what compression touches.
-        loss: expected, relative to 4bit for all tensors.
+        loss: expected, relative to 4bit for all tensors with bitsandbytes' own scales.
         uniform: the same of each scheme for all, by scheme.
         max_disk, memory: the limits it keeps, bytes; None where there was none.
+        fitted: whether scales fit their blocks, in `loss` and in `uniform`.
     """
 
     shares: tuple[Share, ...]
@@ -192,10 +196,16 @@ class Mixture:
     uniform: Mapping[str, float]
     max_disk: int | None
     memory: int | None
+    fitted: bool = False
 
 
-def mixture_of(plan: SplitPlan) -> Mixture | None:
-    """What a plan at "auto" chose; None at other compressions."""
+def mixture_of(plan: SplitPlan, *, fitted: bool = False) -> Mixture | None:
+    """What a plan at "auto" chose; None at other compressions.
+
+    Args:
+        plan: any.
+        fitted: whether its scales fit their blocks, or are to.
+    """
     if plan.chosen is None:
         return None
     schemes = plan.chosen.schemes
@@ -209,14 +219,16 @@ def mixture_of(plan: SplitPlan) -> Mixture | None:
         entry[2] += group.nbytes(scheme)
     roles = list(dict.fromkeys(group.role for group in found))
     ordered = sorted(sums, key=lambda key: (roles.index(key[0]), COMPRESSIONS.index(key[1])))
-    losses = {scheme: sum(group.loss(scheme) for group in found) for scheme in COMPRESSIONS if scheme is not None}
-    base = losses["4bit"] or 1.0
+    uniform = [scheme for scheme in COMPRESSIONS if scheme is not None]
+    losses = {scheme: sum(group.loss(scheme, fitted=fitted) for group in found) for scheme in uniform}
+    base = sum(group.loss("4bit") for group in found) or 1.0
     elements = sum(entry[1] for entry in sums.values()) or 1
     return Mixture(
         tuple(Share(role, scheme, *sums[role, scheme]) for role, scheme in ordered),
         8 * sum(entry[2] for entry in sums.values()) / elements,
-        _loss(found, plan) / base,
+        _loss(found, plan, fitted) / base,
         {scheme: loss / base for scheme, loss in losses.items()},
         plan.chosen.max_disk,
         plan.chosen.memory,
+        fitted,
     )

@@ -100,7 +100,7 @@ def _pieces(paths: Sequence[Path]) -> Iterator[tuple[Path, int]]:
         at -= size
 
 
-def quantise_rate(scheme: str, dtype: str, threads: int, device: str) -> Rate | None:
+def quantise_rate(scheme: str, dtype: str, threads: int, device: str, *, fitted: bool = False) -> Rate | None:
     """How many source bytes a second the quantiser takes, called as a split calls it.
 
     Args:
@@ -108,6 +108,7 @@ def quantise_rate(scheme: str, dtype: str, threads: int, device: str) -> Rate | 
         dtype: of the source, F32, F16 or BF16.
         threads: that call it at the same time.
         device: "cpu" or "cuda:N".
+        fitted: whether scales of 4bit are to fit their blocks.
     """
     import torch
 
@@ -115,10 +116,12 @@ def quantise_rate(scheme: str, dtype: str, threads: int, device: str) -> Rate | 
     chunk = values.view(torch.uint8).numpy().data
 
     def work(_: int) -> tuple[int, float]:
-        quantise_blocks(scheme, chunk, dtype, device)  # a thread's first call loads kernels and starts threads
+        quantise_blocks(
+            scheme, chunk, dtype, device, fitted=fitted
+        )  # a thread's first call loads kernels and starts threads
         done, start = 0, time.perf_counter()
         while time.perf_counter() - start < QUANTISE_SECONDS:
-            quantise_blocks(scheme, chunk, dtype, device)
+            quantise_blocks(scheme, chunk, dtype, device, fitted=fitted)
             done += len(chunk)
         return done, time.perf_counter() - start
 

@@ -17,10 +17,13 @@ from dataclasses import dataclass
 
 from rabbitllm.checkpoints.index import natural_key
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.layers.compression import is_compressible, scheme_of, stored_form
+from rabbitllm.layers.compression import DOUBLE, is_compressible, scheme_of, stored_form
 
 ERRORS: Mapping[str | None, float] = {None: 0.0, "8bit": 1.8e-4, "4bit": 8.55e-3, "4bit-double": 8.57e-3}
 """Squared error of what a scheme stores, relative to the squared weights."""
+FITTED_ERRORS: Mapping[str | None, float] = {**ERRORS, "4bit": 0.84 * ERRORS["4bit"], DOUBLE: 0.89 * ERRORS[DOUBLE]}
+"""The same where scales fit their blocks (`fit_scales`). Of the bundled model's 42 tensors from 32,768 elements on, the
+errors are 0.838 times as much in the median (0.82 to 0.85), at 4bit-double 0.886 times (0.87 to 0.90)."""
 WEIGHTS: Mapping[str, float] = {
     "head": 1.0,
     "embedding": 0.5,
@@ -71,9 +74,14 @@ class Group:
     tensors: tuple[TensorSpec, ...]
     weight: float
 
-    def loss(self, compression: str | None) -> float:
-        """What is expected of a compression, in no unit; it adds up over groups."""
-        return self.weight * ERRORS[scheme_of(self.tensors[0], compression)]
+    def loss(self, compression: str | None, *, fitted: bool = False) -> float:
+        """What is expected of a compression, in no unit; it adds up over groups.
+
+        Args:
+            compression: one that `scheme_of` knows.
+            fitted: whether scales are to fit their blocks.
+        """
+        return self.weight * (FITTED_ERRORS if fitted else ERRORS)[scheme_of(self.tensors[0], compression)]
 
     def nbytes(self, compression: str | None) -> int:
         """Of what is stored at a compression."""

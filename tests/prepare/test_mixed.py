@@ -14,6 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import rabbitllm
 from rabbitllm import AutoModel, prepare
 from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.cli.main import app
@@ -255,6 +256,14 @@ def test_scales_are_fitted_where_there_are_any(made: Path, tmp_path: Path) -> No
     fitted = manifest_of(found.split_folder)
     assert is_fitted(fitted.quantiser)
     assert fitted.chosen == chosen
+    losses = []
+    for folder, is_so in ((made.parent, False), (tmp_path / "fitted", True)):  # what is finished says which it has
+        told = rabbitllm.plan(made.parent, compression="auto", layer_shards_saving_path=folder, device="cpu")
+        mixture = next(one.mixture for one in told.outlooks if one.compression == "auto")
+        assert mixture is not None
+        assert mixture.fitted is is_so
+        losses.append(mixture.loss)
+    assert losses[1] < 0.95 * losses[0]
     others = {record.file: record.crc32 for record in manifest_of(made).layers}
     fewer_bits = {name for name, scheme in chosen.schemes.items() if scheme != "8bit"}
     for record in fitted.layers:
@@ -297,6 +306,23 @@ def test_plan_foretells_the_choice(tmp_path: Path) -> None:
     assert by_scheme == {scheme: used.count(scheme) for scheme in set(used)}
     mixture = outlook["mixture"]
     assert mixture["uniform"]["8bit"] < mixture["loss"] < 1 == mixture["uniform"]["4bit"]
+    fitted = CliRunner().invoke(app, ["plan", *command, "--device", "cpu", "--json", "--fit-scales"])
+    told = json.loads(fitted.stdout)
+    same = next(one for one in told["outlooks"] if one["compression"] == "auto")
+    assert same["finished"]
+    assert (same["mixture"]["loss"], same["mixture"]["fitted"]) == (mixture["loss"], False)
+    assert "fit_scales" not in told["choice"]["call"]  # what is finished would be refused with it
+    where = ["--dir", str(tmp_path / "elsewhere")]
+    fitted = CliRunner().invoke(app, ["plan", *command, *where, "--device", "cpu", "--json", "--fit-scales"])
+    told = json.loads(fitted.stdout)
+    assert "fit_scales=True" in told["choice"]["call"]
+    other = next(one for one in told["outlooks"] if one["compression"] == "auto")["mixture"]
+    assert other["fitted"]
+    assert other["loss"] < mixture["loss"]
+    assert other["uniform"]["4bit"] < 1
+    shown = CliRunner().invoke(app, ["plan", *command, *where, "--device", "cpu", "--fit-scales"])
+    assert f"expected loss {other['loss']:.2g} of 4bit's ({other['uniform']['8bit']:.2g} at 8bit, " in shown.output
+    assert "scales that fit their blocks" in shown.output
     shown = CliRunner().invoke(app, ["plan", *command, "--device", "cpu"])
     assert "bits chosen" in shown.output
     assert "bits a weight; expected loss" in shown.output

@@ -7,20 +7,25 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+import torch
+from bitsandbytes import functional
+from safetensors import safe_open
 
+import rabbitllm.demo
 from rabbitllm.errors import NotEnoughSpaceException
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.layers.chosen import Chosen
-from rabbitllm.layers.compression import COMPRESSIONS, DOUBLE
+from rabbitllm.layers.compression import COMPRESSIONS, DOUBLE, NESTED_BLOCK, NF4_BLOCK, code_values, quantise_blocks
 from rabbitllm.options import SplitOptions
 from rabbitllm.splitter.choosing import WORTH_LESS_BITS, mixture_of, resident_bytes, with_choice
 from rabbitllm.splitter.plan import SplitPlan, recompressed
-from rabbitllm.splitter.sensitivity import groups, role_of
+from rabbitllm.splitter.sensitivity import ERRORS, FITTED_ERRORS, groups, role_of
 from rabbitllm.splitter.space import Ground, candidates, shortage
 from tests.support.plans import MIB, plan_of, shard_of
 
 Usage = namedtuple("Usage", "total used free")
 FREE = 10**15
+DEMO_MODEL = Path(rabbitllm.demo.__file__).parent / "model"
 
 
 def model_of(layers: int = 4, staged: bool = False) -> SplitPlan:
@@ -46,13 +51,13 @@ def free(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return amount
 
 
-def choose(folder: Path, *, deletes: bool = False, plan: SplitPlan | None = None, **options: int | None) -> SplitPlan:
+def choose(folder: Path, *, deletes: bool = False, plan: SplitPlan | None = None, **options: int) -> SplitPlan:
     ground = Ground(folder, deletes)
     return with_choice(plan or model_of(), ground, SplitOptions("auto", min_free=0, **options))  # type: ignore[arg-type]
 
 
-def expected_loss(plan: SplitPlan) -> float:
-    found = mixture_of(plan)
+def expected_loss(plan: SplitPlan, *, fitted: bool = False) -> float:
+    found = mixture_of(plan, fitted=fitted)
     assert found is not None
     return found.loss
 
@@ -148,6 +153,65 @@ def test_what_is_streamed_anyway_has_no_more_than_8bit_of_a_disk_that_is_merely_
     said = choose(tmp_path, plan=plan, memory=MIB, max_disk=FREE)
     assert said.chosen is not None
     assert not said.chosen.schemes
+
+
+def test_fitted_scales_are_expected_to_lose_less_and_change_the_choice(tmp_path: Path) -> None:
+    plan = model_of()
+    least, at_8bit = at(plan, "4bit"), at(plan, "8bit")
+    others = 0
+    for allowed in range(least, at_8bit + 1, (at_8bit - least) // 20):
+        plain = choose(tmp_path, plan=plan, max_disk=allowed)
+        fitted = choose(tmp_path, plan=plan, max_disk=allowed, fit_scales=True)
+        assert plain.chosen is not None
+        if set(plain.chosen.schemes.values()) != {"8bit"}:
+            assert expected_loss(fitted, fitted=True) < expected_loss(plain)
+            assert expected_loss(plain, fitted=True) < expected_loss(plain)
+        # nothing is chosen that would be worse than what was chosen for other scales, but for safety's sake
+        sure = recompressed(plan, "auto", Chosen(dict.fromkeys(compressible(plan), "8bit")))
+        bound = min(expected_loss(plain, fitted=True), expected_loss(sure) if sure.output_bytes <= allowed else 1)
+        assert expected_loss(fitted, fitted=True) * WORTH_LESS_BITS <= bound
+        others += fitted.chosen != plain.chosen
+    assert others
+
+
+def test_what_a_mixture_is_compared_with_does_not_depend_on_its_scales(tmp_path: Path) -> None:
+    made = choose(tmp_path, max_disk=at(model_of(), "4bit"))
+    plain, fitted = mixture_of(made), mixture_of(made, fitted=True)
+    assert plain is not None
+    assert fitted is not None
+    assert (plain.fitted, fitted.fitted) == (False, True)
+    assert plain.uniform["4bit"] == 1
+    assert fitted.uniform["8bit"] == plain.uniform["8bit"]
+    less = {scheme: FITTED_ERRORS[scheme] / ERRORS[scheme] for scheme in ("4bit", DOUBLE)}
+    assert fitted.uniform["4bit"] == pytest.approx(less["4bit"])
+    # small matrices are at 4bit there
+    assert less["4bit"] < fitted.uniform[DOUBLE] / plain.uniform[DOUBLE] <= less[DOUBLE]
+
+
+@pytest.mark.parametrize("scheme", ["4bit", DOUBLE])
+def test_expected_errors_are_those_of_a_trained_matrix(scheme: str) -> None:
+    """Within what tensors differ by."""
+    with safe_open(DEMO_MODEL / "model-00001-of-00012.safetensors", "pt") as file:
+        weights = file.get_tensor("model.embed_tokens.weight")
+    values = weights.float().flatten()
+
+    def error(fitted: bool) -> float:
+        data = memoryview(weights.flatten().view(torch.uint8).numpy())
+        codes, scales = (torch.frombuffer(part, dtype=torch.uint8) for part in quantised(scheme, data, fitted))
+        found = scales.view(torch.float32)
+        if scheme == DOUBLE:
+            packed, state = functional.quantize_blockwise(found - found.mean(), blocksize=NESTED_BLOCK)
+            found = functional.dequantize_blockwise(packed, state) + found.mean()
+        numbers = torch.stack([codes >> 4, codes & 15], dim=1).flatten().long()
+        made = (code_values("4bit")[numbers].view(-1, NF4_BLOCK) * found[:, None]).flatten()
+        return float((made - values).square().sum() / values.square().sum())
+
+    assert error(False) == pytest.approx(ERRORS[scheme], rel=0.2)
+    assert error(True) / error(False) == pytest.approx(FITTED_ERRORS[scheme] / ERRORS[scheme], abs=0.03)
+
+
+def quantised(scheme: str, data: memoryview, fitted: bool) -> tuple[memoryview, memoryview]:
+    return quantise_blocks(scheme, data, "BF16", "cpu", fitted=fitted)
 
 
 def test_roles() -> None:

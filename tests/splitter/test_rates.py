@@ -130,19 +130,21 @@ def test_no_files_have_no_rate(tmp_path: Path) -> None:
 
 
 def test_quantiser_is_called_as_a_split_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: set[tuple[str, int, str, str]] = set()
+    seen: set[tuple[str, int, str, str, bool]] = set()
     threads = set()
 
-    def quantise(scheme: str, data: memoryview, dtype: str, device: str) -> tuple[memoryview, memoryview]:
-        seen.add((scheme, len(data), dtype, device))
+    def quantise(
+        scheme: str, data: memoryview, dtype: str, device: str, *, fitted: bool
+    ) -> tuple[memoryview, memoryview]:
+        seen.add((scheme, len(data), dtype, device, fitted))
         threads.add(threading.get_ident())
         time.sleep(0.01)
         return data, data
 
     monkeypatch.setattr(rates, "quantise_blocks", quantise)
     monkeypatch.setattr(rates, "QUANTISE_SECONDS", 0.1)
-    found = rates.quantise_rate("4bit", "F32", 3, "cuda:7")
-    assert seen == {("4bit", CHUNK_BYTES, "F32", "cuda:7")}
+    found = rates.quantise_rate("4bit", "F32", 3, "cuda:7", fitted=True)
+    assert seen == {("4bit", CHUNK_BYTES, "F32", "cuda:7", True)}
     assert len(threads) == 3
     assert found is not None
     assert found.bytes_per_second <= 3 * CHUNK_BYTES / 0.01
@@ -158,7 +160,7 @@ def test_quantiser_itself(scheme: str) -> None:
 
 
 def test_without_bitsandbytes_there_is_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*arguments: object) -> None:
+    def missing(*arguments: object, **named: object) -> None:
         raise MissingPackageError("not installed")
 
     monkeypatch.setattr(rates, "quantise_blocks", missing)
