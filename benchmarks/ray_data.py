@@ -36,26 +36,31 @@ Way = Callable[[Path], Iterator[int]]
 
 def main() -> None:
     """Each way, in peace and with a worker killed."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ways: dict[str, Way] = {"ray.data": by_ray_data, "actors": by_actors}
+    for kills in (False, True):
+        for name, way in ways.items():
+            with contextlib.redirect_stdout(sys.stderr), cluster() as folder:
+                found = run(way, folder / "computed", kills=kills)
+            print(json.dumps({"way": name, "killed": kills, **found}), flush=True)
+
+
+@contextlib.contextmanager
+def cluster() -> Iterator[Path]:
+    """One of this machine, for one run: what a run leaves behind holds processors for a while. Its folder."""
     import ray
 
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     folder = Path(tempfile.mkdtemp(prefix="rr-", dir="/tmp"))
     try:
-        with contextlib.redirect_stdout(sys.stderr):
-            ray.init(
-                address="local",
-                num_cpus=2 * WORKERS,
-                include_dashboard=False,
-                object_store_memory=80 << 20,
-                _temp_dir=str(folder),
-                log_to_driver=False,
-            )
-        ways: dict[str, Way] = {"ray.data": by_ray_data, "actors": by_actors}
-        for kills in (False, True):
-            for name, way in ways.items():
-                with contextlib.redirect_stdout(sys.stderr):
-                    found = run(way, folder / "computed", kills=kills)
-                print(json.dumps({"way": name, "killed": kills, **found}), flush=True)
+        ray.init(
+            address="local",
+            num_cpus=2 * WORKERS,
+            include_dashboard=False,
+            object_store_memory=80 << 20,
+            _temp_dir=str(folder),
+            log_to_driver=False,
+        )
+        yield folder
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
