@@ -81,3 +81,12 @@ def _remove(folder: Path) -> None:
             if time.monotonic() - begun > _PATIENCE_SECONDS:
                 raise
             time.sleep(0.05)
+
+
+def can_limit_memory() -> bool:
+    """Whether a group with a limit of memory can be made here."""
+    try:
+        with control_group(f"rabbitllm-benchmark-{os.getpid()}") as group:
+            return (group.folder / group.limit_file).exists()
+    except SystemExit:
+        return False

@@ -14,7 +14,7 @@ operations, nor that two GPUs of a machine could compute at once: one is in turn
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks.scale_facts import Host
@@ -186,17 +186,17 @@ def _rate(sequences: int, prompt: Pass, step: Pass) -> float:
 
 def batches(host: Host, drawn: Drawn) -> Iterator[Outcome]:
     """What one machine does with 1, 2, 4 … sequences, as many as it has room for."""
-    for power in range(int(math.log2(MOST_SEQUENCES)) + 1):
-        found = streaming(host, drawn, 1 << power)
-        if found is None:
-            return
-        yield found
+    return _while_there_is_room(lambda sequences: streaming(host, drawn, sequences))
 
 
 def groups(host: Host, drawn: Drawn) -> Iterator[Outcome]:
     """The same of machines over which the layers lie, with micro-batches of 1, 2, 4 … sequences."""
+    return _while_there_is_room(lambda sequences: spread(host, drawn, sequences))
+
+
+def _while_there_is_room(outcome: Callable[[int], Outcome | None]) -> Iterator[Outcome]:
     for power in range(int(math.log2(MOST_SEQUENCES)) + 1):
-        found = spread(host, drawn, 1 << power)
+        found = outcome(1 << power)
         if found is None:
             return
         yield found

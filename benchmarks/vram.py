@@ -34,7 +34,7 @@ import psutil
 
 from benchmarks import bars, command_line, report, vram_model
 from benchmarks.checkpoint import weight_bytes
-from benchmarks.control_group import control_group
+from benchmarks.control_group import can_limit_memory, control_group
 from benchmarks.disk_speed import read_speed
 from benchmarks.gpu_needed import what_is_missing
 from benchmarks.measure import CACHE_STATE, drop_cached
@@ -207,15 +207,6 @@ def run_row(row: str, cases: Sequence[Case], turns: int, workload: Workload, wor
         )
     finally:
         shutil.rmtree(workload.folder, ignore_errors=True)
-
-
-def can_limit_memory() -> bool:
-    """Whether a control group with a limit can be made here."""
-    try:
-        with control_group(f"rabbitllm-benchmark-{os.getpid()}") as group:
-            return (group.folder / group.limit_file).exists()
-    except SystemExit:
-        return False
 
 
 def about_the_host(workload: Workload) -> list[str]:

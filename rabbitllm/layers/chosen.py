@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rabbitllm.formats.json_text import text_of
 from rabbitllm.layers.compression import BLOCKS, COMPRESSIONS, check_compression
 
 AUTO = "auto"
@@ -66,14 +67,8 @@ def from_json(content: Mapping[str, Any]) -> Chosen:
     for scheme, names in content["schemes"].items():
         if scheme not in BLOCKS:
             raise ValueError(f"{scheme!r} is no compression")
-        schemes.update(dict.fromkeys(map(_text, names), scheme))
+        schemes.update(dict.fromkeys(map(text_of, names), scheme))
     return Chosen(schemes, _size(content["max_disk"]), _size(content["memory"]))
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no text")
-    return value
 
 
 def _size(value: object) -> int | None:

@@ -23,6 +23,7 @@ from rabbitllm.errors import (
     RabbitLLMError,
     SplitMismatchError,
 )
+from rabbitllm.formats.json_text import text_of
 from rabbitllm.formats.safetensors_file import MappedFile, read_header
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.layers import chosen
@@ -171,30 +172,24 @@ def _parse(content: dict[str, Any]) -> Manifest:
     source, compression = content["source"], content["compression"]
     if compression not in (None, AUTO, *BLOCKS):
         raise ValueError(f"{compression!r} is no compression")
-    fingerprints = {shard: _text(mark) for shard, mark in source["fingerprints"].items()}
-    identity = SourceIdentity(_text(source["kind"]), _text(source["name"]), source["commit"], fingerprints)
+    fingerprints = {shard: text_of(mark) for shard, mark in source["fingerprints"].items()}
+    identity = SourceIdentity(text_of(source["kind"]), text_of(source["name"]), source["commit"], fingerprints)
     layers = tuple(_record(r) for r in content["layers"])
     mixture = chosen.from_json(content["chosen"]) if compression == AUTO else None
     return Manifest(identity, compression, content["quantiser"], layers, content["format_version"], mixture)
 
 
 def _record(entry: dict[str, Any]) -> LayerRecord:
-    file, size = _text(entry["file"]), entry["size"]
+    file, size = text_of(entry["file"]), entry["size"]
     if Path(file).name != file or not file.endswith(LAYER_SUFFIX):  # a folder may come from anywhere
         raise ValueError(f"{file!r} is no name of a layer file")
     if type(size) is not int or size < 0:
         raise ValueError(f"{size!r} is no size")
-    tensors = tuple(_text(name) for name in entry["tensors"])
-    shards = tuple(_text(name) for name in entry["shards"])
+    tensors = tuple(text_of(name) for name in entry["tensors"])
+    shards = tuple(text_of(name) for name in entry["shards"])
     return LayerRecord(
-        _text(entry["id"]), _text(entry["stem"]), file, size, tensors, int(_text(entry["crc32"]), 16), shards
+        text_of(entry["id"]), text_of(entry["stem"]), file, size, tensors, int(text_of(entry["crc32"]), 16), shards
     )
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no text")
-    return value
 
 
 def is_legacy(folder: Path) -> bool:

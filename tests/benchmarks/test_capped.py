@@ -12,22 +12,14 @@ import pytest
 
 from benchmarks import bars, capped, worker
 from benchmarks.capped import Case
-from benchmarks.control_group import ControlGroup, control_group
+from benchmarks.control_group import ControlGroup, can_limit_memory, control_group
 from benchmarks.decode import DecodeRun
 from benchmarks.measure import drop_cached
 
 MOUNT = Path("/sys/fs/cgroup")
 
 
-def groups_can_be_made() -> bool:
-    try:
-        with control_group(f"rabbitllm-test-{os.getpid()}") as group:
-            return (group.folder / group.limit_file).exists()
-    except SystemExit:
-        return False
-
-
-needs_groups = pytest.mark.skipif(not groups_can_be_made(), reason="no control group with a memory limit can be made")
+needs_groups = pytest.mark.skipif(not can_limit_memory(), reason="no control group with a memory limit can be made")
 
 
 @needs_groups

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -11,19 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks import moe, moe_report, routing, worker
-from benchmarks.control_group import control_group
+from benchmarks.control_group import can_limit_memory
 from benchmarks.expert_trace import Trace, joined, of_tokens, use_of
 from benchmarks.moe_checkpoint import HABITS, SCALES, TEXTS, make_moe_checkpoint, passage
 from benchmarks.moe_report import Case, MoeRun
 from benchmarks.published import ELEMENT_BYTES
-
-
-def groups_can_be_made() -> bool:
-    try:
-        with control_group(f"rabbitllm-test-{os.getpid()}") as group:
-            return (group.folder / group.limit_file).exists()
-    except SystemExit:
-        return False
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +119,7 @@ def test_rows_of_others_get_the_first_texts_only() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not groups_can_be_made(), reason="no control group with a memory limit can be made")
+@pytest.mark.skipif(not can_limit_memory(), reason="no control group with a memory limit can be made")
 def test_this_project_under_a_cap_at_tiny_scale(tmp_path: Path) -> None:
     rows = ["rabbitllm-2", "rabbitllm-2-4bit"]
     given = ["--scale", "tiny", "--turns", "1", "--tokens", "4", "--shares", "50", "--habits", "flat"]

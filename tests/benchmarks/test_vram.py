@@ -16,6 +16,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import gpu_needed, peers, vram, vram_model, vram_report, worker, worker_gpu
+from benchmarks.control_group import can_limit_memory
 from benchmarks.runners import Runner
 from benchmarks.vram_report import Case, VramRun
 from rabbitllm.engine import costs, devices
@@ -382,7 +383,7 @@ def test_all_of_it_on_the_test_device_at_tiny_scale(monkeypatch: pytest.MonkeyPa
         assert run["copied_bytes"] > 0, name
         if not name.startswith(vram_report.REFERENCE):
             assert min(run["bring_seconds"], run["compute_seconds"]) > 0
-    if vram.can_limit_memory():
+    if can_limit_memory():
         assert any("a control group of 0.25 GiB over the idle process" in note for note in written["notes"])
     else:
         assert found["rabbitllm-2, 0.002 GiB, disk"]["planned_read_bytes"] > 0
