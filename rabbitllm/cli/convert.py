@@ -43,7 +43,7 @@ def convert_command(
     from rich.console import Console
     from rich.text import Text
 
-    from rabbitllm.convert import convert
+    from rabbitllm.convert.convert import convert
     from rabbitllm.profiling.disk_picture import pictured
     from rabbitllm.split_display import shown
     from rabbitllm.terminal import counted, harmless, put, put_fact, size

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from typer.testing import CliRunner
 
 from rabbitllm.cli.main import app
-from rabbitllm.convert import WORK_NAME, Conversion, convert
+from rabbitllm.convert.convert import WORK_NAME, Conversion, convert
 from rabbitllm.durable import Step
 from rabbitllm.errors import (
     CheckpointNotFoundError,
@@ -365,7 +365,7 @@ def check_broken_off(tmp_path: Path, kind: str, options: dict[str, Any], samples
 
 KILL = """
 import os, signal, sys
-from rabbitllm.convert import convert
+from rabbitllm.convert.convert import convert
 from tests.support.splitting import Counter
 from tests.support.ticks import observe_ticks
 

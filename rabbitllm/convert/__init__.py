@@ -1,0 +1,1 @@
+"""`rabbitllm convert`: any checkpoint that can be split, as sharded safetensors."""

@@ -1,0 +1,98 @@
+"""The last step: layer files get the names of shards, and an index is written that says what they were made from.
+
+A crash in between is gone on from, since what has its name already is passed over. Knows no sources but their identity.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rabbitllm import durable
+from rabbitllm.checkpoints.checkpoint import SourceIdentity
+from rabbitllm.checkpoints.index import INDEX_NAME, shard_names
+from rabbitllm.checkpoints.json_file import read_json
+from rabbitllm.errors import IncompleteSplitError, InvalidIndexError, OptionError
+from rabbitllm.formats.safetensors_file import read_header
+from rabbitllm.layers.layer_file import DONE_SUFFIX
+from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME, Manifest
+from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME
+
+
+def publish(folder: Path, split_folder: Path, manifest: Manifest) -> None:
+    """Give everything its place and its name, and write the index when all of it is durable there.
+
+    Args:
+        folder: where to.
+        split_folder: what is in it has its place there already, or gets it now.
+        manifest: of the split.
+
+    Raises:
+        IncompleteSplitError: a layer is in neither folder, or has another size.
+    """
+    names = shard_names(len(manifest.layers))
+    for record, name in zip(manifest.layers, names, strict=True):
+        _move(split_folder / record.file, folder / name)
+        if not (folder / name).exists() or (folder / name).stat().st_size != record.size:
+            raise IncompleteSplitError(
+                f"{folder / name}, with layer {record.id}, is missing or has not its {record.size:,} bytes.",
+                "Put it back, or convert the checkpoint again into another folder.",
+            )
+    for name in _sidecars_in(split_folder):
+        durable.make_folder((folder / name).parent)
+        _move(split_folder / name, folder / name)
+        durable.sync_folder((folder / name).parent)
+    durable.sync_folder(folder)
+    durable.write_whole(folder / INDEX_NAME, _index(folder, names, manifest.source))
+
+
+def _move(path: Path, to: Path) -> None:
+    """Rename; an earlier run may have done it."""
+    if path.exists():
+        durable.rename(path, to)
+
+
+def _sidecars_in(split_folder: Path) -> tuple[str, ...]:
+    """Config, tokenizer and the like: what is neither a layer nor only the split's."""
+    ours = (MANIFEST_NAME, JOURNAL_NAME, LOCK_NAME, HOLDER_NAME)
+    files = (path for path in sorted(split_folder.rglob("*")) if path.is_file() and path.name not in ours)
+    kept = (path for path in files if not path.name.endswith((DONE_SUFFIX, durable.PART_SUFFIX)))
+    return tuple(path.relative_to(split_folder).as_posix() for path in kept)
+
+
+def _index(folder: Path, names: Iterable[str], source: SourceIdentity) -> bytes:
+    headers = {name: read_header(folder / name) for name in names}
+    weight_map = {spec.name: name for name, header in headers.items() for spec in header.tensors}
+    specs = [spec for header in headers.values() for spec in header.tensors]
+    metadata = {
+        "total_parameters": sum(spec.elements for spec in specs),
+        "total_size": sum(spec.nbytes for spec in specs),
+        "converted_from": {
+            "kind": source.kind,
+            "name": source.name,
+            "commit": source.commit,
+            "fingerprints": dict(source.fingerprints),
+        },
+    }
+    return (
+        json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"
+    ).encode()
+
+
+def origin_of(folder: Path) -> SourceIdentity:
+    """What the checkpoint in a folder was converted from.
+
+    Raises:
+        OptionError: it was not made here.
+    """
+    try:
+        metadata: Any = read_json(folder / INDEX_NAME).get("metadata")
+        source = metadata["converted_from"]
+        return SourceIdentity(source["kind"], source["name"], source["commit"], dict(source["fingerprints"]))
+    except (InvalidIndexError, KeyError, TypeError, ValueError):
+        raise OptionError(
+            f"{folder} holds a checkpoint that was not converted here. Nothing was touched.",
+            "Name a folder that is empty or not there yet.",
+        ) from None
