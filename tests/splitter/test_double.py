@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import bitsandbytes.functional as functional
@@ -164,26 +163,47 @@ def test_the_scratch_of_a_layer_that_waits_is_durable_before_its_shard_goes(tmp_
             assert begun - gone <= synced
 
 
+def peaks_of(source: Path, make: Callable[[], Path]) -> tuple[int, int, Path]:
+    """The most that a split beside its source occupies over its steps, what it said beforehand, and the split."""
+    before, most, planned = occupied(source), [0], []
+
+    def look(number: int, step: Step) -> None:
+        most[0] = max(most[0], occupied(source) - before)
+
+    def listen(event: progress.Event) -> None:
+        if isinstance(event, progress.SplitStarted):
+            planned.append(event.peak_bytes)
+
+    with observe_steps(Counter(look)), progress.listening(listen):
+        made = make()
+    (peak,) = planned
+    return most[0], peak, made
+
+
+def made_in_spite_of_interrupts(call: Call, deaths: range) -> Path:
+    """What the call makes that is not broken off; one after the other is, each at another step."""
+    for death in deaths:
+
+        def stop(number: int, step: Step, death: int = death) -> None:
+            if number == death:
+                raise KeyboardInterrupt
+
+        try:
+            with observe_steps(Counter(stop)):
+                return call.make()
+        except KeyboardInterrupt:
+            continue
+    raise AssertionError(f"more than {deaths[-1]} steps are left of it")
+
+
 @pytest.mark.parametrize("shards", [1, 3, 6])
 @pytest.mark.parametrize("sequential", [True, False])
 def test_the_disk_peak_is_what_was_planned(tmp_path: Path, tensors: Weights, shards: int, sequential: bool) -> None:
     source = write_shards(tmp_path / "model", cut(tensors, shards))
     call = Call(str(source), compression=DOUBLE, sequential=sequential)
-    before, most, peaks = occupied(source), [0], []
-
-    def look(number: int, step: Step) -> None:
-        most[0] = max(most[0], occupied(source) - before)
-
-    with (
-        observe_steps(Counter(look)),
-        progress.listening(
-            lambda event: peaks.append(event.peak_bytes) if isinstance(event, progress.SplitStarted) else None
-        ),
-    ):
-        call.make()
-    (peak,) = peaks
-    assert 0 < most[0] <= peak
-    assert peak <= most[0] + 400_000  # headers, and blocks that are begun: 4 KiB each
+    most, peak, _ = peaks_of(source, call.make)
+    assert 0 < most <= peak
+    assert peak <= most + 400_000  # headers, and blocks that are begun: 4 KiB each
 
 
 @pytest.mark.parametrize("chunk", [1 << 15, 8 << 20])
@@ -221,23 +241,9 @@ def test_an_interrupted_call_goes_on(tmp_path: Path, tensors: Weights) -> None:
     source = write_shards(tmp_path / "model", cut(tensors, 3))
     undisturbed = write_shards(tmp_path / "quiet", cut(tensors, 3))
     expected = layer_files(split(undisturbed, compression=DOUBLE))
-    call = dataclasses.replace(Call(str(source), compression=DOUBLE))
+    call = Call(str(source), compression=DOUBLE)
 
-    class Stop(KeyboardInterrupt):
-        pass
-
-    for death in range(3, 400, 9):
-
-        def stop(number: int, step: Step, death: int = death) -> None:
-            if number == death:
-                raise Stop
-
-        try:
-            with observe_steps(Counter(stop)):
-                made = call.make()
-        except KeyboardInterrupt:
-            continue
-        break
+    made = made_in_spite_of_interrupts(call, range(3, 400, 9))
     assert layer_files(made) == expected
 
 
@@ -259,21 +265,10 @@ def test_ranks_of_metas(
     if chunk is not None:
         monkeypatch.setattr("rabbitllm.splitter.moves.CHUNK_BYTES", chunk)
     source = write_meta(tmp_path / "meta", made, ranks)
-    before, most, peaks = occupied(source), [0], []
-
-    def look(number: int, step: Step) -> None:
-        most[0] = max(most[0], occupied(source) - before)
-
-    with (
-        observe_steps(Counter(look)),
-        progress.listening(
-            lambda event: peaks.append(event.peak_bytes) if isinstance(event, progress.SplitStarted) else None
-        ),
-    ):
-        folder = split(source, compression=DOUBLE)
+    most, peak, folder = peaks_of(source, lambda: split(source, compression=DOUBLE))
     assert layer_files(folder) == expected
     assert verify(folder).damaged == ()
-    assert most[0] <= peaks[0]
+    assert most <= peak
     kinds = {t.quantised.scheme for t in LayerStore(folder).tensors.values() if t.quantised}
     assert kinds == {DOUBLE, "4bit"} or kinds == {DOUBLE}
 
@@ -283,16 +278,5 @@ def test_ranks_of_metas_go_on(tmp_path: Path, ranks: int) -> None:
     made = tiny_llama(hidden=256, intermediate=384, vocabulary=320)
     expected = layer_files(split(write_as_transformers(tmp_path / "hf", made), compression=DOUBLE))
     call = Call(str(write_meta(tmp_path / "meta", made, ranks)), compression=DOUBLE)
-    for death in range(3, 900, 17):
-
-        def stop(number: int, step: Step, death: int = death) -> None:
-            if number == death:
-                raise KeyboardInterrupt
-
-        try:
-            with observe_steps(Counter(stop)):
-                folder = call.make()
-        except KeyboardInterrupt:
-            continue
-        break
+    folder = made_in_spite_of_interrupts(call, range(3, 900, 17))
     assert layer_files(folder) == expected
