@@ -1,8 +1,59 @@
-"""Makes the shared fixtures known to every test, and every process of the tests one that can be interrupted."""
+"""Makes the shared fixtures known to every test, and every process of the tests one that can be interrupted.
+
+Also the order of the files of tests: with `--dist loadfile` a process that has nothing left to do takes the next whole
+file, so what is begun last should be short.
+"""
+
+from __future__ import annotations
 
 import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
 
 pytest_plugins = ["tests.support.hub_fixtures"]
 
 # A shell starts what runs in its background with interrupts ignored, and whatever that starts would ignore them too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+FIRST = (
+    "benchmarks/test_lazy_load.py",
+    "engine/test_hybrid_caches.py",
+    "engine/test_double.py",
+    "benchmarks/test_kaggle_72b.py",
+    "cli/test_library.py",
+    "batching/test_texts_in_a_file.py",
+    "cli/test_batch.py",
+    "serve/test_under_load.py",
+    "comparison/test_quality.py",
+    "spread/test_on_a_cluster.py",
+    "examples/test_kaggle_70b.py",
+    "demo/test_train.py",
+    "cli/test_serve.py",
+    "cli/test_bench.py",
+    "benchmarks/test_scale_model.py",
+    "splitter/test_stateful.py",
+    "serve/test_embeddings.py",
+    "test_attacks.py",
+    "cli/test_quality.py",
+    "demo/test_run.py",
+    "cli/test_chat.py",
+    "comparison/test_compare.py",
+    "splitter/test_repair.py",
+    "cli/test_worker.py",
+    "splitter/test_memory.py",
+    "benchmarks/test_quantisers.py",
+    "layers/test_compiling.py",
+)
+"""Files with few tests that take long, the longest ones first. By their number of tests, which orders the others, they
+would be begun last."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with long tests first, then those with many tests; within a file nothing is changed."""
+    folder = Path(__file__).parent
+    turns = {folder / name: turn for turn, name in enumerate(FIRST)}
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (turns.get(item.path, len(turns)), -tests[item.path], item.path))
