@@ -5,7 +5,6 @@ A crash in between is gone on from, since what has its name already is passed ov
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from rabbitllm.checkpoints.index import INDEX_NAME, shard_names
 from rabbitllm.checkpoints.json_file import read_json
 from rabbitllm.errors import IncompleteSplitError, InvalidIndexError, OptionError
 from rabbitllm.formats.safetensors_file import read_header
+from rabbitllm.layers.checkpoint_folder import index_of_files
 from rabbitllm.layers.layer_file import DONE_SUFFIX
 from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME, Manifest
 from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME
@@ -63,22 +63,13 @@ def _sidecars_in(split_folder: Path) -> tuple[str, ...]:
 
 
 def _index(folder: Path, names: Iterable[str], source: SourceIdentity) -> bytes:
-    headers = {name: read_header(folder / name) for name in names}
-    weight_map = {spec.name: name for name, header in headers.items() for spec in header.tensors}
-    specs = [spec for header in headers.values() for spec in header.tensors]
-    metadata = {
-        "total_parameters": sum(spec.elements for spec in specs),
-        "total_size": sum(spec.nbytes for spec in specs),
-        "converted_from": {
-            "kind": source.kind,
-            "name": source.name,
-            "commit": source.commit,
-            "fingerprints": dict(source.fingerprints),
-        },
+    origin = {
+        "kind": source.kind,
+        "name": source.name,
+        "commit": source.commit,
+        "fingerprints": dict(source.fingerprints),
     }
-    return (
-        json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"
-    ).encode()
+    return index_of_files({name: read_header(folder / name).tensors for name in names}, {"converted_from": origin})
 
 
 def origin_of(folder: Path) -> SourceIdentity:

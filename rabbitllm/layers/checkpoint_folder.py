@@ -17,6 +17,8 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 from urllib.parse import quote, unquote
 
 from rabbitllm import durable
@@ -31,6 +33,7 @@ from rabbitllm.checkpoints.index import (
 from rabbitllm.checkpoints.json_file import read_json
 from rabbitllm.errors import NotEnoughSpaceException, OptionError
 from rabbitllm.formats.safetensors_file import Placed, encode_header
+from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME
 from rabbitllm.layers.order import TENSOR_ALIGNMENT
 
@@ -115,7 +118,7 @@ def write_checkpoint(
         for name, content in beside.items():
             durable.write_whole(work / quote(name, safe=""), content)  # our folder has none in it
         if len(shards) > 1:
-            durable.write_whole(work / INDEX_NAME, index_of_shards(shards))
+            durable.write_whole(work / INDEX_NAME, index_of_files({shard.name: shard.tensors for shard in shards}))
         durable.sync_folder(work)
         durable.write_whole(work / _READY_NAME, mark)
     except BaseException:  # an interrupt too: what was begun is of no use, and may be much
@@ -125,13 +128,21 @@ def write_checkpoint(
     _move_out(folder, work)
 
 
-def index_of_shards(shards: Sequence[Shard]) -> bytes:
-    """The index as transformers writes it."""
-    weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
-    tensors = [tensor for shard in shards for tensor in shard.tensors]
+def index_of_files(
+    files: Mapping[str, Sequence[Placed | TensorSpec]], more: Mapping[str, Any] = MappingProxyType({})
+) -> bytes:
+    """The index as transformers writes it.
+
+    Args:
+        files: by name, the tensors that are in each.
+        more: for its `metadata`, behind what transformers puts there.
+    """
+    weight_map = {tensor.name: name for name, tensors in files.items() for tensor in tensors}
+    tensors = [tensor for those in files.values() for tensor in those]
     metadata = {
         "total_parameters": sum(math.prod(tensor.shape) for tensor in tensors),
         "total_size": sum(tensor.nbytes for tensor in tensors),
+        **more,
     }
     content = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
     return (json.dumps(content, indent=2) + "\n").encode()
