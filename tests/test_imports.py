@@ -42,7 +42,7 @@ PUBLIC = {
 
 FLOORS = (
     ("version",),
-    ("errors", "durable", "progress", "collection", "terminal", "plain_json", "live", "logs"),
+    ("errors", "durable", "progress", "collection", "terminal", "plain_json", "live", "logs", "allocator"),
     ("options", "profiling", "generation_stream"),
     ("profiler",),
     ("formats",),

@@ -277,7 +277,7 @@ class Batch:
         if not waiting:
             self._caches.from_file(self._running)
         for number, ticket in enumerate(waiting):
-            places = self._limits.running - len(self._running)
+            places = self._caches.memory.most_texts - len(self._running)
             if places <= 0:
                 return
             where = self._caches.where(ticket, self._running, min(places, len(waiting) - number) - 1)

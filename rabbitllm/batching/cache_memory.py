@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from rabbitllm.batching.beside_weights import tokens_in_parts, tokens_of_a_pass
 from rabbitllm.batching.cache_cost import CacheCost, cost_by_cache, cost_by_config
 from rabbitllm.batching.cache_file import TAIL_TOKENS
+from rabbitllm.batching.pass_cost import cost_of_a_pass
 from rabbitllm.batching.picking import Text
 from rabbitllm.errors import OptionError
 
 AHEAD_SHARE = 8
 """One part in so many of the limit is for what is brought from a file before its attention comes."""
+UNUSED_SHARE = 4
+"""In bulk, where passes are as large as memory allows, one part in so many of what is left to them is for the rest:
+lines that wait, answers that are written, what is on its way into a file."""
 LEAST_TOKENS = 64
 """A server whose keys and values have room for less would refuse nearly everything."""
 
@@ -24,17 +27,20 @@ class CacheMemory:
         model: as `AutoModel.from_pretrained` returns it.
         cache_bytes: they may take; None for half of what is free beside the weights, on the devices that compute.
         in_bulk: see `Limits`.
+        running: texts in one pass, at most.
 
     Attributes:
         limit: bytes that they may take.
         most_tokens: of prompts that one pass can compute beside them.
         part: of these, those that go through a layer at a time; None for all.
+        most_texts: in one pass, as many as are asked for if there is memory for their logits.
+        is_tight: whether what passes let go of has to go back to the system at once.
 
     Raises:
-        OptionError: there is no memory left.
+        OptionError: there is no memory left, or none to compute in.
     """
 
-    def __init__(self, model: Any, cache_bytes: int | None, *, in_bulk: bool = False) -> None:
+    def __init__(self, model: Any, cache_bytes: int | None, *, in_bulk: bool = False, running: int = 1) -> None:
         config = model.config.get_text_config(decoder=True)
         self._cost: CacheCost = cost_by_config(config, model.dtype)
         self._is_measured = False
@@ -46,11 +52,23 @@ class CacheMemory:
                 "Give the weights less (--max-memory), or the machine fewer other things to do.",
             )
         left = max(free - self.limit, 0)  # both are there at once
+        cost = cost_of_a_pass(config, model.dtype.itemsize)
+        self.most_texts = running
         self.part: int | None = None
-        if in_bulk:
-            self.most_tokens, self.part = tokens_in_parts(config, model.dtype.itemsize, left)
-        else:
-            self.most_tokens = tokens_of_a_pass(config, model.dtype.itemsize, left)
+        self.is_tight = False
+        if not in_bulk:
+            self.most_tokens = cost.tokens_in(left - cost.of(0, 0, running))
+            return
+        if cache_bytes is not None and left < cost.least():
+            raise OptionError(
+                f"Keys and values may take {cache_bytes:,} bytes, and a pass computes in {cost.least():,} more; beside "
+                f"the weights {free:,} are free.",
+                "Give keys and values less (--cache-memory), or the weights (--max-memory).",
+            )
+        left -= left // UNUSED_SHARE
+        self.most_texts = min(running, cost.texts_in(left))
+        self.most_tokens, self.part = cost.parts_in(left, self.most_texts)
+        self.is_tight = cost.is_tight(self.part, left // 2)
 
     def bytes_for(self, tokens: int) -> int:
         """That the keys and values of so many tokens of one text take."""

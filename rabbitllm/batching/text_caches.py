@@ -5,11 +5,13 @@ All of them together, but for those aside, are kept within a limit. Called in th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from transformers.cache_utils import DynamicCache
 
+from rabbitllm.allocator import keep_large_apart, trimming
 from rabbitllm.batching.aside import Aside, usual_folder
 from rabbitllm.batching.beginnings import best_source, should_wait
 from rabbitllm.batching.cache_memory import CacheMemory
@@ -18,12 +20,16 @@ from rabbitllm.batching.generation import Generation
 from rabbitllm.batching.limits import Limits
 from rabbitllm.batching.picking import Pace
 from rabbitllm.batching.prefixes import Kept, copied
+from rabbitllm.batching.row_products import make_kernels
 from rabbitllm.batching.ticket import Ticket
 from rabbitllm.chat.kept_cache import keeps
 
 ASIDE_SHARE = 4
 """So many times what may be in memory may be aside, where nobody says. Texts that grow alike, and make way until one of
 them is left, add up to no more if they are at most 80."""
+
+GIVING_BACK_SECONDS = 1.0
+"""At least, between two times that free memory is given back to the system in bulk."""
 
 
 class TextCaches:
@@ -44,9 +50,15 @@ class TextCaches:
     """
 
     def __init__(self, model: Any, limits: Limits) -> None:
-        self.memory = CacheMemory(model, limits.cache_bytes, in_bulk=limits.in_bulk)
+        if not limits.exact:
+            make_kernels(model)
+        self.memory = CacheMemory(model, limits.cache_bytes, in_bulk=limits.in_bulk, running=limits.running)
+        if self.memory.is_tight:
+            keep_large_apart()
         self.chunk = min(limits.chunk, self.memory.part or self.memory.most_tokens)
         self.resumed = 0
+        self._gives_back = trimming() if limits.in_bulk else None
+        self._gave_back = time.monotonic()
         self._config = model.config.get_text_config(decoder=True)
         self._exact = limits.exact
         self._keeps = keeps(model)
@@ -122,9 +134,15 @@ class TextCaches:
         return [one for one in running if file.is_lost(one.generation.cache)] if file is not None else []
 
     def measure(self, running: Iterable[Ticket]) -> None:
-        """See what tokens cost, after a pass; of caches of unusual kinds it is foretold by the config only."""
+        """See what tokens cost, after a pass; of caches of unusual kinds it is foretold by the config only.
+
+        What the pass has let go of goes back to the system, but for those that are so short that it would show.
+        """
         if self._keeps:
             self.memory.measure(ticket.whole_cache(continues=True) for ticket in running)
+        if self._gives_back is not None and time.monotonic() - self._gave_back > GIVING_BACK_SECONDS:
+            self._gives_back()
+            self._gave_back = time.monotonic()
 
     def give(self, ticket: Ticket, running: Sequence[Ticket], *, in_file: bool = False) -> bool:
         """Give one that begins its cache; False if another one just computes what it begins with too.

@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from rabbitllm.batching.cache_cost import cost_by_config
+from rabbitllm.batching.pass_cost import cost_of_a_pass
 from rabbitllm.bulk.order import CHARACTERS_OF_A_TOKEN, GENERATIONS
 from rabbitllm.bulk.survey import Survey
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
@@ -31,6 +32,8 @@ SPARE_TOKENS = 256
 """What a chat template may add to a line, and more."""
 SHARE = 2
 """One part in so many of what is free is what keys and values get at most, where nobody says."""
+PASS_SHARE = 4
+"""One part in so many of what is free is what a pass computes in, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +91,15 @@ def loaded(
         RabbitLLMError: as `pull` and `AutoModel.from_pretrained` do.
     """
     found = pulled(wish) if split else None
-    if cache_bytes is None and found is not None and wish.max_memory is None:
+    pass_bytes = 0
+    if found is not None and wish.max_memory is None:
         lengths = [length for length, kind in zip(survey.lengths, survey.kinds, strict=True) if kind == GENERATIONS]
         free = sum(device.free_bytes() for device in resolve_devices(wish.where, None))
-        needed = needed_bytes(_config_in(found.config_folder), lengths, sequences, dtype)
-        cache_bytes = min(needed, free // SHARE) or None
-    weights = with_room(wish, cache_bytes)
+        config = _config_in(found.config_folder)
+        if cache_bytes is None:
+            cache_bytes = min(needed_bytes(config, lengths, sequences, dtype), free // SHARE) or None
+        pass_bytes = min(good_pass_bytes(config, min(len(lengths), sequences), dtype), free // PASS_SHARE)
+    weights = with_room(wish, cache_bytes, pass_bytes)
     model = load(replace(wish, max_memory=weights), found, console, dtype=dtype, show_layer_progress=False)
     if found is None:
         return Loaded(model, cache_bytes, None)
@@ -117,18 +123,32 @@ def needed_bytes(config: Any, lengths: Sequence[int], sequences: int, dtype: str
         sequences: at a time, at most.
         dtype: to compute in; None for the config's.
     """
-    import torch
-
     text = config.get_text_config(decoder=True)
     most = getattr(text, "max_position_embeddings", None)
-    kind = getattr(torch, dtype) if dtype is not None else getattr(config, "dtype", None) or torch.bfloat16
-    cost = cost_by_config(text, kind)
+    cost = cost_by_config(text, _dtype_of(config, dtype))
     longest = sorted(lengths, reverse=True)[:sequences]
     if not longest:
         return 0
     # the longest one has to fit alone, even where a character is a token
     longest.append(CHARACTERS_OF_A_TOKEN * longest[0] + SPARE_TOKENS)
     return sum(cost.bytes_for(min(length, most) if isinstance(most, int) else length) for length in longest)
+
+
+def good_pass_bytes(config: Any, texts: int, dtype: str | None = None) -> int:
+    """What a pass that is worth its weights computes in, beside keys and values.
+
+    Args:
+        config: of the model.
+        texts: lines that are answered at a time, at most.
+        dtype: to compute in; None for the config's.
+    """
+    return cost_of_a_pass(config.get_text_config(decoder=True), _dtype_of(config, dtype).itemsize).good(texts)
+
+
+def _dtype_of(config: Any, dtype: str | None) -> Any:
+    import torch
+
+    return getattr(torch, dtype) if dtype is not None else getattr(config, "dtype", None) or torch.bfloat16
 
 
 def _config_in(folder: Path) -> Any:

@@ -11,10 +11,11 @@ import logging
 import re
 from collections.abc import Mapping
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 
-from rabbitllm.engine.free_memory import available_ram
+from rabbitllm.engine.free_memory import available_ram, untouched_bytes
 from rabbitllm.errors import DeviceError
 from rabbitllm.formats.positional import page_aligned
 
@@ -98,8 +99,13 @@ class CpuDevice:
     torch_device = torch.device("cpu")
     shares_host_memory = True
 
+    def __init__(self) -> None:
+        self._buffers: WeakValueDictionary[int, memoryview] = WeakValueDictionary()
+
     def host_buffer(self, nbytes: int) -> torch.Tensor:
-        return aligned_host(nbytes)
+        memory = page_aligned(max(nbytes, 1))
+        self._buffers[id(memory)] = memory
+        return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
 
     def free_host_buffer(self, buffer: torch.Tensor) -> None:
         pass
@@ -126,7 +132,8 @@ class CpuDevice:
         pass
 
     def free_bytes(self) -> int:
-        return available_ram()
+        # buffers that nothing was read into yet are spoken for
+        return max(available_ram() - sum(untouched_bytes(one) for one in list(self._buffers.values())), 0)
 
 
 class CudaDevice:

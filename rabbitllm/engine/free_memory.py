@@ -6,6 +6,10 @@ lie in each other, and each may have a limit. Knows no models.
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import mmap
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -38,6 +42,31 @@ def available_ram() -> int:
     return min([int(psutil.virtual_memory().available), *_rooms_of_groups()])
 
 
+def untouched_bytes(memory: memoryview) -> int:
+    """Of memory on a page boundary, what the system has not handed out yet: it counts as used when it is written to.
+
+    Always 0 where the system cannot be asked (mincore(2), Linux).
+    """
+    resident = _mincore()
+    if resident is None or not len(memory):
+        return 0
+    pages = -(-len(memory) // mmap.PAGESIZE)
+    found = bytearray(pages)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    if resident(start, len(memory), (ctypes.c_ubyte * pages).from_buffer(found)):
+        return 0
+    return found.count(0) * mmap.PAGESIZE
+
+
+@functools.cache
+def _mincore() -> ctypes._NamedFuncPointer | None:
+    if sys.platform != "linux":
+        return None
+    found: ctypes._NamedFuncPointer = ctypes.CDLL(None).mincore
+    found.argtypes, found.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p], ctypes.c_int
+    return found
+
+
 def _rooms_of_groups(root: Path = Path("/")) -> list[int]:
     return [group.room for group in group_limits(root)]
 
@@ -46,8 +75,8 @@ def group_limits(root: Path = Path("/")) -> list[GroupLimit]:
     """The control groups around this process that have a limit, innermost first (v2 and v1; none elsewhere than Linux).
 
     Of what a group uses, its page cache can be taken back, except what this process maps: its libraries, which would
-    come from the disk again and again. Formats: cgroups(7), the kernel's admin-guide/cgroup-v2.rst and
-    cgroup-v1/memory.rst.
+    come from the disk again and again. Those that another group brought into memory do not count here. Formats:
+    cgroups(7), the kernel's admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
     """
     mapped = _mapped_bytes(root)
     found = []
@@ -62,7 +91,9 @@ def group_limits(root: Path = Path("/")) -> list[GroupLimit]:
             # version 1 counts groups within the group only in those that begin with total_
             kept = sum(used.get(f"total_{kind}", used.get(kind, 0)) for kind in kinds)
             version = 2 if limit_name == "memory.max" else 1
-            found.append(GroupLimit(version, folder, int(limit), max(int(limit) - kept - mapped, 0)))
+            maps = "file_mapped" if version == 2 else "mapped_file"
+            kept += min(mapped, used.get(f"total_{maps}", used.get(maps, mapped)))
+            found.append(GroupLimit(version, folder, int(limit), max(int(limit) - kept, 0)))
     return found
 
 

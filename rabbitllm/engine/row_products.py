@@ -23,8 +23,7 @@ class RowProducts:
     """
 
     def __init__(self, model: Any) -> None:
-        if model.dtype == torch.bfloat16:
-            bfloat_products.kernel_here()  # perhaps it has to be compiled: not while somebody waits for an answer
+        make_kernels(model)
         self._linears = [
             module
             for module in model.modules()
@@ -38,6 +37,13 @@ class RowProducts:
         for module in self._linears:
             del module.forward
         self._linears = []
+
+
+def make_kernels(model: Any) -> None:
+    """Have the kernels that its layers will need, which perhaps have to be compiled: not while somebody waits for an
+    answer, and before it is asked how much memory is free."""
+    if model.dtype == torch.bfloat16:
+        bfloat_products.kernel_here()
 
 
 def _forward(module: Any, input: torch.Tensor) -> torch.Tensor:

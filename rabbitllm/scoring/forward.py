@@ -34,7 +34,7 @@ from rabbitllm.scoring.segments import Segments
 from rabbitllm.scoring.tasks import Asked
 
 LOGITS_BYTES = 128 << 20
-"""Of the logits that are computed at a time, as float32; a few times as much is needed for a moment."""
+"""Of the logits that are computed at a time, as float32, at most; a few times as much is needed for a moment."""
 
 
 Keep = Callable[[int, torch.Tensor], None]

@@ -60,7 +60,9 @@ def one_pass(
     Raises:
         OSError, RabbitLLMError: the weights cannot be read.
     """
-    forward = ScoringForward(model, packed=form is Form.PACKED, whole=exact, keep=keep)
+    forward = ScoringForward(
+        model, packed=form is Form.PACKED, whole=exact, logits_bytes=limits.logits_bytes, keep=keep
+    )
     found: dict[int, list[Scored]] = {}
     failed: list[tuple[MicroBatch, Exception]] = []
     fixed = keys_of([*model.parameters(), *model.buffers()])

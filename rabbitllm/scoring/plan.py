@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm.ask.answer import context_of
-from rabbitllm.batching.beside_weights import tokens_of_a_pass
 from rabbitllm.batching.packed_families import can_be_packed
+from rabbitllm.batching.pass_cost import cost_of_a_pass
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.errors import OptionError
 from rabbitllm.scoring.filled_families import can_be_filled_up
+from rabbitllm.scoring.forward import LOGITS_BYTES
 from rabbitllm.scoring.micro_batches import Form, MicroBatch, linked, micro_batches, passes
 from rabbitllm.scoring.parking import HAS_FILES
 from rabbitllm.scoring.records import Room
@@ -26,6 +27,8 @@ WAITING_SHARE, COMPUTING_SHARE = 2, 4
 LEAST_TOKENS, MOST_TOKENS = 512, 8192
 """Of a micro-batch, where nobody says: with fewer, what texts begin with is computed again and again, and products are
 slow; what more of them gain is little beside what they take."""
+LOGITS_SHARE = 4
+"""One part in so many of what a micro-batch computes in, which logits take a few times for a moment."""
 LEAST_WAITING = 16 << 20
 """Bytes of what waits in memory, where nobody says and little is free."""
 
@@ -42,6 +45,7 @@ class Limits:
         tokens: of a micro-batch.
         token_bytes: that a token of a text takes while it waits, about.
         experts_rows: that go through experts which come and go, at a time.
+        logits_bytes: of the logits that are computed at a time, as float32.
     """
 
     near: int
@@ -51,6 +55,7 @@ class Limits:
     tokens: int
     token_bytes: int
     experts_rows: int
+    logits_bytes: int
 
     @property
     def total(self) -> int:
@@ -144,10 +149,11 @@ def limits_of(model: Any, room: Room) -> Limits:
     folder = _folder(model, room)
     disk = room.disk_bytes if room.disk_bytes is not None else shutil.disk_usage(folder).free // WAITING_SHARE
     computing = free // COMPUTING_SHARE
-    tokens = room.tokens or min(max(tokens_of_a_pass(config, itemsize, computing), LEAST_TOKENS), MOST_TOKENS)
+    tokens = room.tokens or min(max(cost_of_a_pass(config, itemsize).tokens_in(computing), LEAST_TOKENS), MOST_TOKENS)
     token_bytes = itemsize * config.hidden_size * 5 // 2  # hidden states, what went in, and angles
     rows = max(computing // (8 * itemsize * config.hidden_size), tokens)
-    return Limits(near, host, disk if HAS_FILES else 0, folder, tokens, token_bytes, rows)
+    logits = min(computing // LOGITS_SHARE, LOGITS_BYTES)
+    return Limits(near, host, disk if HAS_FILES else 0, folder, tokens, token_bytes, rows, logits)
 
 
 def _folder(model: Any, room: Room) -> Path:

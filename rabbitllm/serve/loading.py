@@ -56,7 +56,7 @@ def loaded(wish: Wish, console: Console, *, split: bool, dtype: str | None, cach
     return Loaded(model, (found.before, found.entry.folder), next(filter(None, recipes), None))
 
 
-def with_room(wish: Wish, cache_bytes: int | None) -> Mapping[int | str, int | str] | None:
+def with_room(wish: Wish, cache_bytes: int | None, pass_bytes: int = 0) -> Mapping[int | str, int | str] | None:
     """What weights may take so that requests have memory too: what was wished for, else less than all.
 
     On GPUs a margin is left anyway, so that they take less only where somebody says what keys and values may take.
@@ -64,6 +64,7 @@ def with_room(wish: Wish, cache_bytes: int | None) -> Mapping[int | str, int | s
     Args:
         wish: see `loaded`.
         cache_bytes: see `loaded`; in equal shares on several GPUs, as layers are spread.
+        pass_bytes: see `left_to_requests`.
     """
     if wish.max_memory is not None:
         return wish.max_memory
@@ -73,7 +74,8 @@ def with_room(wish: Wish, cache_bytes: int | None) -> Mapping[int | str, int | s
         return None
     share = None if cache_bytes is None else cache_bytes // len(devices)
     left = {
-        one.name: left_to_requests(one.free_bytes(), share) if on_host or share is None else share for one in devices
+        one.name: left_to_requests(one.free_bytes(), share, pass_bytes) if on_host or share is None else share
+        for one in devices
     }
     return {one.name: max(default_budget(one) - left[one.name], 0) for one in devices}
 

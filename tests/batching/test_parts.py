@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from rabbitllm.batching import cache_memory as module
 from rabbitllm.batching.batch import Batch, Limits
-from rabbitllm.batching.beside_weights import CARRIED, tokens_in_parts, tokens_of_a_pass
+from rabbitllm.batching.pass_cost import PassCost
 from rabbitllm.batching.request import Request
 from tests.batching.asking import Asked, alone
 from tests.support.builders import VOCABULARY_SIZE, build_checkpoint
@@ -35,7 +34,7 @@ def asked_together(batch: Batch, requests: list[Request]) -> list[Asked]:
 def test_prompts_of_a_pass_go_through_each_layer_in_parts(
     open_batch: Open, plain: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "tokens_in_parts", lambda *sizes: (10_000, 64))
+    monkeypatch.setattr(PassCost, "parts_in", lambda *given: (10_000, 64))
     batch, model = open_batch(Limits(chunk=1 << 30, in_bulk=True), profiling=True)
     rows: list[int] = []
     layer = model.model.layers[1].mlp.down_proj
@@ -56,7 +55,7 @@ def test_prompts_of_a_pass_go_through_each_layer_in_parts(
 def test_a_prompt_longer_than_a_part_takes_several_passes(
     open_batch: Open, plain: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "tokens_in_parts", lambda *sizes: (10_000, 32))
+    monkeypatch.setattr(PassCost, "parts_in", lambda *given: (10_000, 32))
     batch, _ = open_batch(Limits(chunk=1 << 30, in_bulk=True))
     requests = [Request(prompt(100, 1), 3), Request(prompt(7, 2), 3)]
     for one in asked_together(batch, requests):
@@ -66,7 +65,7 @@ def test_a_prompt_longer_than_a_part_takes_several_passes(
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gemma3"])
 def test_parts_of_other_families(open_batch: Open, tmp_path: Any, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "tokens_in_parts", lambda *sizes: (10_000, 40))
+    monkeypatch.setattr(PassCost, "parts_in", lambda *given: (10_000, 40))
     folder = build_checkpoint(tmp_path / family, family, dtype=torch.float32)
     batch, _ = open_batch(Limits(chunk=1 << 30, in_bulk=True), folder=split(folder))
     plain = plain_model(folder, dtype=torch.float32).eval()
@@ -75,7 +74,7 @@ def test_parts_of_other_families(open_batch: Open, tmp_path: Any, family: str, m
 
 
 def test_an_error_of_one_part_ends_its_texts_alone(open_batch: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "tokens_in_parts", lambda *sizes: (10_000, 30))
+    monkeypatch.setattr(PassCost, "parts_in", lambda *given: (10_000, 30))
     batch, model = open_batch(Limits(chunk=1 << 30, in_bulk=True))
     projection = model.model.layers[1].mlp.up_proj
     calls = 0
@@ -103,14 +102,3 @@ def test_while_it_is_held_no_pass_begins(open_batch: Open) -> None:
     for one in made:
         one.wait()
     assert batch.facts.passes == 3
-
-
-def test_half_of_the_memory_is_for_a_part_and_half_for_what_waits() -> None:
-    class Config:
-        hidden_size = 8192
-        intermediate_size = 29568
-
-    whole, part = tokens_in_parts(Config, 2, 16 << 30)
-    assert part == tokens_of_a_pass(Config, 2, 8 << 30)
-    assert whole == (8 << 30) // (CARRIED * 2 * 8192) > 5 * part
-    assert tokens_in_parts(Config, 2, 0) == (16, 16)

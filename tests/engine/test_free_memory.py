@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from rabbitllm.engine import free_memory
+from rabbitllm.engine import devices, free_memory
 from rabbitllm.engine.devices import CpuDevice
 from rabbitllm.engine.free_memory import available_ram
 
@@ -76,6 +77,17 @@ def test_this_machine() -> None:
             [9000 - 1000 - 2048],
             id="libraries that are mapped",
         ),
+        pytest.param(
+            {
+                "proc/self/status": "RssFile:\t 2 kB\n",
+                f"{V2}/memory.max": "9000",
+                f"{V2}/memory.stat": "anon 1000\nfile 5000\nfile_mapped 500\n",
+                f"{V1}/{LIMIT_V1}": "9000",
+                f"{V1}/memory.stat": "rss 1000\nmapped_file 0\ntotal_mapped_file 700\n",
+            },
+            [9000 - 1000 - 500, 9000 - 1000 - 700],
+            id="libraries that another group brought",
+        ),
         pytest.param({f"{V2}/memory.max": "1000", f"{V2}/memory.stat": "what is this"}, [], id="not understood"),
         pytest.param({"proc/self/cgroup": "nothing here\n\n:", f"{V2}/memory.max": "max"}, [], id="no groups named"),
     ],
@@ -85,3 +97,18 @@ def test_the_limits_of_control_groups(tmp_path: Path, files: dict[str, str], roo
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert free_memory._rooms_of_groups(tmp_path) == rooms
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system cannot be asked")
+def test_buffers_that_nothing_was_read_into_are_spoken_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "available_ram", lambda: 1 << 30)
+    device = CpuDevice()
+    whole = 8 << 20
+    buffers = [device.host_buffer(whole) for _ in range(2)]
+    assert device.free_bytes() == (1 << 30) - 2 * whole
+    buffers[0][:] = 1
+    assert device.free_bytes() == (1 << 30) - whole  # the system counts what was written to
+    buffers[1][: whole // 2] = 1
+    assert device.free_bytes() == (1 << 30) - whole // 2
+    buffers.clear()
+    assert device.free_bytes() == 1 << 30

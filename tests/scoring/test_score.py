@@ -19,7 +19,7 @@ from rabbitllm.scoring import Room, ScoredText, score
 from rabbitllm.scoring.micro_batches import Form
 from rabbitllm.scoring.plan import Plan, form_of
 from tests.scoring.beside_plain import alone, assert_alike, by_index, scored, texts_for
-from tests.support.builders import FAMILIES, Family, build_checkpoint
+from tests.support.builders import FAMILIES, VOCABULARY_SIZE, Family, build_checkpoint
 from tests.support.fake_gpu import FakeGpu, watched
 from tests.support.tiny_models import load, plain_model, split
 
@@ -27,6 +27,21 @@ STREAMED = 60_000
 """Bytes with which most of a tiny model streams."""
 SMALL = 40
 """Tokens of a micro-batch, so that there are several."""
+
+
+@contextlib.contextmanager
+def rows_of_logits(model: Any) -> Iterator[list[int]]:
+    """How many rows of logits the head makes, each time."""
+    rows: list[int] = []
+    ordinary = model.lm_head.forward
+
+    def forward(states: torch.Tensor) -> Any:
+        rows.append(states.shape[-2])
+        return ordinary(states)
+
+    model.lm_head.forward = forward
+    yield rows
+    del model.lm_head.forward
 
 
 @contextlib.contextmanager
@@ -172,12 +187,14 @@ def test_a_resident_model(split_folder: Path, plain: Any) -> None:
 
 
 def test_many_logits_are_computed_in_slices(split_folder: Path, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rabbitllm.scoring.forward.LOGITS_BYTES", 4 * 275 * 3)
+    monkeypatch.setattr("rabbitllm.scoring.plan.LOGITS_BYTES", 4 * VOCABULARY_SIZE * 3)
     model = load(split_folder, STREAMED)
     text = ScoredText(0, (1, 2), tuple(range(3, 103)))
-    with visits(model) as brought:
+    with visits(model) as brought, rows_of_logits(model) as rows:
         found = scored(model, [text, ScoredText(1, (5,), (6,))], Room(tokens=SMALL))
     assert set(brought.values()) == {1}
+    assert len(rows) > 100 // 3
+    assert max(rows) == 3
     assert_alike(found, [alone(plain, text), alone(plain, ScoredText(1, (5,), (6,)))])
 
 
