@@ -26,7 +26,8 @@ WAITING_SHARE, COMPUTING_SHARE = 2, 4
 """One part in so many of free memory is for what waits, and for what one micro-batch computes in between."""
 LEAST_TOKENS, MOST_TOKENS = 512, 8192
 """Of a micro-batch, where nobody says: with fewer, what texts begin with is computed again and again, and products are
-slow; what more of them gain is little beside what they take."""
+slow; what more of them gain is little beside what they take. On a processor it is less than nothing where tensors
+become too large for the allocator's heaps (`pass_cost.HEAP_BLOCK_BYTES`)."""
 LOGITS_SHARE = 4
 """One part in so many of what a micro-batch computes in, which logits take a few times for a moment."""
 LEAST_WAITING = 16 << 20
@@ -149,7 +150,9 @@ def limits_of(model: Any, room: Room) -> Limits:
     folder = _folder(model, room)
     disk = room.disk_bytes if room.disk_bytes is not None else shutil.disk_usage(folder).free // WAITING_SHARE
     computing = free // COMPUTING_SHARE
-    tokens = room.tokens or min(max(cost_of_a_pass(config, itemsize).tokens_in(computing), LEAST_TOKENS), MOST_TOKENS)
+    cost = cost_of_a_pass(config, itemsize)
+    most = min(cost.most_tokens, MOST_TOKENS) if on_host else MOST_TOKENS
+    tokens = room.tokens or min(max(cost.tokens_in(computing), LEAST_TOKENS), most)
     token_bytes = itemsize * config.hidden_size * 5 // 2  # hidden states, what went in, and angles
     rows = max(computing // (8 * itemsize * config.hidden_size), tokens)
     logits = min(computing // LOGITS_SHARE, LOGITS_BYTES)
