@@ -1,7 +1,7 @@
-"""llama.cpp's own server, built from the source package of llama-cpp-python, which holds all of llama.cpp.
+"""llama.cpp's own programs, its server above all, built from the source package of llama-cpp-python, which holds them.
 
-That package's Python server answers one request after the other; this one puts all of them into one batch. It is built
-for this processor, without its web page, TLS and tests, since those would have to be fetched.
+That package's Python server answers one request after the other; this one puts all of them into one batch. A program is
+built for this processor, without web page, TLS and tests, since those would have to be fetched.
 """
 
 from __future__ import annotations
@@ -11,14 +11,21 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.peers import LLAMA_SERVER, PeerError, interpreter
 
 PACKAGE = "llama-cpp-python"
 VERSION = "0.3.36"
-_OFF = ("LLAMA_BUILD_UI", "LLAMA_USE_PREBUILT_UI", "LLAMA_OPENSSL", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES")
+_OFF = (
+    "BUILD_SHARED_LIBS",
+    "LLAMA_BUILD_APP",
+    "LLAMA_BUILD_UI",
+    "LLAMA_USE_PREBUILT_UI",
+    "LLAMA_OPENSSL",
+    "LLAMA_BUILD_TESTS",
+    "LLAMA_BUILD_EXAMPLES",
+)
 
 
 def program(work: Path) -> Path:
@@ -27,28 +34,25 @@ def program(work: Path) -> Path:
     Raises:
         PeerError: it cannot be built here.
     """
-    options = ("-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_BUILD_APP=OFF", "-DGGML_NATIVE=ON")
-    return built(work, "llama-server", "llama-server", options)
+    return built(work, "llama-server")
 
 
-def built(work: Path, target: str, name: str, options: Sequence[str]) -> Path:
-    """A target of llama.cpp's, in a folder of its own, built unless an earlier run did.
+def built(work: Path, name: str) -> Path:
+    """A program of llama.cpp's, in a folder of its own, built unless an earlier run did.
 
     Args:
         work: for environments.
-        target: of its CMakeLists.
-        name: of the file that it makes.
-        options: for cmake.
+        name: of the program, and of its target.
 
     Raises:
         PeerError: it cannot be built here.
     """
-    python = interpreter(LLAMA_SERVER, work)
-    folder = python.parent.parent / target
+    python = interpreter(LLAMA_SERVER, work.absolute())
+    folder = python.parent.parent / name
     made = folder / name
     if made.exists():
         return made
-    print(f"Building {target} …", file=sys.stderr, flush=True)
+    print(f"Building {name} …", file=sys.stderr, flush=True)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     download = ["download", "--quiet", "--no-deps", "--no-binary", PACKAGE, f"{PACKAGE}=={VERSION}"]
@@ -59,11 +63,11 @@ def built(work: Path, target: str, name: str, options: Sequence[str]) -> Path:
     (source,) = folder.glob("llama_cpp_python-*/vendor/llama.cpp")
     cmake, ninja = (str(python.with_name(tool)) for tool in ("cmake", "ninja"))
     build = folder / "build"
-    chosen = [*options, *(f"-D{name}=OFF" for name in _OFF)]
+    chosen = ["-DGGML_NATIVE=ON", *(f"-D{option}=OFF" for option in _OFF)]
     chosen += ["-DCMAKE_BUILD_TYPE=Release", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
     run([cmake, "-S", str(source), "-B", str(build), "-G", "Ninja", *chosen])
     jobs = str(max(len(os.sched_getaffinity(0)) // 2, 1))
-    run([cmake, "--build", str(build), "--target", target, "--parallel", jobs])
+    run([cmake, "--build", str(build), "--target", name, "--parallel", jobs])
     shutil.copy((build / "bin" / name).resolve(), made)
     for leftover in (package, build, source.parent.parent):
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()

@@ -3,7 +3,7 @@
 Each row is the same text, predicted by the model as the format leaves its weights, in float32: the mean divergence of
 its next-token distributions from those of the checkpoint (docs/QUALITY.md), and the bytes of all weights as stored. So
 only weights are compared: bitsandbytes' LLM.int8 rounds what comes in too, which is in its row; llama.cpp's kernels
-also do, which is not.
+also do, which is not. What its own program makes of the same file is said beside the table.
 
     python -m benchmarks.quality --model NAME=FOLDER [--model …] [--text NAME=FILE] [--work DIR] [--results FILE]
 
@@ -18,7 +18,8 @@ import json
 import logging
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ import torch
 
 import rabbitllm.demo
 from benchmarks import report
-from benchmarks.llama_quantise import PRESETS, Quantiser, library, type_of
+from benchmarks.gguf_weights import types, weights
+from benchmarks.llama_logits import next_tokens
+from benchmarks.llama_quantise import PLAIN, PRESETS, plain_file, quantised, tool
 from benchmarks.peers import PeerError
 from benchmarks.scatter import Point, draw
 from benchmarks.work_folder import fresh_folder
@@ -42,6 +45,8 @@ from rabbitllm.errors import RabbitLLMError
 from rabbitllm.scoring import ScoredText
 
 WINDOW, TOKENS, PROBLEMS = 128, 4096, 400
+ASKED = 32
+"""Texts, in the middle of which llama.cpp's own program says what comes next."""
 AUTO, OURS, BITSANDBYTES, LLAMA_CPP = "RabbitLLM auto", "RabbitLLM", "bitsandbytes", "llama.cpp"
 COMPRESSED = ("8bit", "4bit", "4bit-double")
 BUDGETS = (0.27, 0.285, 0.31, 0.35, 0.4, 0.45, 0.5, 0.53)
@@ -60,6 +65,7 @@ class Row:
         name: of the format.
         nbytes: of all weights.
         summary: against the checkpoint.
+        note: what else is to be said of it.
     """
 
     model: str
@@ -67,6 +73,7 @@ class Row:
     name: str
     nbytes: int
     summary: Summary
+    note: str = ""
 
 
 class Subject:
@@ -108,14 +115,30 @@ class Subject:
         found = zip(self.logits, self._logits(model), self.targets, strict=True)
         return summary_of([at_positions(true, other, targets) for true, other, targets in found])
 
-    def with_weights(self, change: Callable[[str, torch.Tensor], tuple[torch.Tensor, int]]) -> tuple[Summary, int]:
-        """What comes of other weights, and their bytes."""
-        nbytes = 0
+    def middles(self) -> list[tuple[list[int], int]]:
+        """What is read until the middle of some texts, and the token that follows there."""
+        cut = [(text, len(text.continuation) // 2) for text in self.texts[:ASKED]]
+        return [([*text.context, *text.continuation[:at]], text.continuation[at]) for text, at in cut]
+
+    @torch.inference_mode()
+    def at_middles(self, model: Any) -> torch.Tensor:
+        """Logits there."""
+        read = [torch.tensor([ids]) for ids, _ in self.middles()]
+        return torch.stack([model(input_ids=ids, use_cache=False).logits[0, -1] for ids in read])
+
+    @contextmanager
+    def with_weights(self, values: Mapping[str, torch.Tensor]) -> Iterator[Any]:
+        """The model with other weights, for a while.
+
+        Raises:
+            ValueError: others than it has.
+        """
+        if {name: value.shape for name, value in values.items()} != {n: w.shape for n, w in self.weights.items()}:
+            raise ValueError(f"these are not the weights of {self.name}")
         try:
             for name, parameter in self.plain.named_parameters():
-                parameter.data, taken = change(name, self.weights[name])
-                nbytes += taken
-            return self.summary(self.plain), nbytes
+                parameter.data = values[name]
+            yield self.plain
         finally:
             for name, parameter in self.plain.named_parameters():
                 parameter.data = self.weights[name]
@@ -185,24 +208,29 @@ def _bytes(*tensors: torch.Tensor) -> int:
 
 
 def of_llama_cpp(subject: Subject, work: Path) -> Iterator[Row]:
-    """Matrices by llama.cpp's quantisers, everything else as float32, which is how its files have it."""
+    """What its tool makes of its file of the checkpoint, which is the first row; norms are float32 in both."""
     try:
-        quantiser = Quantiser(library(work))
+        program = tool(work.parent)
+        with fresh_folder(work / "gguf") as folder:
+            plain = plain_file(subject.folder, folder / f"{PLAIN}.gguf")
+            for preset in (PLAIN, *PRESETS):
+                path = plain if preset == PLAIN else quantised(program, plain, folder / f"{preset}.gguf", preset)
+                found = list(weights(path))
+                with subject.with_weights({one.name: torch.tensor(one.values) for one in found}) as model:
+                    summary, expected = subject.summary(model), subject.at_middles(model)
+                said = next_tokens(path, [ids for ids, _ in subject.middles()], expected.shape[1], work.parent)
+                targets = torch.tensor([token for _, token in subject.middles()])
+                own = summary_of([at_positions(expected, said, targets)])
+                note = (
+                    f"{types(found)}. llama.cpp itself is "
+                    f"{number(own.divergence.mean)} ± {number(own.divergence.error)} "
+                    f"from these weights in float32 at {own.positions} positions, and finds the same token most likely "
+                    f"at {round(own.agreement * own.positions)}."
+                )
+                nbytes = sum(one.nbytes for one in found)
+                yield Row(subject.name, LLAMA_CPP, preset, nbytes, summary, note)
     except PeerError as error:
         print(f"{LLAMA_CPP} is left out: {error}", file=sys.stderr)
-        return
-    layers = int(subject.plain.config.num_hidden_layers)
-    for preset in PRESETS:
-
-        def changed(name: str, weight: torch.Tensor, preset: str = preset) -> tuple[torch.Tensor, int]:
-            if weight.dim() < 2:
-                return weight, 4 * weight.numel()
-            kind = type_of(preset, name, weight.shape[-1], layers)
-            made, nbytes = quantiser.there_and_back(weight.contiguous().numpy(), kind)
-            return torch.from_numpy(made), nbytes
-
-        summary, nbytes = subject.with_weights(changed)
-        yield Row(subject.name, LLAMA_CPP, preset, nbytes, summary)
 
 
 def table(rows: Sequence[Row], subject: Subject) -> report.Table:
@@ -244,7 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for row in (
             *ours(subject, options.work),
             *of_bitsandbytes(subject),
-            *of_llama_cpp(subject, options.work.parent),
+            *of_llama_cpp(subject, options.work),
         ):
             rows.append(row)
         found = table(rows, subject)
@@ -252,7 +280,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         title = f"{name}: {sum(w.numel() for w in subject.weights.values()) / 1e6:.1f} million weights"
         print(f"\n{title}, {positions:,} positions, perplexity {rows[0].summary.reference_perplexity:.4f}\n")
         print(found.text())
-        pages.append(f"## {title}\n\n{positions:,} positions.\n\n{found.markdown()}\n")
+        notes = [f"{row.maker} {row.name}: {row.note}" for row in rows if row.note]
+        print("\n" + "\n".join(notes))
+        listed = "".join(f"* {note}\n" for note in notes)
+        pages.append(f"## {title}\n\n{positions:,} positions.\n\n{found.markdown()}\n\n{listed}")
         every += rows
         draw(
             options.results.with_name(f"{options.results.name}-{name}.svg"),
