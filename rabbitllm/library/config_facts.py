@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rabbitllm.checkpoints.quantised import quantised_as
+from rabbitllm.checkpoints.routing import experts_a_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,6 @@ def config_facts(config: Mapping[str, Any]) -> ConfigFacts:
         context=number("max_position_embeddings", "n_positions", "max_seq_len"),
         dtype=word("dtype", "torch_dtype"),
         experts=number("num_experts", "num_local_experts", "n_routed_experts"),
-        experts_a_token=number("num_experts_per_tok", "num_experts_per_token", "top_k_experts"),
+        experts_a_token=experts_a_token(config),
         quantised=quantised_as(config),
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rabbitllm import prepare
 from rabbitllm.checkpoints.hub import HubAccess
+from rabbitllm.checkpoints.routing import experts_a_token
 from rabbitllm.errors import OptionError
 from rabbitllm.layers.chosen import check_split
 from rabbitllm.layers.compression import CODES, check_fitting
@@ -24,7 +25,7 @@ from rabbitllm.planning.generation import Plan
 from rabbitllm.planning.survey import Survey
 from rabbitllm.splitter import forecast, rates
 from rabbitllm.splitter.anatomy import anatomy_of, big_layers, commonest_dtype
-from rabbitllm.splitter.choosing import mixture_of
+from rabbitllm.splitter.choosing import Mixture, mixture_of
 from rabbitllm.splitter.disk_use import BLOCK_BYTES, on_disk
 from rabbitllm.splitter.forecast import ROUTES, STANDARD, Choice, Disk, Outlook, Rate, Rates, Route
 from rabbitllm.splitter.plan import SplitPlan
@@ -189,8 +190,15 @@ def outlook_at(survey: Survey, compression: str | None, measured: Rates) -> Outl
         shards=len(plan.shards) if plan is not None else 0,
         obstacle=survey.obstacle(compression),
         routes=tuple(_route(survey, name, compression, measured) for name in routes),
-        mixture=mixture_of(plan, fitted=survey.fitted(compression)) if plan is not None else None,
+        mixture=_mixture(survey, compression),
     )
+
+
+def _mixture(survey: Survey, compression: str | None) -> Mixture | None:
+    plan = survey.plans.get(compression)
+    if plan is None:
+        return None
+    return mixture_of(plan, fitted=survey.fitted(compression), experts_a_token=experts_a_token(survey.config))
 
 
 def _finished_at(folder: Path) -> str:

@@ -16,6 +16,7 @@ from rabbitllm import prepare
 from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity
 from rabbitllm.checkpoints.json_file import read_json
 from rabbitllm.checkpoints.quantised import quantised_as
+from rabbitllm.checkpoints.routing import experts_a_token
 from rabbitllm.errors import InvalidIndexError, NotEnoughSpaceException
 from rabbitllm.layers.chosen import AUTO
 from rabbitllm.layers.compression import COMPRESSIONS
@@ -134,7 +135,8 @@ class Survey:
             return None
         request = self.request(AUTO, sequential=False)
         try:
-            return with_choice(self.base, ground_of(request, recompressed(self.base, AUTO)), request.options)
+            ground = ground_of(request, recompressed(self.base, AUTO))
+            return with_choice(self.base, ground, request.options, request.experts_a_token)
         except NotEnoughSpaceException as error:
             return f"{error.problem} {error.remedy}".rstrip(".")
 
@@ -226,4 +228,6 @@ class Survey:
         assert self.checkpoint is not None
         family = self.config.get("model_type")
         options = dataclasses.replace(self.options, compression=compression, sequential=sequential)
-        return Request(self.checkpoint, self.folders[compression], family if isinstance(family, str) else None, options)
+        named = family if isinstance(family, str) else None
+        folder, picked = self.folders[compression], experts_a_token(self.config)
+        return Request(self.checkpoint, folder, named, options, experts_a_token=picked)

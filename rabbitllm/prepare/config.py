@@ -17,6 +17,7 @@ from rabbitllm.checkpoints.checkpoint import Checkpoint
 from rabbitllm.checkpoints.index import META_PARAMETERS
 from rabbitllm.checkpoints.json_file import read_json
 from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME, GENERATION_NAME, names_a_model
+from rabbitllm.checkpoints.routing import experts_a_token
 from rabbitllm.layers.layer_store import is_finished
 from rabbitllm.prepare.source import Source
 from rabbitllm.prepare.weights import open_weights
@@ -59,6 +60,11 @@ def family_of(config_folder: Path, checkpoint: Checkpoint | None = None) -> str 
     """The model type by the config in a folder, or by that which a checkpoint derives."""
     family = config_of(config_folder, checkpoint).get("model_type")
     return family if isinstance(family, str) else None
+
+
+def experts_of(config_folder: Path, checkpoint: Checkpoint | None = None) -> int | None:
+    """How many experts a router picks for a token, by the same config."""
+    return experts_a_token(config_of(config_folder, checkpoint))
 
 
 def config_of(config_folder: Path, checkpoint: Checkpoint | None = None) -> Mapping[str, Any]:

@@ -21,7 +21,7 @@ from rabbitllm.errors import MissingShardError, OptionError
 from rabbitllm.layers.chosen import SPLITS, Chosen
 from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME, Manifest, directory_name, is_finished, is_fitted
 from rabbitllm.options import SplitOptions
-from rabbitllm.prepare.config import config_of, family_of
+from rabbitllm.prepare.config import config_of, experts_of, family_of
 from rabbitllm.prepare.finished import check_finished, has_work_left
 from rabbitllm.prepare.source import Source
 from rabbitllm.prepare.weights import open_folder
@@ -68,7 +68,8 @@ def ensure_split(
         _refuse_to_quantise_again(source, options)
         checkpoint, chosen = _open(source, options, naming, by_hands=hands is not None)
         family = family_of(source.config_folder, checkpoint)
-        request = Request(checkpoint, source.split_folder, family, options, naming, quantise_on, hands, chosen)
+        picked = experts_of(source.config_folder, checkpoint)
+        request = Request(checkpoint, source.split_folder, family, options, naming, quantise_on, hands, chosen, picked)
         try:
             with _sharing(source, hands):
                 return split(request)
@@ -115,7 +116,8 @@ def _open(
                 "Leave --keep-shards out, or download the repository into a shared folder and name that folder.",
             )
         family = family_of(source.config_folder, remote)
-        request = Request(remote, source.split_folder, family, options, naming)
+        picked = experts_of(source.config_folder, remote)
+        request = Request(remote, source.split_folder, family, options, naming, experts_a_token=picked)
         chosen = check_before_download(request, repository.cache)
         return LocalCheckpoint(download_all(repository, remote.index)), chosen
     assert source.local is not None

@@ -28,19 +28,22 @@ WORTH_LESS_BITS = 0.75
 """Of the loss that is expected where no tensor has less than 8bit: what must be expected of fewer bits for some."""
 
 
-def with_choice(plan: SplitPlan, ground: Ground, options: SplitOptions) -> SplitPlan:
+def with_choice(
+    plan: SplitPlan, ground: Ground, options: SplitOptions, experts_a_token: int | None = None
+) -> SplitPlan:
     """The plan with the bits for each tensor that suit it best.
 
     Args:
         plan: of the same source, at any compression.
         ground: what the split stands on.
         options: its limits.
+        experts_a_token: see `sensitivity.groups`.
 
     Raises:
         NotEnoughSpaceException: not even the fewest bits fit.
     """
     bare = recompressed(plan, AUTO)
-    found = groups(plan.tensors)
+    found = groups(plan.tensors, experts_a_token)
     # at 4bit-double scales wait beside the layer files, so its peak may be above that of 4bit, and both are tried
     fewest = {scheme: _at(bare, found, [scheme] * len(found), options.max_disk) for scheme in ("4bit", DOUBLE)}
     lacking = {scheme: _disk_shortage(least, ground, options) for scheme, least in fewest.items()}
@@ -199,17 +202,18 @@ class Mixture:
     fitted: bool = False
 
 
-def mixture_of(plan: SplitPlan, *, fitted: bool = False) -> Mixture | None:
+def mixture_of(plan: SplitPlan, *, fitted: bool = False, experts_a_token: int | None = None) -> Mixture | None:
     """What a plan at "auto" chose; None at other compressions.
 
     Args:
         plan: any.
         fitted: whether its scales fit their blocks, or are to.
+        experts_a_token: see `sensitivity.groups`.
     """
     if plan.chosen is None:
         return None
     schemes = plan.chosen.schemes
-    found = groups(plan.tensors)
+    found = groups(plan.tensors, experts_a_token)
     sums: dict[tuple[str, str | None], list[int]] = {}
     for group in found:
         scheme = schemes.get(group.tensors[0].name)

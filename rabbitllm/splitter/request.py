@@ -43,6 +43,7 @@ class Request:
         quantise_on: "cpu" or "cuda:N".
         hands: who fills layer files elsewhere; None for this process.
         chosen: at "auto", what each tensor has; None to choose.
+        experts_a_token: how many a router picks, by the config; None where it does not say.
     """
 
     checkpoint: Checkpoint
@@ -53,6 +54,7 @@ class Request:
     quantise_on: str = "cpu"
     hands: Hands | None = None
     chosen: Chosen | None = None
+    experts_a_token: int | None = None
 
 
 def plan_split(request: Request, format_version: int = FORMAT_VERSION) -> SplitPlan:
@@ -76,7 +78,7 @@ def _with_bits(plan: SplitPlan, ground: Ground, request: Request) -> SplitPlan:
         return plan
     if request.chosen is not None:
         return recompressed(plan, AUTO, request.chosen)
-    return with_choice(plan, ground, request.options)
+    return with_choice(plan, ground, request.options, request.experts_a_token)
 
 
 def _plan_of_headers(request: Request, format_version: int = FORMAT_VERSION) -> SplitPlan:

@@ -7,6 +7,12 @@ matrices adds up like that as long as it is small. A decoder layer adds one part
 noise counts for less the more layers there are; what the first ones add is read by all others, and theirs counts for
 more. Weights and errors are from trained models, one tensor quantised at a time (docs/PERFORMANCE.md, "Bits by
 budget"). What a particular tensor's error is, is not known before its bytes are read.
+
+An expert counts for the share of the tokens that use it, and for its part of what these compute. Of a layer with E
+experts, of which a token uses k, and shared experts that all tokens use, all of them together weigh what the matrix of
+a dense layer does, w: with n elements in an expert and s in the shared ones, each expert weighs w * (k / E) * n / (k *
+n + s), and the shared ones w * s / (k * n + s). Outputs of different experts are taken to be independent, and to be as
+large as they are wide.
 """
 
 from __future__ import annotations
@@ -57,6 +63,9 @@ _ROLES: Sequence[tuple[str, re.Pattern[str]]] = [
 ]
 _LAYER = re.compile(r"\.(\d+)\.")
 _EXPERT = re.compile(r"(?P<block>.*?experts\.(?:expert_)?)(?P<number>\d+)\.(?P<rest>.+)")
+_ALL_EXPERTS = re.compile(r"(?:^|\.)experts\.")
+_GATE_AND_UP = re.compile(r"(?:^|[._])(?:gate_up_proj|input_linear)(?:[._]|$)")
+"""Both in one matrix."""
 _UP = re.compile(r"(?<=[._])(?:gate_proj|up_proj|w1|w3|fc1|fc3)(?=[._]|$)")
 
 
@@ -88,12 +97,16 @@ class Group:
         return sum([stored_form(spec, compression).nbytes for spec in self.tensors])
 
 
-def groups(tensors: Iterable[TensorSpec]) -> list[Group]:
+def groups(tensors: Iterable[TensorSpec], experts_a_token: int | None = None) -> list[Group]:
     """The compressible tensors of a model, grouped, in numerical order of their names.
 
     Gate and up are one group, of all experts of a layer, and down is another: where experts differ in form, none could
-    be brought in by itself. Each expert is used by a share of the tokens, so all of them together weigh what
-    one matrix does that every token uses.
+    be brought in by itself.
+
+    Args:
+        tensors: of the model.
+        experts_a_token: how many the router picks, without shared ones; None where nothing says so: then experts that
+            are picked and those that are shared weigh a dense layer's matrix each.
     """
     found: dict[str, list[TensorSpec]] = {}
     every = [spec for spec in tensors if is_compressible(spec)]
@@ -102,10 +115,19 @@ def groups(tensors: Iterable[TensorSpec]) -> list[Group]:
     has_head = any(role_of(spec.name) == "head" for spec in every)
     layers = {layer for spec in every if (layer := _layer(spec.name)) is not None}
     depth = max(layers) + 1 if layers else 1
+    computed = {name: _elements_a_token(members, experts_a_token) for name, members in found.items()}
+    of_layer: dict[tuple[int | None, str], list[str]] = {}
+    for name, members in found.items():
+        of_layer.setdefault((_layer(name), role_of(members[0].name)), []).append(name)
     made = []
-    for members in found.values():
+    for name, members in found.items():
         role = role_of(members[0].name)
         weight = WEIGHTS[role] * _matrices(members)
+        beside = of_layer[_layer(name), role]
+        if len(beside) > 1 and any(_is_routed(found[other]) for other in beside):
+            known = [elements for other in beside if (elements := computed[other]) is not None]
+            if len(known) == len(beside):
+                weight *= known[beside.index(name)] / sum(known)
         if role == "embedding" and not has_head:  # it is the head too
             weight += WEIGHTS["head"]
         if (layer := _layer(members[0].name)) is not None:
@@ -127,8 +149,27 @@ def _group_name(name: str) -> str:
 
 
 def _matrices(members: Sequence[TensorSpec]) -> int:
-    """How many matrices that every token uses a group counts for."""
-    return len({found["rest"] if (found := _EXPERT.fullmatch(spec.name)) else spec.name for spec in members})
+    """How many matrices of a dense layer a group counts for."""
+    names = {found["rest"] if (found := _EXPERT.fullmatch(spec.name)) else spec.name for spec in members}
+    return sum([2 if _GATE_AND_UP.search(name) else 1 for name in names])
+
+
+def _is_routed(members: Sequence[TensorSpec]) -> bool:
+    """Whether a group is of experts of which a token uses some: each by itself, or all in one tensor."""
+    name = members[0].name
+    return _EXPERT.fullmatch(name) is not None or _ALL_EXPERTS.search(name) is not None
+
+
+def _elements_a_token(members: Sequence[TensorSpec], experts_a_token: int | None) -> float | None:
+    """What of a group a token is multiplied with; None if that is not known."""
+    elements = sum(spec.elements for spec in members)
+    if not _is_routed(members):
+        return elements
+    if experts_a_token is None:
+        return None
+    numbers = {found["number"] for spec in members if (found := _EXPERT.fullmatch(spec.name)) is not None}
+    experts = len(numbers) or members[0].shape[0]
+    return elements * min(experts_a_token, experts) / experts
 
 
 def _layer(name: str) -> int | None:
