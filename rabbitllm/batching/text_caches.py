@@ -20,9 +20,9 @@ from rabbitllm.batching.generation import Generation
 from rabbitllm.batching.limits import Limits
 from rabbitllm.batching.picking import Pace
 from rabbitllm.batching.prefixes import Kept, copied
-from rabbitllm.batching.row_products import make_kernels
 from rabbitllm.batching.ticket import Ticket
 from rabbitllm.chat.kept_cache import keeps
+from rabbitllm.engine.row_products import make_kernels
 
 ASIDE_SHARE = 4
 """So many times what may be in memory may be aside, where nobody says. Texts that grow alike, and make way until one of
