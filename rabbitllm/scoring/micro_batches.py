@@ -157,6 +157,22 @@ def linked(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     return found
 
 
+def chains(batches: Sequence[MicroBatch], most: int) -> list[list[MicroBatch]]:
+    """The micro-batches of a pass in smaller passes: only those are together that hand something on to the next.
+
+    Args:
+        batches: not linked yet, in the order of their turns.
+        most: of a pass.
+    """
+    found: list[list[MicroBatch]] = []
+    for batch in batches:
+        if found and len(found[-1]) < most and linked([found[-1][-1], batch])[0].hands_on:
+            found[-1].append(batch)
+        else:
+            found.append([batch])
+    return found
+
+
 def _first_row(task: Task) -> int:
     """Before which no row of a task is asked for."""
     rows = [0 if one.pooling == "mean" else one.first if one.targets else len(task.ids) - 1 for one in task.asked]

@@ -17,7 +17,7 @@ from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.errors import OptionError
 from rabbitllm.scoring.filled_families import can_be_filled_up
 from rabbitllm.scoring.forward import LOGITS_BYTES
-from rabbitllm.scoring.micro_batches import Form, MicroBatch, linked, micro_batches, passes
+from rabbitllm.scoring.micro_batches import Form, MicroBatch, chains, linked, micro_batches, passes
 from rabbitllm.scoring.parking import HAS_FILES
 from rabbitllm.scoring.records import Room
 from rabbitllm.scoring.tasks import Ability, Task
@@ -28,6 +28,9 @@ LEAST_TOKENS, MOST_TOKENS = 512, 8192
 """Of a micro-batch, where nobody says: with fewer, what texts begin with is computed again and again, and products are
 slow; what more of them gain is little beside what they take. On a processor it is less than nothing where tensors
 become too large for the allocator's heaps (`pass_cost.HEAP_BLOCK_BYTES`)."""
+RESIDENT_BATCHES = 8
+"""Micro-batches that share a pass of a model whose weights are all there: what they begin with is computed once for so
+many, and what an interruption loses is no more than they are."""
 LOGITS_SHARE = 4
 """One part in so many of what a micro-batch computes in, which logits take a few times for a moment."""
 LEAST_WAITING = 16 << 20
@@ -176,11 +179,15 @@ def planned(tasks: Sequence[Task], form: Form, limits: Limits, *, streamed: bool
         tasks: see `tasks_of`.
         form: how texts lie in micro-batches.
         limits: what may be taken.
-        streamed: whether a pass brings weights; where it brings none, each micro-batch has its own, and none waits.
+        streamed: whether a pass brings weights; where it brings none, only micro-batches that hand something on to the
+            next share one, few enough for results to come now and then, and nothing waits in a file.
         hands_on: whether a micro-batch may need what the one before has computed.
     """
     batches = micro_batches(tasks, form, limits.tokens)
-    grouped = passes(batches, limits.token_bytes, limits.total) if streamed else [[batch] for batch in batches]
+    grouped = passes(batches, limits.token_bytes, limits.total if streamed else limits.near + limits.host)
+    if not streamed:
+        most = RESIDENT_BATCHES if hands_on else 1
+        grouped = [chain for one in grouped for chain in chains(one, most)]
     waiting = [sum(batch.tokens for batch in one) * limits.token_bytes for one in grouped if len(one) > 1]
     tokens = sum(len(task.ids) for task in tasks)
     found = tuple(tuple(linked(one)) if hands_on else tuple(one) for one in grouped)

@@ -17,11 +17,11 @@ from rabbitllm.errors import BatchError, OptionError, ScoringError
 from rabbitllm.options import StreamOptions
 from rabbitllm.scoring import Room, ScoredText, score
 from rabbitllm.scoring.micro_batches import Form
-from rabbitllm.scoring.plan import Plan, form_of
+from rabbitllm.scoring.plan import RESIDENT_BATCHES, Plan, form_of
 from tests.scoring.beside_plain import alone, assert_alike, by_index, scored, texts_for
 from tests.support.builders import FAMILIES, VOCABULARY_SIZE, Family, build_checkpoint
 from tests.support.fake_gpu import FakeGpu, watched
-from tests.support.tiny_models import load, plain_model, split
+from tests.support.tiny_models import ALL, load, plain_model, split
 
 STREAMED = 60_000
 """Bytes with which most of a tiny model streams."""
@@ -80,10 +80,11 @@ def test_one_pass_for_all(split_folder: Path, plain: Any, exact: bool) -> None:
         assert list(found.values()) == sorted(expected, key=lambda one: list(found).index(one.index))
 
 
+@pytest.mark.parametrize("budget", [STREAMED, ALL], ids=["streamed", "resident"])
 @pytest.mark.parametrize("tokens", [4096, 120])
-def test_what_several_begin_with_is_computed_once(split_folder: Path, plain: Any, tokens: int) -> None:
+def test_what_several_begin_with_is_computed_once(split_folder: Path, plain: Any, tokens: int, budget: int) -> None:
     """Also where not all of them are in the same micro-batch."""
-    model = load(split_folder, STREAMED)
+    model = load(split_folder, budget)
     context = tuple(range(5, 105))
     texts = [ScoredText(number, (*context, number + 3), (7, 8, number)) for number in range(10)]
     plans: list[Plan] = []
@@ -183,7 +184,21 @@ def test_as_many_passes_as_it_takes(split_folder: Path) -> None:
 
 def test_a_resident_model(split_folder: Path, plain: Any) -> None:
     model = load(split_folder)
-    assert_alike(scored(model, texts_for(), Room(tokens=SMALL)), [alone(plain, text) for text in texts_for()])
+    plans: list[Plan] = []
+    found = by_index(score(model, texts_for(), Room(tokens=SMALL), on_plan=plans.append))
+    assert_alike(found, [alone(plain, text) for text in texts_for()])
+    # results come as soon as nobody needs what was computed any more, and after some micro-batches in any case
+    assert all(batch.hands_on for one in plans[0].passes for batch in one[:-1])
+    assert len(plans[0].passes) > 1
+
+
+def test_a_resident_model_gives_results_before_all_is_done(split_folder: Path, plain: Any) -> None:
+    count = 2 * (2 * RESIDENT_BATCHES + 3)  # two of them in a micro-batch
+    texts = [ScoredText(number, (*range(5, 45), number), (7, *[number % 50 + 3] * 20)) for number in range(count)]
+    plans: list[Plan] = []
+    found = by_index(score(load(split_folder), texts, Room(tokens=90), on_plan=plans.append))
+    assert_alike(found, [alone(plain, text) for text in texts])
+    assert [len(one) for one in plans[0].passes] == [RESIDENT_BATCHES, RESIDENT_BATCHES, 3]
 
 
 def test_many_logits_are_computed_in_slices(split_folder: Path, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
