@@ -90,7 +90,7 @@ class Batch:
         self._change = threading.Condition()
         self._holders = 0
         self._passes = JointPasses(
-            model, exact=limits.exact, most_rows=self._caches.memory.part, file=self._caches.file
+            model, exact=limits.exact, most_rows=self._caches.memory.rows, file=self._caches.file
         )
         self._thread = threading.Thread(target=self._work, name="rabbitllm-batch", daemon=True)
         self._thread.start()

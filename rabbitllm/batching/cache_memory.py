@@ -32,7 +32,8 @@ class CacheMemory:
     Attributes:
         limit: bytes that they may take.
         most_tokens: of prompts that one pass can compute beside them.
-        part: of these, those that go through a layer at a time; None for all.
+        part: of these, those that can go through a layer at a time; None for all.
+        rows: of several texts that gain by going through a layer together; None for all.
         most_texts: in one pass, as many as are asked for if there is memory for their logits.
         is_tight: whether what passes let go of has to go back to the system at once.
 
@@ -44,7 +45,7 @@ class CacheMemory:
         config = model.config.get_text_config(decoder=True)
         self._cost: CacheCost = cost_by_config(config, model.dtype)
         self._is_measured = False
-        free = _free_memory(model)
+        free = free_memory(model)
         self.limit = cache_bytes if cache_bytes is not None else free // 2
         if cache_bytes is None and self.limit < self.bytes_for(LEAST_TOKENS):
             raise OptionError(
@@ -55,6 +56,7 @@ class CacheMemory:
         cost = cost_of_a_pass(config, model.dtype.itemsize)
         self.most_texts = running
         self.part: int | None = None
+        self.rows: int | None = None
         self.is_tight = False
         if not in_bulk:
             self.most_tokens = cost.tokens_in(left - cost.of(0, 0, running))
@@ -68,7 +70,8 @@ class CacheMemory:
         left -= left // UNUSED_SHARE
         self.most_texts = min(running, cost.texts_in(left))
         self.most_tokens, self.part = cost.parts_in(left, self.most_texts)
-        self.is_tight = cost.is_tight(self.part, left // 2)
+        self.rows = min(self.part, cost.most_tokens)
+        self.is_tight = cost.is_tight(self.rows, left // 2)
 
     def bytes_for(self, tokens: int) -> int:
         """That the keys and values of so many tokens of one text take."""
@@ -104,7 +107,7 @@ class CacheMemory:
                 return
 
 
-def _free_memory(model: Any) -> int:
+def free_memory(model: Any) -> int:
     """Bytes on all devices together, beside the weights."""
     free: list[int] = [lane.device.free_bytes() for lane in model.streamer.lanes.values()]
     return len(free) * min(free)

@@ -26,8 +26,8 @@ GOOD_TOKENS, GOOD_PARTS = 256, 8
 CARRIED = 6
 """Times a hidden state that a token takes between two layers, and beside those whose turn it is in one."""
 HEAP_BLOCK_BYTES = 32 << 20
-"""Larger blocks the allocator gets from the system each time, page by page: in passes whose parts made such blocks that
-took as long as a third of the products (glibc's DEFAULT_MMAP_THRESHOLD_MAX)."""
+"""Larger blocks the allocator gets from the system each time, page by page, which took a sixth of one processor's time
+where parts made such blocks (glibc's DEFAULT_MMAP_THRESHOLD_MAX)."""
 TIGHT = 3
 """Holes between blocks that stay take up to so many times what parts take."""
 _SPARE = 5, 4
@@ -104,10 +104,10 @@ class PassCost:
             texts: whose next token is wanted at the same time.
 
         Returns:
-            Of the pass, and of a part of it.
+            Of the pass, and of a part of it, at most.
         """
         left = max(nbytes - self.fixed - texts * self.answered, 0)
-        part = min(self.tokens_in(left // 2), self.most_tokens)
+        part = self.tokens_in(left // 2)
         return max((left - left // 2) // self.carried, part), part
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from rabbitllm.batching.cache_cost import cost_by_config
+from rabbitllm.batching.cache_memory import free_memory
 from rabbitllm.batching.pass_cost import cost_of_a_pass
 from rabbitllm.bulk.order import CHARACTERS_OF_A_TOKEN, GENERATIONS
 from rabbitllm.bulk.survey import Survey
@@ -91,6 +92,7 @@ def loaded(
         RabbitLLMError: as `pull` and `AutoModel.from_pretrained` do.
     """
     found = pulled(wish) if split else None
+    is_said = cache_bytes is not None
     pass_bytes = 0
     if found is not None and wish.max_memory is None:
         lengths = [length for length, kind in zip(survey.lengths, survey.kinds, strict=True) if kind == GENERATIONS]
@@ -101,9 +103,22 @@ def loaded(
         pass_bytes = min(good_pass_bytes(config, min(len(lengths), sequences), dtype), free // PASS_SHARE)
     weights = with_room(wish, cache_bytes, pass_bytes)
     model = load(replace(wish, max_memory=weights), found, console, dtype=dtype, show_layer_progress=False)
+    if cache_bytes is not None and not is_said:  # what is free now is less than was foretold
+        cache_bytes = left_of(free_memory(model), cache_bytes, pass_bytes)
     if found is None:
         return Loaded(model, cache_bytes, None)
     return Loaded(model, cache_bytes, found.entry.folder, digest_of(found.entry.source))
+
+
+def left_of(free: int, cache_bytes: int, pass_bytes: int) -> int:
+    """That keys and values take of what is free beside the weights, where nobody says.
+
+    Args:
+        free: bytes.
+        cache_bytes: that they are to have.
+        pass_bytes: that a pass computes in, beside them; they have no less than half of what is free.
+    """
+    return min(cache_bytes, max(free - pass_bytes, free // SHARE))
 
 
 def digest_of(source: SourceIdentity | None) -> str | None:

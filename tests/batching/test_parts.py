@@ -63,6 +63,21 @@ def test_a_prompt_longer_than_a_part_takes_several_passes(
     assert batch.facts.passes >= 6
 
 
+def test_a_prompt_longer_than_a_part_that_is_worth_it_still_takes_one_pass(
+    open_batch: Open, plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another pass costs all the weights."""
+    monkeypatch.setattr(PassCost, "most_tokens", 30)
+    batch, model = open_batch(Limits(chunk=1 << 30, in_bulk=True))
+    rows: list[int] = []
+    model.model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda module, given: rows.append(given[0].shape[-2]))
+    requests = [Request(prompt(length, length), 3) for length in (100, 20, 9, 15)]
+    for one in asked_together(batch, requests):
+        assert one.tokens == alone(plain, one.request)
+    assert batch.facts.passes == 3
+    assert rows[:3] == [100, 29, 15]
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "gemma3"])
 def test_parts_of_other_families(open_batch: Open, tmp_path: Any, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PassCost, "parts_in", lambda *given: (10_000, 40))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
-from rabbitllm.bulk.loading import needed_bytes
+from rabbitllm.bulk.loading import good_pass_bytes, left_of, needed_bytes
 from tests.support.builders import FAMILIES
 
 
@@ -17,6 +17,20 @@ def test_the_longest_lines_together_and_one_more_that_is_all_characters(checkpoi
     assert many - few == 48 * 20 * needed_of_one(config)
     assert needed_bytes(config, [20] * 100, 500, "float32") == needed_bytes(config, [20] * 100, 100, "float32")
     assert needed_bytes(config, [20], 1, "bfloat16") == needed_bytes(config, [20], 1, "float32") // 2
+
+
+def test_a_good_pass_is_one_for_as_many_lines_as_are_answered(checkpoint: Path) -> None:
+    config = AutoConfig.from_pretrained(checkpoint)
+    one, many = (good_pass_bytes(config, texts, "float32") for texts in (1, 101))
+    assert many - one == 100 * 8 * config.vocab_size  # logits, and what they are rounded from
+    assert good_pass_bytes(config, 1, "float32") != good_pass_bytes(config, 1, "bfloat16")
+
+
+def test_where_less_is_free_than_was_foretold_keys_and_values_give_way() -> None:
+    assert left_of(1000, 300, 200) == 300
+    assert left_of(400, 300, 200) == 200
+    assert left_of(400, 300, 100) == 300
+    assert left_of(400, 300, 390) == 200
 
 
 def needed_of_one(config: object) -> int:
