@@ -28,6 +28,7 @@ from rabbitllm.formats.tensor_spec import DTYPES
 from rabbitllm.lazy.tensor import LazyTensor
 from tests.attacks import pickles, torch_zips
 from tests.support.builders import INDEX_NAME, cut, llama_tensors, torch_files, write_shards, write_torch
+from tests.support.leftovers import open_files
 from tests.support.meta_files import tiny_llama, weights_of, write_meta
 from tests.support.splitting import split
 from tests.support.torch_files import archive, pack
@@ -185,12 +186,10 @@ def test_hostile_files_are_refused_when_opened(tmp_path: Path, attack: torch_zip
     if attack in pickles.ATTACKS:
         data = pack(archive(data))
     (tmp_path / "x.bin").write_bytes(data)
-    before = len(os.listdir("/proc/self/fd")) if os.path.exists("/proc/self/fd") else 0
     with pytest.raises(CheckpointError):
         rabbitllm.lazy_load(tmp_path / "x.bin")
     assert not (tmp_path / "marker").exists()
-    if before:
-        assert len(os.listdir("/proc/self/fd")) == before
+    assert not list(open_files(tmp_path))
 
 
 def test_what_is_not_there_or_does_not_fit(tmp_path: Path) -> None:
@@ -252,19 +251,18 @@ def test_closing(tmp_path: Path, mapped: bool) -> None:
     assert tensor.sum() == 8  # it keeps its file open by itself
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="counts descriptors")
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors")
 def test_descriptors_go_with_what_refers_to_them(tmp_path: Path) -> None:
     write_shards(tmp_path, cut(llama_tensors(), 3))
-    before = len(os.listdir("/proc/self/fd"))
     lazy = rabbitllm.lazy_load(tmp_path)
-    assert len(os.listdir("/proc/self/fd")) == before + 3
+    assert len(list(open_files(tmp_path))) == 3
     name = next(iter(lazy))
     tensor = lazy[name]
     del lazy
-    assert len(os.listdir("/proc/self/fd")) == before + 1
+    assert len(list(open_files(tmp_path))) == 1
     tensor.read()
     del tensor
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not list(open_files(tmp_path))
 
 
 def test_a_checkpoint_is_neither_pickled_nor_deep_copied(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def none_left(*folders: Path) -> Iterator[None]:
     before = set(threading.enumerate())
     yield
     wait_for_threads(before)
-    open_yet = [path for folder in folders for path in (*_open_files(folder), *_mapped_files(folder))]
+    open_yet = [path for folder in folders for path in (*open_files(folder), *_mapped_files(folder))]
     assert open_yet == [], "files are left open"
 
 
@@ -39,7 +39,8 @@ def _threads_besides(known: set[threading.Thread]) -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t not in known and not t.name.endswith(_OF_THE_HUB)]
 
 
-def _open_files(folder: Path) -> Iterator[str]:
+def open_files(folder: Path) -> Iterator[str]:
+    """Below a folder, once for each descriptor of this process; none where the system does not say."""
     descriptors = Path("/proc/self/fd")
     for descriptor in descriptors.iterdir() if descriptors.exists() else ():
         with contextlib.suppress(OSError):  # that of the listing itself is gone by now
