@@ -183,5 +183,5 @@ def test_a_file_of_13_gb(tmp_path: Path) -> None:
     path.unlink()
     count, seconds, kilobytes = map(float, ran.stdout.split())
     assert count == 150
-    assert seconds < 1
+    assert seconds < 3
     assert kilobytes < 50_000

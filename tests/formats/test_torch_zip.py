@@ -322,7 +322,7 @@ def test_a_file_of_13_gb(tmp_path: Path) -> None:
     count, seconds, opening, done, reading = map(float, ran.stdout.split())
     path.unlink()
     assert (count, done) == (198, 16384 * 4096 * 2)
-    assert seconds < 1
+    assert seconds < 3
     assert opening < 50_000
     assert reading < 50_000
 
