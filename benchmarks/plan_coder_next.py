@@ -89,6 +89,7 @@ class PaperGpu(CpuDevice):
     shares_host_memory = False
 
     def __init__(self, index: int) -> None:
+        super().__init__()
         self.name = f"cuda:{index}"
 
 

@@ -37,6 +37,7 @@ class _Free(CpuDevice):
     """A processor with so many bytes of memory."""
 
     def __init__(self, nbytes: int) -> None:
+        super().__init__()
         self._nbytes = nbytes
 
     def free_bytes(self) -> int:

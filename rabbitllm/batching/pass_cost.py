@@ -15,6 +15,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from rabbitllm.checkpoints.routing import picked_by
 from rabbitllm.layers.bfloat_products import CHUNK_ELEMENTS
 
 LEAST_TOKENS = 16
@@ -150,5 +151,5 @@ def _wide(config: Any, hidden: int) -> int:
     """The width of the feed-forward network, of the layer that has the widest."""
     given = getattr(config, "intermediate_size", None) or 4 * hidden
     wide: int = given if isinstance(given, int) else max(given)
-    expert, picked = getattr(config, "moe_intermediate_size", None), getattr(config, "num_experts_per_tok", None)
-    return max(wide, expert * picked) if isinstance(expert, int) and isinstance(picked, int) else wide
+    expert, picked = getattr(config, "moe_intermediate_size", None), picked_by(config)
+    return max(wide, expert * picked) if isinstance(expert, int) and picked else wide

@@ -89,7 +89,11 @@ class Device(Protocol):
 
 def aligned_host(nbytes: int) -> torch.Tensor:
     """Host memory on a page boundary, uint8 (nbytes,)."""
-    return torch.frombuffer(page_aligned(max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
+    return _as_tensor(page_aligned(max(nbytes, 1)), nbytes)
+
+
+def _as_tensor(memory: memoryview, nbytes: int) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
 
 
 class CpuDevice:
@@ -105,7 +109,7 @@ class CpuDevice:
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         memory = page_aligned(max(nbytes, 1))
         self._buffers[id(memory)] = memory
-        return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+        return _as_tensor(memory, nbytes)
 
     def free_host_buffer(self, buffer: torch.Tensor) -> None:
         pass

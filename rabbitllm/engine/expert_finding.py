@@ -16,6 +16,7 @@ import numpy as np
 from torch import nn
 from transformers import PreTrainedModel
 
+from rabbitllm.checkpoints.routing import picked_by
 from rabbitllm.engine.expert_parts import Block, Nesting, Part
 from rabbitllm.engine.expert_source import ExpertSource, Leaf, packed_by
 from rabbitllm.engine.published import BY_MATRIX
@@ -106,10 +107,8 @@ def _source(
 def _used(model: PreTrainedModel, module: nn.Module) -> int:
     """How many experts a token uses, by the config."""
     for config in (getattr(module, "config", None), model.config.get_text_config(decoder=True)):
-        for key in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts"):
-            found = getattr(config, key, None)
-            if isinstance(found, int):
-                return found
+        if found := picked_by(config):
+            return found
     return _USUAL
 
 

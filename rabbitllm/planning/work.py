@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from rabbitllm.checkpoints.routing import picked_by
 from rabbitllm.engine.blueprint import Blueprint
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.unit_source import UnitSource
@@ -75,7 +76,7 @@ class UnitWork:
 
 def work_of(drawn: Blueprint) -> tuple[UnitWork, ...]:
     """What a pass does, unit by unit, in its order."""
-    picked, encoder = _picked(drawn.model.config), _encoder_path(drawn.model)
+    picked, encoder = picked_by(drawn.model.config.get_text_config()), _encoder_path(drawn.model)
     hosts = {budget.device for budget in drawn.placement.budgets if budget.is_host}
     found = []
     for placed in drawn.placement.units:
@@ -112,14 +113,6 @@ def _encoder_path(model: Any) -> str | None:
         return None
     encoder = model.get_encoder()
     return next((f"{name}." for name, module in model.named_modules() if module is encoder and name), None)
-
-
-def _picked(config: Any) -> int | None:
-    """Experts that a router picks for a token; None where the config does not say."""
-    text = config.get_text_config()
-    names = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k_experts", "moe_topk")
-    found = next((value for name in names if isinstance(value := getattr(text, name, None), int)), None)
-    return found or None
 
 
 def _products(source: UnitSource, picked: int | None) -> Iterable[Product]:
