@@ -92,6 +92,17 @@ class StreamOptions:
     exact: bool = False
     fast_bfloat16: bool = False
 
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            OptionError: two options that contradict each other.
+        """
+        if self.exact and self.fast_bfloat16:
+            raise OptionError(
+                "exact=True asks for the last bits of an ordinary model, fast_bfloat16=True for others.",
+                "Leave one of them out.",
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class Hosts:

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from rabbitllm.errors import OptionError
 from rabbitllm.layers import bfloat_products, vectors
+from rabbitllm.options import StreamOptions
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import ALL, INPUT, load, plain_model, run, split
 
@@ -39,7 +41,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_every_linear_layer_goes_through_it_and_loses_no_more_than_torchs(
     checkpoint: Path, rows: list[int], budget: int
 ) -> None:
-    model = load(split(checkpoint), budget, fast_bfloat16=True)
+    model = load(split(checkpoint), budget, fast_bfloat16=True, exact=False)
     plain = plain_model(checkpoint)
     with torch.inference_mode():
         found = model(INPUT).logits.double()
@@ -55,8 +57,13 @@ def test_where_the_processor_multiplies_bfloat16_nothing_changes(
 ) -> None:
     monkeypatch.setattr(bfloat_products, "kernel_here", lambda: 0)
     folder = split(checkpoint)
-    found, expected = run(load(folder, 0, fast_bfloat16=True)), run(load(folder, 0))
+    found, expected = run(load(folder, 0, fast_bfloat16=True, exact=False)), run(load(folder, 0))
     assert torch.equal(found.logits, expected.logits)
+
+
+def test_it_does_not_go_together_with_exact_bits() -> None:
+    with pytest.raises(OptionError, match=r"exact=True .*fast_bfloat16=True"):
+        StreamOptions(exact=True, fast_bfloat16=True)
 
 
 def test_without_it_logits_are_transformers(checkpoint: Path, rows: list[int]) -> None:
