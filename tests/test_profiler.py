@@ -90,7 +90,7 @@ def test_stage_of_two_threads_is_the_limit_only_if_both_are_busy_longest() -> No
     both = threading.Barrier(2)
 
     def record() -> None:
-        both.wait(10)
+        both.wait(60)
         profiler.add("layers.0", QUANTISE, 3.0, 8)
 
     threads = [threading.Thread(target=record) for _ in range(2)]

@@ -533,7 +533,7 @@ def test_next_shard_is_fetched_while_the_last_is_used(local_hub: LocalHub, shard
 
     def look(step: Step) -> None:
         if step.kind == "sync" and step.path.name == "model.embed_tokens.safetensors.part" and not waited:
-            waited.append(coming.wait(30))
+            waited.append(coming.wait(60))
 
     with progress.listening(listen), observe_steps(look):
         split(REPO, shard_transfer="file")

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -184,9 +183,8 @@ def test_a_process_that_is_stopped(checkpoint: Path, how: str) -> None:
     assert process.stdout.read(1)
     if how == "interrupt":
         process.send_signal(signal.SIGINT)
-        start = time.monotonic()
-        process.communicate()
-        assert (process.returncode, time.monotonic() - start < 10) == (130, True)
+        process.communicate(timeout=120)
+        assert process.returncode == 130
     else:
         process.stdout.close()
         errors = process.stderr.read()

@@ -23,7 +23,7 @@ class Filler:
 
     def request(self, name: str) -> None:
         def fill(slot: Slot) -> str:
-            assert self.gate.wait(30)
+            assert self.gate.wait(60)
             slot.buffer.fill_(int(name))
             self.done.append(name)
             return f"ticket {name}"

@@ -65,7 +65,7 @@ def opened(tmp_path: Path) -> Opened:
 
 def until(condition: Callable[[], bool]) -> bool:
     """Whether something comes true within seconds."""
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while not condition():
         if time.monotonic() > end:
             return False

@@ -185,12 +185,12 @@ def test_threads_that_share_a_resident_model_lose_no_time(checkpoint: Path) -> N
     both = threading.Barrier(2)
 
     def meet(module: Any, args: Any, output: Any) -> None:
-        both.wait(10)
+        both.wait(60)
 
     model.model.embed_tokens.register_forward_hook(meet)
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(passes, model, 1) for _ in range(2)]:
-            done.result(30)
+            done.result(60)
     assert len(model.profiler.passes) == 1
     alone = load(split(checkpoint), ALL, profiling=True)
     passes(alone, 1)

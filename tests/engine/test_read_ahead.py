@@ -31,8 +31,8 @@ def test_files_come_into_the_page_cache(tmp_path: Path) -> None:
         path.write_bytes(os.urandom(2 * PIECE_BYTES + 4096))
         dropped(path)
     before = sum(map(_cached_pages, paths))
-    read_ahead((path, 0, path.stat().st_size) for path in paths).join(20)
-    deadline = time.monotonic() + 20
+    read_ahead((path, 0, path.stat().st_size) for path in paths).join(60)
+    deadline = time.monotonic() + 60
     while sum(map(_cached_pages, paths)) < 2 * (2 * PIECE_BYTES // 4096 + 1) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert sum(map(_cached_pages, paths)) == 2 * (2 * PIECE_BYTES // 4096 + 1) > before
@@ -40,7 +40,7 @@ def test_files_come_into_the_page_cache(tmp_path: Path) -> None:
 
 def test_files_that_are_gone_are_nobodys_business_here(tmp_path: Path) -> None:
     thread = read_ahead([(tmp_path / "none", 0, 10)])
-    thread.join(20)
+    thread.join(60)
     assert not thread.is_alive()
 
 

@@ -73,7 +73,7 @@ def in_time(work: Callable[[], T]) -> T:
     results: list[T] = []
     thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
     thread.start()
-    thread.join(30)
+    thread.join(60)
     assert results, "it did not finish"
     return results[0]
 
@@ -347,5 +347,5 @@ def test_a_dropped_model_leaves_no_thread_and_no_memory(checkpoint: Path) -> Non
     del model
     gc.collect()
     assert [reference() for reference in left] == [None, None]
-    reader.join(10)
+    reader.join(60)
     assert not reader.is_alive()

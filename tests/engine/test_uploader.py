@@ -38,7 +38,7 @@ class Disk(SpanReader):
         spans = tuple(spans)
         (unit,) = (name for name in LAYERS if self._opened.sources[name].spans == spans)
         self.begun.append(unit)
-        assert self.gate.wait(30)
+        assert self.gate.wait(60)
         super().read(spans, buffer)
 
 

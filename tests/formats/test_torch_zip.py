@@ -7,7 +7,6 @@ import io
 import pickle
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -273,13 +272,11 @@ def test_values_of_four_bits_are_no_scalars_and_have_no_strides(tmp_path: Path) 
 
 
 GIANT = """
-import resource, sys, time
+import resource, sys
 from pathlib import Path
 from rabbitllm.formats import torch_zip
 idle = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-began = time.process_time()
 read = torch_zip.read_torch_zip(Path(sys.argv[1]))
-took = time.process_time() - began
 opened = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 assert "torch" not in sys.modules
 import torch
@@ -291,7 +288,7 @@ record = read.tensors[-1]
 with PositionalFile(Path(sys.argv[1])) as file:
     done = sum(len(piece) for piece in chunks_of(file, record))
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(len(read.tensors), took, opened - idle, done, after - before)
+print(len(read.tensors), opened - idle, done, after - before)
 """
 
 
@@ -319,10 +316,9 @@ def test_a_file_of_13_gb(tmp_path: Path) -> None:
         flat = b"".join(bytes(piece) for piece in chunks_of(opened, record))
     assert flat.index(b"\x12\x34") == (3 * 4096 + 7) * 2
     ran = subprocess.run([sys.executable, "-c", GIANT, str(path)], cwd=ROOT, capture_output=True, text=True, check=True)
-    count, seconds, opening, done, reading = map(float, ran.stdout.split())
+    count, opening, done, reading = map(float, ran.stdout.split())
     path.unlink()
     assert (count, done) == (198, 16384 * 4096 * 2)
-    assert seconds < 3
     assert opening < 50_000
     assert reading < 50_000
 
@@ -353,10 +349,8 @@ def test_what_looks_like_an_attack_and_is_sound(tmp_path: Path, case: str) -> No
 @pytest.mark.parametrize("attack", torch_zips.ATTACKS, ids=lambda attack: attack.name)
 def test_zip_attack(tmp_path: Path, attack: Attack) -> None:
     (tmp_path / "x.bin").write_bytes(attack.build(tmp_path / "marker"))
-    began = time.process_time()
     with pytest.raises(attack.error, match=attack.message) as caught:
         read_torch_zip(tmp_path / "x.bin")
-    assert time.process_time() - began < 3
     assert type(caught.value) is attack.error
     assert caught.value.remedy
     assert "x.bin" in caught.value.problem

@@ -86,14 +86,14 @@ def test_closing_waits_for_who_reads(path: Path, monkeypatch: pytest.MonkeyPatch
 
     def slow(opened: PositionalFile, buffer: memoryview, offset: int) -> int:
         reading.set()
-        assert closed.wait(30)
+        assert closed.wait(60)
         return plain(opened, buffer, offset)
 
     monkeypatch.setattr(PositionalFile, "read_into", slow)
     made: list[torch.Tensor] = []
     thread = threading.Thread(target=lambda: made.append(file.tensor(spec(file, "plain"))))
     thread.start()
-    assert reading.wait(30)
+    assert reading.wait(60)
     file.close()
     closed.set()
     thread.join()

@@ -72,7 +72,7 @@ def test_the_thread_goes_with_the_last_claim(monkeypatch: pytest.MonkeyPatch) ->
     said = Said("one")
     claim = region.claim(said)
     said.text = "two"
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while stream.screen(80) != ["two"]:
         assert time.monotonic() < end
         time.sleep(0.005)

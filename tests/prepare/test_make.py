@@ -130,9 +130,7 @@ def test_waiting_process_goes_on_where_a_killed_one_stopped(
     time.sleep(0.3)
     assert contents(model / "splitted_model") == before  # it waits indeed
     first.process.kill()
-    killed = time.monotonic()
     made = second.result()
-    assert time.monotonic() - killed < 2  # of which a tenth is for the lock
     assert contents(made) == contents(quiet.find().split_folder)
     assert second.stderr.count("waiting until it is done") == 1
     assert names_in(model, "*.safetensors") == names_in(Path(quiet.source), "*.safetensors")

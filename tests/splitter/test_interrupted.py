@@ -24,7 +24,7 @@ from tests.support.splitting import Call, contents, interrupted, layer_files, na
 
 ROOT = Path(__file__).parent.parent.parent
 REPO = "acme/tiny"
-SOON = 3.0
+SOON = 30.0
 """Seconds; it takes a fraction of one, and the machine may be loaded."""
 LARGE = {"layers": 4, "hidden": 768, "vocabulary": 2048}
 

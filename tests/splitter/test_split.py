@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -848,13 +849,20 @@ def test_disk_that_others_fill_stops_the_split_before_it_is_full(
     model: Path, monkeypatch: pytest.MonkeyPatch, expected: Callable[[str | None], dict[str, bytes]]
 ) -> None:
     usage = shutil.disk_usage(model)
-    free = [10**12]
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free[0]))
+    free, looks = [10**12], threading.Semaphore(0)
+
+    def asked(path: Path) -> object:
+        if free[0] < 10**9:
+            looks.release()
+        return usage._replace(free=free[0])
+
+    monkeypatch.setattr(shutil, "disk_usage", asked)
 
     def fill(event: progress.Event) -> None:
         if isinstance(event, progress.ShardDone):
             free[0] = 10**9 - 1
-            time.sleep(0.5)  # the watch looks ten times a second
+            for _ in range(2):  # with the second look the watch has seen what came of the first one
+                assert looks.acquire(timeout=60)
 
     with progress.listening(fill), pytest.raises(DiskFullError, match=r"Only 1.00 GB were free") as stopped:
         split(model)
