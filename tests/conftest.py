@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.support.sweeps import leave_the_rest_to_the_long_run
 
 pytest_plugins = ["tests.support.hub_fixtures"]
 
@@ -50,9 +53,14 @@ FIRST = (
 would be begun last."""
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with long tests first, then those with many tests; within a file nothing is changed."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Draw what is run of wide sweeps before others are left out by their marks, and put in order what stays.
+
+    Files with long tests come first, then those with many tests; within a file nothing is changed.
+    """
+    leave_the_rest_to_the_long_run(items)
+    yield
     folder = Path(__file__).parent
     turns = {folder / name: turn for turn, name in enumerate(FIRST)}
     tests = Counter(item.path for item in items)

@@ -33,6 +33,7 @@ print(filled - before, freed - before, used() - before)
 """
 
 
+@pytest.mark.long
 def test_large_blocks_are_apart() -> None:
     found = {}
     for how in ("apart", "as usual"):

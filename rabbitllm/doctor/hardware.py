@@ -34,7 +34,8 @@ def memory(root: Path = Path("/")) -> Memory:
 
     found = psutil.virtual_memory()
     groups = tuple(GroupMemory(one.version, one.folder, one.limit, one.room) for one in group_limits(root))
-    return Memory(int(found.total), int(found.available), available_ram(), groups)
+    # looked at twice, and others may have let go of some in between
+    return Memory(int(found.total), int(found.available), min(available_ram(), int(found.available)), groups)
 
 
 def processor(root: Path = Path("/")) -> Processor:

@@ -39,6 +39,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return split(build_checkpoint(folder, "llama", dtype=torch.bfloat16, **sizes, **more))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(trimming() is None, reason="no glibc here")
 def test_a_pass_takes_what_is_reckoned(wide: Path) -> None:
     _, *found = measured(wide, *SHAPES)

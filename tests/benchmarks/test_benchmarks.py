@@ -372,6 +372,7 @@ def test_a_worker_that_takes_too_long(monkeypatch: pytest.MonkeyPatch, tmp_path:
         peers.run_worker(peers.THIS, {}, tmp_path, "stub", [])
 
 
+@pytest.mark.long
 def test_the_real_worker_says_what_went_wrong(tmp_path: Path) -> None:
     job = {"task": "split", "package": "no_such_package"}
     with pytest.raises(peers.PeerError, match="ModuleNotFoundError: No module named 'no_such_package'"):

@@ -75,6 +75,7 @@ def test_what_passes() -> None:
     assert not dataclasses.replace(good, recorded_exact_match=score + demo.ALLOWED_DROP * 2).passed
 
 
+@pytest.mark.long
 def test_demo_fails_when_a_shard_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rabbitllm.checkpoints.checkpoint import Disposal, Release
     from rabbitllm.checkpoints.local import LocalCheckpoint

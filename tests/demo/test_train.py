@@ -45,6 +45,7 @@ def test_the_larger_model_can_be_quantised_by_others() -> None:
     assert plan_for(LARGER, steps=None, minutes=None, seed=0).rounded_from == 1
 
 
+@pytest.mark.long
 def test_prose_is_never_in_both_parts() -> None:
     training, kept = training_prose(), held_out_prose()
     assert len(training) > 10 * len(kept) > 100_000
@@ -54,6 +55,7 @@ def test_prose_is_never_in_both_parts() -> None:
     assert len(shared) <= len(paragraphs) // 20  # some modules are copies of others
 
 
+@pytest.mark.long
 def test_what_a_step_sees(tokenizer: Any) -> None:
     plan = plan_for(LARGER, steps=None, minutes=None, seed=3)
     first, second = islice(batches(tokenizer, plan), 2)

@@ -118,6 +118,7 @@ def test_what_cannot_be_measured_costs_a_line(broken: str, monkeypatch: pytest.M
     assert report.models[0].at[0].output_bytes > 0
 
 
+@pytest.mark.long
 def test_a_gpu_is_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "published", lambda: published()[:1])
     monkeypatch.setattr(speeds, "resolve_devices", lambda *arguments: [FakeGpu(0)])

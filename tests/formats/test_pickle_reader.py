@@ -66,6 +66,7 @@ def test_a_reader_that_ran_it_would_show(tmp_path: Path, attack: Attack) -> None
     assert marker.exists()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss in kilobytes")
 def test_the_most_memory_that_an_attack_takes(tmp_path: Path) -> None:
     code = """

@@ -53,6 +53,7 @@ def test_malformed(tmp_path: Path, case: str) -> None:
     assert isinstance(refused.value, CheckpointError)
 
 
+@pytest.mark.long
 def test_which_of_them_the_library_itself_refuses() -> None:
     read = set()
     for case, (content, _) in HOSTILE.items():

@@ -324,6 +324,7 @@ def test_which_of_them_the_library_itself_refuses() -> None:
     assert set(done.stdout.splitlines()) == ACCEPTED_BY_THE_LIBRARY
 
 
+@pytest.mark.long
 def test_the_worst_takes_little_memory(tmp_path: Path) -> None:
     """The largest file that is read, of as many pieces as are read, and refused at the end."""
     path = tmp_path / "tokenizer.model"

@@ -96,6 +96,7 @@ def test_two_processes_race_on_a_checkpoint_of_one_file(
         assert names_in(model) == ["config.json", "splitted_model"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sequential", [True, False])
 def test_two_processes_race_on_a_repository(
     repository: Path, model: Path, tmp_path: Path, sequential: bool, workers: tuple[Worker, Worker]

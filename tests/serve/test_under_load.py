@@ -179,6 +179,7 @@ def test_64_clients_for_five_minutes(server: ServedModel, model: Path) -> None:
     assert growth * 60 < 2 << 20, "bytes a minute"
 
 
+@pytest.mark.long
 def test_a_restart_in_the_middle(server: ServedModel, model: Path, few: list[Question]) -> None:
     """Clients that ask again get every answer; the layer files are those of before."""
     split = model / "splitted_model"

@@ -86,6 +86,7 @@ def go_on(command: list[str], environment: dict[str, str] | None = None) -> Path
     return Path(done.stdout.strip())
 
 
+@pytest.mark.long
 def test_in_the_middle_of_a_split(tmp_path: Path, script: list[str]) -> None:
     tensors = cut(llama_tensors(**LARGE), 8)
     model = write_shards(tmp_path / "model", tensors)

@@ -49,6 +49,7 @@ def test_kill_at_some_steps(make_scene: MakeScene, crash_server: CrashServer, ro
         check(scene, crash_server, death)
 
 
+@pytest.mark.long
 def test_kill_while_a_single_file_is_split(tmp_path: Path, crash_server: CrashServer) -> None:
     scene = scene_of_one_file(tmp_path, Route())
     for death in (*range(0, scene.steps - 10, 9), *range(scene.steps - 10, scene.steps)):

@@ -102,6 +102,7 @@ def local(source: Path, to: Path, compression: str | None = None) -> dict[str, b
     return contents(pull(Wish(str(source), compression, folder=to)).entry.folder)
 
 
+@pytest.mark.long
 def test_all_tasks_together_make_the_bytes_of_one_process(cluster: str, source: Path, tmp_path: Path) -> None:
     expected = local(source, tmp_path / "local")
     made = pull_on(cluster, Wish(str(source), folder=tmp_path / "spread"))
@@ -257,6 +258,7 @@ def pids(name: str) -> list[int]:
     return [process.pid for process in found if f"ray::{name}" in " ".join(process.cmdline())]
 
 
+@pytest.mark.long
 def test_each_line_is_answered_once_though_workers_are_killed(cluster: str) -> None:
     """Of what a killed worker had, only that is done again which had no answer yet."""
     got, killed = list[Answer](), list[int]()
@@ -270,6 +272,7 @@ def test_each_line_is_answered_once_though_workers_are_killed(cluster: str) -> N
     assert {one.line["pid"] for one in got} - {*killed}
 
 
+@pytest.mark.long
 def test_workers_without_a_place_are_told_of(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, with what is wanted and what is there; they begin as soon as there is one."""
     import ray
@@ -297,6 +300,7 @@ def test_workers_that_die_again_and_again_are_an_error(cluster: str) -> None:
     assert pids("Dying") == []
 
 
+@pytest.mark.long
 def test_what_a_worker_raises_is_raised_here(cluster: str) -> None:
     with pytest.raises(HubError, match="no answer"):
         list(taken(1, 8, Failing))
@@ -335,6 +339,7 @@ def test_a_batch_has_the_output_of_one_process(cluster: str, tmp_path: Path) -> 
     assert out.read_bytes() == (tmp_path / "local.jsonl").read_bytes()
 
 
+@pytest.mark.long
 def test_other_weights_of_the_same_name_are_refused(cluster: str, tmp_path: Path) -> None:
     said = list[str]()
 

@@ -1,0 +1,98 @@
+"""Which cases of wide sweeps `make test` runs: a part drawn by their names. `make test-long` runs all of them.
+
+Knows neither what a sweep is about nor how long it takes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from zlib import crc32
+
+import pytest
+
+PARTS: Mapping[str, int] = {
+    "batching/test_devices.py::test_texts_on_gpus": 2,
+    "batching/test_families.py::test_several_requests": 3,
+    "batching/test_making_way.py::test_exact_has_the_bits_of_one_that_made_no_way": 3,
+    "batching/test_making_way.py::test_tokens_are_those_alone": 3,
+    "batching/test_packed.py::test_beside_a_text_that_goes_by_itself": 2,
+    "batching/test_texts_in_a_file.py::test_tokens_are_those_alone_and_more_texts_share_a_pass": 3,
+    "bench/test_measure.py::test_only_the_last_turn_is_profiled": 3,
+    "chat/test_kept_cache.py::test_a_cache_goes_back_to_what_it_was": 3,
+    "chat/test_session.py::test_an_answer_that_is_stopped_anywhere": 3,
+    "cli/test_plan.py::test_peak_of_a_folder": 2,
+    "cli/test_plan.py::test_peak_of_a_repository": 4,
+    "cli/test_plan.py::test_unfinished_split_is_planned_to_its_end": 2,
+    "cli/test_plan.py::test_what_does_not_fit_is_refused_alike": 4,
+    "ecosystem/test_adapters.py::test_an_adapter_gives_the_logits_of_the_plain_model": 2,
+    "ecosystem/test_adapters.py::test_every_way_of_loading_one": 2,
+    "ecosystem/test_adapters.py::test_merging_is_refused_where_it_would_be_lost": 4,
+    "engine/test_around_the_weights.py::test_caches": 3,
+    "engine/test_double.py::test_every_tier_has_the_bits_of_bitsandbytes": 3,
+    "engine/test_double.py::test_experts_come_and_go": 2,
+    "engine/test_every_architecture.py::test_every_type_has_the_bits_of_transformers": 2,
+    "engine/test_experts.py::test_bits_do_not_depend_on_where_experts_are": 3,
+    "engine/test_fake_gpu.py::test_buffers_stay_within_the_limit": 2,
+    "engine/test_fake_gpu.py::test_compressed_models_have_the_bits_of_the_cpu": 3,
+    "engine/test_fake_gpu.py::test_every_family_has_the_bits_of_transformers": 2,
+    "engine/test_fake_gpu.py::test_page_locked_memory_changes_no_bit": 2,
+    "engine/test_families.py::test_another_dtype_than_the_stored_one": 3,
+    "engine/test_families.py::test_compressed_is_what_transformers_makes_of_dequantised_weights": 4,
+    "engine/test_families.py::test_uncompressed_is_what_transformers_computes": 3,
+    "engine/test_hybrid_caches.py::test_long_generations_of_a_padded_batch": 2,
+    "engine/test_packed_weight.py::test_every_family_is_near_to_its_dequantised_self": 3,
+    "engine/test_skeleton.py::test_buffers_are_bit_equal_to_those_of_transformers": 3,
+    "engine/test_skeleton.py::test_dtypes_and_class_are_those_of_transformers": 3,
+    "formats/test_strided.py::test_any_range_of_any_tensor": 2,
+    "inspection/test_files.py::test_no_attack_does_more_than_be_refused": 4,
+    "layers/test_compression.py::test_the_way_back_is_bitsandbytes_own": 3,
+    "layers/test_fitting.py::test_numba_and_numpy_find_the_same": 3,
+    "layers/test_nested_scales.py::test_the_way_back_is_bitsandbytes_own": 3,
+    "layers/test_panel_products.py::test_any_number_of_inputs_rows_and_columns": 3,
+    "layers/test_plain_tensors.py::test_chunks_make_the_whole": 3,
+    "pipeline/test_spread.py::test_generated_tokens_are_those_of_transformers": 2,
+    "planning/test_outline.py::test_what_is_foretold_is_what_a_plan_foretells": 4,
+    "planning/test_planned_files.py::test_placement_on_gpus_is_that_of_the_split": 2,
+    "planning/test_planned_files.py::test_tensors_and_placement_are_those_of_the_split": 3,
+    "prepare/test_make.py::test_two_processes_race_on_a_checkpoint_of_one_file": 2,
+    "prepare/test_make.py::test_two_processes_race_on_one_checkpoint": 2,
+    "prepare/test_make.py::test_waiting_process_goes_on_where_a_killed_one_stopped": 3,
+    "prepare/test_mixed.py::test_logits_are_those_of_the_weights_it_stands_for": 2,
+    "splitter/test_arrivals.py::test_layers_are_written_before_the_last_bytes_of_a_shard_come": 2,
+    "splitter/test_arrivals.py::test_staged_bytes_that_are_damaged_make_the_shard_start_over": 4,
+    "splitter/test_failing_disk.py::test_failure_at_some_steps": 3,
+    "splitter/test_full_disk.py::test_disk_that_fills_up_in_the_middle": 3,
+    "splitter/test_hub_faults.py::test_fault": 2,
+    "splitter/test_interrupted.py::test_while_a_shard_is_being_fetched": 2,
+    "splitter/test_kill.py::test_kill_at_some_steps": 4,
+    "splitter/test_meta_checkpoints.py::test_every_cut_makes_the_bytes_of_safetensors": 3,
+    "splitter/test_meta_checkpoints.py::test_killed_at_some_steps": 2,
+    "splitter/test_meta_checkpoints.py::test_peak_of_the_disk_is_what_the_plan_says": 3,
+    "splitter/test_meta_checkpoints.py::test_power_cut": 2,
+    "splitter/test_power_cut.py::test_power_cut": 4,
+    "splitter/test_split.py::test_peak_of_the_disk": 3,
+    "splitter/test_torch_checkpoints.py::test_every_route_makes_the_bytes_of_safetensors": 3,
+    "splitter/test_torch_checkpoints.py::test_killed_at_some_steps": 3,
+    "splitter/test_torch_checkpoints.py::test_peak_of_the_disk_is_what_the_plan_says": 3,
+    "splitter/test_torch_checkpoints.py::test_plain_tensors_are_used_as_they_come": 3,
+    "test_auto_model.py::test_routes": 3,
+    "test_auto_model.py::test_ways_to_generate": 2,
+}
+"""Test -> one case in so many is part of `make test`."""
+
+
+def leave_the_rest_to_the_long_run(items: Sequence[pytest.Item]) -> None:
+    """Mark what is not drawn as `long`; of each sweep at least one case is left.
+
+    Cases are drawn by a digest of their names, so that those of every kind are among them, and the same ones each time.
+    """
+    sweeps: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        name = item.nodeid.partition("[")[0].removeprefix("tests/")
+        if name in PARTS and item.get_closest_marker("long") is None:
+            sweeps[name].append(item)
+    for name, cases in sweeps.items():
+        drawn = sorted(cases, key=lambda case: (crc32(case.nodeid.encode()), case.nodeid))
+        for case in drawn[-(-len(cases) // PARTS[name]) :]:
+            case.add_marker(pytest.mark.long)
