@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.support.sweeps import leave_the_rest_to_the_long_run
 
@@ -19,6 +20,9 @@ pytest_plugins = ["tests.support.hub_fixtures"]
 
 # A shell starts what runs in its background with interrupts ignored, and whatever that starts would ignore them too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The same examples each time, and no deadlines: how long one takes says nothing on a machine that others use.
+settings.load_profile("ci")
 
 FIRST = (
     "benchmarks/test_lazy_load.py",
@@ -55,12 +59,14 @@ would be begun last."""
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """Draw what is run of wide sweeps before others are left out by their marks, and put in order what stays.
-
-    Files with long tests come first, then those with many tests; within a file nothing is changed.
-    """
+    """Draw what is run of wide sweeps before others are left out by their marks, and put in order what stays."""
     leave_the_rest_to_the_long_run(items)
     yield
+    put_in_order(items)
+
+
+def put_in_order(items: list[pytest.Item]) -> None:
+    """Files with long tests first, then those with many tests; within a file nothing is changed."""
     folder = Path(__file__).parent
     turns = {folder / name: turn for turn, name in enumerate(FIRST)}
     tests = Counter(item.path for item in items)

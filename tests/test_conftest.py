@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.conftest import FIRST, pytest_collection_modifyitems
+from tests.conftest import FIRST, put_in_order
 
 HERE = Path(__file__).parent
 
@@ -19,7 +19,7 @@ def test_long_files_first_then_those_with_many_tests() -> None:
     few, many, first = HERE / "b.py", HERE / "c.py", HERE / FIRST[0]
     items: list[Any] = [SimpleNamespace(path=path, name=n) for path in (few, many, first) for n in range(3)]
     items += [SimpleNamespace(path=many, name=3), SimpleNamespace(path=HERE / "a.py", name=0)]
-    pytest_collection_modifyitems(items)
+    put_in_order(items)
     assert [(one.path, one.name) for one in items] == [
         *((first, n) for n in range(3)),
         *((many, n) for n in range(4)),
