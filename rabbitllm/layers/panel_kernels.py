@@ -22,7 +22,7 @@ from numba.core import cgutils
 from numba.core.extending import intrinsic
 
 from rabbitllm.layers.compiling import compiled
-from rabbitllm.layers.packed_kernels import codebook
+from rabbitllm.layers.packed_codes import codebook
 from rabbitllm.layers.row_team import BEFORE_WORK, RowRange, address_of
 from rabbitllm.layers.vectors import F32, FOR_A_THREAD, I8, Emitter, asked, inlined, number, to_array
 

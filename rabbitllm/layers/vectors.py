@@ -1,8 +1,4 @@
-"""The vectors of this processor, and code made of them by LLVM; what kernels of products are written with.
-
-Whoever changes what is emitted here touches the kernels' files too: numba tells by their time alone whether what it
-kept of them is still good.
-"""
+"""The vectors of this processor, and code made of them by LLVM; what kernels of products are written with."""
 
 from __future__ import annotations
 
