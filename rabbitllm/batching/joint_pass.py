@@ -10,17 +10,15 @@ computes alone: nothing is padded, and nothing can get from one text into anothe
     a member came in with its inputs, and is out when its forward has returned and it wants to come in again, or ends
 
 Where the model allows it (`packed_families.py`), members do not even go through the layers by themselves: their rows
-go through as those of one text, by one forward (`packed.py`), and each is answered at the entrance already. Those that
-cannot take part meet this forward on its way as if it were one more member.
+go through as those of one text, by one forward (`carriers.py`, `packed.py`), and each is answered at the entrance
+already. Those that cannot take part meet this forward on its way as if it were one more member.
 
 Knows nothing of what the members do between two passes.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,41 +26,14 @@ from greenlet import getcurrent, greenlet
 from torch import nn
 
 from rabbitllm.batching.cache_file import CacheFile
+from rabbitllm.batching.carriers import Carrier, Carrying
 from rabbitllm.batching.members import Alone, Call, Left, Member, Point, call_of, together
-from rabbitllm.batching.packed import PackedForward, Text
+from rabbitllm.batching.packed import PackedForward
 from rabbitllm.batching.packed_cache import NotPackable
 from rabbitllm.batching.rows import Kind, joined, rowwise
 from rabbitllm.engine.row_products import RowProducts
 from rabbitllm.errors import OptionError
 from rabbitllm.profiling.passes import Entry
-
-logger = logging.getLogger(__name__)
-
-
-class _Carrier:
-    """Takes several members' texts through the model, as one; the work of a member where there are others to meet.
-
-    Args:
-        forward: computes them.
-        texts: of the members.
-
-    Attributes:
-        outputs: of each text, once it has ended without error.
-        error: what ended it else.
-    """
-
-    def __init__(self, forward: PackedForward, texts: Sequence[Text]) -> None:
-        self._forward = forward
-        self._texts = texts
-        self.outputs: list[Any] = []
-        self.error: BaseException | None = None
-
-    def __call__(self) -> None:
-        """Go through the model."""
-        try:
-            self.outputs = self._forward(self._texts)
-        except BaseException as error:
-            self.error = error
 
 
 class JointPasses:
@@ -97,9 +68,8 @@ class JointPasses:
         self._exact = exact
         self._hub: greenlet | None = None
         self.members: list[Member] = []
-        self._packed = PackedForward.of(model, file) if packing and not exact else None
+        self._carrying = Carrying(PackedForward.of(model, file) if packing and not exact else None, most_rows)
         self._file = file
-        self._most_rows = most_rows
         head = model.get_output_embeddings()
         self._products = RowProducts(model) if not exact else None
         units = {id(model.get_submodule(placed.unit)) for placed in model.placement.units}
@@ -149,24 +119,23 @@ class JointPasses:
         if not inside:
             return
         with self._model.joint_pass(_entry(inside)):
-            packed = self._packable(inside)
-            others = [member for member in inside if member not in packed]
-            carriers = self._carriers(packed)
+            carriers = self._carrying.carriers(inside)
+            carried = {member for carrier in carriers for member in carrier.members}
+            others = [member for member in inside if member not in carried]
             if self._file is not None:
-                caches = [packed[member].cache for _, carried in carriers for member in carried]
+                caches = [cache for carrier in carriers for cache in carrier.caches]
                 self._file.begin(caches, [member.brings[1] for member in others])
             if len(carriers) == 1 and not others:
-                carriers[0][0]()
+                carriers[0]()
             else:
-                others += [Member(carrier, meets_inside=len(carriers) == 1) for carrier, _ in carriers]
-            attending = self._packed.attending if self._packed and len(carriers) > 1 else contextlib.nullcontext
-            with attending():
+                others += [Member(carrier, meets_inside=len(carriers) == 1) for carrier in carriers]
+            with self._carrying.attending(len(carriers)):
                 for member in others:
                     self._go_on(member, None)
                 while here := [member for member in others if member.waits is not None and not member.is_outside]:
                     self._meet(here)
-            for carrier, carried in carriers:
-                self._answer(carrier, carried)
+            for carrier in carriers:
+                self._answer(carrier)
 
     def _kind(self, module: nn.Module) -> Kind | None:
         """How members' rows go through a module as one; None if they do not."""
@@ -237,37 +206,13 @@ class JointPasses:
         into()
         torch.set_grad_enabled(gradients)
 
-    def _packable(self, members: Sequence[Member]) -> dict[Member, Text]:
-        """Those whose calls one forward can compute, and what they bring."""
-        if self._packed is None:
-            return {}
-        calls = [(member, call_of(member)) for member in members]
-        texts = [(member, self._packed.read(call.args, call.kwargs)) for member, call in calls]
-        known = {member: text for member, text in texts if text is not None}
-        sound = self._packed.fitting(list(known.values())) if known else []
-        return {member: text for (member, text), good in zip(known.items(), sound, strict=True) if good}
-
-    def _carriers(self, packed: Mapping[Member, Text]) -> list[tuple[_Carrier, list[Member]]]:
-        """Of members that can be packed, as many together as may be; each group with who is in it."""
-        groups: list[list[Member]] = []
-        rows = 0
-        for member, text in packed.items():
-            if not groups or (self._most_rows is not None and rows + text.ids.shape[1] > self._most_rows):
-                groups.append([])
-                rows = 0
-            groups[-1].append(member)
-            rows += text.ids.shape[1]
-        assert self._packed is not None or not groups
-        return [(_Carrier(self._packed, [packed[one] for one in group]), group) for group in groups if self._packed]
-
-    def _answer(self, carrier: _Carrier, members: Sequence[Member]) -> None:
+    def _answer(self, carrier: Carrier) -> None:
         """Give members what was computed for them."""
         if carrier.error is not None and not isinstance(carrier.error, Exception):
             raise carrier.error
         if isinstance(carrier.error, NotPackable):
-            logger.warning("From now on each text goes through the layers by itself: %s.", carrier.error)
-            self._packed = None
-        for number, member in enumerate(members):
+            self._carrying.end(carrier.error)
+        for number, member in enumerate(carrier.members):
             if carrier.error is None:
                 self._go_on(member, carrier.outputs[number])
             else:

@@ -14,7 +14,7 @@ import torch
 
 from rabbitllm.ask.answer import Sampling
 from rabbitllm.batching.batch import Batch
-from rabbitllm.batching.joint_pass import _Carrier
+from rabbitllm.batching.carriers import Carrier
 from rabbitllm.batching.limits import Limits
 from rabbitllm.batching.packed import Text
 from rabbitllm.batching.request import Ended, Event, Failed, Piece, Request
@@ -337,7 +337,7 @@ def test_what_is_over_is_not_left_to_a_search_for_cycles(open_batch: Open) -> No
         assert len(ended) == 4
         del made
         asked(batch, [Request(prompt(5), 1)])  # the batch's thread has gone on
-        texts = [one for one in gc.get_objects() if type(one) in (Text, _Carrier)]
+        texts = [one for one in gc.get_objects() if type(one) in (Text, Carrier)]
     finally:
         gc.enable()
     assert [one() for one in ended] == [None] * 4
