@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from rabbitllm import durable
-from rabbitllm.errors import CorruptShardError
+from rabbitllm.errors import CorruptShardError, IncompleteSplitError
 from rabbitllm.formats.safetensors_file import LENGTH_BYTES, Header, header_length, parse_header
 from rabbitllm.formats.shard_header import parse_torch_header, read_shard_header
 from rabbitllm.layers.compression import StoredForm
@@ -84,6 +84,22 @@ class Filler:
             file.close()
             raise
         return Target(layout, file, scratch)
+
+    def require_filled(self, shard: PlannedShard, layers: Iterable[str]) -> None:
+        """Make sure that what was filled elsewhere is there; a file made anew would have holes in its place."""
+        for layer in layers:
+            layout = self._plan.layouts[layer]
+            wanted = [(self._path(layout, durable.PART_SUFFIX), layout.size)]
+            if layout.scratch_bytes:
+                wanted.append((self._path(layout, SCRATCH_SUFFIX), layout.scratch_bytes))
+            for path, size in wanted:
+                if not path.exists() or path.stat().st_size != size:
+                    raise IncompleteSplitError(
+                        f"A worker has put {shard.name} into {path}, and here that file is not there or has not "
+                        f"{size:,} bytes.",
+                        "Use a shared folder that shows every machine the same files at once; then make the same call "
+                        "again. Nothing was deleted.",
+                    )
 
     def _move_file(
         self, shard: PlannedShard, arriving: Arriving, targets: dict[str, Target], layers: Sequence[str]

@@ -63,7 +63,7 @@ def split(request: Request) -> Profiler:
         loop = ShardLoop(work, profiler, watch.check, request.hands)
         try:
             loop.take_shards()
-            loop.flush_leftovers()
+            loop.finish_leftovers()
         finally:
             loop.close()
         finish(request, work.plan, quantiser, loop.checksums)

@@ -38,10 +38,10 @@ from rabbitllm import progress
 from rabbitllm.checkpoints.fetch import RemoteFile
 from rabbitllm.durable import Step, observe_steps
 from rabbitllm.errors import CorruptShardError, HubError, RabbitLLMError, SplitMismatchError
-from rabbitllm.layers.layer_file import LayerLayout
 from rabbitllm.layers.layer_store import MANIFEST_NAME, read_manifest
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.mover import Mover
+from rabbitllm.splitter.plan import PlannedShard
 from rabbitllm.splitter.shard_loop import ShardLoop
 from tests.splitter.conftest import MakeScene
 from tests.support.builders import cut, llama_tensors, write_shards
@@ -522,15 +522,17 @@ def test_hub_at_length(hub_attributes: Mapping[str, object], crash_server: Crash
 # Machines that can fail
 
 
-def release_before_the_journal_says_so(loop: ShardLoop, layouts: list[LayerLayout]) -> None:
-    loop._release(next(shard for shard in loop.plan.shards if shard.name not in loop.used))
-    _name_layers(loop, layouts)
+def release_before_the_journal_says_so(
+    loop: ShardLoop, shard: PlannedShard, sums: Mapping[str, tuple[int, ...]]
+) -> None:
+    loop._release(shard)
+    _mark_used(loop, shard, sums)
 
 
-_name_layers = ShardLoop._name_layers
+_mark_used = ShardLoop._mark_used
 PLANTED: Mapping[str, tuple[type, str, Callable[..., object]]] = {
     "layer files are not durable": (Mover, "sync", lambda mover, targets: None),
-    "a shard is deleted too soon": (ShardLoop, "_name_layers", release_before_the_journal_says_so),
+    "a shard is deleted too soon": (ShardLoop, "_mark_used", release_before_the_journal_says_so),
     "a digest is not compared": (RemoteFile, "check", lambda file, digest: None),
 }
 
