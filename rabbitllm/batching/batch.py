@@ -1,4 +1,4 @@
-"""Generations that come and go while passes go on: the thread that owns the model, and the door to it.
+"""Generations that come and go while passes go on: the thread that owns the model, behind a door (`door.py`).
 
 `submit` may be called from any thread, and events are handed out in the batch's own: who takes them must not wait.
 
@@ -8,12 +8,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -21,15 +21,16 @@ from typing import Any
 import torch
 
 from rabbitllm.batching.answerable import check_answerable
+from rabbitllm.batching.door import Door
 from rabbitllm.batching.filing import Begins
 from rabbitllm.batching.generation import Generation
 from rabbitllm.batching.joint_pass import JointPasses
 from rabbitllm.batching.limits import Limits
-from rabbitllm.batching.picking import Pace, retry_after, take_part, too_many
+from rabbitllm.batching.picking import Pace, take_part, too_many
 from rabbitllm.batching.request import Ended, Event, Facts, Request
 from rabbitllm.batching.text_caches import TextCaches
 from rabbitllm.batching.ticket import Ticket
-from rabbitllm.errors import BatchError, BusyError, ClosedError, OptionError
+from rabbitllm.errors import BatchError, OptionError
 
 __all__ = ["FAILED", "Batch", "Limits", "Ticket"]
 
@@ -81,14 +82,9 @@ class Batch:
         self._limits = limits
         self._caches = TextCaches(model, limits)
         self._pace = Pace()
-        self._waiting: deque[Ticket] = deque()
-        self._running: list[Ticket] = []
+        self._door = Door(limits.running, limits.waiting)
         self._sums = _Sums()
         self._waited_before = model.streamer.waited()
-        self._lately = 1.0  # seconds that a request took
-        self._closing: float | None = None  # when what is not finished is cancelled
-        self._change = threading.Condition()
-        self._holders = 0
         self._passes = JointPasses(
             model, exact=limits.exact, most_rows=self._caches.memory.rows, file=self._caches.file
         )
@@ -115,7 +111,7 @@ class Batch:
         """
         check_answerable(request, self._model, self._caches.memory)
         now = time.monotonic()
-        ticket = Ticket(self._wake, Generation(self._model, request, lambda event: told(event), now))
+        ticket = Ticket(self._door.wake, Generation(self._model, request, lambda event: told(event), now))
         if request.seconds is not None:
             ticket.deadline = now + request.seconds
 
@@ -126,32 +122,12 @@ class Batch:
                 logger.debug("who asked is gone", exc_info=True)
                 ticket.is_cancelled = True
 
-        with self._change:
-            if self.error is not None or self._closing is not None:
-                raise ClosedError("No more requests are taken on.", "Start the server again.")
-            free = max(self._limits.running - len(self._running), 0)
-            if len(self._waiting) >= self._limits.waiting + free:  # those for whom there is a place begin at once
-                after = retry_after(len(self._waiting), self._limits.running, self._lately)
-                raise BusyError(
-                    f"{len(self._waiting):,} requests wait already, as many as may.",
-                    f"Try again in {after:.0f} s.",
-                    after,
-                )
-            self._waiting.append(ticket)
-            self._change.notify_all()
+        self._door.come_in(ticket)
         return ticket
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> AbstractContextManager[None]:
         """No pass begins while the context is open: what is submitted in it goes into one together."""
-        with self._change:
-            self._holders += 1
-        try:
-            yield
-        finally:
-            with self._change:
-                self._holders -= 1
-                self._change.notify_all()
+        return self._door.held()
 
     def close(self, seconds: float | None = None) -> None:
         """Take on nothing more, finish what runs and waits, and end; returns when that is done.
@@ -159,10 +135,7 @@ class Batch:
         Args:
             seconds: after so long, what is not finished is cancelled; None for no limit, 0 for at once.
         """
-        with self._change:
-            until = time.monotonic() + seconds if seconds is not None else float("inf")
-            self._closing = until if self._closing is None else min(until, self._closing)
-            self._change.notify_all()
+        self._door.close(seconds)
         self._thread.join()
 
     @property
@@ -171,13 +144,13 @@ class Batch:
         disk, copies = self._model.streamer.waited()
         disk_before, copies_before = self._waited_before
         sums = self._sums
-        with self._change:
+        with self._door.still():
             return Facts(
-                running=len(self._running),
-                waiting=len(self._waiting),
+                running=len(self._door.running),
+                waiting=len(self._door.waiting),
                 most_running=self._limits.running,
                 most_waiting=self._limits.waiting,
-                cache_bytes=self._caches.nbytes(self._running),
+                cache_bytes=self._caches.nbytes(self._door.running),
                 cache_limit_bytes=self._caches.memory.limit,
                 passes=sums.passes,
                 prompt_tokens=sums.prompt_tokens,
@@ -196,19 +169,13 @@ class Batch:
                 file_read_bytes=self._caches.file.read if self._caches.file is not None else 0,
             )
 
-    # in any thread ---------------------------------------------------------------------------------------------------
-
-    def _wake(self) -> None:
-        with self._change:
-            self._change.notify_all()
-
     # in the batch's thread -------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         # members leave their own no_grad in another order than they came in, which would switch gradients on again
         torch.set_grad_enabled(False)
         try:
-            while self._wait():
+            while self._door.wait():
                 self._drop_unwanted()
                 self._give_places_back()
                 self._begin()
@@ -217,48 +184,29 @@ class Batch:
             logger.exception("the batch has ended before its time")
             self.error = error
         finally:
-            with self._change:
-                self._closing = 0.0
-                left = [*self._running, *self._waiting]
-            for ticket in left:
+            self._door.close(0.0)
+            for ticket in (*self._door.running, *self._door.waiting):
                 self._over(ticket, self.error or Ended.CANCELLED)
             self._passes.close()
             self._caches.close()
 
-    def _wait(self) -> bool:
-        """Until there is something to do; False when the end has come."""
-        with self._change:
-            while self._holders or not (self._running or self._waiting):
-                if self._closing is not None and not self._holders:
-                    return False
-                self._change.wait()
-        return True
-
     def _drop_unwanted(self) -> None:
-        now = time.monotonic()
-        with self._change:
-            closing = self._closing is not None and now >= self._closing
-            unwanted = [
-                (ticket, Ended.CANCELLED if ticket.is_cancelled or closing else Ended.TIMEOUT)
-                for ticket in (*self._running, *self._waiting)
-                if ticket.is_cancelled or closing or (ticket.deadline is not None and now >= ticket.deadline)
-            ]
-        for ticket, why in unwanted:
+        for ticket, why in self._door.unwanted():
             self._over(ticket, why)
 
     def _give_places_back(self) -> None:
         """Where keys and values outgrow the limit."""
         memory = self._caches.memory
-        self._caches.shrink(self._running)
-        near = self._caches.near(self._running)
-        filed = [ticket for ticket in self._running if ticket not in near]
+        self._caches.shrink(self._door.running)
+        near = self._caches.near(self._door.running)
+        filed = [ticket for ticket in self._door.running if ticket not in near]
         count = too_many([ticket.text for ticket in near], memory.bytes_for, self._caches.left_to_near(filed))
         for ticket in reversed(near[len(near) - count :]):
-            if not self._caches.to_file(ticket, self._running):
+            if not self._caches.to_file(ticket, self._door.running):
                 self._give_place_back(ticket)
-        near = self._caches.near(self._running)
-        if len(self._running) == 1 and near and memory.now([near[0].text]) > memory.limit:
-            self._over(self._running[0], Ended.LENGTH)  # nobody else's place would help
+        near = self._caches.near(self._door.running)
+        if len(self._door.running) == 1 and near and memory.now([near[0].text]) > memory.limit:
+            self._over(self._door.running[0], Ended.LENGTH)  # nobody else's place would help
 
     def _give_place_back(self, ticket: Ticket) -> None:
         cache = self._caches.whole_cache(ticket)
@@ -266,28 +214,23 @@ class Batch:
         self._caches.drop(ticket)
         self._caches.set_aside(ticket, cache, self._pace)
         self._sums.preempted += 1
-        with self._change:
-            self._running.remove(ticket)
-            self._waiting.appendleft(ticket)
+        self._door.make_way(ticket)
 
     def _begin(self) -> None:
         """Let those begin for whom there is room, in their order."""
-        with self._change:
-            waiting = list(self._waiting)
+        waiting = self._door.waiting
         if not waiting:
-            self._caches.from_file(self._running)
+            self._caches.from_file(self._door.running)
         for number, ticket in enumerate(waiting):
-            places = self._caches.memory.most_texts - len(self._running)
+            places = self._caches.memory.most_texts - len(self._door.running)
             if places <= 0:
                 return
-            where = self._caches.where(ticket, self._running, min(places, len(waiting) - number) - 1)
+            where = self._caches.where(ticket, self._door.running, min(places, len(waiting) - number) - 1)
             if where is Begins.LATER:
                 return  # those behind it may be smaller, but would keep it waiting for ever
-            if self._caches.give(ticket, self._running, in_file=where is Begins.FILED):
+            if self._caches.give(ticket, self._door.running, in_file=where is Begins.FILED):
                 self._start(ticket)
-                with self._change:
-                    self._waiting.remove(ticket)
-                    self._running.append(ticket)
+                self._door.begin(ticket)
 
     def _start(self, ticket: Ticket) -> None:
         generation, chunk = ticket.generation, self._caches.prompt_chunk
@@ -295,11 +238,11 @@ class Batch:
 
     def _pass(self) -> None:
         """One pass for those whose turn it is; then see who has ended."""
-        members = [ticket.member for ticket in self._running if ticket.member is not None]
+        members = [ticket.member for ticket in self._door.running if ticket.member is not None]
         there = [member for member in members if member.is_outside]
         if there:
             start = time.perf_counter()
-            made = sum(len(ticket.generation.tokens) for ticket in self._running)
+            made = sum(len(ticket.generation.tokens) for ticket in self._door.running)
             tokens = [member.tokens for member in there]
             most = self._caches.memory.most_tokens
             if not self._limits.in_bulk:
@@ -310,12 +253,12 @@ class Batch:
             self._pace = self._pace.after(sum(tokens[place] for place in chosen), seconds)
             self._sums.passes += 1
             self._sums.pass_seconds += seconds
-            self._sums.new_tokens += sum(len(ticket.generation.tokens) for ticket in self._running) - made
-            self._caches.measure(self._running)
-            for ticket in reversed(self._caches.lost(self._running)):
+            self._sums.new_tokens += sum(len(ticket.generation.tokens) for ticket in self._door.running) - made
+            self._caches.measure(self._door.running)
+            for ticket in reversed(self._caches.lost(self._door.running)):
                 if ticket.member is not None and not ticket.member.dead:
                     self._give_place_back(ticket)
-        over = [ticket for ticket in self._running if ticket.member is None or ticket.member.dead]
+        over = [ticket for ticket in self._door.running if ticket.member is None or ticket.member.dead]
         for ticket in over:
             error = ticket.member.error if ticket.member is not None else None
             self._over(ticket, error or ticket.generation.ended or Ended.LENGTH)
@@ -323,11 +266,7 @@ class Batch:
     def _over(self, ticket: Ticket, how: BaseException | Ended) -> None:
         """Free a request's place, say that it is over, and keep its cache."""
         self._take_out(ticket)
-        with self._change:
-            if ticket in self._running:
-                self._running.remove(ticket)
-            else:
-                self._waiting.remove(ticket)
+        self._door.leave(ticket)
         self._caches.drop(ticket)
         generation = ticket.generation
         if isinstance(how, BaseException):
@@ -338,8 +277,8 @@ class Batch:
         else:
             finished = generation.end(how)
             self._sums.ended[str(finished.ended)] += 1
-            self._lately = 0.8 * self._lately + 0.2 * finished.seconds
-            self._caches.keep(ticket, self._running)
+            self._door.took(finished.seconds)
+            self._caches.keep(ticket, self._door.running)
         self._sums.prompt_tokens += len(generation.request.prompt)
         self._sums.kept_tokens += generation.kept_tokens
 
