@@ -48,7 +48,6 @@ REFERENCE = "transformers"
 OURS = ("rabbitllm-2", "rabbitllm-2-4bit")
 UNCAPPED = ("transformers", *OURS, "llama.cpp-bf16", "llama.cpp-q4_0")
 """Run without a cap too: whose tokens are compared, and what computing alone takes."""
-LIMIT_GOAL = 1.10
 RUN_LIMIT_SECONDS = 90
 LEAST_ROOM_BYTES = 128 << 20
 """Beside the idle process, whatever the share: less than this a model that is only tried out with cannot compute in."""
@@ -194,11 +193,9 @@ def notes_on(runs: Sequence[DecodeRun], cases: Sequence[Case]) -> list[str]:
         if case.share is None:
             continue
         if case.runner in OURS:
-            limit = report.median(spread(of_the_limit(runs, case)))
-            notes.append(report.reach(f"{case.name}, of its limit", limit, LIMIT_GOAL, at_most=True))
+            notes.append(report.of_its_limit(case.name, spread(of_the_limit(runs, case))))
         else:
-            beside = report.median(ratios(runs, case.name, ours_beside(case).name))
-            notes.append(report.reach(f"{case.name}, seconds beside ours", beside, 1.0, at_most=False))
+            notes.append(report.beside_ours(case.name, ratios(runs, case.name, ours_beside(case).name)))
     return notes
 
 

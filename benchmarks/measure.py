@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,6 +120,42 @@ def memory_of(pid: int) -> Memory | None:
     return Memory(fields["RssAnon:"] + fields["RssShmem:"], fields["RssFile:"]) if fields else None
 
 
+class Repeated:
+    """Does something again and again in a thread.
+
+    Args:
+        work: what to do.
+        interval: seconds from the end of one time to the next.
+
+    Attributes:
+        longest_gap: seconds between the two that were furthest apart.
+    """
+
+    def __init__(self, work: Callable[[], None], interval: float) -> None:
+        self.longest_gap = 0.0
+        self._work = work
+        self._interval = interval
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def begin(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def end(self) -> None:
+        """Stop the thread, and do it a last time."""
+        self._stop.set()
+        self._thread.join()
+        self._work()
+
+    def _run(self) -> None:
+        last = time.perf_counter()
+        while not self._stop.wait(self._interval):
+            self._work()
+            now = time.perf_counter()
+            self.longest_gap, last = max(self.longest_gap, now - last), now
+
+
 class Sampler:
     """Samples while its context is open. Every figure is in bytes; those called `idle` or `start` are of the opening.
 
@@ -127,36 +163,29 @@ class Sampler:
         disk_start, disk_peak, disk_end: allocated below the folders.
         anonymous_idle, anonymous_peak, file_peak: of the process; 0 without one.
         samples: how many.
-        longest_gap: seconds between the two samples that were furthest apart.
     """
 
     def __init__(self, folders: Sequence[Path], pid: int | None = None) -> None:
         self.disk_start = self.disk_peak = self.disk_end = 0
         self.anonymous_idle = self.anonymous_peak = self.file_peak = 0
         self.samples = 0
-        self.longest_gap = 0.0
         self._pid = pid
         self._disk = DiskWatch(folders, pid)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._repeated = Repeated(self._sample, INTERVAL_SECONDS)
 
     def __enter__(self) -> Sampler:
         self._sample()
         self.disk_start, self.anonymous_idle = self.disk_end, self.anonymous_peak
-        self._thread.start()
+        self._repeated.begin()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        self._sample()
+        self._repeated.end()
 
-    def _run(self) -> None:
-        last = time.perf_counter()
-        while not self._stop.wait(INTERVAL_SECONDS):
-            self._sample()
-            now = time.perf_counter()
-            self.longest_gap, last = max(self.longest_gap, now - last), now
+    @property
+    def longest_gap(self) -> float:
+        """Seconds between the two samples that were furthest apart."""
+        return self._repeated.longest_gap
 
     def _sample(self) -> None:
         self.samples += 1

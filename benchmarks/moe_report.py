@@ -163,8 +163,8 @@ def notes_on(runs: Sequence[MoeRun], cases: Sequence[Case]) -> list[str]:
             notes.append(report.reach(f"{case.name}, bytes of the missed", missed, BYTES_GOAL, at_most=True))
             notes.append(report.reach(f"{case.name}, hits of the optimum", optimum, HITS_GOAL, at_most=False))
         else:
-            beside = report.median(ratios(runs, case.name, ours_beside(case).name))
-            notes.append(report.reach(f"{case.name}, seconds beside ours", beside, SPEED_GOAL, at_most=False))
+            beside = ratios(runs, case.name, ours_beside(case).name)
+            notes.append(report.beside_ours(case.name, beside, SPEED_GOAL))
     return notes
 
 

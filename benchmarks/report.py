@@ -18,6 +18,8 @@ MEMORY_NOTE = (
     "Anonymous memory above that of the same process with everything imported; mapped: peak of pages of mapped files, "
     "libraries included, which the system may take back."
 )
+LIMIT_GOAL = 1.10
+"""A token's seconds over the longer of reading and computing alone."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,21 @@ def reach(name: str, value: float | None, limit: float, *, at_most: bool) -> str
         return f"{name}: not measured ({goal})"
     met = value <= limit if at_most else value >= limit
     return f"{name}: {value:.4g} ({goal}): {'reached' if met else 'NOT reached'}"
+
+
+def of_its_limit(name: str, figures: Spread | None) -> str:
+    """Whether a row of this project is as near as it should be to what reading and computing alone allow.
+
+    Args:
+        name: of the row.
+        figures: seconds a token over the longer of the two.
+    """
+    return reach(f"{name}, of its limit", median(figures), LIMIT_GOAL, at_most=True)
+
+
+def beside_ours(name: str, figures: Spread | None, goal: float = 1.0) -> str:
+    """Whether another's row takes as much longer as it should than this project's under the same cap."""
+    return reach(f"{name}, seconds beside ours", median(figures), goal, at_most=False)
 
 
 def describe_machine(work: Path) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.measure import DiskWatch, memory_of
+from benchmarks.measure import DiskWatch, Repeated, memory_of
 
 INTERVAL_SECONDS = 0.1
 
@@ -50,30 +49,30 @@ class SeriesSampler:
 
     Attributes:
         samples: in order.
-        longest_gap: seconds between the two that were furthest apart.
     """
 
     def __init__(self, folders: Sequence[Path], part: Path, progress: Callable[[], int]) -> None:
         self.samples: list[Sample] = []
-        self.longest_gap = 0.0
         self._watches = [DiskWatch([folder]) for folder in folders]
         self._part = DiskWatch([part])
         self._progress = progress
         self._pid: int | None = None
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._repeated = Repeated(self._sample, INTERVAL_SECONDS)
         self._start = time.perf_counter()
 
     def __enter__(self) -> SeriesSampler:
         self._start = time.perf_counter()
         self._sample()
-        self._thread.start()
+        self._repeated.begin()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        self._sample()
+        self._repeated.end()
+
+    @property
+    def longest_gap(self) -> float:
+        """Seconds between the two samples that were furthest apart."""
+        return self._repeated.longest_gap
 
     def now(self) -> float:
         """Seconds since the start."""
@@ -84,11 +83,6 @@ class SeriesSampler:
         self._pid = pid
         for watch in (*self._watches, self._part):
             watch.pid = pid
-
-    def _run(self) -> None:
-        while not self._stop.wait(INTERVAL_SECONDS):
-            self._sample()
-            self.longest_gap = max(self.longest_gap, self.samples[-1].seconds - self.samples[-2].seconds)
 
     def _sample(self) -> None:
         pid = self._pid

@@ -13,7 +13,6 @@ from benchmarks.steps import StepsRun
 
 OURS = ("rabbitllm-2", "rabbitllm-2-4bit")
 REFERENCE = "accelerate"
-LIMIT_GOAL = 1.10
 GIB = 1 << 30
 
 
@@ -182,11 +181,9 @@ def notes_on(runs: Sequence[VramRun], cases: Sequence[Case], host: Sequence[str]
     ]
     for case in cases:
         if case.runner in OURS:
-            limit = report.median(spread(of_its_limit(runs, case)))
-            notes.append(report.reach(f"{case.name}, of its limit", limit, LIMIT_GOAL, at_most=True))
+            notes.append(report.of_its_limit(case.name, spread(of_its_limit(runs, case))))
         else:
-            beside = report.median(ratios(runs, case.name, ours_beside(case).name))
-            notes.append(report.reach(f"{case.name}, seconds beside ours", beside, 1.0, at_most=False))
+            notes.append(report.beside_ours(case.name, ratios(runs, case.name, ours_beside(case).name)))
     return notes
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from rabbitllm.batching.members import Member, call_of
 from rabbitllm.batching.packed import PackedForward, Text
 from rabbitllm.batching.packed_cache import NotPackable
+from rabbitllm.batching.picking import grouped
 
 logger = logging.getLogger(__name__)
 
@@ -87,20 +88,3 @@ class Carrying:
         """Carry nobody any more."""
         logger.warning("From now on each text goes through the layers by itself: %s.", why)
         self._forward = None
-
-
-def grouped(rows: Sequence[int], most: int | None) -> list[slice]:
-    """Texts that are carried together, one after the other until there are too many rows; one alone may have more.
-
-    Args:
-        rows: of each text.
-        most: of a carrier; None for no limit.
-    """
-    groups: list[slice] = []
-    begin, held = 0, 0
-    for at, count in enumerate(rows):
-        if at > begin and most is not None and held + count > most:
-            groups.append(slice(begin, at))
-            begin, held = at, 0
-        held += count
-    return [*groups, slice(begin, len(rows))] if rows else []

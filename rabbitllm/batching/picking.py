@@ -131,6 +131,26 @@ def too_many(running: Sequence[Text], cost: Callable[[int], int], limit: int) ->
     return count
 
 
+def grouped(sizes: Sequence[int], most: int | None) -> list[slice]:
+    """Neighbours that go together: as many as there is room for, and one at least.
+
+    Args:
+        sizes: of each.
+        most: of a group; None for no limit.
+
+    Returns:
+        The places of each group.
+    """
+    groups: list[slice] = []
+    begin, taken = 0, 0
+    for at, size in enumerate(sizes):
+        if at > begin and most is not None and taken + size > most:
+            groups.append(slice(begin, at))
+            begin, taken = at, 0
+        taken += size
+    return [*groups, slice(begin, len(sizes))] if sizes else []
+
+
 def retry_after(waiting: int, places: int, seconds: float) -> float:
     """Seconds until one of those that wait will probably have been taken on.
 

@@ -12,7 +12,8 @@ from typing import TypeVar
 
 from rabbitllm.doctor import hardware, hub, models, outlooks, packages, places
 from rabbitllm.doctor.advice import advise
-from rabbitllm.doctor.facts import Failure, Machine, ModelOutlook, Rate, Report
+from rabbitllm.doctor.facts import Failure, Machine, ModelOutlook, Report
+from rabbitllm.planning.generation import Speed
 from rabbitllm.terminal import size
 from rabbitllm.version import __version__
 
@@ -93,7 +94,7 @@ def examine(*, quick: bool = False, every: bool = False, say: Say = lambda what:
     ]
     there = probes.ask("packages", lambda: packages.packages(load=not quick)) or ()
     gpus = probes.ask("GPUs", lambda: hardware.gpus(ask_torch=not quick))
-    rates: tuple[Rate, ...] = ()
+    rates: tuple[Speed, ...] = ()
     devices: tuple[str, ...] = ()
     if not quick and (memory is None or memory.usable >= MEASURING_BYTES):
         rates, outlook, devices = _measured(probes, outlook, every)
@@ -117,13 +118,13 @@ def examine(*, quick: bool = False, every: bool = False, say: Say = lambda what:
 
 def _measured(
     probes: Probes, outlook: list[ModelOutlook], every: bool
-) -> tuple[tuple[Rate, ...], list[ModelOutlook], tuple[str, ...]]:
+) -> tuple[tuple[Speed, ...], list[ModelOutlook], tuple[str, ...]]:
     """Rates, the models with their times, and where they would compute."""
     speeds = probes.ask("the engine", _speeds)
     if speeds is None:
         return (), outlook, ()
     known = {model.repository: model for model in models.published()}
-    rates: list[Rate] = []
+    rates: list[Speed] = []
 
     def all_of_it() -> tuple[str, ...]:
         from rabbitllm import locations
@@ -131,7 +132,7 @@ def _measured(
         with speeds.bench_at(locations.home(), outlooks.MIN_FREE_BYTES) as bench:
             for measure, what in speeds.measurements(bench):
                 rate = probes.ask(what, measure)
-                rates.extend([Rate(what, rate)] if rate else [])
+                rates.extend([Speed(what, rate)] if rate else [])
             begun = time.perf_counter()
             for at, one in enumerate(outlook):
                 if time.perf_counter() - begun > MEASURING_SECONDS and not every:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rabbitllm.planning.generation import Generation
+from rabbitllm.planning.generation import Generation, Speed
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,14 +175,6 @@ class Package:
 
 
 @dataclass(frozen=True, slots=True)
-class Rate:
-    """Something measured here: of what, and bytes a second."""
-
-    what: str
-    bytes_per_second: float
-
-
-@dataclass(frozen=True, slots=True)
 class Need:
     """What one route takes of the disk.
 
@@ -299,7 +291,7 @@ class Machine:
     host: Host | None = None
     hub: Hub | None = None
     packages: tuple[Package, ...] = ()
-    rates: tuple[Rate, ...] = ()
+    rates: tuple[Speed, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

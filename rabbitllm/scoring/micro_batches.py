@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from rabbitllm.batching.picking import grouped
 from rabbitllm.scoring.segments import WORTH_TOKENS, Segments, common, cut
 from rabbitllm.scoring.tasks import Task
 
@@ -121,17 +122,7 @@ def passes(batches: Sequence[MicroBatch], token_bytes: int, limit: int) -> list[
         token_bytes: that a token takes while others' turn is.
         limit: bytes for all of a pass.
     """
-    found: list[list[MicroBatch]] = []
-    taken = 0
-    for batch in batches:
-        needed = batch.tokens * token_bytes
-        if found and taken + needed <= limit:
-            found[-1].append(batch)
-            taken += needed
-        else:
-            found.append([batch])
-            taken = needed
-    return found
+    return [list(batches[group]) for group in grouped([batch.tokens * token_bytes for batch in batches], limit)]
 
 
 def linked(batches: Sequence[MicroBatch]) -> list[MicroBatch]:

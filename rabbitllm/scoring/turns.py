@@ -15,7 +15,8 @@ from typing import Any
 from torch import nn
 
 from rabbitllm.batching.joint_pass import JointPasses, called
-from rabbitllm.batching.members import Alone, Member, Point
+from rabbitllm.batching.members import Alone, Member, Point, call_of
+from rabbitllm.batching.picking import grouped
 from rabbitllm.batching.rows import Kind
 from rabbitllm.engine.placement import Tier
 
@@ -97,18 +98,9 @@ class TakingTurns(JointPasses):
 
     def _groups(self, members: Sequence[Member]) -> list[list[Member]]:
         """Those whose rows go through a layer's experts together."""
-        groups: list[list[Member]] = []
-        taken = 0
-        for member in members:
-            assert member.waits is not None
-            rows = len(member.waits.args[0]) if member.waits.args else self._experts_rows
-            if groups and taken + rows <= self._experts_rows:
-                groups[-1].append(member)
-                taken += rows
-            else:
-                groups.append([member])
-                taken = rows
-        return groups
+        given = [call_of(member).args for member in members]
+        rows = [len(args[0]) if args else self._experts_rows for args in given]
+        return [list(members[group]) for group in grouped(rows, self._experts_rows)]
 
     def _through_a_unit(self, point: Point, members: Sequence[Member]) -> None:
         """Run a unit's hooks once, and between them every member's calls, until all have left it.

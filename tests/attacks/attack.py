@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from rabbitllm.errors import CorruptShardError
+
 
 @dataclass(frozen=True)
 class Attack:
@@ -27,3 +29,23 @@ class Attack:
     def name(self) -> str:
         """Its builder's name, in words."""
         return self.build.__name__.strip("_").replace("_", " ")
+
+
+def listed(
+    attacks: list[Attack], message: str, error: type[Exception] = CorruptShardError
+) -> Callable[[Callable[[], bytes]], None]:
+    """Put a builder that needs no marker on a list.
+
+    Args:
+        attacks: the list.
+        message, error: see `Attack`.
+    """
+
+    def add(build: Callable[[], bytes]) -> None:
+        def made(_: Path) -> bytes:
+            return build()
+
+        made.__name__ = build.__name__
+        attacks.append(Attack(made, error, message))
+
+    return add

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rabbitllm.errors import CorruptShardError, UnsafePickleError
+from rabbitllm.errors import UnsafePickleError
 from tests.attacks import pickles
-from tests.attacks.attack import Attack
+from tests.attacks.attack import Attack, listed
 from tests.support.torch_files import FOUR, Call, StorageOf, pickled, tensor
 
 ATTACKS: list[Attack] = []
@@ -49,17 +50,7 @@ class _Bare(StorageOf):
         self.identity = identity  # type: ignore[assignment]
 
 
-def attack(message: str, error: type[Exception] = CorruptShardError) -> Callable[[Callable[[], bytes]], None]:
-    """Put a builder on the list."""
-
-    def add(build: Callable[[], bytes]) -> None:
-        def made(_: Path) -> bytes:
-            return build()
-
-        made.__name__ = build.__name__
-        ATTACKS.append(Attack(made, error, message))
-
-    return add
+attack = functools.partial(listed, ATTACKS)
 
 
 @attack(r"its storages end at byte \d+, and it has \d+")

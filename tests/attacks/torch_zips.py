@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from rabbitllm.errors import CorruptShardError, UnsafePickleError
-from tests.attacks.attack import Attack
+from tests.attacks.attack import Attack, listed
 from tests.support.torch_files import FOUR, Member, archive, changed, pack, storage, tensor_pickle, zip64_extra
 
 ATTACKS: list[Attack] = []
 BYTES = len(FOUR)
 
-
-def attack(message: str, error: type[Exception] = CorruptShardError) -> Callable[[Callable[[], bytes]], None]:
-    """Put a builder on the list."""
-
-    def add(build: Callable[[], bytes]) -> None:
-        def made(_: Path) -> bytes:
-            return build()
-
-        made.__name__ = build.__name__
-        ATTACKS.append(Attack(made, error, message))
-
-    return add
+attack = functools.partial(listed, ATTACKS)
 
 
 def evil() -> bytes:

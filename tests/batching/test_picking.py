@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from rabbitllm.batching.picking import (
     Pace,
     Text,
     fits,
+    grouped,
     retry_after,
     take_part,
     too_many,
@@ -82,3 +85,19 @@ def test_whoever_is_sent_away_is_told_a_time_within_reason() -> None:
     assert retry_after(0, 64, 0.01) == 1.0
     assert retry_after(128, 64, 30.0) == 60.0
     assert retry_after(10_000, 1, 1000.0) == 600.0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "groups"),
+    [([], 4, []), ([1, 2, 3], None, [[1, 2, 3]]), ([1, 2, 3], 3, [[1, 2], [3]]), ([9, 1, 1], 4, [[9], [1, 1]])],
+)
+def test_groups_of_neighbours(sizes: list[int], most: int | None, groups: list[list[int]]) -> None:
+    assert [sizes[group] for group in grouped(sizes, most)] == groups
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=12), st.integers(1, 20))
+def test_everything_is_in_one_group_and_no_group_could_have_had_the_next(sizes: list[int], most: int) -> None:
+    groups = [sizes[group] for group in grouped(sizes, most)]
+    assert list(itertools.chain(*groups)) == sizes
+    assert all(len(group) == 1 or sum(group) <= most for group in groups)
+    assert all(sum(one) + after[0] > most for one, after in itertools.pairwise(groups))

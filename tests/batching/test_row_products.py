@@ -9,28 +9,12 @@ import torch
 from torch import nn
 
 from rabbitllm.batching.joint_pass import JointPasses
-from rabbitllm.layers import bfloat_products, vectors
+from rabbitllm.layers import bfloat_products
 from rabbitllm.scoring import Room, ScoredText, score
 from tests.batching.together import CHUNK, Text, alone, generated, prompts, together
 from tests.support.builders import build_checkpoint
+from tests.support.kernel_rows import kernel_rows as kernel_rows
 from tests.support.tiny_models import ALL, load, split
-
-
-@pytest.fixture
-def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows each product had; it is used even where torch's own products are sooner."""
-    if not vectors.lanes():
-        pytest.skip("no vectors of a kind that is used here")
-    rows: list[int] = []
-    ordinary = bfloat_products.linear
-
-    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        rows.append(x.shape[:-1].numel())
-        return ordinary(x, weight, bias)
-
-    monkeypatch.setattr(bfloat_products, "kernel_here", vectors.lanes)
-    monkeypatch.setattr(bfloat_products, "linear", linear)
-    return rows
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +23,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("budget", [0, ALL], ids=["streamed", "resident"])
-def test_company_changes_no_bit_of_a_text(folder: Path, products: list[int], budget: int) -> None:
+def test_company_changes_no_bit_of_a_text(folder: Path, kernel_rows: list[int], budget: int) -> None:
     model = load(folder, budget, dtype="bfloat16")
     given = prompts()
     found = together(model, given)
-    assert max(products) > max(len(prompt) for prompt in given)
+    assert max(kernel_rows) > max(len(prompt) for prompt in given)
     for number, text in enumerate(found):
         lone: list[Text] = []
         passes = JointPasses(model)
@@ -55,23 +39,23 @@ def test_company_changes_no_bit_of_a_text(folder: Path, products: list[int], bud
         assert torch.equal(lone[0].logits, text.logits)
 
 
-def test_results_are_those_of_the_ordinary_product_but_for_rounding(folder: Path, products: list[int]) -> None:
+def test_results_are_those_of_the_ordinary_product_but_for_rounding(folder: Path, kernel_rows: list[int]) -> None:
     model = load(folder, 0, dtype="bfloat16")
     given = prompts()
     for one, other in zip(together(model, given), alone(model, given), strict=True):
         torch.testing.assert_close(one.logits[0], other.logits[0], rtol=0.05, atol=0.05)
-    assert products
+    assert kernel_rows
 
 
 @pytest.mark.parametrize("compression", [None, "4bit"])
 def test_float32_codes_and_exact_passes_have_their_own_ways(
-    folder: Path, products: list[int], compression: str | None
+    folder: Path, kernel_rows: list[int], compression: str | None
 ) -> None:
     found = split(folder.parent, compression) if compression else folder
     model = load(found, 0, exact=compression is None, dtype="float32")
     together(model, prompts())
     together(load(folder, 0, dtype="bfloat16"), prompts(), exact=True)
-    assert not products
+    assert not kernel_rows
 
 
 @pytest.mark.parametrize("compression", [None, "4bit"])
@@ -83,37 +67,37 @@ def test_the_kernel_is_made_before_anybody_waits(folder: Path, compression: str 
     assert bfloat_products.kernel_here.cache_info().currsize == 1
 
 
-def test_afterwards_the_model_is_as_it_was(folder: Path, products: list[int]) -> None:
+def test_afterwards_the_model_is_as_it_was(folder: Path, kernel_rows: list[int]) -> None:
     model = load(folder, 0, dtype="bfloat16")
     given = prompts()
     before = alone(model, given)
     together(model, given)
     assert not any("forward" in module.__dict__ for module in model.modules() if isinstance(module, nn.Linear))
-    count = len(products)
+    count = len(kernel_rows)
     for one, other in zip(alone(model, given), before, strict=True):
         assert torch.equal(one.logits, other.logits)
-    assert len(products) == count
+    assert len(kernel_rows) == count
 
 
-def test_a_head_among_others_that_go_by_themselves(folder: Path, products: list[int]) -> None:
+def test_a_head_among_others_that_go_by_themselves(folder: Path, kernel_rows: list[int]) -> None:
     """A unit that is a linear layer runs its hooks around the calls of all, and is put back as it was each time."""
     model = load(folder, 0, dtype="bfloat16")
     given = prompts()
     found = together(model, given, packing=False)
     for one, other in zip(found, together(model, given), strict=True):
         torch.testing.assert_close(one.logits[0], other.logits[0], rtol=0.05, atol=0.05)
-    assert products
+    assert kernel_rows
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
-def test_texts_that_are_scored(folder: Path, products: list[int]) -> None:
+def test_texts_that_are_scored(folder: Path, kernel_rows: list[int]) -> None:
     """By the same products; micro-batches take turns at the head too, and leave the model as it was."""
     model = load(folder, 0, dtype="bfloat16")
     texts = [ScoredText(number, tuple(ids[0].tolist()), (7, 40 + number)) for number, ids in enumerate(prompts())]
     found = {one.index: one for one in score(model, texts, Room(tokens=20))}
-    assert products
+    assert kernel_rows
     assert not any("forward" in module.__dict__ for module in model.modules())
-    count = len(products)
+    count = len(kernel_rows)
     for one in score(model, texts, Room(exact=True)):
         assert one.logprob == pytest.approx(found[one.index].logprob, rel=0.02)
-    assert len(products) == count
+    assert len(kernel_rows) == count

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,8 +16,8 @@ import pytest
 
 from rabbitllm.bulk.journal import _answer_in
 from rabbitllm.cli import exit_codes
+from tests.support.demo_models import endless_model
 
-DEMO = Path(__file__).parents[2] / "rabbitllm" / "demo" / "model"
 PATIENCE = 120
 LINES = 28
 
@@ -26,10 +25,7 @@ LINES = 28
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled model without an end, so that every line takes as many tokens as it asks for."""
-    made = tmp_path_factory.mktemp("batch") / "demo-model"
-    shutil.copytree(DEMO, made)
-    settings = json.loads((made / "generation_config.json").read_text())
-    (made / "generation_config.json").write_text(json.dumps({**settings, "suppress_tokens": [0, 1]}))
+    made = endless_model(tmp_path_factory.mktemp("batch") / "demo-model")
     lines = [{"id": f"q{n}", "prompt": f"Q: {n} + {n}\nA:", "max_tokens": 3 + 7 * n % 25} for n in range(LINES)]
     (made.parent / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return made

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,8 +19,8 @@ from typer.testing import CliRunner
 
 from rabbitllm.cli.main import app
 from rabbitllm.errors import OptionError
+from tests.support.demo_models import demo_model, endless_model
 
-DEMO = Path(__file__).parents[2] / "rabbitllm" / "demo" / "model"
 OF_AN_ANSWER = r"(?<![\d\[?;])(1[2-9]|[2-9]\d)"
 """Digits that are neither a count of the model's 11 units, while it is waited for, nor part of an escape sequence."""
 PATIENCE = 120
@@ -30,19 +29,13 @@ PATIENCE = 120
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("chat") / "demo-model"
-    shutil.copytree(DEMO, folder)
-    return folder
+    return demo_model(tmp_path_factory.mktemp("chat") / "demo-model")
 
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled model without an end: it goes on until it is stopped."""
-    folder = tmp_path_factory.mktemp("chat") / "endless"
-    shutil.copytree(DEMO, folder)
-    settings = json.loads((folder / "generation_config.json").read_text())
-    (folder / "generation_config.json").write_text(json.dumps({**settings, "suppress_tokens": [0, 1]}))
-    return folder
+    return endless_model(tmp_path_factory.mktemp("chat") / "endless")
 
 
 def piped(folder: Path, lines: str, *options: str) -> subprocess.CompletedProcess[bytes]:

@@ -18,13 +18,13 @@ from typer.testing import CliRunner, Result
 from rabbitllm.cli.main import app
 from rabbitllm.errors import OptionError
 from tests.support.builders import build_checkpoint
+from tests.support.demo_models import DEMO
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.splitting import names_in
 from tests.support.tiny_models import one_thread, plain_model, split  # noqa: F401  a fixture that applies by itself
 
 PROMPT = "the rabbit and the hare"
 SHORT = ["--device", "cpu", "--max-new-tokens", "8"]
-DEMO = Path(__file__).parents[2] / "rabbitllm" / "demo" / "model"
 
 
 @pytest.fixture(scope="module")

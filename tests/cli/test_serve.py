@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -21,19 +20,15 @@ import httpx
 import pytest
 
 from rabbitllm.cli import exit_codes
+from tests.support.demo_models import endless_model
 
-DEMO = Path(__file__).parents[2] / "rabbitllm" / "demo" / "model"
 PATIENCE = 120
 
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled model without an end: it goes on until it is stopped."""
-    folder = tmp_path_factory.mktemp("serve") / "demo-model"
-    shutil.copytree(DEMO, folder)
-    settings = json.loads((folder / "generation_config.json").read_text())
-    (folder / "generation_config.json").write_text(json.dumps({**settings, "suppress_tokens": [0, 1]}))
-    return folder
+    return endless_model(tmp_path_factory.mktemp("serve") / "demo-model")
 
 
 class Process:

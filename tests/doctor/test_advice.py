@@ -20,9 +20,9 @@ from rabbitllm.doctor.facts import (
     Memory,
     Package,
     Processor,
-    Rate,
 )
 from rabbitllm.doctor.places import HERE, SPLITS
+from rabbitllm.planning.generation import Speed
 
 GIB = 1 << 30
 NEEDED = GIB
@@ -54,7 +54,7 @@ SOUND: dict[str, Any] = {
     "hub": hub(),
     "packages": (package(), package(name="kernels", found=None, fits=False, optional=True)),
     "gpus": gpu(15),
-    "rates": (Rate("reading the disk", 2e9),),
+    "rates": (Speed("reading the disk", 2e9),),
 }
 LIMIT = GroupMemory(2, Path("/sys/fs/cgroup"), 2 * GIB, GIB)
 SMALL = folder(free=0)
@@ -125,7 +125,7 @@ def test_the_kernel_for_bfloat16_is_named_where_it_is_used(
         ({"hub": hub(offline=True, reachable=None)}, False, "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"),
         ({"hub": hub(reachable=False, problem="refused")}, False, "does not answer at https://hub (refused)", None),
         ({"hub": hub(token=False)}, False, "gated models", "hf auth login"),
-        ({"rates": (Rate("reading the disk", 9e7),)}, False, "read at 90 MB/s", None),
+        ({"rates": (Speed("reading the disk", 9e7),)}, False, "read at 90 MB/s", None),
     ],
 )
 def test_what_is_wrong_is_said_once_with_what_to_do(

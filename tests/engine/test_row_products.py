@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from rabbitllm.errors import OptionError
-from rabbitllm.layers import bfloat_products, vectors
+from rabbitllm.layers import bfloat_products
 from rabbitllm.options import StreamOptions
 from tests.support.builders import build_checkpoint
+from tests.support.kernel_rows import kernel_rows as kernel_rows
 from tests.support.tiny_models import ALL, INPUT, load, plain_model, run, split
 
 
@@ -20,26 +21,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_checkpoint(folder, "llama", dtype=torch.bfloat16, hidden_size=128, intermediate_size=256)
 
 
-@pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of each product by the kernel, which is used even where torch's own products are sooner."""
-    if not vectors.lanes():
-        pytest.skip("no vectors of a kind that is used here")
-    found: list[int] = []
-    ordinary = bfloat_products.linear
-
-    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        found.append(x.shape[:-1].numel())
-        return ordinary(x, weight, bias)
-
-    monkeypatch.setattr(bfloat_products, "kernel_here", vectors.lanes)
-    monkeypatch.setattr(bfloat_products, "linear", linear)
-    return found
-
-
 @pytest.mark.parametrize("budget", [0, ALL], ids=["streamed", "resident"])
 def test_every_linear_layer_goes_through_it_and_loses_no_more_than_torchs(
-    checkpoint: Path, rows: list[int], budget: int
+    checkpoint: Path, kernel_rows: list[int], budget: int
 ) -> None:
     model = load(split(checkpoint), budget, fast_bfloat16=True, exact=False)
     plain = plain_model(checkpoint)
@@ -48,7 +32,7 @@ def test_every_linear_layer_goes_through_it_and_loses_no_more_than_torchs(
         torchs = plain(INPUT).logits.double()
         expected = plain.double()(INPUT).logits
     # the head's rows are those of INPUT too, since all logits are asked for
-    assert rows == [INPUT.numel()] * (7 * model.config.num_hidden_layers + 1)
+    assert kernel_rows == [INPUT.numel()] * (7 * model.config.num_hidden_layers + 1)
     assert 0 < (found - expected).norm() <= 1.1 * (torchs - expected).norm()
 
 
@@ -66,8 +50,8 @@ def test_it_does_not_go_together_with_exact_bits() -> None:
         StreamOptions(exact=True, fast_bfloat16=True)
 
 
-def test_without_it_logits_are_transformers(checkpoint: Path, rows: list[int]) -> None:
+def test_without_it_logits_are_transformers(checkpoint: Path, kernel_rows: list[int]) -> None:
     model = load(split(checkpoint), 0)
     with torch.inference_mode():
         assert torch.equal(model(INPUT).logits, plain_model(checkpoint)(INPUT).logits)
-    assert not rows
+    assert not kernel_rows

@@ -1,0 +1,25 @@
+"""Products by the kernel for rows of bfloat16, counted; a fixture to import."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rabbitllm.layers import bfloat_products, vectors
+
+
+@pytest.fixture
+def kernel_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each product had; the kernel is used even where torch's own products are sooner."""
+    if not vectors.lanes():
+        pytest.skip("no vectors of a kind that is used here")
+    rows: list[int] = []
+    ordinary = bfloat_products.linear
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        rows.append(x.shape[:-1].numel())
+        return ordinary(x, weight, bias)
+
+    monkeypatch.setattr(bfloat_products, "kernel_here", vectors.lanes)
+    monkeypatch.setattr(bfloat_products, "linear", linear)
+    return rows
