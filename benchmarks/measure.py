@@ -17,9 +17,10 @@ import statistics
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 INTERVAL_SECONDS = 0.01
 BLOCK_BYTES = 512
@@ -120,43 +121,45 @@ def memory_of(pid: int) -> Memory | None:
     return Memory(fields["RssAnon:"] + fields["RssShmem:"], fields["RssFile:"]) if fields else None
 
 
-class Repeated:
-    """Does something again and again in a thread.
-
-    Args:
-        work: what to do.
-        interval: seconds from the end of one time to the next.
+class Sampling:
+    """Takes a sample when its context opens, then again and again in a thread, and a last one when it closes.
 
     Attributes:
-        longest_gap: seconds between the two that were furthest apart.
+        longest_gap: seconds between the two samples in the thread that were furthest apart.
     """
 
-    def __init__(self, work: Callable[[], None], interval: float) -> None:
+    def __init__(self, interval: float) -> None:
+        """
+        Args:
+            interval: seconds from the end of one sample to the next.
+        """
         self.longest_gap = 0.0
-        self._work = work
         self._interval = interval
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def begin(self) -> None:
-        """Start the thread."""
+    def __enter__(self) -> Self:
+        self._sample()
         self._thread.start()
+        return self
 
-    def end(self) -> None:
-        """Stop the thread, and do it a last time."""
+    def __exit__(self, *exception: object) -> None:
         self._stop.set()
         self._thread.join()
-        self._work()
+        self._sample()
 
     def _run(self) -> None:
         last = time.perf_counter()
         while not self._stop.wait(self._interval):
-            self._work()
+            self._sample()
             now = time.perf_counter()
             self.longest_gap, last = max(self.longest_gap, now - last), now
 
+    def _sample(self) -> None:
+        raise NotImplementedError
 
-class Sampler:
+
+class Sampler(Sampling):
     """Samples while its context is open. Every figure is in bytes; those called `idle` or `start` are of the opening.
 
     Attributes:
@@ -166,26 +169,12 @@ class Sampler:
     """
 
     def __init__(self, folders: Sequence[Path], pid: int | None = None) -> None:
+        super().__init__(INTERVAL_SECONDS)
         self.disk_start = self.disk_peak = self.disk_end = 0
         self.anonymous_idle = self.anonymous_peak = self.file_peak = 0
         self.samples = 0
         self._pid = pid
         self._disk = DiskWatch(folders, pid)
-        self._repeated = Repeated(self._sample, INTERVAL_SECONDS)
-
-    def __enter__(self) -> Sampler:
-        self._sample()
-        self.disk_start, self.anonymous_idle = self.disk_end, self.anonymous_peak
-        self._repeated.begin()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._repeated.end()
-
-    @property
-    def longest_gap(self) -> float:
-        """Seconds between the two samples that were furthest apart."""
-        return self._repeated.longest_gap
 
     def _sample(self) -> None:
         self.samples += 1
@@ -195,6 +184,8 @@ class Sampler:
         if memory is not None:
             self.anonymous_peak = max(self.anonymous_peak, memory.anonymous)
             self.file_peak = max(self.file_peak, memory.file)
+        if self.samples == 1:
+            self.disk_start, self.anonymous_idle = self.disk_end, self.anonymous_peak
 
 
 def sync_tree(folder: Path) -> None:

@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import psutil
 
-from benchmarks.measure import DiskWatch, Repeated, memory_of
+from benchmarks.measure import DiskWatch, Sampling, memory_of
 
 INTERVAL_SECONDS = 0.1
 
@@ -39,7 +40,7 @@ class Sample:
         return sum(self.disk)
 
 
-class SeriesSampler:
+class SeriesSampler(Sampling):
     """Samples in a thread while its context is open.
 
     Args:
@@ -52,27 +53,17 @@ class SeriesSampler:
     """
 
     def __init__(self, folders: Sequence[Path], part: Path, progress: Callable[[], int]) -> None:
+        super().__init__(INTERVAL_SECONDS)
         self.samples: list[Sample] = []
         self._watches = [DiskWatch([folder]) for folder in folders]
         self._part = DiskWatch([part])
         self._progress = progress
         self._pid: int | None = None
-        self._repeated = Repeated(self._sample, INTERVAL_SECONDS)
         self._start = time.perf_counter()
 
-    def __enter__(self) -> SeriesSampler:
+    def __enter__(self) -> Self:
         self._start = time.perf_counter()
-        self._sample()
-        self._repeated.begin()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._repeated.end()
-
-    @property
-    def longest_gap(self) -> float:
-        """Seconds between the two samples that were furthest apart."""
-        return self._repeated.longest_gap
+        return super().__enter__()
 
     def now(self) -> float:
         """Seconds since the start."""
