@@ -90,8 +90,7 @@ class GrowingFile:
             _announce(Step("create", path))
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
         self._descriptor = os.open(path, flags, 0o644)
-        self._direct: int | None = None
-        self._direct_refused = False
+        self._direct = _PastTheCache(path)
         if os.fstat(self._descriptor).st_size != size:
             os.ftruncate(self._descriptor, size)
 
@@ -123,21 +122,14 @@ class GrowingFile:
     def _write_direct(self, data: memoryview, offset: int) -> int:
         """Write the leading whole blocks of `data` with O_DIRECT; return how many bytes went."""
         whole = len(data) - len(data) % DIRECT_ALIGNMENT
-        if not whole or self._direct_refused or not hasattr(os, "O_DIRECT"):
+        if not whole:
             return 0
-        try:
-            if self._direct is None:
-                with self._lock:
-                    if self._direct is None:
-                        self._direct = os.open(self.path, os.O_RDWR | os.O_DIRECT)
-            _write_all(self._direct, data[:whole], offset, None)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise
-            # tmpfs and some network file systems; the descriptor stays open, another thread may be in it
-            self._direct_refused = True
-            return 0
-        return whole
+
+        def write(descriptor: int) -> int:
+            _write_all(descriptor, data[:whole], offset, None)
+            return whole
+
+        return self._direct.move(write) or 0
 
     def sync(self) -> None:
         """Return once every byte written so far would survive a power cut."""
@@ -147,9 +139,47 @@ class GrowingFile:
     def close(self) -> None:
         """Close the descriptors; does not sync."""
         os.close(self._descriptor)
-        if self._direct is not None:
-            os.close(self._direct)
-            self._direct = None
+        self._direct.close()
+
+
+class _PastTheCache:
+    """A second descriptor of a file that is open, for whole blocks that need not be in the page cache (O_DIRECT).
+
+    Args:
+        path: where the file can be opened once more.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+        self._is_refused = False
+        self._lock = threading.Lock()
+
+    def move(self, how: Callable[[int], int]) -> int | None:
+        """What `how` returns, given the descriptor; None where the system or the file system takes no such moves.
+
+        Args:
+            how: reads or writes memory, offset and length in multiples of `DIRECT_ALIGNMENT`.
+        """
+        if self._is_refused or not hasattr(os, "O_DIRECT"):
+            return None
+        try:
+            with self._lock:
+                if self._descriptor is None:
+                    self._descriptor = os.open(self._path, os.O_RDWR | os.O_DIRECT)
+            return how(self._descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOENT):
+                raise
+            # tmpfs and some network file systems, or no /proc; the descriptor stays open, another thread may be in it
+            self._is_refused = True
+            return None
+
+    def close(self) -> None:
+        """Close the descriptor, if there is one."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 @functools.cache
@@ -316,7 +346,9 @@ class NamelessFile:
     """A file for what does not fit into memory: nameless, for nobody else, gone with its descriptor.
 
     Written and read at places; where `READS_AT_PLACES`, by several threads at a time. A disk may be full, so that
-    writing is announced as a step.
+    writing is announced as a step. With `aligned` the caller says that memory, offset and length are multiples of
+    4096 bytes: then they go past the page cache where the file system takes that, else through it and are dropped
+    from it behind: what is written as soon as it is on the disk and was read.
 
     Args:
         folder: one that may be written to; None for the system's for temporary files.
@@ -328,8 +360,9 @@ class NamelessFile:
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder or Path(tempfile.gettempdir())
         self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115
+        self._direct = _PastTheCache(f"/proc/self/fd/{self._file.fileno()}")
 
-    def write_at(self, data: memoryview, offset: int) -> None:
+    def write_at(self, data: memoryview, offset: int, *, aligned: bool = False) -> None:
         """Put bytes at a place.
 
         Raises:
@@ -338,13 +371,13 @@ class NamelessFile:
         _announce(Step("write", self._folder, offset, data))
         while data:
             if self.READS_AT_PLACES:
-                count = os.pwrite(self._file.fileno(), data, offset)
+                count = self._move(os.pwrite, data, offset, aligned)
             else:
                 self._file.seek(offset)
                 count = self._file.write(data)
-            data, offset = data[count:], offset + count
+            data, offset, aligned = data[count:], offset + count, aligned and count % DIRECT_ALIGNMENT == 0
 
-    def read_at(self, data: memoryview, offset: int) -> None:
+    def read_at(self, data: memoryview, offset: int, *, aligned: bool = False) -> None:
         """Fill `data` with the bytes from a place on.
 
         Raises:
@@ -352,17 +385,30 @@ class NamelessFile:
         """
         while data:
             if self.READS_AT_PLACES:
-                count = os.preadv(self._file.fileno(), [data], offset)
+                count = self._move(_read_into, data, offset, aligned)
             else:
                 self._file.seek(offset)
                 count = self._file.readinto(data)
             if not count:
                 raise OSError(errno.EIO, "the file is shorter than what was written to it")
-            data, offset = data[count:], offset + count
+            data, offset, aligned = data[count:], offset + count, aligned and count % DIRECT_ALIGNMENT == 0
+
+    def _move(self, how: Callable[[int, memoryview, int], int], data: memoryview, offset: int, aligned: bool) -> int:
+        moved = self._direct.move(lambda descriptor: how(descriptor, data, offset)) if aligned else None
+        if moved is None:
+            moved = how(self._file.fileno(), data, offset)
+            if aligned and hasattr(os, "posix_fadvise"):  # of what is not on the disk yet this begins the writing
+                os.posix_fadvise(self._file.fileno(), offset, moved, os.POSIX_FADV_DONTNEED)
+        return moved
 
     def close(self) -> None:
         """Let go of the file, and so of its bytes on the disk."""
+        self._direct.close()
         self._file.close()
+
+
+def _read_into(descriptor: int, data: memoryview, offset: int) -> int:
+    return os.preadv(descriptor, [data], offset)
 
 
 def remove_scratch(path: Path) -> None:

@@ -387,3 +387,42 @@ def test_a_nameless_file_is_for_one_user_and_gives_back_what_was_written(
     file.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="O_DIRECT")
+def test_a_nameless_file_that_cannot_be_opened_again_takes_whole_blocks_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, refused = os.open, []
+
+    def refuse(path: Path, flags: int, *mode: int, **more: int) -> int:
+        if flags & os.O_DIRECT == os.O_DIRECT:
+            refused.append(path)
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        return opened(path, flags, *mode, **more)
+
+    file = durable.NamelessFile(tmp_path)
+    monkeypatch.setattr(os, "open", refuse)
+    data, into = page_aligned(2 * DIRECT_ALIGNMENT), page_aligned(2 * DIRECT_ALIGNMENT)
+    data[:] = os.urandom(len(data))
+    file.write_at(data, DIRECT_ALIGNMENT, aligned=True)
+    file.read_at(into, DIRECT_ALIGNMENT, aligned=True)
+    assert into == data
+    assert len(refused) == 1  # asked once
+    file.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="O_DIRECT")
+def test_a_nameless_file_that_takes_part_of_whole_blocks_gets_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, read = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda file, data, offset: write(file, data[: 4096 + 512], offset))
+    monkeypatch.setattr(os, "preadv", lambda file, data, offset: read(file, [data[0][: 4096 + 512]], offset))
+    file = durable.NamelessFile(tmp_path)
+    data, into = page_aligned(3 * DIRECT_ALIGNMENT), page_aligned(3 * DIRECT_ALIGNMENT)
+    data[:] = os.urandom(len(data))
+    file.write_at(data, 0, aligned=True)
+    file.read_at(into, 0, aligned=True)
+    assert into == data
+    file.close()

@@ -15,11 +15,7 @@ a name. Called in the batch's thread; what is ahead is read by others.
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,17 +25,13 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from rabbitllm import durable
-from rabbitllm.batching.cache_image import Form, Image, image_of, image_over, new_image
-from rabbitllm.batching.places import Places
+from rabbitllm.batching.cache_image import Image, image_of, image_over
+from rabbitllm.batching.image_file import ImageFile, Stored
+from rabbitllm.batching.images_ahead import ImagesAhead, Key
 from rabbitllm.batching.room import append
-
-logger = logging.getLogger(__name__)
 
 TAIL_TOKENS = 32
 """Of a text, at most, that are in memory and not in the file; as many more are written, and read, as zeros."""
-READERS = 2
-"""A disk that is asked for one thing at a time is slower."""
 
 
 @dataclass(slots=True)
@@ -47,19 +39,16 @@ class _Layer:
     """A layer that is in the file.
 
     Attributes:
-        place, nbytes: there; the image takes no more.
+        stored: there.
         device: where the model computes it.
         tokens: of these, so many are in the file.
         tail_keys, tail_values: (1, heads, `TAIL_TOKENS`, width), the next ones; None before the first.
         tail: how many.
-        form: shapes, the room behind them included, and dtype.
     """
 
-    place: int
-    nbytes: int
+    stored: Stored
     device: torch.device
     tokens: int
-    form: Form
     tail_keys: torch.Tensor | None = None
     tail_values: torch.Tensor | None = None
     tail: int = 0
@@ -83,52 +72,45 @@ class _Text:
 
 
 class CacheFile:
-    """The file of a batch.
+    """The texts of a batch whose keys and values are in a file.
 
     Args:
         folder: where it may be.
         limit: bytes that it may have.
         ahead: bytes that may be in memory before their attention comes; the next one always.
-
-    Attributes:
-        error: why nothing can be written any more; None as long as all is well.
-        written, read: bytes.
+        beside: bytes of weights that a pass reads.
     """
 
-    def __init__(self, folder: Path, limit: int, ahead: int) -> None:
-        self.error: OSError | None = None
-        self.written = self.read = 0
-        self._places = Places(limit)
-        self._limit = limit
-        self._folder = folder
-        self._file: durable.NamelessFile | None = None
+    def __init__(self, folder: Path, limit: int, ahead: int, beside: int = 0) -> None:
+        self._file = ImageFile(folder, limit, beside)
+        self._ahead = ImagesAhead(self._file, ahead, self._find)
         self._texts: WeakKeyDictionary[Any, _Text] = WeakKeyDictionary()
-        self._threads: ThreadPoolExecutor | None = None
-        self._most_ahead = ahead
-        self._ahead = 0
-        self._next: deque[tuple[Any, int]] = deque()
-        self._coming: dict[tuple[int, int], tuple[Image, Future[None]]] = {}
 
     @property
     def limit(self) -> int:
         """Bytes that texts in it may be reckoned with; none if it cannot be written to."""
-        return self._limit if self.error is None else 0
+        return self._file.limit
 
     @property
     def nbytes(self) -> int:
         """That are in it."""
-        return self._places.taken
+        return self._file.nbytes
+
+    @property
+    def written(self) -> int:
+        """Bytes, so far."""
+        return self._file.written
+
+    @property
+    def read(self) -> int:
+        """Bytes, so far, that attention looked at."""
+        return self._ahead.read
 
     def close(self) -> None:
         """Forget all of it."""
-        self._forget_what_comes()
-        if self._threads is not None:
-            self._threads.shutdown(wait=True, cancel_futures=True)
-            self._threads = None
+        self._ahead.close()
         self._texts.clear()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._file.close()
 
     # between passes --------------------------------------------------------------------------------------------------
 
@@ -174,7 +156,7 @@ class CacheFile:
         """Forget a cache, of which nothing can be used any more."""
         text = self._texts.pop(cache, None) if cache is not None else None
         for layer in text.layers.values() if text is not None else ():
-            self._places.give_back(layer.place, layer.nbytes)
+            self._file.give_back(layer.stored)
 
     def whole_copy(self, cache: Any) -> Any:
         """A cache that is here, whole and in memory; what was not in the file is its own.
@@ -202,14 +184,14 @@ class CacheFile:
         Raises:
             OSError: they cannot be.
         """
-        self._forget_what_comes()
+        self._ahead.forget()
+        self._file.look_around()
         for cache in others:
             if self.holds(cache):
                 self._restore(cache)
         held = [(cache, self._texts[cache].layers) for cache in caches if cache in self._texts]
         numbers = sorted({number for _, layers in held for number in layers})
-        self._next = deque((cache, number) for number in numbers for cache, layers in held if number in layers)
-        self._read_ahead()
+        self._ahead.begin((cache, number) for number in numbers for cache, layers in held if number in layers)
 
     def brings(self, cache: Any, number: int) -> bool:
         """Whether a layer's keys and values go through this file.
@@ -258,7 +240,7 @@ class CacheFile:
         begin, rows = kept.tokens + kept.tail, keys.shape[2]
         if text.returns:
             layer.keys, layer.values = image.keys[:, :, : begin + rows], image.values[:, :, : begin + rows]
-            self._places.give_back(kept.place, kept.nbytes)
+            self._file.give_back(kept.stored)
             del text.layers[number]
             if not text.layers:
                 del self._texts[cache]
@@ -277,33 +259,22 @@ class CacheFile:
 
     def _write(self, text: _Text, layer: Any, number: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write a layer whole, and empty it; a text that cannot be written is lost."""
-        tokens = keys.shape[2]
         image = image_of(keys, values, TAIL_TOKENS)
         before = text.layers.pop(number, None)
         if before is not None:
-            self._places.give_back(before.place, before.nbytes)
-        _empty(layer, keys, values, tokens)
-        nbytes = len(image.whole)
-        is_wanted = self.error is None and not text.is_lost
-        place = self._places.take(nbytes) if is_wanted else None
-        if is_wanted and place is None:
-            self._limit -= self._limit // 8  # holes between places take more than was thought
-        try:
-            if place is not None:
-                if self._file is None:
-                    self._file = durable.NamelessFile(self._folder)
-                self._file.write_at(image.whole.numpy().data, place)
-                self.written += nbytes
-        except OSError as error:
-            logger.warning("Keys and values cannot be written to a file in %s any more: %s.", self._folder, error)
-            self.error = error
-            assert place is not None
-            self._places.give_back(place, nbytes)
-            place = None
-        if place is None:
+            self._file.give_back(before.stored)
+        _empty(layer, keys, values, keys.shape[2])
+        stored = self._file.put(image) if not text.is_lost else None
+        if stored is None:
             text.is_lost = True
         else:
-            text.layers[number] = _Layer(place, nbytes, keys.device, tokens, image.form)
+            text.layers[number] = _Layer(stored, keys.device, keys.shape[2])
+
+    def _find(self, key: Key) -> Stored | None:
+        cache, number = key
+        text = self._texts.get(cache)
+        layer = text.layers.get(number) if text is not None else None
+        return layer.stored if layer is not None else None
 
     def _restore(self, cache: Any) -> None:
         for layer, whole in zip(cache.layers, self.whole_copy(cache).layers, strict=True):
@@ -314,9 +285,9 @@ class CacheFile:
     def _whole(self, cache: Any, number: int, more: int) -> tuple[Image, int]:
         """A layer with all its tokens where it is computed, with room for some more; and how many it has."""
         kept = self._texts[cache].layers[number]
-        image = self._taken(cache, number, kept)
+        image = self._ahead.take((cache, number), kept.stored)
         if kept.device != image.whole.device:
-            image = image_over(image.whole.to(kept.device), *kept.form)
+            image = image_over(image.whole.to(kept.device), *kept.stored.form)
         end = kept.tokens + kept.tail
         if kept.tail_keys is not None and kept.tail_values is not None:
             image.keys[:, :, kept.tokens : end] = kept.tail_keys[:, :, : kept.tail]
@@ -324,51 +295,6 @@ class CacheFile:
         if end + more > image.keys.shape[2]:
             image = image_of(image.keys[:, :, :end], image.values[:, :, :end], more + TAIL_TOKENS, kept.device)
         return image, end
-
-    def _taken(self, cache: Any, number: int, kept: _Layer) -> Image:
-        found = self._coming.pop((id(cache), number), None)
-        if found is None:
-            with contextlib.suppress(ValueError):
-                self._next.remove((cache, number))
-            image = new_image(*kept.form)
-            self._read(image, kept.place)
-            self.read += len(image.whole)
-            return image
-        image, future = found
-        future.result()
-        self.read += len(image.whole)
-        self._ahead -= len(image.whole)
-        self._read_ahead()
-        return image
-
-    def _read_ahead(self) -> None:
-        while self._next:
-            cache, number = self._next[0]
-            text = self._texts.get(cache)
-            kept = text.layers.get(number) if text is not None else None
-            if kept is not None:
-                image = new_image(*kept.form)
-                if self._ahead and self._ahead + len(image.whole) > self._most_ahead:
-                    return
-                if self._threads is None:
-                    self._threads = ThreadPoolExecutor(READERS, "rabbitllm-cache-file")
-                self._ahead += len(image.whole)
-                self._coming[id(cache), number] = image, self._threads.submit(self._read, image, kept.place)
-            self._next.popleft()
-
-    def _read(self, image: Image, place: int) -> None:
-        assert self._file is not None
-        self._file.read_at(image.whole.numpy().data, place)
-
-    def _forget_what_comes(self) -> None:
-        """A pass that has failed leaves some."""
-        self._next.clear()
-        for _, future in self._coming.values():
-            if not future.cancel():
-                with contextlib.suppress(OSError):
-                    future.result()
-        self._coming.clear()
-        self._ahead = 0
 
 
 def goes_to_a_file(layers: Iterable[Any]) -> bool:

@@ -1,10 +1,18 @@
-"""Keys and values of one layer of one text in one piece of memory, as they are written to a file and read from it."""
+"""Keys and values of one layer of one text in one piece of memory, as they are written to a file and read from it.
+
+A piece that is not small begins on a block and is of whole blocks, so that it need not go through the page cache.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+
+BLOCK = 4096
+"""What goes past the page cache has addresses, places and lengths that are multiples of this."""
+LEAST_BLOCKS = 16
+"""A smaller image is as large as it is: with whole blocks it would be larger by more than a sixteenth."""
 
 Form = tuple[torch.Size, torch.Size, torch.dtype]
 """Shapes of keys and values, the room behind them included, and their dtype."""
@@ -16,12 +24,17 @@ class Image:
 
     Attributes:
         keys, values: (1, heads, tokens and room, width), over the same bytes.
-        whole: (bytes,) uint8, all of it.
+        whole: (bytes,) uint8, all of it, to the end of the last block.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     whole: torch.Tensor
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether it begins on a block and is of whole blocks."""
+        return self.whole.data_ptr() % BLOCK == 0 and len(self.whole) % BLOCK == 0
 
     @property
     def form(self) -> Form:
@@ -32,13 +45,18 @@ class Image:
 def new_image(keys: torch.Size, values: torch.Size, dtype: torch.dtype, device: torch.device | None = None) -> Image:
     """One of this form, not yet filled; on the host unless a device is named."""
     nbytes = (keys.numel() + values.numel()) * dtype.itemsize
-    return image_over(torch.empty(nbytes, dtype=torch.uint8, device=device), keys, values, dtype)
+    if nbytes < LEAST_BLOCKS * BLOCK:
+        return image_over(torch.empty(nbytes, dtype=torch.uint8, device=device), keys, values, dtype)
+    nbytes = -(-nbytes // BLOCK) * BLOCK
+    room = torch.empty(nbytes + BLOCK, dtype=torch.uint8, device=device)
+    begin = -room.data_ptr() % BLOCK
+    return image_over(room[begin : begin + nbytes], keys, values, dtype)
 
 
 def image_over(whole: torch.Tensor, keys: torch.Size, values: torch.Size, dtype: torch.dtype) -> Image:
     """One of this form over bytes that are there."""
-    parts = whole.view(dtype)
-    return Image(parts[: keys.numel()].view(keys), parts[keys.numel() :].view(values), whole)
+    parts, middle = whole.view(dtype), keys.numel()
+    return Image(parts[:middle].view(keys), parts[middle : middle + values.numel()].view(values), whole)
 
 
 def image_of(keys: torch.Tensor, values: torch.Tensor, more: int, device: torch.device | None = None) -> Image:

@@ -48,7 +48,8 @@ def file_for(model: Any, memory: CacheMemory, folder: Path | None, limit: int | 
         return None
     if not goes_to_a_file(DynamicCache(config=model.config.get_text_config(decoder=True)).layers):
         return None
-    return CacheFile(folder, usual_bytes(folder) if limit is None else limit, memory.ahead())
+    most = usual_bytes(folder) if limit is None else limit
+    return CacheFile(folder, most, memory.ahead(), read_in_a_pass(model.placement))
 
 
 def read_in_a_pass(placement: Placement) -> int:

@@ -12,8 +12,9 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from rabbitllm.batching import cache_file
+from rabbitllm.batching import cache_file, cache_image
 from rabbitllm.batching.cache_file import CacheFile
+from rabbitllm.batching.images_ahead import ImagesAhead
 from rabbitllm.durable import Step, observe_steps
 
 LAYERS, HEADS, WIDTH, VALUE_WIDTH = 3, 2, 8, 4
@@ -31,8 +32,8 @@ def short_tails(monkeypatch: pytest.MonkeyPatch) -> None:
 def opened(tmp_path: Path) -> Iterator[Callable[..., CacheFile]]:
     made: list[CacheFile] = []
 
-    def open_one(limit: int = 1 << 20, ahead: int = 1 << 12) -> CacheFile:
-        made.append(CacheFile(tmp_path, limit, ahead))
+    def open_one(limit: int = 1 << 20, ahead: int = 1 << 12, beside: int = 0) -> CacheFile:
+        made.append(CacheFile(tmp_path, limit, ahead, beside))
         return made[-1]
 
     yield open_one
@@ -88,6 +89,24 @@ def test_attention_sees_what_it_would_see_in_memory(opened: Callable[..., CacheF
     assert file.nbytes == 0
 
 
+def test_attention_sees_the_same_past_the_page_cache(
+    opened: Callable[..., CacheFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_image, "LEAST_BLOCKS", 0)  # these are small, and go past it all the same
+    file, (texts, plain) = opened(ahead=1 << 14, beside=1 << 60), caches()
+    for one in texts:
+        file.add(one)
+    attend(file, texts, plain, [*PROMPTS], 0)
+    for step in range(STEPS):
+        attend(file, texts, plain, [1, 1, 1], step + 1)
+    assert file.nbytes == len(texts) * LAYERS * cache_image.BLOCK
+    assert file.read == STEPS * file.nbytes
+    for one in texts:
+        file.let_return(one)
+    attend(file, texts, plain, [1, 1, 1], STEPS + 1)
+    assert file.nbytes == 0
+
+
 def test_texts_go_there_at_any_time_and_come_back(opened: Callable[..., CacheFile]) -> None:
     file, (texts, plain) = opened(), caches()
     attend(file, texts, plain, [*PROMPTS], 0)
@@ -117,13 +136,14 @@ def test_never_more_than_so_much_is_ahead(opened: Callable[..., CacheFile], monk
         file.add(one)
     attend(file, texts, plain, [*PROMPTS], 0)
     seen: list[int] = []
-    take = CacheFile._taken
+    take = ImagesAhead.take
 
-    def taken(self: CacheFile, *given: Any) -> Any:
+    def taken(self: ImagesAhead, *given: Any) -> Any:
         seen.append(sum(len(image.whole) for image, _ in self._coming.values()))
+        assert seen[-1] == self.nbytes
         return take(self, *given)
 
-    monkeypatch.setattr(CacheFile, "_taken", taken)
+    monkeypatch.setattr(ImagesAhead, "take", taken)
     attend(file, texts, plain, [1, 1, 1], 1)
     assert len(seen) == LAYERS * len(PROMPTS)
     assert min(seen[:-1]) > 0
