@@ -347,8 +347,8 @@ class NamelessFile:
 
     Written and read at places; where `READS_AT_PLACES`, by several threads at a time. A disk may be full, so that
     writing is announced as a step. With `aligned` the caller says that memory, offset and length are multiples of
-    4096 bytes: then they go past the page cache where the file system takes that, else through it and are dropped
-    from it behind: what is written as soon as it is on the disk and was read.
+    4096 bytes: then they go past the page cache where the file system takes that, through it else; and what the cache
+    has of them is dropped, if it is on the disk.
 
     Args:
         folder: one that may be written to; None for the system's for temporary files.
@@ -397,8 +397,8 @@ class NamelessFile:
         moved = self._direct.move(lambda descriptor: how(descriptor, data, offset)) if aligned else None
         if moved is None:
             moved = how(self._file.fileno(), data, offset)
-            if aligned and hasattr(os, "posix_fadvise"):  # of what is not on the disk yet this begins the writing
-                os.posix_fadvise(self._file.fileno(), offset, moved, os.POSIX_FADV_DONTNEED)
+        if aligned and hasattr(os, "posix_fadvise"):  # of what is not on the disk yet this begins the writing
+            os.posix_fadvise(self._file.fileno(), offset, moved, os.POSIX_FADV_DONTNEED)
         return moved
 
     def close(self) -> None:

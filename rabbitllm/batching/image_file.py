@@ -95,7 +95,7 @@ class ImageFile:
             self._limit -= self._limit // 8  # holes between places take more than was thought
             return None
         if not self.is_past_the_cache and not stays_cached(self.nbytes + self._beside, self._room):
-            self.is_past_the_cache = True  # and remains so: pages that are there already are given up once
+            self.is_past_the_cache = True  # and remains so; what is in the cache is dropped when it is read
         try:
             if self._file is None:
                 self._file = durable.NamelessFile(self._folder)
