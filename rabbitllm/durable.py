@@ -395,10 +395,13 @@ class NamelessFile:
 
     def _move(self, how: Callable[[int, memoryview, int], int], data: memoryview, offset: int, aligned: bool) -> int:
         moved = self._direct.move(lambda descriptor: how(descriptor, data, offset)) if aligned else None
+        advise = getattr(os, "posix_fadvise", None) if aligned else None
         if moved is None:
+            if advise is not None:  # what is read ahead of the next place would stay in the cache
+                advise(self._file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
             moved = how(self._file.fileno(), data, offset)
-        if aligned and hasattr(os, "posix_fadvise"):  # of what is not on the disk yet this begins the writing
-            os.posix_fadvise(self._file.fileno(), offset, moved, os.POSIX_FADV_DONTNEED)
+        if advise is not None:  # of what is not on the disk yet this begins the writing
+            advise(self._file.fileno(), offset, moved, os.POSIX_FADV_DONTNEED)
         return moved
 
     def close(self) -> None:

@@ -102,7 +102,7 @@ def test_from_when_on_it_does_not_stay_there_it_goes_past(tmp_path: Path) -> Non
 def test_without_direct_reads_it_is_dropped_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "O_DIRECT")
     file = opened(tmp_path, MORE_THAN_ANY_MEMORY)
-    made = [image(tokens, seed) for seed, tokens in enumerate(TOKENS)]
+    made = [image(tokens, seed) for seed, tokens in enumerate(4 * TOKENS)]
     held = [file.put(one) for one in made]
     for path in nameless(tmp_path):
         with path.open("rb+") as again:
@@ -111,6 +111,10 @@ def test_without_direct_reads_it_is_dropped_behind(tmp_path: Path, monkeypatch: 
         assert stored is not None
         assert torch.equal(file.get(stored).values, one.values)
     assert pages(tmp_path) == 0
+    for stored in held[: len(TOKENS)]:
+        assert stored is not None
+        file.get(stored)
+    assert pages(tmp_path) == 0  # nor has anything been read ahead of the next one
     file.close()
 
 
