@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rabbitllm.splitter.disk_use import BLOCK_BYTES, Arrival, DiskUse, disk_use, on_disk, scratch_slack
-from rabbitllm.splitter.plan import PlannedShard, SplitPlan
+from rabbitllm.splitter.disk_use import BLOCK_BYTES, Arrival, DiskUse, Sizes, disk_use, on_disk, scratch_slack
+from rabbitllm.splitter.plan import PlannedShard
 
 
 def disk_use_at_once(
-    plan: SplitPlan,
+    plan: Sizes,
     at_once: int,
     *,
     arrival: Arrival,
@@ -29,7 +29,7 @@ def disk_use_at_once(
     `at_once` largest of what is still to be freed, min(w, f).
 
     Args:
-        plan: the split.
+        plan: the split, or as much of it as its sizes are.
         at_once: shards in work at a time.
         arrival, deletes_shards, small_files, used, in_use: as for `disk_use`.
     """
@@ -54,7 +54,7 @@ def disk_use_at_once(
     )
 
 
-def _gives(plan: SplitPlan, shard: PlannedShard) -> int:
+def _gives(plan: Sizes, shard: PlannedShard) -> int:
     """Bytes that layer files and scratch files grow by; blocks that are begun count."""
     layers = plan.layer_map.shard_to_layers.get(shard.name, ())
     return sum(plan.layouts[layer].shard_bytes[shard.name] + BLOCK_BYTES for layer in layers)

@@ -11,8 +11,9 @@ better than that, and on one trained model, where a few hundredths less were exp
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rabbitllm.errors import NotEnoughSpaceException
@@ -20,9 +21,10 @@ from rabbitllm.layers.chosen import AUTO, Chosen
 from rabbitllm.layers.compression import COMPRESSIONS, DOUBLE, NF4_BLOCK, SCALE_BYTES, scheme_of
 from rabbitllm.options import SplitOptions
 from rabbitllm.splitter.allocation import Offer, allocate
+from rabbitllm.splitter.choices import Choice, Choices
 from rabbitllm.splitter.plan import SplitPlan, gib, recompressed
 from rabbitllm.splitter.sensitivity import Group, groups
-from rabbitllm.splitter.space import Ground, candidates, shortage
+from rabbitllm.splitter.space import Ground, Shortage, candidates, shortage
 
 WORTH_LESS_BITS = 0.75
 """Of the loss that is expected where no tensor has less than 8bit: what must be expected of fewer bits for some."""
@@ -44,28 +46,31 @@ def with_choice(
     """
     bare = recompressed(plan, AUTO)
     found = groups(plan.tensors, experts_a_token)
+    choices = Choices(bare, found)
     # at 4bit-double scales wait beside the layer files, so its peak may be above that of 4bit, and both are tried
-    fewest = {scheme: _at(bare, found, [scheme] * len(found), options.max_disk) for scheme in ("4bit", DOUBLE)}
-    lacking = {scheme: _disk_shortage(least, ground, options) for scheme, least in fewest.items()}
+    fewest = {scheme: choices.at([scheme] * len(found)) for scheme in ("4bit", DOUBLE)}
+    limits = _Limits(bare, ground, options, None)
+    lacking = {scheme: limits.over(least) for scheme, least in fewest.items()}
     if all(lacking.values()):
-        raise _nothing_fits(fewest[min(lacking, key=lambda scheme: lacking[scheme])], ground, options)
-    memory, schemes = None, COMPRESSIONS
+        raise _nothing_fits(limits, fewest[min(lacking, key=lambda scheme: lacking[scheme])])
+    schemes = COMPRESSIONS
     if options.memory is not None:
         fitting = (least for scheme, least in fewest.items() if not lacking[scheme])
-        if min(resident_bytes(least, bare) for least in fitting) <= options.memory:
-            memory = options.memory
+        if min(map(limits.resident_bytes, fitting)) <= options.memory:
+            limits = dataclasses.replace(limits, memory=options.memory)
         elif options.max_disk is None:
             schemes = tuple(scheme for scheme in COMPRESSIONS if scheme is not None)
-    limits = _Limits(bare, ground, options, memory)
     ways = [schemes, tuple(scheme for scheme in schemes if scheme != DOUBLE)]
-    fits = [made for allowed in ways if (made := _within(limits, found, allowed)) is not None]
+    fits = [made for allowed in ways if (made := _within(limits, choices, found, allowed)) is not None]
     fitted = options.fit_scales
-    best = min(fits, key=lambda made: (_loss(found, made, fitted), made.output_bytes))
-    if limits.over(_at(bare, found, ["8bit"] * len(found), options.max_disk, memory)) <= 0:
-        sure = _within(limits, found, schemes[: schemes.index("8bit") + 1])
-        if sure is not None and _loss(found, best, fitted) > WORTH_LESS_BITS * _loss(found, sure, fitted):
-            return sure
-    return best
+    best = min(fits, key=lambda made: (_loss(found, made.schemes, fitted), made.output_bytes))
+    if limits.over(choices.at(["8bit"] * len(found))) <= 0:
+        sure = _within(limits, choices, found, schemes[: schemes.index("8bit") + 1])
+        if sure is not None and _loss(found, best.schemes, fitted) > WORTH_LESS_BITS * _loss(
+            found, sure.schemes, fitted
+        ):
+            best = sure
+    return recompressed(bare, AUTO, Chosen(choices.schemes_of(best.schemes), options.max_disk, limits.memory))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +82,29 @@ class _Limits:
     options: SplitOptions
     memory: int | None
 
-    def over(self, made: SplitPlan) -> int:
+    def over(self, made: Choice) -> int:
         """Bytes by which a choice is too large."""
-        over = _disk_shortage(made, self.ground, self.options)
-        return over if self.memory is None else max(over, resident_bytes(made, self.bare) - self.memory)
+        short = self.shortage(made)
+        over = short.need - short.have if short is not None else 0
+        return over if self.memory is None else max(over, self.resident_bytes(made) - self.memory)
+
+    def shortage(self, made: Choice) -> Shortage | None:
+        """What the disk lacks where shards arrive in the way that takes least."""
+        way = candidates(self.bare, self.options.shard_transfer)[-1]
+        return shortage(made, self.ground, self.options, way)
+
+    def resident_bytes(self, made: Choice) -> int:
+        """Memory in which all of a choice's weights stay; see `resident_bytes`."""
+        return made.output_bytes + made.scales_made + _largest(self.bare)
 
 
-def _within(limits: _Limits, found: Sequence[Group], allowed: Sequence[str | None]) -> SplitPlan | None:
+def _within(limits: _Limits, choices: Choices, found: Sequence[Group], allowed: Sequence[str | None]) -> Choice | None:
     """The best choice among some schemes that keeps the limits; None if there is none."""
     fitted = limits.options.fit_scales
     offers = [[Offer(group.nbytes(c), group.loss(c, fitted=fitted)) for c in allowed] for group in found]
     budget = sum(max(offer.nbytes for offer in one) for one in offers)
     while (taken := allocate(offers, budget)) is not None:
-        schemes = [allowed[offer] for offer in taken]
-        made = _at(limits.bare, found, schemes, limits.options.max_disk, limits.memory)
+        made = choices.at([allowed[offer] for offer in taken])
         over = limits.over(made)
         if over <= 0:
             return made
@@ -99,38 +113,20 @@ def _within(limits: _Limits, found: Sequence[Group], allowed: Sequence[str | Non
     return None
 
 
-def _at(
-    bare: SplitPlan,
-    found: Sequence[Group],
-    schemes: Sequence[str | None],
-    max_disk: int | None,
-    memory: int | None = None,
-) -> SplitPlan:
-    by_name = {
-        spec.name: stored
-        for group, scheme in zip(found, schemes, strict=True)
-        for spec in group.tensors
-        if (stored := scheme_of(spec, scheme)) is not None
-    }
-    return recompressed(bare, AUTO, Chosen(by_name, max_disk, memory))
+def _loss(found: Sequence[Group], schemes: Iterable[str | None], fitted: bool) -> float:
+    return sum(group.loss(scheme, fitted=fitted) for group, scheme in zip(found, schemes, strict=True))
 
 
-def _loss(found: Sequence[Group], plan: SplitPlan, fitted: bool) -> float:
-    assert plan.chosen is not None
-    schemes = plan.chosen.schemes
-    return sum(group.loss(schemes.get(group.tensors[0].name), fitted=fitted) for group in found)
-
-
-def _nothing_fits(least: SplitPlan, ground: Ground, options: SplitOptions) -> NotEnoughSpaceException:
-    short = shortage(least, ground, options, candidates(least, options.shard_transfer)[-1])
+def _nothing_fits(limits: _Limits, least: Choice) -> NotEnoughSpaceException:
+    short = limits.shortage(least)
     assert short is not None
     if "max_disk" in short.where:
         remedy = f"max_disk={short.need} is the least that would do."
     else:
         remedy = f"Free {gib(short.need - short.have)} there, or name another place with layer_shards_saving_path."
     return NotEnoughSpaceException(
-        f"compression='auto' finds no choice of bits for {least.source.name} in {ground.folder}: the fewest need "
-        f"{gib(short.need)} at the peak; {gib(short.have)} is {short.where}.",
+        f"compression='auto' finds no choice of bits for {limits.bare.source.name} in {limits.ground.folder}: the "
+        f"fewest need {gib(short.need)} at the peak; {gib(short.have)} is {short.where}.",
         remedy,
     )
 
@@ -160,13 +156,12 @@ def resident_bytes(plan: SplitPlan, bare: SplitPlan) -> int:
     for spec in plan.tensors:
         if (of(spec.name) if of is not None else scheme_of(spec, plan.compression)) == DOUBLE:
             made += math.ceil(spec.elements / NF4_BLOCK) * SCALE_BYTES
-    return plan.output_bytes + made + max((layout.size for layout in bare.layouts.values()), default=0)
+    return plan.output_bytes + made + _largest(bare)
 
 
-def _disk_shortage(plan: SplitPlan, ground: Ground, options: SplitOptions) -> int:
-    """Bytes that are lacking for a split where its shards arrive in the way that takes least."""
-    short = shortage(plan, ground, options, candidates(plan, options.shard_transfer)[-1])
-    return short.need - short.have if short is not None else 0
+def _largest(bare: SplitPlan) -> int:
+    """Room to make the largest layer."""
+    return max((layout.size for layout in bare.layouts.values()), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +225,7 @@ def mixture_of(plan: SplitPlan, *, fitted: bool = False, experts_a_token: int | 
     return Mixture(
         tuple(Share(role, scheme, *sums[role, scheme]) for role, scheme in ordered),
         8 * sum(entry[2] for entry in sums.values()) / elements,
-        _loss(found, plan, fitted) / base,
+        _loss(found, [schemes.get(group.tensors[0].name) for group in found], fitted) / base,
         {scheme: loss / base for scheme, loss in losses.items()},
         plan.chosen.max_disk,
         plan.chosen.memory,

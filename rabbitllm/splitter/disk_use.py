@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from rabbitllm.layers.layer_file import LayerLayout
+from rabbitllm.splitter.layer_map import LayerMap
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan
 
 BLOCK_BYTES = 4096
@@ -43,8 +45,34 @@ class DiskUse:
     added: int
 
 
+class FileSizes(Protocol):
+    """What is asked of a layer file here; see `LayerLayout`."""
+
+    @property
+    def header_bytes(self) -> int: ...
+    @property
+    def shard_bytes(self) -> Mapping[str, int]: ...
+    @property
+    def scratch_bytes(self) -> int: ...
+    @property
+    def joined_bytes(self) -> int: ...
+    @property
+    def joins(self) -> Sequence[object]: ...
+
+
+class Sizes(Protocol):
+    """What is asked of a plan here; see `SplitPlan`."""
+
+    @property
+    def shards(self) -> tuple[PlannedShard, ...]: ...
+    @property
+    def layer_map(self) -> LayerMap: ...
+    @property
+    def layouts(self) -> Mapping[str, FileSizes]: ...
+
+
 def disk_use(
-    plan: SplitPlan,
+    plan: Sizes,
     *,
     arrival: Arrival = Arrival.FILE,
     deletes_shards: bool,
@@ -55,7 +83,7 @@ def disk_use(
     """The peak over the steps of the plan.
 
     Args:
-        plan: the split.
+        plan: the split, or as much of it as its sizes are.
         arrival: of the shards that are fetched.
         deletes_shards: whether a local source's shards are deleted when used up.
         small_files: bytes of what lies beside the layer files: config, tokenizer and the like, journal, manifest.
@@ -82,7 +110,7 @@ def disk_use(
     return DiskUse(max(created, written), added)
 
 
-def _joining(plan: SplitPlan, shard: PlannedShard, processed: set[str], written: int) -> tuple[int, int]:
+def _joining(plan: Sizes, shard: PlannedShard, processed: set[str], written: int) -> tuple[int, int]:
     """The most that is written at a time while the layers that this shard completes are finished, and what is then.
 
     Those whose scales alone have waited are finished together, those with pieces one after the other.
@@ -98,7 +126,7 @@ def _joining(plan: SplitPlan, shard: PlannedShard, processed: set[str], written:
     return most, written
 
 
-def scratch_slack(layout: LayerLayout) -> int:
+def scratch_slack(layout: FileSizes) -> int:
     """Of blocks that are begun: where pieces end in the scratch file, and around what the layer file lacks as yet."""
     return 3 * BLOCK_BYTES * (len(layout.joins) + 1) if layout.scratch_bytes else 0
 
@@ -124,7 +152,7 @@ def own_records_bytes(plan: SplitPlan) -> int:
     return on_disk(times * names + RECORD_BYTES * tensors + SHARD_RECORD_BYTES * (len(plan.shards) + 1))
 
 
-def _bytes_from(plan: SplitPlan, shard: PlannedShard, seen: set[str]) -> int:
+def _bytes_from(plan: Sizes, shard: PlannedShard, seen: set[str]) -> int:
     """What layer files grow by while a shard is used; a file's header and last block count at its first tensor."""
     total = 0
     for layer in plan.layer_map.shard_to_layers.get(shard.name, ()):

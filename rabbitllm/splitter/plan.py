@@ -5,6 +5,7 @@ Pure. In which runs its bytes are moved is in `moves.py`, the most disk that it 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -181,9 +182,23 @@ def _layout(
     return lay_out(name, whole, joined, version)
 
 
+def layout_at(name: LayerName, specs: Iterable[TensorSpec], schemes: Mapping[str, str], version: int) -> LayerLayout:
+    """One layer's file at "auto".
+
+    Args:
+        name: the layer.
+        specs: its tensors, in the plan's order.
+        schemes: tensor -> its scheme; those that are not named stay as they are.
+        version: of the format.
+    """
+    return _layout(name, specs, AUTO, Chosen(schemes), version)
+
+
 @uncollected()
 def recompressed(plan: SplitPlan, compression: str | None, chosen: Chosen | None = None) -> SplitPlan:
     """The same split at another compression, or at "auto" with another choice."""
+    if plan.compression is None and compression == AUTO and not (chosen and chosen.schemes):  # all stay as they are
+        return dataclasses.replace(plan, compression=AUTO, chosen=chosen or Chosen({}))
     return _plan_with(plan.source, plan.shards, plan.layer_map, compression, plan.format_version, chosen)
 
 

@@ -94,7 +94,9 @@ class Group:
 
     def nbytes(self, compression: str | None) -> int:
         """Of what is stored at a compression."""
-        return sum([stored_form(spec, compression).nbytes for spec in self.tensors])
+        one = {(spec.dtype, spec.shape): spec for spec in self.tensors}
+        each = {key: stored_form(spec, compression).nbytes for key, spec in one.items()}
+        return sum([each[spec.dtype, spec.shape] for spec in self.tensors])
 
 
 def groups(tensors: Iterable[TensorSpec], experts_a_token: int | None = None) -> list[Group]:
@@ -112,16 +114,17 @@ def groups(tensors: Iterable[TensorSpec], experts_a_token: int | None = None) ->
     every = [spec for spec in tensors if is_compressible(spec)]
     for spec in sorted(every, key=lambda spec: natural_key(spec.name)):
         found.setdefault(_group_name(spec.name), []).append(spec)
-    has_head = any(role_of(spec.name) == "head" for spec in every)
+    roles = {name: role_of(members[0].name) for name, members in found.items()}
+    has_head = "head" in roles.values()
     layers = {layer for spec in every if (layer := _layer(spec.name)) is not None}
     depth = max(layers) + 1 if layers else 1
     computed = {name: _elements_a_token(members, experts_a_token) for name, members in found.items()}
     of_layer: dict[tuple[int | None, str], list[str]] = {}
-    for name, members in found.items():
-        of_layer.setdefault((_layer(name), role_of(members[0].name)), []).append(name)
+    for name in found:
+        of_layer.setdefault((_layer(name), roles[name]), []).append(name)
     made = []
     for name, members in found.items():
-        role = role_of(members[0].name)
+        role = roles[name]
         weight = WEIGHTS[role] * _matrices(members)
         beside = of_layer[_layer(name), role]
         if len(beside) > 1 and any(_is_routed(found[other]) for other in beside):

@@ -16,7 +16,7 @@ from rabbitllm.layers.chosen import AUTO
 from rabbitllm.layers.compression import COMPRESSIONS
 from rabbitllm.options import SplitOptions
 from rabbitllm.splitter.at_once import disk_use_at_once
-from rabbitllm.splitter.disk_use import Arrival, DiskUse
+from rabbitllm.splitter.disk_use import Arrival, DiskUse, Sizes
 from rabbitllm.splitter.plan import SplitPlan, gib, recompressed
 
 
@@ -119,7 +119,7 @@ def choose_way(
     )
 
 
-def use_of(plan: SplitPlan, ground: Ground, arrival: Arrival, at_once: int = 1) -> DiskUse:
+def use_of(plan: Sizes, ground: Ground, arrival: Arrival, at_once: int = 1) -> DiskUse:
     """What the split takes of the disk on this ground."""
     return disk_use_at_once(
         plan,
@@ -132,9 +132,7 @@ def use_of(plan: SplitPlan, ground: Ground, arrival: Arrival, at_once: int = 1) 
     )
 
 
-def shortage(
-    plan: SplitPlan, ground: Ground, options: SplitOptions, arrival: Arrival, at_once: int = 1
-) -> Shortage | None:
+def shortage(plan: Sizes, ground: Ground, options: SplitOptions, arrival: Arrival, at_once: int = 1) -> Shortage | None:
     """What is lacking for a split in which so many shards at a time arrive this way; None if it fits."""
     use = use_of(plan, ground, arrival, at_once)
     created = ground.created(use)
