@@ -134,22 +134,16 @@ def linked(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     Args:
         batches: in the order of their turns.
     """
-    found = list(batches)
-    for number in range(1, len(found)):
-        before, own = found[number - 1], found[number]
-        if before.segments is None or own.segments is None:
-            continue
-        shared = min(common(before.tasks[-1].ids, own.tasks[0].ids), *map(_first_row, own.tasks))
-        segments = own.segments.knowing(shared)
-        known = sum(len(part.ids) for part in segments.path(0) if part.is_known)
-        if known:
-            found[number - 1] = replace(before, hands_on=known)
-            found[number] = replace(own, segments=segments)
+    found: list[MicroBatch] = []
+    for batch in batches:
+        if found:
+            found[-1], batch = _handing_on(found[-1], batch)
+        found.append(batch)
     return found
 
 
 def chains(batches: Sequence[MicroBatch], most: int) -> list[list[MicroBatch]]:
-    """The micro-batches of a pass in smaller passes: only those are together that hand something on to the next.
+    """The micro-batches of a pass in smaller passes, linked: those are together that hand something on to the next.
 
     Args:
         batches: not linked yet, in the order of their turns.
@@ -157,11 +151,23 @@ def chains(batches: Sequence[MicroBatch], most: int) -> list[list[MicroBatch]]:
     """
     found: list[list[MicroBatch]] = []
     for batch in batches:
-        if found and len(found[-1]) < most and linked([found[-1][-1], batch])[0].hands_on:
-            found[-1].append(batch)
-        else:
-            found.append([batch])
+        if found and len(found[-1]) < most:
+            before, own = _handing_on(found[-1][-1], batch)
+            if before.hands_on:
+                found[-1][-1:] = [before, own]
+                continue
+        found.append([batch])
     return found
+
+
+def _handing_on(before: MicroBatch, own: MicroBatch) -> tuple[MicroBatch, MicroBatch]:
+    """Both, the second without what it needs of the first; as they are if that is nothing."""
+    if before.segments is None or own.segments is None:
+        return before, own
+    shared = min(common(before.tasks[-1].ids, own.tasks[0].ids), *map(_first_row, own.tasks))
+    segments = own.segments.knowing(shared)
+    known = sum(len(part.ids) for part in segments.path(0) if part.is_known)
+    return (replace(before, hands_on=known), replace(own, segments=segments)) if known else (before, own)
 
 
 def _first_row(task: Task) -> int:

@@ -186,9 +186,9 @@ def planned(tasks: Sequence[Task], form: Form, limits: Limits, *, streamed: bool
     batches = micro_batches(tasks, form, limits.tokens)
     grouped = passes(batches, limits.token_bytes, limits.total if streamed else limits.near + limits.host)
     if not streamed:
-        most = RESIDENT_BATCHES if hands_on else 1
-        grouped = [chain for one in grouped for chain in chains(one, most)]
+        grouped = [chain for one in grouped for chain in chains(one, RESIDENT_BATCHES if hands_on else 1)]
+    elif hands_on:
+        grouped = [linked(one) for one in grouped]
     waiting = [sum(batch.tokens for batch in one) * limits.token_bytes for one in grouped if len(one) > 1]
     tokens = sum(len(task.ids) for task in tasks)
-    found = tuple(tuple(linked(one)) if hands_on else tuple(one) for one in grouped)
-    return Plan(found, form, tokens, max(waiting, default=0))
+    return Plan(tuple(map(tuple, grouped)), form, tokens, max(waiting, default=0))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rabbitllm.scoring.micro_batches import FILLED_SHARE, Form, MicroBatch, linked, micro_batches, passes
+from rabbitllm.scoring.micro_batches import FILLED_SHARE, Form, MicroBatch, chains, linked, micro_batches, passes
 from rabbitllm.scoring.tasks import Asked, Task
 
 TASKS = st.sets(st.lists(st.integers(0, 1), min_size=1, max_size=10).map(tuple), min_size=1, max_size=20).map(
@@ -81,3 +81,18 @@ def test_what_is_handed_on_is_there_and_asked_for_by_nobody(tasks: list[Task], f
             assert known <= task.asked[0].first
         assert handed == own.segments.rows(0).count(-1)
         before, handed = list(own.tasks[-1].ids[: own.hands_on]), own.hands_on
+
+
+@given(tasks=TASKS, most=st.integers(1, 4))
+def test_chains_are_linked_and_end_where_nothing_is_handed_on(tasks: list[Task], most: int) -> None:
+    found = micro_batches(tasks, Form.PACKED, LIMIT, worth=2)
+    made = chains(found, most)
+    assert [batch.tasks for chain in made for batch in chain] == [batch.tasks for batch in found]
+    at = 0
+    for chain in made:
+        alone = found[at : at + len(chain)]
+        assert chain == linked(alone)
+        assert all(batch.hands_on for batch in chain[:-1])
+        at += len(chain)
+        if len(chain) < most and at < len(found):
+            assert not linked([alone[-1], found[at]])[0].hands_on
