@@ -8,10 +8,11 @@ Weights take what they can get, as one text needs little beside them; requests w
 
 from __future__ import annotations
 
-SHARE = 5
+REQUESTS_SHARE = 5
 """One part in so many of what is free is left to requests, where nobody says what keys and values may take."""
-PASS_SHARE = 10
-"""One part in so many of what is free is left to what a pass computes, beside keys and values of a given size."""
+LEAST_PASS_SHARE = 10
+"""One part in so many of what is free is left to what a pass computes, or more, beside keys and values of a given
+size."""
 
 
 def left_to_requests(free: int, cache_bytes: int | None, pass_bytes: int = 0) -> int:
@@ -23,5 +24,5 @@ def left_to_requests(free: int, cache_bytes: int | None, pass_bytes: int = 0) ->
         pass_bytes: that a good pass computes in, beside keys and values of a given size; 0 if that is not known.
     """
     if cache_bytes is None:
-        return free // SHARE
-    return min(cache_bytes + max(free // PASS_SHARE, pass_bytes), free)
+        return free // REQUESTS_SHARE
+    return min(cache_bytes + max(free // LEAST_PASS_SHARE, pass_bytes), free)

@@ -31,9 +31,10 @@ from rabbitllm.serve.loading import with_room
 
 SPARE_TOKENS = 256
 """What a chat template may add to a line, and more."""
-SHARE = 2
-"""One part in so many of what is free is what keys and values get at most, where nobody says."""
-PASS_SHARE = 4
+CACHE_SHARE = 2
+"""One part in so many of what is free is what keys and values get where nobody says: no more for all that lines need,
+no less for all that a pass computes in."""
+MOST_PASS_SHARE = 4
 """One part in so many of what is free is what a pass computes in, at most."""
 
 
@@ -99,8 +100,8 @@ def loaded(
         free = sum(device.free_bytes() for device in resolve_devices(wish.where, None))
         config = _config_in(found.config_folder)
         if cache_bytes is None:
-            cache_bytes = min(needed_bytes(config, lengths, sequences, dtype), free // SHARE) or None
-        pass_bytes = min(good_pass_bytes(config, min(len(lengths), sequences), dtype), free // PASS_SHARE)
+            cache_bytes = min(needed_bytes(config, lengths, sequences, dtype), free // CACHE_SHARE) or None
+        pass_bytes = min(good_pass_bytes(config, min(len(lengths), sequences), dtype), free // MOST_PASS_SHARE)
     weights = with_room(wish, cache_bytes, pass_bytes)
     model = load(replace(wish, max_memory=weights), found, console, dtype=dtype, show_layer_progress=False)
     if cache_bytes is not None and not is_said:  # what is free now is less than was foretold
@@ -118,7 +119,7 @@ def left_of(free: int, cache_bytes: int, pass_bytes: int) -> int:
         cache_bytes: that they are to have.
         pass_bytes: that a pass computes in, beside them; they have no less than half of what is free.
     """
-    return min(cache_bytes, max(free - pass_bytes, free // SHARE))
+    return min(cache_bytes, max(free - pass_bytes, free // CACHE_SHARE))
 
 
 def digest_of(source: SourceIdentity | None) -> str | None:
