@@ -158,12 +158,16 @@ def _measure(survey: Survey, said: Rate | None) -> Rates:
     if here and read is None and survey.checkpoint is not None:
         read = rates.read_rate([survey.checkpoint.acquire(shard) for shard in here])
     quantise: dict[str, Rate] = {}
+    fitted = survey.options.fit_scales
     for scheme, codes in CODES.items():
         dtype = commonest_dtype(survey.feasible[scheme]) if scheme in survey.feasible else None
-        if dtype is None or codes in quantise:
+        same = (
+            scheme if fitted else codes
+        )  # before its scales are quantised 4bit-double is 4bit, unless they are fitted
+        if dtype is None or same in quantise:
             continue
-        if (rate := rates.quantise_rate(codes, dtype, threads, device, fitted=survey.options.fit_scales)) is not None:
-            quantise[codes] = rate
+        if (rate := rates.quantise_rate(same, dtype, threads, device, fitted=fitted)) is not None:
+            quantise[same] = rate
     return Rates(fetch, read, quantise, threads, device)
 
 

@@ -51,8 +51,9 @@ class Rates:
 
     Attributes:
         fetch: from the hub.
-        quantise: source bytes, by what kernels call the codes: at 4bit-double that is 4bit.
-        quantise: source bytes, by compression.
+        read: from this disk.
+        quantise: source bytes, by compression; 4bit-double by itself where scales fit their blocks, since fewer of them
+            are tried then.
         threads: that quantise.
         quantise_on: "cpu" or "cuda:N".
     """
@@ -62,6 +63,12 @@ class Rates:
     quantise: Mapping[str, Rate]
     threads: int
     quantise_on: str
+
+    def quantising(self, compression: str) -> Rate | None:
+        """How fast a split at a compression quantises, or at "auto" at the slowest that it may use."""
+        if compression == AUTO:
+            return min(self.quantise.values(), key=lambda rate: rate.bytes_per_second, default=None)
+        return self.quantise.get(compression) or self.quantise.get(CODES[compression])
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,10 +235,7 @@ def seconds_of(load: Load, route: str, compression: str | None, rates: Rates) ->
     Returns:
         Seconds; None if a rate that it needs is not known.
     """
-    if compression == AUTO:  # the slowest that it may use
-        quantiser = min(rates.quantise.values(), key=lambda rate: rate.bytes_per_second, default=None)
-    else:
-        quantiser = rates.quantise.get(CODES[compression]) if compression else None
+    quantiser = rates.quantising(compression) if compression else None
     parts = [_seconds(load.fetched, rates.fetch), _seconds(load.read, rates.read), _seconds(load.quantised, quantiser)]
     if any(part is None for part in parts):
         return None

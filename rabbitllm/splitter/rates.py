@@ -104,7 +104,7 @@ def quantise_rate(scheme: str, dtype: str, threads: int, device: str, *, fitted:
     """How many source bytes a second the quantiser takes, called as a split calls it.
 
     Args:
-        scheme: "4bit" or "8bit".
+        scheme: "4bit", "4bit-double" or "8bit".
         dtype: of the source, F32, F16 or BF16.
         threads: that call it at the same time.
         device: "cpu" or "cuda:N".
@@ -112,7 +112,8 @@ def quantise_rate(scheme: str, dtype: str, threads: int, device: str, *, fitted:
     """
     import torch
 
-    values = torch.randn(CHUNK_BYTES * 8 // DTYPES[dtype].bits).to(torch_dtype(dtype))
+    own = torch.Generator().manual_seed(0)  # a caller's seed is not to be drawn from
+    values = torch.randn(CHUNK_BYTES * 8 // DTYPES[dtype].bits, generator=own).to(torch_dtype(dtype))
     chunk = values.view(torch.uint8).numpy().data
 
     def work(_: int) -> tuple[int, float]:

@@ -121,6 +121,14 @@ def test_folder_as_text(folder: Path) -> None:
     assert "\x1b" not in text
 
 
+@pytest.mark.parametrize(("fitted", "measured"), [(False, {"8bit", "4bit"}), (True, {"8bit", "4bit", "4bit-double"})])
+def test_fitted_scales_of_double_are_timed_by_themselves(folder: Path, fitted: bool, measured: set[str]) -> None:
+    """It tries fewer scales; scales that are not fitted are 4bit's."""
+    found = plan(folder, compression="4bit-double", fit_scales=fitted, device="cpu")
+    assert set(found.rates.quantise) == measured
+    assert all(route.seconds is not None for route in at(found, "4bit-double").routes)
+
+
 def test_codes_as_they_are_published_are_not_called_uncompressed(tmp_path: Path) -> None:
     text = run(str(quantised.build_fp8(tmp_path / "model", "llama")), "--bandwidth", "100MB", "--device", "cpu")
     assert re.search(r"^quantised +fp8, as published", text, re.MULTILINE)

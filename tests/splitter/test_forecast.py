@@ -52,6 +52,14 @@ def test_the_slower_side_decides_where_both_go_on_at_once() -> None:
     assert forecast.seconds_of(dataclasses.replace(load, quantised=0), "sequential_stream", None, RATES) == 100
 
 
+def test_double_goes_by_its_own_rate_where_there_is_one() -> None:
+    assert RATES.quantising("4bit-double") == RATES.quantising("4bit") == Rate(5)
+    own = dataclasses.replace(RATES, quantise={**RATES.quantise, "4bit-double": Rate(3)})
+    assert own.quantising("4bit-double") == own.quantising("auto") == Rate(3)
+    assert own.quantising("4bit") == Rate(5)
+    assert forecast.seconds_of(Load(0, 0, 700), "standard", "4bit-double", own) == pytest.approx(700 / 3)
+
+
 @pytest.mark.parametrize("lacking", ["fetch", "read", "quantise"])
 def test_no_estimate_without_a_rate_that_it_needs(lacking: str) -> None:
     rates = dataclasses.replace(RATES, **{lacking: {} if lacking == "quantise" else None})

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from rabbitllm.checkpoints.hub import HubAccess, HubRepository, open_repository
 from rabbitllm.errors import MissingPackageError
@@ -147,12 +148,18 @@ def test_quantiser_is_called_as_a_split_calls_it(monkeypatch: pytest.MonkeyPatch
     assert found.measured_bytes >= 3 * CHUNK_BYTES
 
 
-@pytest.mark.parametrize("scheme", ["4bit", "8bit"])
-def test_quantiser_itself(scheme: str) -> None:
-    found = rates.quantise_rate(scheme, "BF16", 2, "cpu")
+@pytest.mark.parametrize(("scheme", "fitted"), [("4bit", False), ("8bit", False), ("4bit-double", True)])
+def test_quantiser_itself(scheme: str, fitted: bool) -> None:
+    found = rates.quantise_rate(scheme, "BF16", 2, "cpu", fitted=fitted)
     assert found is not None
     assert found.measured_bytes % CHUNK_BYTES == 0
     assert 1e6 < found.bytes_per_second < 1e12
+
+
+def test_nothing_is_drawn_from_a_caller_s_seed() -> None:
+    state = torch.get_rng_state()
+    assert rates.quantise_rate("8bit", "BF16", 1, "cpu") is not None
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_without_bitsandbytes_there_is_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
