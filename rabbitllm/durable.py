@@ -12,9 +12,7 @@ replayed later). Without a callback a step costs one `is None`.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
-import functools
 import os
 import sys
 import tempfile
@@ -23,13 +21,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rabbitllm.page_cache import DIRECT_ALIGNMENT, PastTheCache, write_back_call
+
 PART_SUFFIX = ".part"
 """What an unfinished file is called until its rename."""
 
 READ_ONLY_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM)
 """What an unlink fails with where nothing may be deleted."""
-DIRECT_ALIGNMENT = 4096
-"""Offset, length and memory alignment that an O_DIRECT write needs, bytes."""
 WRITE_BACK_BYTES = 32 << 20
 """What may wait in the page cache for a file before the kernel is asked to begin writing it."""
 
@@ -83,14 +81,14 @@ class GrowingFile:
 
     def __init__(self, path: Path, size: int, *, write_back: bool = False) -> None:
         self.path = path
-        self._write_back = _write_back_call() if write_back else None
+        self._write_back = write_back_call() if write_back else None
         self._waiting = 0
         self._lock = threading.Lock()
         if not path.exists():
             _announce(Step("create", path))
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
         self._descriptor = os.open(path, flags, 0o644)
-        self._direct = _PastTheCache(path)
+        self._direct = PastTheCache(path)
         if os.fstat(self._descriptor).st_size != size:
             os.ftruncate(self._descriptor, size)
 
@@ -140,64 +138,6 @@ class GrowingFile:
         """Close the descriptors; does not sync."""
         os.close(self._descriptor)
         self._direct.close()
-
-
-class _PastTheCache:
-    """A second descriptor of a file that is open, for whole blocks that need not be in the page cache (O_DIRECT).
-
-    Args:
-        path: where the file can be opened once more.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self._path = path
-        self._descriptor: int | None = None
-        self._is_refused = False
-        self._lock = threading.Lock()
-
-    def move(self, how: Callable[[int], int]) -> int | None:
-        """What `how` returns, given the descriptor; None where the system or the file system takes no such moves.
-
-        Args:
-            how: reads or writes memory, offset and length in multiples of `DIRECT_ALIGNMENT`.
-        """
-        if self._is_refused or not hasattr(os, "O_DIRECT"):
-            return None
-        try:
-            with self._lock:
-                if self._descriptor is None:
-                    self._descriptor = os.open(self._path, os.O_RDWR | os.O_DIRECT)
-            return how(self._descriptor)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOENT):
-                raise
-            # tmpfs and some network file systems, or no /proc; the descriptor stays open, another thread may be in it
-            self._is_refused = True
-            return None
-
-    def close(self) -> None:
-        """Close the descriptor, if there is one."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-
-@functools.cache
-def _write_back_call() -> Callable[[int], object] | None:
-    """What makes Linux begin to write what a file has in the page cache, and does not wait: sync_file_range(2).
-
-    Not `posix_fadvise(…, POSIX_FADV_DONTNEED)`, which begins that too: it also walks through every page of the file and
-    drops what is on the disk already.
-    """
-    if sys.platform != "linux":
-        return None
-    try:
-        call = ctypes.CDLL(None).sync_file_range
-    except (OSError, AttributeError):
-        return None
-    call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    begin_only, whole_file = 2, 0  # SYNC_FILE_RANGE_WRITE; a length of 0 is to the end
-    return lambda descriptor: call(descriptor, 0, whole_file, begin_only)
 
 
 def _write_all(descriptor: int, data: memoryview, offset: int, lock: threading.Lock | None) -> None:
@@ -360,7 +300,7 @@ class NamelessFile:
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder or Path(tempfile.gettempdir())
         self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115
-        self._direct = _PastTheCache(f"/proc/self/fd/{self._file.fileno()}")
+        self._direct = PastTheCache(f"/proc/self/fd/{self._file.fileno()}")
 
     def write_at(self, data: memoryview, offset: int, *, aligned: bool = False) -> None:
         """Put bytes at a place.

@@ -15,8 +15,9 @@ import pytest
 
 import rabbitllm
 from rabbitllm import durable
-from rabbitllm.durable import DIRECT_ALIGNMENT, GrowingFile, Log, Step, observe_steps
+from rabbitllm.durable import GrowingFile, Log, Step, observe_steps
 from rabbitllm.formats.positional import page_aligned
+from rabbitllm.page_cache import DIRECT_ALIGNMENT, write_back_call
 from tests.support.splitting import failing
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -335,7 +336,7 @@ def changes_the_disk(call: ast.Call) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sync_file_range is Linux's")
 def test_kernel_takes_the_advice_to_begin_writing(tmp_path: Path) -> None:
-    begin = durable._write_back_call()
+    begin = write_back_call()
     assert begin is not None
     with (tmp_path / "file").open("wb") as file:
         file.write(b"x" * 100_000)
@@ -346,7 +347,7 @@ def test_kernel_takes_the_advice_to_begin_writing(tmp_path: Path) -> None:
 
 def test_writing_begins_each_time_enough_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[int] = []
-    monkeypatch.setattr(durable, "_write_back_call", lambda: begun.append)
+    monkeypatch.setattr(durable, "write_back_call", lambda: begun.append)
     monkeypatch.setattr(durable, "WRITE_BACK_BYTES", 1000)
     data = bytes(range(250))
     for write_back in (True, False):

@@ -41,7 +41,7 @@ PUBLIC = {
 }
 
 FLOORS = (
-    ("version",),
+    ("version", "page_cache"),
     ("errors", "durable", "progress", "collection", "terminal", "plain_json", "live", "logs", "allocator"),
     ("options", "profiling", "generation_stream"),
     ("profiler",),

@@ -14,9 +14,9 @@ import re
 from collections.abc import Iterable
 
 from rabbitllm.checkpoints.index import natural_key
-from rabbitllm.durable import DIRECT_ALIGNMENT
 from rabbitllm.formats.safetensors_file import Placed
 from rabbitllm.formats.tensor_spec import byte_size
+from rabbitllm.page_cache import DIRECT_ALIGNMENT
 
 TENSOR_ALIGNMENT = 64
 """A kernel may give other last bits on weights aligned to less than 16 bytes; 64 is a cache line."""

@@ -31,6 +31,7 @@ from rabbitllm.layers.compression import (
 )
 from rabbitllm.layers.layer_file import LayerLayout
 from rabbitllm.layers.order import TENSOR_ALIGNMENT
+from rabbitllm.page_cache import DIRECT_ALIGNMENT
 from rabbitllm.profiler import FETCH, QUANTISE, READ, SYNC, WRITE, Profiler
 from rabbitllm.progress import BytesDone, BytesFetched, tell
 from rabbitllm.splitter.byte_stream import ByteStream
@@ -253,7 +254,7 @@ class Mover:
                     own = self._own_buffer()[: move.nbytes]
                     own[:] = data
                     data = own
-                aligned = at % durable.DIRECT_ALIGNMENT == 0
+                aligned = at % DIRECT_ALIGNMENT == 0
                 written += self._write(targets[move.layer], move, data, aligned=aligned)
         finally:
             spare.put(buffer)
