@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-BLOCK = 4096
-"""What goes past the page cache has addresses, places and lengths that are multiples of this."""
+from rabbitllm.page_cache import DIRECT_ALIGNMENT
+
 LEAST_BLOCKS = 16
 """A smaller image is as large as it is: with whole blocks it would be larger by more than a sixteenth."""
 
@@ -34,7 +34,7 @@ class Image:
     @property
     def is_aligned(self) -> bool:
         """Whether it begins on a block and is of whole blocks."""
-        return self.whole.data_ptr() % BLOCK == 0 and len(self.whole) % BLOCK == 0
+        return self.whole.data_ptr() % DIRECT_ALIGNMENT == 0 and len(self.whole) % DIRECT_ALIGNMENT == 0
 
     @property
     def form(self) -> Form:
@@ -45,11 +45,11 @@ class Image:
 def new_image(keys: torch.Size, values: torch.Size, dtype: torch.dtype, device: torch.device | None = None) -> Image:
     """One of this form, not yet filled; on the host unless a device is named."""
     nbytes = (keys.numel() + values.numel()) * dtype.itemsize
-    if nbytes < LEAST_BLOCKS * BLOCK:
+    if nbytes < LEAST_BLOCKS * DIRECT_ALIGNMENT:
         return image_over(torch.empty(nbytes, dtype=torch.uint8, device=device), keys, values, dtype)
-    nbytes = -(-nbytes // BLOCK) * BLOCK
-    room = torch.empty(nbytes + BLOCK, dtype=torch.uint8, device=device)
-    begin = -room.data_ptr() % BLOCK
+    nbytes = -(-nbytes // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
+    room = torch.empty(nbytes + DIRECT_ALIGNMENT, dtype=torch.uint8, device=device)
+    begin = -room.data_ptr() % DIRECT_ALIGNMENT
     return image_over(room[begin : begin + nbytes], keys, values, dtype)
 
 

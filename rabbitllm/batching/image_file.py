@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rabbitllm import durable
-from rabbitllm.batching.cache_image import BLOCK, Form, Image, new_image
+from rabbitllm.batching.cache_image import Form, Image, new_image
 from rabbitllm.batching.places import Places
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.engine.span_reader import stays_cached
+from rabbitllm.page_cache import DIRECT_ALIGNMENT
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,8 @@ class ImageFile:
 
     def look_around(self) -> None:
         """See what memory is free now; to be called between passes, while nothing is computed."""
-        self._room = available_ram()
+        if not self.is_past_the_cache:
+            self._room = available_ram()
 
     def put(self, image: Image) -> Stored | None:
         """Write an image; None if that is not possible.
@@ -136,4 +138,4 @@ class ImageFile:
         self._places.give_back(stored.place, stored.nbytes)
 
     def _goes_past(self, image: Image, place: int) -> bool:
-        return self.is_past_the_cache and image.is_aligned and place % BLOCK == 0
+        return self.is_past_the_cache and image.is_aligned and place % DIRECT_ALIGNMENT == 0

@@ -16,6 +16,7 @@ from rabbitllm.batching import cache_file, cache_image
 from rabbitllm.batching.cache_file import CacheFile
 from rabbitllm.batching.images_ahead import ImagesAhead
 from rabbitllm.durable import Step, observe_steps
+from rabbitllm.page_cache import DIRECT_ALIGNMENT
 
 LAYERS, HEADS, WIDTH, VALUE_WIDTH = 3, 2, 8, 4
 PROMPTS = (11, 5, 8)
@@ -99,7 +100,7 @@ def test_attention_sees_the_same_past_the_page_cache(
     attend(file, texts, plain, [*PROMPTS], 0)
     for step in range(STEPS):
         attend(file, texts, plain, [1, 1, 1], step + 1)
-    assert file.nbytes == len(texts) * LAYERS * cache_image.BLOCK
+    assert file.nbytes == len(texts) * LAYERS * DIRECT_ALIGNMENT
     assert file.read == STEPS * file.nbytes
     for one in texts:
         file.let_return(one)

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from rabbitllm.batching.cache_image import BLOCK, Image, image_of
+from rabbitllm.batching.cache_image import Image, image_of
 from rabbitllm.batching.image_file import ImageFile
+from rabbitllm.page_cache import DIRECT_ALIGNMENT
 from tests.engine.test_span_reader import _cached_pages
 
 MORE_THAN_ANY_MEMORY = 1 << 60
@@ -69,7 +70,7 @@ def test_what_does_not_stay_in_the_page_cache_leaves_nothing_there(tmp_path: Pat
     file = opened(tmp_path, MORE_THAN_ANY_MEMORY)
     fill_and_compare(file, range(12))
     assert file.is_past_the_cache
-    assert file.nbytes > 100 * BLOCK
+    assert file.nbytes > 100 * DIRECT_ALIGNMENT
     assert pages(tmp_path) == 0
     file.close()
 
@@ -79,7 +80,7 @@ def test_where_memory_has_room_for_all_of_it_the_page_cache_keeps_it(tmp_path: P
     file = opened(tmp_path, 0)
     fill_and_compare(file, range(12))
     assert not file.is_past_the_cache
-    assert pages(tmp_path) >= file.nbytes // BLOCK
+    assert pages(tmp_path) >= file.nbytes // DIRECT_ALIGNMENT
     file.close()
 
 
@@ -123,12 +124,12 @@ def test_small_images_take_what_they_are(tmp_path: Path, beside: int) -> None:
     file = opened(tmp_path, beside)
     small, large = image(5, 1), image(300, 2)
     assert len(small.whole) == 2 * (5 + 3) * (40 + 24) * 2
-    assert len(large.whole) % BLOCK == 0
+    assert len(large.whole) % DIRECT_ALIGNMENT == 0
     assert large.is_aligned
     first, second = file.put(small), file.put(large)  # a large one whose place is on no block
     assert first is not None
     assert second is not None
-    assert second.place % BLOCK
+    assert second.place % DIRECT_ALIGNMENT
     assert torch.equal(file.get(first).values, small.values)
     assert torch.equal(file.get(second).values, large.values)
     file.close()
