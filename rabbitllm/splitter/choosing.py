@@ -12,13 +12,12 @@ better than that, and on one trained model, where a few hundredths less were exp
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rabbitllm.errors import NotEnoughSpaceException
 from rabbitllm.layers.chosen import AUTO, Chosen
-from rabbitllm.layers.compression import COMPRESSIONS, DOUBLE, NF4_BLOCK, SCALE_BYTES, scheme_of
+from rabbitllm.layers.compression import COMPRESSIONS, DOUBLE
 from rabbitllm.options import SplitOptions
 from rabbitllm.splitter.allocation import Offer, allocate
 from rabbitllm.splitter.choices import Choice, Choices
@@ -94,8 +93,10 @@ class _Limits:
         return shortage(made, self.ground, self.options, way)
 
     def resident_bytes(self, made: Choice) -> int:
-        """Memory in which all of a choice's weights stay; see `resident_bytes`."""
-        return made.output_bytes + made.scales_made + _largest(self.bare)
+        """Memory in which all of a choice's weights stay: as they are stored, scales that are made of quantised ones
+        beside them, and room to make the largest layer."""
+        largest = max((layout.size for layout in self.bare.layouts.values()), default=0)
+        return made.output_bytes + made.scales_made + largest
 
 
 def _within(limits: _Limits, choices: Choices, found: Sequence[Group], allowed: Sequence[str | None]) -> Choice | None:
@@ -141,27 +142,6 @@ def other_budget(chosen: Chosen | None, options: SplitOptions) -> str | None:
     limits = [("max_disk", chosen.max_disk), ("memory", chosen.memory)]
     said = " and ".join(f"{name} {gib(nbytes)}" for name, nbytes in limits if nbytes is not None)
     return f"for {said}" if said else "for what was free"
-
-
-def resident_bytes(plan: SplitPlan, bare: SplitPlan) -> int:
-    """Memory in which all of a split's weights stay: as they are stored, scales that are made of quantised ones
-    beside them, and room to make the largest layer.
-
-    Args:
-        plan: the split.
-        bare: the same with all tensors as they are.
-    """
-    of = plan.chosen.schemes.get if plan.chosen is not None else None
-    made = 0
-    for spec in plan.tensors:
-        if (of(spec.name) if of is not None else scheme_of(spec, plan.compression)) == DOUBLE:
-            made += math.ceil(spec.elements / NF4_BLOCK) * SCALE_BYTES
-    return plan.output_bytes + made + _largest(bare)
-
-
-def _largest(bare: SplitPlan) -> int:
-    """Room to make the largest layer."""
-    return max((layout.size for layout in bare.layouts.values()), default=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,12 +25,12 @@ from rabbitllm.layers.order import BY_NAME, FORMAT_VERSION
 from rabbitllm.options import SplitOptions
 from rabbitllm.splitter import choices, choosing
 from rabbitllm.splitter.choices import Choice, Choices
-from rabbitllm.splitter.choosing import resident_bytes, with_choice
+from rabbitllm.splitter.choosing import with_choice
 from rabbitllm.splitter.disk_use import Arrival, disk_use
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, layout_at, make_plan, recompressed
 from rabbitllm.splitter.sensitivity import Group, groups
 from rabbitllm.splitter.space import Ground
-from tests.support.plans import SOURCE, shard_of
+from tests.support.plans import SOURCE, resident_bytes, shard_of
 
 Usage = namedtuple("Usage", "total used free")
 Tensors = dict[str, tuple[str, tuple[int, ...]]]

@@ -17,11 +17,11 @@ from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.layers.chosen import Chosen
 from rabbitllm.layers.compression import COMPRESSIONS, DOUBLE, NESTED_BLOCK, NF4_BLOCK, code_values, quantise_blocks
 from rabbitllm.options import SplitOptions
-from rabbitllm.splitter.choosing import WORTH_LESS_BITS, mixture_of, resident_bytes, with_choice
+from rabbitllm.splitter.choosing import WORTH_LESS_BITS, mixture_of, with_choice
 from rabbitllm.splitter.plan import SplitPlan, recompressed
 from rabbitllm.splitter.sensitivity import ERRORS, FITTED_ERRORS, groups, role_of
 from rabbitllm.splitter.space import Ground, candidates, shortage
-from tests.support.plans import MIB, plan_of, shard_of
+from tests.support.plans import MIB, plan_of, resident_bytes, shard_of
 
 Usage = namedtuple("Usage", "total used free")
 FREE = 10**15

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.hub_checkpoint import HubCheckpoint
 from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.checkpoints.naming import assign_layers
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
+from rabbitllm.layers.compression import DOUBLE, NF4_BLOCK, SCALE_BYTES, scheme_of
 from rabbitllm.options import SplitOptions
 from rabbitllm.splitter.disk_use import Arrival, DiskUse, disk_use
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan
@@ -50,3 +53,19 @@ def uses_of(call: Call) -> dict[Arrival, DiskUse]:
         way: disk_use(plan, arrival=way, deletes_shards=ground.deletes_shards, small_files=ground.small_files)
         for way in Arrival
     }
+
+
+def resident_bytes(plan: SplitPlan, bare: SplitPlan) -> int:
+    """Memory in which all of a split's weights stay: as they are stored, scales that are made of quantised ones
+    beside them, and room to make the largest layer.
+
+    Args:
+        plan: the split.
+        bare: the same with all tensors as they are.
+    """
+    of = plan.chosen.schemes.get if plan.chosen is not None else None
+    made = 0
+    for spec in plan.tensors:
+        if (of(spec.name) if of is not None else scheme_of(spec, plan.compression)) == DOUBLE:
+            made += math.ceil(spec.elements / NF4_BLOCK) * SCALE_BYTES
+    return plan.output_bytes + made + max((layout.size for layout in bare.layouts.values()), default=0)
