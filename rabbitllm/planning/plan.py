@@ -161,9 +161,8 @@ def _measure(survey: Survey, said: Rate | None) -> Rates:
     fitted = survey.options.fit_scales
     for scheme, codes in CODES.items():
         dtype = commonest_dtype(survey.feasible[scheme]) if scheme in survey.feasible else None
-        same = (
-            scheme if fitted else codes
-        )  # before its scales are quantised 4bit-double is 4bit, unless they are fitted
+        # before its scales are quantised 4bit-double is 4bit, unless they are fitted
+        same = scheme if fitted else codes
         if dtype is None or same in quantise:
             continue
         if (rate := rates.quantise_rate(same, dtype, threads, device, fitted=fitted)) is not None:
