@@ -41,12 +41,12 @@ from rabbitllm.engine.placing import place
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.options import StreamOptions
 from rabbitllm.planning.generation import PROMPT_TOKENS, Experts
-from rabbitllm.planning.planned_files import PlannedFiles
 from rabbitllm.planning.predict import experts_of
 from rabbitllm.planning.routing import RoutedWork, routed_work
 from rabbitllm.planning.work import UnitWork, work_of
 from rabbitllm.splitter.disk_use import Arrival, disk_use
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan
+from rabbitllm.splitter.planned_files import PlannedFiles
 
 GIB = 1 << 30
 VRAM_BYTES = int(15 * GIB * 0.9) - 15 * GIB // 16

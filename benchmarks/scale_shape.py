@@ -32,10 +32,10 @@ from rabbitllm.options import StreamOptions
 from rabbitllm.planning.machine import Machine
 from rabbitllm.planning.outline import Outline
 from rabbitllm.planning.outline_families import outline_of
-from rabbitllm.planning.planned_files import PlannedFiles
 from rabbitllm.planning.routing import RoutedWork, by_unit, routed_work
 from rabbitllm.planning.stretched import stretched
 from rabbitllm.planning.work import Product, UnitWork, work_of
+from rabbitllm.splitter.planned_files import PlannedFiles
 
 DENSE, MIXTURE = "Qwen/Qwen2.5-72B-Instruct", "Qwen/Qwen3-Coder-Next"
 MODELS = (DENSE, MIXTURE)

@@ -26,6 +26,7 @@
     │   ├── CorruptVocabularyError             a tokenizer's vocabulary that cannot be believed
     │   ├── UnsafePickleError                  a pickle that asks for more than tensors and plain values
     │   ├── MissingShardError (FileNotFoundError)
+    │   ├── IncompleteCheckpointError          its tensors are not those that its config asks for
     │   ├── ClosedCheckpointError (ValueError)  a lazy tensor is used whose file is closed
     │   └── UnknownArchitectureError
     ├── HubError                               the hub refused or could not be reached
@@ -167,6 +168,10 @@ class UnsafePickleError(CheckpointError):
 
 class MissingShardError(CheckpointError, FileNotFoundError):
     """The index names a shard that is not there and cannot be fetched."""
+
+
+class IncompleteCheckpointError(CheckpointError):
+    """A checkpoint lacks tensors that its model needs, or has them in another shape or dtype. Nothing was deleted."""
 
 
 class ClosedCheckpointError(CheckpointError, ValueError):

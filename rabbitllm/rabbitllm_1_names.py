@@ -5,12 +5,13 @@ Its model classes were one per architecture; here every one of them gives what `
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm import prepare, split_display
-from rabbitllm.auto_model import AutoModel
+from rabbitllm.auto_model import AutoModel, acceptance
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.naming import LayerNaming, naming
 from rabbitllm.formats.tensor_spec import TensorSpec, dtype_name
@@ -31,7 +32,7 @@ from rabbitllm.layers.compression import (
     stored_form,
 )
 from rabbitllm.layers.layer_store import SPLIT_DIRECTORY
-from rabbitllm.options import SplitOptions, expand
+from rabbitllm.options import SplitOptions, StreamOptions, expand
 
 if TYPE_CHECKING:
     import torch
@@ -161,8 +162,10 @@ def split_and_save_layers(
     )
     source = prepare.find(sought)
     options = SplitOptions(compression, sequential_shard_processing, delete_original)
-    with split_display.shown():
-        prepare.ensure_split(source, options, _quantise_on(compression), _naming(layer_names))
+    with split_display.shown(), contextlib.ExitStack() as stack:
+        deletes = sequential_shard_processing or delete_original
+        accept = stack.enter_context(acceptance(source, StreamOptions(device="cpu"))) if deletes else None
+        prepare.ensure_split(source, options, _quantise_on(compression), _naming(layer_names), accept=accept)
     return str(source.split_folder)
 
 

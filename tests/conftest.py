@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests.support.sweeps import leave_the_rest_to_the_long_run
@@ -20,6 +21,10 @@ pytest_plugins = ["tests.support.hub_fixtures"]
 
 # A shell starts what runs in its background with interrupts ignored, and whatever that starts would ignore them too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Several threads only wait for each other over matrices as small as those of tests; and how many there are changes last
+# bits, so fixtures of a whole module must not compute with more of them than the tests.
+torch.set_num_threads(1)
 
 # The same examples each time, and no deadlines: how long one takes says nothing on a machine that others use.
 settings.load_profile("ci")

@@ -616,12 +616,27 @@ def expected_of(golden: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     )
 
 
+LAST_BITS = 0.003
+"""By how much logits of the golden model differ between processors, whose kernels round differently; measured 0.002."""
+
+
 def assert_golden(model: Any, golden: Path) -> None:
-    """What was recorded on another machine, whose kernels may give other last bits."""
+    """The tokens are those of plain transformers here, and those recorded on another machine.
+
+    Where two tokens are so close there that rounding decides, the recorded sequence ends the comparison.
+    """
     prompt, tokens, logits = expected_of(golden)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(GOLDEN / "model-2-shards", dtype=torch.bfloat16).eval()
     with torch.inference_mode():
-        assert torch.allclose(model(prompt).logits[0, -1, :8].float(), logits, rtol=0, atol=0.003)
-        assert torch.equal(model.generate(prompt, max_new_tokens=12, do_sample=False), tokens)
+        assert torch.allclose(model(prompt).logits[0, -1, :8].float(), logits, rtol=0, atol=LAST_BITS)
+        generated = model.generate(prompt, max_new_tokens=12, do_sample=False)
+        assert torch.equal(generated, plain.generate(prompt, max_new_tokens=12, do_sample=False))
+        scores = plain(tokens).logits[0, prompt.shape[1] - 1 : -1].float()
+    recorded, found = tokens[0, prompt.shape[1] :], generated[0, prompt.shape[1] :]
+    differs = (recorded != found).nonzero()
+    if len(differs):
+        step = int(differs[0])
+        assert abs(float(scores[step, recorded[step]] - scores[step, found[step]])) <= 2 * LAST_BITS
 
 
 def checkpoint_of_golden(directory: Path, config: Path, target: Path) -> Path:

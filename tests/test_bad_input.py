@@ -294,7 +294,7 @@ def test_offline_without_anything_here(hub_environment: HubEnvironment) -> None:
     "values",
     [
         {"model_type": "xyzzy_9", "architectures": ["XyzzyForCausalLM"]},
-        {"model_type": "vit", "architectures": ["ViTModel"]},
+        {"model_type": "vit", "architectures": None},
     ],
     ids=["unknown", "no text"],
 )

@@ -104,10 +104,12 @@ def answer(
         first: called once, before the first piece.
 
     Raises:
+        OptionError: the model generates no text.
         OSError: what `write` raises.
     """
     import torch
 
+    check_generates(model)
     if sampling.seed is not None:
         torch.manual_seed(sampling.seed)
     begun = False
@@ -149,9 +151,22 @@ def answer(
     )
 
 
+def check_generates(model: Any) -> None:
+    """Refuse a model of a class that generates no text: a base model, an encoder, a classifier.
+
+    Raises:
+        OptionError: it is one.
+    """
+    if not model.can_generate():
+        raise OptionError(
+            f"The model is a {type(model).__name__}, as its config.json says, and generates no text.",
+            "Call it for its outputs, or serve its embeddings. Text needs a checkpoint with a language-model head.",
+        )
+
+
 def end_tokens(model: Any) -> list[int]:
     """The tokens that end a text: those of the model's generation config, and its tokenizer's own."""
-    said = model.generation_config.eos_token_id
+    said = model.generation_config.eos_token_id if model.can_generate() else None
     ends = [] if said is None else [said] if isinstance(said, int) else [*said]
     own = model.tokenizer.eos_token_id
     return list(dict.fromkeys([*ends, *([own] if own is not None else [])]))

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from rabbitllm.ask.answer import check_generates
 from rabbitllm.batching.answerable import check_answerable
 from rabbitllm.batching.door import Door
 from rabbitllm.batching.filing import Begins
@@ -71,6 +72,7 @@ class Batch:
     """
 
     def __init__(self, model: Any, limits: Limits = _DEFAULT) -> None:
+        check_generates(model)
         if model.config.is_encoder_decoder:
             raise OptionError("The model has an encoder; requests are texts to go on with.", "Use a causal model.")
         if model.tokenizer is None:

@@ -142,24 +142,24 @@ class Facts:
         file_read_bytes: that were read of it.
     """
 
-    running: int
-    waiting: int
-    most_running: int
-    most_waiting: int
-    cache_bytes: int
-    cache_limit_bytes: int
-    passes: int
-    prompt_tokens: int
-    kept_tokens: int
-    new_tokens: int
-    pass_seconds: float
-    disk_seconds: float
-    copy_seconds: float
-    streamed_bytes: int
-    ended: dict[str, int]
-    preempted: int
-    resumed: int
-    aside_bytes: int
-    aside_limit_bytes: int
+    running: int = 0
+    waiting: int = 0
+    most_running: int = 0
+    most_waiting: int = 0
+    cache_bytes: int = 0
+    cache_limit_bytes: int = 0
+    passes: int = 0
+    prompt_tokens: int = 0
+    kept_tokens: int = 0
+    new_tokens: int = 0
+    pass_seconds: float = 0
+    disk_seconds: float = 0
+    copy_seconds: float = 0
+    streamed_bytes: int = 0
+    ended: dict[str, int] = field(default_factory=dict)
+    preempted: int = 0
+    resumed: int = 0
+    aside_bytes: int = 0
+    aside_limit_bytes: int = 0
     file_bytes: int = 0
     file_read_bytes: int = 0

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import StoppingCriteriaList
 
-from rabbitllm.ask.answer import Sampling, context_of, end_tokens
+from rabbitllm.ask.answer import Sampling, check_generates, context_of, end_tokens
 from rabbitllm.ask.template import has_template
 from rabbitllm.chat.answer_stream import AnswerStream, EndOfText
 from rabbitllm.chat.kept_cache import KeptCache, keeps
@@ -100,11 +100,13 @@ class Session:
 
     Raises:
         ChatError: the model has no tokenizer, or is none that goes on with a text.
+        OptionError: the model generates no text.
     """
 
     def __init__(self, model: Any, choices: Choices = Choices(), *, keep: bool = True) -> None:
         if model.tokenizer is None:
             raise ChatError("The model came without a tokenizer.", "Put the tokenizer's files beside its config.json.")
+        check_generates(model)
         if model.config.is_encoder_decoder:
             raise ChatError(
                 "The model has an encoder, which reads a text anew each time: it is none to chat with.",

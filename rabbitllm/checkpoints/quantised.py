@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 BITSANDBYTES = "bitsandbytes"
+LEFTOVER = "gguf"
+"""A method that transformers leaves in the config of a model that it dequantized: the weights beside it are plain."""
 
 
 def settings_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -16,7 +18,7 @@ def settings_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     text = config.get("text_config")
     for part in (config, text if isinstance(text, Mapping) else {}):
         found = part.get("quantization_config")
-        if isinstance(found, Mapping) and found:
+        if isinstance(found, Mapping) and found and method_of(found) != LEFTOVER:
             return found
     return None
 

@@ -29,8 +29,8 @@ from rabbitllm.engine.placement import Budget, Placement
 from rabbitllm.engine.placing import place
 from rabbitllm.engine.unit_source import UnitSource, source_of
 from rabbitllm.engine.units import find_units
-from rabbitllm.engine.weights import WeightMap, map_weights
-from rabbitllm.errors import OptionError, RabbitLLMError
+from rabbitllm.engine.weights import WeightMap, map_weights, unused_problem
+from rabbitllm.errors import IncompleteCheckpointError, IncompleteSplitError, OptionError, RabbitLLMError
 from rabbitllm.formats.tensor_spec import torch_dtype
 from rabbitllm.layers.compression import Quantised
 from rabbitllm.layers.layer_store import WeightFiles
@@ -39,6 +39,9 @@ from rabbitllm.options import StreamOptions
 
 logger = logging.getLogger(__name__)
 
+_CHECK_THE_SOURCE = (
+    "Fetch the checkpoint again, its config.json and every file that its index names; undo changes of config.json."
+)
 SCALES_IN_PLACE = frozenset({"rwkv"})
 """Model types whose forward changes weights, which a unit that is let go of would forget."""
 
@@ -76,9 +79,11 @@ def blueprint(store: WeightFiles, options: StreamOptions, home: Path, devices: S
 
     Raises:
         IncompleteSplitError, UnknownArchitectureError, OptionError: as `load_model` does.
+        IncompleteCheckpointError: as the first, of a checkpoint that is not split yet.
         RabbitLLMError: the model changes its weights, and not all of them can stay.
     """
     config = skeleton.read_config(home, options.trust_remote_code)
+    skeleton.check_counts(config, len(store.tensors), store.label)
     quantiser = published.quantiser_for(home, config, devices)
     dtype = _choose_dtype(options.dtype, config, store, devices)
     if quantiser is not None:
@@ -86,10 +91,17 @@ def blueprint(store: WeightFiles, options: StreamOptions, home: Path, devices: S
     attention = _attention(options.attn_implementation, config, devices, dtype)
     model = skeleton.build_skeleton(home, config, dtype, attention, options.trust_remote_code, quantiser)
     route_llama4(model)
-    weights = map_weights(model, store.tensors, str(store.folder), quantiser)
     packs = _packs_on_host if not options.exact and all(device.shares_host_memory for device in devices) else None
     units = find_units(model)
-    experts = expert_sources(model, units, weights, store, packs)
+    try:
+        weights = map_weights(model, store.tensors, store.label, quantiser)
+        if not store.is_split and (problem := unused_problem(model, weights, store)) is not None:
+            raise IncompleteSplitError(problem)
+        experts = expert_sources(model, units, weights, store, packs)
+    except IncompleteSplitError as error:
+        if store.is_split:
+            raise
+        raise IncompleteCheckpointError(f"{error.problem} Nothing was deleted.", _CHECK_THE_SOURCE) from error
     sources = {unit.name: source_of(without_experts(unit, experts), weights, store, packs) for unit in units}
     placement = place_units(model, sources, experts, devices, options)
     if config.model_type in SCALES_IN_PLACE and not placement.is_resident:
@@ -102,16 +114,34 @@ def blueprint(store: WeightFiles, options: StreamOptions, home: Path, devices: S
 
 
 def check(config_folder: Path, options: StreamOptions, devices: Sequence[Device]) -> None:
-    """Refuse before a split what `load_model` would refuse after it: the model, the dtype, the attention.
+    """Refuse what a config alone tells: the model, the dtype, the attention. Costs no request for a header.
 
     Raises:
         UnknownArchitectureError, OptionError: as `load_model` does.
     """
     config = skeleton.read_config(config_folder, options.trust_remote_code)
+    skeleton.check_counts(config, None, str(config_folder))
     quantiser = published.quantiser_for(config_folder, config, devices)
     dtype = _named_dtype(options.dtype) or _config_dtype(config) or torch.float32
     attention = _attention(options.attn_implementation, config, devices, dtype)
     skeleton.build_skeleton(config_folder, config, dtype, attention, options.trust_remote_code, quantiser)
+
+
+def accept(store: WeightFiles, options: StreamOptions, home: Path, devices: Sequence[Device]) -> None:
+    """Refuse what `load_model` would refuse: before the first shard is deleted, and before the last one is.
+
+    Args:
+        store: the layer files, or those that are only planned.
+        options: how the model will be run.
+        home: where config and tokenizer are.
+        devices: where it will compute.
+
+    Raises:
+        RabbitLLMError: as `blueprint` does.
+        CorruptVocabularyError: the tokenizer's files are malformed.
+    """
+    blueprint(store, options, home, devices)
+    skeleton.check_tokenizer(home, options.trust_remote_code)
 
 
 def only_a_part(

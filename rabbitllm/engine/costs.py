@@ -15,6 +15,7 @@ from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.engine.placement import SLOTS, Placement, Tier, UnitCost
 from rabbitllm.engine.unit_source import UnitSource
+from rabbitllm.engine.units import input_embedding
 
 
 def unit_costs(
@@ -30,7 +31,7 @@ def unit_costs(
     routed: dict[str, int] = {}
     for expert in experts:
         routed[expert.unit] = routed.get(expert.unit, 0) + expert.stored_bytes
-    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    embedding = input_embedding(model)
     costs = []
     for name, source in sources.items():
         module = source.unit.module

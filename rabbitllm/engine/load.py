@@ -30,6 +30,8 @@ from rabbitllm.engine.span_reader import PROBES, THROUGH_THE_CACHE, Way, choose_
 from rabbitllm.engine.streamed_model import adopt
 from rabbitllm.engine.streamer import Streamer
 from rabbitllm.engine.unit_source import UnitSource
+from rabbitllm.engine.units import input_embedding
+from rabbitllm.engine.weights import unused_problem
 from rabbitllm.layers.compression import check_compression
 from rabbitllm.layers.layer_store import LayerStore, WeightFiles
 from rabbitllm.options import StreamOptions
@@ -109,6 +111,8 @@ def load_model(
         model.register_forward_hook(lambda module, args, output: send_to_device(output, home_device))
     if weights.unused:
         logger.info("%d stored tensors are not used by %s.", len(weights.unused), type(model).__name__)
+        if (problem := unused_problem(model, weights, store)) is not None:
+            logger.warning("%s The config and the weights may be of different models.", problem)
     published.finish(model, drawn.quantiser)
     published.say_how(drawn.quantiser, folder, model.dtype, chosen)
     if options.fast_bfloat16:
@@ -131,7 +135,7 @@ def load_model(
 
 def _in_place(model: nn.Module, sources: Mapping[str, UnitSource], placement: Placement) -> dict[str, int]:
     """ "device tier" -> stored bytes that each pass uses without moving them; of an embedding it uses only rows."""
-    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    embedding = input_embedding(model)
     found: dict[str, int] = {}
     for placed in placement.units:
         if placed.tier in _MAPPED and sources[placed.unit].unit.module is not embedding:
@@ -148,7 +152,7 @@ def _mapped_spans(
     store: WeightFiles,
 ) -> list[tuple[Path, int, int]]:
     """What of the files stays in memory as mapped, in the order of a pass: (path, offset, bytes)."""
-    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    embedding = input_embedding(model)
     stays = [p.unit for p in placement.units if p.tier in _MAPPED and devices[p.device].shares_host_memory]
     # of an embedding a few rows are touched
     wanted = (sources[unit] for unit in stays if sources[unit].unit.module is not embedding)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rabbitllm.checkpoints.quantised import BITSANDBYTES, method_of
+from rabbitllm.checkpoints.quantised import BITSANDBYTES, LEFTOVER, method_of
 from rabbitllm.errors import MissingPackageError, UnknownArchitectureError
 
 if TYPE_CHECKING:
@@ -47,6 +47,14 @@ def settings_in(config: PretrainedConfig) -> Any:
         if found:
             return found
     return None
+
+
+def drop_leftover_settings(config: PretrainedConfig) -> None:
+    """Take settings out of a config that transformers leaves there after it has dequantized the weights."""
+    for part in (config, config.get_text_config(decoder=True)):
+        found = getattr(part, "quantization_config", None)
+        if found and _method(found) == LEFTOVER:
+            del part.quantization_config
 
 
 def check_method(folder: Path, config: PretrainedConfig) -> None:

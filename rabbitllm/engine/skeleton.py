@@ -11,8 +11,14 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rabbitllm.engine.published import change_modules, check_method
-from rabbitllm.errors import OptionError, UnknownArchitectureError
+from rabbitllm.engine.published import change_modules, check_method, drop_leftover_settings
+from rabbitllm.errors import (
+    CorruptVocabularyError,
+    IncompleteCheckpointError,
+    OptionError,
+    RabbitLLMError,
+    UnknownArchitectureError,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -38,8 +44,11 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConf
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         model_class(config)
-    except (ValueError, KeyError, ImportError, OSError) as error:  # OSError: config.json is not JSON
+    except RabbitLLMError:
+        raise
+    except Exception as error:  # values of unexpected types make transformers raise anything
         raise _unknown(folder, error) from error
+    drop_leftover_settings(config)
     check_method(folder, config)
     return config
 
@@ -48,13 +57,29 @@ def _unknown(folder: Path, error: Exception) -> UnknownArchitectureError:
     import transformers
 
     return UnknownArchitectureError(
-        f"transformers {transformers.__version__} cannot build the model in {folder}: {error}",
-        "Update transformers. If the model brings its own code and you trust it, pass trust_remote_code=True.",
+        f"transformers {transformers.__version__} cannot build the model in {folder}: {_first_line(error)}",
+        "Update transformers; or fetch its config.json again. If the model brings its own code and you trust it, pass "
+        "trust_remote_code=True.",
     )
 
 
+def _first_line(error: Exception) -> str:
+    """An error in one line of bounded length, with its type where the text alone says little."""
+    text = " ".join(str(error).split())
+    if not isinstance(error, ValueError | OSError | ImportError):
+        text = f"{type(error).__name__}: {text}"
+    return text if len(text) <= 400 else text[:397] + "..."
+
+
+_CAUSAL_NAMES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""Endings of class names for which the causal LM of the same type can stand."""
+
+
 def model_class(config: PretrainedConfig) -> Any:
-    """The class that the checkpoint names, if transformers has it and it generates; else the causal LM of its type.
+    """The class that the config names, if transformers has it for this type; else the causal LM of the type.
+
+    A config that names a class of another kind (a classifier, a reward model) which transformers lacks gets no
+    causal LM instead: its head would be left out without an error.
 
     Raises:
         ValueError: neither exists, and the config names no code of its own.
@@ -62,13 +87,71 @@ def model_class(config: PretrainedConfig) -> Any:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    for name in getattr(config, "architectures", None) or ():
+    names = [name for name in getattr(config, "architectures", None) or () if isinstance(name, str)]
+    for name in names:
         found = getattr(transformers, name, None)
-        if found is not None and issubclass(found, transformers.GenerationMixin):
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) and _suits(found, config):
             return found
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not hasattr(config, "auto_map"):
+    own_code = getattr(config, "auto_map", None)
+    if isinstance(own_code, dict) and (own := _class_of_own_code(own_code, names)) is not None:
+        return own
+    if names and not any(name.endswith(_CAUSAL_NAMES) for name in names):
+        raise ValueError(f"it has no class {names[0]!r} for the type {config.model_type!r}")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"it has no text-generating model of type {config.model_type!r}")
     return transformers.AutoModelForCausalLM
+
+
+def _suits(model: Any, config: PretrainedConfig) -> bool:
+    """Whether a class is for configs of this type; some types share the class of another (InternLM3 has Llama's)."""
+    from transformers.models.auto import modeling_auto
+
+    if model.config_class is None or isinstance(config, model.config_class):
+        return True
+    tables = [table for name, table in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES")]
+    found = [table.get(config.model_type, ()) for table in tables]
+    return any(model.__name__ in ((names,) if isinstance(names, str) else names) for names in found)
+
+
+def _class_of_own_code(auto_map: dict[str, Any], names: list[str]) -> Any:
+    """The Auto class under which a checkpoint's own code has the class that the config names, or else its causal LM."""
+    import transformers
+
+    classes = {kind: str(where).rpartition(".")[2] for kind, where in auto_map.items() if kind.startswith("AutoModel")}
+    kind = next((kind for kind, name in classes.items() if name in names), None)
+    if kind is None and "AutoModelForCausalLM" in classes:
+        kind = "AutoModelForCausalLM"
+    return getattr(transformers, kind, None) if kind is not None else None
+
+
+_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "depth")
+"""Settings that say how many layers a stack has."""
+_MANY_LAYERS = 4096
+"""More than any model has: a skeleton of so many takes seconds."""
+
+
+def check_counts(config: PretrainedConfig, tensors: int | None, label: str) -> None:
+    """Refuse more layers than a checkpoint has tensors, before a skeleton of them takes all memory.
+
+    Args:
+        config: of the model.
+        tensors: how many the checkpoint has; None where its headers are not read yet.
+        label: what to call it.
+
+    Raises:
+        IncompleteCheckpointError: the config, or the part of it for one tower, asks for that many.
+    """
+    from transformers import PretrainedConfig
+
+    parts = [config, *(part for part in vars(config).values() if isinstance(part, PretrainedConfig))]
+    for part in parts:
+        for name in _COUNTS:
+            count = getattr(part, name, None)
+            if isinstance(count, int) and count > _MANY_LAYERS and (tensors is None or count > tensors):
+                has = "no model has so many" if tensors is None else f"the checkpoint has {tensors:,} tensors"
+                raise IncompleteCheckpointError(
+                    f"The config of {label} asks for {name}={count:,}; {has}.", "Fetch its config.json again."
+                )
 
 
 def build_skeleton(
@@ -104,15 +187,17 @@ def build_skeleton(
                 model = chosen._from_config(config, **options)
             else:
                 model = chosen.from_config(config, trust_remote_code=trust_remote_code, **options)
-    except (ValueError, ImportError) as error:
-        if attn_implementation is not None:
+        if quantiser is not None:
+            change_modules(model, quantiser, dtype)
+    except RabbitLLMError:
+        raise
+    except Exception as error:  # sizes that contradict each other make transformers raise anything
+        if attn_implementation is not None and isinstance(error, ValueError | ImportError):
             raise OptionError(
                 f"The model in {folder} cannot be built with attn_implementation={attn_implementation!r}: {error}",
                 "Leave attn_implementation out: transformers then chooses one that works.",
             ) from error
         raise _unknown(folder, error) from error
-    if quantiser is not None:
-        change_modules(model, quantiser, dtype)
     model.eval()
     _apply_dtype_plan(model, dtype)
     _read_generation_config(model, folder)
@@ -150,12 +235,17 @@ def _read_generation_config(model: PreTrainedModel, folder: Path) -> None:
 
     if not model.can_generate():
         return
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-    else:  # older models have such settings (beams, forced tokens) in config.json, and a config object drops them
-        model.generation_config = GenerationConfig.from_pretrained(
-            folder, config_file_name="config.json", _from_model_config=True
-        )
+    name, options = "generation_config.json", {}
+    if not (folder / name).is_file():
+        # older models have such settings (beams, forced tokens) in config.json, and a config object drops them
+        name, options = "config.json", {"config_file_name": "config.json", "_from_model_config": True}
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(folder, **options)
+    except Exception as error:  # values of unexpected types make transformers raise anything
+        raise UnknownArchitectureError(
+            f"transformers cannot read the generation settings in {folder / name}: {_first_line(error)}",
+            "Fetch that file again; without a generation_config.json transformers uses its own settings.",
+        ) from error
 
 
 def materialise_buffers(model: PreTrainedModel, device_of: Any, absent: frozenset[str] = frozenset()) -> None:
@@ -187,11 +277,37 @@ def materialise_buffers(model: PreTrainedModel, device_of: Any, absent: frozense
 
 
 def read_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
-    """The tokenizer in a folder, or None where there is none (said in a warning)."""
+    """The tokenizer in a folder, or None where there is none or it cannot be read (said in a warning)."""
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
-        logger.warning("No tokenizer could be read from %s (%s); model.tokenizer is None.", folder, error)
+    except Exception as error:  # malformed files make transformers and tokenizers raise anything
+        logger.warning("No tokenizer could be read from %s (%s); model.tokenizer is None.", folder, _first_line(error))
         return None
+
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+
+
+def check_tokenizer(folder: Path, trust_remote_code: bool = False) -> None:
+    """Refuse a tokenizer whose files are there and malformed. One that needs a package or code is no error here.
+
+    Raises:
+        CorruptVocabularyError: transformers cannot read it.
+    """
+    from transformers import AutoTokenizer
+
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return
+    try:
+        AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (ImportError, OSError):
+        return
+    except Exception as error:
+        if type(error) is ValueError:  # a class that transformers lacks
+            return
+        raise CorruptVocabularyError(
+            f"transformers cannot read the tokenizer in {folder}: {_first_line(error)}",
+            f"Fetch {', '.join(_TOKENIZER_FILES[:2])} again, or take them away: model.tokenizer is then None.",
+        ) from error

@@ -103,6 +103,15 @@ def find_units(model: PreTrainedModel) -> list[Unit]:
     return units
 
 
+def input_embedding(model: PreTrainedModel) -> nn.Module | None:
+    """The module that turns token ids into vectors; None where the model says of none (some models for pictures)."""
+    try:
+        found: nn.Module | None = model.get_input_embeddings()
+    except (NotImplementedError, AttributeError):
+        return None
+    return found
+
+
 def _layer_paths(model: PreTrainedModel) -> Iterator[str]:
     """Paths of the outermost modules in a list that transformers treats as layers."""
     from transformers.modeling_layers import GradientCheckpointingLayer

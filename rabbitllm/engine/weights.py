@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from rabbitllm.layers.layer_store import WeightFiles
+
+_DIFFERENT = "The config and the weights are of different models: check where each came from."
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -116,6 +120,8 @@ def map_weights(
     """
     expected = model.state_dict()
     recipes, unused = _recipes(model, stored, expected, quantiser)
+    if quantiser is None:
+        _check_scales(stored, unused)
     ties = _ties(model, recipes)
     absent = frozenset(name for name in expected if name not in recipes and name not in ties)
     allowed = frozenset(name for name in absent if _matches(model._keys_to_ignore_on_load_missing, name))
@@ -128,6 +134,50 @@ def map_weights(
             "done: if the checkpoint was deleted, it holds the only copy of the rest.",
         )
     return WeightMap(recipes, ties, allowed, tuple(unused))
+
+
+UNUSED_SHARE = 0.5
+"""Of a checkpoint's bytes that a model may leave out, besides those that its class says it ignores."""
+
+
+def unused_problem(model: PreTrainedModel, weights: WeightMap, store: WeightFiles) -> str | None:
+    """Why the tensors that a model leaves out show that its config is another model's; None if they do not.
+
+    Those that its class says it ignores do not count.
+    """
+    ignored = model._keys_to_ignore_on_load_unexpected
+    left = [name for name in weights.unused if not _matches(ignored, name)]
+    beyond = _blocks_beyond(left, weights)
+    if beyond and not _predicts_further_tokens(model.config):
+        return f"{store.label} has layers that its config leaves out: {', '.join(beyond[:3])}."
+    nbytes, total = (sum(store.tensors[name].nbytes for name in names) for names in (left, store.tensors))
+    if nbytes <= UNUSED_SHARE * total:
+        return None
+    return (
+        f"{type(model).__name__}, which the config of {store.label} asks for, uses {1 - nbytes / total:.0%} of its "
+        f"bytes; {len(left)} tensors are left out, {left[0]} among them."
+    )
+
+
+_BLOCK = re.compile(r"(.*?[A-Za-z_]\w*)\.(\d+)\.")
+
+
+def _blocks_beyond(unused: Iterable[str], weights: WeightMap) -> list[str]:
+    """Blocks of unused tensors that come after all blocks of the same list that are used, e.g. "model.layers.30"."""
+    last: dict[str, int] = {}
+    for recipe in weights.recipes.values():
+        for _, name in recipe.sources:
+            if match := _BLOCK.match(name):
+                last[match[1]] = max(last.get(match[1], -1), int(match[2]))
+    found = (match for name in unused if (match := _BLOCK.match(name)))
+    beyond = {(match[1], int(match[2])) for match in found if int(match[2]) > last.get(match[1], int(match[2]))}
+    return [f"{stack}.{number}" for stack, number in sorted(beyond)]
+
+
+def _predicts_further_tokens(config: Any) -> bool:
+    """Whether layers behind the last one are for multi-token prediction, which transformers leaves out."""
+    settings = config.get_text_config().to_dict() | config.to_dict()
+    return any(("nextn" in key or "mtp" in key) and bool(value) for key, value in settings.items())
 
 
 def _recipes(
@@ -157,6 +207,8 @@ def _recipes(
     alike: dict[tuple[Any, ...], torch.Size] = {}
     for key, (converter, sources) in groups.items():
         recipe = _recipe(key, tuple(sources), converter, stored, expected, quantiser)
+        if recipe.dtype is not None:
+            _check_kind(recipe, stored, expected)
         # layers convert alike, and trying it out on hundreds of experts takes long
         shapes = tuple([(pattern, stored[name].shape, stored[name].parts[0].dtype) for pattern, name in recipe.sources])
         kind = (id(converter), recipe.dtype, shapes)
@@ -194,6 +246,45 @@ def _recipe(
     return Recipe(key, (key,), needed, converter, None, published.wraps(converter))
 
 
+_SCALES = re.compile(r"(?:\.|_)(?:weight_scale(?:_inv|_2)?|scale(?:_inv|_weight)?|scales|input_scale)$")
+"""How scales of codes are named beside their weight."""
+
+
+def _check_kind(recipe: Recipe, stored: Mapping[str, StoredTensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """Refuse stored numbers that are no weights: integers or complex ones for a floating parameter.
+
+    Raises:
+        IncompleteSplitError: it names the tensor and both dtypes.
+    """
+    if not expected[recipe.key].dtype.is_floating_point:
+        return
+    for _, name in recipe.sources:
+        tensor = stored[name]
+        if tensor.quantised is None and not torch_dtype(tensor.parts[0].dtype).is_floating_point:
+            raise IncompleteSplitError(
+                f"the tensor {name} holds {tensor.parts[0].dtype}; the model needs floating numbers for {recipe.key}. "
+                "Its config.json says of no quantization.",
+                _DIFFERENT,
+            )
+
+
+def _check_scales(stored: Mapping[str, StoredTensor], unused: Iterable[str]) -> None:
+    """Refuse codes whose scales the model would leave out, because its config says nothing of a quantization.
+
+    Raises:
+        IncompleteSplitError: it names a scale and its weight.
+    """
+    by_owner = {name.rpartition(".")[0]: name for name in unused if _SCALES.search(name)}
+    for name, tensor in stored.items():
+        owner = name.rpartition(".")[0]
+        if tensor.quantised is None and torch_dtype(tensor.parts[0].dtype).itemsize == 1 and owner in by_owner:
+            raise IncompleteSplitError(
+                f"the tensor {name} holds codes ({tensor.parts[0].dtype}) and {by_owner[owner]} its scales, but "
+                "config.json has no quantization_config that says how they are used.",
+                "Name the model's checkpoint in a form whose config.json describes it, or its unquantized one.",
+            )
+
+
 def _checked(
     recipe: Recipe, model: PreTrainedModel, stored: Mapping[str, StoredTensor], expected: Mapping[str, torch.Tensor]
 ) -> Recipe:
@@ -217,7 +308,7 @@ def _checked(
         if wanted != tuple(tensor.shape):
             raise IncompleteSplitError(
                 f"the tensor for {name} has shape {tuple(tensor.shape)}; the model's config asks for {wanted}.",
-                "The config and the weights are of different models: check where each came from.",
+                _DIFFERENT,
             )
     return replace(recipe, targets=tuple(made))
 

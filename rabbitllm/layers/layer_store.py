@@ -234,10 +234,14 @@ class WeightFiles(Protocol):
 
     Attributes:
         folder: what they lie in.
+        label: what to call them in messages.
+        is_split: whether they are the layer files of a split, whose original may be gone.
         tensors: checkpoint name -> where it lies.
     """
 
     folder: Path
+    label: str
+    is_split: bool
     tensors: dict[str, StoredTensor]
 
     def mapped(self, file: str) -> MappedFile:
@@ -258,14 +262,21 @@ class LayerStore:
         tensors: checkpoint name -> where it lies.
     """
 
+    is_split = True
+
     @uncollected()
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
         """
+        Args:
+            folder: the split directory.
+            manifest: its manifest, if that is not written yet.
+
         Raises:
             IncompleteSplitError: a layer file is missing, has another size than the manifest says, or is damaged.
         """
         self.folder = folder
-        self.manifest = read_manifest(folder)
+        self.label = str(folder)
+        self.manifest = manifest or read_manifest(folder)
         self.tensors: dict[str, StoredTensor] = {}
         self._maps: dict[str, MappedFile] = {}
         for file in self._files():

@@ -25,6 +25,8 @@ class UnsplitStore:
         tensors: name -> where it lies.
     """
 
+    is_split = False
+
     def __init__(self, checkpoint: LocalCheckpoint) -> None:
         """
         Raises:
@@ -33,6 +35,7 @@ class UnsplitStore:
             CheckpointError: see `read_shard_header`.
         """
         self.folder = checkpoint.folder
+        self.label = checkpoint.label
         self.tensors: dict[str, StoredTensor] = {}
         self._maps: dict[str, MappedFile] = {}
         owner = checkpoint.index.weight_map

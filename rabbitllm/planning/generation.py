@@ -68,6 +68,7 @@ class Generation:
     Attributes:
         compression: None, "8bit", "4bit" or "4bit-double".
         obstacle: why nothing can be told of the model; None if it can.
+        refused: whether that is because loading would refuse it.
         placed: where its units will be, as `model.placement` will say, without such experts.
         stays_bytes: stored bytes that stay in memory or on a device, experts included.
         read_bytes: what each token reads, from the disk or, where it fits there, out of the page cache.
@@ -95,6 +96,7 @@ class Generation:
     experts: tuple[Experts, ...] = ()
     found_token_seconds: float | None = None
     placement: Placement | None = None
+    refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,7 @@ def plan(
     from rabbitllm.planning.predict import generations  # seconds, with all of transformers: not before it is needed
 
     devices, foretold = generations(survey, stream_options, options.min_free)
+    survey.refused |= {one.compression: one.obstacle for one in foretold if one.refused and one.obstacle}
     measured = _measure(survey, said)
     outlooks = tuple(outlook_at(survey, choice, measured) for choice in survey.folders)
     anatomy = anatomy_of(survey.base, survey.config) if survey.base is not None else None

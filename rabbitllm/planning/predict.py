@@ -21,11 +21,11 @@ from rabbitllm.layers.layer_store import LayerStore, WeightFiles
 from rabbitllm.options import StreamOptions
 from rabbitllm.planning.generation import Experts, Generation, Held
 from rabbitllm.planning.machine import Machine
-from rabbitllm.planning.planned_files import PlannedFiles
 from rabbitllm.planning.reckoning import Reckoning
 from rabbitllm.planning.routing import RoutedWork, routed_work
 from rabbitllm.planning.survey import Survey
 from rabbitllm.planning.work import work_of
+from rabbitllm.splitter.planned_files import PlannedFiles
 
 STAYING = (Tier.RESIDENT, Tier.PACKED, Tier.PINNED)
 """Tiers that the disk is not asked for again."""
@@ -49,10 +49,15 @@ def generations(survey: Survey, options: StreamOptions, min_free: int) -> tuple[
         for compression in survey.folders:
             try:
                 store = _store(survey, compression)
-                if store is None:
-                    found.append(Generation(compression, obstacle=survey.obstacle(compression)))
-                else:
-                    found.append(predict(compression, store, home, machine, _readable(survey, compression)))
+                drawn = blueprint(store, options, home, devices) if store is not None else None
+            except RabbitLLMError as error:
+                found.append(Generation(compression, obstacle=error.problem, refused=True))
+                continue
+            if store is None or drawn is None:
+                found.append(Generation(compression, obstacle=survey.obstacle(compression)))
+                continue
+            try:
+                found.append(foretell(compression, drawn, store.folder, machine, _readable(survey, compression)))
             except RabbitLLMError as error:
                 found.append(Generation(compression, obstacle=error.problem))
     return tuple(device.name for device in devices), found
@@ -75,26 +80,6 @@ def _readable(survey: Survey, compression: str | None) -> Sequence[Path]:
     return next((found for group in groups if (found := [path for path in group if path.is_file()])), [])
 
 
-def predict(
-    compression: str | None, store: WeightFiles, home: Path, machine: Machine, readable: Sequence[Path]
-) -> Generation:
-    """What generating takes with these layer files, which need not be there yet.
-
-    Args:
-        compression: of the files.
-        store: the tensors.
-        home: where the config is.
-        machine: where it would be.
-        readable: files that may be on the disk that the layer files are on, or will be.
-
-    Raises:
-        RabbitLLMError: what `load_model` would refuse.
-    """
-    return foretell(
-        compression, blueprint(store, machine.options, home, machine.devices), store.folder, machine, readable
-    )
-
-
 def foretell(
     compression: str | None, drawn: Blueprint, folder: Path, machine: Machine, readable: Sequence[Path]
 ) -> Generation:
@@ -105,7 +90,7 @@ def foretell(
         drawn: the model.
         folder: where its layer files are, or will be.
         machine: where it would be.
-        readable: see `predict`.
+        readable: files that may be on the disk that the layer files are on, or will be.
     """
     work, routed = work_of(drawn), routed_work(drawn)
     experts = experts_of(routed)

@@ -13,6 +13,7 @@ from rabbitllm.engine.blueprint import Blueprint
 from rabbitllm.engine.costs import cache_room
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, Way, stays_cached
+from rabbitllm.engine.units import input_embedding
 from rabbitllm.layers.compression import BLOCKS
 from rabbitllm.planning.expert_times import DIRECT, DROPPED, ExpertTimes
 from rabbitllm.planning.generation import PROMPT_TOKENS, Speed
@@ -193,7 +194,7 @@ class Reckoning:
     def _mapped_bytes(self) -> int:
         """What stays in host memory as it lies in the files, and comes from the disk when it is first used."""
         found = 0
-        embedding = self._drawn.model.get_input_embeddings()
+        embedding = input_embedding(self._drawn.model)
         for placed in self._drawn.placement.units:
             source = self._drawn.sources[placed.unit]
             mapped = placed.tier is Tier.PACKED or (placed.tier is Tier.RESIDENT and source.is_view)

@@ -17,8 +17,8 @@ from rabbitllm.engine.unit_source import UnitSource
 from rabbitllm.planning.generation import Generation
 from rabbitllm.planning.machine import Machine
 from rabbitllm.planning.outline import Outline
-from rabbitllm.planning.planned_files import PlannedFiles
 from rabbitllm.planning.predict import foretell
+from rabbitllm.splitter.planned_files import PlannedFiles
 
 
 def predict_outline(

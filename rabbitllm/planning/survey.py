@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,13 @@ class Survey:
         source: as `prepare.find` gave it.
         sought: what that was asked for.
         options: the caller's.
+        refused: why loading would refuse what a split would make, by compression; filled in before `feasible` is used.
     """
 
     source: prepare.Source
     sought: prepare.Sought
     options: SplitOptions
+    refused: dict[str | None, str] = field(default_factory=dict)
 
     @cached_property
     def folders(self) -> dict[str | None, Path]:
@@ -178,6 +180,8 @@ class Survey:
             return self._other_split(compression, self.manifests[compression])
         if compression is not None and self.quantised is not None:
             return f"the weights are quantised already ({self.quantised})"
+        if compression in self.refused:
+            return f"loading would refuse it: {self.refused[compression].rstrip('.')}"
         earlier = self.journals.get(compression)
         if compression == AUTO and earlier is None and isinstance(self._mixed, str):
             return self._mixed

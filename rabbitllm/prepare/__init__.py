@@ -5,7 +5,7 @@ Knows the sources and the splitter; of the engine, how much memory weights may s
 
 from rabbitllm.prepare.config import config_folder, family_of
 from rabbitllm.prepare.finding import find, folder_at
-from rabbitllm.prepare.make import ensure_split, repair_split
+from rabbitllm.prepare.make import check_before_fetching, ensure_split, repair_split
 from rabbitllm.prepare.memory import with_memory
 from rabbitllm.prepare.source import Sought, Source
 from rabbitllm.prepare.weights import open_weights, whole_checkpoint
@@ -13,6 +13,7 @@ from rabbitllm.prepare.weights import open_weights, whole_checkpoint
 __all__ = [
     "Sought",
     "Source",
+    "check_before_fetching",
     "config_folder",
     "ensure_split",
     "family_of",

@@ -22,6 +22,7 @@ from rabbitllm.splitter.choosing import other_budget
 from rabbitllm.splitter.finish import STAGING_NAME, clear_away, discard_original
 from rabbitllm.splitter.lease import LEASE_NAME
 from rabbitllm.splitter.lock import is_left_over
+from rabbitllm.splitter.request import Acceptance
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +39,11 @@ def has_work_left(folder: Path, options: SplitOptions) -> bool:
     return left or options.delete_original
 
 
-def check_finished(source: Source, options: SplitOptions) -> None:
-    """Make sure that a finished split is of this source, as far as the source is still there to compare."""
+def check_finished(source: Source, options: SplitOptions, accept: Acceptance | None = None) -> None:
+    """Make sure that a finished split is of this source, as far as the source is still there to compare.
+
+    With `delete_original` the original goes then, if `accept` accepts the split.
+    """
     manifest = read_manifest(source.split_folder)
     if manifest is None:
         return  # RabbitLLM 1.1's; whether it has every tensor shows when the model is built
@@ -66,7 +70,9 @@ def check_finished(source: Source, options: SplitOptions) -> None:
     refuse_another(source, manifest, checkpoint.identity(found))
     _refuse_without_evidence(source, manifest, found)
     if options.delete_original:
-        LayerStore(source.split_folder)  # whole, by every size and header, before anything is deleted
+        store = LayerStore(source.split_folder)  # whole, by every size and header, before anything is deleted
+        if accept is not None:
+            accept(store)
         discard_original(checkpoint)
 
 

@@ -31,8 +31,9 @@ from rabbitllm.splitter.finish import STAGING_NAME
 from rabbitllm.splitter.hands import Hands
 from rabbitllm.splitter.interrupted import telling_how_to_go_on
 from rabbitllm.splitter.lock import locked
+from rabbitllm.splitter.planned_files import PlannedFiles
 from rabbitllm.splitter.repair import repair
-from rabbitllm.splitter.request import Request, check_before_download
+from rabbitllm.splitter.request import Acceptance, Request, check_before_download, plan_split
 from rabbitllm.splitter.split import split
 
 
@@ -42,6 +43,7 @@ def ensure_split(
     quantise_on: str = "cpu",
     naming: LayerNaming | None = None,
     hands: Hands | None = None,
+    accept: Acceptance | None = None,
 ) -> Profiler:
     """Make or finish the split directory of a source; with `delete_original`, remove what is left of the original.
 
@@ -56,25 +58,42 @@ def ensure_split(
         MissingShardError: shards are gone and no unfinished split has their tensors.
         OptionError: the weights are quantised as they are published, and compression would quantise them once more.
         ClusterError: the hands cannot do it.
+        RabbitLLMError: whatever `accept` raises; nothing was touched, or at least the last shard is kept.
     """
     if source.finished and not has_work_left(source.split_folder, options):
-        check_finished(source, options)
+        check_finished(source, options, accept)
         return Profiler(enabled=options.profiling)
     with locked(source.split_folder), telling_how_to_go_on(source.split_folder):
         lease.revoke(source.split_folder)  # of a run that died, and whose workers may not know it yet
         if is_finished(source.split_folder):  # asked anew: whoever had the lock before may have done it
-            check_finished(source, options)
+            check_finished(source, options, accept)
             return Profiler(enabled=options.profiling)
         _refuse_to_quantise_again(source, options)
-        checkpoint, chosen = _open(source, options, naming, by_hands=hands is not None)
+        checkpoint, chosen = _open(source, options, naming, accept, by_hands=hands is not None)
         family = family_of(source.config_folder, checkpoint)
         picked = experts_of(source.config_folder, checkpoint)
-        request = Request(checkpoint, source.split_folder, family, options, naming, quantise_on, hands, chosen, picked)
+        request = Request(
+            checkpoint, source.split_folder, family, options, naming, quantise_on, hands, chosen, picked, accept
+        )
         try:
             with _sharing(source, hands):
                 return split(request)
         except MissingShardError as error:
             raise _with_other_splits(error, source) from None
+
+
+def check_before_fetching(source: Source, accept: Acceptance) -> None:
+    """Let the headers of a repository's shards be accepted before the shards are fetched; of a folder nothing is.
+
+    Raises:
+        RabbitLLMError: whatever `accept` raises.
+    """
+    if source.repository is None:
+        return
+    remote = HubCheckpoint(source.repository)
+    family = family_of(source.config_folder, remote)
+    plan = plan_split(Request(remote, source.split_folder, family, SplitOptions()))
+    accept(PlannedFiles(plan, source.split_folder))
 
 
 def _sharing(source: Source, hands: Hands | None) -> AbstractContextManager[None]:
@@ -95,7 +114,12 @@ def _refuse_to_quantise_again(source: Source, options: SplitOptions) -> None:
 
 
 def _open(
-    source: Source, options: SplitOptions, naming: LayerNaming | None, *, by_hands: bool = False
+    source: Source,
+    options: SplitOptions,
+    naming: LayerNaming | None,
+    accept: Acceptance | None,
+    *,
+    by_hands: bool = False,
 ) -> tuple[Checkpoint, Chosen | None]:
     """The checkpoint, and bits that were chosen with room for what was fetched for it.
 
@@ -117,7 +141,7 @@ def _open(
             )
         family = family_of(source.config_folder, remote)
         picked = experts_of(source.config_folder, remote)
-        request = Request(remote, source.split_folder, family, options, naming, experts_a_token=picked)
+        request = Request(remote, source.split_folder, family, options, naming, experts_a_token=picked, accept=accept)
         chosen = check_before_download(request, repository.cache)
         return LocalCheckpoint(download_all(repository, remote.index)), chosen
     assert source.local is not None

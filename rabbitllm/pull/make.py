@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm import prepare, progress
-from rabbitllm.auto_model import check_model
+from rabbitllm.auto_model import acceptance, quantize_on
 from rabbitllm.checkpoints.hub import HubAccess
-from rabbitllm.errors import IncompleteSplitError, OptionError
+from rabbitllm.errors import IncompleteSplitError, OptionError, RabbitLLMError
 from rabbitllm.layers.chosen import AUTO, check_split
 from rabbitllm.layers.compression import check_fitting
 from rabbitllm.library.entry import Entry, as_record, look
 from rabbitllm.options import Hosts, SplitOptions, StreamOptions, check_transfer, expand, parse_max_memory, parse_size
 from rabbitllm.splitter.forecast import STANDARD, Outlook, Rates, Route
 from rabbitllm.splitter.hands import Hands
+from rabbitllm.splitter.planned_files import PlannedFiles
 
 
 class Shards(enum.Enum):
@@ -178,10 +179,7 @@ def pull(wish: Wish, hands: Hands | None = None) -> Pulled:
     options = wish.split_options()
     source = prepare.find(wish.sought())
     before = source.finished
-    quantise_on = "cpu" if before else check_model(source, wish.stream_options())
     options = wish.with_memory(options)
-    if hands is not None:
-        quantise_on = "cpu"
     done: list[progress.SplitDone] = []
 
     def note(event: progress.Event) -> None:
@@ -189,7 +187,7 @@ def pull(wish: Wish, hands: Hands | None = None) -> Pulled:
             done.append(event)
 
     with progress.listening(note, shows=False):
-        prepare.ensure_split(source, options, quantise_on, hands=hands)
+        _split(source, options, wish.stream_options(), hands)
     entry = look(source.split_folder)
     if entry is None:
         raise IncompleteSplitError(f"{source.split_folder} went while it was made.", "Make the same call again.")
@@ -197,6 +195,18 @@ def pull(wish: Wish, hands: Hands | None = None) -> Pulled:
     own_config = source.split_folder if (source.split_folder / "config.json").exists() else source.config_folder
     peak = done[-1].peak_disk_bytes if done else 0
     return Pulled(source.name, entry, own_config, before, time.perf_counter() - start, shards, at, peak)
+
+
+def _split(source: prepare.Source, options: SplitOptions, stream_options: StreamOptions, hands: Hands | None) -> None:
+    from rabbitllm.engine.devices import resolve_devices  # with torch
+
+    if source.finished:
+        prepare.ensure_split(source, options)
+        return
+    devices = resolve_devices(stream_options.device, stream_options.max_memory, stream_options.pin_memory)
+    where = "cpu" if hands is not None else quantize_on(devices)
+    with acceptance(source, stream_options, devices) as accept:
+        prepare.ensure_split(source, options, where, hands=hands, accept=accept)
 
 
 def _shards(source: prepare.Source, entry: Entry) -> tuple[Shards | None, Path | None]:
@@ -229,6 +239,12 @@ def dry_run(wish: Wish) -> DryRun:
     source = prepare.find(sought)
     survey = Survey(source, sought, options)
     compression = options.compression if options.compression in survey.folders else next(iter(survey.folders))
+    if compression in survey.plans and compression not in survey.manifests:
+        try:
+            with acceptance(source, wish.stream_options()) as accept:
+                accept(PlannedFiles(survey.plans[compression], survey.folders[compression]))
+        except RabbitLLMError as error:
+            survey.refused[compression] = error.problem
     outlook = outlook_at(survey, compression, Rates(None, None, {}, options.threads, "cpu"))
     standard = wish.keep_shards if source.repository is not None else not options.sequential
     routes = tuple(route for route in outlook.routes if (route.name == STANDARD) is standard)

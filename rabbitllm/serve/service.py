@@ -10,8 +10,10 @@ from typing import Any, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 
-from rabbitllm.ask.answer import context_of, end_tokens
+from rabbitllm.ask.answer import check_generates, context_of, end_tokens
 from rabbitllm.batching.batch import Batch
+from rabbitllm.batching.limits import Limits
+from rabbitllm.batching.request import Facts, Request
 from rabbitllm.serve.embeddings import Embedder
 from rabbitllm.serve.metrics import Metrics
 from rabbitllm.serve.refusal import NOT_FOUND, Refusal
@@ -20,6 +22,36 @@ from rabbitllm.serve.spelling import Spelling
 from rabbitllm.serve.templates import Template
 
 _Result = TypeVar("_Result")
+
+
+class EmbeddingsOnly:
+    """Stands in for a batch where the model generates no text: every request for text is refused.
+
+    Args:
+        model: as `AutoModel.from_pretrained` returns it.
+    """
+
+    error = None
+    facts = Facts()
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def submit(self, request: Request, notify: Any) -> Any:
+        """
+        Raises:
+            OptionError: always.
+        """
+        check_generates(self._model)
+        raise AssertionError("a model that generates has a batch")
+
+    def close(self, seconds: float | None = None) -> None:
+        """Nothing runs."""
+
+
+def batch_of(model: Any, limits: Limits) -> Batch | EmbeddingsOnly:
+    """Takes requests for a model on, or refuses them if it generates no text."""
+    return Batch(model, limits) if model.can_generate() else EmbeddingsOnly(model)
 
 
 @dataclass
@@ -38,7 +70,7 @@ class Service:
     """
 
     streamed: Any
-    batch: Batch
+    batch: Batch | EmbeddingsOnly
     settings: Settings
     model: ModelFacts
     ends: frozenset[int]
@@ -84,7 +116,9 @@ class Service:
         return await run_in_threadpool(one_at_a_time)
 
 
-def service_for(model: Any, batch: Batch, settings: Settings, embedder: Embedder | None = None) -> Service:
+def service_for(
+    model: Any, batch: Batch | EmbeddingsOnly, settings: Settings, embedder: Embedder | None = None
+) -> Service:
     """A service for a model.
 
     Args:
@@ -98,9 +132,8 @@ def service_for(model: Any, batch: Batch, settings: Settings, embedder: Embedder
 
 def model_facts(model: Any) -> ModelFacts:
     """What requests are checked against; chance as the model recommends, else as OpenAI's interface has it."""
-    recommended = model.generation_config
     temperature, top_p = 1.0, None
-    if recommended.do_sample:
+    if model.can_generate() and (recommended := model.generation_config).do_sample:
         temperature = recommended.temperature if recommended.temperature is not None else 1.0
         top_p = recommended.top_p if recommended.top_p is not None and recommended.top_p < 1 else None
     return ModelFacts(context_of(model), model.get_input_embeddings().num_embeddings, float(temperature), top_p)

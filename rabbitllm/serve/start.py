@@ -8,7 +8,6 @@ import sys
 
 from rich.console import Console
 
-from rabbitllm.batching.batch import Batch
 from rabbitllm.batching.limits import Limits
 from rabbitllm.pull.make import Wish
 from rabbitllm.serve.address import address_of, is_local
@@ -16,7 +15,7 @@ from rabbitllm.serve.embeddings import Embedder
 from rabbitllm.serve.greeting import put_greeting
 from rabbitllm.serve.loading import loaded
 from rabbitllm.serve.server import serve
-from rabbitllm.serve.service import service_for
+from rabbitllm.serve.service import batch_of, service_for
 from rabbitllm.serve.settings import Settings
 
 
@@ -54,7 +53,7 @@ def serve_wish(
     from transformers import logging
 
     logging.set_verbosity_error()  # which of its kernels a model lacks is nothing to read amid requests
-    batch = Batch(found.model, limits)
+    batch = batch_of(found.model, limits)
     embedder = Embedder(found.model, found.recipe) if found.recipe is not None else None
     service = service_for(found.model, batch, settings, embedder)
 

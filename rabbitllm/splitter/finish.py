@@ -14,8 +14,8 @@ from rabbitllm.formats.crc32 import combine_all, crc32_of_file
 from rabbitllm.layers.compression import Settling, StoredForm, constants
 from rabbitllm.layers.layer_file import LayerLayout
 from rabbitllm.layers.layer_store import JOURNAL_NAME, LayerRecord, Manifest, read_manifest, write_manifest
-from rabbitllm.splitter.plan import SplitPlan
 from rabbitllm.splitter.request import Request
+from rabbitllm.splitter.work import Work
 
 logger = logging.getLogger(__name__)
 
@@ -23,22 +23,27 @@ STAGING_NAME = ".staging"
 """Folder inside the split directory that fetched shards go to; ours, and gone when the split is whole."""
 
 
-def finish(request: Request, plan: SplitPlan, quantiser: str | None, checksums: Mapping[str, tuple[int, ...]]) -> None:
+def manifest_of(work: Work, quantiser: str | None, checksums: Mapping[str, tuple[int, ...]]) -> Manifest:
+    """What is to be declared of a directory all of whose layer files are whole."""
+    plan = work.plan
+    records = tuple(
+        LayerRecord(
+            layer,
+            layout.layer.stem,
+            layout.file_name,
+            layout.size,
+            layout.tensors,
+            _checksum(layout, checksums, work.folder),
+            tuple(sorted(plan.layer_map.layer_to_shards[layer], key=natural_key)),
+        )
+        for layer, layout in plan.layouts.items()
+    )
+    return Manifest(plan.source, plan.compression, quantiser, records, plan.format_version, plan.chosen)
+
+
+def finish(request: Request, manifest: Manifest) -> None:
     """Declare the directory whole, then clear away what only the making needed."""
     if read_manifest(request.folder) is None:
-        records = tuple(
-            LayerRecord(
-                layer,
-                layout.layer.stem,
-                layout.file_name,
-                layout.size,
-                layout.tensors,
-                _checksum(layout, checksums, request.folder),
-                tuple(sorted(plan.layer_map.layer_to_shards[layer], key=natural_key)),
-            )
-            for layer, layout in plan.layouts.items()
-        )
-        manifest = Manifest(plan.source, plan.compression, quantiser, records, plan.format_version, plan.chosen)
         write_manifest(request.folder, manifest)
     clear_away(request.folder)
     if request.options.delete_original:

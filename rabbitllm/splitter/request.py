@@ -6,7 +6,7 @@ Asks the disk what it has and holds; writes nothing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from rabbitllm.checkpoints.naming import LayerNaming, assign_layers
 from rabbitllm.checkpoints.side_by_side import side_by_side
 from rabbitllm.errors import MissingShardError
 from rabbitllm.layers.chosen import AUTO, Chosen
-from rabbitllm.layers.layer_store import FITTED
+from rabbitllm.layers.layer_store import FITTED, WeightFiles
 from rabbitllm.layers.order import FORMAT_VERSION
 from rabbitllm.options import SplitOptions
 from rabbitllm.splitter import journal
@@ -23,9 +23,12 @@ from rabbitllm.splitter.choosing import with_choice
 from rabbitllm.splitter.disk_use import on_disk, own_records_bytes
 from rabbitllm.splitter.hands import Hands
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan, recompressed, tensors_by_shard
+from rabbitllm.splitter.planned_files import PlannedFiles
 from rabbitllm.splitter.space import Ground, choose_arrival
 from rabbitllm.splitter.watch import disk_bytes
 
+Acceptance = Callable[[WeightFiles], None]
+"""Raises what loading a model from these files would raise; they may be planned only, or be there."""
 HEADER_THREADS = 8
 """Headers that are asked for at the same time."""
 
@@ -44,6 +47,8 @@ class Request:
         hands: who fills layer files elsewhere; None for this process.
         chosen: at "auto", what each tensor has; None to choose.
         experts_a_token: how many a router picks, by the config; None where it does not say.
+        accept: called with the planned files before a shard is touched, and with the finished ones before the last
+            shard is deleted; None where nothing is going to be loaded from them.
     """
 
     checkpoint: Checkpoint
@@ -55,6 +60,7 @@ class Request:
     hands: Hands | None = None
     chosen: Chosen | None = None
     experts_a_token: int | None = None
+    accept: Acceptance | None = None
 
 
 def plan_split(request: Request, format_version: int = FORMAT_VERSION) -> SplitPlan:
@@ -132,6 +138,8 @@ def check_before_download(request: Request, cache: Path) -> Chosen | None:
     ground = ground_of(request, plan, ((cache, missing),))
     if earlier is None:
         kept = _with_bits(kept, ground, request)
+    if request.accept is not None:
+        request.accept(PlannedFiles(kept, request.folder))
     used = earlier.used if earlier is not None else frozenset()
     in_use = disk_bytes(request.folder) if earlier is not None else 0
     choose_arrival(kept, dataclasses.replace(ground, used=used, in_use=in_use), request.options)

@@ -8,7 +8,7 @@ The order of steps for one shard is what makes a crash harmless:
    have waited in; every file it touched is fsynced, and these layers get their final name; where some tensors lie in
    pieces, these are joined first, one layer after the other; the scratch file goes when the name is durable;
 3. the folder is fsynced, then the journal says that the shard is used up, and is fsynced;
-4. only then is the shard released.
+4. only then is the shard released; the last one of the source when the finished files are accepted (`holds_last`).
 
 The bytes of a shard that is fetched go the same way as they come, through a file or past it; its digest is compared
 with the hub's between 1 and 2. Step 1 is `filler.py`'s, step 2 `completion.py`'s.
@@ -44,9 +44,18 @@ class ShardLoop:
         profiler: told of every stage.
         watch: called often, from any thread; may raise to stop.
         hands: who fills layer files elsewhere; None for this process.
+        holds_last: do not delete the last shard of the source before `give_up_last`.
     """
 
-    def __init__(self, work: Work, profiler: Profiler, watch: Callable[[], None], hands: Hands | None = None) -> None:
+    def __init__(
+        self,
+        work: Work,
+        profiler: Profiler,
+        watch: Callable[[], None],
+        hands: Hands | None = None,
+        *,
+        holds_last: bool = False,
+    ) -> None:
         self.work = work
         self.plan = work.plan
         self.used = set(work.used)
@@ -59,12 +68,14 @@ class ShardLoop:
         self._arrivals = Arrivals(work.checkpoint, ROOM[work.arrival], watch)
         self._watch = watch
         self._hands = hands
+        own = [shard for shard in work.plan.shards if not shard.staged] if holds_last and self._deletes else []
+        self._held = own[-1] if own else None
 
     def take_shards(self) -> None:
         """Use up every shard that no earlier run has."""
         for shard in self.plan.shards:
-            if shard.name in self.used:  # a crash may have come between the journal and the release
-                self._release(shard)
+            if shard.name in self.used and shard is not self._held:
+                self._release(shard)  # a crash may have come between the journal and the release
         waiting = [shard for shard in self.plan.shards if shard.name not in self.used]
         names = tuple(shard.name for shard in waiting)
         tell(
@@ -113,8 +124,16 @@ class ShardLoop:
     def _tell_started(self, shard: PlannedShard) -> None:
         tell(ShardStarted(shard.name, self.plan.shards.index(shard) + 1, len(self.plan.shards)))
 
+    def give_up_last(self) -> None:
+        """Release the shard that was held; the layer files are whole and accepted."""
+        if self._held is not None:
+            held, self._held = self._held, None
+            self._give_up(held)
+
     def _give_up(self, shard: PlannedShard) -> None:
-        """Release a shard that the journal says is used up."""
+        """Release a shard that the journal says is used up, unless it is held."""
+        if shard is self._held:
+            return
         number = self.plan.shards.index(shard) + 1
         release = self._release(shard)
         disk = disk_bytes(self.work.folder)

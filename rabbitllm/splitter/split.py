@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rabbitllm import durable
@@ -17,15 +17,16 @@ from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.index import natural_key
 from rabbitllm.errors import IncompleteSplitError, SplitMismatchError
 from rabbitllm.layers.layer_file import DONE_SUFFIX, SCRATCH_SUFFIX
-from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME, is_fitted
+from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME, LayerStore, is_fitted
 from rabbitllm.options import BIG_LAYER_BYTES
 from rabbitllm.profiler import Profiler
 from rabbitllm.progress import SplitDone, tell
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.choosing import other_budget
 from rabbitllm.splitter.disk_use import Arrival
-from rabbitllm.splitter.finish import STAGING_NAME, finish
+from rabbitllm.splitter.finish import STAGING_NAME, finish, manifest_of
 from rabbitllm.splitter.plan import SplitPlan, gib
+from rabbitllm.splitter.planned_files import PlannedFiles
 from rabbitllm.splitter.request import (
     Request,
     facts_of,
@@ -50,7 +51,7 @@ def split(request: Request) -> Profiler:
         Where the time of each layer went; empty unless `options.profiling`.
 
     Raises:
-        CheckpointError: the source is malformed or incomplete; nothing was touched.
+        CheckpointError: the source is malformed or incomplete, or not accepted; nothing was touched.
         NotEnoughSpaceException: it would not fit; nothing was touched.
         SplitMismatchError: the folder has layers of another source.
         HubError: fetching failed; the same call goes on where it stopped.
@@ -60,13 +61,17 @@ def split(request: Request) -> Profiler:
     work, quantiser = _begin(request)
     profiler = Profiler(request.options.profiling, f"Split of {request.checkpoint.label}, by stage")
     with Watch(request.folder, request.options.min_free, max_disk=request.options.max_disk) as watch:
-        loop = ShardLoop(work, profiler, watch.check, request.hands)
+        loop = ShardLoop(work, profiler, watch.check, request.hands, holds_last=request.accept is not None)
         try:
             loop.take_shards()
             loop.finish_leftovers()
+            manifest = manifest_of(work, quantiser, loop.checksums)
+            if request.accept is not None:
+                request.accept(LayerStore(request.folder, manifest))
+            loop.give_up_last()
         finally:
             loop.close()
-        finish(request, work.plan, quantiser, loop.checksums)
+        finish(request, manifest)
     peaks = watch.peaks
     logger.info(
         "Peaks: %s of disk in %s, %s of memory.", gib(peaks.disk_bytes), request.folder, gib(peaks.anonymous_bytes)
@@ -93,7 +98,13 @@ def _begin(request: Request) -> tuple[Work, str | None]:
     work = _work(request, plan, ground_of(request, plan), {}, is_fitted(quantiser))
     _warn_of_big_layers(plan)
     durable.make_folder(request.folder)
-    _copy_sidecars(request)
+    copied = _copy_sidecars(request)
+    if request.accept is not None:
+        try:
+            request.accept(PlannedFiles(plan, request.folder))
+        except BaseException:
+            _remove(request.folder, copied)
+            raise
     _clear_stale(request.folder, plan)
     journal.begin(request.folder, plan, quantiser)
     return work, quantiser
@@ -115,6 +126,8 @@ def _take_up(request: Request, earlier: journal.Replay) -> Work:
         )
     require_shards([s.name for s in earlier.plan.shards if s.name not in earlier.used], facts, checkpoint)
     _require_begun_layers(request.folder, earlier)
+    if request.accept is not None:
+        request.accept(PlannedFiles(earlier.plan, request.folder))
     logger.info("Going on with %s: %d shards are used up.", request.folder, len(earlier.used))
     if (other := other_budget(earlier.plan.chosen, request.options)) is not None:
         logger.warning("%s was begun %s, and goes on with the bits chosen then.", request.folder, other)
@@ -185,17 +198,29 @@ def _warn_of_big_layers(plan: SplitPlan) -> None:
             logger.warning("Layer %s has %s; streaming it needs that much memory at once.", layer, gib(layout.size))
 
 
-def _copy_sidecars(request: Request) -> None:
-    """Config, tokenizer and the like, so that the folder loads alone once the original is gone."""
+def _copy_sidecars(request: Request) -> list[Path]:
+    """Config, tokenizer and the like, so that the folder loads alone once the original is gone; those that are new."""
     derived = request.checkpoint.derived()
+    copied = []
     for name, path in request.checkpoint.sidecars().items():
         if name in (MANIFEST_NAME, JOURNAL_NAME) or name in derived:
             continue
         target = request.folder / name
+        copied += [] if target.exists() else [target]
         durable.make_folder(target.parent)
         durable.write_whole(target, path.read_bytes())
     for name, content in derived.items():
+        copied += [] if (request.folder / name).exists() else [request.folder / name]
         durable.write_whole(request.folder / name, content)
+    return copied
+
+
+def _remove(folder: Path, files: Sequence[Path]) -> None:
+    """Take files of a split that is refused away again, and the folders between that they leave empty."""
+    for path in files:
+        durable.remove(path)
+    for parent in {path.parent for path in files} - {folder}:
+        durable.remove_empty_folder(parent)
 
 
 def _clear_stale(folder: Path, plan: SplitPlan) -> None:

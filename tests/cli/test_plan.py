@@ -47,7 +47,7 @@ KEYS = {
 }
 GENERATION_KEYS = {
     *("compression", "obstacle", "placed", "stays_bytes", "read_bytes", "from_the_disk", "token_seconds"),
-    *("first_token_seconds", "speeds", "copied_bytes", "experts", "found_token_seconds", "placement"),
+    *("first_token_seconds", "speeds", "copied_bytes", "experts", "found_token_seconds", "placement", "refused"),
 }
 OUTLOOK_KEYS = {
     *("compression", "folder", "state", "output_bytes", "layers_above_10_gb", "finished_at", "shards_used", "shards"),
@@ -512,7 +512,8 @@ def test_repository_without_a_config(repository: Path, hub_environment: HubEnvir
     (repository / "config.json").unlink()
     found = plan(REPO)
     assert "config.json is missing" in found.warnings[0]
-    assert found.choice is not None
+    assert found.choice is None  # from_pretrained would refuse it
+    assert "no config.json" in str(at(found, None).obstacle)
 
 
 def test_no_such_source(tmp_path: Path, hub_environment: HubEnvironment) -> None:
@@ -634,6 +635,7 @@ def test_a_picture_of_where_layers_will_live(tmp_path: Path) -> None:
     source = write_shards(tmp_path / "m", cut(llama_tensors(), 3))
     wrong = CliRunner().invoke(app, ["plan", str(source), "--plot", str(tmp_path / "tiers.txt")])
     assert isinstance(wrong.exception, OptionError)
+    (source / "config.json").unlink()
     bare = CliRunner().invoke(app, ["plan", str(source), "--plot", str(tmp_path / "none.png")])
     assert isinstance(bare.exception, OptionError)  # without a config nothing is known of generating
     assert not (tmp_path / "none.png").exists()

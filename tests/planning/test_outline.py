@@ -22,11 +22,10 @@ from rabbitllm.planning.expert_calls import ExpertCalls
 from rabbitllm.planning.machine import Machine, RoughMachine, product_key
 from rabbitllm.planning.outline import Outline
 from rabbitllm.planning.outline_families import outline_of
-from rabbitllm.planning.planned_files import PlannedFiles
-from rabbitllm.planning.predict import predict
 from rabbitllm.planning.stretched import predict_outline
-from tests.planning.test_planned_files import planned
-from tests.planning.test_predict import known_rates  # noqa: F401  slow ones, of which everything follows
+from rabbitllm.splitter.planned_files import PlannedFiles
+from tests.planning.test_predict import known_rates, predict  # noqa: F401  slow ones, of which everything follows
+from tests.splitter.test_planned_files import planned
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu
 from tests.support.quick_measuring import quick_measuring  # noqa: F401  another one

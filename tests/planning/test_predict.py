@@ -6,6 +6,7 @@ How close the times come is for `benchmarks/predict.py` to say.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,21 @@ import pytest
 import torch
 
 import rabbitllm
+from rabbitllm.engine.blueprint import blueprint
 from rabbitllm.engine.devices import CpuDevice, Device
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import DeviceError, OptionError
+from rabbitllm.layers.layer_store import WeightFiles
 from rabbitllm.options import StreamOptions
+from rabbitllm.planning import predict as predictions
 from rabbitllm.planning import reckoning
 from rabbitllm.planning.expert_calls import ExpertCalls
 from rabbitllm.planning.generation import Generation, Plan
 from rabbitllm.planning.machine import Machine
-from rabbitllm.planning.predict import predict
 from rabbitllm.planning.products import WorkingSet
 from rabbitllm.planning.reading import Sample
-from tests.planning.test_planned_files import planned
+from tests.splitter.test_planned_files import planned
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu
 from tests.support.hybrid_families import HYBRIDS
@@ -46,6 +49,14 @@ def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def checkpoint(folder: Path, family: str = "llama", **settings: Any) -> Path:
     return build_checkpoint(folder, family, dtype=torch.bfloat16, shards=2, **settings)
+
+
+def predict(
+    compression: str | None, store: WeightFiles, home: Path, machine: Machine, readable: Sequence[Path]
+) -> Generation:
+    """What generating takes with layer files that need not be there yet."""
+    drawn = blueprint(store, machine.options, home, machine.devices)
+    return predictions.foretell(compression, drawn, store.folder, machine, readable)
 
 
 def foretell(folder: Path, compression: str | None = None, room: int = 1 << 34, **settings: Any) -> Generation:
@@ -215,9 +226,10 @@ def test_what_transformers_does_not_know_is_said(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "hare", "architectures": ["Hare"]}))
     plan = rabbitllm.plan(folder, bandwidth="1GB", device="cpu")
-    assert plan.choice is not None
+    assert plan.choice is None
     assert [found.obstacle is None for found in plan.generations] == [False] * len(COMPRESSIONS)
     assert all("cannot build the model" in (found.obstacle or "") for found in plan.generations)
+    assert all("loading would refuse it" in str(outlook.obstacle) for outlook in plan.outlooks)
 
 
 def test_devices_that_are_not_there(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from rabbitllm.engine.blueprint import Blueprint, blueprint
 from rabbitllm.engine.devices import CpuDevice
 from rabbitllm.options import StreamOptions
 from rabbitllm.planning.work import Product, UnitWork, shapes, work_of
-from tests.planning.test_planned_files import planned
+from tests.splitter.test_planned_files import planned
 from tests.support.builders import build_checkpoint
 
 

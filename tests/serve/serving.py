@@ -17,7 +17,7 @@ from rabbitllm.batching.batch import Batch, Limits
 from rabbitllm.serve.address import LOCAL, address_of, bound
 from rabbitllm.serve.embeddings import Embedder
 from rabbitllm.serve.server import Server, in_a_thread
-from rabbitllm.serve.service import Service, service_for
+from rabbitllm.serve.service import EmbeddingsOnly, Service, batch_of, service_for
 from rabbitllm.serve.settings import Settings
 from tests.support.tiny_models import load
 
@@ -39,7 +39,7 @@ class Running:
     model: Any
     address: str
     port: int
-    batch: Batch
+    batch: Batch | EmbeddingsOnly
     key: str | None = None
     _clients: list[httpx.Client] = field(default_factory=list)
 
@@ -79,7 +79,7 @@ def running(
 ) -> Iterator[Running]:
     """A server for as long as the context lasts."""
     model = load(split_folder, budget, dtype=dtype)
-    batch = Batch(model, limits)
+    batch = batch_of(model, limits)
     chosen = Settings(**{"name": NAME, "hosts": LOCAL, **more})
     embedder = Embedder(model, recipe) if recipe is not None else None
     service = service_for(model, batch, chosen, embedder)

@@ -23,6 +23,9 @@ from tests.support.tiny_models import split
 TEXTS = ["the rain", "and then there was a longer one in the rain", "x"]
 
 
+GENERATES = "Qwen3ForCausalLM"
+
+
 def write_recipe(folder: Path, *chosen: str, more: tuple[str, ...] = ("Normalize",)) -> None:
     """The files of sentence-transformers."""
     kinds = ["Transformer", "Pooling", *more]
@@ -44,12 +47,44 @@ def write_recipe(folder: Path, *chosen: str, more: tuple[str, ...] = ("Normalize
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As such models are published: the base model's tensors, and no head."""
-    folder = tmp_path_factory.mktemp("serve") / "qwen3"
-    build_checkpoint(folder, "qwen3", tied=True, dtype=torch.float32)
+    """As Qwen3-Embedding is published: the base model's tensors without a head, and a class that has a tied one."""
+    folder = base_model(tmp_path_factory.mktemp("serve") / "qwen3", tied=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": [GENERATES]}))
+    return folder
+
+
+def base_model(folder: Path, *, tied: bool) -> Path:
+    """A checkpoint of a class without a head, as sentence-transformers publishes them."""
+    build_checkpoint(folder, "qwen3", tied=tied, dtype=torch.float32)
     transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).save_pretrained(folder)
     write_recipe(folder, "lasttoken")
     return folder
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_base_model_serves_embeddings_and_refuses_text(tmp_path: Path, tied: bool) -> None:
+    """Its config names a class without a head, which is the class that is loaded."""
+    folder = base_model(tmp_path / "qwen3", tied=tied)
+    plain = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    split_folder = split(folder)
+    with running(split_folder, recipe=recipe_in(split_folder)) as served:
+        assert type(served.model).__name__ == "Qwen3Model"
+        inputs = served.model.tokenizer(TEXTS[0], return_tensors="pt")
+        with torch.inference_mode():
+            wanted = torch.nn.functional.normalize(plain(**inputs).last_hidden_state[0, -1], dim=0).tolist()
+        answer = served.post("/v1/embeddings", {"input": TEXTS[0]}).json()
+        assert answer["data"][0]["embedding"] == wanted
+        for route, body in (
+            ("/v1/completions", {"prompt": "the rain"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "the rain"}]}),
+        ):
+            refused = served.post(route, body)
+            assert refused.status_code == 400
+            assert "Qwen3Model" in refused.json()["error"]["message"]
+        with served.http as client:
+            assert client.get("/health").json()["status"] == "ok"
+            assert client.get("/metrics").status_code == 200
 
 
 @pytest.fixture(scope="module")

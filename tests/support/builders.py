@@ -10,6 +10,7 @@ Knows transformers, safetensors and tokenizers; knows nothing of rabbitllm.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -272,9 +273,39 @@ def write_shards(
     if index:
         weight_map = {name: file for file, tensors in shards.items() for name in tensors}
         (folder / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    # few layers: a plan draws the model of the config, and the default is that of a large one
-    (folder / "config.json").write_text(json.dumps({"model_type": model_type, "num_hidden_layers": 2}))
+    everything = {name: tensor for tensors in shards.values() for name, tensor in tensors.items()}
+    (folder / "config.json").write_text(json.dumps(_config_of(everything, model_type)))
     return folder
+
+
+def _config_of(tensors: Mapping[str, torch.Tensor], model_type: str) -> dict[str, Any]:
+    """The config that tensors named like Llama's are of; else one of few layers, whose model has nothing of them."""
+    try:
+        embedding, query, key, gate = (
+            tensors[name].shape
+            for name in (
+                "model.embed_tokens.weight",
+                "model.layers.0.self_attn.q_proj.weight",
+                "model.layers.0.self_attn.k_proj.weight",
+                "model.layers.0.mlp.gate_proj.weight",
+            )
+        )
+    except KeyError:
+        return {"model_type": model_type, "num_hidden_layers": 2}
+    layers = 1 + max(int(name.split(".")[2]) for name in tensors if name.startswith("model.layers."))
+    head = math.gcd(query[0], key[0])
+    return {
+        "model_type": model_type,
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": layers,
+        "vocab_size": embedding[0],
+        "hidden_size": embedding[1],
+        "intermediate_size": gate[0],
+        "num_attention_heads": query[0] // head,
+        "num_key_value_heads": key[0] // head,
+        "head_dim": head,
+        "tie_word_embeddings": "lm_head.weight" not in tensors,
+    }
 
 
 def write_torch(

@@ -25,9 +25,12 @@ class PlannedFiles:
         tensors: checkpoint name -> where it will lie.
     """
 
+    is_split = False
+
     @uncollected()
     def __init__(self, plan: SplitPlan, folder: Path) -> None:
         self.folder = folder
+        self.label = plan.source.name
         self.tensors: dict[str, StoredTensor] = {}
         for layout in plan.layouts.values():
             file = layout.file_name

@@ -16,8 +16,8 @@ from rabbitllm.engine.devices import CpuDevice, Device
 from rabbitllm.engine.load import load_model
 from rabbitllm.layers.layer_store import LayerStore
 from rabbitllm.options import SplitOptions, StreamOptions
-from rabbitllm.planning.planned_files import PlannedFiles
 from rabbitllm.planning.survey import Survey
+from rabbitllm.splitter.planned_files import PlannedFiles
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu
 from tests.support.meta_files import tiny_llama, write_meta

@@ -1,0 +1,335 @@
+"""A checkpoint that could not be loaded after a split is refused before its first shard is deleted.
+
+Each fault is one that headers, config and tokenizer files show. `from_pretrained`, `pull`, `plan` and `convert` refuse
+it by the same check.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import rabbitllm
+from rabbitllm import prepare
+from rabbitllm.auto_model import AutoModel, acceptance
+from rabbitllm.convert.convert import convert
+from rabbitllm.errors import (
+    CheckpointError,
+    CorruptVocabularyError,
+    IncompleteCheckpointError,
+    IncompleteSplitError,
+    RabbitLLMError,
+    UnknownArchitectureError,
+)
+from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME, LayerStore, WeightFiles
+from rabbitllm.options import SplitOptions, StreamOptions
+from rabbitllm.pull.make import Wish, dry_run, pull
+from rabbitllm.rabbitllm_1_names import split_and_save_layers
+from tests.support.builders import INDEX_NAME, build_checkpoint, read_tensors, reshard
+
+SHARDS = 3
+LOAD: dict[str, Any] = {"device": "cpu", "show_layer_progress": False}
+
+
+def edit_config(folder: Path, name: str = "config.json", **values: Any) -> None:
+    content = json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps({**content, **values}))
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Change tensors of a checkpoint; index and shards agree afterwards."""
+    tensors = read_tensors(folder)
+    change(tensors)
+    for path in (*folder.glob("*.safetensors"), folder / INDEX_NAME):
+        path.unlink(missing_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    count = len(tensors)
+    turns = {name: at * SHARDS // count for at, name in enumerate(tensors)}
+    reshard(folder, turns.__getitem__)
+
+
+def too_many_layers(folder: Path) -> None:
+    edit_config(folder, num_hidden_layers=9)
+
+
+def too_few_layers(folder: Path) -> None:
+    edit_config(folder, num_hidden_layers=1)
+
+
+def absurdly_many_layers(folder: Path) -> None:
+    edit_config(folder, num_hidden_layers=10**9)
+
+
+def a_missing_tensor(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.__delitem__("model.layers.1.mlp.up_proj.weight"))
+
+
+def a_transposed_tensor(folder: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        name = "model.layers.1.mlp.up_proj.weight"
+        tensors[name] = tensors[name].T.contiguous()
+
+    rewrite(folder, change)
+
+
+def _as_type(dtype: torch.dtype) -> Callable[[Path], None]:
+    def fault(folder: Path) -> None:
+        def change(tensors: dict[str, torch.Tensor]) -> None:
+            name = "model.layers.1.mlp.up_proj.weight"
+            tensors[name] = torch.zeros(tensors[name].shape, dtype=dtype)
+
+        rewrite(folder, change)
+
+    fault.__name__ = f"{dtype} for a weight"
+    return fault
+
+
+def another_model(folder: Path) -> None:
+    """Most of the weights belong to something else."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["talker.weight"] = torch.zeros(1024, 1024)
+
+    rewrite(folder, change)
+
+
+def codes_without_a_quantization_config(folder: Path) -> None:
+    """As ModelOpt publishes FP8: the config says nothing, a file beside it does."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        name = "model.layers.1.mlp.up_proj"
+        tensors[f"{name}.weight"] = tensors[f"{name}.weight"].to(torch.float8_e4m3fn)
+        tensors[f"{name}.weight_scale"] = torch.tensor(0.01)
+
+    rewrite(folder, change)
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+
+
+def a_config_of_wrong_types(folder: Path) -> None:
+    edit_config(folder, hidden_size="large")
+
+
+def a_class_of_another_kind(folder: Path) -> None:
+    edit_config(folder, architectures=["LlamaForRewards"])
+
+
+def a_negative_size(folder: Path) -> None:
+    edit_config(folder, intermediate_size=-5)
+
+
+def a_deep_config(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "llama", "rope_scaling": ' + "[" * 5000 + "]" * 5000 + "}")
+
+
+def a_generation_config_of_wrong_types(folder: Path) -> None:
+    edit_config(folder, "generation_config.json", eos_token_id={"a": []}, max_new_tokens="many")
+
+
+def a_tokenizer_of_wrong_types(folder: Path) -> None:
+    edit_config(folder, "tokenizer.json", model=7)
+
+
+def a_tokenizer_config_of_wrong_types(folder: Path) -> None:
+    edit_config(folder, "tokenizer_config.json", extra_special_tokens=[{"content": []}, 7], added_tokens_decoder=[1])
+
+
+FAULTS: list[tuple[Callable[[Path], None], type[RabbitLLMError], str]] = [
+    (too_many_layers, IncompleteCheckpointError, "lacks 63 of the"),
+    (too_few_layers, IncompleteCheckpointError, "layers that its config leaves out: model.layers.1"),
+    (absurdly_many_layers, IncompleteCheckpointError, "num_hidden_layers=1,000,000,000"),
+    (a_missing_tensor, IncompleteCheckpointError, "lacks 1 of the .* model.layers.1.mlp.up_proj.weight"),
+    (a_transposed_tensor, IncompleteCheckpointError, r"up_proj.weight has shape \(64, 128\)"),
+    (_as_type(torch.int64), IncompleteCheckpointError, "up_proj.weight holds I64"),
+    (_as_type(torch.bool), IncompleteCheckpointError, "up_proj.weight holds BOOL"),
+    (_as_type(torch.complex64), CheckpointError, "up_proj.weight"),
+    (another_model, IncompleteCheckpointError, "talker.weight"),
+    (codes_without_a_quantization_config, IncompleteCheckpointError, r"codes \(F8_E4M3\) and .*weight_scale"),
+    (a_config_of_wrong_types, UnknownArchitectureError, "hidden_size"),
+    (a_class_of_another_kind, UnknownArchitectureError, "LlamaForRewards"),
+    (a_negative_size, UnknownArchitectureError, "cannot build the model"),
+    (a_deep_config, CheckpointError, "config.json"),
+    (a_generation_config_of_wrong_types, UnknownArchitectureError, "generation settings"),
+    (a_tokenizer_of_wrong_types, CorruptVocabularyError, "cannot read the tokenizer"),
+    (a_tokenizer_config_of_wrong_types, CorruptVocabularyError, "cannot read the tokenizer"),
+]
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sound") / "model"
+    build_checkpoint(folder, "llama", shards=SHARDS, num_hidden_layers=2)
+    transformers.GenerationConfig(eos_token_id=2).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def checkpoint(sound: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sound, tmp_path / "model"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def routes(folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Everything that would delete shards, by name."""
+    yield "sequential", lambda: AutoModel.from_pretrained(folder, sequential_shard_processing=True, **LOAD)
+    yield "4bit", lambda: AutoModel.from_pretrained(
+        folder, compression="4bit", sequential_shard_processing=True, **LOAD
+    )
+    yield "delete_original", lambda: AutoModel.from_pretrained(folder, delete_original=True, **LOAD)
+    yield "pull", lambda: pull(Wish(str(folder), sequential=True, device="cpu"))
+    yield "convert", lambda: convert(folder, folder.parent / "converted", sequential=True)
+    yield "RabbitLLM 1.1's", lambda: split_and_save_layers(folder, sequential_shard_processing=True)
+
+
+@pytest.mark.parametrize(("fault", "kind", "text"), FAULTS, ids=[fault.__name__ for fault, _, _ in FAULTS])
+def test_a_fault_is_refused_and_no_shard_is_touched(
+    checkpoint: Path, fault: Callable[[Path], None], kind: type[RabbitLLMError], text: str
+) -> None:
+    fault(checkpoint)
+    before = contents(checkpoint)
+    for name, call in routes(checkpoint):
+        with pytest.raises(kind, match=text):
+            call()
+        assert contents(checkpoint) == before, name
+        assert not [path.name for path in checkpoint.parent.iterdir() if path != checkpoint], name
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "text"),
+    [entry for entry in FAULTS if entry[1] is not CorruptVocabularyError],
+    ids=[fault.__name__ for fault, kind, _ in FAULTS if kind is not CorruptVocabularyError],
+)
+def test_a_plan_says_the_same_and_names_no_call(
+    checkpoint: Path, fault: Callable[[Path], None], kind: type[RabbitLLMError], text: str
+) -> None:
+    fault(checkpoint)
+    try:
+        plan = rabbitllm.plan(checkpoint, bandwidth="1GB", device="cpu")
+    except CheckpointError as error:  # there is no plan of what cannot be read at all
+        assert isinstance(error, kind)
+        return
+    assert plan.choice is None
+    assert not any(route.fits for outlook in plan.outlooks for route in outlook.routes)
+    assert all(outlook.obstacle for outlook in plan.outlooks)
+    assert not dry_run(Wish(str(checkpoint), sequential=True, device="cpu")).fits
+
+
+def test_what_needs_no_deletion_is_converted_as_it_is(checkpoint: Path, tmp_path: Path) -> None:
+    """A copy loses nothing, whatever transformers makes of it."""
+    too_many_layers(checkpoint)
+    convert(checkpoint, tmp_path / "converted")
+    before, after = read_tensors(checkpoint), read_tensors(tmp_path / "converted")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_last_shard_waits_until_the_finished_files_are_accepted(checkpoint: Path) -> None:
+    """A layer file that is damaged as it is written is found while the last shard is still there."""
+    source = prepare.find(prepare.Sought(str(checkpoint)))
+    options, names = SplitOptions(sequential=True), sorted(path.name for path in checkpoint.glob("*.safetensors"))
+    seen: list[tuple[bool, list[str]]] = []
+
+    def accept(store: WeightFiles) -> None:
+        left = sorted(path.name for path in checkpoint.glob("*.safetensors"))
+        seen.append((isinstance(store, LayerStore), left))
+        if isinstance(store, LayerStore):
+            raise IncompleteSplitError("not this one")
+
+    with pytest.raises(IncompleteSplitError, match="not this one"):
+        prepare.ensure_split(source, options, accept=accept)
+    assert seen == [(False, names), (True, names[-1:])]
+    assert (source.split_folder / JOURNAL_NAME).exists()
+    assert not (source.split_folder / MANIFEST_NAME).exists()
+    expected = transformers.AutoModelForCausalLM.from_pretrained
+    with acceptance(source, StreamOptions(device="cpu")) as sound:
+        prepare.ensure_split(source, options, accept=sound)
+    assert not list(checkpoint.glob("model-*.safetensors"))
+    assert (source.split_folder / MANIFEST_NAME).exists()
+    assert expected
+
+
+def test_an_unfinished_split_of_what_cannot_be_loaded_keeps_the_rest(checkpoint: Path) -> None:
+    """Begun by an earlier version, which did not look; no further shard is deleted."""
+    a_missing_tensor(checkpoint)
+    source = prepare.find(prepare.Sought(str(checkpoint)))
+
+    class Stopped(Exception):
+        pass
+
+    from rabbitllm import durable
+
+    unlinked = 0
+
+    def stop(step: durable.Step) -> None:
+        nonlocal unlinked
+        if step.kind == "unlink" and step.path.parent == checkpoint:
+            unlinked += 1
+            if unlinked == 2:
+                raise Stopped
+
+    with durable.observe_steps(stop), pytest.raises(Stopped):
+        prepare.ensure_split(source, SplitOptions(sequential=True))
+    left = contents(checkpoint)
+    assert len(list(checkpoint.glob("model-*.safetensors"))) == SHARDS - 1
+    with pytest.raises(IncompleteCheckpointError, match="lacks 1 of the"):
+        AutoModel.from_pretrained(checkpoint, sequential_shard_processing=True, **LOAD)
+    assert contents(checkpoint) == left
+
+
+def test_delete_original_of_a_finished_split_looks_first(checkpoint: Path) -> None:
+    """The split was made while the original was kept; config.json in it was changed since."""
+    source = prepare.find(prepare.Sought(str(checkpoint)))
+    prepare.ensure_split(source, SplitOptions())
+    for folder in (checkpoint, source.split_folder):
+        edit_config(folder, num_hidden_layers=9)
+    before = sorted(checkpoint.glob("model-*.safetensors"))
+    with pytest.raises(IncompleteSplitError, match="lacks"):
+        AutoModel.from_pretrained(checkpoint, delete_original=True, **LOAD)
+    assert sorted(checkpoint.glob("model-*.safetensors")) == before
+
+
+def test_a_finished_split_loads_whatever_its_tokenizer_is(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The weights are sound, and the caller may have another tokenizer."""
+    AutoModel.from_pretrained(checkpoint, **LOAD)
+    folder = checkpoint / "splitted_model"
+    a_tokenizer_of_wrong_types(folder)
+    model = AutoModel.from_pretrained(folder, **LOAD)
+    assert model.tokenizer is None
+    assert "No tokenizer could be read" in caplog.text
+
+
+def test_settings_that_transformers_left_behind_are_no_quantization(checkpoint: Path) -> None:
+    """It writes `quant_method: gguf` into the config of what it dequantized, and loads that."""
+    edit_config(checkpoint, quantization_config={"quant_method": "gguf"})
+    ids = torch.tensor([[1, 40, 81, 7]])
+    plain = transformers.AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    plan = rabbitllm.plan(checkpoint, bandwidth="1GB", device="cpu")
+    assert plan.choice is not None
+    assert plan.anatomy is not None
+    assert {outlook.compression for outlook in plan.outlooks} >= {None, "4bit"}
+    model = AutoModel.from_pretrained(checkpoint, sequential_shard_processing=True, **LOAD)
+    with torch.inference_mode():
+        assert torch.equal(model(ids).logits, plain(ids).logits)
+
+
+def test_shards_that_disagree_with_the_index_are_refused(checkpoint: Path) -> None:
+    """A tensor that is in the index and in no shard."""
+    shard = sorted(checkpoint.glob("model-*.safetensors"))[1]
+    tensors = load_file(shard)
+    tensors.pop(next(iter(tensors)))
+    save_file(tensors, shard, metadata={"format": "pt"})
+    before = contents(checkpoint)
+    for name, call in routes(checkpoint):
+        with pytest.raises(CheckpointError):
+            call()
+        assert contents(checkpoint) == before, name
