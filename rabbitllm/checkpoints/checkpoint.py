@@ -75,7 +75,7 @@ class ShardFacts:
     staged: bool = False
 
 
-_KINDS = {"local": "a folder", "hub": "a repository on the hub"}
+_KINDS = {"local": "a folder", "hub": "a repository on the hub", "split": "a split directory"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class SourceIdentity:
     """Which checkpoint a split directory was made from.
 
     Attributes:
-        kind: "local" or "hub".
+        kind: "local" or "hub"; "split" for a checkpoint that was converted from a split directory.
         name: the repository id, or the folder's name.
         commit: the pinned commit of a hub repository, else None.
         fingerprints: shard name -> fingerprint.

@@ -10,7 +10,6 @@ that it names is durable; a folder with anything else in it is left as it is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from rabbitllm import durable
@@ -18,7 +17,8 @@ from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.index import INDEX_NAME, read_index
 from rabbitllm.checkpoints.json_file import read_json
-from rabbitllm.convert.inputs import input_of, require_same
+from rabbitllm.convert.from_split import Conversion, join_split
+from rabbitllm.convert.inputs import finished_split_of, input_of, require_same
 from rabbitllm.convert.publish import origin_of, publish
 from rabbitllm.errors import IncompleteSplitError, OptionError
 from rabbitllm.layers.layer_store import MANIFEST_NAME, Manifest, directory_name, read_manifest
@@ -30,26 +30,6 @@ WORK_NAME = ".converting"
 """The folder of ours inside the new one, for as long as that is not whole."""
 _READY_NAME = "split.is.whole"
 """In that folder: the split is whole and cleared away, so that its files may be moved."""
-
-
-@dataclass(frozen=True, slots=True)
-class Conversion:
-    """What was made.
-
-    Attributes:
-        folder: where it is.
-        shards, tensors: how many.
-        nbytes: of all tensors.
-        beside: config, tokenizer and the like that were copied, by name.
-        before: it was whole already.
-    """
-
-    folder: Path
-    shards: int
-    tensors: int
-    nbytes: int
-    beside: tuple[str, ...]
-    before: bool = False
 
 
 def convert(
@@ -69,6 +49,8 @@ def convert(
 
     Args:
         path_or_repo_id: a folder or a repository, as `AutoModel.from_pretrained` takes it, or a single file of weights.
+            Of a split directory, or a folder whose shards are used up by a split, the layer files are converted; what
+            is compressed is dequantized to the dtype of its config.
         folder: where to, empty or not there yet.
         sequential: take one shard at a time, and delete it as soon as it is used up.
         delete_original: remove the original when all of it is in the new folder.
@@ -95,6 +77,13 @@ def convert(
     target = expand(folder)
     if target.exists() and not target.is_dir():
         raise OptionError(f"{target} is a file.", "Name a folder that is empty or not there yet.")
+    if (made := finished_split_of(str(path_or_repo_id))) is not None:
+        if sequential or delete_original:
+            raise OptionError(
+                f"{made} is a split directory; sequential and delete_original are for checkpoints.",
+                "Leave them out; `rabbitllm rm` removes a split.",
+            )
+        return join_split(made, expand(path_or_repo_id), target)
     work = target / WORK_NAME
     split_folder = work / directory_name(None)
     with locked(target):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rabbitllm import prepare
+from rabbitllm import locations, prepare
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardFacts, SourceIdentity
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.index import (
@@ -20,16 +21,27 @@ from rabbitllm.checkpoints.index import (
     read_index,
 )
 from rabbitllm.checkpoints.local import LocalCheckpoint
+from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME
 from rabbitllm.checkpoints.naming import LayerNaming, guessed_naming, naming_for
-from rabbitllm.errors import CheckpointNotFoundError, HubError, OptionError, SplitMismatchError
+from rabbitllm.errors import (
+    CheckpointNotFoundError,
+    CorruptVocabularyError,
+    HubError,
+    IncompleteCheckpointError,
+    OptionError,
+    SplitMismatchError,
+    UnknownArchitectureError,
+)
 from rabbitllm.formats.shard_header import read_shard_header
-from rabbitllm.layers.layer_store import directory_name, read_manifest
-from rabbitllm.options import SplitOptions, expand
+from rabbitllm.layers.chosen import AUTO
+from rabbitllm.layers.compression import DOUBLE
+from rabbitllm.layers.layer_store import directory_name, is_finished, read_manifest
+from rabbitllm.options import SplitOptions, StreamOptions, expand
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.finish import clear_away, discard_original
 from rabbitllm.splitter.interrupted import telling_how_to_go_on
 from rabbitllm.splitter.lock import locked
-from rabbitllm.splitter.request import Request
+from rabbitllm.splitter.request import Acceptance, Request
 from rabbitllm.splitter.split import split
 
 
@@ -75,17 +87,19 @@ class _Named:
     work: Path
 
     def _find(self) -> prepare.Source:
-        source = prepare.find(prepare.Sought(self.name, None, self.work, self.access, only_look=True))
-        if not source.split_folder.is_relative_to(self.work):
-            raise OptionError(
-                f"{self.name} is a split directory, which AutoModel loads as it is.",
-                "Convert the checkpoint that it was made from.",
-            )
-        return source
+        return prepare.find(prepare.Sought(self.name, None, self.work, self.access, only_look=True))
 
     def split(self, options: SplitOptions) -> None:
         source = self._find()
-        prepare.ensure_split(source, options, naming=_naming(prepare.family_of(source.config_folder)))
+        naming = _naming(prepare.family_of(source.config_folder))
+        if not (options.sequential or options.delete_original):
+            prepare.ensure_split(source, options, naming=naming)
+            return
+        try:
+            with _acceptance(source) as accept:
+                prepare.ensure_split(source, options, naming=naming, accept=accept)
+        except (IncompleteCheckpointError, UnknownArchitectureError, CorruptVocabularyError) as error:
+            raise type(error)(error.problem, f"{error.remedy} {_WITHOUT_DELETING}") from error
 
     def checkpoint(self) -> Checkpoint | None:
         try:
@@ -93,6 +107,43 @@ class _Named:
             return prepare.open_weights(source, [source.split_folder])
         except (CheckpointNotFoundError, HubError):
             return None
+
+
+_WITHOUT_DELETING = "Without sequential and delete_original nothing is deleted, and it is converted as it is."
+
+
+@contextlib.contextmanager
+def _acceptance(source: prepare.Source) -> Iterator[Acceptance | None]:
+    """The check before something is deleted; none where there is no config that says of which model the weights are."""
+    from rabbitllm.auto_model import acceptance  # with torch
+
+    with prepare.config_folder(source) as folder:
+        has_config = (folder / CONFIG_NAME).exists()
+    if not has_config:
+        yield None
+        return
+    with acceptance(source, StreamOptions(device="cpu")) as accept:
+        yield accept
+
+
+def finished_split_of(name: str) -> Path | None:
+    """The split directory that a name means: itself, or the most exact one of a folder that has no shard left.
+
+    Args:
+        name: as the user wrote it.
+    """
+    folder = expand(name)
+    if not name or not folder.is_dir():
+        return None
+    if is_finished(folder):
+        return folder
+    try:
+        if any((folder / shard).exists() for shard in LocalCheckpoint(folder).index.shards):
+            return None
+    except CheckpointNotFoundError:
+        pass
+    splits = (locations.for_local(folder, None, compression) for compression in (None, "8bit", AUTO, "4bit", DOUBLE))
+    return next(filter(is_finished, splits), None)
 
 
 @dataclass

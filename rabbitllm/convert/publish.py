@@ -63,13 +63,18 @@ def _sidecars_in(split_folder: Path) -> tuple[str, ...]:
 
 
 def _index(folder: Path, names: Iterable[str], source: SourceIdentity) -> bytes:
+    return index_of_files({name: read_header(folder / name).tensors for name in names}, converted_from(source))
+
+
+def converted_from(source: SourceIdentity) -> dict[str, Any]:
+    """What an index says of where its shards came from; `origin_of` reads it back."""
     origin = {
         "kind": source.kind,
         "name": source.name,
         "commit": source.commit,
         "fingerprints": dict(source.fingerprints),
     }
-    return index_of_files({name: read_header(folder / name).tensors for name in names}, {"converted_from": origin})
+    return {"converted_from": origin}
 
 
 def origin_of(folder: Path) -> SourceIdentity:

@@ -29,7 +29,7 @@ from rabbitllm.engine.placement import Budget, Placement
 from rabbitllm.engine.placing import place
 from rabbitllm.engine.unit_source import UnitSource, source_of
 from rabbitllm.engine.units import find_units
-from rabbitllm.engine.weights import WeightMap, map_weights, unused_problem
+from rabbitllm.engine.weights import WeightMap, check_unused, map_weights
 from rabbitllm.errors import IncompleteCheckpointError, IncompleteSplitError, OptionError, RabbitLLMError
 from rabbitllm.formats.tensor_spec import torch_dtype
 from rabbitllm.layers.compression import Quantised
@@ -95,8 +95,8 @@ def blueprint(store: WeightFiles, options: StreamOptions, home: Path, devices: S
     units = find_units(model)
     try:
         weights = map_weights(model, store.tensors, store.label, quantiser)
-        if not store.is_split and (problem := unused_problem(model, weights, store)) is not None:
-            raise IncompleteSplitError(problem)
+        if not store.is_split:
+            check_unused(model, weights, store)
         experts = expert_sources(model, units, weights, store, packs)
     except IncompleteSplitError as error:
         if store.is_split:

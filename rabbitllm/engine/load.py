@@ -31,7 +31,8 @@ from rabbitllm.engine.streamed_model import adopt
 from rabbitllm.engine.streamer import Streamer
 from rabbitllm.engine.unit_source import UnitSource
 from rabbitllm.engine.units import input_embedding
-from rabbitllm.engine.weights import unused_problem
+from rabbitllm.engine.weights import check_unused
+from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.layers.compression import check_compression
 from rabbitllm.layers.layer_store import LayerStore, WeightFiles
 from rabbitllm.options import StreamOptions
@@ -111,8 +112,10 @@ def load_model(
         model.register_forward_hook(lambda module, args, output: send_to_device(output, home_device))
     if weights.unused:
         logger.info("%d stored tensors are not used by %s.", len(weights.unused), type(model).__name__)
-        if (problem := unused_problem(model, weights, store)) is not None:
-            logger.warning("%s The config and the weights may be of different models.", problem)
+        try:
+            check_unused(model, weights, store)
+        except IncompleteSplitError as error:
+            logger.warning("%s The config and the weights may be of different models.", error.problem)
     published.finish(model, drawn.quantiser)
     published.say_how(drawn.quantiser, folder, model.dtype, chosen)
     if options.fast_bfloat16:

@@ -140,23 +140,28 @@ UNUSED_SHARE = 0.5
 """Of a checkpoint's bytes that a model may leave out, besides those that its class says it ignores."""
 
 
-def unused_problem(model: PreTrainedModel, weights: WeightMap, store: WeightFiles) -> str | None:
-    """Why the tensors that a model leaves out show that its config is another model's; None if they do not.
+def check_unused(model: PreTrainedModel, weights: WeightMap, store: WeightFiles) -> None:
+    """Refuse tensors that a model leaves out if they show that its config is another model's.
 
     Those that its class says it ignores do not count.
+
+    Raises:
+        IncompleteSplitError: they are further layers, or most of the bytes.
     """
     ignored = model._keys_to_ignore_on_load_unexpected
     left = [name for name in weights.unused if not _matches(ignored, name)]
     beyond = _blocks_beyond(left, weights)
     if beyond and not _predicts_further_tokens(model.config):
-        return f"{store.label} has layers that its config leaves out: {', '.join(beyond[:3])}."
+        raise IncompleteSplitError(
+            f"{store.label} has layers that its config leaves out: {', '.join(beyond[:3])}.", _DIFFERENT
+        )
     nbytes, total = (sum(store.tensors[name].nbytes for name in names) for names in (left, store.tensors))
-    if nbytes <= UNUSED_SHARE * total:
-        return None
-    return (
-        f"{type(model).__name__}, which the config of {store.label} asks for, uses {1 - nbytes / total:.0%} of its "
-        f"bytes; {len(left)} tensors are left out, {left[0]} among them."
-    )
+    if nbytes > UNUSED_SHARE * total:
+        raise IncompleteSplitError(
+            f"{type(model).__name__}, which the config of {store.label} asks for, uses {1 - nbytes / total:.0%} of its "
+            f"bytes; {len(left)} tensors are left out, {left[0]} among them.",
+            _DIFFERENT,
+        )
 
 
 _BLOCK = re.compile(r"(.*?[A-Za-z_]\w*)\.(\d+)\.")
@@ -262,8 +267,8 @@ def _check_kind(recipe: Recipe, stored: Mapping[str, StoredTensor], expected: Ma
         tensor = stored[name]
         if tensor.quantised is None and not torch_dtype(tensor.parts[0].dtype).is_floating_point:
             raise IncompleteSplitError(
-                f"the tensor {name} holds {tensor.parts[0].dtype}; the model needs floating numbers for {recipe.key}. "
-                "Its config.json says of no quantization.",
+                f"the tensor {name} holds {tensor.parts[0].dtype}; the model needs floating numbers for {recipe.key}, "
+                "and its config.json has no quantization_config.",
                 _DIFFERENT,
             )
 

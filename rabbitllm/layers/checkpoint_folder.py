@@ -81,6 +81,7 @@ def write_checkpoint(
     chunks: Callable[[str], Iterator[memoryview]],
     source: str,
     tell: Callable[[int], object] = lambda nbytes: None,
+    metadata: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Write a whole checkpoint, or nothing that looks like one.
 
@@ -93,6 +94,7 @@ def write_checkpoint(
         chunks: tensor name -> its bytes in their order.
         source: what tells the weights from others of the same names and shapes.
         tell: called with how many bytes were written, after each chunk.
+        metadata: for an index, which is written for a single file too if there is any.
 
     Raises:
         OptionError: the folder has weights, or another model's config; nothing was touched.
@@ -117,8 +119,9 @@ def write_checkpoint(
             _write_shard(work / shard.name, shard, chunks, tell)
         for name, content in beside.items():
             durable.write_whole(work / quote(name, safe=""), content)  # our folder has none in it
-        if len(shards) > 1:
-            durable.write_whole(work / INDEX_NAME, index_of_files({shard.name: shard.tensors for shard in shards}))
+        if len(shards) > 1 or metadata:
+            index = index_of_files({shard.name: shard.tensors for shard in shards}, metadata)
+            durable.write_whole(work / INDEX_NAME, index)
         durable.sync_folder(work)
         durable.write_whole(work / _READY_NAME, mark)
     except BaseException:  # an interrupt too: what was begun is of no use, and may be much

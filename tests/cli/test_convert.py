@@ -40,10 +40,11 @@ from tests.support.crashes import KILLED
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
 from tests.support.meta_files import tiny_llama, weights_of, write_meta
+from tests.support.quantised import build_fp8
 from tests.support.scenes import sample
 from tests.support.splitting import Counter, contents, names_in, split
 from tests.support.ticks import observe_ticks
-from tests.support.tiny_models import one_thread  # noqa: F401  a fixture that applies by itself
+from tests.support.tiny_models import dequantised, one_thread  # noqa: F401  a fixture that applies by itself
 from tests.support.torch_files import archive, pack
 
 ROOT = Path(__file__).parent.parent.parent
@@ -289,6 +290,77 @@ def test_another_checkpoint_in_a_folder_that_is_whole(tmp_path: Path) -> None:
     assert contents(tmp_path / "new") == before
 
 
+# a split whose original is gone
+
+
+@pytest.mark.parametrize("named", ["the split", "its folder"])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_an_uncompressed_split_gives_the_very_checkpoint(tmp_path: Path, named: str, shards: int) -> None:
+    folder = build_checkpoint(tmp_path / "model", "qwen3", tied=True, shards=3, dtype=torch.bfloat16)
+    before, beside = read_tensors(folder), {n: d for n, d in contents(folder).items() if "safetensors" not in n}
+    split_folder = split(folder, folder, sequential=True)
+    assert not list(folder.glob("*.safetensors"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rabbitllm.convert.from_split.SHARD_BYTES", 1 << 40 if shards == 1 else 60_000)
+        made = convert(split_folder if named == "the split" else folder, tmp_path / "new")
+        again = convert(split_folder, tmp_path / "new")
+    assert (made.shards == 1) is (shards == 1)
+    assert (made.before, again.before) == (False, True)
+    found = read_tensors(tmp_path / "new")
+    assert found.keys() == before.keys()
+    assert all(torch.equal(raw(found[name]), raw(before[name])) for name in before)
+    assert {name: (tmp_path / "new" / name).read_bytes() for name in beside} == beside
+    expected, loads = loaded(tmp_path / "new"), read_tensors(tmp_path / "new")
+    assert all(torch.equal(expected[name], loads[name]) for name in loads)
+    other = build_checkpoint(tmp_path / "other", "qwen3", tied=True, shards=3, dtype=torch.bfloat16, seed=9)
+    with pytest.raises(SplitMismatchError, match="conversion of something else"):
+        convert(split(other, tmp_path / "layers", sequential=False), tmp_path / "new")
+
+
+@pytest.mark.parametrize("compression", ["4bit", "8bit", "4bit-double"])
+def test_a_compressed_split_gives_what_bitsandbytes_dequantizes(tmp_path: Path, compression: str) -> None:
+    folder = build_checkpoint(tmp_path / "model", "llama", shards=2, dtype=torch.bfloat16)
+    reference = dequantised(folder, tmp_path / "reference", compression, torch.bfloat16)
+    split(folder, folder, compression=compression, sequential=True)
+    convert(folder, tmp_path / "new")
+    expected, found = read_tensors(reference), read_tensors(tmp_path / "new")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype is tensor.dtype
+        assert torch.equal(raw(found[name]), raw(tensor))
+
+
+@pytest.mark.parametrize("compression", ["none", "8bit"])
+def test_a_directory_of_rabbitllm_1_1(tmp_path: Path, compression: str) -> None:
+    """It has no config; that is in the folder whose split it was."""
+    golden = ROOT / "tests" / "golden"
+    home = Path(shutil.copytree(golden / "model-2-shards", tmp_path / "model"))
+    before = read_tensors(home)
+    name = "splitted_model" if compression == "none" else f"splitted_model.{compression}"
+    shutil.copytree(golden / f"rabbitllm-1.1.0-{compression}" / name, home / name)
+    for shard in home.glob("*.safetensors"):
+        shard.unlink()
+    made = convert(home, tmp_path / "new")
+    assert "config.json" in made.beside
+    found = read_tensors(tmp_path / "new")
+    assert found.keys() == before.keys()
+    for key, tensor in before.items():
+        assert found[key].dtype is tensor.dtype
+        if compression == "none":
+            assert torch.equal(raw(found[key]), raw(tensor))
+    loaded(tmp_path / "new")
+
+
+def test_published_codes_of_a_split_stay_as_they_were_published(tmp_path: Path) -> None:
+    folder = build_fp8(tmp_path / "model", "llama")
+    before = read_tensors(folder)
+    split(folder, folder, sequential=True)
+    convert(folder, tmp_path / "new")
+    found = read_tensors(tmp_path / "new")
+    assert found.keys() == before.keys()
+    assert all(torch.equal(raw(found[name]), raw(before[name])) for name in before)
+
+
 def test_what_cannot_be_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_shards(tmp_path / "model", cut(llama_tensors(), 2))
     new = tmp_path / "new"
@@ -296,8 +368,10 @@ def test_what_cannot_be_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         convert(folder / "model-00001-of-00002.safetensors", new)
     with pytest.raises(OptionError, match="is an index"):
         convert(folder / INDEX_NAME, new)
-    with pytest.raises(OptionError, match="is a split directory"):
-        convert(split(folder, tmp_path / "layers", sequential=False), new)
+    made = split(folder, tmp_path / "layers", sequential=False)
+    for deleting in ({"sequential": True}, {"delete_original": True}):
+        with pytest.raises(OptionError, match="is a split directory"):
+            convert(made, new, **deleting)
     with pytest.raises(CheckpointNotFoundError, match="There is no file"):
         convert(tmp_path / "nothing.pth", new)
     with pytest.raises(NotEnoughSpaceException):

@@ -149,7 +149,7 @@ FAULTS: list[tuple[Callable[[Path], None], type[RabbitLLMError], str]] = [
     (a_transposed_tensor, IncompleteCheckpointError, r"up_proj.weight has shape \(64, 128\)"),
     (_as_type(torch.int64), IncompleteCheckpointError, "up_proj.weight holds I64"),
     (_as_type(torch.bool), IncompleteCheckpointError, "up_proj.weight holds BOOL"),
-    (_as_type(torch.complex64), CheckpointError, "up_proj.weight"),
+    (_as_type(torch.complex64), IncompleteCheckpointError, "up_proj.weight holds C64"),
     (another_model, IncompleteCheckpointError, "talker.weight"),
     (codes_without_a_quantization_config, IncompleteCheckpointError, r"codes \(F8_E4M3\) and .*weight_scale"),
     (a_config_of_wrong_types, UnknownArchitectureError, "hidden_size"),
@@ -182,8 +182,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 def routes(folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
     """Everything that would delete shards, by name."""
     yield "sequential", lambda: AutoModel.from_pretrained(folder, sequential_shard_processing=True, **LOAD)
-    yield "4bit", lambda: AutoModel.from_pretrained(
-        folder, compression="4bit", sequential_shard_processing=True, **LOAD
+    yield (
+        "4bit",
+        lambda: AutoModel.from_pretrained(folder, compression="4bit", sequential_shard_processing=True, **LOAD),
     )
     yield "delete_original", lambda: AutoModel.from_pretrained(folder, delete_original=True, **LOAD)
     yield "pull", lambda: pull(Wish(str(folder), sequential=True, device="cpu"))
@@ -213,11 +214,7 @@ def test_a_plan_says_the_same_and_names_no_call(
     checkpoint: Path, fault: Callable[[Path], None], kind: type[RabbitLLMError], text: str
 ) -> None:
     fault(checkpoint)
-    try:
-        plan = rabbitllm.plan(checkpoint, bandwidth="1GB", device="cpu")
-    except CheckpointError as error:  # there is no plan of what cannot be read at all
-        assert isinstance(error, kind)
-        return
+    plan = rabbitllm.plan(checkpoint, bandwidth="1GB", device="cpu")
     assert plan.choice is None
     assert not any(route.fits for outlook in plan.outlooks for route in outlook.routes)
     assert all(outlook.obstacle for outlook in plan.outlooks)

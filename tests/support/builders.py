@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -278,6 +278,15 @@ def write_shards(
     return folder
 
 
+def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a training checkpoint, which may lie a level deeper than other things of it."""
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif isinstance(value, Mapping):
+            yield from _flat(value)
+
+
 def _config_of(tensors: Mapping[str, torch.Tensor], model_type: str) -> dict[str, Any]:
     """The config that tensors named like Llama's are of; else one of few layers, whose model has nothing of them."""
     try:
@@ -327,7 +336,8 @@ def write_torch(
     if index:
         weight_map = {name: file for file, tensors in files.items() for name in tensors}
         (folder / TORCH_INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    everything = {name: value for values in files.values() for name, value in _flat(values)}
+    (folder / "config.json").write_text(json.dumps(_config_of(everything, model_type)))
     return folder
 
 
