@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm import prepare, split_display
 from rabbitllm.checkpoints.hub import HubAccess
-from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME
 from rabbitllm.errors import OptionError
 from rabbitllm.layers.chosen import check_split
 from rabbitllm.layers.compression import check_fitting
@@ -29,7 +27,6 @@ from rabbitllm.options import (
 if TYPE_CHECKING:
     from rabbitllm.engine.devices import Device
     from rabbitllm.layers.layer_store import WeightFiles
-    from rabbitllm.splitter.request import Acceptance
 
 logger = logging.getLogger(__name__)
 
@@ -209,7 +206,7 @@ def _load_unsplit(sought: prepare.Sought, stream_options: StreamOptions, hosts: 
     if source.finished:
         return _model(source.split_folder, stream_options, source.config_folder, devices, hosts)
     with split_display.shown(stream_options.show_progress):
-        with acceptance(source, stream_options, devices) as accept:
+        with prepare.acceptance(source, stream_options, devices) as accept:
             prepare.check_before_fetching(source, accept)
         checkpoint = prepare.whole_checkpoint(source)
     return _model(UnsplitStore(checkpoint), stream_options, checkpoint.folder, devices, hosts)
@@ -221,8 +218,11 @@ def _load(
     devices = _devices(stream_options)
     source = prepare.find(sought)
     split_options = prepare.with_memory(split_options, stream_options, devices)
-    with split_display.shown(stream_options.show_progress), acceptance(source, stream_options, devices) as accept:
-        profile = prepare.ensure_split(source, split_options, quantize_on(devices), accept=accept)
+    with (
+        split_display.shown(stream_options.show_progress),
+        prepare.acceptance(source, stream_options, devices) as accept,
+    ):
+        profile = prepare.ensure_split(source, split_options, prepare.quantize_on(devices), accept=accept)
     if profile.enabled and profile.stages:
         print(profile.report())
     return _model(source.split_folder, stream_options, source.config_folder, devices, hosts)
@@ -242,38 +242,6 @@ def _model(
     from rabbitllm.pipeline.spread import load_spread
 
     return load_spread(hosts, options, lambda share: load.load_model(files, options, config_folder, devices, share))
-
-
-@contextlib.contextmanager
-def acceptance(
-    source: prepare.Source, options: StreamOptions, devices: Sequence[Device] | None = None
-) -> Iterator[Acceptance]:
-    """The check that refuses what loading would refuse: of planned layer files, and of finished ones.
-
-    `from_pretrained`, `pull`, `convert` and RabbitLLM 1.1's functions give it to `prepare.ensure_split`, which calls it
-    before the first shard is touched and before the last one is deleted; `plan` decides by the same code.
-
-    Args:
-        source: what is split.
-        options: how it will be run.
-        devices: to run it on; by default those that the options name.
-    """
-    from rabbitllm.engine import blueprint
-
-    chosen = _devices(options) if devices is None else devices
-    with prepare.config_folder(source) as config_folder:
-        blueprint.check(config_folder, options, chosen)
-
-        def accept(store: WeightFiles) -> None:
-            home = store.folder if (store.folder / CONFIG_NAME).exists() else config_folder
-            blueprint.accept(store, options, home, chosen)
-
-        yield accept
-
-
-def quantize_on(devices: Sequence[Device]) -> str:
-    """Where a split quantizes: the first GPU among the devices, else "cpu"."""
-    return next((device.name for device in devices if device.torch_device.type == "cuda"), "cpu")
 
 
 def _devices(options: StreamOptions) -> list[Device]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm import prepare, split_display
-from rabbitllm.auto_model import AutoModel, acceptance
+from rabbitllm.auto_model import AutoModel
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.naming import LayerNaming, naming
 from rabbitllm.formats.tensor_spec import TensorSpec, dtype_name
@@ -164,7 +164,7 @@ def split_and_save_layers(
     options = SplitOptions(compression, sequential_shard_processing, delete_original)
     with split_display.shown(), contextlib.ExitStack() as stack:
         deletes = sequential_shard_processing or delete_original
-        accept = stack.enter_context(acceptance(source, StreamOptions(device="cpu"))) if deletes else None
+        accept = stack.enter_context(prepare.acceptance(source, StreamOptions(device="cpu"))) if deletes else None
         prepare.ensure_split(source, options, _quantise_on(compression), _naming(layer_names), accept=accept)
     return str(source.split_folder)
 

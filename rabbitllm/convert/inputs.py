@@ -115,14 +115,12 @@ _WITHOUT_DELETING = "Without sequential and delete_original nothing is deleted, 
 @contextlib.contextmanager
 def _acceptance(source: prepare.Source) -> Iterator[Acceptance | None]:
     """The check before something is deleted; none where there is no config that says of which model the weights are."""
-    from rabbitllm.auto_model import acceptance  # with torch
-
     with prepare.config_folder(source) as folder:
         has_config = (folder / CONFIG_NAME).exists()
     if not has_config:
         yield None
         return
-    with acceptance(source, StreamOptions(device="cpu")) as accept:
+    with prepare.acceptance(source, StreamOptions(device="cpu")) as accept:
         yield accept
 
 

@@ -3,6 +3,7 @@
 Knows the sources and the splitter; of the engine, how much memory weights may stay in.
 """
 
+from rabbitllm.prepare.acceptance import acceptance, quantize_on
 from rabbitllm.prepare.config import config_folder, family_of
 from rabbitllm.prepare.finding import find, folder_at
 from rabbitllm.prepare.make import check_before_fetching, ensure_split, repair_split
@@ -13,6 +14,7 @@ from rabbitllm.prepare.weights import open_weights, whole_checkpoint
 __all__ = [
     "Sought",
     "Source",
+    "acceptance",
     "check_before_fetching",
     "config_folder",
     "ensure_split",
@@ -20,6 +22,7 @@ __all__ = [
     "find",
     "folder_at",
     "open_weights",
+    "quantize_on",
     "repair_split",
     "whole_checkpoint",
     "with_memory",

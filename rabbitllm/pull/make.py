@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm import prepare, progress
-from rabbitllm.auto_model import acceptance, quantize_on
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.errors import IncompleteSplitError, OptionError, RabbitLLMError
 from rabbitllm.layers.chosen import AUTO, check_split
@@ -204,8 +203,8 @@ def _split(source: prepare.Source, options: SplitOptions, stream_options: Stream
         prepare.ensure_split(source, options)
         return
     devices = resolve_devices(stream_options.device, stream_options.max_memory, stream_options.pin_memory)
-    where = "cpu" if hands is not None else quantize_on(devices)
-    with acceptance(source, stream_options, devices) as accept:
+    where = "cpu" if hands is not None else prepare.quantize_on(devices)
+    with prepare.acceptance(source, stream_options, devices) as accept:
         prepare.ensure_split(source, options, where, hands=hands, accept=accept)
 
 
@@ -241,7 +240,7 @@ def dry_run(wish: Wish) -> DryRun:
     compression = options.compression if options.compression in survey.folders else next(iter(survey.folders))
     if compression in survey.plans and compression not in survey.manifests:
         try:
-            with acceptance(source, wish.stream_options()) as accept:
+            with prepare.acceptance(source, wish.stream_options()) as accept:
                 accept(PlannedFiles(survey.plans[compression], survey.folders[compression]))
         except RabbitLLMError as error:
             survey.refused[compression] = error.problem

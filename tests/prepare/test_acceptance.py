@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import rabbitllm
 from rabbitllm import prepare
-from rabbitllm.auto_model import AutoModel, acceptance
+from rabbitllm.auto_model import AutoModel
 from rabbitllm.convert.convert import convert
 from rabbitllm.errors import (
     CheckpointError,
@@ -248,7 +248,7 @@ def test_the_last_shard_waits_until_the_finished_files_are_accepted(checkpoint: 
     assert (source.split_folder / JOURNAL_NAME).exists()
     assert not (source.split_folder / MANIFEST_NAME).exists()
     expected = transformers.AutoModelForCausalLM.from_pretrained
-    with acceptance(source, StreamOptions(device="cpu")) as sound:
+    with prepare.acceptance(source, StreamOptions(device="cpu")) as sound:
         prepare.ensure_split(source, options, accept=sound)
     assert not list(checkpoint.glob("model-*.safetensors"))
     assert (source.split_folder / MANIFEST_NAME).exists()

@@ -1,0 +1,49 @@
+"""The loader's own check of a model, given to a split: it is asked of the engine before anything is deleted."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME
+from rabbitllm.options import StreamOptions
+from rabbitllm.prepare.config import config_folder
+from rabbitllm.prepare.source import Source
+
+if TYPE_CHECKING:
+    from rabbitllm.engine.devices import Device
+    from rabbitllm.layers.layer_store import WeightFiles
+    from rabbitllm.splitter.request import Acceptance
+
+
+@contextlib.contextmanager
+def acceptance(source: Source, options: StreamOptions, devices: Sequence[Device] | None = None) -> Iterator[Acceptance]:
+    """The check that refuses what loading would refuse: of planned layer files, and of finished ones.
+
+    `from_pretrained`, `pull`, `convert` and RabbitLLM 1.1's functions give it to `ensure_split`, which calls it
+    before the first shard is touched and before the last one is deleted; `plan` decides by the same code.
+
+    Args:
+        source: what is split.
+        options: how it will be run.
+        devices: to run it on; by default those that the options name.
+    """
+    from rabbitllm.engine import blueprint  # with torch
+    from rabbitllm.engine.devices import resolve_devices
+
+    if devices is None:
+        devices = resolve_devices(options.device, options.max_memory, options.pin_memory)
+    with config_folder(source) as folder:
+        blueprint.check(folder, options, devices)
+
+        def accept(store: WeightFiles) -> None:
+            home = store.folder if (store.folder / CONFIG_NAME).exists() else folder
+            blueprint.accept(store, options, home, devices)
+
+        yield accept
+
+
+def quantize_on(devices: Sequence[Device]) -> str:
+    """Where a split quantizes: the first GPU among the devices, else "cpu"."""
+    return next((device.name for device in devices if device.torch_device.type == "cuda"), "cpu")
