@@ -23,7 +23,7 @@ from tests.engine.test_fake_gpu import run_on
 from tests.support import quantised, splitting
 from tests.support.builders import SINGLE_NAME, build_checkpoint, read_tensors, reference_logits
 from tests.support.fake_gpu import FakeGpu
-from tests.support.tiny_models import INPUT, assert_same, load, run, split, tiers
+from tests.support.tiny_models import ALL, INPUT, assert_same, load, run, split, tiers
 
 pytestmark = pytest.mark.skipif(
     tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 21), reason="its quantisers are others"
@@ -116,6 +116,26 @@ def test_what_transformers_computes_with_compressed_tensors(tmp_path: Path, buil
     expected = expected_of(folder)
     assert_same(run(load(directory)), expected)
     assert_same(run(load(directory, 0)), expected)
+
+
+@pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed")
+@pytest.mark.parametrize("scheme", ["INT8", "FP8_BLOCK"])
+def test_experts_that_transformers_does_not_decompress(tmp_path: Path, scheme: str) -> None:
+    """It raises while it loads them. The reference is the model of codes times scales, in the dtype of the scales."""
+    folder = quantised.build_compressed_tensors(tmp_path / "model", "qwen3_moe", scheme, shards=3)
+    stored = read_tensors(folder)
+    plain = {name: tensor for name, tensor in stored.items() if not name.endswith("_scale")}
+    for name in [name for name in plain if f"{name}_scale" in stored]:
+        codes, scales = plain[name], stored[f"{name}_scale"]
+        if scheme == "FP8_BLOCK":
+            scales = scales.repeat_interleave(16, 0).repeat_interleave(16, 1)
+        plain[name] = codes.to(scales.dtype) * scales
+    reference = build_checkpoint(tmp_path / "reference", "qwen3_moe", dtype=torch.bfloat16)
+    save_file(plain, reference / SINGLE_NAME, metadata={"format": "pt"})
+    expected = expected_of(reference)
+    directory = splitting.split(folder, sequential=True)
+    for budget in (ALL, 60_000, 0):
+        assert_same(run(load(directory, budget)), expected)
 
 
 @pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed")

@@ -244,12 +244,15 @@ INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "g
 _CHANNEL = {"num_bits": 8, "symmetric": True, "strategy": "channel"}
 _TOKEN = {"num_bits": 8, "symmetric": True, "strategy": "token", "dynamic": True}
 _TENSOR = {"num_bits": 8, "symmetric": True, "strategy": "tensor"}
+_BLOCK = {"strategy": "block", "block_structure": [16, 16]}
 SCHEMES: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any] | None]] = {
     "W4A16": ("pack-quantized", INT4, None),
     "W8A16": ("pack-quantized", {**_CHANNEL, "type": "int"}, None),
     "W8A8": ("int-quantized", {**_CHANNEL, "type": "int"}, {**_TOKEN, "type": "int"}),
     "FP8-dynamic": ("float-quantized", {**_CHANNEL, "type": "float"}, {**_TOKEN, "type": "float"}),
     "FP8-static": ("float-quantized", {**_TENSOR, "type": "float"}, {**_TENSOR, "type": "float"}),
+    "INT8": ("int-quantized", {**_CHANNEL, "type": "int"}, None),
+    "FP8_BLOCK": ("float-quantized", {**_TENSOR, "type": "float", **_BLOCK}, None),
 }
 """Name -> format, weights, activations, as compressed-tensors' config has them."""
 
@@ -288,6 +291,11 @@ def _compressed(
     def change(name: str, tensor: torch.Tensor) -> Named:
         if not _LINEAR.search(name):
             yield name, tensor
+            return
+        if weights["strategy"] == "block":
+            codes, scales = _fp8(name, tensor, weights["block_structure"][0])
+            yield codes
+            yield f"{name}_scale", scales[1].to(tensor.dtype)
             return
         rows = {"group": tensor.unflatten(1, (-1, 16)), "channel": tensor[:, None], "tensor": tensor.reshape(1, -1)}
         within = rows[weights["strategy"]].float()
