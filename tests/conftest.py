@@ -6,6 +6,7 @@ file, so what is begun last should be short.
 
 from __future__ import annotations
 
+import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -22,8 +23,9 @@ pytest_plugins = ["tests.support.hub_fixtures"]
 # A shell starts what runs in its background with interrupts ignored, and whatever that starts would ignore them too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Several threads only wait for each other over matrices as small as those of tests; and how many there are changes last
-# bits, so fixtures of a whole module must not compute with more of them than the tests.
+# Several threads only wait for each other over matrices as small as those of tests; and on some processors their number
+# changes last bits, so fixtures of a module, tests, and the processes that these start compute with the same number.
+os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 
 # The same examples each time, and no deadlines: how long one takes says nothing on a machine that others use.
