@@ -50,7 +50,6 @@ class AutoModel:
     def from_pretrained(
         cls,
         path_or_repo_id: str | Path,
-        *,
         device: str = "cuda:0",
         dtype: Any = None,
         max_seq_len: int = 512,
@@ -70,6 +69,7 @@ class AutoModel:
         kv_cache_dir: str | None = None,
         offload_small_layers: bool = False,
         offload_small_layers_use_cpu_cache: bool = True,
+        *,
         sequential_shard_processing: bool = False,
         revision: str | None = None,
         cache_dir: str | Path | None = None,
@@ -87,6 +87,8 @@ class AutoModel:
         **unknown: Any,
     ) -> Any:
         """Split a checkpoint into layer files, unless that is done, and load the model from them.
+
+        Arguments up to `offload_small_layers_use_cpu_cache` may be given by position, in the order of RabbitLLM 1.1.
 
         Args:
             path_or_repo_id: a folder with a checkpoint (safetensors, files of torch.save, or Llama as Meta publishes
@@ -251,5 +253,5 @@ def _devices(options: StreamOptions) -> list[Device]:
 
 
 def _known_arguments() -> list[str]:
-    parameters = inspect.signature(AutoModel.from_pretrained).parameters.values()
-    return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    _, *parameters = inspect.signature(AutoModel.from_pretrained).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]

@@ -39,29 +39,6 @@ if TYPE_CHECKING:
 
 StateDict = dict[str, "torch.Tensor"]
 
-_POSITIONAL = (
-    "device",
-    "dtype",
-    "max_seq_len",
-    "layer_shards_saving_path",
-    "profiling_mode",
-    "compression",
-    "token",
-    "hf_token",
-    "prefetching",
-    "prefetch_pin_memory",
-    "delete_original",
-    "attn_implementation",
-    "persister",
-    "show_layer_progress",
-    "cache_layers",
-    "use_gds",
-    "kv_cache_dir",
-    "offload_small_layers",
-    "offload_small_layers_use_cpu_cache",
-)
-"""The order of the constructor's arguments in RabbitLLM 1.1."""
-
 
 class RabbitLLMBaseModel:
     """Constructing this class, or one below, returns the model that `AutoModel.from_pretrained` returns."""
@@ -72,15 +49,7 @@ class RabbitLLMBaseModel:
         Raises:
             TypeError: too many arguments, or one given twice.
         """
-        if len(args) > len(_POSITIONAL):
-            raise TypeError(
-                f"{cls.__name__}() takes at most {len(_POSITIONAL) + 1} arguments, {len(args) + 1} were given"
-            )
-        for name in _POSITIONAL[: len(args)]:
-            if name in kwargs:
-                raise TypeError(f"{cls.__name__}() got multiple values for argument {name!r}")
-        positional = dict(zip(_POSITIONAL, args, strict=False))
-        return AutoModel.from_pretrained(model_local_path_or_repo_id, **(positional | kwargs))
+        return AutoModel.from_pretrained(model_local_path_or_repo_id, *args, **kwargs)
 
 
 class RabbitLLMLlama2(RabbitLLMBaseModel):

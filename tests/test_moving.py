@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import logging
 import re
 from pathlib import Path
@@ -14,15 +15,17 @@ import pytest
 import rabbitllm
 from rabbitllm import AutoModel
 from rabbitllm.auto_model import WITHOUT_EFFECT
-from rabbitllm.rabbitllm_1_names import _POSITIONAL
 from tests.support.builders import build_checkpoint
 
 PAGE = (Path(__file__).parent.parent / "docs" / "MOVING.md").read_text(encoding="utf-8")
-SIGNATURE = {
-    parameter.name: parameter.default
+PARAMETERS = [
+    parameter
     for parameter in inspect.signature(AutoModel.from_pretrained).parameters.values()
-    if parameter.kind is parameter.KEYWORD_ONLY
-}
+    if parameter.kind is not parameter.VAR_KEYWORD
+][1:]
+SIGNATURE = {parameter.name: parameter.default for parameter in PARAMETERS}
+SURFACE = json.loads((Path(__file__).parent / "golden" / "rabbitllm-1.1.0-surface.json").read_text())
+"""Public names, signatures and attributes of RabbitLLM 1.1.0, made by `tools/surface_of_rabbitllm_1_1.py`."""
 
 
 def rows(heading: str) -> list[list[str]]:
@@ -44,7 +47,34 @@ NEW = dict(argument(cells[0]) for cells in rows("| argument, and its default | w
 
 
 def test_every_argument_of_rabbitllm_1_1_is_there_in_its_order() -> None:
-    assert [name for name, (_, where, _) in OLD.items() if where in ("both", "1.1")] == list(_POSITIONAL)
+    constructor = SURFACE["classes"]["RabbitLLMBaseModel"]["methods"]["__init__"]
+    positional = [parameter for parameter in PARAMETERS if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    ours = [[parameter.name, repr(parameter.default).replace('"', "'")] for parameter in positional]
+    assert ours == constructor[1:]
+    assert [name for name, (_, where, _) in OLD.items() if where in ("both", "1.1")] == [name for name, _ in ours]
+
+
+def test_every_public_name_of_rabbitllm_1_1_is_there() -> None:
+    assert set(SURFACE["names"]) <= set(rabbitllm.__all__)
+    for name, arguments in SURFACE["functions"].items():
+        parameters = list(inspect.signature(getattr(rabbitllm, name)).parameters.values())
+        ours = [[p.name, None if p.default is p.empty else repr(p.default)] for p in parameters]
+        assert ours[: len(arguments)] == arguments
+
+
+def test_every_method_and_attribute_of_rabbitllm_1_1_works_or_is_in_the_table(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "model", "llama")
+    model = AutoModel.from_pretrained(folder, "cpu", None, 512, None, show_layer_progress=False)
+    assert model.config._attn_implementation
+    assert model.config.name_or_path == str(folder / "splitted_model")
+    named = set(re.findall(r"`(\w+)`", " ".join(cells[0] for cells in rows("| there | here |\n| --- | --- |\n| `run"))))
+    had = set()
+    for described in SURFACE["classes"].values():
+        had |= {*described["methods"], *described["attributes"]}
+    had -= {"__init__", "get_module_class", "from_pretrained"}  # of AutoModel, tested by themselves
+    assert had - {name for name in had if hasattr(model, name)} == named
+    assert AutoModel.from_pretrained.__self__ is AutoModel
+    assert "AutoModel.get_module_class" in PAGE
 
 
 def test_every_argument_here_is_in_one_of_the_tables_with_its_default() -> None:
@@ -77,13 +107,3 @@ def test_every_name_here_is_public_and_every_public_name_is_here() -> None:
     assert named == {*rabbitllm.__all__} - {"__version__"}
     for name in named:
         assert getattr(importlib.import_module("rabbitllm"), name)
-
-
-def test_attributes_that_are_said_to_be_gone_are(tmp_path: Path) -> None:
-    model = AutoModel.from_pretrained(build_checkpoint(tmp_path / "m", "qwen2"), device="cpu", split=False)
-    [said] = [cells for cells in rows("| there | here |") if cells[1].startswith("none; `model.config")]
-    gone = re.findall(r"`model\.(\w+)", said[0])
-    assert len(gone) == 2
-    assert not any(hasattr(model, name) for name in gone)
-    assert hasattr(model, "print_profile_summary")
-    assert model.config._attn_implementation

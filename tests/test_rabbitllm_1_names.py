@@ -102,8 +102,8 @@ def test_arguments_in_the_old_order(
 ) -> None:
     given: dict[str, Any] = {}
 
-    def note(path: Any, **arguments: Any) -> str:
-        given.update(arguments)
+    def note(path: Any, *by_position: Any, **arguments: Any) -> str:
+        given.update(zip(POSITIONAL, by_position, strict=False), **arguments)
         return f"model of {path}"
 
     monkeypatch.setattr(AutoModel, "from_pretrained", note)
@@ -121,7 +121,7 @@ def test_some_arguments_in_the_old_order_really(tmp_path: Path, checkpoint: Path
 
 
 def test_too_many_arguments_or_one_twice(checkpoint: Path) -> None:
-    with pytest.raises(TypeError, match=r"RabbitLLMLlama2\(\) takes at most 20 arguments, 21 were given"):
+    with pytest.raises(TypeError, match="positional arguments"):
         RabbitLLMLlama2(checkpoint, *[None] * 20)
     with pytest.raises(TypeError, match="multiple values for argument 'device'"):
         RabbitLLMLlama2(checkpoint, "cpu", device="cuda:0")

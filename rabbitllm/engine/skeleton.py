@@ -11,6 +11,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rabbitllm.checkpoints.routing import experts_a_token
 from rabbitllm.engine.published import change_modules, check_method, drop_leftover_settings
 from rabbitllm.errors import (
     CorruptVocabularyError,
@@ -126,12 +127,14 @@ def _class_of_own_code(auto_map: dict[str, Any], names: list[str]) -> Any:
 
 _COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "depth")
 """Settings that say how many layers a stack has."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _MANY_LAYERS = 4096
 """More than any model has: a skeleton of so many takes seconds."""
 
 
 def check_counts(config: PretrainedConfig, tensors: int | None, label: str) -> None:
-    """Refuse more layers than a checkpoint has tensors, before a skeleton of them takes all memory.
+    """Refuse more layers than a checkpoint has tensors, before a skeleton of them takes all memory; and more experts
+    for a token than there are, which would fail in the first pass only.
 
     Args:
         config: of the model.
@@ -140,6 +143,7 @@ def check_counts(config: PretrainedConfig, tensors: int | None, label: str) -> N
 
     Raises:
         IncompleteCheckpointError: the config, or the part of it for one tower, asks for that many.
+        UnknownArchitectureError: a router would pick more experts than there are.
     """
     from transformers import PretrainedConfig
 
@@ -152,6 +156,13 @@ def check_counts(config: PretrainedConfig, tensors: int | None, label: str) -> N
                 raise IncompleteCheckpointError(
                     f"The config of {label} asks for {name}={count:,}; {has}.", "Fetch its config.json again."
                 )
+        used, experts = experts_a_token(vars(part)), [getattr(part, name, None) for name in _EXPERTS]
+        known = [count for count in experts if isinstance(count, int) and count > 0]
+        if used is not None and known and used > max(known):
+            raise UnknownArchitectureError(
+                f"The config of {label} asks for {used} experts a token; it has {max(known)}.",
+                "Fetch its config.json again.",
+            )
 
 
 def build_skeleton(

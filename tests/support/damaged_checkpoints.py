@@ -1,7 +1,7 @@
-"""Checkpoints with one thing wrong, split sequentially in a process of their own; what became of each, as a line of JSON.
+"""Checkpoints with one thing wrong, split sequentially in a process of their own; a line of JSON for each.
 
-`python -m tests.support.damaged_checkpoints SOUND FIRST COUNT` damages copies of a sound checkpoint with the seeds FIRST
-to FIRST + COUNT - 1. What is wrong is in a header (shape, dtype, name, place), the index, the config, the generation
+`python -m tests.support.damaged_checkpoints SOUND FIRST COUNT` damages copies of a sound checkpoint, with the seeds from
+FIRST on. What is wrong is in a header (shape, dtype, name, place), the index, the config, the generation
 config or the tokenizer's files; every file stays one that its format allows.
 """
 
@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -58,9 +58,9 @@ def _damage_header(path: Path, random: Random) -> str:
     elements = max(1, _product(entry["shape"]))
     kind = random.choice(("shape", "shape", "dtype", "dtype", "rename", "swap", "remove", "reorder"))
     if kind == "shape":
-        entry["shape"] = random.choice(
-            ([elements], [1, elements], entry["shape"][::-1], [elements // 2, 2], [*entry["shape"], 1], [2, elements // 2])
-        )
+        half = elements // 2
+        others = ([elements], [1, elements], entry["shape"][::-1], [half, 2], [*entry["shape"], 1], [2, half])
+        entry["shape"] = random.choice(others)
     elif kind == "dtype":
         width = random.choice(list(DTYPES))
         entry["dtype"] = random.choice(DTYPES[width])
@@ -169,8 +169,6 @@ def main(sound: Path, first: int, count: int) -> None:
                 kind, error = outcome(folder)
         print(json.dumps([seed, changed, kind, error]), flush=True)
 
-
-Outcome = Callable[[Path], tuple[str, str]]
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,42 @@
+"""No damage that headers, config and tokenizer files show costs a shard: checkpoints with one thing wrong.
+
+Each is split sequentially in a child process, and either loads and computes, or is refused by an error of ours with
+every file as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import transformers
+
+from tests.support.builders import build_checkpoint
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.mark.parametrize(
+    ("family", "first", "count"),
+    [
+        ("llama", 0, 40),
+        ("qwen3_moe", 5_000, 40),
+        *(pytest.param("llama", 100 + 250 * part, 250, marks=pytest.mark.long) for part in range(4)),
+        *(pytest.param("qwen3_moe", 5_100 + 250 * part, 250, marks=pytest.mark.long) for part in range(4)),
+    ],
+)
+def test_no_shard_is_lost(tmp_path: Path, family: str, first: int, count: int) -> None:
+    sound = build_checkpoint(tmp_path / "sound", family, shards=3, num_hidden_layers=2)
+    transformers.GenerationConfig(eos_token_id=2).save_pretrained(sound)
+    command = [sys.executable, "-m", "tests.support.damaged_checkpoints", str(sound), str(first), str(count)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row[0] for row in rows] == list(range(first, first + count))
+    assert not [row for row in rows if row[2] not in ("loads", "refused")]
+    kinds = Counter(row[2] for row in rows)
+    assert min(kinds["loads"], kinds["refused"]) > count // 10  # or nothing was tried
