@@ -11,7 +11,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rabbitllm.checkpoints.routing import experts_a_token
+from rabbitllm.checkpoints.routing import picked_by
 from rabbitllm.engine.published import change_modules, check_method, drop_leftover_settings
 from rabbitllm.errors import (
     CorruptVocabularyError,
@@ -156,8 +156,8 @@ def check_counts(config: PretrainedConfig, tensors: int | None, label: str) -> N
                 raise IncompleteCheckpointError(
                     f"The config of {label} asks for {name}={count:,}; {has}.", "Fetch its config.json again."
                 )
-        used, experts = experts_a_token(vars(part)), [getattr(part, name, None) for name in _EXPERTS]
-        known = [count for count in experts if isinstance(count, int) and count > 0]
+        used, experts = picked_by(part), [getattr(part, name, None) for name in _EXPERTS]
+        known = [count for count in experts if isinstance(count, int) and count > 1]  # one is a dense layer
         if used is not None and known and used > max(known):
             raise UnknownArchitectureError(
                 f"The config of {label} asks for {used} experts a token; it has {max(known)}.",

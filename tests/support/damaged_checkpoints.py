@@ -1,6 +1,6 @@
 """Checkpoints with one thing wrong, split sequentially in a process of their own; a line of JSON for each.
 
-`python -m tests.support.damaged_checkpoints SOUND FIRST COUNT` damages copies of a sound checkpoint, with the seeds from
+`python -m tests.support.damaged_checkpoints SOUND FIRST COUNT` damages copies of a sound checkpoint with seeds from
 FIRST on. What is wrong is in a header (shape, dtype, name, place), the index, the config, the generation
 config or the tokenizer's files; every file stays one that its format allows.
 """
