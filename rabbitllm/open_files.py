@@ -1,7 +1,7 @@
-"""Few descriptors for many files: the file used least recently is closed for another, and opened again when it is used.
+"""A pool of open files: the least recently used file is closed for another, and opened again when it is used.
 
 A system limits the descriptors of a process, often to 1,024, and a checkpoint may have more files than that. Knows no
-formats and writes nothing; what has to be done before a file may be closed is the file's own business.
+formats and writes nothing; each file syncs itself before it is closed.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Protocol
 
-MOST_FILES = 64
-"""A split fills one layer after the other, so that more would not make it faster."""
+MOST_FILES = 256
+"""Few models have more layers; each file that is closed for another costs a sync that a thread waits for."""
 _LEAST_FILES = 4
 _SHARE = 8
 """A pool takes at most this part of the descriptors that the process may have; a file may need two."""
@@ -46,7 +46,7 @@ class OpenFiles:
     A thread may use one file of a pool at a time.
 
     Args:
-        limit: files that may be open at a time; by default what the limit of the process allows.
+        limit: files that may be open at a time; by default it follows from the limit of the process.
     """
 
     def __init__(self, limit: int | None = None) -> None:

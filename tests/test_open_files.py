@@ -1,4 +1,4 @@
-"""The pool of open files: how many are open, which is closed for another, and what is done before."""
+"""The pool of open files: its limit, the order in which files are closed, and that they are settled before."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rabbitllm.open_files import MOST_FILES, OpenFiles
 
 
 class Noted:
-    """A file that notes what is done to it, in a list that several may share."""
+    """A file that logs its calls to a shared list."""
 
     def __init__(self, name: str, done: list[str]) -> None:
         self.name = name
@@ -204,7 +204,7 @@ def test_never_more_than_the_limit_is_open_and_nothing_is_closed_unsettled(done:
         assert all(before == "settle" for before, step in itertools.pairwise(of_it) if step == "close")
 
 
-@pytest.mark.parametrize(("soft", "files"), [(16, 4), (64, 8), (256, 32), (1024, 64), (1 << 20, 64), (-1, 64)])
+@pytest.mark.parametrize(("soft", "files"), [(16, 4), (64, 8), (256, 32), (1024, 128), (1 << 20, 256), (-1, 256)])
 def test_the_limit_follows_that_of_the_process(monkeypatch: pytest.MonkeyPatch, soft: int, files: int) -> None:
     resource = pytest.importorskip("resource")
     monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, -1))
