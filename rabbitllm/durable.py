@@ -146,9 +146,11 @@ class GrowingFile:
 
     def sync(self) -> None:
         """Return once every byte written so far would survive a power cut."""
-        if not self._is_synced:  # else the pool has closed it
-            with self._files.using(self):
-                self._sync()
+        with self._syncing:
+            if self._is_synced:  # by the pool, which has closed it
+                return
+        with self._files.using(self):
+            self._sync()
 
     def _sync(self) -> None:
         with self._syncing:

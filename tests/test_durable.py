@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -272,6 +273,38 @@ def test_a_sync_that_fails_when_a_file_is_closed_for_another_is_told(tmp_path: P
     assert (tmp_path / "b").read_bytes() == bytes(3)
     with failing(error, lambda number, step: True, ("sync",)), pytest.raises(OSError, match="Input/output error"):
         first.sync()
+    first.close()
+    second.close()
+
+
+def test_a_sync_waits_for_one_that_another_thread_has_begun(tmp_path: Path) -> None:
+    pool = OpenFiles(1)
+    first, second = (GrowingFile(tmp_path / name, 3, files=pool) for name in "ab")
+    first.write_at(memoryview(b"abc"), 0)
+    begun, go_on = threading.Event(), threading.Event()
+    done: list[str] = []
+
+    def slow(descriptor: int) -> None:
+        begun.set()
+        assert go_on.wait(60)
+        done.append("synced")
+
+    def sync() -> None:
+        first.sync()
+        done.append("returned")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", slow)
+        closing = threading.Thread(target=lambda: second.write_at(memoryview(b"xyz"), 0))
+        closing.start()
+        assert begun.wait(60)
+        syncing = threading.Thread(target=sync)
+        syncing.start()
+        syncing.join(0.1)
+        go_on.set()
+        syncing.join(60)
+        closing.join(60)
+    assert done == ["synced", "returned"]
     first.close()
     second.close()
 
