@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rabbitllm.open_files import OpenFiles
 from rabbitllm.page_cache import DIRECT_ALIGNMENT, PastTheCache, write_back_call
 
 PART_SUFFIX = ".part"
@@ -69,28 +70,35 @@ def _announce(step: Step) -> None:
 
 
 class GrowingFile:
-    """An open file that is filled in place, in any order, by several threads.
+    """A file that is filled in place, in any order, by several threads.
 
-    Opened without truncation, so that a resumed run goes on with the bytes already there.
+    Opened without truncation, so that a resumed run goes on with the bytes already there. A pool may close it between
+    two writes; what was written is synced first, since a system tells of a write that failed only while the file is
+    open.
 
     Args:
         path: of the file, made if it is not there.
         size: bytes that it is made to have.
         write_back: have the kernel write as the file is filled, so that `sync` has little left to wait for.
+        files: the pool that it is opened in; by default it stays open until `close`.
     """
 
-    def __init__(self, path: Path, size: int, *, write_back: bool = False) -> None:
+    def __init__(self, path: Path, size: int, *, write_back: bool = False, files: OpenFiles | None = None) -> None:
         self.path = path
+        self._place = os.path.abspath(path)
+        self._size = size
+        self._files = files or OpenFiles(1)
         self._write_back = write_back_call() if write_back else None
         self._waiting = 0
         self._lock = threading.Lock()
-        if not path.exists():
-            _announce(Step("create", path))
-        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
-        self._descriptor = os.open(path, flags, 0o644)
-        self._direct = PastTheCache(path)
-        if os.fstat(self._descriptor).st_size != size:
-            os.ftruncate(self._descriptor, size)
+        self._syncing = threading.Lock()
+        self._direct = PastTheCache(self._place)
+        self._inode: tuple[int, int] | None = None
+        self._is_closed = False
+        self._is_synced = False
+        self._is_written = False
+        with self._files.using(self):
+            pass
 
     def write_at(self, data: memoryview, offset: int, *, aligned: bool = False) -> None:
         """Write all of `data` (bytes) at `offset` (bytes).
@@ -99,7 +107,14 @@ class GrowingFile:
         the part that the file system then takes past the page cache goes that way, since the bytes
         are needed on the disk now and by nobody soon.
         """
-        _announce(Step("write", self.path, offset, data))
+        with self._files.using(self):
+            _announce(Step("write", self.path, offset, data))
+            try:
+                self._write(data, offset, aligned)
+            finally:  # last, since a sync that another thread began before does not cover it
+                self._is_written, self._is_synced = True, False
+
+    def _write(self, data: memoryview, offset: int, aligned: bool) -> None:
         if aligned and offset % DIRECT_ALIGNMENT == 0:
             written = self._write_direct(data, offset)
             data, offset = data[written:], offset + written
@@ -131,13 +146,69 @@ class GrowingFile:
 
     def sync(self) -> None:
         """Return once every byte written so far would survive a power cut."""
-        _announce(Step("sync", self.path))
-        os.fsync(self._descriptor)
+        with self._syncing:
+            if self._is_synced:  # by the pool, which has closed it
+                return
+        with self._files.using(self):
+            self._sync()
+
+    def _sync(self) -> None:
+        with self._syncing:
+            if self._is_synced:
+                return
+            _announce(Step("sync", self.path))
+            self._is_written, self._is_synced = False, True  # first, since a write may come meanwhile
+            try:
+                os.fsync(self._descriptor)
+            except BaseException:
+                self._is_written, self._is_synced = True, False
+                raise
 
     def close(self) -> None:
         """Close the descriptors; does not sync."""
-        os.close(self._descriptor)
+        self._is_closed = True
+        self._files.drop(self)
+
+    @property
+    def is_settled(self) -> bool:
+        """See `Reopenable`."""
+        return not self._is_written
+
+    def reopen(self) -> None:
+        """See `Reopenable`; makes the file the first time, and later takes no other in its place.
+
+        Raises:
+            OSError: it cannot be opened or be given its size; or it is not there any more, or another one is.
+        """
+        if self._is_closed:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF), str(self.path))
+        flags = os.O_RDWR | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
+        if self._inode is None:
+            if not self.path.exists():
+                _announce(Step("create", self.path))
+            flags |= os.O_CREAT
+        descriptor = os.open(self._place, flags, 0o644)
+        try:
+            found = os.fstat(descriptor)
+            if self._inode is None and found.st_size != self._size:
+                os.ftruncate(descriptor, self._size)
+            elif self._inode not in (None, (found.st_dev, found.st_ino)):
+                raise OSError(errno.ESTALE, "another file is in its place", str(self.path))
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._inode = found.st_dev, found.st_ino
+        self._descriptor = descriptor
+
+    def settle(self) -> None:
+        """See `Reopenable`."""
+        if self._is_written:
+            self._sync()
+
+    def release(self) -> None:
+        """See `Reopenable`."""
         self._direct.close()
+        os.close(self._descriptor)
 
 
 def _write_all(descriptor: int, data: memoryview, offset: int, lock: threading.Lock | None) -> None:

@@ -52,6 +52,7 @@ FIRST = (
     "test_attacks.py",
     "cli/test_quality.py",
     "demo/test_run.py",
+    "test_few_descriptors.py",
     "cli/test_chat.py",
     "comparison/test_compare.py",
     "splitter/test_repair.py",

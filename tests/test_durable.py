@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,9 @@ import rabbitllm
 from rabbitllm import durable
 from rabbitllm.durable import GrowingFile, Log, Step, observe_steps
 from rabbitllm.formats.positional import page_aligned
+from rabbitllm.open_files import OpenFiles
 from rabbitllm.page_cache import DIRECT_ALIGNMENT, write_back_call
+from tests.support.leftovers import open_files
 from tests.support.splitting import failing
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -183,6 +186,144 @@ def test_system_without_positional_writes(tmp_path: Path, monkeypatch: pytest.Mo
             pool.submit(file.write_at, memoryview(content)[at : at + 999], at, aligned=True)
     file.close()
     assert (tmp_path / "f").read_bytes() == content
+
+
+# Files of a pool
+
+
+def test_a_file_is_synced_before_it_is_closed_for_another(tmp_path: Path, steps: list[Step]) -> None:
+    pool = OpenFiles(1)
+    first, second = (GrowingFile(tmp_path / name, 8, write_back=True, files=pool) for name in "ab")
+    assert kinds(steps) == ["create", "create"]  # of a file that was only made nothing can be lost
+    first.write_at(memoryview(b"abc"), 0)
+    second.write_at(memoryview(b"xyz"), 0)
+    assert [(step.kind, step.path.name) for step in steps[2:]] == [("write", "a"), ("sync", "a"), ("write", "b")]
+    first.write_at(memoryview(b"de"), 3)
+    assert len(list(open_files(tmp_path))) == 1
+    second.sync()
+    assert [(step.kind, step.path.name) for step in steps[5:]] == [("sync", "b"), ("write", "a")]
+    first.sync()
+    first.sync()
+    assert kinds(steps)[7:] == ["sync"]
+    for file in (first, second):
+        file.close()
+    assert not list(open_files(tmp_path))
+    assert ((tmp_path / "a").read_bytes(), (tmp_path / "b").read_bytes()) == (b"abcde\0\0\0", b"xyz" + bytes(5))
+
+
+def test_a_file_that_was_closed_for_another_is_synced_even_if_nothing_was_written(
+    tmp_path: Path, steps: list[Step]
+) -> None:
+    """Bytes in it may be those of a process that died, and may not be durable."""
+    (tmp_path / "a").write_bytes(b"earlier")
+    pool = OpenFiles(1)
+    first, second = (GrowingFile(tmp_path / name, 7, files=pool) for name in "ab")
+    first.sync()
+    assert [(step.kind, step.path.name) for step in steps] == [("create", "b"), ("sync", "a")]
+    first.close()
+    second.close()
+
+
+def test_threads_fill_many_files_of_a_small_pool(tmp_path: Path) -> None:
+    pool = OpenFiles(3)
+    contents = [os.urandom(20_000) for _ in range(12)]
+    files = [GrowingFile(tmp_path / str(number), 20_000, files=pool) for number in range(12)]
+
+    def fill(at: int) -> int:
+        buffer = page_aligned(DIRECT_ALIGNMENT)
+        for file, content in zip(files, contents, strict=True):
+            part = content[at : at + DIRECT_ALIGNMENT]
+            buffer[: len(part)] = part
+            file.write_at(buffer[: len(part)], at, aligned=True)
+        return len(list(open_files(tmp_path)))
+
+    with ThreadPoolExecutor(4) as threads:
+        most = max(threads.map(fill, range(0, 20_000, DIRECT_ALIGNMENT)))
+    assert most <= 2 * 3  # each may have a second descriptor, for writes past the page cache
+    for file in files:
+        file.sync()
+        file.close()
+    assert [(tmp_path / str(number)).read_bytes() for number in range(12)] == contents
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_file_that_was_taken_away_meanwhile_is_not_made_anew(tmp_path: Path, there: bool) -> None:
+    pool = OpenFiles(1)
+    first, second = (GrowingFile(tmp_path / name, 3, files=pool) for name in "ab")
+    (tmp_path / "a").rename(tmp_path / "aside")
+    if there:
+        (tmp_path / "a").write_bytes(b"\0\0\0")
+    with pytest.raises(OSError, match="another file is in its place" if there else "No such file"):
+        first.write_at(memoryview(b"abc"), 0)
+    assert (tmp_path / "a").exists() == there
+    first.close()
+    second.close()
+
+
+def test_a_sync_that_fails_when_a_file_is_closed_for_another_is_told(tmp_path: Path) -> None:
+    pool = OpenFiles(1)
+    first, second = (GrowingFile(tmp_path / name, 3, files=pool) for name in "ab")
+    first.write_at(memoryview(b"abc"), 0)
+    error = OSError(errno.EIO, "Input/output error")
+    with (
+        failing(error, lambda number, step: step.path.name == "a", ("sync",)),
+        pytest.raises(OSError, match="Input/output error"),
+    ):
+        second.write_at(memoryview(b"xyz"), 0)
+    assert (tmp_path / "b").read_bytes() == bytes(3)
+    with failing(error, lambda number, step: True, ("sync",)), pytest.raises(OSError, match="Input/output error"):
+        first.sync()
+    first.close()
+    second.close()
+
+
+def test_a_sync_waits_for_one_that_another_thread_has_begun(tmp_path: Path) -> None:
+    pool = OpenFiles(1)
+    first, second = (GrowingFile(tmp_path / name, 3, files=pool) for name in "ab")
+    first.write_at(memoryview(b"abc"), 0)
+    begun, go_on = threading.Event(), threading.Event()
+    done: list[str] = []
+
+    def slow(descriptor: int) -> None:
+        begun.set()
+        assert go_on.wait(60)
+        done.append("synced")
+
+    def sync() -> None:
+        first.sync()
+        done.append("returned")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", slow)
+        closing = threading.Thread(target=lambda: second.write_at(memoryview(b"xyz"), 0))
+        closing.start()
+        assert begun.wait(60)
+        syncing = threading.Thread(target=sync)
+        syncing.start()
+        syncing.join(0.1)
+        go_on.set()
+        syncing.join(60)
+        closing.join(60)
+    assert done == ["synced", "returned"]
+    first.close()
+    second.close()
+
+
+def test_nothing_is_written_to_a_closed_file(tmp_path: Path) -> None:
+    file = GrowingFile(tmp_path / "a", 3)
+    file.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        file.write_at(memoryview(b"abc"), 0)
+
+
+def test_a_file_that_cannot_have_its_size_is_not_left_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        GrowingFile(tmp_path / "a", 3)
+    assert not list(open_files(tmp_path))
 
 
 # Lines

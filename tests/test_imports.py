@@ -41,7 +41,7 @@ PUBLIC = {
 }
 
 FLOORS = (
-    ("version", "page_cache"),
+    ("version", "page_cache", "open_files"),
     ("errors", "durable", "progress", "collection", "terminal", "plain_json", "live", "logs", "allocator"),
     ("options", "profiling", "generation_stream"),
     ("profiler",),

@@ -3,7 +3,7 @@ r"""Tensor name -> layer, by the naming of the model's family.
 A *layer* is the unit that is streamed. Its id is what people say (`layers.0`, `embed_tokens`), its stem is
 what RabbitLLM 1.1 calls the file (`model.layers.0`, `model.embed_tokens`): everything up to and including the
 id. A family is a list of patterns, tried in order, each with a group named `id`; the first that matches at the
-start of the name decides.
+start of the name decides. Tensors that no pattern matches are grouped by the numbered block that they are in.
 
 To add a family, add a line to `FAMILIES`; to try one without editing, call `register_layer_naming`.
 """
@@ -176,7 +176,13 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
 }
 """`model_type` of transformers -> patterns."""
 
-_FALLBACK = (r"(?:model\.)?(?P<id>layers\.\d+)\.",)
+_NAME = r"\d*[^.\d][^.]*"
+_BLOCKS = (
+    # the first number in a name that follows at least one word: the block of the outermost list
+    rf"(?:model\.)?(?P<id>[^.]+(?:\.{_NAME})*?\.\d+)\.",
+    _OWNER,
+    rf"(?P<id>[^.]+(?:\.[^.]+)*?)\.[^.]+{_STATE}$",
+)
 _registered: dict[str, LayerNaming] = {}
 
 
@@ -203,11 +209,12 @@ def naming_for(family: str | None) -> LayerNaming | None:
 
 
 def guessed_naming() -> LayerNaming:
-    """Patterns for tensors of a family that nobody has named, to look at them: anything that is like a stack of layers.
+    """The grouping of tensors that no family's patterns name: by the block of the outermost list, else by module.
 
-    A split does not guess so much, see `assign_layers`.
+    `backbone.layers.3.mixer.A_log` is in `backbone.layers.3`, `vision.stages.1.blocks.0.conv.weight` in
+    `vision.stages.1`; `model.projector.weight`, which is in no list, is in `projector`.
     """
-    return naming("guessed", _TOWERS)
+    return naming("guessed", _BLOCKS)
 
 
 def assign_layers(
@@ -215,9 +222,9 @@ def assign_layers(
 ) -> dict[str, LayerName]:
     """The layer of every tensor.
 
-    A family that is not known is assumed to be named like Llama (`model.layers.<digit>.`, with the other
-    tensors grouped by the module that owns them). If not one tensor is named so, each tensor becomes a
-    layer of its own, which is slow and always right. Both are said in a warning.
+    Tensors of a family that is not known are grouped by `guessed_naming`. If most of them are in no numbered block, the
+    guess may be poor, and a warning says so. Tensors of a known family that none of its patterns match are grouped in
+    the same way, unless that would touch a layer that the patterns name.
 
     Args:
         tensors: all tensor names of the checkpoint.
@@ -225,27 +232,36 @@ def assign_layers(
         chosen: patterns of the caller's own, tried instead of the family's.
     """
     rules = chosen or naming_for(family)
+    guess = guessed_naming()
     if rules is None:
-        fallback = naming("fallback", _FALLBACK)
-        if any(fallback.find(tensor) for tensor in tensors):
-            logger.warning(
-                "The naming of model type %r is not known; assuming layers named like 'model.layers.0.'. "
-                "To set it: rabbitllm.register_layer_naming(%r, [...]).",
-                family,
-                family,
-            )
-            rules = naming("fallback", (*_FALLBACK, _OWNER))
-    if rules is None:
+        _warn_of_few_blocks(tensors, family)
+        rules = guess
+    named = {tensor: rules.find(tensor) for tensor in tensors}
+    taken = {word for layer in named.values() if layer is not None for word in (layer.id, layer.stem)}
+    return _distinct_ids({tensor: layer or _unnamed(tensor, guess, taken) for tensor, layer in named.items()})
+
+
+def _unnamed(tensor: str, guess: LayerNaming, taken: set[str]) -> LayerName:
+    """The layer of a tensor that no pattern matches; one of its own where its block has the name of another layer."""
+    found = guess.find(tensor)
+    alone = found is None or found.stem in taken
+    stem = tensor if alone or found is None else found.stem
+    return LayerName(stem, stem)
+
+
+def _warn_of_few_blocks(tensors: Sequence[str], family: str | None) -> None:
+    in_a_block = re.compile(_BLOCKS[0])
+    outside = sum(in_a_block.match(tensor) is None for tensor in tensors)
+    if 2 * outside > len(tensors):
         logger.warning(
-            "The naming of model type %r is not known and no tensor is named like 'model.layers.0.'; each of the %d "
-            "tensors becomes a layer of its own, which is slow. To set it: rabbitllm.register_layer_naming(%r, [...]).",
+            "The naming of model type %r is not known, and %d of its %d tensors are in no numbered block such as "
+            "'model.layers.0.'; each module of theirs gets a layer file. "
+            "To set it: rabbitllm.register_layer_naming(%r, [...]).",
             family,
+            outside,
             len(tensors),
             family,
         )
-        return {tensor: LayerName(tensor, tensor) for tensor in tensors}
-    assigned = {tensor: rules.find(tensor) or LayerName(tensor, tensor) for tensor in tensors}
-    return _distinct_ids(assigned)
 
 
 def _distinct_ids(assigned: dict[str, LayerName]) -> dict[str, LayerName]:

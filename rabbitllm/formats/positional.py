@@ -5,16 +5,21 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import mmap
 import os
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 HUGE_PAGE = 2 << 20
 CAN_MAP_PRIVATELY = hasattr(mmap, "MAP_PRIVATE")
 """Not on Windows, where a private mapping would reserve memory for the whole file."""
 _NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)  # in Python from 3.13 on
+
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class PositionalFile:
@@ -65,18 +70,37 @@ class PositionalFile:
         """What tells the file as it is now from another one, and from itself after a change."""
         return identity_of(os.fstat(self._descriptor))
 
-    def map_privately(self) -> mmap.mmap:
+    def map_privately(self) -> memoryview:
         """The whole file as memory that is read from it when touched; what is written there stays in this process.
 
-        No memory is set aside for writing, so a file may be larger than what there is. If the file is cut off
-        afterwards, touching what is gone ends the process (SIGBUS). Needs `CAN_MAP_PRIVATELY`.
+        It lasts as long as a view of it, also when the file is closed, and holds no descriptor (those of Python's
+        `mmap` do). No memory is set aside for writing, so a file may be larger than what there is. If the file is cut
+        off afterwards, touching what is gone ends the process (SIGBUS). Needs `CAN_MAP_PRIVATELY`.
 
         Raises:
             OSError: the system maps no such file.
             ValueError: the file is empty.
         """
-        flags = mmap.MAP_PRIVATE | _NO_RESERVE
-        return mmap.mmap(self._descriptor, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        length = self.size()
+        if not length:
+            raise ValueError(f"{self.path} is empty")
+        map_file, unmap = _mapping_calls()
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        address = map_file(None, length, protection, mmap.MAP_PRIVATE | _NO_RESERVE, self._descriptor, 0)
+        if address == _MAP_FAILED:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(self.path))
+        pages = (ctypes.c_ubyte * length).from_address(address)
+        # not at the end of the process, when other threads may still be in it
+        weakref.finalize(pages, unmap, address, length).atexit = False
+        return memoryview(pages).cast("B")
+
+    def map_read_only(self) -> memoryview:
+        """The same where `CAN_MAP_PRIVATELY` is false: nothing can be written there.
+
+        Raises:
+            ValueError: the file is empty.
+        """
+        return memoryview(mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ))
 
     def read_at(self, offset: int, length: int) -> bytes:
         """The bytes of a range, fewer only at the end of the file. `length` (bytes) is allocated, so check it first."""
@@ -101,6 +125,16 @@ class PositionalFile:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+@functools.cache
+def _mapping_calls() -> tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer]:
+    """mmap(2) and munmap(2)."""
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    library.mmap.restype = ctypes.c_void_p
+    library.munmap.argtypes, library.munmap.restype = [ctypes.c_void_p, ctypes.c_size_t], ctypes.c_int
+    return library.mmap, library.munmap
 
 
 def identity_of(status: os.stat_result) -> tuple[int, ...]:

@@ -13,9 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-import mmap
 import os
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rabbitllm.collection import uncollected
 from rabbitllm.errors import CorruptShardError
 from rabbitllm.formats.json_text import decode_json
+from rabbitllm.formats.positional import CAN_MAP_PRIVATELY, PositionalFile
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, byte_size, torch_dtype
 
 if TYPE_CHECKING:
@@ -262,26 +261,40 @@ def _described(dtype: str, shape: tuple[int, ...]) -> str:
 
 
 class MappedFile:
-    """A safetensors file mapped into memory: its tensors are views, read from the disk when touched.
+    """A file of tensors mapped into memory: its tensors are views, read from the disk when touched.
 
-    The views keep the mapping alive; nothing needs closing.
+    The views keep the mapping alive; nothing needs closing, and no descriptor is held (on Windows a handle is).
+
+    Args:
+        path: the file.
+        header: what is in it, if that is known; else it is read as safetensors.
     """
 
     def __init__(self, path: Path, header: Header | None = None) -> None:
         self.header = header or read_header(path)
-        # copy-on-write, so that a model that scales a weight in place changes neither the file nor crashes;
-        # on Windows that would reserve memory for the whole file
-        access = mmap.ACCESS_READ if sys.platform == "win32" else mmap.ACCESS_COPY
-        with path.open("rb") as stream:
-            self._map = mmap.mmap(stream.fileno(), 0, access=access)
+        with PositionalFile(path) as file:
+            # copy-on-write, so that a model that scales a weight in place changes neither the file nor crashes;
+            # on Windows that would reserve memory for the whole file
+            self._bytes = file.map_privately() if CAN_MAP_PRIVATELY else file.map_read_only()
+        self._path = path
 
     def bytes_of(self, spec: TensorSpec) -> memoryview:
-        """The tensor's bytes, unread until touched."""
-        return memoryview(self._map)[spec.offset : spec.offset + spec.nbytes]
+        """The tensor's bytes, unread until touched.
+
+        Raises:
+            CorruptShardError: the file was cut off after its header was read.
+        """
+        found = self._bytes[spec.offset : spec.offset + spec.nbytes]
+        if len(found) != spec.nbytes:
+            raise CorruptShardError(
+                f"{self._path} ends in the middle of {spec.name!r}: it was cut off since the model was loaded.",
+                "Put the whole file back and load the model again.",
+            )
+        return found
 
     def whole(self) -> memoryview:
         """The bytes of the whole file, unread until touched."""
-        return memoryview(self._map)
+        return self._bytes
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
         """The tensor, shape `spec.shape`, as a view where its offset suits its dtype, else as a copy."""

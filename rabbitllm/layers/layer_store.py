@@ -8,6 +8,8 @@ RabbitLLM 1.1 made it (every layer file has its `.done`), or it is none.
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +26,8 @@ from rabbitllm.errors import (
     SplitMismatchError,
 )
 from rabbitllm.formats.json_text import text_of
-from rabbitllm.formats.safetensors_file import MappedFile, read_header
+from rabbitllm.formats.positional import PositionalFile
+from rabbitllm.formats.safetensors_file import Header, MappedFile, read_header
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.layers import chosen
 from rabbitllm.layers.chosen import AUTO, Chosen
@@ -229,6 +232,25 @@ class StoredTensor:
         return sum(part.nbytes for part in self.parts)
 
 
+def read_forms(path: Path, keys: Mapping[str, TensorSpec]) -> dict[str, Quantised | None]:
+    """How the checkpoint tensors of a layer file are compressed: name -> form, None for one that is stored as it is.
+
+    Args:
+        path: the file.
+        keys: stored key -> where it lies in the file.
+
+    Raises:
+        RabbitLLMError: the parts of a compressed tensor contradict each other.
+    """
+    found: dict[str, Quantised | None] = {}
+    with PositionalFile(path) as file:
+        for name, scheme in schemes(keys).items():
+            key = state_key(name, scheme)
+            state = file.read_at(keys[key].offset, keys[key].nbytes) if key is not None else b""
+            found[name] = read_state(name, scheme, keys, state) if scheme is not None else None
+    return found
+
+
 class WeightFiles(Protocol):
     """What the engine asks of the files that weights lie in.
 
@@ -251,6 +273,37 @@ class WeightFiles(Protocol):
     def path(self, file: str) -> Path:
         """A file's path."""
         ...
+
+
+class Maps:
+    """Files of weights that are mapped when they are first asked for, and then stay mapped. Safe to use from threads.
+
+    None of them is held open. `path` is absolute, so that it holds also after the process has changed its folder.
+
+    Args:
+        folder: what the files lie in.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder.absolute()
+        self._headers: dict[str, Header] = {}
+        self._mapped: dict[str, MappedFile] = {}
+        self._lock = threading.Lock()
+
+    def add(self, file: str, header: Header) -> None:
+        """Name a file and what is in it."""
+        self._headers[file] = header
+
+    def path(self, file: str) -> Path:
+        """A file's path."""
+        return self._folder / file
+
+    def mapped(self, file: str) -> MappedFile:
+        """A file, mapped."""
+        with self._lock:
+            if file not in self._mapped:
+                self._mapped[file] = MappedFile(self.path(file), self._headers[file])
+            return self._mapped[file]
 
 
 class LayerStore:
@@ -278,7 +331,7 @@ class LayerStore:
         self.label = str(folder)
         self.manifest = manifest or read_manifest(folder)
         self.tensors: dict[str, StoredTensor] = {}
-        self._maps: dict[str, MappedFile] = {}
+        self._maps = Maps(folder)
         for file in self._files():
             self._open(file)
 
@@ -308,16 +361,14 @@ class LayerStore:
             header = read_header(self.folder / file, file)
         except CorruptShardError as error:
             raise IncompleteSplitError(f"In {self.folder}: {error.problem}", _REMAKE) from None
-        mapped = self._maps[file] = MappedFile(self.folder / file, header)
+        self._maps.add(file, header)
         keys = {spec.name: spec for spec in header.tensors}
-        for name, scheme in schemes(keys).items():
-            try:
-                state = bytes(mapped.bytes_of(keys[key])) if (key := state_key(name, scheme)) else b""
-                quantised = read_state(name, scheme, keys, state) if scheme else None
-            except RabbitLLMError as error:
-                raise IncompleteSplitError(f"In {self.folder / file}: {error.problem}", _REMAKE) from None
-            parts = tuple(keys[part] for part in part_names(name, scheme))
-            self.tensors[name] = StoredTensor(name, parts, quantised)
+        try:
+            for name, quantised in read_forms(self.folder / file, keys).items():
+                parts = tuple(keys[part] for part in part_names(name, quantised.scheme if quantised else None))
+                self.tensors[name] = StoredTensor(name, parts, quantised)
+        except RabbitLLMError as error:
+            raise IncompleteSplitError(f"In {self.folder / file}: {error.problem}", _REMAKE) from None
 
     @property
     def compression(self) -> str | None:
@@ -328,8 +379,8 @@ class LayerStore:
 
     def mapped(self, file: str) -> MappedFile:
         """A layer file, mapped."""
-        return self._maps[file]
+        return self._maps.mapped(file)
 
     def path(self, file: str) -> Path:
         """A layer file's path."""
-        return self.folder / file
+        return self._maps.path(file)

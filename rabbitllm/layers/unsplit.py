@@ -14,7 +14,7 @@ from rabbitllm.errors import MissingShardError, UnreadableFormatError
 from rabbitllm.formats.safetensors_file import MappedFile
 from rabbitllm.formats.shard_header import read_shard_header
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.layers.layer_store import StoredTensor
+from rabbitllm.layers.layer_store import Maps, StoredTensor
 
 
 class UnsplitStore:
@@ -37,7 +37,7 @@ class UnsplitStore:
         self.folder = checkpoint.folder
         self.label = checkpoint.label
         self.tensors: dict[str, StoredTensor] = {}
-        self._maps: dict[str, MappedFile] = {}
+        self._maps = Maps(checkpoint.folder)
         owner = checkpoint.index.weight_map
         for shard in checkpoint.index.shards:
             path = self.path(shard)
@@ -46,18 +46,18 @@ class UnsplitStore:
                     f"{path} is missing, which the index names.", "Put it there, or fetch the checkpoint again."
                 )
             header = checkpoint.taken_from(shard, read_shard_header(path, shard))
-            self._maps[shard] = MappedFile(path, header)
+            self._maps.add(shard, header)
             for spec in header.tensors:
                 if owner.get(spec.name, shard) == shard:
                     self.tensors[spec.name] = StoredTensor(spec.name, (_in_one_run(spec),), None)
 
     def mapped(self, file: str) -> MappedFile:
         """A shard, mapped."""
-        return self._maps[file]
+        return self._maps.mapped(file)
 
     def path(self, file: str) -> Path:
         """A shard's path."""
-        return self.folder / file
+        return self._maps.path(file)
 
 
 def _in_one_run(spec: TensorSpec) -> TensorSpec:

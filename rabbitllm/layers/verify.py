@@ -12,10 +12,9 @@ from pathlib import Path
 
 from rabbitllm.errors import IncompleteSplitError, RabbitLLMError
 from rabbitllm.formats.crc32 import crc32_of_file
-from rabbitllm.formats.safetensors_file import MappedFile, read_header
-from rabbitllm.layers.compression import read_state, schemes, state_key
+from rabbitllm.formats.safetensors_file import read_header
 from rabbitllm.layers.layer_file import DONE_SUFFIX, LAYER_SUFFIX
-from rabbitllm.layers.layer_store import JOURNAL_NAME, LayerRecord, Manifest, is_legacy, read_manifest
+from rabbitllm.layers.layer_store import JOURNAL_NAME, LayerRecord, Manifest, is_legacy, read_forms, read_manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +104,5 @@ def _problem(path: Path, record: LayerRecord | None) -> str | None:
 
 def _tensors(path: Path) -> set[str]:
     """The checkpoint's tensors that a layer file holds; every part of a quantised one is checked against the others."""
-    header = read_header(path)
-    keys = {spec.name: spec for spec in header.tensors}
-    mapped = MappedFile(path, header) if keys else None
-    found = schemes(keys)
-    for name, scheme in found.items():
-        if scheme is not None and mapped is not None:
-            state = bytes(mapped.bytes_of(keys[key])) if (key := state_key(name, scheme)) else b""
-            read_state(name, scheme, keys, state)
-    return set(found)
+    keys = {spec.name: spec for spec in read_header(path).tensors}
+    return set(read_forms(path, keys))

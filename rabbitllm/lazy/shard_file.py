@@ -8,19 +8,19 @@ instead, in row-major order and into memory of its own, as is everything where f
 
 Before either, the file must still be the one that was opened, of the same length and time of change: a mapping of one
 that was cut off would end the process when touched. One that is cut off while a view is alive still does that, as with
-anything that maps files. Knows formats by their headers alone.
+anything that maps files. Of many files few are open at a time; one that is opened again must be the same one too. Knows
+formats by their headers alone.
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rabbitllm.errors import CheckpointError, ClosedCheckpointError, CorruptShardError
 from rabbitllm.formats.positional import CAN_MAP_PRIVATELY, PositionalFile, identity_of
@@ -28,6 +28,7 @@ from rabbitllm.formats.safetensors_file import Header, view_bytes
 from rabbitllm.formats.shard_header import read_shard_header
 from rabbitllm.formats.strided import Strided, read_row_major
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
+from rabbitllm.open_files import OpenFiles
 
 if TYPE_CHECKING:
     import torch
@@ -53,17 +54,15 @@ class ShardFile:
         self.path = path
         self._mappable = mapped and CAN_MAP_PRIVATELY
         self._lock = threading.Lock()
-        self._map: weakref.ref[mmap.mmap] | None = None
-        self._held: mmap.mmap | None = None
-        self._readers = 0
-        self._closed = False
-        self._file = PositionalFile(path)
-        self._close = weakref.finalize(self, self._file.close)
+        self._map: weakref.ref[Any] | None = None
+        self._held: Any = None
+        self._file = _Reopened(path)
+        self._close = weakref.finalize(self, _FILES.drop, self._file)
         try:
-            self.header: Header = read_shard_header(path, name)
-            self._identity = self._file.identity()
-            if identity_of(os.stat(path)) != self._identity:  # the header was read by name
-                raise self._changed()
+            with _FILES.using(self._file):
+                self.header: Header = read_shard_header(path, name)
+                if identity_of(os.stat(path)) != self._file.identity:  # the header was read by name
+                    raise _changed(path)
         except (OSError, CheckpointError):
             self._close()
             raise
@@ -119,28 +118,26 @@ class ShardFile:
     def hold_mapping(self) -> None:
         """A tensor that was made is to stay, and may be written to: later views are to see that."""
         with self._lock:
-            if not self._closed:
+            if not self._file.is_closed:
                 self._held = self._map() if self._map is not None else None
 
     def close(self) -> None:
         """Close the file, once those that read it have done so. Tensors that are made stay as they are."""
         with self._lock:
-            self._closed, self._held = True, None
-            if not self._readers:
-                self._close()
+            self._file.is_closed, self._held = True, None
+            self._close()
 
     def _view(self, spec: TensorSpec) -> memoryview | None:
         """The tensor's bytes from its first element to its last; None if the file cannot be mapped after all."""
-        with self._lock:
-            self._check()
-            mapped = self._map() if self._map is not None else None
-            if mapped is None:
+        with self._lock, self._open() as file:
+            pages = self._map() if self._map is not None else None
+            if pages is None:
                 try:
-                    mapped = self._file.map_privately()
+                    pages = file.map_privately().obj
                 except OSError:  # a file system that maps nothing, or no address space left
                     return None
-                self._map = weakref.ref(mapped)
-        return memoryview(mapped)[spec.offset : spec.offset + spec.extent]
+                self._map = weakref.ref(pages)
+        return memoryview(pages).cast("B")[spec.offset : spec.offset + spec.extent]
 
     def _read(self, spec: TensorSpec) -> memoryview:
         """The tensor's bytes in row-major order."""
@@ -157,34 +154,77 @@ class ShardFile:
             else:
                 place = Strided(spec.offset, DTYPES[spec.dtype].bits // 8, spec.shape, spec.strides)
                 got = read_row_major(file, place, 0, buffer)
-            if got != len(buffer) or file.identity() != self._identity:
-                raise self._changed()
+            if got != len(buffer) or file.identity() != self._file.identity:
+                raise _changed(self.path)
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[PositionalFile]:
-        """The file, which is not closed meanwhile."""
-        with self._lock:
-            self._check()
-            self._readers += 1
+        """The file, unchanged, which is not closed meanwhile."""
+        if self._file.is_closed:
+            raise _closed(self.path)
+        with _FILES.using(self._file):
+            file = self._file.opened
+            if file.identity() != self._file.identity:
+                raise _changed(self.path)
+            yield file
+
+
+class _Reopened:
+    """A file that the pool opens and closes; once opened it is always the same one, unchanged."""
+
+    is_settled = True
+
+    def __init__(self, path: Path) -> None:
+        self.identity: tuple[int, ...] | None = None
+        self.is_closed = False
+        self.opened: PositionalFile
+        self._path = path
+        self._place = path.absolute()
+
+    def reopen(self) -> None:
+        """See `Reopenable`.
+
+        Raises:
+            ClosedCheckpointError: it was closed for good.
+            CorruptShardError: it is not the file that it was.
+            OSError: it cannot be opened.
+        """
+        if self.is_closed:
+            raise _closed(self._path)
         try:
-            yield self._file
-        finally:
-            with self._lock:
-                self._readers -= 1
-                if self._closed and not self._readers:
-                    self._close()
+            file = PositionalFile(self._place)
+        except FileNotFoundError:
+            if self.identity is None:
+                raise
+            raise _changed(self._path) from None
+        if self.identity is None:
+            self.identity = file.identity()
+        elif file.identity() != self.identity:
+            file.close()
+            raise _changed(self._path)
+        self.opened = file
 
-    def _check(self) -> None:
-        if self._closed:
-            raise ClosedCheckpointError(
-                f"{self.path} is closed, and a tensor of it that has not been read is used.",
-                "Use the tensors before the checkpoint is closed, or load it lazily again.",
-            )
-        if self._file.identity() != self._identity:
-            raise self._changed()
+    def settle(self) -> None:
+        """See `Reopenable`; nothing is written."""
 
-    def _changed(self) -> CorruptShardError:
-        return CorruptShardError(
-            f"{self.path} has changed since it was opened: it was written to, cut off or replaced by another.",
-            "Load it lazily again once nothing writes to it.",
-        )
+    def release(self) -> None:
+        """See `Reopenable`."""
+        self.opened.close()
+
+
+def _closed(path: Path) -> ClosedCheckpointError:
+    return ClosedCheckpointError(
+        f"{path} is closed, and a tensor of it that has not been read is used.",
+        "Use the tensors before the checkpoint is closed, or load it lazily again.",
+    )
+
+
+def _changed(path: Path) -> CorruptShardError:
+    return CorruptShardError(
+        f"{path} has changed since it was opened: it was written to, cut off, moved or replaced by another.",
+        "Load it lazily again once nothing writes to it.",
+    )
+
+
+_FILES = OpenFiles()
+"""Of all checkpoints that are loaded lazily."""

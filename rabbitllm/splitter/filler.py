@@ -17,6 +17,7 @@ from rabbitllm.formats.safetensors_file import LENGTH_BYTES, Header, header_leng
 from rabbitllm.formats.shard_header import parse_torch_header, read_shard_header
 from rabbitllm.layers.compression import StoredForm
 from rabbitllm.layers.layer_file import SCRATCH_SUFFIX, LayerLayout
+from rabbitllm.open_files import OpenFiles
 from rabbitllm.profiler import FETCH, Profiler
 from rabbitllm.splitter.arrivals import Arriving, StartedOverError
 from rabbitllm.splitter.byte_stream import ByteStream
@@ -29,7 +30,7 @@ from rabbitllm.splitter.work import Work
 
 
 class Filler:
-    """Fills layer files of a split.
+    """Fills layer files of a split. However many of them a shard has something for, few are open at a time.
 
     Args:
         work: the split, or the part of it that is filled here.
@@ -42,6 +43,7 @@ class Filler:
         self._plan = work.plan
         self._mover = mover
         self._profiler = profiler
+        self._files = OpenFiles()
 
     def fill(self, shard: PlannedShard, arriving: Arriving, targets: dict[str, Target], layers: Sequence[str]) -> None:
         """Put what `shard` has of these layers to its places in their unfinished files; nothing is synced.
@@ -75,15 +77,18 @@ class Filler:
 
     def target(self, layout: LayerLayout) -> Target:
         """The unfinished file of a layer, opened."""
-        file = durable.GrowingFile(self._path(layout, durable.PART_SUFFIX), layout.size, write_back=True)
+        file = self._open(layout, durable.PART_SUFFIX, layout.size)
         if not layout.scratch_bytes:
             return Target(layout, file)
         try:
-            scratch = durable.GrowingFile(self._path(layout, SCRATCH_SUFFIX), layout.scratch_bytes, write_back=True)
+            scratch = self._open(layout, SCRATCH_SUFFIX, layout.scratch_bytes)
         except BaseException:
             file.close()
             raise
         return Target(layout, file, scratch)
+
+    def _open(self, layout: LayerLayout, suffix: str, size: int) -> durable.GrowingFile:
+        return durable.GrowingFile(self._path(layout, suffix), size, write_back=True, files=self._files)
 
     def require_filled(self, shard: PlannedShard, layers: Iterable[str]) -> None:
         """Make sure that what was filled elsewhere is there; a file made anew would have holes in its place."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rabbitllm import durable
 from rabbitllm.checkpoints.index import natural_key
+from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import SplitMismatchError
 from rabbitllm.layers.layer_file import DONE_SUFFIX
 from rabbitllm.layers.layer_store import MANIFEST_NAME, Manifest
@@ -44,7 +45,9 @@ def repair(request: Request, manifest: Manifest, layers: Collection[str]) -> Non
         CheckpointError, HubError: the source cannot be had; nothing was touched.
     """
     folder = request.folder
-    plan = plan_split(dataclasses.replace(request, chosen=manifest.chosen), manifest.format_version)
+    # grouped as they were: the naming of a family may have changed since, and may have been the caller's own
+    assigned = {tensor: LayerName(record.id, record.stem) for record in manifest.layers for tensor in record.tensors}
+    plan = plan_split(dataclasses.replace(request, chosen=manifest.chosen), manifest.format_version, assigned)
     _refuse_another(plan, manifest, folder)
     quantiser = quantiser_of(request)
     if quantiser != manifest.quantiser:

@@ -6,12 +6,13 @@ Asks the disk what it has and holds; writes nothing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardFacts
-from rabbitllm.checkpoints.naming import LayerNaming, assign_layers
+from rabbitllm.checkpoints.naming import LayerName, LayerNaming, assign_layers
 from rabbitllm.checkpoints.side_by_side import side_by_side
 from rabbitllm.errors import MissingShardError
 from rabbitllm.layers.chosen import AUTO, Chosen
@@ -63,18 +64,21 @@ class Request:
     accept: Acceptance | None = None
 
 
-def plan_split(request: Request, format_version: int = FORMAT_VERSION) -> SplitPlan:
+def plan_split(
+    request: Request, format_version: int = FORMAT_VERSION, assigned: Mapping[str, LayerName] = MappingProxyType({})
+) -> SplitPlan:
     """What a split would do, from headers alone; nothing is written.
 
     Args:
         request: see there.
-        format_version: of the layer files; an earlier one to make some of a finished split anew.
+        format_version: of the layer files; an earlier one to repair a finished split.
+        assigned: the layers that tensors have in a finished split; others are named as in a new one.
 
     Raises:
         CheckpointError: the source is malformed or incomplete.
         NotEnoughSpaceException: no choice of bits fits, at "auto".
     """
-    plan = _plan_of_headers(request, format_version)
+    plan = _plan_of_headers(request, format_version, assigned)
     return _with_bits(plan, ground_of(request, plan), request)
 
 
@@ -87,7 +91,9 @@ def _with_bits(plan: SplitPlan, ground: Ground, request: Request) -> SplitPlan:
     return with_choice(plan, ground, request.options, request.experts_a_token)
 
 
-def _plan_of_headers(request: Request, format_version: int = FORMAT_VERSION) -> SplitPlan:
+def _plan_of_headers(
+    request: Request, format_version: int = FORMAT_VERSION, assigned: Mapping[str, LayerName] = MappingProxyType({})
+) -> SplitPlan:
     """The same, at "auto" with no bits chosen yet."""
     checkpoint = request.checkpoint
     facts = facts_of(checkpoint, checkpoint.index.shards)
@@ -98,7 +104,8 @@ def _plan_of_headers(request: Request, format_version: int = FORMAT_VERSION) -> 
         for f in facts.values()
     )
     names = [tensor.name for shard in shards for tensor in shard.tensors]
-    assigned = assign_layers(names, request.family, request.naming)
+    others = [name for name in names if name not in assigned]
+    assigned = {**assigned, **assign_layers(others, request.family, request.naming)}
     identity = checkpoint.identity(facts.values())
     return make_plan(identity, shards, assigned, request.options.compression, format_version)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -197,41 +196,102 @@ def test_unusable_pattern(pattern: str, message: str) -> None:
     assert naming_for("mine") is None
 
 
-# Names that nobody knows
+# Names that no pattern matches
 
 
 @pytest.mark.parametrize("family", ["never_heard_of", None])
-def test_unknown_family_is_taken_for_a_llama(family: str | None, caplog: pytest.LogCaptureFixture) -> None:
-    tensors = [
-        "model.layers.0.w",
-        "model.layers.12.a.b",
-        "layers.3.w",
-        "model.embed_tokens.weight",
-        "lm_head.weight",
-        "x",
-    ]
-    with caplog.at_level(logging.WARNING):
-        found = ids(tensors, family)
-    assert list(found.values()) == ["layers.0", "layers.12", "layers.3", "embed_tokens", "lm_head", "x"]
+def test_unknown_family_named_like_a_llama(family: str | None, caplog: pytest.LogCaptureFixture) -> None:
+    """Its files have the names that earlier versions gave them."""
+    tensors = {
+        "model.layers.0.w": LayerName("layers.0", "model.layers.0"),
+        "model.layers.12.a.b": LayerName("layers.12", "model.layers.12"),
+        "layers.3.w": LayerName("layers.3", "layers.3"),
+        "model.embed_tokens.weight": LayerName("embed_tokens", "model.embed_tokens"),
+        "lm_head.weight": LayerName("lm_head", "lm_head"),
+        "x": LayerName("x", "x"),
+    }
+    assert assign_layers(list(tensors), family) == tensors
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("tensor", "layer"),
+    [
+        ("backbone.layers.7.mixer.A_log", "backbone.layers.7"),
+        ("backbone.embeddings.weight", "backbone.embeddings"),
+        ("bert.encoder.layer.3.attention.self.query.weight", "bert.encoder.layer.3"),
+        ("transformer.h.2.attn.c_attn.weight", "transformer.h.2"),
+        ("transformer.blocks.2.ffn.up_proj.weight", "transformer.blocks.2"),
+        ("model.audio_tower.conformer.3.norm.weight", "audio_tower.conformer.3"),
+        ("model.layers.5.mlp.experts.317.up_proj.weight", "layers.5"),
+        ("vision_tower.stages.1.blocks.2.conv.weight", "vision_tower.stages.1"),
+        ("rwkv.blocks.0.attention.time_decay", "rwkv.blocks.0"),
+        ("encoder.1x1.layers.4.weight", "encoder.1x1.layers.4"),
+        ("0.auto_model.encoder.layer.11.output.dense.bias", "0.auto_model.encoder.layer.11"),
+        ("0.1.weight", "0.1"),
+        ("2.weight", "2"),
+        ("vision-tower.patch-embed.proj.weight", "vision-tower.patch-embed.proj"),
+        ("lm_head.weight.quant_state.bitsandbytes__nf4", "lm_head"),
+        ("logit_scale", "logit_scale"),
+    ],
+)
+def test_unknown_family_is_grouped_by_the_block_of_the_outermost_list(tensor: str, layer: str) -> None:
+    (found,) = assign_layers([tensor], "never_heard_of").values()
+    assert found.id == layer
+    assert tensor.startswith(found.stem)
+    assert found.stem.removeprefix("model.") == layer
+
+
+def test_warning_where_most_tensors_are_in_no_block(caplog: pytest.LogCaptureFixture) -> None:
+    tensors = ["tower.first.w", "tower.first.b", "tower.second.w", "tower.layers.0.w"]
+    assert set(ids(tensors[1:], "odd").values()) == {"tower.first", "tower.second", "tower.layers.0"}
     (record,) = caplog.records
-    assert (
-        f"The naming of model type {family!r} is not known; assuming layers named like 'model.layers.0.'"
-        in record.message
+    assert record.message == (
+        "The naming of model type 'odd' is not known, and 2 of its 3 tensors are in no numbered block such as "
+        "'model.layers.0.'; each module of theirs gets a layer file. "
+        "To set it: rabbitllm.register_layer_naming('odd', [...])."
     )
-    assert f"rabbitllm.register_layer_naming({family!r}" in record.message
+    caplog.clear()
+    assert len(set(ids([*tensors, "tower.layers.0.b"], "odd").values())) == 3
+    assert len(caplog.records) == 1
+    caplog.clear()
+    ids([*tensors, "tower.layers.0.b", "tower.layers.1.b"], "odd")
+    assert not caplog.records
 
 
-def test_each_tensor_becomes_a_layer(caplog: pytest.LogCaptureFixture) -> None:
-    tensors = ["encoder_0/kernel", "encoder_0/bias", "../../x"]
-    with caplog.at_level(logging.WARNING):
-        assigned = assign_layers(tensors, "odd")
-    assert assigned == {tensor: LayerName(tensor, tensor) for tensor in tensors}
-    (record,) = caplog.records
-    assert "each of the 3 tensors becomes a layer of its own, which is slow" in record.message
+def test_names_without_modules_stay_alone() -> None:
+    tensors = ["encoder_0/kernel", "encoder_0/bias"]
+    assert assign_layers(tensors, "odd") == {tensor: LayerName(tensor, tensor) for tensor in tensors}
 
 
 def test_known_family_with_a_name_of_no_pattern() -> None:
     assert assign_layers(["plain"], "llama") == {"plain": LayerName("plain", "plain")}
+
+
+def test_known_family_with_a_block_of_no_pattern() -> None:
+    tensors = ["visual.merger.mlp.0.weight", "visual.merger.mlp.0.bias", "visual.merger.ln_q.weight"]
+    assert ids(tensors, "qwen2_vl") == {
+        "visual.merger.mlp.0.weight": "visual.merger.mlp.0",
+        "visual.merger.mlp.0.bias": "visual.merger.mlp.0",
+        "visual.merger.ln_q.weight": "visual.merger.ln_q",
+    }
+
+
+def test_a_guess_changes_no_layer_that_a_pattern_names() -> None:
+    named = {
+        "model.layers.0.w": LayerName("layers.0", "model.layers.0"),
+        "model.norm.weight": LayerName("norm", "model.norm"),
+    }
+    unnamed = ["layers.0.w", "layers.0.b", "layers.1.w"]
+    alone = {tensor: LayerName(tensor, tensor) for tensor in unnamed[:2]}
+    blocks = {"layers.1.w": LayerName("layers.1", "layers.1")}
+    assert assign_layers([*named, *unnamed], "llama") == {**named, **alone, **blocks}
+
+
+@pytest.mark.parametrize("tensor", ["a." * 200_000 + "b", "0" * 400_000, "a" * 400_000 + ".", "." * 400_000])
+def test_long_names_are_grouped_in_linear_time(tensor: str) -> None:
+    (layer,) = assign_layers([tensor], None).values()
+    assert tensor.startswith(layer.stem)
 
 
 # The order of a pass

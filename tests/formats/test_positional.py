@@ -7,9 +7,11 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rabbitllm.formats.positional import CAN_MAP_PRIVATELY, HUGE_PAGE, PositionalFile, identity_of, page_aligned
+from tests.support.leftovers import none_left, open_files
 
 CONTENT = bytes(range(256)) * 400
 
@@ -96,6 +98,31 @@ def test_a_private_mapping(tmp_path: Path) -> None:
     mapped[5:8] = b"abc"
     assert mapped[4:9] == CONTENT[4:5] + b"abc" + CONTENT[8:9]
     assert (tmp_path / "f").read_bytes() == CONTENT
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="looks at the mappings of the process")
+def test_a_private_mapping_holds_no_descriptor_and_goes_with_its_last_view(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(CONTENT)
+    with none_left(tmp_path):
+        with PositionalFile(tmp_path / "f") as opened:
+            mapped = opened.map_privately()
+        assert not list(open_files(tmp_path))
+        view = np.frombuffer(mapped[3:9], np.uint8)
+        del mapped
+        assert bytes(view) == CONTENT[3:9]
+        assert str(tmp_path / "f") in Path("/proc/self/maps").read_text()
+        del view
+
+
+@pytest.mark.skipif(not CAN_MAP_PRIVATELY, reason="the system has no private mappings")
+def test_what_cannot_be_mapped(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    with PositionalFile(tmp_path / "empty") as opened, pytest.raises(ValueError, match="is empty"):
+        opened.map_privately()
+    with (tmp_path / "huge").open("wb") as made:
+        made.truncate((1 << 43) - 4096)
+    with PositionalFile(tmp_path / "huge") as opened, pytest.raises(OSError, match="Cannot allocate memory"):
+        [opened.map_privately() for _ in range(1 << 20)]  # until there are no addresses left
 
 
 @pytest.mark.skipif(not CAN_MAP_PRIVATELY, reason="the system has no private mappings")

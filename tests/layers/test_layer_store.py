@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
-from rabbitllm.errors import IncompleteSplitError, SplitError, SplitMismatchError
+from rabbitllm.errors import CorruptShardError, IncompleteSplitError, SplitError, SplitMismatchError
 from rabbitllm.layers.layer_store import (
     LayerRecord,
     LayerStore,
@@ -23,6 +24,7 @@ from rabbitllm.layers.layer_store import (
     write_manifest,
 )
 from tests.support.builders import cut, llama_tensors, read_tensors, write_shards
+from tests.support.leftovers import none_left, open_files
 from tests.support.splitting import names_in, split
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -44,6 +46,39 @@ def folder(tmp_path: Path) -> Path:
 def rewrite(folder: Path, **changes: Any) -> None:
     content = json.loads((folder / "split.json").read_text())
     (folder / "split.json").write_text(json.dumps(content | changes))
+
+
+# Files that are mapped when they are used
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks at what the process has open")
+@pytest.mark.parametrize("scheme", [None, "4bit"])
+def test_opening_maps_nothing_and_using_holds_nothing_open(tmp_path: Path, scheme: str | None) -> None:
+    made = split(write_shards(tmp_path / "model", cut(llama_tensors(layers=2), 2)), compression=scheme)
+    with none_left(made):
+        store = LayerStore(made)
+    first, second = (store.mapped(LAYER_0) for _ in range(2))
+    assert first is second
+    assert not list(open_files(made))
+
+
+def test_files_are_found_after_the_process_has_changed_its_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder.parent)
+    store = LayerStore(Path(folder.name))
+    monkeypatch.chdir(tmp_path)
+    spec = store.tensors["model.layers.0.mlp.up_proj.weight"].parts[0]
+    assert store.mapped(spec.file).tensor(spec).numel() > 0
+    assert store.path(spec.file).is_file()
+
+
+def test_a_file_that_is_cut_off_after_opening(folder: Path) -> None:
+    store = LayerStore(folder)
+    spec = max((t.parts[0] for t in store.tensors.values() if t.parts[0].file == LAYER_0), key=lambda s: s.offset)
+    os.truncate(folder / LAYER_0, spec.offset)
+    with pytest.raises(CorruptShardError, match=f"ends in the middle of {spec.name!r}"):
+        store.mapped(LAYER_0).tensor(spec)
 
 
 # The manifest

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rabbitllm import open_files
 from tests.support.crashes import CrashServer
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
@@ -24,6 +25,12 @@ def swift_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Syncs that only look whether they could be done, and no O_DIRECT: for tests that model what is durable."""
     monkeypatch.setattr(os, "fsync", os.fstat)
     monkeypatch.delattr(os, "O_DIRECT", raising=False)
+
+
+@pytest.fixture
+def one_open_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the layer files that a shard fills one is open at a time, so that each is synced and closed for the next."""
+    monkeypatch.setattr(open_files, "MOST_FILES", 1)
 
 
 KILLS = pytest.StashKey[int]()

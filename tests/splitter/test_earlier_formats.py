@@ -8,17 +8,19 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from rabbitllm import prepare
+from rabbitllm.checkpoints import naming
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.layers.layer_store import LayerStore, read_manifest
 from rabbitllm.layers.order import BY_NAME, EXPERTS_TOGETHER
 from rabbitllm.layers.verify import verify
 from rabbitllm.splitter import split as splitter
-from tests.support.builders import build_checkpoint
+from tests.support.builders import build_checkpoint, reference_logits
 from tests.support.splitting import Call, contents, interrupted, layer_files, split
-from tests.support.tiny_models import assert_same, load, run
+from tests.support.tiny_models import INPUT, assert_same, load, run
 
 LAYER = "model.layers.1.safetensors"
 
@@ -99,3 +101,33 @@ def test_a_version_that_is_not_known_is_refused(first_version: Path, monkeypatch
     with pytest.raises(IncompleteSplitError, match="layer files of format version 3, expected at most 2"):
         call.make()
     assert contents(half) == before
+
+
+@pytest.fixture
+def grouped_otherwise(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> Path:
+    """The checkpoint, of which each tensor becomes a layer, as earlier versions did with unknown families."""
+    one_each = naming.naming("qwen3_moe", [r"(?P<id>.+)"])
+    monkeypatch.setitem(naming._registered, "qwen3_moe", one_each)
+    return checkpoint
+
+
+def test_layers_of_another_grouping_are_read_finished_and_repaired(
+    grouped_otherwise: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    expected = reference_logits(grouped_otherwise, INPUT, torch.float32)
+    copy = shutil.copytree(grouped_otherwise, tmp_path / "copy" / "model")
+    whole = split(grouped_otherwise, sequential=False)
+    call = Call(str(copy))
+    half = interrupted(call, 2)
+    monkeypatch.undo()
+    written = contents(whole)
+    assert len(layer_files(whole)) == 2 * 66
+    assert call.make() == half
+    assert layer_files(half) == layer_files(whole)
+    assert_same(run(load(whole)), expected)
+    damaged = whole / "model.layers.1.self_attn.q_proj.weight.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    manifest = read_manifest(whole)
+    assert manifest is not None
+    prepare.repair_split(whole, manifest, {found.layer for found in verify(whole).damaged}, grouped_otherwise)
+    assert contents(whole) == written

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import shutil
 from collections.abc import Callable, Iterable
@@ -110,6 +111,17 @@ def test_power_cut_while_scales_wait(make_scene: MakeScene, how: str) -> None:
     recorded.survives_all(sample(recorded.steps + 1, 12), how)
 
 
+@pytest.mark.usefixtures("one_open_file")
+@pytest.mark.parametrize("how", [LOST, WORST])
+@pytest.mark.parametrize("compression", [None, "4bit-double"])
+def test_power_cut_where_one_file_is_open_at_a_time(make_scene: MakeScene, compression: str | None, how: str) -> None:
+    recorded = Recorded(make_scene(Route(compression=compression)))
+    layers = [step for step in recorded.recorder.steps if step.path.name.endswith((".safetensors.part", ".journal"))]
+    kinds = [step.kind if step.path.suffix == ".part" else "journal" for step in layers]
+    assert ("sync", "write") in itertools.pairwise(kinds), "no file was closed for another"
+    recorded.survives_all(sample(recorded.steps + 1, 20), how)
+
+
 @pytest.mark.parametrize("how", [LOST, WORST])
 def test_power_cut_while_a_single_file_is_split(tmp_path: Path, how: str) -> None:
     recorded = Recorded(scene_of_one_file(tmp_path, Route()))
@@ -154,6 +166,15 @@ def test_power_cut_after_a_sync_that_failed(make_scene: MakeScene) -> None:
     scene = make_scene(Route())
     for at in [number for number, kind in enumerate(scene.kinds) if kind == "sync"]:
         crash_then_cut(scene, at, WORST, 5, sync_fails=True)
+
+
+@pytest.mark.usefixtures("one_open_file")
+@pytest.mark.parametrize("how", [LOST, WORST])
+def test_power_cut_after_a_crash_where_one_file_is_open_at_a_time(make_scene: MakeScene, how: str) -> None:
+    scene = make_scene(Route())
+    for at in [number for number, kind in enumerate(scene.kinds) if kind == "sync"]:
+        crash_then_cut(scene, at, how, 3)
+        crash_then_cut(scene, at, how, 3, sync_fails=True)
 
 
 @pytest.mark.long
