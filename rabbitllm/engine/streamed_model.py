@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -69,7 +67,6 @@ class StreamedModel:
     unused_tensors: tuple[str, ...]
     _compute_device: torch.device
     _all_resident: bool
-    _turn: AbstractContextManager[Any]
     _origin: Origin
     _show_progress: bool
     _held_bytes: int
@@ -93,7 +90,7 @@ class StreamedModel:
                 return super().__call__(*args, **kwargs)  # type: ignore[misc]
         if self._all_resident:
             return self._pass(*args, **kwargs)
-        with self._turn, torch.no_grad():
+        with self.streamer.passing(), torch.no_grad():
             return self._pass(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -104,7 +101,7 @@ class StreamedModel:
             entry: what goes in altogether.
         """
         shown = contextlib.nullcontext() if self.pass_line is None else self.pass_line.over(entry, None)
-        with self._turn, torch.no_grad(), shown, self.profiler.forward(entry, None):
+        with self.streamer.passing(), torch.no_grad(), shown, self.profiler.forward(entry, None):
             yield
 
     def _pass(self, *args: Any, **kwargs: Any) -> Any:
@@ -253,7 +250,7 @@ class StreamedModel:
             OptionError: the file was written for another model.
             CorruptShardError, OSError: it cannot be read.
         """
-        with self._turn:
+        with self.streamer.turn:
             for pool in self.streamer.pools.values():
                 pool.warm(read_uses(Path(path), pool.sources))
 
@@ -271,7 +268,6 @@ def adopt(model: PreTrainedModel, device: torch.device, placement: Placement) ->
     streamed._compute_device = device
     streamed.placement = placement
     streamed._all_resident = placement.is_resident
-    streamed._turn = threading.RLock()
     # transformers reads it: pipelines leave the model where it is, and of a static cache each layer's part is made
     # where that layer computes, unless the map has one device only
     where = {placed.unit: placed.device for placed in placement.units}
