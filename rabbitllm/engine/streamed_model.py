@@ -22,6 +22,7 @@ from rabbitllm.engine.pass_line import PassLine
 from rabbitllm.engine.placement import Placement
 from rabbitllm.engine.saving import Origin, save
 from rabbitllm.engine.streamer import Streamer
+from rabbitllm.engine.unwritable import AbsentWeight
 from rabbitllm.options import expand
 from rabbitllm.profiler import Profiler
 from rabbitllm.profiling.passes import Entry
@@ -189,6 +190,25 @@ class StreamedModel:
         """
         buffers = (buffer.nbytes for buffer in self.buffers()) if return_buffers else ()  # type: ignore[attr-defined]
         return self._held_bytes + sum(buffers)
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> Any:
+        """As transformers does it, where both embeddings are in memory; a size that they have is no change.
+
+        Raises:
+            AbsentWeightError: one of them is not. Nothing was changed.
+        """
+        embedding, head = self.get_input_embeddings(), self.get_output_embeddings()  # type: ignore[attr-defined]
+        rows = embedding.num_embeddings
+        wanted = rows if new_num_tokens is None else new_num_tokens
+        multiple = pad_to_multiple_of or 1
+        if -(-wanted // multiple) * multiple == rows:
+            return embedding
+        for module in (embedding, head):
+            if isinstance(getattr(module, "weight", None), AbsentWeight):
+                module.weight.sum()  # which raises what is to be raised, before anything is changed
+        return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)  # type: ignore[misc]
 
     def save_pretrained(
         self,

@@ -5,8 +5,8 @@ loader brings; while it computes, the loader is already bringing the one that fo
 
 Some modules are not called: another one reads their weight (a position embedding, learned queries, a tied head). The
 first read in a pass brings such a weight as if it were resident, and it stays until the pass ends. A pass is a call of
-the model, or of a model inside it. Any other read of a weight that is not in memory is refused. Knows neither files nor
-formats.
+the model, or of a part of it that has such units. Any other read of a weight that is not in memory is refused. Knows
+neither files nor formats.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Streamer:
             self.lanes[name] = DeviceLane(device, loader, Boundary(device.torch_device), follower)
         for placed in placement.units:
             self._install(sources[placed.unit], placed.tier, self.lanes[placed.device])
-        self._watch_calls(placement)
+        self._watch_calls(sources, placement)
 
     def _loader(self, moving: Mapping[str, UnitSource], device: Device, kept: Kept | None) -> Loader | Uploader:
         disk = SpanReader(self._store, self.way)
@@ -145,8 +145,8 @@ class Streamer:
 
     @property
     def bound(self) -> set[str]:
-        """Units that are neither resident nor unbound: at most those that compute at this moment."""
-        return set(self._letting_go)
+        """Units that are neither resident nor unbound: those that compute at this moment, or were read in this pass."""
+        return {*self._letting_go, *self._brought}
 
     def waited(self) -> tuple[float, float]:
         """Seconds that passes have waited so far: for the disk, and for copies from host memory."""
@@ -154,23 +154,28 @@ class Streamer:
         disk = sum(loader.waited for loader in loaders) + sum(pool.waited for pool in self.pools.values())
         return disk, sum(loader.waited_for_copies for loader in loaders)
 
-    def _watch_calls(self, placement: Placement) -> None:
-        """Make a pass of each forward of the model and of the models inside it.
+    def _watch_calls(self, sources: Mapping[str, UnitSource], placement: Placement) -> None:
+        """Make a pass, or a part of one, of each forward in which a weight may be read: of the model, of the models
+        inside it, and of whatever is around a unit that is no layer.
 
-        Generation calls an encoder by itself, a caller may call an image tower, and peft calls the model's forward. Not
-        by torch's hooks: it runs none after a KeyboardInterrupt.
+        Generation calls an encoder by itself, or has an image tokenised by one; peft calls the model's forward. Not by
+        torch's hooks: it runs none after a KeyboardInterrupt.
         """
-        for module in self._model.modules():
-            if not isinstance(module, PreTrainedModel):
-                continue
-            if placement.is_resident:  # threads need not take turns
+        layers = {name for name, source in sources.items() if source.unit.is_layer}
+        absent = [placed.unit for placed in placement.units if placed.tier is not Tier.RESIDENT]
+        around = {path for unit in absent if unit not in layers for path in _around(unit)}
+        for name, module in self._model.named_modules():
+            begins = isinstance(module, PreTrainedModel) and not layers.intersection(_around(name))
+            if begins and placement.is_resident:  # threads need not take turns
                 module.register_forward_pre_hook(lambda module, args: self.begin())
-            else:  # a method, so that a copy of the module has its own
+            elif begins or name in around:  # a method, so that a copy of the module has its own
                 module.forward = MethodType(self._as_a_pass(type(module).forward), module)
 
     def _as_a_pass(self, ordinary: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(ordinary)
-        def forward(module: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if _calling.get() is self:
+                return ordinary(module, *args, **kwargs)
             shared = getattr(self._model, "shared_passes", None)
             # a member of joint passes meets the others in the turn of their hub, and stays in this call meanwhile
             member = shared is not None and shared.is_member()
@@ -321,11 +326,12 @@ class Streamer:
         """
         unit = source.unit
         if not elsewhere and not unit.is_layer and _calling.get() is self:
-            if unit.name not in self._brought:
+            made = self._brought.get(unit.name)
+            if made is None:
                 memo = ChainMap(self._brought_memos[device.name], self._memos[device.name])
                 with self._profiler.stage(unit.name, DEQUANTISE):
-                    self._brought[unit.name] = self._made_for_reading(source, device, memo)
-            return self._brought[unit.name][place.target]
+                    made = self._brought[unit.name] = self._made_for_reading(source, device, memo)
+            return made[place.target]
         if not elsewhere and called_by("peft"):  # some adapters begin with the weights that they are put on
             memo = ChainMap[str, dict[str, torch.Tensor]]({}, self._memos[device.name])
             return self._made_for_reading(source, device, memo, place.target)[place.target]
@@ -372,6 +378,11 @@ class Streamer:
         device.landed(ticket)
         device.arrive(ticket)
         return source.part_of(buffer)
+
+
+def _around(path: str) -> Iterator[str]:
+    """The paths of the modules that a module is in, the model's own left out."""
+    return (path[:at] for at, letter in enumerate(path) if letter == ".")
 
 
 class _Packed:

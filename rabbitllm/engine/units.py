@@ -1,8 +1,8 @@
 """The modules whose weights come and go together, and the places where their parameters are bound.
 
 A unit is a decoder layer (the outermost layer of a stack), or any other module that owns parameters itself: the
-embedding, the norm, the head; torch's own attention is one, whole. Binding writes into the module's own parameter table, which costs under a microsecond
-a tensor; every public way costs 50 to 200 times more. Knows no files.
+embedding, the norm, the head; torch's own attention is one, whole. Binding writes into the module's own parameter
+table, which costs under a microsecond a tensor; every public way costs 50 to 200 times more. Knows no files.
 """
 
 from __future__ import annotations
@@ -64,10 +64,8 @@ class Place:
             device: where the weight computes.
             bring: asked for the weight, as `bindable` makes it, when something reads its values.
         """
-        there = torch.empty(0, device=device).device  # as the weight itself will name it
-        return AbsentWeight(
-            lambda: bring(self), self.shape, self.dtype, there, is_parameter=self._is_parameter, marks=self.marks
-        )
+        is_parameter, marks = self._is_parameter, self.marks
+        return AbsentWeight(lambda: bring(self), self.shape, self.dtype, device, is_parameter=is_parameter, marks=marks)
 
     @property
     def _is_parameter(self) -> bool:
@@ -81,7 +79,7 @@ class Unit:
     Attributes:
         name: its path in the model.
         module: the module.
-        places: its parameters and persistent buffers, nested ones included for a decoder layer and for torch's attention.
+        places: its parameters and persistent buffers, nested ones included for a layer and for torch's attention.
         is_layer: whether it is a layer of a stack.
         holds_units: whether other units are inside it; its own weights then stay bound.
     """
