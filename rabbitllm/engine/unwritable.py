@@ -54,6 +54,28 @@ def _writes_to_the_first(func: Callable[..., Any]) -> bool:
     return name.endswith("_") and name not in _HARMLESS
 
 
+_BY_MEMORY = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__})
+_ADDRESSES = frozenset({torch.Tensor.data_ptr, torch.Tensor.storage})
+
+
+def reads_memory(func: Callable[..., Any], why: str) -> bool:
+    """Whether a function of torch reads a tensor's memory by itself, where every other goes through operations.
+
+    Args:
+        func: as `__torch_function__` gets it.
+        why: the tensor has no memory that it could read, for the message.
+
+    Raises:
+        AbsentWeightError: it asks for the memory itself.
+    """
+    if func in _ADDRESSES:
+        raise AbsentWeightError(
+            f"The memory of a weight was asked for, and the weight is not in memory as a matrix: {why}.",
+            "weight * 1 is an ordinary tensor; model.save_pretrained(folder) writes all weights.",
+        )
+    return func in _BY_MEMORY
+
+
 _WHY = "it is read from the disk when its layer computes"
 
 _METADATA = frozenset(
