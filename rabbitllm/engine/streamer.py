@@ -33,7 +33,7 @@ from rabbitllm.engine.embedding_rows import EmbeddingRows
 from rabbitllm.engine.expert_pool import ExpertPool
 from rabbitllm.engine.loader import Loader, largest
 from rabbitllm.engine.page_locked import Kept
-from rabbitllm.engine.placement import SLOTS, Placement, Tier
+from rabbitllm.engine.placement import READY, SLOTS, Placement, Tier
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, SpanReader, Way
 from rabbitllm.engine.unit_source import Memo, PartReader, UnitSource, mapped_part
 from rabbitllm.engine.units import Place
@@ -162,7 +162,7 @@ class Streamer:
         torch's hooks: it runs none after a KeyboardInterrupt.
         """
         layers = {name for name, source in sources.items() if source.unit.is_layer}
-        absent = [placed.unit for placed in placement.units if placed.tier is not Tier.RESIDENT]
+        absent = [placed.unit for placed in placement.units if placed.tier not in READY]
         around = {path for unit in absent if unit not in layers for path in _around(unit)}
         for name, module in self._model.named_modules():
             begins = isinstance(module, PreTrainedModel) and not layers.intersection(_around(name))
@@ -244,7 +244,7 @@ class Streamer:
             return
         if len(self.lanes) > 1:  # also on the first device: OPT's last norm is registered before its layers
             unit.module.register_forward_pre_hook(lane.boundary, with_kwargs=True)
-        if tier is Tier.RESIDENT or (tier is Tier.PACKED and source.is_view):  # multiplied as it is stored: never made
+        if tier in READY or (tier is Tier.PACKED and source.is_view):  # multiplied as it is stored: never made
             for place, tensor in self._made_for_good(source, device, self._memos[device.name]):
                 place.bind(tensor)
             if self._profiler.enabled and not unit.holds_units:  # their time is not counted twice

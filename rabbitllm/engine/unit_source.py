@@ -78,6 +78,13 @@ class UnitSource:
             yield from (place for _, place in job.places)
             yield from (place for _, place in job.packed)
 
+    def bytes_of(self, job: Job) -> tuple[int, int]:
+        """What a job's tensors take: as they are stored, and made."""
+        names = [name for _, name in job.recipe.sources]
+        stored = sum(self.stored[name].nbytes for name in names)
+        made = 0 if job.recipe.wraps else sum(place.shape.numel() * place.dtype.itemsize for _, place in job.places)
+        return stored, made + (stored if job.packed or job.recipe.wraps else 0)
+
     @property
     def stored_bytes(self) -> int:
         """Of its tensors, on disk."""
@@ -211,12 +218,9 @@ def source_of(unit: Unit, weights: WeightMap, store: WeightFiles, packs: Packs |
     stored = {name: store.tensors[name] for job in jobs for _, name in job.recipe.sources}
     spans = _spans(stored)
     size = spans[-1].end if spans else 0
-    anew = [job for job in jobs if not job.recipe.wraps]
-    ready = sum(place.shape.numel() * place.dtype.itemsize for job in anew for _, place in job.places)
-    ready += sum(stored[job.recipe.sources[0][1]].nbytes for job in jobs if job.packed)
-    ready += sum(stored[name].nbytes for job in jobs if job.recipe.wraps for _, name in job.recipe.sources)
     is_view = all(_is_view(job.recipe, stored) for job in jobs if job.places)
-    source = UnitSource(unit, jobs, stored, spans, size, ready, is_view)
+    source = UnitSource(unit, jobs, stored, spans, size, 0, is_view)
+    ready = sum(source.bytes_of(job)[1] for job in jobs)
     return replace(source, ready_bytes=ready + source.scale_bytes)
 
 

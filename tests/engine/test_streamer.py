@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from rabbitllm.engine.placement import Tier
+from rabbitllm.engine.placement import READY, Tier
 from rabbitllm.engine.unwritable import AbsentWeight
 from rabbitllm.profiler import READ
 from tests.support.builders import Reference, build_checkpoint, reference_logits
@@ -81,7 +81,7 @@ def in_time(work: Callable[[], T]) -> T:
 
 def unbound_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The parameters of the units that are not resident."""
-    places = {unit: tier for unit, tier in tiers(model).items() if tier is not Tier.RESIDENT}
+    places = {unit: tier for unit, tier in tiers(model).items() if tier not in READY}
     for name, parameter in model.named_parameters():
         if any(name.startswith(unit + ".") for unit in places):
             yield name, parameter
@@ -107,7 +107,7 @@ def test_what_a_caller_computes_in_changes_no_bit(checkpoint: Path, mode: Any) -
 
 def test_which_units_stream(model: Any) -> None:
     assert [unit for unit, tier in tiers(model).items() if tier is Tier.STREAMED] == STREAMED
-    assert tiers(model)["model.embed_tokens"] is Tier.RESIDENT
+    assert tiers(model)["model.embed_tokens"] is Tier.MAPPED
     assert tiers(model)["model.norm"] is Tier.RESIDENT
 
 
