@@ -87,7 +87,7 @@ class StreamedModel:
             computed = shared.come_in(args, kwargs)
             if computed is not None:
                 return computed
-            with torch.no_grad():
+            with self.streamer.passing(), torch.no_grad():
                 return super().__call__(*args, **kwargs)  # type: ignore[misc]
         if self._all_resident:
             return self._pass(*args, **kwargs)

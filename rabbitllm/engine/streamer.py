@@ -168,7 +168,8 @@ class Streamer:
             begins = isinstance(module, PreTrainedModel) and not layers.intersection(_around(name))
             if begins and placement.is_resident:  # threads need not take turns
                 module.register_forward_pre_hook(lambda module, args: self.begin())
-            elif begins or name in around:  # a method, so that a copy of the module has its own
+            elif begins or (name in around and type(module).forward is not nn.Module.forward):
+                # a method, so that a copy of the module has its own
                 module.forward = MethodType(self._as_a_pass(type(module).forward), module)
 
     def _as_a_pass(self, ordinary: Callable[..., Any]) -> Callable[..., Any]:
@@ -176,10 +177,7 @@ class Streamer:
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if _calling.get() is self:
                 return ordinary(module, *args, **kwargs)
-            shared = getattr(self._model, "shared_passes", None)
-            # a member of joint passes meets the others in the turn of their hub, and stays in this call meanwhile
-            member = shared is not None and shared.is_member()
-            with self._call_of_a_member() if member else self.passing(), torch.no_grad():
+            with self.passing(), torch.no_grad():
                 return ordinary(module, *args, **kwargs)
 
         return forward
@@ -188,11 +186,21 @@ class Streamer:
     def passing(self) -> Iterator[None]:
         """A pass, or a part of one, is what happens inside the context.
 
-        Threads take turns. When a pass begins and when it ends, what an interrupted one has left is let go.
+        Threads take turns; members of joint passes meet in the turn of their hub. What an interrupted pass has left is
+        let go when it ends, and when another one begins.
         """
+        shared = getattr(self._model, "shared_passes", None)
         if _calling.get() is self:
             yield
-            return
+        elif shared is not None and shared.is_member():
+            with self._call_of_a_member():
+                yield
+        else:
+            with self._own_pass():
+                yield
+
+    @contextlib.contextmanager
+    def _own_pass(self) -> Iterator[None]:
         with self.turn:
             token, inside = _calling.set(self), self._has_turn
             try:
