@@ -3,6 +3,7 @@
     RabbitLLMError
     ├── OptionError (ValueError)               an argument no call could honour
     │   └── DeviceError                        a device this machine does not have
+    ├── AbsentWeightError (RuntimeError)       a weight that is not in memory was to be read
     ├── ReadOnlyWeightError (RuntimeError)     a weight that is not in memory was to be written to
     ├── MissingPackageError (ImportError)      an optional dependency is not installed
     ├── ChatError                              a conversation cannot go on like this
@@ -69,8 +70,12 @@ class DeviceError(OptionError):
     """The device asked for is not on this machine."""
 
 
+class AbsentWeightError(RabbitLLMError, RuntimeError):
+    """A weight that is not in memory was to be read or pickled, by something that cannot have it now."""
+
+
 class ReadOnlyWeightError(RabbitLLMError, RuntimeError):
-    """A weight that is not in memory, or is there by its codes, was to be written to or pickled."""
+    """A weight that is not in memory, or is there by its codes, was to be written to."""
 
 
 class MissingPackageError(RabbitLLMError, ImportError):

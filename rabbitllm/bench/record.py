@@ -61,5 +61,5 @@ def _placement(placement: Any) -> list[dict[str, Any]]:
         key = placed.device, placed.tier.value
         row = rows.setdefault(key, {"device": key[0], "tier": key[1], "units": 0, "bytes": 0})
         row["units"] += 1
-        row["bytes"] += placed.stored
+        row["bytes"] += placed.counted
     return list(rows.values())

@@ -219,7 +219,8 @@ def _side_of(model: Any, named: Named | None) -> Side:
     name = named.name if named is not None else str(model.name_or_path)
     compression = named.compression if named is not None else None
     folder = Path(model.name_or_path)
-    return Side(name, compression or _said(folder), sum(placed.stored for placed in model.placement.units))
+    used = (tensor for own, tensor in model._origin.store.tensors.items() if own not in model.unused_tensors)
+    return Side(name, compression or _said(folder), sum(tensor.nbytes for tensor in used))
 
 
 def _said(folder: Path) -> str | None:

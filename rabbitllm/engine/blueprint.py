@@ -26,7 +26,7 @@ from rabbitllm.engine.llama4_experts import route_llama4
 from rabbitllm.engine.packed_weight import StoredMatrix
 from rabbitllm.engine.part import Share, with_others
 from rabbitllm.engine.placement import Budget, Placement
-from rabbitllm.engine.placing import place
+from rabbitllm.engine.placing import place, ready_once
 from rabbitllm.engine.unit_source import UnitSource, source_of
 from rabbitllm.engine.units import find_units
 from rabbitllm.engine.weights import WeightMap, check_unused, map_weights
@@ -107,7 +107,7 @@ def blueprint(store: WeightFiles, options: StreamOptions, home: Path, devices: S
     if config.model_type in SCALES_IN_PLACE and not placement.is_resident:
         raise RabbitLLMError(
             f"{config.model_type} rescales its weights in place, so all of them must stay; they need "
-            f"{sum(source.ready_bytes for source in sources.values()):,} bytes, more than the limits allow.",
+            f"{ready_once(unit_costs(model, sources)):,} bytes, more than the limits allow.",
             "Allow more with max_memory.",
         )
     return Blueprint(model, weights, sources, tuple(experts), placement, quantiser)

@@ -13,7 +13,7 @@ from rabbitllm.engine.devices import Device
 from rabbitllm.engine.embedding_rows import can_bring_rows
 from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.free_memory import available_ram
-from rabbitllm.engine.placement import SLOTS, Placement, Tier, UnitCost
+from rabbitllm.engine.placement import READY, SLOTS, Placement, SharedTensor, Tier, UnitCost
 from rabbitllm.engine.unit_source import UnitSource
 from rabbitllm.engine.units import input_embedding
 
@@ -29,6 +29,7 @@ def unit_costs(
         experts: these.
     """
     routed: dict[str, int] = {}
+    shared = _shared(sources.values())
     for expert in experts:
         routed[expert.unit] = routed.get(expert.unit, 0) + expert.stored_bytes
     embedding = input_embedding(model)
@@ -41,8 +42,23 @@ def unit_costs(
         rows = can_bring_rows(source, embedding)
         sizes = source.stored_bytes, source.ready_bytes, source.is_view
         own = routed.get(name, 0), source.scale_bytes
-        costs.append(UnitCost(name, *sizes, source.unit.is_layer, stays, rows, *own))
+        tied = tuple(
+            SharedTensor(job.recipe.key, *source.bytes_of(job)) for job in source.jobs if job.recipe.key in shared
+        )
+        costs.append(UnitCost(name, *sizes, source.unit.is_layer, stays, rows, *own, tied))
     return costs
+
+
+def _shared(sources: Iterable[UnitSource]) -> set[str]:
+    """Keys of what several units are made from.
+
+    In a plan of a large model one source stands for many layers, which share nothing.
+    """
+    users: dict[str, set[int]] = {}
+    for source in sources:
+        for job in source.jobs:
+            users.setdefault(job.recipe.key, set()).add(id(source))
+    return {key for key, own in users.items() if len(own) > 1}
 
 
 def held_bytes(placement: Placement, sources: Mapping[str, UnitSource], experts: Iterable[ExpertSource]) -> int:
@@ -57,7 +73,7 @@ def held_bytes(placement: Placement, sources: Mapping[str, UnitSource], experts:
         source = sources[placed.unit]
         if placed.tier is Tier.RESIDENT and not source.is_view:
             made[frozenset(source.stored)] = source.ready_bytes
-        elif placed.tier in (Tier.RESIDENT, Tier.PACKED, Tier.PINNED):
+        elif placed.tier in (*READY, Tier.PACKED, Tier.PINNED):
             as_stored |= {name: stored.nbytes for name, stored in source.stored.items()}
             if source.is_view and source.scale_bytes and placed.tier is not Tier.PINNED:
                 made[frozenset(source.stored)] = source.scale_bytes
@@ -75,9 +91,9 @@ def cache_room(placement: Placement, devices: Iterable[Device]) -> int:
     """Bytes of host memory that the page cache may take beside what will stay there, none of which is there yet."""
     on_host = {device.name for device in devices if device.shares_host_memory}
     kept = sum(
-        p.stored
+        p.counted
         for p in placement.units
-        if p.tier is Tier.PINNED or (p.device in on_host and p.tier not in (Tier.STREAMED, Tier.ELSEWHERE))
+        if p.tier is Tier.PINNED or (p.device in on_host and p.tier in (Tier.RESIDENT, Tier.PACKED))
     )
     mapped = sum(p.stored for p in placement.experts if p.tier is not Tier.ROUTED)
     pools = sum(p.nbytes if p.device in on_host else p.host_slots * p.slot for p in placement.pools)

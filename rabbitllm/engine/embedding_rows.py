@@ -7,6 +7,7 @@ bytes too, where a row is a whole number of quantisation blocks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,15 +37,17 @@ class EmbeddingRows:
         source: the embedding's unit.
         part: a reader of its mapped parts, on the host.
         device: where the embedding computes.
+        unbind: puts the placeholder back.
     """
 
-    def __init__(self, source: UnitSource, part: PartReader, device: torch.device) -> None:
+    def __init__(self, source: UnitSource, part: PartReader, device: torch.device, unbind: Callable[[], None]) -> None:
         job = source.jobs[0]
         self._stored = source.stored[job.recipe.sources[0][1]]
         self._place = job.places[0][1]
         self._dtype = job.recipe.dtype
         self._part = part
         self._device = device
+        self._unbind = unbind
         self.rows_brought = 0
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -61,7 +64,11 @@ class EmbeddingRows:
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Let the rows go."""
-        self._place.bind_placeholder(self._device)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """The same, where an interrupt kept torch from calling `after`."""
+        self._unbind()
 
     def _rows(self, ids: torch.Tensor) -> torch.Tensor:
         form = self._stored.quantised

@@ -16,7 +16,10 @@ import torch
 from torch.utils._pytree import tree_map
 
 from rabbitllm.engine.packed_weight import Grouping, PackedWeight
-from rabbitllm.engine.unwritable import refuse_writing
+from rabbitllm.engine.unwritable import reads_memory, refuse_writing
+from rabbitllm.errors import AbsentWeightError
+
+_WHY = "experts are read from the disk, or by their codes"
 
 
 class Supply(Protocol):
@@ -80,6 +83,12 @@ class ExpertStack(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertStack:
         return self.again()  # nobody writes to the experts
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise AbsentWeightError(
+            "The experts of a layer are not in memory as one tensor, so they cannot be pickled (torch.save does that).",
+            "model.save_pretrained(folder) writes the whole model.",
+        )
 
     def turn(self) -> ExpertStack:
         """With the last two dimensions exchanged."""
@@ -166,7 +175,9 @@ class ExpertStack(torch.Tensor):
             found = answer(*args, **given)
             if found is not None:
                 return found
-        refuse_writing(func, args, kwargs, ExpertStack, "experts are read from the disk, or by their codes")
+        refuse_writing(func, args, kwargs, ExpertStack, _WHY)
+        if reads_memory(func, _WHY):
+            return func(_whole(args[0]), *args[1:], **given)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **given)
 

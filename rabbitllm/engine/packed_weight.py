@@ -12,8 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_map
 
-from rabbitllm.engine.unwritable import refuse_writing
+from rabbitllm.engine.unwritable import reads_memory, refuse_writing
 from rabbitllm.layers.compression import Quantised
+
+_WHY = "it is there by its codes alone, at 4bit or 8bit"
 
 
 class Grouping(Protocol):
@@ -94,7 +96,9 @@ class PackedWeight(torch.Tensor):
     ) -> Any:
         if func is torch.nn.functional.linear:
             return _linear(*args, **(kwargs or {}))
-        refuse_writing(func, args, kwargs, PackedWeight, "it is there by its codes alone, at 4bit or 8bit")
+        refuse_writing(func, args, kwargs, PackedWeight, _WHY)
+        if reads_memory(func, _WHY):
+            return func(args[0].dequantised(), *args[1:], **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():  # or its results would be said to be packed too
             return func(*args, **(kwargs or {}))
 

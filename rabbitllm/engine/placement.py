@@ -27,6 +27,8 @@ class Tier(enum.Enum):
     """On the device, as stored; dequantised or fused for each use."""
     ROWS = "rows"
     """An embedding of which only the rows of the tokens at hand are brought in."""
+    MAPPED = "mapped rows"
+    """An embedding that is used in its mapped file: ready, and of it only the rows that are looked up take memory."""
     PINNED = "page-locked RAM"
     """In host memory, as stored; copied to the device for each pass."""
     STREAMED = "streamed"
@@ -35,6 +37,25 @@ class Tier(enum.Enum):
     """Experts: in the layer file, but for those that a cache has; read when a token is routed to them."""
     ELSEWHERE = "on another host"
     """Another process computes it; see `rabbitllm.pipeline`."""
+
+
+READY = (Tier.RESIDENT, Tier.MAPPED)
+"""What can be used at any time, as in an ordinary model."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTensor:
+    """What several units are made from, as tied embeddings are.
+
+    Attributes:
+        key: equal for the units.
+        stored: bytes in the layer file.
+        ready: bytes when made.
+    """
+
+    key: str
+    stored: int
+    ready: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +72,7 @@ class UnitCost:
         by_rows: an input embedding, which can be brought in row by row.
         routed: bytes of its experts in the layer file, which are brought in by themselves and not part of `stored`.
         scales: bytes of scales that are made beside what is stored, where it is multiplied from its codes.
+        shared: what of it other units are made from too.
     """
 
     name: str
@@ -62,6 +84,7 @@ class UnitCost:
     by_rows: bool
     routed: int = 0
     scales: int = 0
+    shared: tuple[SharedTensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +123,26 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where one unit went."""
+    """Where one unit went.
+
+    Attributes:
+        unit: its path in the model.
+        device: where it computes.
+        tier: where it is between two passes.
+        stored: bytes of its tensors in the layer files.
+        tied: of these, what is counted at another unit of the same device, which is made from the same tensors.
+    """
 
     unit: str
     device: str
     tier: Tier
     stored: int
+    tied: int = 0
+
+    @property
+    def counted(self) -> int:
+        """Stored bytes, those of tied units once."""
+        return self.stored - self.tied
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +206,11 @@ class Placement:
     @property
     def is_resident(self) -> bool:
         """Whether every unit is ready to use at any time, as in an ordinary model."""
-        return all(placed.tier is Tier.RESIDENT for placed in (*self.units, *self.experts))
+        return all(placed.tier in READY for placed in (*self.units, *self.experts))
 
     @property
     def streamed_bytes(self) -> int:
-        """What each pass reads from the disk."""
+        """What each pass reads from the disk; of tied units each reads."""
         return sum(placed.stored for placed in self.units if placed.tier is Tier.STREAMED)
 
     @property
@@ -210,7 +247,7 @@ class Placement:
                 for what, units in (("", self.units), ("experts, ", self.experts)):
                     chosen = [p for p in units if p.device == budget.device and p.tier is tier]
                     if chosen:
-                        size = f"{sum(p.stored for p in chosen) / 1e9:.2f}"
+                        size = f"{sum(p.counted for p in chosen) / 1e9:.2f}"
                         rows.append((budget.device, what + tier.value, str(len(chosen)), size))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = []

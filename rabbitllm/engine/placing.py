@@ -7,13 +7,14 @@ subset is kept instead, spread evenly, so that the transfers of the rest hide be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 from rabbitllm.engine.cuda_allocation import taken
 from rabbitllm.engine.placement import (
     EXPERT_STAGING,
+    READY,
     SLOTS,
     STAGING,
     Budget,
@@ -21,6 +22,7 @@ from rabbitllm.engine.placement import (
     Placed,
     Placement,
     Pool,
+    SharedTensor,
     Tier,
     UnitCost,
 )
@@ -57,7 +59,7 @@ def place(
         names = {cost.name for cost in share}
         own = [cost for cost in experts if cost.unit in names]
         tiers, left = _tiers(share, replace(budget, nbytes=budget.nbytes - _transit_bytes(own)), small_first)
-        tier = _experts_tier(own, budget, left, all(t is Tier.RESIDENT for t in tiers.values()))
+        tier = _experts_tier(own, budget, left, all(t in READY for t in tiers.values()))
         routed += [Placed(cost.name, budget.device, tier, cost.stored) for cost in own]
         if own and tier is Tier.ROUTED:
             pools.append(_pool(own, budget, left))
@@ -72,7 +74,8 @@ def place(
     placement = placement.changed(
         dict.fromkeys(_page_locked(placement, decoder, host_bytes, cached_layers), Tier.PINNED)
     )
-    return replace(placement, pools=_with_host_slots(placement, host_bytes))
+    units = _counted_once(placement, {cost.name: cost.shared for cost in costs if cost.shared})
+    return replace(placement, units=units, pools=_with_host_slots(placement, host_bytes))
 
 
 def _transit_bytes(experts: Sequence[ExpertCost]) -> int:
@@ -153,33 +156,82 @@ def _spans(costs: Sequence[UnitCost], budgets: Sequence[Budget]) -> list[list[Un
 
 def _tiers(costs: Sequence[UnitCost], budget: Budget, small_first: bool) -> tuple[dict[str, Tier], int]:
     """A tier for each unit of a device, and the bytes that are left there."""
-    need = sum(_ready_cost(cost, budget) for cost in costs)
+    need = ready_once(cost for cost in costs if not _is_mapped(cost, budget))
     if need <= budget.nbytes:
-        return dict.fromkeys((cost.name for cost in costs), Tier.RESIDENT), budget.nbytes - need
-    tiers = {cost.name: _rows_tier(cost, budget) for cost in costs if cost.by_rows}
+        ready = {cost.name: Tier.MAPPED if _is_mapped(cost, budget) else Tier.RESIDENT for cost in costs}
+        return ready, budget.nbytes - need
+    tiers = {cost.name: Tier.MAPPED if _is_mapped(cost, budget) else Tier.ROWS for cost in costs if cost.by_rows}
     # made for good, since it may be used outside its own forward
     tiers |= {cost.name: Tier.RESIDENT for cost in costs if cost.must_stay}
-    room = budget.nbytes - sum(cost.ready for cost in costs if cost.must_stay)
+    room = budget.nbytes - ready_once(cost for cost in costs if cost.must_stay)
     candidates = [cost for cost in costs if cost.name not in tiers]
     scratch = max((cost.ready for cost in candidates if not cost.is_view), default=0)
-    whole = sum(_kept_bytes(cost, budget) for cost in candidates)
+    whole = _kept_once(candidates, budget, set())
     if whole + scratch <= room:
         return tiers | {cost.name: _kept(cost, budget) for cost in candidates}, room - scratch - whole
     tiers |= {cost.name: Tier.STREAMED for cost in candidates}
-    left = room - scratch
+    left, kept = room - scratch, set[str]()
     if small_first:
         for cost in [cost for cost in candidates if not cost.is_layer]:
-            rest = [other for other in candidates if other is not cost]
-            if _kept_bytes(cost, budget) + _slots(rest) <= left:
+            rest, with_it = [other for other in candidates if other is not cost], set(kept)
+            more = _kept_once([cost], budget, with_it)
+            if more + _slots(rest) <= left:
                 tiers[cost.name] = _kept(cost, budget)
-                left -= _kept_bytes(cost, budget)
-                candidates = rest
+                left -= more
+                candidates, kept = rest, with_it
     slots = _slots(candidates)
     layers = [cost for cost in candidates if cost.is_layer or not small_first]
     for cost in _spread(layers, left - slots, lambda cost: _kept_bytes(cost, budget)):
         tiers[cost.name] = _kept(cost, budget)
         left -= _kept_bytes(cost, budget)
     return tiers, left - slots
+
+
+def ready_once(costs: Iterable[UnitCost]) -> int:
+    """Memory of units that are kept ready: what several are made from is made once."""
+    total, made = 0, set[str]()
+    for cost in costs:
+        total += cost.ready - sum(shared.ready for shared in cost.shared if shared.key in made)
+        made.update(shared.key for shared in cost.shared)
+    return total
+
+
+def _kept_once(costs: Iterable[UnitCost], budget: Budget, kept: set[str]) -> int:
+    """Memory that units take as they are stored beside the tensors in `kept`, to which theirs are added.
+
+    In a mapped file a tensor is there once, and on a device one that is ready; as stored each unit there has its own.
+    """
+    total = 0
+    for cost in costs:
+        total += _kept_bytes(cost, budget)
+        if budget.is_host or _kept(cost, budget) is Tier.RESIDENT:
+            total -= sum(shared.stored for shared in cost.shared if shared.key in kept)
+            kept.update(shared.key for shared in cost.shared)
+    return total
+
+
+_COUNTING = (Tier.RESIDENT, Tier.PACKED, Tier.PINNED, Tier.STREAMED, Tier.ROWS, Tier.MAPPED)
+"""Of units that are made from one tensor, the one whose tier comes first counts it."""
+
+
+def _counted_once(placement: Placement, shared: Mapping[str, Sequence[SharedTensor]]) -> tuple[Placed, ...]:
+    """The units, each with what of its tensors is counted at another one of its device.
+
+    Args:
+        placement: of all units.
+        shared: of those that share tensors.
+    """
+    hosts = {budget.device for budget in placement.budgets if budget.is_host}
+    tied: dict[str, int] = {}
+    counted: set[tuple[str, str]] = set()
+    for tier in _COUNTING:
+        for placed in (placed for placed in placement.units if placed.tier is tier and placed.unit in shared):
+            own = shared[placed.unit]
+            # each has its own in page-locked memory, and as it is stored on a device that maps no files
+            if tier is not Tier.PINNED and (tier is not Tier.PACKED or placed.device in hosts):
+                tied[placed.unit] = sum(one.stored for one in own if (placed.device, one.key) in counted)
+            counted.update((placed.device, one.key) for one in own)
+    return tuple(replace(placed, tied=tied.get(placed.unit, 0)) for placed in placement.units)
 
 
 def _kept_bytes(cost: UnitCost, budget: Budget) -> int:
@@ -192,13 +244,9 @@ def _slots(costs: Sequence[UnitCost]) -> int:
     return SLOTS * max((cost.stored + cost.scales for cost in costs), default=0)
 
 
-def _ready_cost(cost: UnitCost, budget: Budget) -> int:
-    """Memory of a unit that is kept ready. A mapped embedding costs the rows that are touched: next to nothing."""
-    return 0 if cost.by_rows and cost.is_view and budget.is_host else cost.ready
-
-
-def _rows_tier(cost: UnitCost, budget: Budget) -> Tier:
-    return Tier.RESIDENT if cost.is_view and budget.is_host else Tier.ROWS
+def _is_mapped(cost: UnitCost, budget: Budget) -> bool:
+    """Whether it is an embedding that is used in its mapped file, where it costs the rows that are touched."""
+    return cost.by_rows and cost.is_view and budget.is_host
 
 
 def _kept(cost: UnitCost, budget: Budget) -> Tier:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from rabbitllm.checkpoints.json_file import read_json
-from rabbitllm.engine.placement import Tier
+from rabbitllm.engine.placement import READY, Tier
 from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.errors import OptionError, RabbitLLMError
 from rabbitllm.formats.tensor_spec import dtype_name, torch_dtype
@@ -75,7 +75,7 @@ def origin_of(
     """
     dtypes = {name: recipe.dtype for recipe in weights.recipes.values() for _, name in recipe.sources if recipe.dtype}
     placed = [] if changes_itself else [*model.placement.units, *model.placement.experts]
-    stay = tuple(p.unit + "." for p in placed if p.tier is Tier.RESIDENT)
+    stay = tuple(p.unit + "." for p in placed if p.tier in READY)
     routed = tuple(p.unit + "." for p in model.placement.experts if p.tier is not Tier.RESIDENT)
     names = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
     staying = {}

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +22,7 @@ from rabbitllm.engine.pass_line import PassLine
 from rabbitllm.engine.placement import Placement
 from rabbitllm.engine.saving import Origin, save
 from rabbitllm.engine.streamer import Streamer
+from rabbitllm.engine.unwritable import AbsentWeight
 from rabbitllm.options import expand
 from rabbitllm.profiler import Profiler
 from rabbitllm.profiling.passes import Entry
@@ -69,7 +68,6 @@ class StreamedModel:
     unused_tensors: tuple[str, ...]
     _compute_device: torch.device
     _all_resident: bool
-    _turn: AbstractContextManager[Any]
     _origin: Origin
     _show_progress: bool
     _held_bytes: int
@@ -89,11 +87,11 @@ class StreamedModel:
             computed = shared.come_in(args, kwargs)
             if computed is not None:
                 return computed
-            with torch.no_grad():
+            with self.streamer.passing(), torch.no_grad():
                 return super().__call__(*args, **kwargs)  # type: ignore[misc]
         if self._all_resident:
             return self._pass(*args, **kwargs)
-        with self._turn, torch.no_grad():
+        with self.streamer.passing(), torch.no_grad():
             return self._pass(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -104,7 +102,7 @@ class StreamedModel:
             entry: what goes in altogether.
         """
         shown = contextlib.nullcontext() if self.pass_line is None else self.pass_line.over(entry, None)
-        with self._turn, torch.no_grad(), shown, self.profiler.forward(entry, None):
+        with self.streamer.passing(), torch.no_grad(), shown, self.profiler.forward(entry, None):
             yield
 
     def _pass(self, *args: Any, **kwargs: Any) -> Any:
@@ -193,6 +191,25 @@ class StreamedModel:
         buffers = (buffer.nbytes for buffer in self.buffers()) if return_buffers else ()  # type: ignore[attr-defined]
         return self._held_bytes + sum(buffers)
 
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> Any:
+        """As transformers does it, where both embeddings are in memory; a size that they have is no change.
+
+        Raises:
+            AbsentWeightError: one of them is not. Nothing was changed.
+        """
+        embedding, head = self.get_input_embeddings(), self.get_output_embeddings()  # type: ignore[attr-defined]
+        rows = embedding.num_embeddings
+        wanted = rows if new_num_tokens is None else new_num_tokens
+        multiple = pad_to_multiple_of or 1
+        if -(-wanted // multiple) * multiple == rows:
+            return embedding
+        for module in (embedding, head):
+            if isinstance(getattr(module, "weight", None), AbsentWeight):
+                module.weight.sum()  # which raises what is to be raised, before anything is changed
+        return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)  # type: ignore[misc]
+
     def save_pretrained(
         self,
         save_directory: str | Path,
@@ -253,7 +270,7 @@ class StreamedModel:
             OptionError: the file was written for another model.
             CorruptShardError, OSError: it cannot be read.
         """
-        with self._turn:
+        with self.streamer.turn:
             for pool in self.streamer.pools.values():
                 pool.warm(read_uses(Path(path), pool.sources))
 
@@ -271,7 +288,6 @@ def adopt(model: PreTrainedModel, device: torch.device, placement: Placement) ->
     streamed._compute_device = device
     streamed.placement = placement
     streamed._all_resident = placement.is_resident
-    streamed._turn = threading.RLock()
     # transformers reads it: pipelines leave the model where it is, and of a static cache each layer's part is made
     # where that layer computes, unless the map has one device only
     where = {placed.unit: placed.device for placed in placement.units}

@@ -1,15 +1,25 @@
 """Hooks that bind a unit's weights before it computes and let them go after, even if it raises.
 
 Resident units have no hook at all. A packed unit is made from what is on its device, a streamed one from what the
-loader brings; while it computes, the loader is already bringing the one that followed it in the last pass. Knows
+loader brings; while it computes, the loader is already bringing the one that followed it in the last pass.
+
+Some modules are not called: another one reads their weight (a position embedding, learned queries, a tied head). The
+first read in a pass brings such a weight as if it were resident, and it stays until the pass ends. A pass is a call of
+the model, or of a part of it that has such units. Any other read of a weight that is not in memory is refused. Knows
 neither files nor formats.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
@@ -23,12 +33,18 @@ from rabbitllm.engine.embedding_rows import EmbeddingRows
 from rabbitllm.engine.expert_pool import ExpertPool
 from rabbitllm.engine.loader import Loader, largest
 from rabbitllm.engine.page_locked import Kept
-from rabbitllm.engine.placement import SLOTS, Placement, Tier
+from rabbitllm.engine.placement import READY, SLOTS, Placement, Tier
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, SpanReader, Way
 from rabbitllm.engine.unit_source import Memo, PartReader, UnitSource, mapped_part
+from rabbitllm.engine.units import Place
+from rabbitllm.engine.unwritable import called_by
 from rabbitllm.engine.uploader import Uploader
+from rabbitllm.errors import AbsentWeightError
 from rabbitllm.layers.layer_store import WeightFiles
 from rabbitllm.profiler import COMPUTE, DEQUANTISE, Profiler
+
+_calling: ContextVar[object] = ContextVar("whose model is being called", default=None)
+"""In this thread and this greenlet: members of a joint pass are in calls of the model that go on by turns."""
 
 
 @dataclass
@@ -69,6 +85,9 @@ class Streamer:
         pools: device name -> its experts that come and go.
         way: how streamed units are read.
         prefetching: bring the next unit while this one computes.
+
+    Attributes:
+        turn: held by the thread whose pass it is; see `passing`.
     """
 
     def __init__(
@@ -92,8 +111,14 @@ class Streamer:
         self._prefetching = prefetching
         self.pools = pools
         self._mapped = mapped_part(store)
+        self._kept = kept
+        self._packed: dict[str, PartReader] = {}
         self._memos: dict[str, Memo] = {name: {} for name in devices}
         self._started: dict[str, float] = {}
+        self.turn = threading.RLock()
+        self._has_turn = False
+        self._brought: dict[str, dict[str, torch.Tensor]] = {}
+        self._brought_memos: dict[str, Memo] = {name: {} for name in devices}
         self.embedding_rows: EmbeddingRows | None = None
         self._letting_go: dict[str, Callable[[], None]] = {}
         self.lanes: dict[str, DeviceLane] = {}
@@ -109,7 +134,7 @@ class Streamer:
             self.lanes[name] = DeviceLane(device, loader, Boundary(device.torch_device), follower)
         for placed in placement.units:
             self._install(sources[placed.unit], placed.tier, self.lanes[placed.device])
-        self._recover_from_interrupts([name for name, source in sources.items() if source.unit.is_layer])
+        self._watch_calls(sources, placement)
 
     def _loader(self, moving: Mapping[str, UnitSource], device: Device, kept: Kept | None) -> Loader | Uploader:
         disk = SpanReader(self._store, self.way)
@@ -120,8 +145,8 @@ class Streamer:
 
     @property
     def bound(self) -> set[str]:
-        """Units that are neither resident nor unbound: at most those that compute at this moment."""
-        return set(self._letting_go)
+        """Units that are neither resident nor unbound: those that compute at this moment, or were read in this pass."""
+        return {*self._letting_go, *self._brought}
 
     def waited(self) -> tuple[float, float]:
         """Seconds that passes have waited so far: for the disk, and for copies from host memory."""
@@ -129,60 +154,132 @@ class Streamer:
         disk = sum(loader.waited for loader in loaders) + sum(pool.waited for pool in self.pools.values())
         return disk, sum(loader.waited_for_copies for loader in loaders)
 
-    def _recover_from_interrupts(self, layers: Sequence[str]) -> None:
-        """Before each pass, let go of what an interrupted one left: torch runs no hooks after a KeyboardInterrupt.
+    def _watch_calls(self, sources: Mapping[str, UnitSource], placement: Placement) -> None:
+        """Make a pass, or a part of one, of each forward in which a weight may be read: of the model, of the models
+        inside it, and of whatever is around a unit that is no layer.
 
-        Generation calls an encoder by itself, so any model inside the model may be where a pass begins.
+        Generation calls an encoder by itself, or has an image tokenised by one; peft calls the model's forward. Not by
+        torch's hooks: it runs none after a KeyboardInterrupt.
         """
+        layers = {name for name, source in sources.items() if source.unit.is_layer}
+        absent = [placed.unit for placed in placement.units if placed.tier not in READY]
+        around = {path for unit in absent if unit not in layers for path in _around(unit)}
         for name, module in self._model.named_modules():
-            inside_a_layer = any(name.startswith(layer + ".") for layer in layers)
-            if isinstance(module, PreTrainedModel) and not inside_a_layer:
+            begins = isinstance(module, PreTrainedModel) and not layers.intersection(_around(name))
+            if begins and placement.is_resident:  # threads need not take turns
                 module.register_forward_pre_hook(lambda module, args: self.begin())
+            elif begins or (name in around and type(module).forward is not nn.Module.forward):
+                # a method, so that a copy of the module has its own
+                module.forward = MethodType(self._as_a_pass(type(module).forward), module)
+
+    def _as_a_pass(self, ordinary: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(ordinary)
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if _calling.get() is self:
+                return ordinary(module, *args, **kwargs)
+            with self.passing(), torch.no_grad():
+                return ordinary(module, *args, **kwargs)
+
+        return forward
+
+    @contextlib.contextmanager
+    def passing(self) -> Iterator[None]:
+        """A pass, or a part of one, is what happens inside the context.
+
+        Threads take turns; members of joint passes meet in the turn of their hub. What an interrupted pass has left is
+        let go when it ends, and when another one begins.
+        """
+        shared = getattr(self._model, "shared_passes", None)
+        if _calling.get() is self:
+            yield
+        elif shared is not None and shared.is_member():
+            with self._call_of_a_member():
+                yield
+        else:
+            with self._own_pass():
+                yield
+
+    @contextlib.contextmanager
+    def _own_pass(self) -> Iterator[None]:
+        with self.turn:
+            token, inside = _calling.set(self), self._has_turn
+            try:
+                self._has_turn = True
+                if not inside:
+                    self.begin()
+                yield
+            finally:
+                _calling.reset(token)
+                self._has_turn = inside
+                if not inside:
+                    self._let_go()
+
+    @contextlib.contextmanager
+    def _call_of_a_member(self) -> Iterator[None]:
+        token = _calling.set(self)
+        try:
+            yield
+        finally:
+            _calling.reset(token)
+            if not self._has_turn:
+                self._forget_what_was_read()
 
     def begin(self) -> None:
         """Make ready for a pass."""
-        for name in list(self._letting_go):
-            self._letting_go.pop(name)()
+        self._let_go()
         for pool in self.pools.values():
             pool.end()
         for lane in self.lanes.values():
             lane.boundary.forget()
 
+    def _let_go(self) -> None:
+        """Let go of whatever is bound, and of what was brought because it was read."""
+        for name in list(self._letting_go):
+            self._letting_go.pop(name)()
+        if self.embedding_rows is not None:
+            self.embedding_rows.let_go()
+        self._forget_what_was_read()
+
+    def _forget_what_was_read(self) -> None:
+        self._brought.clear()
+        for memo in self._brought_memos.values():
+            memo.clear()
+
     def _install(self, source: UnitSource, tier: Tier, lane: DeviceLane) -> None:
         unit, device = source.unit, lane.device
         if tier is Tier.ELSEWHERE:
-            self._unbind(source, device)
+            self._unbinding(source, device, elsewhere=True)()
             return
         if len(self.lanes) > 1:  # also on the first device: OPT's last norm is registered before its layers
             unit.module.register_forward_pre_hook(lane.boundary, with_kwargs=True)
-        if tier is Tier.RESIDENT or (tier is Tier.PACKED and source.is_view):  # multiplied as it is stored: never made
-            apart = (
-                not device.shares_host_memory and not source.is_view
-            )  # or a norm would keep all of its layer's bytes
-            part = self._mapped if device.shares_host_memory else self._uploaded(source, device)
-            source.make(self._model, part, self._memos[device.name], apart=apart)
+        if tier in READY or (tier is Tier.PACKED and source.is_view):  # multiplied as it is stored: never made
+            for place, tensor in self._made_for_good(source, device, self._memos[device.name]):
+                place.bind(tensor)
             if self._profiler.enabled and not unit.holds_units:  # their time is not counted twice
                 unit.module.register_forward_pre_hook(lambda module, args: self._start(unit.name))
                 unit.module.register_forward_hook(
                     lambda module, args, output: self._stop(unit.name, device), always_call=True
                 )
             return
-        self._unbind(source, device)
+        unbind = self._unbinding(source, device)
+        unbind()
         if tier is Tier.ROWS:
-            rows = self.embedding_rows = EmbeddingRows(source, self._mapped, device.torch_device)
+            rows = self.embedding_rows = EmbeddingRows(source, self._mapped, device.torch_device, unbind)
             unit.module.register_forward_pre_hook(rows.before, with_kwargs=True)
             unit.module.register_forward_hook(rows.after, always_call=True)
         elif tier is Tier.PACKED:
-            kept = self._mapped if device.shares_host_memory else self._uploaded(source, device)
-            self._hook(source, device, _Packed(kept))
+            part = self._packed[unit.name] = self._part(source, device)
+            self._hook(source, device, _Packed(part), unbind)
         else:
-            self._hook(source, device, _Streamed(source, lane, self._prefetching))
+            self._hook(source, device, _Streamed(source, lane, self._prefetching), unbind)
 
-    def _hook(self, source: UnitSource, device: Device, supply: _Packed | _Streamed) -> None:
+    def _hook(
+        self, source: UnitSource, device: Device, supply: _Packed | _Streamed, unbind: Callable[[], None]
+    ) -> None:
         name, module = source.unit.name, source.unit.module
 
         def let_go() -> None:
-            self._unbind(source, device)
+            unbind()
             supply.let_go()
 
         def before(module: nn.Module, args: Any) -> None:
@@ -215,19 +312,85 @@ class Streamer:
         """A clock that stands still while a unit waits for experts."""
         return time.perf_counter() - sum(pool.waited for pool in self.pools.values())
 
-    def _unbind(self, source: UnitSource, device: Device) -> None:
-        for place in source.places:
-            place.bind_placeholder(device.torch_device)
+    def _unbinding(self, source: UnitSource, device: Device, *, elsewhere: bool = False) -> Callable[[], None]:
+        """What puts the placeholders of a unit in the places of its weights."""
+
+        def bring(place: Place) -> torch.Tensor:
+            return self._bring(source, device, place, elsewhere=elsewhere)
+
+        absent = [(place, place.placeholder(device.torch_device, bring)) for place in source.places]
+
+        def unbind() -> None:
+            for place, placeholder in absent:
+                place.bind(placeholder)
+
+        return unbind
+
+    def _bring(self, source: UnitSource, device: Device, place: Place, *, elsewhere: bool) -> torch.Tensor:
+        """The weight of a place, because something reads it that is not its unit's own forward.
+
+        Raises:
+            AbsentWeightError: it cannot be read now.
+        """
+        unit = source.unit
+        if not elsewhere and not unit.is_layer and _calling.get() is self:
+            made = self._brought.get(unit.name)
+            if made is None:
+                memo = ChainMap(self._brought_memos[device.name], self._memos[device.name])
+                with self._profiler.stage(unit.name, DEQUANTISE):
+                    made = self._brought[unit.name] = self._made_for_reading(source, device, memo)
+            return made[place.target]
+        if not elsewhere and called_by("peft"):  # some adapters begin with the weights that they are put on
+            memo = ChainMap[str, dict[str, torch.Tensor]]({}, self._memos[device.name])
+            return self._made_for_reading(source, device, memo, place.target)[place.target]
+        why = "it is made for each pass"
+        if elsewhere:
+            why = "it is on another host"
+        elif unit.is_layer:
+            why = f"it is there while {unit.name} computes, and at no other time"
+        raise AbsentWeightError(
+            f"{place.target} was to be read, and is not in memory: {why}.",
+            "Load the model with enough max_memory for all of it; or read the weight out of its file with "
+            "rabbitllm.lazy_load. model.save_pretrained(folder) writes all weights.",
+        )
+
+    def _made_for_reading(
+        self, source: UnitSource, device: Device, memo: Memo, only: str | None = None
+    ) -> dict[str, torch.Tensor]:
+        with torch.inference_mode(False), torch.no_grad():
+            made = self._made_for_good(source, device, memo, only)
+            return {place.target: place.bindable(tensor) for place, tensor in made}
+
+    def _made_for_good(
+        self, source: UnitSource, device: Device, memo: Memo, only: str | None = None
+    ) -> Iterator[tuple[Place, torch.Tensor]]:
+        """The parameters of a unit as those of a resident one are: they need nothing that is given back."""
+        # what is not used as it is stored is copied, or a norm would keep all of its layer's bytes
+        apart = not device.shares_host_memory and not source.is_view
+        part = self._packed.get(source.unit.name) or self._part(source, device)
+        return source.made(self._model, part, memo, apart=apart, only=only)
+
+    def _part(self, source: UnitSource, device: Device) -> PartReader:
+        """A reader of a unit's stored parts, on its device for good."""
+        return self._mapped if device.shares_host_memory else self._uploaded(source, device)
 
     def _uploaded(self, source: UnitSource, device: Device) -> PartReader:
         """A unit's stored bytes, copied to its device for good."""
         buffer = device.device_buffer(source.buffer_bytes)
-        host = torch.empty(source.buffer_bytes, dtype=torch.uint8)
-        SpanReader(self._store, THROUGH_THE_CACHE).read(source.spans, host.numpy().data.cast("B"))
+        kept = self._kept.get(device.name)
+        host = kept.units.get(source.unit.name) if kept is not None else None
+        if host is None:
+            host = torch.empty(source.buffer_bytes, dtype=torch.uint8)
+            SpanReader(self._store, THROUGH_THE_CACHE).read(source.spans, host.numpy().data.cast("B"))
         ticket = device.upload(host, buffer, device.leave())
         device.landed(ticket)
         device.arrive(ticket)
         return source.part_of(buffer)
+
+
+def _around(path: str) -> Iterator[str]:
+    """The paths of the modules that a module is in, the model's own left out."""
+    return (path[:at] for at, letter in enumerate(path) if letter == ".")
 
 
 class _Packed:

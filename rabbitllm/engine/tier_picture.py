@@ -43,7 +43,13 @@ ON_DISK = (DISK, EXPERTS_AWAY, ROWS)
 """What has no place between two passes but its layer file."""
 _ON_GPU: Mapping[Tier, str] = {Tier.RESIDENT: READY, Tier.PACKED: STORED}
 _ON_HOST: Mapping[Tier, str] = {Tier.RESIDENT: MAPPED, Tier.PACKED: CODES}
-_ANYWHERE: Mapping[Tier, str] = {Tier.ROWS: ROWS, Tier.PINNED: LOCKED, Tier.STREAMED: DISK, Tier.ELSEWHERE: AWAY}
+_ANYWHERE: Mapping[Tier, str] = {
+    Tier.ROWS: ROWS,
+    Tier.MAPPED: ROWS,
+    Tier.PINNED: LOCKED,
+    Tier.STREAMED: DISK,
+    Tier.ELSEWHERE: AWAY,
+}
 _WIDTH = 8.5
 """Inches: at 800 pixels a point of type is more than one pixel."""
 _AXIS, _LETTER, _GAP = 7.0, 0.085, 0.12
@@ -78,7 +84,7 @@ def bars(placement: Placement) -> tuple[Bar, ...]:
         experts.setdefault(_unit_of(placed.unit, units), []).append(placed)
     found = []
     for placed in placement.units:
-        parts: Counter[str] = Counter({_word(placed, hosts): placed.stored})
+        parts: Counter[str] = Counter({_word(placed, hosts): placed.counted})
         for own in experts.get(placed.unit, ()):
             kept, near = shares[own.device] if own.tier is Tier.ROUTED else (1.0, 0.0)
             parts[EXPERTS] += round(kept * own.stored)

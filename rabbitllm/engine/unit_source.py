@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,7 +26,7 @@ from rabbitllm.layers.order import TENSOR_ALIGNMENT
 PartReader = Callable[[TensorSpec], torch.Tensor]
 """A stored part -> its tensor, on the device where the unit is made."""
 
-Memo = dict[str, dict[str, torch.Tensor]]
+Memo = MutableMapping[str, dict[str, torch.Tensor]]
 """Recipe key -> target -> tensor, of recipes that were carried out for good."""
 
 
@@ -42,6 +42,11 @@ class Job:
     recipe: Recipe
     places: tuple[tuple[str, Place], ...]
     packed: tuple[tuple[type[StoredMatrix], Place], ...] = ()
+
+    def alone(self, target: str) -> Job:
+        """What is left of it for one place."""
+        places = tuple(entry for entry in self.places if entry[1].target == target)
+        return Job(self.recipe, places, tuple(entry for entry in self.packed if entry[1].target == target))
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,13 @@ class UnitSource:
             yield from (place for _, place in job.places)
             yield from (place for _, place in job.packed)
 
+    def bytes_of(self, job: Job) -> tuple[int, int]:
+        """What a job's tensors take: as they are stored, and made."""
+        names = [name for _, name in job.recipe.sources]
+        stored = sum(self.stored[name].nbytes for name in names)
+        made = 0 if job.recipe.wraps else sum(place.shape.numel() * place.dtype.itemsize for _, place in job.places)
+        return stored, made + (stored if job.packed or job.recipe.wraps else 0)
+
     @property
     def stored_bytes(self) -> int:
         """Of its tensors, on disk."""
@@ -88,21 +100,39 @@ class UnitSource:
         self,
         model: PreTrainedModel,
         part: PartReader,
-        memo: dict[str, dict[str, torch.Tensor]] | None = None,
+        memo: Memo | None = None,
         *,
         apart: bool = False,
     ) -> None:
         """Make the parameters and bind them.
 
         Args:
+            model, part, memo, apart: see `made`.
+        """
+        for place, tensor in self.made(model, part, memo, apart=apart):
+            place.bind(tensor)
+
+    def made(
+        self,
+        model: PreTrainedModel,
+        part: PartReader,
+        memo: Memo | None = None,
+        *,
+        apart: bool = False,
+        only: str | None = None,
+    ) -> Iterator[tuple[Place, torch.Tensor]]:
+        """Make the parameters: each with its place.
+
+        Args:
             model: the skeleton, for conversions.
             part: gives the stored parts.
             memo: recipe key -> what it made; filled, and used by tied units that stay bound.
             apart: make copies of what would be used as it is stored, so that the stored parts can go.
+            only: the one target that is wanted; None for all.
         """
-        for job in self.jobs:
+        for job in self.jobs if only is None else [job.alone(only) for job in self.jobs]:
             for kind, place in job.packed:
-                place.bind(self._packed(kind, job.recipe, part))
+                yield place, self._packed(kind, job.recipe, part)
             if not job.places:
                 continue
             made = memo.get(job.recipe.key) if memo is not None else None
@@ -111,7 +141,7 @@ class UnitSource:
                 if memo is not None:
                     memo[job.recipe.key] = made
             for target, place in job.places:
-                place.bind(made[target])
+                yield place, made[target]
 
     def _packed(self, kind: type[StoredMatrix], recipe: Recipe, part: PartReader) -> PackedWeight:
         stored = self.stored[recipe.sources[0][1]]
@@ -188,12 +218,9 @@ def source_of(unit: Unit, weights: WeightMap, store: WeightFiles, packs: Packs |
     stored = {name: store.tensors[name] for job in jobs for _, name in job.recipe.sources}
     spans = _spans(stored)
     size = spans[-1].end if spans else 0
-    anew = [job for job in jobs if not job.recipe.wraps]
-    ready = sum(place.shape.numel() * place.dtype.itemsize for job in anew for _, place in job.places)
-    ready += sum(stored[job.recipe.sources[0][1]].nbytes for job in jobs if job.packed)
-    ready += sum(stored[name].nbytes for job in jobs if job.recipe.wraps for _, name in job.recipe.sources)
     is_view = all(_is_view(job.recipe, stored) for job in jobs if job.places)
-    source = UnitSource(unit, jobs, stored, spans, size, ready, is_view)
+    source = UnitSource(unit, jobs, stored, spans, size, 0, is_view)
+    ready = sum(source.bytes_of(job)[1] for job in jobs)
     return replace(source, ready_bytes=ready + source.scale_bytes)
 
 

@@ -1,20 +1,20 @@
 """The modules whose weights come and go together, and the places where their parameters are bound.
 
 A unit is a decoder layer (the outermost layer of a stack), or any other module that owns parameters itself: the
-embedding, the norm, the head. Binding writes into the module's own parameter table, which costs under a microsecond
-a tensor; every public way costs 50 to 200 times more. Knows no files.
+embedding, the norm, the head; torch's own attention is one, whole. Binding writes into the module's own parameter
+table, which costs under a microsecond a tensor; every public way costs 50 to 200 times more. Knows no files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from rabbitllm.engine.unwritable import AbsentWeight, no_number
+from rabbitllm.engine.unwritable import AbsentWeight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,30 +40,32 @@ class Place:
     dtype: torch.dtype
     is_linear_weight: bool = False
     marks: Mapping[str, object] = field(default_factory=dict)
-    _elements: dict[torch.device, torch.Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def bind(self, tensor: torch.Tensor) -> None:
-        """Put a tensor there; as a parameter if parameters live there.
+        """Put a tensor there, or a placeholder; see `bindable`."""
+        self.table[self.leaf] = self.bindable(tensor)
+
+    def bindable(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor as it belongs there: as a parameter if parameters live there.
 
         It says that it requires a gradient, as a parameter of an ordinary model does, because torch.matmul folds its
         operands differently if one does, and the last bits with them. One that is a parameter already is a quantiser's
         own kind, with its scales on it.
         """
-        if isinstance(tensor, nn.Parameter):
-            self.table[self.leaf] = tensor
-            return
+        if isinstance(tensor, nn.Parameter) or not self._is_parameter:
+            return tensor
         needs = tensor.is_floating_point() and tensor.dtype.itemsize > 1
-        self.table[self.leaf] = nn.Parameter(tensor, requires_grad=needs) if self._is_parameter else tensor
+        return nn.Parameter(tensor, requires_grad=needs)
 
-    def bind_placeholder(self, device: torch.device) -> None:
-        """Put something there that has the right device, dtype and shape, takes no memory, and is not a number."""
-        element = self._elements.get(device)
-        if element is None:
-            element = self._elements[device] = no_number(self.dtype, device)
-        if self._is_parameter:
-            self.table[self.leaf] = AbsentWeight(element, self.shape, self.marks)
-        else:  # which may be written to
-            self.table[self.leaf] = element.clone().expand(self.shape)
+    def placeholder(self, device: torch.device, bring: Callable[[Place], torch.Tensor]) -> AbsentWeight:
+        """Something of the right device, dtype and shape that takes no memory and has no values.
+
+        Args:
+            device: where the weight computes.
+            bring: asked for the weight, as `bindable` makes it, when something reads its values.
+        """
+        is_parameter, marks = self._is_parameter, self.marks
+        return AbsentWeight(lambda: bring(self), self.shape, self.dtype, device, is_parameter=is_parameter, marks=marks)
 
     @property
     def _is_parameter(self) -> bool:
@@ -77,7 +79,7 @@ class Unit:
     Attributes:
         name: its path in the model.
         module: the module.
-        places: its parameters and persistent buffers, nested ones included for a decoder layer.
+        places: its parameters and persistent buffers, nested ones included for a layer and for torch's attention.
         is_layer: whether it is a layer of a stack.
         holds_units: whether other units are inside it; its own weights then stay bound.
     """
@@ -92,13 +94,16 @@ class Unit:
 def find_units(model: PreTrainedModel) -> list[Unit]:
     """The units of a model, in the order of its modules, which is nearly always the order of a pass."""
     layers = set(_layer_paths(model))
+    # torch's own attention reads its output matrix, by another kernel where that is no plain tensor
+    reading = {name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)}
+    whole = layers | reading
     units = []
     for name, module in model.named_modules():
-        if any(name.startswith(path + ".") for path in layers):
+        if any(name.startswith(path + ".") for path in whole):
             continue
-        places = tuple(_places(module, name, recurse=name in layers))
+        places = tuple(_places(module, name, recurse=name in whole))
         if places:
-            holds = name not in layers and any(True for child in module.children() if _owns_weights(child))
+            holds = name not in whole and any(True for child in module.children() if _owns_weights(child))
             units.append(Unit(name, module, places, name in layers, holds))
     return units
 

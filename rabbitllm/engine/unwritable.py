@@ -1,23 +1,24 @@
 """Weights that cannot be written to, and what stands for a weight while it is not in memory.
 
 Merging an adapter, loading other weights or initialising anew would be lost with the next pass, or not happen at all,
-and nobody would notice. So writing is refused, by name. Knows no files.
+and nobody would notice. So writing is refused, by name; and reading a weight that is not in memory brings the weight
+itself, or is refused too. Knows no files.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch.utils._pytree import tree_map
 
-from rabbitllm.errors import ReadOnlyWeightError
+from rabbitllm.errors import AbsentWeightError, ReadOnlyWeightError
 
-_HARMLESS = frozenset({"requires_grad_", "detach_", "share_memory_", "rename_"})
+_HARMLESS = frozenset({"requires_grad_", "detach_", "share_memory_", "rename_", "retain_grad"})
 """In-place methods that leave the values as they are."""
-_STAYS = frozenset({torch.Tensor.data.__get__, torch.Tensor.detach})  # type: ignore[attr-defined]
-"""What gives another name to the same weight."""
 
 
 def refuse_writing(
@@ -33,8 +34,10 @@ def refuse_writing(
     Raises:
         ReadOnlyWeightError: it would.
     """
-    written = bool(args) and isinstance(args[0], kind) and _writes_to_the_first(func)
-    if written or (kwargs and isinstance(kwargs.get("out"), kind)):
+    named = kwargs or {}
+    target = args[0] if args else named.get("tensor", named.get("input"))  # torch.nn.init gives it by name
+    written = isinstance(target, kind) and _writes_to_the_first(func)
+    if written or isinstance(named.get("out"), kind):
         raise ReadOnlyWeightError(
             f"A weight of this model cannot be written to: {why}.",
             "Leave an adapter unmerged: it computes beside the weights. To merge it, or to change weights, load the "
@@ -51,43 +54,117 @@ def _writes_to_the_first(func: Callable[..., Any]) -> bool:
     return name.endswith("_") and name not in _HARMLESS
 
 
+_BY_MEMORY = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__})
+_ADDRESSES = frozenset({torch.Tensor.data_ptr, torch.Tensor.storage})
+
+
+def reads_memory(func: Callable[..., Any], why: str) -> bool:
+    """Whether a function of torch reads a tensor's memory by itself, where every other goes through operations.
+
+    Args:
+        func: as `__torch_function__` gets it.
+        why: the tensor has no memory that it could read, for the message.
+
+    Raises:
+        AbsentWeightError: it asks for the memory itself.
+    """
+    if func in _ADDRESSES:
+        raise AbsentWeightError(
+            f"The memory of a weight was asked for, and the weight is not in memory as a matrix: {why}.",
+            "weight * 1 is an ordinary tensor; model.save_pretrained(folder) writes all weights.",
+        )
+    return func in _BY_MEMORY
+
+
 _WHY = "it is read from the disk when its layer computes"
 
+_METADATA = frozenset(
+    {
+        *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "names", "name", "_version", "output_nr"),
+        *("requires_grad", "requires_grad_", "grad", "_grad", "grad_fn", "retains_grad", "retain_grad"),
+        *("_backward_hooks", "_post_accumulate_grad_hooks", "register_hook", "register_post_accumulate_grad_hook"),
+        *("size", "dim", "ndimension", "numel", "element_size", "stride", "storage_offset", "dim_order", "get_device"),
+        *("has_names", "untyped_storage", "result_type", "detach_", "rename_", "__len__", "__dir__"),
+        *("__dlpack_device__",),
+    }
+)
+"""What is answered without values: attributes, methods and functions of torch, by name. All `is_…` are besides."""
+_VALUES = frozenset({"is_nonzero", "is_set_to"})
+"""Questions that begin like these and need values."""
+_CONVERSIONS = frozenset(
+    {"to", "type", "cpu", "cuda", "contiguous", "float", "double", "half", "bfloat16", "int", "long", "bool"}
+)
+"""Methods that give the tensor itself where nothing has to be changed."""
+_OTHERS_FORM = frozenset({"to", "type_as", "expand_as", "view_as", "reshape_as"})
+"""Methods of another tensor that take the dtype, the device or the shape of this one."""
+_THE_SAME = frozenset({"data", "detach"})
+"""What gives another name to the same weight."""
 
-class AbsentWeight(nn.Parameter):
-    """A parameter of the right device, dtype and shape that takes no memory; its values are not numbers.
+
+class AbsentWeight(torch.Tensor):
+    """Stands for a weight that is not in memory: its shape, strides, dtype and device, and no values.
+
+    Questions about these are answered without reading. Whatever needs the values asks `bring` for the weight and is
+    computed with that; the result is an ordinary tensor. There is no storage, so no kernel can take anything for the
+    values.
 
     A meta tensor would not do: code that moves inputs to `weight.device` would move them to meta, and an embedding of
     meta ids returns garbage without an error.
 
     Args:
-        element: see `no_number`; it may be shared.
-        shape: of the weight.
+        bring: gives the weight itself, or raises where it cannot be read now.
+        shape, dtype, device: of the weight.
+        is_parameter: whether it is one, or a buffer.
         marks: attributes that it has besides.
     """
 
     _is_hf_initialized = True  # transformers asks before it initialises
+    _bring: Callable[[], torch.Tensor]
 
     @staticmethod
     def __new__(
-        cls, element: torch.Tensor, shape: torch.Size, marks: Mapping[str, object] | None = None
+        cls,
+        bring: Callable[[], torch.Tensor],
+        shape: torch.Size,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        is_parameter: bool = True,
+        marks: Mapping[str, object] | None = None,
     ) -> AbsentWeight:
-        made = _absent(element.expand(shape))
-        if marks:
-            made.__dict__.update(marks)
+        needs = is_parameter and dtype.is_floating_point and dtype.itemsize > 1  # see `Place.bind`
+        made: AbsentWeight = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=device, requires_grad=needs
+        )
+        made.__dict__.update(marks or {})
+        made._bring = bring
+        made._is_param = is_parameter  # which makes it an nn.Parameter to isinstance
         return made
 
-    def __init__(self, element: torch.Tensor, shape: torch.Size, marks: Mapping[str, object] | None = None) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"AbsentWeight({tuple(self.shape)}, {self.dtype}, {self.device}, not in memory)"
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentWeight:
-        return AbsentWeight(no_number(self.dtype, self.device), self.shape, vars(self))
+        copied = self._again()
+        copied.__dict__.update(vars(self))
+        copied.requires_grad_(self.requires_grad)
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ReadOnlyWeightError(
+        raise AbsentWeightError(
             "A weight of this model is not in memory, so it cannot be pickled (torch.save does that).",
             "model.save_pretrained(folder) writes the whole model.",
         )
+
+    def _again(self) -> AbsentWeight:
+        """Another object for the same weight, which `detach` makes no parameter."""
+        return AbsentWeight(self._bring, self.shape, self.dtype, self.device, is_parameter=False)
 
     @classmethod
     def __torch_function__(
@@ -97,24 +174,68 @@ class AbsentWeight(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func == torch.Tensor.clone:  # of what is not there; peft clones what it will merge into
+        named = dict(kwargs or {})
+        name = _name_of(func)
+        refuse_writing(func, args, named, AbsentWeight, _WHY)
+        if name == "clone" and called_by("peft"):  # it clones what it will merge into
             refuse_writing(torch.Tensor.copy_, args, None, AbsentWeight, _WHY)
-        refuse_writing(func, args, kwargs, AbsentWeight, _WHY)
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-        return _absent(result, result.requires_grad) if func in _STAYS else result
+        own = args[0] if args and isinstance(args[0], AbsentWeight) else None
+        if (
+            name in _METADATA
+            or (name.startswith("is_") and name not in _VALUES)
+            or (own is None and name in _OTHERS_FORM)
+        ):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **named)
+        if own is not None and not any(isinstance(value, AbsentWeight) for value in (*args[1:], *named.values())):
+            if name in _THE_SAME:
+                return own._again()
+            if name == "share_memory_":
+                return own
+            if name in _CONVERSIONS:
+                empty = torch.empty(0, dtype=own.dtype, device=own.device)
+                converted = func(empty, *args[1:], **named)
+                if converted is empty or isinstance(converted, str):
+                    return own if converted is empty else converted
+            if name.endswith("_like") or name.startswith("new_"):
+                form = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device="meta")
+                return func(form, *args[1:], **{**named, "device": named.get("device") or own.device})
+        return func(*tree_map(_brought, args), **tree_map(_brought, named))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """What no torch function has seen: operations inside of others."""
+        if func is torch.ops.aten.detach.default or func is torch.ops.aten.alias.default:
+            return args[0]._again()
+        if func is torch.ops.aten.is_pinned.default:
+            return False
+        return func(*tree_map(_brought, args), **tree_map(_brought, dict(kwargs or {})))
 
 
-def no_number(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """One element, (), that is not a number (0 where there is no such thing).
-
-    A GPU is waited for until it is there, so it is made once, and not between two layers.
-    """
-    empty = float("nan") if dtype.is_floating_point else 0
-    return torch.full((), empty, dtype=torch.float32).to(device, dtype)
+def _brought(value: Any) -> Any:
+    return value._bring() if isinstance(value, AbsentWeight) else value
 
 
-def _absent(tensor: torch.Tensor, requires_grad: bool | None = None) -> AbsentWeight:
-    needs = tensor.is_floating_point() and tensor.dtype.itemsize > 1 if requires_grad is None else requires_grad
-    made: AbsentWeight = torch.Tensor._make_subclass(AbsentWeight, tensor, needs)
-    return made
+def _name_of(func: Callable[..., Any]) -> str:
+    """Of a function or a method; of an attribute that is read or set, its own."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        name = getattr(getattr(func, "__self__", None), "__name__", name)
+    return str(name)
+
+
+def called_by(package: str) -> bool:
+    """Whether the nearest caller that is neither torch nor ours is in this package."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if name not in ("torch", "rabbitllm"):
+            return name == package
+        frame = frame.f_back
+    return False

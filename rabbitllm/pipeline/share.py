@@ -14,6 +14,7 @@ from typing import Any
 
 from rabbitllm.engine.part import Part
 from rabbitllm.engine.placement import UnitCost
+from rabbitllm.engine.placing import ready_once
 from rabbitllm.engine.unit_source import UnitSource
 from rabbitllm.errors import HostsError
 from rabbitllm.layers.layer_store import WeightFiles
@@ -73,7 +74,8 @@ class Sharing:
         shares = [_budgets(fact, facts) for fact in facts]
         names = {unit.name for unit in self.stack.units}
         layers = [cost.ready + cost.routed for cost in costs if cost.name in names]
-        others = sum(_kept_bytes(cost) for cost in costs if cost.name not in names)
+        # of a mapped embedding the rows of the tokens at hand are touched: next to nothing
+        others = ready_once(cost for cost in costs if cost.name not in names and not (cost.by_rows and cost.is_view))
         self.spans = plan_spans(layers, others, [sum(share.values()) for share in shares])
         called = [f"process {rank} ({fact['host'].split()[0]})" for rank, fact in enumerate(facts)]
         self.link = meeting.connect(called)
@@ -136,11 +138,6 @@ def _budgets(fact: Any, facts: Sequence[Any]) -> dict[str, int]:
         others = sum(1 for one in facts if one["host"] == fact["host"] and device in one["budgets"])
         found[device] = int(nbytes) if given else int(nbytes) // others
     return found
-
-
-def _kept_bytes(cost: UnitCost) -> int:
-    """Of a mapped embedding the rows of the tokens at hand are touched: next to nothing."""
-    return 0 if cost.by_rows and cost.is_view else cost.ready
 
 
 def _digest(content: Any) -> str:

@@ -84,7 +84,8 @@ def find_stack(model: Any, sources: Mapping[str, UnitSource]) -> Stack:
     skeleton.materialise_buffers(model, lambda path: torch.device("cpu"))
     for source in sources.values():
         for place in source.places:
-            place.bind_placeholder(torch.device("cpu"))
+            element = torch.full((), float("nan") if place.dtype.is_floating_point else 0).to(place.dtype)
+            place.bind(element.expand(place.shape))  # which takes no memory
     form = _rehearsed(model, [unit.module for unit in units])
     return Stack(units, tuple(_cached(unit.module, number) for number, unit in enumerate(units)), form)
 

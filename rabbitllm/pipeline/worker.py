@@ -92,13 +92,13 @@ class Worker:
         hidden = hidden.to(device)
         for cache, lengths in frame.content["lengths"]:
             self.caches.align(cache, lengths)
-        self.model.streamer.begin()
-        for number in range(self.span.begin, self.span.end):
-            args, kwargs = frame.content["calls"][str(number)]
-            there = [unpack(value, tensors, self.caches) for value in args]
-            named = {name: unpack(value, tensors, self.caches) for name, value in kwargs.items()}
-            output = self._stack.units[number].module(hidden, *there, **named)
-            hidden = output[0] if isinstance(output, tuple) else output
+        with self.model.streamer.passing():
+            for number in range(self.span.begin, self.span.end):
+                args, kwargs = frame.content["calls"][str(number)]
+                there = [unpack(value, tensors, self.caches) for value in args]
+                named = {name: unpack(value, tensors, self.caches) for name, value in kwargs.items()}
+                output = self._stack.units[number].module(hidden, *there, **named)
+                hidden = output[0] if isinstance(output, tuple) else output
         return hidden
 
     def _fail(self, number: int, error: BaseException, *, gone: bool) -> None:

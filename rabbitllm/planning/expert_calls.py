@@ -189,7 +189,7 @@ class ExpertCalls:
                 yield call
         finally:
             for leaf in self._source.leaves.values():
-                leaf.place.bind_placeholder(device)
+                leaf.place.bind(torch.empty(leaf.place.shape, dtype=leaf.place.dtype, device="meta"))
 
 
 class _Filling(SpanReader):

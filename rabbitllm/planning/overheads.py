@@ -21,6 +21,7 @@ from torch import nn
 from rabbitllm.engine.blueprint import Blueprint
 from rabbitllm.engine.devices import Device
 from rabbitllm.engine.unit_source import Job, PartReader, UnitSource, typed
+from rabbitllm.engine.units import Place
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.planning.bitsandbytes_products import made_up_state
 from rabbitllm.planning.generation import PROMPT_TOKENS
@@ -162,13 +163,15 @@ def binding_seconds(drawn: Blueprint, unit: str, device: Device) -> float:
     for job, times in _in_small(source):
         few = dataclasses.replace(source, jobs=(job,))
         total += times * min(_seconds(few, drawn.model, part, device) for _ in range(3 if times == 1 else 2))
-    places = list(source.places)
-    for place in places:  # the first time something is made that stays
-        place.bind_placeholder(device.torch_device)
+    absent = [(place, place.placeholder(device.torch_device, _never_read)) for place in source.places]
     start = time.perf_counter()
-    for place in places:
-        place.bind_placeholder(device.torch_device)
+    for place, placeholder in absent:
+        place.bind(placeholder)
     return total + time.perf_counter() - start
+
+
+def _never_read(place: Place) -> torch.Tensor:
+    raise AssertionError(place.target)
 
 
 def _seconds(source: UnitSource, model: Any, part: PartReader, device: Device) -> float:

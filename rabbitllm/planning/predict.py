@@ -94,7 +94,7 @@ def foretell(
     """
     work, routed = work_of(drawn), routed_work(drawn)
     experts = experts_of(routed)
-    stays = sum(p.stored for p in drawn.placement.units if p.tier in STAYING)
+    stays = sum(p.counted for p in drawn.placement.units if p.tier in STAYING)
     found = Generation(
         compression,
         placed=_held(drawn.placement),
@@ -121,7 +121,7 @@ def _held(placement: Placement) -> tuple[Held, ...]:
     nbytes: Counter[tuple[str, Tier]] = Counter()
     for placed in placement.units:
         units[placed.device, placed.tier] += 1
-        nbytes[placed.device, placed.tier] += placed.stored
+        nbytes[placed.device, placed.tier] += placed.counted
     return tuple(Held(device, tier.value, count, nbytes[device, tier]) for (device, tier), count in units.items())
 
 

@@ -199,7 +199,7 @@ class Reckoning:
             source = self._drawn.sources[placed.unit]
             mapped = placed.tier is Tier.PACKED or (placed.tier is Tier.RESIDENT and source.is_view)
             if mapped and self._machine.device(placed.device).shares_host_memory:
-                found += placed.stored if source.unit.module is not embedding else 0
+                found += placed.counted if source.unit.module is not embedding else 0
         return found
 
     # Computing

@@ -18,9 +18,9 @@ from rabbitllm.batching.joint_pass import JointPasses, called
 from rabbitllm.batching.members import Alone, Member, Point, call_of
 from rabbitllm.batching.picking import grouped
 from rabbitllm.batching.rows import Kind
-from rabbitllm.engine.placement import Tier
+from rabbitllm.engine.placement import READY, Tier
 
-_BY_THEMSELVES = (Tier.ROWS, Tier.RESIDENT)
+_BY_THEMSELVES = (Tier.ROWS, *READY)
 """Where the input embedding is if a call of it brings nothing that the next one needs too."""
 
 

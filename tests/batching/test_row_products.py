@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,24 +80,30 @@ def test_afterwards_the_model_is_as_it_was(folder: Path, kernel_rows: list[int])
     assert len(kernel_rows) == count
 
 
+def forwards(model: Any) -> dict[str, Any]:
+    """Of the modules that have one of their own."""
+    return {name: module.forward for name, module in model.named_modules() if "forward" in module.__dict__}
+
+
 def test_a_head_among_others_that_go_by_themselves(folder: Path, kernel_rows: list[int]) -> None:
     """A unit that is a linear layer runs its hooks around the calls of all, and is put back as it was each time."""
     model = load(folder, 0, dtype="bfloat16")
-    given = prompts()
+    given, before = prompts(), forwards(model)
     found = together(model, given, packing=False)
     for one, other in zip(found, together(model, given), strict=True):
         torch.testing.assert_close(one.logits[0], other.logits[0], rtol=0.05, atol=0.05)
     assert kernel_rows
-    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert forwards(model) == before
 
 
 def test_texts_that_are_scored(folder: Path, kernel_rows: list[int]) -> None:
     """By the same products; micro-batches take turns at the head too, and leave the model as it was."""
     model = load(folder, 0, dtype="bfloat16")
+    before = forwards(model)
     texts = [ScoredText(number, tuple(ids[0].tolist()), (7, 40 + number)) for number, ids in enumerate(prompts())]
     found = {one.index: one for one in score(model, texts, Room(tokens=20))}
     assert kernel_rows
-    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert forwards(model) == before
     count = len(kernel_rows)
     for one in score(model, texts, Room(exact=True)):
         assert one.logprob == pytest.approx(found[one.index].logprob, rel=0.02)

@@ -13,7 +13,8 @@ import rabbitllm
 import rabbitllm.demo
 from rabbitllm import AutoModel, quality
 from rabbitllm.errors import OptionError, QualityError
-from tests.support.builders import build_checkpoint
+from rabbitllm.layers.layer_store import LayerStore
+from tests.support.builders import build_checkpoint, read_tensors
 from tests.support.splitting import names_in
 from tests.support.tiny_models import one_thread, split  # noqa: F401  a fixture that applies by itself
 
@@ -23,6 +24,17 @@ FEW = {"device": "cpu", "tokens": 64, "window": 32}
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     return build_checkpoint(tmp_path / "model", "llama", shards=2)
+
+
+def test_tied_embeddings_are_in_the_size_once(tmp_path: Path) -> None:
+    """And all experts, wherever they are."""
+    for family in ("qwen2", "qwen3_moe"):
+        folder = build_checkpoint(tmp_path / family, family, tied=True)
+        found = quality(folder, compression="4bit", max_memory={"cpu": 0}, **FEW)
+        assert found.reference.nbytes == sum(tensor.nbytes for tensor in read_tensors(folder).values())
+        assert found.model.nbytes == sum(
+            one.nbytes for one in LayerStore(folder / "splitted_model.4bit").tensors.values()
+        )
 
 
 def test_against_the_same_model_uncompressed(checkpoint: Path) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from rabbitllm.engine.expert_stack import ExpertStack
+from rabbitllm.errors import AbsentWeightError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -147,3 +150,16 @@ def test_transformers_kernels_ask_for_routed_experts_alone(kernel: str, tokens: 
         expected, got = (ALL_EXPERTS_FUNCTIONS[kernel](module, x, index, worth) for module in (plain, stacked))
     assert torch.equal(got, expected)
     assert sorted(given.asked) == sorted([*set(index.flatten().tolist())] * 2)
+
+
+def test_what_reads_memory_by_itself_gets_all_experts_or_an_error() -> None:
+    given = experts()
+    stack, whole = given.stack("weight"), given.leaves["weight"]
+    assert np.array_equal(stack.numpy(), whole.numpy())
+    assert np.array_equal(np.asarray(stack), whole.numpy())
+    assert stack.tolist() == whole.tolist()
+    assert torch.equal(torch.from_dlpack(stack), whole)
+    with pytest.raises(AbsentWeightError, match="experts are read from the disk"):
+        stack.data_ptr()
+    with pytest.raises(AbsentWeightError, match="cannot be pickled"):
+        torch.save(stack, io.BytesIO())

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import io
 from pathlib import Path
 
+import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
 from rabbitllm.engine import unit_source
 from rabbitllm.engine.packed_weight import PackedWeight
 from rabbitllm.engine.placement import Tier
+from rabbitllm.errors import AbsentWeightError
 from rabbitllm.layers import packed_products, vectors
 from rabbitllm.layers.packed_products import Matrix
 from tests.layers.test_packed_products import error, matrix, meant
@@ -54,6 +58,43 @@ def test_whatever_else_is_asked_gets_the_matrix() -> None:
     for copied in (copy.deepcopy(packed), packed.clone(), packed.detach()):
         assert isinstance(copied, PackedWeight)
         assert torch.equal(copied * 1, plain)
+
+
+def test_every_way_of_reading_it_gets_the_matrix() -> None:
+    packed = weight(rows=128, columns=128)
+    plain = packed.dequantised()
+    ids, x, projection = torch.tensor([[3, 127, 3]]), torch.randn(5, 2, 128), torch.randn(384, 128)
+
+    def attention(out: torch.Tensor) -> torch.Tensor:
+        given = (128, 4, projection, None, None, None, False, 0.0, out, None)
+        return nn.functional.multi_head_attention_forward(x, x, x, *given)[0]  # type: ignore[arg-type]
+
+    for read in (
+        lambda w: nn.functional.embedding(ids, w),
+        attention,
+        lambda w: w[torch.tensor([1, 5])],
+        lambda w: torch.from_numpy(np.asarray(w)),
+        lambda w: torch.from_numpy(w.numpy()),
+        lambda w: torch.tensor(w.tolist()),
+        lambda w: torch.from_dlpack(w),
+        lambda w: w.index_select(0, ids[0]),
+        lambda w: torch.zeros(128, 128).copy_(w),
+        lambda w: torch.stack(list(w)),
+        lambda w: torch.einsum("ij,bj->bi", w, x[0]),
+        lambda w: torch.load(saved(w), weights_only=False) * 1,
+    ):
+        with torch.no_grad():
+            assert torch.equal(read(packed), read(plain))
+    for address in (torch.Tensor.data_ptr, torch.Tensor.storage, lambda w: safetensors.torch.save({"w": w})):
+        with pytest.raises(AbsentWeightError, match="by its codes"):
+            address(packed)
+
+
+def saved(tensor: torch.Tensor) -> io.BytesIO:
+    into = io.BytesIO()
+    torch.save(tensor, into)
+    into.seek(0)
+    return into
 
 
 def test_gradients_of_inputs_and_bias_are_those_of_the_matrix() -> None:

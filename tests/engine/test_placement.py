@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rabbitllm.engine.placement import SLOTS, STAGING, Budget, Placement, Tier, UnitCost
+from rabbitllm.engine.placement import READY, SLOTS, STAGING, Budget, Placement, SharedTensor, Tier, UnitCost
 from rabbitllm.engine.placing import place
 
 KEPT = (Tier.RESIDENT, Tier.PACKED)
@@ -37,22 +37,30 @@ def tiers(placement: Placement) -> dict[str, Tier]:
 
 def footprint(costs: Sequence[UnitCost], placement: Placement, device: str) -> int:
     """The most that weights take on a device at any moment, by what the tiers mean."""
+    is_host = device in {budget.device for budget in placement.budgets if budget.is_host}
     here = [cost for cost in costs if placement.of(cost.name).device == device]
     at = {cost.name: placement.of(cost.name).tier for cost in here}
-    resident = sum(
-        cost.ready for cost in here if at[cost.name] is Tier.RESIDENT and not is_mapped_rows(cost, placement)
-    )
-    packed = sum(cost.stored for cost in here if at[cost.name] is Tier.PACKED)
+    # tied units have one tensor: made once; and in a mapped file it is there once
+    resident = sum({tensor(cost): cost.ready for cost in here if at[cost.name] is Tier.RESIDENT}.values())
+    kept = [cost for cost in here if at[cost.name] is Tier.PACKED]
+    packed = sum({tensor(cost) if is_host else cost.name: cost.stored for cost in kept}.values())
     slots = SLOTS * max((cost.stored for cost in here if at[cost.name] is Tier.STREAMED), default=0)
     moving = [cost for cost in here if at[cost.name] in (Tier.PACKED, Tier.STREAMED)]
     being_made = max((cost.ready for cost in moving if not cost.is_view), default=0)
     return resident + packed + slots + being_made
 
 
-def is_mapped_rows(cost: UnitCost, placement: Placement) -> bool:
-    """Whether only the rows that are touched take memory: the embedding is used from the mapped file."""
-    host = {budget.device for budget in placement.budgets if budget.is_host}
-    return cost.by_rows and cost.is_view and placement.of(cost.name).device in host
+def tensor(cost: UnitCost) -> str:
+    """What a unit is made from."""
+    return cost.shared[0].key if cost.shared else cost.name
+
+
+def tied(*costs: UnitCost) -> list[UnitCost]:
+    """Units that are made from one tensor, that of the first."""
+    first = costs[0]
+    shared = (SharedTensor(first.name, first.stored, first.ready),)
+    sizes = {"stored": first.stored, "ready": first.ready, "is_view": first.is_view, "shared": shared}
+    return [replace(cost, **sizes) for cost in costs]  # type: ignore[arg-type]
 
 
 @st.composite
@@ -66,6 +74,11 @@ def units(draw: st.DrawFn) -> list[UnitCost]:
         must_stay = draw(st.integers(0, 4)) == 0
         by_rows = not must_stay and draw(st.integers(0, 8)) == 0
         made.append(UnitCost(f"u{number}", stored, ready, is_view, draw(st.booleans()), must_stay, by_rows))
+    free = [number for number, cost in enumerate(made) if not cost.must_stay]
+    if len(free) > 1 and draw(st.booleans()):
+        group = sorted(draw(st.sets(st.sampled_from(free), min_size=2, max_size=4)))
+        for number, cost in zip(group, tied(*(made[number] for number in group)), strict=True):
+            made[number] = cost
     return made
 
 
@@ -104,16 +117,16 @@ def test_tiers_are_those_a_unit_can_have(costs: list[UnitCost], budgets: list[Bu
         if cost.must_stay:
             assert placed.tier is Tier.RESIDENT
         if cost.by_rows:
-            assert placed.tier in (Tier.RESIDENT, Tier.ROWS)
-            assert not (placed.tier is Tier.ROWS and cost.is_view and host[placed.device])
+            assert placed.tier in (Tier.RESIDENT, Tier.ROWS, Tier.MAPPED)
+            assert (placed.tier is Tier.MAPPED) == (cost.is_view and host[placed.device])
         else:
-            assert placed.tier is not Tier.ROWS
+            assert placed.tier not in (Tier.ROWS, Tier.MAPPED)
         if cost.is_view:
             assert placed.tier is not Tier.PACKED
     assert placement.streamed_bytes == sum(
         cost.stored for cost in costs if placement.of(cost.name).tier is Tier.STREAMED
     )
-    assert placement.is_resident == all(placed.tier is Tier.RESIDENT for placed in placement.units)
+    assert placement.is_resident == all(placed.tier in READY for placed in placement.units)
 
 
 def test_all_that_fits_is_resident_to_the_byte() -> None:
@@ -205,6 +218,68 @@ def test_an_embedding_used_from_the_mapped_file_costs_nothing() -> None:
     assert on_gpu["layers.2"] is Tier.RESIDENT
 
 
+def test_tied_embeddings_are_made_once() -> None:
+    """Where they have to be made, as at 4bit, and where the device is none that maps files."""
+    embed, head = tied(layer("embed", 100, 400, is_layer=False, by_rows=True), layer("head", 0, is_layer=False))
+    costs = [embed, *(layer(f"layers.{i}", 100, 400) for i in range(3)), head]
+    for budget in (Budget("cpu", 1600, True), Budget("cuda:0", 1600, False)):
+        assert place(costs, [budget]).is_resident
+        assert tiers(place(costs, [replace(budget, nbytes=1599)]))["embed"] is Tier.ROWS
+    two = place(costs, [Budget("cuda:0", 1000, False), Budget("cuda:1", 1600, False)])
+    assert [(p.device, p.counted) for p in two.units if p.unit in ("embed", "head")] == [
+        ("cuda:0", 100),
+        ("cuda:1", 100),
+    ]
+
+
+@pytest.mark.parametrize("is_host", [True, False])
+def test_tied_units_that_are_kept_as_they_are_stored(is_host: bool) -> None:
+    """An encoder's embedding, a decoder's and a head: in a mapped file they are there once, on a device each is."""
+    embeds = tied(*(layer(name, 300, 900, is_layer=False) for name in ("first", "second", "head")))
+    costs = [*embeds, *(layer(f"layers.{i}", 10, 400) for i in range(20))]
+    scratch, layers = 900, 20 * 10
+    whole = scratch + layers + (300 if is_host else 900)
+    for room, kept in ((whole, True), (whole - 1, False)):
+        found = place(costs, [Budget("here", room, is_host)])
+        assert (Tier.STREAMED not in tiers(found).values()) == kept
+    found = place(costs, [Budget("here", whole, is_host)])
+    assert sum(p.counted for p in found.units) == layers + (300 if is_host else 900)
+    few = place(costs, [Budget("here", scratch + 300 + SLOTS * 300, is_host)])
+    kept = Tier.PACKED if is_host else Tier.STREAMED
+    assert [tiers(few)[cost.name] for cost in embeds] == [Tier.PACKED, kept, kept]
+
+
+@pytest.mark.parametrize(
+    ("view", "is_host", "room", "counted"),
+    [
+        (True, True, 10_000, {"embed": (Tier.MAPPED, 0), "head": (Tier.RESIDENT, 100)}),
+        (True, True, 0, {"embed": (Tier.MAPPED, 0), "head": (Tier.STREAMED, 100)}),
+        (False, True, 10_000, {"embed": (Tier.RESIDENT, 100), "head": (Tier.RESIDENT, 0)}),
+        (False, True, 0, {"embed": (Tier.ROWS, 0), "head": (Tier.STREAMED, 100)}),
+        (True, False, 10_000, {"embed": (Tier.RESIDENT, 100), "head": (Tier.RESIDENT, 0)}),
+        (False, False, 0, {"embed": (Tier.ROWS, 0), "head": (Tier.STREAMED, 100)}),
+    ],
+)
+def test_what_tied_units_share_is_counted_at_one_of_them(
+    view: bool, is_host: bool, room: int, counted: dict[str, tuple[Tier, int]]
+) -> None:
+    ready = None if view else 400
+    embed, head = tied(layer("embed", 100, ready, is_layer=False, by_rows=True), layer("head", 0, is_layer=False))
+    costs = [embed, *(layer(f"layers.{i}", 500, None if view else 2000) for i in range(3)), head]
+    placement = place(costs, [Budget("here", room, is_host)])
+    found = {placed.unit: (placed.tier, placed.counted) for placed in placement.units}
+    assert {name: found[name] for name in counted} == counted
+    assert sum(placed.counted for placed in placement.units) == 1600
+    table = [line.split() for line in str(placement).splitlines()[1:] if not line.startswith("each pass")]
+    assert sum(int(row[-2]) for row in table) == 5
+
+
+def test_page_locked_memory_is_each_units_own() -> None:
+    first, second = tied(layer("first", 300, is_layer=False), layer("second", 0, is_layer=False))
+    placement = place([first, second], [Budget("cuda:0", 0, False)], host_bytes=10_000)
+    assert [(placed.tier, placed.counted) for placed in placement.units] == [(Tier.PINNED, 300)] * 2
+
+
 def test_an_embedding_that_must_be_made_is_brought_by_rows() -> None:
     embed = layer("embed", 100, 400, is_layer=False, by_rows=True)
     costs = [embed, *(layer(f"layers.{i}", 100, 400) for i in range(3))]
@@ -255,7 +330,8 @@ def test_host_memory_is_never_exceeded_and_is_for_other_devices(
     without = place(costs, budgets, cached_layers=cached)
     placement = place(costs, budgets, cached_layers=cached, host_bytes=room)
     host = {budget.device for budget in budgets if budget.is_host}
-    changed = [(old, new) for old, new in zip(without.units, placement.units, strict=True) if old != new]
+    pairs = zip(without.units, placement.units, strict=True)
+    changed = [(old, new) for old, new in pairs if replace(old, tied=0) != replace(new, tied=0)]
     assert all({old.tier, new.tier} == {Tier.STREAMED, Tier.PINNED} for old, new in changed)
     pinned = [placed for placed in placement.units if placed.tier is Tier.PINNED]
     assert not any(placed.device in host for placed in pinned)

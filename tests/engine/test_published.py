@@ -338,7 +338,7 @@ def test_a_plan_says_what_they_are(tmp_path: Path, build: Build) -> None:
     assert first.token_seconds is not None
     assert [found.obstacle for found in rest] == [outlook.obstacle for outlook in others]
     loaded = load(split(folder), 0)
-    assert sum(held.stored_bytes for held in first.placed) == sum(p.stored for p in loaded.placement.units)
+    assert sum(held.stored_bytes for held in first.placed) == sum(p.counted for p in loaded.placement.units)
     assert first.read_bytes == loaded.placement.streamed_bytes + sum(own.read_bytes for own in first.experts)
 
 

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from rabbitllm.engine.streamed_model import StreamedModel
-from rabbitllm.errors import ReadOnlyWeightError
+from rabbitllm.errors import AbsentWeightError
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import ALL, INPUT, load, plain_model, split
 
@@ -146,7 +146,7 @@ def test_it_says_how_much_of_it_is_in_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("compression", [None, "4bit"])
 def test_what_is_not_in_memory_is_not_pickled_as_if_it_were(tmp_path: Path, compression: str | None) -> None:
     model = load(split(build_checkpoint(tmp_path, "llama"), compression), 0)
-    with pytest.raises(ReadOnlyWeightError, match="not in memory"):
+    with pytest.raises(AbsentWeightError, match="not in memory"):
         torch.save(model.state_dict(), tmp_path / "weights.pt")
 
 

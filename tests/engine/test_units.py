@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rabbitllm.engine import skeleton
-from rabbitllm.engine.units import Unit, find_units
+from rabbitllm.engine.units import Place, Unit, find_units
 from tests.support.builders import FAMILIES
 
 
@@ -148,19 +148,27 @@ def test_what_cannot_have_a_gradient_is_bound_without(tmp_path: Path, dtype: tor
     assert not model.model.norm.weight.requires_grad
 
 
-def test_a_placeholder_is_no_number_takes_no_memory_and_looks_right(tmp_path: Path) -> None:
+def test_a_placeholder_looks_right_and_is_asked_for_the_weight(tmp_path: Path) -> None:
     model = build(tmp_path, "llama")
     device = torch.device("cpu")
+    asked = []
+
+    def bring(place: Place) -> torch.Tensor:
+        asked.append(place.target)
+        return place.bindable(torch.ones(place.shape))
+
     for place in unit_of(model, "model.layers.0").places:
-        place.bind_placeholder(device)
-    weight = model.model.layers[0].mlp.up_proj.weight
-    assert (weight.shape, weight.dtype, weight.device) == ((128, 64), torch.float32, device)
-    assert weight.isnan().all()
-    assert weight.untyped_storage().nbytes() == 4
-    assert model.model.layers[0].mlp.up_proj(torch.ones(1, 64)).isnan().all()
+        place.bind(place.placeholder(device, bring))
+    up = model.model.layers[0].mlp.up_proj
+    assert (up.weight.shape, up.weight.dtype, up.weight.device) == ((128, 64), torch.float32, device)
+    assert up.weight.requires_grad
+    assert dict(model.named_parameters())["model.layers.0.mlp.up_proj.weight"] is up.weight
+    assert not asked
+    assert torch.equal(up(torch.ones(1, 64)), torch.full((1, 128), 64.0))
+    assert asked == ["model.layers.0.mlp.up_proj.weight"]
 
 
-def test_the_placeholder_of_an_integer_is_zero(tmp_path: Path) -> None:
+def test_the_placeholder_of_a_buffer_is_no_parameter() -> None:
     module = nn.Module()
     module.register_buffer("steps", torch.tensor([3, 4]))
 
@@ -173,5 +181,29 @@ def test_the_placeholder_of_an_integer_is_zero(tmp_path: Path) -> None:
 
     model: Any = Model()
     (place,) = find_units(model)[0].places
-    place.bind_placeholder(torch.device("cpu"))
-    assert module.steps.tolist() == [0, 0]
+    place.bind(place.placeholder(torch.device("cpu"), lambda place: torch.tensor([5, 6])))
+    assert not isinstance(module.steps, nn.Parameter)
+    assert module.steps.shape == (2,)
+    assert module.steps.tolist() == [5, 6]
+
+
+def test_attention_that_reads_its_output_matrix_is_one_unit() -> None:
+    """torch hands `out_proj.weight` to a function, and another one where it finds that it is no plain tensor."""
+
+    class Model(nn.Module):
+        _no_split_modules = ()
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(4, 2)
+            self.head = nn.Linear(4, 4)
+
+    model: Any = Model()
+    first, second = find_units(model)
+    assert (first.name, first.is_layer, first.holds_units, second.name) == ("attention", False, False, "head")
+    assert sorted(place.target for place in first.places) == [
+        "attention.in_proj_bias",
+        "attention.in_proj_weight",
+        "attention.out_proj.bias",
+        "attention.out_proj.weight",
+    ]

@@ -16,7 +16,7 @@ import torch
 from transformers import DynamicCache
 
 from rabbitllm.batching.batch import Batch
-from rabbitllm.engine.placement import Tier
+from rabbitllm.engine.placement import READY, Tier
 from rabbitllm.errors import HostGoneError, HostsError, OptionError
 from rabbitllm.options import Hosts
 from rabbitllm.pipeline.spans import Span
@@ -71,11 +71,11 @@ def same(got: Any, expected: Any) -> bool:
 def test_none_could_keep_the_model_and_all_of_it_stays(spread_model: tuple[Any, Crew], whole_bytes: int) -> None:
     model, crew = spread_model
     placements = [model.placement, *(worker.model.placement for worker in crew.workers)]
-    units = [{p.unit for p in placement.units if p.tier is Tier.RESIDENT} for placement in placements]
+    units = [{p.unit for p in placement.units if p.tier in READY} for placement in placements]
     assert sum(map(len, units)) == len(set().union(*units)) == len(model.placement.units)
-    assert all(p.tier in (Tier.RESIDENT, Tier.ELSEWHERE) for placement in placements for p in placement.units)
+    assert all(p.tier in (*READY, Tier.ELSEWHERE) for placement in placements for p in placement.units)
     for placement in placements:
-        here = sum(p.stored for p in placement.units if p.tier is Tier.RESIDENT)
+        here = sum(p.stored for p in placement.units if p.tier in READY)
         assert 0 < here < whole_bytes
     assert model.hosts.spans[0].begin == 0
     assert model.hosts.spans[-1].end == LAYERS

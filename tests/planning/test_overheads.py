@@ -9,6 +9,7 @@ import torch
 from transformers import PretrainedConfig
 
 from rabbitllm.engine.devices import CpuDevice
+from rabbitllm.engine.unwritable import AbsentWeight
 from rabbitllm.planning import overheads
 from rabbitllm.planning.overheads import Sizes, _in_small, _weightless, binding_seconds, overhead, sizes_of
 from tests.planning.test_work import drawn
@@ -57,7 +58,7 @@ def test_binding_is_what_a_pass_does_and_leaves_nothing(tmp_path: Path, family: 
     assert binding_seconds(found, unit, CpuDevice()) > 0
     after = {place.target: place.table[place.leaf] for place in found.sources[unit].places}
     assert {name: tensor.shape for name, tensor in after.items()} == before
-    assert all(tensor.untyped_storage().nbytes() <= 4 for tensor in after.values())  # placeholders
+    assert all(isinstance(tensor, AbsentWeight) for tensor in after.values())
 
 
 def test_of_many_experts_a_few_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

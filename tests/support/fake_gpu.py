@@ -97,6 +97,8 @@ class _Ledger:
         return entry[1] if entry is not None else None
 
     def place(self, tensor: torch.Tensor) -> torch.device:
+        if tensor.device.index is not None:  # one without a storage, which stands for a weight, names it by itself
+            return tensor.device
         memory = self.find(tensor)
         return memory.device if memory is not None else HOST
 
