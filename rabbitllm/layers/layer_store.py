@@ -8,6 +8,7 @@ RabbitLLM 1.1 made it (every layer file has its `.done`), or it is none.
 from __future__ import annotations
 
 import json
+from base64 import b64decode, b64encode
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +28,7 @@ from rabbitllm.formats.json_text import text_of
 from rabbitllm.formats.safetensors_file import MappedFile, read_header
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.layers import chosen
+from rabbitllm.layers.checksums import LayerChecks, damaged
 from rabbitllm.layers.chosen import AUTO, Chosen
 from rabbitllm.layers.compression import BLOCKS, Quantised, part_names, read_state, schemes, state_key
 from rabbitllm.layers.layer_file import DONE_SUFFIX, LAYER_SUFFIX
@@ -49,6 +51,7 @@ class LayerRecord:
         tensors: the checkpoint's names.
         crc32: of the whole file as it was meant to be written.
         shards: those that its tensors came from.
+        blocks: CRC-32 of each of its blocks (`checksums.py`); None in a split that was made before these were.
     """
 
     id: str
@@ -58,6 +61,7 @@ class LayerRecord:
     tensors: tuple[str, ...]
     crc32: int
     shards: tuple[str, ...]
+    blocks: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
             "file": r.file,
             "size": r.size,
             "crc32": f"{r.crc32:08x}",
+            **({} if r.blocks is None else {"blocks": b64encode(r.blocks).decode()}),
             "shards": list(r.shards),
             "tensors": list(r.tensors),
         }
@@ -187,9 +192,9 @@ def _record(entry: dict[str, Any]) -> LayerRecord:
         raise ValueError(f"{size!r} is no size")
     tensors = tuple(text_of(name) for name in entry["tensors"])
     shards = tuple(text_of(name) for name in entry["shards"])
-    return LayerRecord(
-        text_of(entry["id"]), text_of(entry["stem"]), file, size, tensors, int(text_of(entry["crc32"]), 16), shards
-    )
+    crc, blocks = int(text_of(entry["crc32"]), 16), entry.get("blocks")
+    known = None if blocks is None else b64decode(text_of(blocks), validate=True)
+    return LayerRecord(text_of(entry["id"]), text_of(entry["stem"]), file, size, tensors, crc, shards, known)
 
 
 def is_legacy(folder: Path) -> bool:
@@ -235,10 +240,12 @@ class WeightFiles(Protocol):
     Attributes:
         folder: what they lie in.
         tensors: checkpoint name -> where it lies.
+        checks: of what is read of the files; None where they have no checksums, or none are to be compared.
     """
 
     folder: Path
     tensors: dict[str, StoredTensor]
+    checks: LayerChecks | None
 
     def mapped(self, file: str) -> MappedFile:
         """A file, mapped."""
@@ -256,22 +263,28 @@ class LayerStore:
         folder: the split directory.
         manifest: None for a directory of RabbitLLM 1.1.
         tensors: checkpoint name -> where it lies.
+        checks: of what is read of the layer files, if that was asked for and the split has checksums.
     """
 
     @uncollected()
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, verify_checksums: bool = False) -> None:
         """
+        Args:
+            folder: the split directory.
+            verify_checksums: compare what is read, from the headers on, with its checksums.
+
         Raises:
             IncompleteSplitError: a layer file is missing, has another size than the manifest says, or is damaged.
         """
         self.folder = folder
         self.manifest = read_manifest(folder)
+        self.checks = LayerChecks(folder) if verify_checksums and self.manifest is not None else None
         self.tensors: dict[str, StoredTensor] = {}
         self._maps: dict[str, MappedFile] = {}
-        for file in self._files():
-            self._open(file)
+        for file, record in self._files().items():
+            self._open(file, record)
 
-    def _files(self) -> list[str]:
+    def _files(self) -> dict[str, LayerRecord | None]:
         if self.manifest is not None:
             for record in self.manifest.layers:
                 path = self.folder / record.file
@@ -281,7 +294,7 @@ class LayerStore:
                     raise IncompleteSplitError(
                         f"{path} {state}; {MANIFEST_NAME} says it has {record.size:,} bytes.", _REMAKE
                     )
-            return [record.file for record in self.manifest.layers]
+            return {record.file: record for record in self.manifest.layers}
         files = sorted(path.name for path in self.folder.glob(f"*{LAYER_SUFFIX}"))
         unfinished = [name for name in files if not (self.folder / (name + DONE_SUFFIX)).exists()]
         if unfinished or not files:
@@ -290,21 +303,28 @@ class LayerStore:
                 + (f"{', '.join(unfinished[:3])} has no .done marker." if unfinished else "it has no layer files."),
                 _REMAKE,
             )
-        return files
+        return dict.fromkeys(files)
 
-    def _open(self, file: str) -> None:
+    def _open(self, file: str, record: LayerRecord | None) -> None:
+        remedy = _REMAKE if record is None else damaged(self.folder / file, "").remedy
         try:
             header = read_header(self.folder / file, file)
         except CorruptShardError as error:
-            raise IncompleteSplitError(f"In {self.folder}: {error.problem}", _REMAKE) from None
+            raise IncompleteSplitError(f"In {self.folder}: {error.problem}", remedy) from None
         mapped = self._maps[file] = MappedFile(self.folder / file, header)
         keys = {spec.name: spec for spec in header.tensors}
-        for name, scheme in schemes(keys).items():
+        stored_as = schemes(keys)
+        states = {name: keys[key] for name, scheme in stored_as.items() if (key := state_key(name, scheme))}
+        if self.checks is not None and record is not None:
+            self.checks.open(file, header, record.crc32, record.blocks)
+            if record.blocks is not None:
+                self.checks.stored(file, [(state.offset, state.nbytes) for state in states.values()])
+        for name, scheme in stored_as.items():
             try:
-                state = bytes(mapped.bytes_of(keys[key])) if (key := state_key(name, scheme)) else b""
+                state = bytes(mapped.bytes_of(states[name])) if name in states else b""
                 quantised = read_state(name, scheme, keys, state) if scheme else None
             except RabbitLLMError as error:
-                raise IncompleteSplitError(f"In {self.folder / file}: {error.problem}", _REMAKE) from None
+                raise IncompleteSplitError(f"In {self.folder / file}: {error.problem}", remedy) from None
             parts = tuple(keys[part] for part in part_names(name, scheme))
             self.tensors[name] = StoredTensor(name, parts, quantised)
 
