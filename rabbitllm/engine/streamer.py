@@ -112,7 +112,7 @@ class Streamer:
         self._recover_from_interrupts([name for name, source in sources.items() if source.unit.is_layer])
 
     def _loader(self, moving: Mapping[str, UnitSource], device: Device, kept: Kept | None) -> Loader | Uploader:
-        disk = SpanReader(self._store, self.way)
+        disk = SpanReader(self._store, self.way, self._store.checks)
         if kept is not None:
             return Uploader(moving, kept.units, disk, device, self._profiler, kept.memory)
         buffers = [device.host_buffer(largest(moving)) for _ in range(SLOTS if moving else 0)]
@@ -169,7 +169,7 @@ class Streamer:
             return
         self._unbind(source, device)
         if tier is Tier.ROWS:
-            rows = self.embedding_rows = EmbeddingRows(source, self._mapped, device.torch_device)
+            rows = self.embedding_rows = EmbeddingRows(source, self._mapped, device.torch_device, self._store.checks)
             unit.module.register_forward_pre_hook(rows.before, with_kwargs=True)
             unit.module.register_forward_hook(rows.after, always_call=True)
         elif tier is Tier.PACKED:
@@ -223,7 +223,8 @@ class Streamer:
         """A unit's stored bytes, copied to its device for good."""
         buffer = device.device_buffer(source.buffer_bytes)
         host = torch.empty(source.buffer_bytes, dtype=torch.uint8)
-        SpanReader(self._store, THROUGH_THE_CACHE).read(source.spans, host.numpy().data.cast("B"))
+        reader = SpanReader(self._store, THROUGH_THE_CACHE, self._store.checks)
+        reader.read(source.spans, host.numpy().data.cast("B"))
         ticket = device.upload(host, buffer, device.leave())
         device.landed(ticket)
         device.arrive(ticket)

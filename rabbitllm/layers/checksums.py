@@ -154,7 +154,7 @@ class LayerChecks:
             OSError: bytes around them, which their checksum needs, cannot be read.
         """
         found = self._files[file]
-        if not found.is_done:
+        if len(data) and not found.is_done:
             found.check([(offset, len(data))], (offset, data))
 
     def stored(self, file: str, ranges: Iterable[tuple[int, int]]) -> None:
