@@ -28,7 +28,7 @@ from rabbitllm.formats.json_text import text_of
 from rabbitllm.formats.safetensors_file import MappedFile, read_header
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.layers import chosen
-from rabbitllm.layers.checksums import LayerChecks, damaged
+from rabbitllm.layers.checksums import SUM_BYTES, LayerChecks, damaged
 from rabbitllm.layers.chosen import AUTO, Chosen
 from rabbitllm.layers.compression import BLOCKS, Quantised, part_names, read_state, schemes, state_key
 from rabbitllm.layers.layer_file import DONE_SUFFIX, LAYER_SUFFIX
@@ -194,6 +194,8 @@ def _record(entry: dict[str, Any]) -> LayerRecord:
     shards = tuple(text_of(name) for name in entry["shards"])
     crc, blocks = int(text_of(entry["crc32"]), 16), entry.get("blocks")
     known = None if blocks is None else b64decode(text_of(blocks), validate=True)
+    if known is not None and len(known) % SUM_BYTES:
+        raise ValueError(f"{len(known)} bytes are no checksums")
     return LayerRecord(text_of(entry["id"]), text_of(entry["stem"]), file, size, tensors, crc, shards, known)
 
 
