@@ -4,10 +4,10 @@ Each turn loads a split model and passes a prompt through it once, with checksum
 that forgets what it compared before. The model is gone before the next one is loaded, so that its files can leave the
 page cache.
 
-    python -m benchmarks.first_pass [--scale medium] [--tokens 1 64] [--turns 15] [--work-dir FOLDER]
+    python -m benchmarks.first_pass [--scale medium] [--tokens 1 64] [--turns 15] [--threads 1] [--work-dir FOLDER]
 
-One line a row: milliseconds of the load and the first pass together, and of the pass alone, without checksums -> with
-them, medians (lowest to highest), and the ratio of each turn.
+One line a row: milliseconds of the load and the first pass together, of the pass alone, and of the processors for both,
+without checksums -> with them, medians (lowest to highest), and the ratio of each turn.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ class Row:
 
 
 class Seconds(NamedTuple):
-    """Of the load and the first pass, and of the pass."""
+    """Of the load and the first pass, of the pass, and processor time of both."""
 
     both: float
     one_pass: float
+    processor: float
 
 
 def run(folder: Path, row: Row, *, checked: bool) -> Seconds:
@@ -65,20 +66,20 @@ def run(folder: Path, row: Row, *, checked: bool) -> Seconds:
     limits = {"cpu": PLACES[row.place]}
     options = StreamOptions(device="cpu", max_memory=limits, show_progress=False, verify_checksums=checked)
     ids = torch.arange(1, row.tokens + 1)[None]
-    begun = time.perf_counter()
+    begun, used = time.perf_counter(), time.process_time()
     model = load_model(folder, options)
     loaded = time.perf_counter()
     with torch.no_grad():
         model(input_ids=ids, use_cache=False)
     ended = time.perf_counter()
-    return Seconds(ended - begun, ended - loaded)
+    return Seconds(ended - begun, ended - loaded, time.process_time() - used)
 
 
 def line(row: Row, turns: Sequence[tuple[Seconds, Seconds]]) -> str:
     """Of turns without checksums and with them."""
     where = f"{row.compression or 'bfloat16'}, {row.place}, {'cached' if row.cached else 'from the disk'}, {row.tokens}"
     said = []
-    for at, name in enumerate(("load and pass", "pass")):
+    for at, name in enumerate(("load and pass", "pass", "processor")):
         without, checked = (report.shown(spread(turn[one][at] for turn in turns), 0, 1e-3) for one in (0, 1))
         ratio = report.shown(spread(turn[1][at] / turn[0][at] for turn in turns), 3)
         said.append(f"{name} {without} -> {checked} ms, {ratio}")
@@ -91,8 +92,13 @@ def main() -> None:
     parser.add_argument("--scale", choices=list(SCALES), default="medium")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--threads", type=int, help="of torch; all processors by default")
     parser.add_argument("--work-dir", type=Path, default=Path("benchmark-work"))
     arguments = parser.parse_args()
+    if arguments.threads:
+        import torch
+
+        torch.set_num_threads(arguments.threads)
     checkpoint = make_checkpoint(arguments.work_dir.resolve(), arguments.scale)
     for compression in COMPRESSIONS:
         folder = split(checkpoint, compression)

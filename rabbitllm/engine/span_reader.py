@@ -27,7 +27,7 @@ BLOCK = 4096
 """Offsets, lengths and addresses of reads past the cache are multiples of this."""
 READ_BYTES = 32 << 20
 """Bytes asked of the system at a time, at most up to a multiple of this."""
-CHECKED_BYTES = 8 << 20
+CHECKED_BYTES = 4 << 20
 """The same while bytes are compared with their checksums: one piece is summed while the next is read."""
 PROBE_BYTES = 32 << 20
 PROBES = 4

@@ -14,6 +14,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import mmap
+import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -244,7 +245,7 @@ class _Blocks:
         starts = self._starts
         for begin, end in self._waiting(ranges):
             while begin < end:
-                count = self._alike(begin, end)
+                count = self._together(begin, end)
                 crc = self._crc(int(starts[begin]), int(starts[begin + count]), given)
                 if crc != self._expected(begin, count):
                     raise self._damaged(begin, count, given)
@@ -253,32 +254,27 @@ class _Blocks:
 
     def _waiting(self, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         """Runs of blocks, from one up to another, that ranges touch and that nothing has compared yet."""
-        if not ranges or (len(ranges) == 1 and self._is_known(*ranges[0])):
+        if not ranges:
             return
         offsets, lengths = np.array(ranges, np.int64).T
-        first = np.searchsorted(self._starts, offsets, "right") - 1
-        last = np.searchsorted(self._starts, offsets + lengths, "left")
-        touched = np.unique(np.concatenate([np.arange(*run) for run in zip(first, last, strict=True)]))
-        touched = touched[~self._state.done[touched]]
-        for run in np.split(touched, np.flatnonzero(np.diff(touched) > 1) + 1):
-            if len(run):
-                yield int(run[0]), int(run[-1]) + 1
+        firsts = np.searchsorted(self._starts, offsets, "right") - 1
+        ends = np.searchsorted(self._starts, offsets + lengths, "left")
+        if len(ranges) == 1:  # asked often of what is read again and again
+            touched = np.arange(firsts[0], ends[0])
+        else:
+            touched = np.unique(np.concatenate([np.arange(*run) for run in zip(firsts, ends, strict=True)]))
+        left = touched[~self._state.done[touched]]
+        for run in np.split(left, np.flatnonzero(np.diff(left) > 1) + 1) if len(left) else ():
+            yield int(run[0]), int(run[-1]) + 1
 
-    def _is_known(self, offset: int, nbytes: int) -> bool:
-        """Whether a range has been compared: asked often of what is read again and again."""
-        first = int(np.searchsorted(self._starts, offset, "right")) - 1
-        last = int(np.searchsorted(self._starts, offset + nbytes, "left"))
-        return bool(self._state.done[first:last].all())
-
-    def _alike(self, begin: int, end: int) -> int:
-        """How many blocks from `begin` on are summed together: whole ones, whose sums are put together soonest."""
-        last = min(end, begin + GROUP_BYTES // BLOCK_BYTES)
-        other = np.flatnonzero(np.diff(self._starts[begin : last + 1]) != BLOCK_BYTES)
-        return max(int(other[0]) if len(other) else last - begin, 1)
+    def _together(self, begin: int, end: int) -> int:
+        """How many blocks from `begin` on are summed together, at least one."""
+        last = int(np.searchsorted(self._starts, self._starts[begin] + GROUP_BYTES, "right")) - 1
+        return max(min(last, end) - begin, 1)
 
     def _expected(self, begin: int, count: int) -> int:
-        sums = self._sums[begin : begin + count].tolist()
-        return int(sums[0]) if count == 1 else combine_all((crc, BLOCK_BYTES) for crc in sums)
+        lengths = np.diff(self._starts[begin : begin + count + 1]).tolist()
+        return combine_all(zip(self._sums[begin : begin + count].tolist(), lengths, strict=True))
 
     def _crc(self, begin: int, end: int, given: Given | None) -> int:
         """Of a range of the file: the bytes that were read, and the file's around them."""
@@ -369,8 +365,10 @@ def _crc_of_file(path: Path, begin: int, end: int, crc: int = 0) -> int:
 def _window(path: Path, begin: int, end: int) -> Iterator[memoryview]:
     """A range of a file, mapped by itself: weights that stay mapped may be written to, and are copies then."""
     at = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-    with path.open("rb") as file, mmap.mmap(file.fileno(), end - at, access=mmap.ACCESS_READ, offset=at) as mapped:
-        whole = memoryview(mapped)
-        with whole[begin - at :] as part:
-            whole.release()
-            yield part
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+    try:
+        mapped = mmap.mmap(descriptor, end - at, access=mmap.ACCESS_READ, offset=at)
+    finally:
+        os.close(descriptor)
+    with mapped, memoryview(mapped) as whole, whole[begin - at :] as part:
+        yield part

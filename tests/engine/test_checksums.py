@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,14 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from rabbitllm import lazy_load
+from rabbitllm.cli.main import app
 from rabbitllm.engine.load import load_model
-from rabbitllm.errors import IncompleteSplitError
+from rabbitllm.errors import HostsError, IncompleteSplitError
 from rabbitllm.layers import checksums
 from rabbitllm.layers.layer_store import LayerStore
 from rabbitllm.options import StreamOptions
+from rabbitllm.scoring import ScoredText, score
+from tests.batching.together import prompts, together
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu
+from tests.support.spread_models import spread
 from tests.support.tiny_models import ALL, INPUT, budget_that_keeps, load, split
 
 BLOCK = 4096
@@ -149,3 +156,200 @@ def test_no_answer_comes_of_a_flipped_bit(tmp_path: Path, kind: str, compression
         assert torch.equal(without, sound), flip
         assert kind != "dense" or flip.what.startswith("model.embed_tokens.weight"), flip
     assert torch.equal(logits(load_so()), sound)
+
+
+def flip_in(folder: Path, name: str, part: int = 0, at: int = 1) -> Flip:
+    """A high bit of a stored part of a tensor, by default of its first value."""
+    spec = LayerStore(folder).tensors[name].parts[part]
+    return Flip(folder / spec.file, spec.offset + at, name)
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> Path:
+    return split(build_checkpoint(tmp_path / "model", "llama", shards=2, dtype=torch.bfloat16))
+
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize("budget", [ALL, 0])
+def test_without_the_option_it_is_as_it_was(dense: Path, budget: int) -> None:
+    sound = logits(load(dense, budget))
+    with flip_in(dense, DOWN):
+        assert not torch.equal(logits(load(dense, budget, verify_checksums=False)), sound)
+        with pytest.raises(IncompleteSplitError, match=r"model.layers.1.safetensors is damaged: .*down_proj"):
+            logits(load(dense, budget))
+
+
+@pytest.mark.parametrize("budget", [ALL, 0])
+def test_no_call_of_a_damaged_model_gives_anything(dense: Path, budget: int) -> None:
+    with flip_in(dense, DOWN):
+        model = load(dense, budget)
+        for _ in range(2):
+            with pytest.raises(IncompleteSplitError, match="is damaged"):
+                model.generate(INPUT, max_new_tokens=1)
+        with pytest.raises(IncompleteSplitError, match="is damaged"):
+            model.model.layers[1](torch.zeros(1, 1, 64, dtype=torch.bfloat16))
+
+
+def test_nothing_is_left_before_what_stays_in_memory(dense: Path) -> None:
+    model = load(dense)
+    logits(model)
+    assert not any(module._forward_pre_hooks for module in (*model.model.layers, model.model.norm, model.lm_head))
+    unchecked = load(dense, verify_checksums=False)
+    assert not any(module._forward_pre_hooks for module in (unchecked.model.embed_tokens, *unchecked.model.layers))
+
+
+def test_a_model_that_is_loaded_again_compares_nothing_again(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for budget in (ALL, 0):
+        logits(load(dense, budget))
+    read: list[Path] = []
+    crc = checksums._crc_of_file
+    monkeypatch.setattr(checksums, "_crc_of_file", lambda path, *more: (read.append(path), crc(path, *more))[1])
+    logits(load(dense))
+    assert read == []
+    with flip_in(dense, DOWN), pytest.raises(IncompleteSplitError):
+        logits(load(dense))  # the file is another one now
+
+
+def test_weights_that_were_changed_in_memory_are_no_damage(dense: Path) -> None:
+    """An adapter may be merged before the first pass; what is compared is the file."""
+    model = load(dense, verify_checksums=False)
+    changed = model.model.layers[1].mlp.down_proj.weight
+    with torch.no_grad():
+        changed.zero_()
+    expected = logits(model)
+    model = load(dense)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.zero_()
+    assert torch.equal(logits(model), expected)
+
+
+@pytest.mark.parametrize("compression", [None, "4bit"])
+@pytest.mark.parametrize("budget", [ALL, 0])
+def test_rows_of_an_embedding_that_are_looked_up(tmp_path: Path, compression: str | None, budget: int) -> None:
+    checkpoint = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16)
+    folder = split(checkpoint, compression)
+    with flip_in(folder, "model.embed_tokens.weight"):  # row 0
+        model = load(folder, budget)
+        far = torch.tensor([[200, 201, 250]])
+        with torch.inference_mode():
+            if compression is None or budget == 0:
+                model(far)
+            with pytest.raises(IncompleteSplitError, match=r"embed_tokens.safetensors is damaged: .*embed_tokens"):
+                model(torch.tensor([[200, 0]]))
+
+
+def test_experts_that_nothing_is_routed_to(tmp_path: Path) -> None:
+    folder = split(build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16, **MANY))
+    model = load(folder)
+    assert not model.placement.pools
+    used: set[int] = set()
+    experts = model.model.layers[1].mlp.experts
+    handle = experts.register_forward_pre_hook(lambda module, args: used.update(args[1].flatten().tolist()))
+    sound = logits(model)
+    handle.remove()
+    unused = next(number for number in range(24) if not {number - 1, number, number + 1} & used)
+    for number, damaged in ((unused, False), (min(used), True)):
+        with flip_in(folder, f"model.layers.1.mlp.experts.{number}.up_proj.weight"):
+            if damaged:
+                with pytest.raises(IncompleteSplitError, match=rf"experts.{number}.up_proj"):
+                    logits(load(folder))
+            else:
+                assert torch.equal(logits(load(folder)), sound)
+
+
+def without_blocks(folder: Path) -> Path:
+    """The manifest as an earlier version wrote it."""
+    path = folder / "split.json"
+    content = json.loads(path.read_text())
+    for layer in content["layers"]:
+        del layer["blocks"]
+    path.write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize("compression", [None, "4bit"])
+@pytest.mark.parametrize("place", ["resident", "half", "streamed", "by codes", "gpu", "gpu, page-locked"])
+def test_a_split_that_an_earlier_version_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None, place: str
+) -> None:
+    """Files that are read whole are compared whole; rows of the embedding, which is not, are not."""
+    monkeypatch.setattr(checksums, "MOST_EXTRA_BYTES", 100)
+    checkpoint = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16)
+    folder = without_blocks(split(checkpoint, compression))
+    load_so = PLACES[place](folder)
+    sound = logits(load_so())
+    for name in (DOWN, "model.norm.weight", "lm_head.weight", "model.layers.0.input_layernorm.weight"):
+        with flip_in(folder, name), pytest.raises(IncompleteSplitError, match=r"safetensors is damaged: its checksum"):
+            logits(load_so())
+    rows = compression is None or place in ("half", "streamed", "gpu", "gpu, page-locked")
+    with flip_in(folder, "model.embed_tokens.weight"):
+        found = outcome(load_so)
+    assert isinstance(found, IncompleteSplitError) or (rows and torch.equal(found, sound))
+
+
+def test_a_split_is_repaired_and_loaded_in_the_same_process(dense: Path, tmp_path: Path) -> None:
+    sound = logits(load(dense))
+    flip_in(dense, DOWN).__enter__()
+    with pytest.raises(IncompleteSplitError) as caught:
+        logits(load(dense))
+    assert f"verify {dense} --repair" in caught.value.remedy
+    command = ["verify", str(dense), "--repair", "--original", str(tmp_path / "model")]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    assert torch.equal(logits(load(dense)), sound)
+
+
+@pytest.mark.parametrize("budget", [ALL, 0])
+def test_passes_that_are_shared(dense: Path, budget: int) -> None:
+    with flip_in(dense, DOWN), pytest.raises(IncompleteSplitError, match="is damaged"):
+        together(load(dense, budget), prompts())
+
+
+@pytest.mark.parametrize("budget", [ALL, 0])
+def test_scoring(dense: Path, budget: int) -> None:
+    texts = [ScoredText(0, (5, 6, 7), (8, 9)), ScoredText(1, (5, 6), (1,))]
+    with flip_in(dense, DOWN), pytest.raises(IncompleteSplitError, match="is damaged"):
+        list(score(load(dense, budget), texts))
+
+
+def test_layers_on_another_host(dense: Path) -> None:
+    budget = half_of(dense)
+    with flip_in(dense, "model.layers.2.mlp.down_proj.weight"), spread(dense, (budget, budget)) as (model, crew):
+        assert crew.workers[0].span.end == 3
+        with pytest.raises(
+            HostsError, match=r"could not compute its layers: .*layers.2.safetensors is damaged"
+        ) as caught:
+            logits(model)
+    assert f"rabbitllm verify {dense} --repair" in caught.value.remedy
+
+
+@pytest.mark.parametrize("budget", [ALL, 0])
+def test_saving_a_damaged_model(dense: Path, tmp_path: Path, budget: int) -> None:
+    model = load(dense, budget)
+    with flip_in(dense, DOWN), pytest.raises(IncompleteSplitError, match="is damaged"):
+        load(dense, 0).save_pretrained(tmp_path / "copy")
+    assert not list((tmp_path / "copy").glob("*.json"))
+    model.save_pretrained(tmp_path / "sound")
+
+
+def test_lazy_tensors(dense: Path) -> None:
+    with flip_in(dense, DOWN):
+        for mapped in (True, False):
+            with lazy_load(dense, mapped=mapped) as weights:
+                target = torch.empty(weights[DOWN].shape, dtype=torch.bfloat16)
+                with pytest.raises(IncompleteSplitError, match="is damaged"):
+                    target.copy_(weights[DOWN])  # read, and not mapped, either way
+                weights["model.norm.weight"].read()
+        with lazy_load(dense, mapped=False, verify_checksums=False) as weights:
+            weights[DOWN].read()
+
+
+def test_the_command_line(dense: Path) -> None:
+    """Nothing is answered, and `--no-verify-checksums` answers."""
+    command = ["run", str(dense), "what", "--raw", "--max-new-tokens", "2", "--device", "cpu"]
+    with flip_in(dense, DOWN):
+        refused = CliRunner().invoke(app, command)
+        assert isinstance(refused.exception, IncompleteSplitError)
+        assert not refused.stdout
+        assert CliRunner().invoke(app, [*command, "--no-verify-checksums"]).exit_code == 0
