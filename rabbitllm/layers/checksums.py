@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import itertools
 import mmap
 import os
 import threading
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
-
-import numpy as np
-import numpy.typing as npt
 
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.crc32 import combine, combine_all, crc32
@@ -69,7 +68,7 @@ def numbers(sums: bytes) -> list[int]:
     return [int.from_bytes(sums[at : at + SUM_BYTES], "little") for at in range(0, len(sums), SUM_BYTES)]
 
 
-def block_starts(size: int, header_bytes: int, parts: Iterable[tuple[int, int]]) -> npt.NDArray[np.int64]:
+def block_starts(size: int, header_bytes: int, parts: Iterable[tuple[int, int]]) -> list[int]:
     """Where the blocks of a layer file begin, in order.
 
     Args:
@@ -77,15 +76,20 @@ def block_starts(size: int, header_bytes: int, parts: Iterable[tuple[int, int]])
         header_bytes: where its data starts.
         parts: offset in the file and bytes of each stored part.
     """
-    own = [offset for offset, nbytes in parts if nbytes >= OWN_BLOCK_BYTES]
-    data = [header_bytes] if header_bytes < size else []
-    return np.unique(np.concatenate([np.arange(0, size, BLOCK_BYTES), np.array([*data, *own], np.int64)]))
+    cuts = {offset for offset, nbytes in parts if nbytes >= OWN_BLOCK_BYTES}
+    cuts.update(range(0, size, BLOCK_BYTES), [header_bytes] if header_bytes < size else [])
+    return sorted(cuts)
 
 
-def block_sums(runs: Iterable[tuple[int, int, int]], starts: npt.NDArray[np.int64]) -> bytes:
+def lengths_of(starts: Sequence[int], size: int) -> list[int]:
+    """Bytes of each block of a file of this size."""
+    return [end - begin for begin, end in itertools.pairwise([*starts, size])]
+
+
+def block_sums(runs: Iterable[tuple[int, int, int]], starts: Iterable[int]) -> bytes:
     """The CRC-32 of each block of a file, from (offset, bytes, CRC-32) of runs that fill it in their order, none of
     them over a cut."""
-    begins, sums = set(starts.tolist()), list[int]()
+    begins, sums = set(starts), list[int]()
     for offset, nbytes, crc in runs:
         if offset in begins:
             sums.append(crc)
@@ -94,11 +98,11 @@ def block_sums(runs: Iterable[tuple[int, int, int]], starts: npt.NDArray[np.int6
     return b"".join(crc.to_bytes(SUM_BYTES, "little") for crc in sums)
 
 
-def sums_of_file(path: Path, starts: npt.NDArray[np.int64]) -> tuple[int, bytes]:
+def sums_of_file(path: Path, starts: Sequence[int]) -> tuple[int, bytes]:
     """The CRC-32 of a file, all of which is read, and of each of its blocks."""
     whole, sums, buffer = 0, bytearray(), memoryview(bytearray(BLOCK_BYTES))
     with path.open("rb") as file:
-        for nbytes in np.diff(starts, append=path.stat().st_size).tolist():
+        for nbytes in lengths_of(starts, path.stat().st_size):
             got = file.readinto(buffer[:nbytes])
             crc = crc32(buffer[:got])
             whole = combine(whole, crc, got)
@@ -194,7 +198,7 @@ class _State:
     """What of a file was compared in this process: `done` by block, and how many blocks are left."""
 
     def __init__(self, blocks: int) -> None:
-        self.done = np.zeros(blocks, bool)
+        self.done = bytearray(blocks)
         self.left = blocks
         self.lock = threading.Lock()
         self.known: list[tuple[int, int, int]] = []
@@ -204,8 +208,8 @@ class _State:
     def mark(self, begin: int, end: int) -> None:
         """Note that these blocks are what was written."""
         with self.lock:
-            self.left -= int(np.count_nonzero(~self.done[begin:end]))
-            self.done[begin:end] = True
+            self.left -= self.done.count(0, begin, end)
+            self.done[begin:end] = b"\1" * (end - begin)
 
 
 _STATES: dict[tuple[object, ...], _State] = {}
@@ -232,8 +236,8 @@ class _Blocks:
         if len(blocks) != SUM_BYTES * len(starts):
             found = len(blocks) // SUM_BYTES
             raise damaged(path, f"split.json has {found:,} checksums for its {len(starts):,} blocks")
-        self._starts = np.append(starts, size)
-        self._sums = np.frombuffer(blocks, "<u4")
+        self._starts = array("q", [*starts, size])
+        self._sums = array("I", numbers(blocks))
         self._state = _state_of(path, blocks, len(starts))
         self._state.mark(0, heads)
 
@@ -242,39 +246,29 @@ class _Blocks:
         return not self._state.left
 
     def check(self, ranges: Sequence[tuple[int, int]], given: Given | None) -> None:
-        starts = self._starts
-        for begin, end in self._waiting(ranges):
-            while begin < end:
-                count = self._together(begin, end)
-                crc = self._crc(int(starts[begin]), int(starts[begin + count]), given)
-                if crc != self._expected(begin, count):
-                    raise self._damaged(begin, count, given)
-                self._state.mark(begin, begin + count)
-                begin += count
+        for offset, nbytes in ranges:
+            for begin, end in self._waiting(offset, offset + nbytes):
+                crc = self._crc(self._starts[begin], self._starts[end], given)
+                if crc != self._expected(begin, end):
+                    raise self._damaged(begin, end, given)
+                self._state.mark(begin, end)
 
-    def _waiting(self, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        """Runs of blocks, from one up to another, that ranges touch and that nothing has compared yet."""
-        if not ranges:
-            return
-        offsets, lengths = np.array(ranges, np.int64).T
-        firsts = np.searchsorted(self._starts, offsets, "right") - 1
-        ends = np.searchsorted(self._starts, offsets + lengths, "left")
-        if len(ranges) == 1:  # asked often of what is read again and again
-            touched = np.arange(firsts[0], ends[0])
-        else:
-            touched = np.unique(np.concatenate([np.arange(*run) for run in zip(firsts, ends, strict=True)]))
-        left = touched[~self._state.done[touched]]
-        for run in np.split(left, np.flatnonzero(np.diff(left) > 1) + 1) if len(left) else ():
-            yield int(run[0]), int(run[-1]) + 1
+    def _waiting(self, low: int, high: int) -> Iterator[tuple[int, int]]:
+        """Blocks, from one up to another, that a range touches and that nothing has compared yet; those that are summed
+        together."""
+        done, starts = self._state.done, self._starts
+        begin, last = bisect.bisect_right(starts, low) - 1, bisect.bisect_left(starts, high)
+        while (begin := done.find(0, begin, last)) >= 0:
+            together = bisect.bisect_right(starts, starts[begin] + GROUP_BYTES) - 1
+            most = min(max(together, begin + 1), last)
+            found = done.find(1, begin, most)
+            end = most if found < 0 else found
+            yield begin, end
+            begin = end
 
-    def _together(self, begin: int, end: int) -> int:
-        """How many blocks from `begin` on are summed together, at least one."""
-        last = int(np.searchsorted(self._starts, self._starts[begin] + GROUP_BYTES, "right")) - 1
-        return max(min(last, end) - begin, 1)
-
-    def _expected(self, begin: int, count: int) -> int:
-        lengths = np.diff(self._starts[begin : begin + count + 1]).tolist()
-        return combine_all(zip(self._sums[begin : begin + count].tolist(), lengths, strict=True))
+    def _expected(self, begin: int, end: int) -> int:
+        lengths = lengths_of(self._starts[begin:end], self._starts[end])
+        return combine_all(zip(self._sums[begin:end], lengths, strict=True))
 
     def _crc(self, begin: int, end: int, given: Given | None) -> int:
         """Of a range of the file: the bytes that were read, and the file's around them."""
@@ -285,11 +279,11 @@ class _Blocks:
         crc = crc32(data[low - offset : high - offset], _crc_of_file(self._path, begin, low))
         return _crc_of_file(self._path, high, end, crc)
 
-    def _damaged(self, begin: int, count: int, given: Given | None) -> IncompleteSplitError:
+    def _damaged(self, begin: int, end: int, given: Given | None) -> IncompleteSplitError:
         """Names the first of these blocks that is not what was written, and what lies in it."""
-        for block in range(begin, begin + count):
-            low, high = int(self._starts[block]), int(self._starts[block + 1])
-            crc, written = self._crc(low, high, given), self._expected(block, 1)
+        for block in range(begin, end):
+            low, high = self._starts[block], self._starts[block + 1]
+            crc, written = self._crc(low, high, given), self._sums[block]
             if crc != written:
                 names = [
                     part.name for part in self._header.tensors if part.offset < high and part.offset + part.nbytes > low

@@ -10,12 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from rabbitllm.errors import IncompleteSplitError, RabbitLLMError
 from rabbitllm.formats.crc32 import combine_all, crc32_of_file
 from rabbitllm.formats.safetensors_file import Header, MappedFile, read_header
-from rabbitllm.layers.checksums import block_starts, numbers
+from rabbitllm.layers.checksums import block_starts, lengths_of, numbers
 from rabbitllm.layers.compression import read_state, schemes, state_key
 from rabbitllm.layers.layer_file import DONE_SUFFIX, LAYER_SUFFIX
 from rabbitllm.layers.layer_store import JOURNAL_NAME, LayerRecord, Manifest, is_legacy, read_manifest
@@ -105,7 +103,7 @@ def _problem(path: Path, record: LayerRecord | None) -> str | None:
         return f"its tensors are not those of its layer: {lost[0]!r}{f' and {len(lost) - 1} more' * (len(lost) > 1)}"
     if record.blocks is not None:
         parts = ((part.offset, part.nbytes) for part in header.tensors)
-        lengths = np.diff(block_starts(size, header.data_start, parts), append=size).tolist()
+        lengths = lengths_of(block_starts(size, header.data_start, parts), size)
         sums = numbers(record.blocks)
         if len(sums) != len(lengths) or combine_all(zip(sums, lengths, strict=True)) != record.crc32:
             return "the checksums of its blocks are not those of the file"

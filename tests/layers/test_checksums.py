@@ -8,7 +8,6 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -50,15 +49,15 @@ def write(folder: Path, name: str = "layer.safetensors") -> tuple[bytes, list[in
     header, places = encode_header(parts)
     content = header + random.Random(3).randbytes(sum(SIZES.values()))
     (folder / name).write_bytes(content)
-    return content, block_starts(len(content), len(header), zip(places, SIZES.values(), strict=True)).tolist()
+    return content, block_starts(len(content), len(header), zip(places, SIZES.values(), strict=True))
 
 
 def opened(folder: Path, content: bytes, *, blocks: bool = True, name: str = "layer.safetensors") -> LayerChecks:
     """Checks of the file as it is now, by the checksums of `content`."""
     header = read_header(folder / name)
     starts = block_starts(len(content), header.data_start, ((part.offset, part.nbytes) for part in header.tensors))
-    ends = [*starts[1:].tolist(), len(content)]
-    runs = [(b, e - b, zlib.crc32(content[b:e])) for b, e in zip(starts.tolist(), ends, strict=True)]
+    ends = [*starts[1:], len(content)]
+    runs = [(b, e - b, zlib.crc32(content[b:e])) for b, e in zip(starts, ends, strict=True)]
     found = LayerChecks(folder)
     found.open(name, header, zlib.crc32(content), block_sums(runs, starts) if blocks else None)
     return found
@@ -86,12 +85,12 @@ def test_where_a_file_is_cut(tmp_path: Path) -> None:
 def test_sums_of_blocks_are_those_of_the_file(tmp_path: Path) -> None:
     content, starts = write(tmp_path)
     expected = [zlib.crc32(content[b:e]) for b, e in zip(starts, [*starts[1:], len(content)], strict=True)]
-    whole, found = sums_of_file(tmp_path / "layer.safetensors", np.array(starts))
+    whole, found = sums_of_file(tmp_path / "layer.safetensors", starts)
     assert (whole, numbers(found)) == (zlib.crc32(content), expected)
     chance = random.Random(1)  # any further cuts make the same sums
     cuts = sorted({*starts, *(chance.randrange(len(content)) for _ in range(30)), len(content)})
     runs = [(b, e - b, zlib.crc32(content[b:e])) for b, e in itertools.pairwise(cuts)]
-    assert block_sums(runs, np.array(starts)) == found
+    assert block_sums(runs, starts) == found
 
 
 def ranges_of(size: int) -> st.SearchStrategy[list[tuple[int, int]]]:
@@ -171,7 +170,7 @@ def test_a_header_is_compared_at_once(tmp_path: Path, at: int) -> None:
     header = read_header(tmp_path / "layer.safetensors")
     checks = opened(tmp_path, content)
     flip(tmp_path / "layer.safetensors", at)
-    sums = sums_of_file(tmp_path / "layer.safetensors", np.array([0]))[0]
+    sums = sums_of_file(tmp_path / "layer.safetensors", [0])[0]
     with pytest.raises(IncompleteSplitError, match="is damaged: its header is not what was written") as caught:
         checks.open("layer.safetensors", header, sums, opened_blocks(content, header.data_start))
     assert f"rabbitllm verify {tmp_path} --repair" in caught.value.remedy
