@@ -25,7 +25,7 @@ from typing import Protocol
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.crc32 import combine, combine_all, crc32
 from rabbitllm.formats.positional import identity_of
-from rabbitllm.formats.safetensors_file import Header
+from rabbitllm.formats.safetensors_file import Header, MappedFile
 
 BLOCK_BYTES = 128 << 10
 """A power of two. Linux reads as much around a page of a mapped file, so checking a row of an embedding costs no read
@@ -133,12 +133,12 @@ class LayerChecks:
         self._folder = folder
         self._files: dict[str, _Checks] = {}
 
-    def open(self, file: str, header: Header, crc32: int, blocks: bytes | None) -> None:
+    def open(self, file: str, mapped: MappedFile, crc32: int, blocks: bytes | None) -> None:
         """Add a layer file, whose header is compared at once.
 
         Args:
             file: its name.
-            header: as it was read.
+            mapped: it, with its header.
             crc32: of the whole file.
             blocks: of each block; None if the split has none.
 
@@ -147,9 +147,9 @@ class LayerChecks:
         """
         path = self._folder / file
         if blocks is None:
-            self._files[file] = _WholeFile(path, header, crc32)
+            self._files[file] = _WholeFile(path, mapped.header, crc32)
         else:
-            self._files[file] = _Blocks(path, header, blocks)
+            self._files[file] = _Blocks(path, mapped, blocks)
 
     def read(self, file: str, offset: int, data: memoryview) -> None:
         """Compare bytes that were read from a file at `offset`.
@@ -225,8 +225,9 @@ def _state_of(path: Path, sums: bytes | int, blocks: int) -> _State:
 class _Blocks:
     """A file whose blocks have checksums."""
 
-    def __init__(self, path: Path, header: Header, blocks: bytes) -> None:
-        self._path, self._header = path, header
+    def __init__(self, path: Path, mapped: MappedFile, blocks: bytes) -> None:
+        header = mapped.header
+        self._path, self._header, self._mapped = path, header, mapped.whole()
         heads = len([*run_lengths(0, header.data_start)])
         with _window(path, 0, header.data_start) as head:
             if run_sums(head, 0) != blocks[: SUM_BYTES * heads]:
@@ -248,8 +249,9 @@ class _Blocks:
     def check(self, ranges: Sequence[tuple[int, int]], given: Given | None) -> None:
         for offset, nbytes in ranges:
             for begin, end in self._waiting(offset, offset + nbytes):
-                crc = self._crc(self._starts[begin], self._starts[end], given)
-                if crc != self._expected(begin, end):
+                low, high, written = self._starts[begin], self._starts[end], self._expected(begin, end)
+                # what stays mapped may have been written to, and is a copy then
+                if self._crc(low, high, given) != written and self._crc(low, high, given, anew=True) != written:
                     raise self._damaged(begin, end, given)
                 self._state.mark(begin, end)
 
@@ -270,20 +272,23 @@ class _Blocks:
         lengths = lengths_of(self._starts[begin:end], self._starts[end])
         return combine_all(zip(self._sums[begin:end], lengths, strict=True))
 
-    def _crc(self, begin: int, end: int, given: Given | None) -> int:
-        """Of a range of the file: the bytes that were read, and the file's around them."""
+    def _crc(self, begin: int, end: int, given: Given | None, *, anew: bool = False) -> int:
+        """Of a range of the file: the bytes that were read, and those around them as they are mapped, or mapped anew."""
         offset, data = given if given is not None else (end, memoryview(b""))
         low, high = max(begin, offset), min(end, offset + len(data))
         if low >= high:
-            return _crc_of_file(self._path, begin, end)
-        crc = crc32(data[low - offset : high - offset], _crc_of_file(self._path, begin, low))
-        return _crc_of_file(self._path, high, end, crc)
+            return self._crc_around(begin, end, 0, anew)
+        crc = crc32(data[low - offset : high - offset], self._crc_around(begin, low, 0, anew))
+        return self._crc_around(high, end, crc, anew)
+
+    def _crc_around(self, begin: int, end: int, crc: int, anew: bool) -> int:
+        return _crc_of_file(self._path, begin, end, crc) if anew else _crc_of_mapped(self._mapped, begin, end, crc)
 
     def _damaged(self, begin: int, end: int, given: Given | None) -> IncompleteSplitError:
         """Names the first of these blocks that is not what was written, and what lies in it."""
         for block in range(begin, end):
             low, high = self._starts[block], self._starts[block + 1]
-            crc, written = self._crc(low, high, given), self._sums[block]
+            crc, written = self._crc(low, high, given, anew=True), self._sums[block]
             if crc != written:
                 names = [
                     part.name for part in self._header.tensors if part.offset < high and part.offset + part.nbytes > low
@@ -345,6 +350,11 @@ class _WholeFile:
         self._state.mark(0, 1)
 
 
+def _crc_of_mapped(mapped: memoryview, begin: int, end: int, crc: int) -> int:
+    """The CRC-32 of a range of a mapped file, behind bytes whose CRC-32 is `crc`; it is then there for its next use."""
+    return crc32(mapped[begin:end], crc) if begin < end else crc
+
+
 def _crc_of_file(path: Path, begin: int, end: int, crc: int = 0) -> int:
     """The CRC-32 of a range of a file, behind bytes whose CRC-32 is `crc`."""
     while begin < end:
@@ -357,7 +367,7 @@ def _crc_of_file(path: Path, begin: int, end: int, crc: int = 0) -> int:
 
 @contextlib.contextmanager
 def _window(path: Path, begin: int, end: int) -> Iterator[memoryview]:
-    """A range of a file, mapped by itself: weights that stay mapped may be written to, and are copies then."""
+    """A range of a file, mapped by itself."""
     at = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
     try:

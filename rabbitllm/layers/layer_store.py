@@ -318,7 +318,7 @@ class LayerStore:
         stored_as = schemes(keys)
         states = {name: keys[key] for name, scheme in stored_as.items() if (key := state_key(name, scheme))}
         if self.checks is not None and record is not None:
-            self.checks.open(file, header, record.crc32, record.blocks)
+            self.checks.open(file, mapped, record.crc32, record.blocks)
             if record.blocks is not None:
                 self.checks.stored(file, [(state.offset, state.nbytes) for state in states.values()])
         for name, scheme in stored_as.items():

@@ -203,11 +203,11 @@ def test_nothing_is_left_before_what_stays_in_memory(dense: Path) -> None:
 def test_a_model_that_is_loaded_again_compares_nothing_again(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for budget in (ALL, 0):
         logits(load(dense, budget))
-    read: list[Path] = []
-    crc = checksums._crc_of_file
-    monkeypatch.setattr(checksums, "_crc_of_file", lambda path, *more: (read.append(path), crc(path, *more))[1])
+    read: list[int] = []
+    monkeypatch.setattr(checksums._Blocks, "_crc", lambda self, begin, *more, **anew: read.append(begin) or 0)
     logits(load(dense))
     assert read == []
+    monkeypatch.undo()
     with flip_in(dense, DOWN), pytest.raises(IncompleteSplitError):
         logits(load(dense))  # the file is another one now
 
@@ -353,3 +353,17 @@ def test_the_command_line(dense: Path) -> None:
         assert isinstance(refused.exception, IncompleteSplitError)
         assert not refused.stdout
         assert CliRunner().invoke(app, [*command, "--no-verify-checksums"]).exit_code == 0
+
+
+@pytest.mark.parametrize("compression", ["4bit", "4bit-double"])
+@pytest.mark.parametrize("name", [DOWN, "model.layers.1.mlp.experts.3.down_proj.weight"])
+def test_what_is_read_when_a_model_is_loaded(tmp_path: Path, compression: str, name: str) -> None:
+    """The state that says how codes are to be read, at its end, where it may be blank."""
+    family, settings = KINDS["experts" if "experts" in name else "dense"]
+    folder = split(build_checkpoint(tmp_path / "model", family, **settings), compression)
+    state = LayerStore(folder).tensors[name].parts[-1]
+    with (
+        flip_in(folder, name, -1, state.nbytes - 1),
+        pytest.raises(IncompleteSplitError, match=r"is damaged: the checksum of"),
+    ):
+        load(folder)
