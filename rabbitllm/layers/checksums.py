@@ -273,7 +273,7 @@ class _Blocks:
         return combine_all(zip(self._sums[begin:end], lengths, strict=True))
 
     def _crc(self, begin: int, end: int, given: Given | None, *, anew: bool = False) -> int:
-        """Of a range of the file: the bytes that were read, and those around them as they are mapped, or mapped anew."""
+        """Of a range of the file: the bytes that were read, and those around them as mapped, or mapped anew."""
         offset, data = given if given is not None else (end, memoryview(b""))
         low, high = max(begin, offset), min(end, offset + len(data))
         if low >= high:
