@@ -35,6 +35,7 @@ setup(
         "psutil>=5.9",
         "filelock>=3.16",
         "numba>=0.60",
+        "zlib-ng>=1",
         "typer>=0.16",  # comes with transformers
         "rich>=13",  # comes with transformers
     ],

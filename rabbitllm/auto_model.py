@@ -81,6 +81,7 @@ class AutoModel:
         trust_remote_code: bool = False,
         exact: bool = False,
         fast_bfloat16: bool = False,
+        verify_checksums: bool = True,
         fit_scales: bool = False,
         split: bool = True,
         hosts: Hosts | None = None,
@@ -130,6 +131,8 @@ class AutoModel:
             fast_bfloat16: on a CPU without instructions for bfloat16, multiply it by a kernel of this package: sooner,
                 most of all for prompts; sums are float32 as torch's are, in another order, so that last bits of logits
                 differ from transformers'. No effect elsewhere.
+            verify_checksums: compare what is read of layer files with its checksums, the first time in this process,
+                and raise an error instead of answering from a damaged file. False leaves that out.
             split: False streams out of the checkpoint's own shards, safetensors or files of torch.save: ready at once,
                 and nothing is written; uncompressed only. A split that is there already is used all the same.
             hosts: processes, here or on other machines, that compute the model together, each a span of its layers.
@@ -173,6 +176,7 @@ class AutoModel:
             trust_remote_code=trust_remote_code,
             exact=exact,
             fast_bfloat16=fast_bfloat16,
+            verify_checksums=verify_checksums,
         )
         access = HubAccess(
             revision,

@@ -76,6 +76,7 @@ class StreamOptions:
         exact: compute with the very matrices that 4bit and 8bit stand for, also where products with their codes are
             faster.
         fast_bfloat16: multiply bfloat16 by a kernel of ours where the processor has no instructions for that type.
+        verify_checksums: compare what is read of layer files for the first time with its checksums.
     """
 
     device: str = "cuda:0"
@@ -91,6 +92,7 @@ class StreamOptions:
     trust_remote_code: bool = False
     exact: bool = False
     fast_bfloat16: bool = False
+    verify_checksums: bool = True
 
     def __post_init__(self) -> None:
         """

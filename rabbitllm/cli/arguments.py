@@ -52,6 +52,9 @@ FastOption = Annotated[
     bool,
     typer.Option("--fast-bfloat16", help="A kernel of its own on CPUs without bfloat16: sooner, other last bits."),
 ]
+NoVerifyOption = Annotated[
+    bool, typer.Option("--no-verify-checksums", help="Do not compare what is read of layer files with its checksums.")
+]
 DtypeOption = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default that of the model.")]
 
 # how texts share passes
@@ -134,6 +137,7 @@ def wish_to_run(
     no_split: bool = False,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    no_verify_checksums: bool = False,
     hosts: Hosts | None = None,
 ) -> Wish:
     """What to get ready, from the options of a command that runs a model, as they were given.
@@ -163,6 +167,7 @@ def wish_to_run(
         device=device,
         max_memory=limits_of(max_memory),
         trust_remote_code=trust_remote_code,
+        verify_checksums=not no_verify_checksums,
         hosts=hosts,
     )
 

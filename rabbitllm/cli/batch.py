@@ -22,6 +22,7 @@ from rabbitllm.cli.arguments import (
     MemoryOption,
     ModelArgument,
     NoSplitOption,
+    NoVerifyOption,
     RayOption,
     RevisionOption,
     SeedOption,
@@ -75,6 +76,7 @@ def batch_command(
     no_split: NoSplitOption = False,
     revision: RevisionOption = None,
     trust_remote_code: TrustOption = False,
+    no_verify_checksums: NoVerifyOption = False,
     ray: RayOption = None,
     ray_workers: Annotated[
         int | None, typer.Option("--ray-workers", help="With --ray: by default one for each GPU, or each machine.")
@@ -113,6 +115,7 @@ def batch_command(
         no_split=no_split,
         revision=revision,
         trust_remote_code=trust_remote_code,
+        no_verify_checksums=no_verify_checksums,
     )
     cache_bytes = None if cache_memory is None else parse_size(cache_memory, "--cache-memory")
     disk_bytes = None if cache_disk is None else parse_size(cache_disk, "--cache-disk")

@@ -15,6 +15,7 @@ from rabbitllm.cli.arguments import (
     MemoryOption,
     ModelArgument,
     NoSplitOption,
+    NoVerifyOption,
     compression_of,
     limits_of,
     put_json,
@@ -33,6 +34,7 @@ def bench_command(
     turns: Annotated[int, typer.Option(help="Generations of which the medians are taken.", min=1)] = 3,
     exact: Annotated[bool, typer.Option("--exact", help="Dequantise on the CPU instead of using the codes.")] = False,
     fast_bfloat16: FastOption = False,
+    no_verify_checksums: NoVerifyOption = False,
     no_split: NoSplitOption = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw a further token's time here: .png, .svg or .pdf (needs matplotlib).")
@@ -68,6 +70,7 @@ def bench_command(
         "layer_shards_saving_path": folder,
         "exact": exact,
         "fast_bfloat16": fast_bfloat16,
+        "verify_checksums": not no_verify_checksums,
         "split": not no_split,
     }
     with Console(stderr=True).status("starting") as status:

@@ -18,6 +18,7 @@ from rabbitllm.cli.arguments import (
     MaxDiskOption,
     MemoryOption,
     ModelArgument,
+    NoVerifyOption,
     SeedOption,
     SequentialOption,
     TemperatureOption,
@@ -43,6 +44,7 @@ def chat_command(
     max_disk: MaxDiskOption = None,
     sequential: SequentialOption = False,
     fast_bfloat16: FastOption = False,
+    no_verify_checksums: NoVerifyOption = False,
     workers: WorkersOption = 0,
     address: AddressOption = None,
 ) -> None:
@@ -72,6 +74,7 @@ def chat_command(
         device=device,
         hosts=called_together(workers, address, model, errors),
         max_memory=max_memory,
+        no_verify_checksums=no_verify_checksums,
     )
     with contextlib.redirect_stdout(sys.stderr):  # what is printed while loading is no answer
         loaded = loaded_model(wish, errors, fast_bfloat16=fast_bfloat16)

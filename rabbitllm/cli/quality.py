@@ -13,6 +13,7 @@ from rabbitllm.cli.arguments import (
     JsonOption,
     MemoryOption,
     ModelArgument,
+    NoVerifyOption,
     RevisionOption,
     TrustOption,
     limits_of,
@@ -45,6 +46,7 @@ def quality_command(
     folder: FolderOption = None,
     revision: RevisionOption = None,
     trust_remote_code: TrustOption = False,
+    no_verify_checksums: NoVerifyOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Tell what compression costs: how far next-token distributions are from the uncompressed model's, and perplexity.
@@ -75,6 +77,7 @@ def quality_command(
             layer_shards_saving_path=folder,
             revision=revision,
             trust_remote_code=trust_remote_code,
+            verify_checksums=not no_verify_checksums,
             say=lambda said: status.update(f"{said} …"),
         )
     if as_json:

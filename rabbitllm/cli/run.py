@@ -21,6 +21,7 @@ from rabbitllm.cli.arguments import (
     MemoryOption,
     ModelArgument,
     NoSplitOption,
+    NoVerifyOption,
     RevisionOption,
     SeedOption,
     SequentialOption,
@@ -55,6 +56,7 @@ def run_command(
     no_split: NoSplitOption = False,
     revision: RevisionOption = None,
     trust_remote_code: TrustOption = False,
+    no_verify_checksums: NoVerifyOption = False,
     fast_bfloat16: FastOption = False,
     workers: WorkersOption = 0,
     address: AddressOption = None,
@@ -102,6 +104,7 @@ def run_command(
         no_split=no_split,
         revision=revision,
         trust_remote_code=trust_remote_code,
+        no_verify_checksums=no_verify_checksums,
         hosts=hosts,
     )
     if hosts is not None and not hosts.is_first:

@@ -20,6 +20,7 @@ from rabbitllm.cli.arguments import (
     MemoryOption,
     ModelArgument,
     NoSplitOption,
+    NoVerifyOption,
     RevisionOption,
     SequentialOption,
     TrustOption,
@@ -74,6 +75,7 @@ def serve_command(
     no_split: NoSplitOption = False,
     revision: RevisionOption = None,
     trust_remote_code: TrustOption = False,
+    no_verify_checksums: NoVerifyOption = False,
 ) -> None:
     """Answer requests over HTTP as OpenAI's interface has them; one pass over the weights answers all of them.
 
@@ -111,6 +113,7 @@ def serve_command(
         no_split=no_split,
         revision=revision,
         trust_remote_code=trust_remote_code,
+        no_verify_checksums=no_verify_checksums,
     )
     disable_progress_bars()  # shards have a bar of ours, and what else is fetched is small
     logs.show("rabbitllm.serve")

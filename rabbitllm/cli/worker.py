@@ -15,6 +15,7 @@ from rabbitllm.cli.arguments import (
     MemoryOption,
     ModelArgument,
     NoSplitOption,
+    NoVerifyOption,
     RevisionOption,
     TrustOption,
     wish_to_run,
@@ -31,6 +32,7 @@ def worker_command(
     no_split: NoSplitOption = False,
     revision: RevisionOption = None,
     trust_remote_code: TrustOption = False,
+    no_verify_checksums: NoVerifyOption = False,
 ) -> None:
     """Compute a span of a model's layers for `rabbitllm run --workers N` on another host, until that ends.
 
@@ -58,6 +60,7 @@ def worker_command(
         no_split=no_split,
         revision=revision,
         trust_remote_code=trust_remote_code,
+        no_verify_checksums=no_verify_checksums,
         hosts=hosts,
     )
     with contextlib.redirect_stdout(sys.stderr):

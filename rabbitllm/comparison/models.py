@@ -38,6 +38,7 @@ class Loading:
     folder: Path | None = None
     revision: str | None = None
     trust_remote_code: bool = False
+    verify_checksums: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,7 @@ def loaded(named: Named, loading: Loading, *, split: bool) -> Any:
             layer_shards_saving_path=loading.folder,
             revision=named.revision,
             trust_remote_code=loading.trust_remote_code,
+            verify_checksums=loading.verify_checksums,
             split=split,
             show_layer_progress=split,
         )

@@ -109,6 +109,7 @@ def quality(
     layer_shards_saving_path: str | os.PathLike[str] | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    verify_checksums: bool = True,
     say: Callable[[str], None] = lambda text: None,
 ) -> Quality:
     """Compare a model's next-token distributions with those of the uncompressed one; see docs/QUALITY.md.
@@ -124,7 +125,7 @@ def quality(
         tokens: to be predicted, at most.
         problems: that models which were trained here are asked besides; a multiple of 4, 0 for none. None for 400
             where no text is given, else for none.
-        device, max_memory, exact, layer_shards_saving_path, revision, trust_remote_code: as of
+        device, max_memory, exact, layer_shards_saving_path, revision, trust_remote_code, verify_checksums: as of
             `AutoModel.from_pretrained`, for both; by default each takes a third of free memory for its weights.
         dtype: to compute in, for both; None for the config's.
         say: told what is being done.
@@ -134,7 +135,7 @@ def quality(
         RabbitLLMError: as `AutoModel.from_pretrained` and scoring do.
     """
     folder = expand(Path(layer_shards_saving_path)) if layer_shards_saving_path is not None else None
-    loading = Loading(device, max_memory, dtype, exact, folder, revision, trust_remote_code)
+    loading = Loading(device, max_memory, dtype, exact, folder, revision, trust_remote_code, verify_checksums)
     say("loading")
     own = the_model(str(model), compression, loading) if isinstance(model, str | os.PathLike) else None
     other, reference = _reference(own, against, loading)

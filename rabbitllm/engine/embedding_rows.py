@@ -14,7 +14,12 @@ import torch
 from torch import nn
 
 from rabbitllm.engine.unit_source import PartReader, UnitSource
+from rabbitllm.layers.checksums import LayerChecks
 from rabbitllm.layers.compression import BLOCKS, NESTED_BLOCK, Quantised, dequantise, scales_at
+from rabbitllm.layers.layer_store import StoredTensor
+
+_BY_ROW = 2
+"""Stored parts of which each row has its own run: values or codes, and scales."""
 
 
 def can_bring_rows(source: UnitSource, embedding: nn.Module | None) -> bool:
@@ -30,6 +35,27 @@ def can_bring_rows(source: UnitSource, embedding: nn.Module | None) -> bool:
     return stored.shape[1] % BLOCKS[stored.quantised.scheme] == 0
 
 
+def check_rows(stored: StoredTensor, ids: torch.Tensor, checks: LayerChecks) -> None:
+    """Compare rows of an embedding with their checksums, and what all of them need beside.
+
+    Args:
+        stored: the embedding.
+        ids: the rows, integers (n,); those that it does not have are left to it.
+        checks: of its file, which may have none for parts of it.
+
+    Raises:
+        IncompleteSplitError: they are not what was written.
+    """
+    if not checks.by_block(stored.parts[0].file):
+        return
+    rows = stored.shape[0]
+    known = ids[(ids >= 0) & (ids < rows)].tolist()
+    for number, part in enumerate(stored.parts):
+        row = part.nbytes // rows
+        by_row = [(part.offset + row * one, row) for one in known]
+        checks.stored(part.file, by_row if number < _BY_ROW else [(part.offset, part.nbytes)])
+
+
 class EmbeddingRows:
     """The hook that binds the rows; register with `with_kwargs=True`.
 
@@ -38,9 +64,17 @@ class EmbeddingRows:
         part: a reader of its mapped parts, on the host.
         device: where the embedding computes.
         unbind: puts the placeholder back.
+        checks: compares rows that are used for the first time with their checksums; None for no comparison.
     """
 
-    def __init__(self, source: UnitSource, part: PartReader, device: torch.device, unbind: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        source: UnitSource,
+        part: PartReader,
+        device: torch.device,
+        unbind: Callable[[], None],
+        checks: LayerChecks | None = None,
+    ) -> None:
         job = source.jobs[0]
         self._stored = source.stored[job.recipe.sources[0][1]]
         self._place = job.places[0][1]
@@ -48,6 +82,7 @@ class EmbeddingRows:
         self._part = part
         self._device = device
         self._unbind = unbind
+        self._checks = checks
         self.rows_brought = 0
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -55,6 +90,8 @@ class EmbeddingRows:
         first = next(iter(kwargs), "")  # what a forward calls its first argument differs
         ids = args[0] if args else kwargs[first]
         distinct, renumbered = torch.unique(ids.cpu(), return_inverse=True)
+        if self._checks is not None:
+            check_rows(self._stored, distinct, self._checks)
         self._place.bind(self._rows(distinct).to(self._device))
         self.rows_brought += len(distinct)
         # checked against the number of rows, and of no use without gradients

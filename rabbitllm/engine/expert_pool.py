@@ -304,16 +304,24 @@ class PooledExperts:
 
     def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Before the module computes: bring the experts that its second argument routes to."""
-        index = args[1] if len(args) > 1 else kwargs.get("top_k_index")
-        if not isinstance(index, torch.Tensor) or index.is_floating_point() or not index.numel():
-            return
-        chosen, counts = np.unique(index.detach().cpu().numpy(), return_counts=True)
-        known = (chosen >= 0) & (chosen < self._pool.sources[self._module].experts)
-        self._pool.begin(self._module, chosen[known], counts[known], len(index))
+        found = routed(args, kwargs, self._pool.sources[self._module].experts)
+        if found is not None:
+            self._pool.begin(self._module, *found)
 
     def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """After it."""
         self._pool.end()
+
+
+def routed(args: tuple[Any, ...], kwargs: Mapping[str, Any], experts: int) -> tuple[Numbers, Numbers, int] | None:
+    """What a call of an experts module is routed to: distinct experts, how many of the tokens use each, and how many
+    tokens there are; None where its second argument does not say."""
+    index = args[1] if len(args) > 1 else kwargs.get("top_k_index")
+    if not isinstance(index, torch.Tensor) or index.is_floating_point() or not index.numel():
+        return None
+    chosen, counts = np.unique(index.detach().cpu().numpy(), return_counts=True)
+    known = (chosen >= 0) & (chosen < experts)
+    return chosen[known], counts[known], len(index)
 
 
 def _really(cache: ExpertCache, module: int, experts: Numbers, has: Callable[[int], tuple[int, int] | None]) -> Numbers:

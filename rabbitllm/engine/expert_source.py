@@ -264,13 +264,26 @@ def with_tables(source: ExpertSource, store: WeightFiles, device: torch.device) 
     """A source whose blocks have their tables, on the device that computes.
 
     Raises:
-        IncompleteSplitError: those of two experts differ.
+        IncompleteSplitError: those of two experts differ; or they are not what was written.
     """
+    _check_tables(source, store)
     leaves = {}
     for key, leaf in source.leaves.items():
         blocks = tuple(_with_table(source, block, store, device) for block in leaf.blocks)
         leaves[key] = replace(leaf, blocks=blocks)
     return replace(source, leaves=leaves)
+
+
+def _check_tables(source: ExpertSource, store: WeightFiles) -> None:
+    """Compare what all experts need beside their own bytes with its checksums, where it has any."""
+    ranges: dict[str, list[tuple[int, int]]] = {}
+    for block in (block for leaf in source.leaves.values() for block in leaf.blocks):
+        nested = () if block.nesting is None else (*block.nesting.where, *block.nesting.tables)
+        for spec in (*block.tables, *nested):
+            ranges.setdefault(spec.file, []).append((spec.offset, spec.nbytes))
+    for file, some in ranges.items():
+        if store.checks is not None and store.checks.by_block(file):
+            store.checks.stored(file, some)
 
 
 def _with_table(source: ExpertSource, block: Block, store: WeightFiles, device: torch.device) -> Block:

@@ -6,6 +6,7 @@ Knows which is chosen, and not why (`placement.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from transformers import PreTrainedModel
@@ -15,6 +16,7 @@ from rabbitllm.engine.expert_pool import ExpertPool, PooledExperts, transit_slot
 from rabbitllm.engine.expert_source import ExpertSource, with_tables
 from rabbitllm.engine.expert_stack import ExpertStack, Supply
 from rabbitllm.engine.expert_supply import FileBytes, MappedExperts, mapped_bytes
+from rabbitllm.engine.first_use import check_experts_before
 from rabbitllm.engine.page_locked import HostBuffers
 from rabbitllm.engine.placement import ExpertCost, Placement, Tier
 from rabbitllm.engine.span_reader import SpanReader, Way
@@ -72,17 +74,29 @@ def bind_experts(
         own = [known[p.unit] for p in placement.experts if p.device == pool.device]
         device = devices[pool.device]
         host = None if device.shares_host_memory else HostBuffers(device)
-        disk = SpanReader(store, ways[pool.device])
+        disk = SpanReader(store, ways[pool.device], store.checks)
         pools[pool.device] = made = ExpertPool(model, own, device, pool.slots, disk, profiler, host, pool.host_slots)
         for number, source in enumerate(own):
             supply = PooledExperts(made, number)
             _bind(source, supply, device.torch_device)
             source.module.register_forward_pre_hook(supply.before, with_kwargs=True)
             source.module.register_forward_hook(supply.after, always_call=True)
-    for placed in placement.experts:
-        if placed.tier is not Tier.ROUTED:
-            _bind_mapped(model, known[placed.unit], file_bytes, placed.tier is Tier.RESIDENT)
+    mapped = [placed for placed in placement.experts if placed.tier is not Tier.ROUTED]
+    for placed in mapped:
+        _bind_mapped(model, known[placed.unit], file_bytes, placed.tier is Tier.RESIDENT)
+    _check_mapped([known[placed.unit] for placed in mapped], store)
     return pools
+
+
+def _check_mapped(sources: Sequence[ExpertSource], store: WeightFiles) -> None:
+    """Let experts in mapped files be compared with their checksums, as far as there are any for each of them."""
+    checks = store.checks
+    if checks is None or not sources:
+        return
+    thread = ThreadPoolExecutor(1, thread_name_prefix="checksums")
+    for source in sources:
+        if all(checks.by_block(span.file) for span in source.spans(0)):
+            check_experts_before(source, checks, thread)
 
 
 def _bind(source: ExpertSource, supply: Supply, device: torch.device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,17 @@ from rabbitllm.engine import published, skeleton
 from rabbitllm.engine.blueprint import SCALES_IN_PLACE, blueprint, only_a_part
 from rabbitllm.engine.costs import cache_room, held_bytes
 from rabbitllm.engine.devices import Device, resolve_devices
+from rabbitllm.engine.embedding_rows import can_bring_rows
 from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.experts import bind_experts
+from rabbitllm.engine.first_use import check_rows_before, wait_before
 from rabbitllm.engine.fused_choice import FusedChoice
 from rabbitllm.engine.fused_units import fused_experts, fused_units
 from rabbitllm.engine.page_locked import keep_units
 from rabbitllm.engine.part import Share
 from rabbitllm.engine.pass_line import PassLine
 from rabbitllm.engine.placement import Placement, Tier
-from rabbitllm.engine.read_ahead import read_ahead
+from rabbitllm.engine.read_ahead import ReadAhead
 from rabbitllm.engine.row_products import RowProducts
 from rabbitllm.engine.saving import origin_of
 from rabbitllm.engine.span_reader import PROBES, THROUGH_THE_CACHE, Way, choose_way
@@ -33,6 +36,7 @@ from rabbitllm.engine.unit_source import UnitSource
 from rabbitllm.engine.units import input_embedding
 from rabbitllm.engine.weights import check_unused
 from rabbitllm.errors import IncompleteSplitError
+from rabbitllm.layers.checksums import LayerChecks
 from rabbitllm.layers.compression import check_compression
 from rabbitllm.layers.layer_store import LayerStore, WeightFiles
 from rabbitllm.options import StreamOptions
@@ -71,7 +75,9 @@ def load_model(
         MissingPackageError: the layers are compressed and bitsandbytes is not installed, or they are published
             quantised in a way that needs a package which is not.
     """
-    store: WeightFiles = LayerStore(folder) if isinstance(folder, Path) else folder
+    store: WeightFiles = (
+        LayerStore(folder, verify_checksums=options.verify_checksums) if isinstance(folder, Path) else folder
+    )
     folder = store.folder
     for scheme in {tensor.quantised.scheme for tensor in store.tensors.values() if tensor.quantised}:
         check_compression(scheme)  # now, rather than in the first pass
@@ -93,6 +99,9 @@ def load_model(
         sources = {**sources, **fused_units(sources, placement, by_name, weights, store, choice)}
         experts = fused_experts(experts, placement, by_name, choice)
     profiler.in_place = _in_place(model, sources, placement)
+    mapped = _mapped_units(sources, placement, by_name)
+    read = {source.unit.name: source.spans for source in mapped if not _is_looked_up(model, source)}
+    ahead = ReadAhead(read, store, store.checks)
     with torch.no_grad():
         pools = bind_experts(model, experts, placement, by_name, store, profiler, ways)
         streamer = Streamer(
@@ -107,6 +116,7 @@ def load_model(
             way=way,
             prefetching=options.prefetching,
         )
+    _compare_before_use(model, mapped, ahead, store.checks)
     home_device = by_name[placement.home].torch_device
     if len(chosen) > 1:  # callers expect the output where their inputs came from
         model.register_forward_hook(lambda module, args, output: send_to_device(output, home_device))
@@ -132,7 +142,6 @@ def load_model(
     streamed._origin = origin_of(streamed, store, home, weights, changes_itself=in_place)
     streamed._held_bytes = held_bytes(placement, sources, experts)
     streamed._show_progress = options.show_progress
-    read_ahead(_mapped_spans(model, sources, placement, by_name, store))
     return streamed
 
 
@@ -147,19 +156,31 @@ def _in_place(model: nn.Module, sources: Mapping[str, UnitSource], placement: Pl
     return found
 
 
-def _mapped_spans(
-    model: nn.Module,
-    sources: Mapping[str, UnitSource],
-    placement: Placement,
-    devices: Mapping[str, Device],
-    store: WeightFiles,
-) -> list[tuple[Path, int, int]]:
-    """What of the files stays in memory as mapped, in the order of a pass: (path, offset, bytes)."""
-    embedding = input_embedding(model)
-    stays = [p.unit for p in placement.units if p.tier in _MAPPED and devices[p.device].shares_host_memory]
-    # of an embedding a few rows are touched
-    wanted = (sources[unit] for unit in stays if sources[unit].unit.module is not embedding)
-    return [(store.path(span.file), span.offset, span.nbytes) for source in wanted for span in source.spans]
+def _mapped_units(
+    sources: Mapping[str, UnitSource], placement: Placement, devices: Mapping[str, Device]
+) -> list[UnitSource]:
+    """Units that stay in memory as mapped, in the order of a pass."""
+    stays = (p.unit for p in placement.units if p.tier in _MAPPED and devices[p.device].shares_host_memory)
+    return [sources[unit] for unit in stays]
+
+
+def _is_looked_up(model: nn.Module, source: UnitSource) -> bool:
+    """Whether a unit that stays in memory is the input embedding as it is stored, of which a few rows are touched."""
+    return source.is_view and can_bring_rows(source, input_embedding(model))
+
+
+def _compare_before_use(
+    model: nn.Module, mapped: Sequence[UnitSource], ahead: ReadAhead, checks: LayerChecks | None
+) -> None:
+    """Let no mapped unit compute before its bytes, or the rows that are looked up, are what was written."""
+    if checks is None:
+        return
+    for source in mapped:
+        unit = source.unit
+        if _is_looked_up(model, source):
+            check_rows_before(unit.module, next(iter(source.stored.values())), checks)
+        elif not ahead.is_checked(unit.name):
+            wait_before(unit.module, partial(ahead.wait_for, unit.name))
 
 
 def _way(

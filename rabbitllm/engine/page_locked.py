@@ -86,12 +86,13 @@ def keep_units(
 
     Raises:
         OSError: a layer file cannot be read.
+        IncompleteSplitError: it is not what was written.
     """
     memories = {name: HostBuffers(device) for name, device in devices.items() if not device.shares_host_memory}
     kept: dict[str, dict[str, torch.Tensor]] = {name: {} for name in memories}
     wanted = [placed for placed in placement.units if placed.tier is Tier.PINNED]
     # read once, so the page cache is better left to what is read again and again
-    reader = SpanReader(store, Way(drop=True))
+    reader = SpanReader(store, Way(drop=True), store.checks)
     for at, placed in enumerate(wanted):
         source = sources[placed.unit]
         try:

@@ -2,7 +2,8 @@
 
 A model that is streamed because it does not fit would push itself, and the layers that stay, out of the page cache on
 every pass; so it is read past it (O_DIRECT), in whole blocks, or through it and dropped behind, whichever the disk does
-sooner. What fits beside everything else is read through the cache, and comes from memory the next time. Knows no units.
+sooner. What fits beside everything else is read through the cache, and comes from memory the next time. What is read
+for the first time is compared with its checksums on the way. Knows no units.
 """
 
 from __future__ import annotations
@@ -12,18 +13,22 @@ import heapq
 import logging
 import time
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from rabbitllm.formats.positional import PositionalFile, page_aligned
+from rabbitllm.layers.checksums import LayerChecks
 
 logger = logging.getLogger(__name__)
 
 BLOCK = 4096
 """Offsets, lengths and addresses of reads past the cache are multiples of this."""
 READ_BYTES = 32 << 20
-"""Bytes asked of the system at a time."""
+"""Bytes asked of the system at a time, at most up to a multiple of this."""
+CHECKED_BYTES = 4 << 20
+"""The same while bytes are compared with their checksums: one piece is summed while the next is read."""
 PROBE_BYTES = 32 << 20
 PROBES = 4
 """What is read in either way to compare them, and how often: 80 to 250 ms of a fast disk."""
@@ -76,17 +81,21 @@ class SpanReader:
     Args:
         store: knows where the files are.
         way: how; changed once and for all where a file system has none of it.
+        checks: compares what is read for the first time with its checksums; None for no comparison.
     """
 
-    def __init__(self, store: Paths, way: Way) -> None:
+    def __init__(self, store: Paths, way: Way, checks: LayerChecks | None = None) -> None:
         self._store = store
         self.way = way
+        self._checks = checks
+        self._summing: ThreadPoolExecutor | None = None
 
     def read(self, spans: Iterable[Span], buffer: memoryview) -> None:
         """Fill `buffer`, which begins on a page and ends on or behind the last span's block.
 
         Raises:
             OSError: a file ended early, or could not be read.
+            IncompleteSplitError: bytes are not what was written.
         """
         for span in spans:
             try:
@@ -101,16 +110,41 @@ class SpanReader:
     def _read(self, span: Span, buffer: memoryview) -> None:
         way = self.way
         lead = span.lead if way.direct else 0
-        begin, wanted = span.at - lead, span.nbytes + lead
-        asked = span.end - begin if way.direct else wanted
-        with PositionalFile(self._store.path(span.file), direct=way.direct) as file:
-            for at in range(0, asked, READ_BYTES):
-                length = min(READ_BYTES, asked - at)
-                got = file.read_into(buffer[begin + at : begin + at + length], span.offset - lead + at)
-                if got < min(length, wanted - at):
-                    raise OSError(f"{file.path} ended at byte {span.offset - lead + at + got:,}")
-            if way.drop:
-                file.drop_cache(span.offset, span.nbytes)
+        first, end = span.offset - lead, span.offset + span.nbytes
+        shift = span.at - span.offset  # of an offset in the file to its place in the buffer
+        last = span.end - shift if way.direct else end
+        checks = None if self._checks is None or self._checks.is_done(span.file) else self._checks
+        piece = READ_BYTES if checks is None else CHECKED_BYTES
+        summed: list[Future[None]] = []
+        try:
+            with PositionalFile(self._store.path(span.file), direct=way.direct) as file:
+                at = first
+                while at < last:
+                    stop = min(last, (at // piece + 1) * piece)
+                    got = file.read_into(buffer[at + shift : stop + shift], at)
+                    if got < min(stop, end) - at:
+                        raise OSError(f"{file.path} ended at byte {at + got:,}")
+                    if checks is not None:
+                        begin = max(at, span.offset)
+                        data = buffer[begin + shift : min(stop, end) + shift]
+                        if stop < last:
+                            summed.append(self._beside.submit(checks.read, span.file, begin, data))
+                        else:
+                            checks.read(span.file, begin, data)
+                    at = stop
+                if way.drop:
+                    file.drop_cache(span.offset, span.nbytes)
+        finally:
+            wait(summed)  # whoever gets an error may fill the buffer anew
+        for future in summed:
+            future.result()
+
+    @property
+    def _beside(self) -> ThreadPoolExecutor:
+        """The thread that sums one piece while the next is read."""
+        if self._summing is None:
+            self._summing = ThreadPoolExecutor(1, thread_name_prefix="checksums")
+        return self._summing
 
 
 def choose_way(store: Paths, spans: Iterable[Span], room: int, nbytes: int | None = None) -> Way:

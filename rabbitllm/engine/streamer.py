@@ -137,7 +137,7 @@ class Streamer:
         self._watch_calls(sources, placement)
 
     def _loader(self, moving: Mapping[str, UnitSource], device: Device, kept: Kept | None) -> Loader | Uploader:
-        disk = SpanReader(self._store, self.way)
+        disk = SpanReader(self._store, self.way, self._store.checks)
         if kept is not None:
             return Uploader(moving, kept.units, disk, device, self._profiler, kept.memory)
         buffers = [device.host_buffer(largest(moving)) for _ in range(SLOTS if moving else 0)]
@@ -264,7 +264,9 @@ class Streamer:
         unbind = self._unbinding(source, device)
         unbind()
         if tier is Tier.ROWS:
-            rows = self.embedding_rows = EmbeddingRows(source, self._mapped, device.torch_device, unbind)
+            checks = self._store.checks
+            rows = EmbeddingRows(source, self._mapped, device.torch_device, unbind, checks)
+            self.embedding_rows = rows
             unit.module.register_forward_pre_hook(rows.before, with_kwargs=True)
             unit.module.register_forward_hook(rows.after, always_call=True)
         elif tier is Tier.PACKED:
@@ -381,7 +383,8 @@ class Streamer:
         host = kept.units.get(source.unit.name) if kept is not None else None
         if host is None:
             host = torch.empty(source.buffer_bytes, dtype=torch.uint8)
-            SpanReader(self._store, THROUGH_THE_CACHE).read(source.spans, host.numpy().data.cast("B"))
+            reader = SpanReader(self._store, THROUGH_THE_CACHE, self._store.checks)
+            reader.read(source.spans, host.numpy().data.cast("B"))
         ticket = device.upload(host, buffer, device.leave())
         device.landed(ticket)
         device.arrive(ticket)

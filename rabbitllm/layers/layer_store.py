@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
+from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from rabbitllm.formats.positional import PositionalFile
 from rabbitllm.formats.safetensors_file import Header, MappedFile, read_header
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.layers import chosen
+from rabbitllm.layers.checksums import SUM_BYTES, LayerChecks, damaged
 from rabbitllm.layers.chosen import AUTO, Chosen
 from rabbitllm.layers.compression import BLOCKS, Quantised, part_names, read_state, schemes, state_key
 from rabbitllm.layers.layer_file import DONE_SUFFIX, LAYER_SUFFIX
@@ -52,6 +54,7 @@ class LayerRecord:
         tensors: the checkpoint's names.
         crc32: of the whole file as it was meant to be written.
         shards: those that its tensors came from.
+        blocks: CRC-32 of each of its blocks (`checksums.py`); None in a split that was made before these were.
     """
 
     id: str
@@ -61,6 +64,7 @@ class LayerRecord:
     tensors: tuple[str, ...]
     crc32: int
     shards: tuple[str, ...]
+    blocks: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +113,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
             "file": r.file,
             "size": r.size,
             "crc32": f"{r.crc32:08x}",
+            **({} if r.blocks is None else {"blocks": b64encode(r.blocks).decode()}),
             "shards": list(r.shards),
             "tensors": list(r.tensors),
         }
@@ -190,9 +195,11 @@ def _record(entry: dict[str, Any]) -> LayerRecord:
         raise ValueError(f"{size!r} is no size")
     tensors = tuple(text_of(name) for name in entry["tensors"])
     shards = tuple(text_of(name) for name in entry["shards"])
-    return LayerRecord(
-        text_of(entry["id"]), text_of(entry["stem"]), file, size, tensors, int(text_of(entry["crc32"]), 16), shards
-    )
+    crc, blocks = int(text_of(entry["crc32"]), 16), entry.get("blocks")
+    known = None if blocks is None else b64decode(text_of(blocks), validate=True)
+    if known is not None and len(known) % SUM_BYTES:
+        raise ValueError(f"{len(known)} bytes are no checksums")
+    return LayerRecord(text_of(entry["id"]), text_of(entry["stem"]), file, size, tensors, crc, shards, known)
 
 
 def is_legacy(folder: Path) -> bool:
@@ -259,12 +266,14 @@ class WeightFiles(Protocol):
         label: what to call them in messages.
         is_split: whether they are the layer files of a split, whose original may be gone.
         tensors: checkpoint name -> where it lies.
+        checks: of what is read of the files; None where they have no checksums, or none are to be compared.
     """
 
     folder: Path
     label: str
     is_split: bool
     tensors: dict[str, StoredTensor]
+    checks: LayerChecks | None
 
     def mapped(self, file: str) -> MappedFile:
         """A file, mapped."""
@@ -313,16 +322,18 @@ class LayerStore:
         folder: the split directory.
         manifest: None for a directory of RabbitLLM 1.1.
         tensors: checkpoint name -> where it lies.
+        checks: of what is read of the layer files, if that was asked for and the split has checksums.
     """
 
     is_split = True
 
     @uncollected()
-    def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
+    def __init__(self, folder: Path, manifest: Manifest | None = None, *, verify_checksums: bool = False) -> None:
         """
         Args:
             folder: the split directory.
             manifest: its manifest, if that is not written yet.
+            verify_checksums: compare what is read, from the headers on, with its checksums.
 
         Raises:
             IncompleteSplitError: a layer file is missing, has another size than the manifest says, or is damaged.
@@ -330,12 +341,13 @@ class LayerStore:
         self.folder = folder
         self.label = str(folder)
         self.manifest = manifest or read_manifest(folder)
+        self.checks = LayerChecks(folder) if verify_checksums and self.manifest is not None else None
         self.tensors: dict[str, StoredTensor] = {}
         self._maps = Maps(folder)
-        for file in self._files():
-            self._open(file)
+        for file, record in self._files().items():
+            self._open(file, record)
 
-    def _files(self) -> list[str]:
+    def _files(self) -> dict[str, LayerRecord | None]:
         if self.manifest is not None:
             for record in self.manifest.layers:
                 path = self.folder / record.file
@@ -345,7 +357,7 @@ class LayerStore:
                     raise IncompleteSplitError(
                         f"{path} {state}; {MANIFEST_NAME} says it has {record.size:,} bytes.", _REMAKE
                     )
-            return [record.file for record in self.manifest.layers]
+            return {record.file: record for record in self.manifest.layers}
         files = sorted(path.name for path in self.folder.glob(f"*{LAYER_SUFFIX}"))
         unfinished = [name for name in files if not (self.folder / (name + DONE_SUFFIX)).exists()]
         if unfinished or not files:
@@ -354,21 +366,27 @@ class LayerStore:
                 + (f"{', '.join(unfinished[:3])} has no .done marker." if unfinished else "it has no layer files."),
                 _REMAKE,
             )
-        return files
+        return dict.fromkeys(files)
 
-    def _open(self, file: str) -> None:
+    def _open(self, file: str, record: LayerRecord | None) -> None:
+        remedy = _REMAKE if record is None else damaged(self.folder / file, "").remedy
         try:
             header = read_header(self.folder / file, file)
         except CorruptShardError as error:
-            raise IncompleteSplitError(f"In {self.folder}: {error.problem}", _REMAKE) from None
+            raise IncompleteSplitError(f"In {self.folder}: {error.problem}", remedy) from None
         self._maps.add(file, header)
         keys = {spec.name: spec for spec in header.tensors}
+        if self.checks is not None and record is not None:
+            self.checks.open(file, header, lambda: self._maps.mapped(file).whole(), record.crc32, record.blocks)
+            if record.blocks is not None:
+                states = (key for name, scheme in schemes(keys).items() if (key := state_key(name, scheme)))
+                self.checks.stored(file, [(keys[key].offset, keys[key].nbytes) for key in states])
         try:
             for name, quantised in read_forms(self.folder / file, keys).items():
                 parts = tuple(keys[part] for part in part_names(name, quantised.scheme if quantised else None))
                 self.tensors[name] = StoredTensor(name, parts, quantised)
         except RabbitLLMError as error:
-            raise IncompleteSplitError(f"In {self.folder / file}: {error.problem}", _REMAKE) from None
+            raise IncompleteSplitError(f"In {self.folder / file}: {error.problem}", remedy) from None
 
     @property
     def compression(self) -> str | None:

@@ -70,7 +70,7 @@ class PlainReader:
         """The bytes of a tensor in their order; each chunk is good until the next one is asked for.
 
         Raises:
-            IncompleteSplitError: the file ends before the tensor does.
+            IncompleteSplitError: the file ends before the tensor does, or it is not what was written.
         """
         if tensor.memory is not None:
             whole = tensor.memory.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
@@ -139,6 +139,8 @@ class PlainReader:
                 "was loaded.",
                 "Load the model again; what is wrong with the file is then said.",
             )
+        if self._store.checks is not None:
+            self._store.checks.read(part.file, part.offset + begin, into)
         return into
 
     def _file(self, name: str) -> PositionalFile:

@@ -14,6 +14,7 @@ from rabbitllm.errors import MissingShardError, UnreadableFormatError
 from rabbitllm.formats.safetensors_file import MappedFile
 from rabbitllm.formats.shard_header import read_shard_header
 from rabbitllm.formats.tensor_spec import TensorSpec
+from rabbitllm.layers.checksums import LayerChecks
 from rabbitllm.layers.layer_store import Maps, StoredTensor
 
 
@@ -23,9 +24,11 @@ class UnsplitStore:
     Attributes:
         folder: the checkpoint.
         tensors: name -> where it lies.
+        checks: none; a checkpoint's shards have no checksums.
     """
 
     is_split = False
+    checks: LayerChecks | None = None
 
     def __init__(self, checkpoint: LocalCheckpoint) -> None:
         """

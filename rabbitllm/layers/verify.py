@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rabbitllm.errors import IncompleteSplitError, RabbitLLMError
-from rabbitllm.formats.crc32 import crc32_of_file
-from rabbitllm.formats.safetensors_file import read_header
+from rabbitllm.formats.crc32 import combine_all, crc32_of_file
+from rabbitllm.formats.safetensors_file import Header, read_header
+from rabbitllm.layers.checksums import block_starts, lengths_of, numbers
 from rabbitllm.layers.layer_file import DONE_SUFFIX, LAYER_SUFFIX
 from rabbitllm.layers.layer_store import JOURNAL_NAME, LayerRecord, Manifest, is_legacy, read_forms, read_manifest
 
@@ -89,7 +90,8 @@ def _problem(path: Path, record: LayerRecord | None) -> str | None:
     if record is not None and size != record.size:
         return f"it has {size:,} bytes; {record.size:,} were written"
     try:
-        tensors = _tensors(path)
+        header = read_header(path)
+        tensors = _tensors(path, header)
     except RabbitLLMError as error:
         return error.problem
     except OSError as error:
@@ -98,11 +100,16 @@ def _problem(path: Path, record: LayerRecord | None) -> str | None:
         return None
     if lost := sorted(set(record.tensors) ^ tensors):
         return f"its tensors are not those of its layer: {lost[0]!r}{f' and {len(lost) - 1} more' * (len(lost) > 1)}"
+    if record.blocks is not None:
+        parts = ((part.offset, part.nbytes) for part in header.tensors)
+        lengths = lengths_of(block_starts(size, header.data_start, parts), size)
+        sums = numbers(record.blocks)
+        if len(sums) != len(lengths) or combine_all(zip(sums, lengths, strict=True)) != record.crc32:
+            return "the checksums of its blocks are not those of the file"
     found = crc32_of_file(path)
     return None if found == record.crc32 else f"its checksum is {found:08x}; {record.crc32:08x} was written"
 
 
-def _tensors(path: Path) -> set[str]:
+def _tensors(path: Path, header: Header) -> set[str]:
     """The checkpoint's tensors that a layer file holds; every part of a quantised one is checked against the others."""
-    keys = {spec.name: spec for spec in read_header(path).tensors}
-    return set(read_forms(path, keys))
+    return set(read_forms(path, {spec.name: spec for spec in header.tensors}))

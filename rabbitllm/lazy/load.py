@@ -23,6 +23,7 @@ from rabbitllm.errors import (
     UnreadableFormatError,
 )
 from rabbitllm.formats.tensor_spec import TensorSpec
+from rabbitllm.layers.checksums import LayerChecks
 from rabbitllm.layers.layer_store import LayerStore, is_legacy, read_manifest
 from rabbitllm.lazy.joined_files import JoinedFiles
 from rabbitllm.lazy.shard_file import ShardFile
@@ -94,7 +95,7 @@ class LazyCheckpoint(Mapping[str, "LazyTensor"]):
         )
 
 
-def lazy_load(path: str | os.PathLike[str], *, mapped: bool = True) -> LazyCheckpoint:
+def lazy_load(path: str | os.PathLike[str], *, mapped: bool = True, verify_checksums: bool = True) -> LazyCheckpoint:
     """Open a checkpoint without reading its weights; each tensor is read when it is used in a torch function.
 
         weights = rabbitllm.lazy_load("my-checkpoint")
@@ -106,6 +107,8 @@ def lazy_load(path: str | os.PathLike[str], *, mapped: bool = True) -> LazyCheck
         mapped: let tensors be views of the mapped files, without a copy; what is written to them stays in this
             process. False reads them into memory, which an error of the disk or a file that is cut off cannot end the
             process with.
+        verify_checksums: compare what is read of a split directory's layer files with its checksums. Views of mapped
+            files are read later, by whatever computes with them, and are not compared.
 
     Returns:
         A mapping of tensors, in the order of the file or of the index. They are never parameters and need no gradient,
@@ -115,7 +118,8 @@ def lazy_load(path: str | os.PathLike[str], *, mapped: bool = True) -> LazyCheck
         CheckpointNotFoundError, MissingShardError: there is no file, no weights in the folder, or not all of them.
         InvalidIndexError, UnsafePathError, CorruptShardError, UnsafePickleError, UnreadableFormatError: what is there
             cannot be believed, or is of a format that is not read.
-        IncompleteSplitError: a split directory that is not whole.
+        IncompleteSplitError: a split directory that is not whole, or the header of a layer file is damaged. Using a
+            tensor may raise it too.
     """
     given = Path(path)
     if given.is_file():
@@ -125,7 +129,7 @@ def lazy_load(path: str | os.PathLike[str], *, mapped: bool = True) -> LazyCheck
             f"{given} is neither a file nor a folder.", "Check the path; repositories are not loaded lazily."
         )
     if read_manifest(given) is not None or is_legacy(given):
-        return _open_split(given, mapped)
+        return _open_split(given, mapped, verify_checksums)
     return _open_folder(given, mapped)
 
 
@@ -172,24 +176,31 @@ def _open_meta(folder: Path, mapped: bool) -> LazyCheckpoint:
     return LazyCheckpoint(folder, files, places)
 
 
-def _open_split(folder: Path, mapped: bool) -> LazyCheckpoint:
-    store = LayerStore(folder)
+def _open_split(folder: Path, mapped: bool, verify_checksums: bool) -> LazyCheckpoint:
+    store = LayerStore(folder, verify_checksums=verify_checksums)
     if packed := next((tensor.name for tensor in store.tensors.values() if tensor.quantised), None):
         raise UnreadableFormatError(
             f"{folder} is split with compression: {packed!r} is quantised in it.",
             "AutoModel.from_pretrained reads it; lazy tensors are of an uncompressed split or of the original.",
         )
     files = {name: tensor.parts[0].file for name, tensor in store.tensors.items()}
-    return _open(folder, {file: store.path(file) for file in dict.fromkeys(files.values())}, files, mapped)
+    paths = {file: store.path(file) for file in dict.fromkeys(files.values())}
+    return _open(folder, paths, files, mapped, store.checks)
 
 
 @uncollected()
-def _open(path: Path, paths: Mapping[str, Path], wanted: Mapping[str, str] | None, mapped: bool) -> LazyCheckpoint:
+def _open(
+    path: Path,
+    paths: Mapping[str, Path],
+    wanted: Mapping[str, str] | None,
+    mapped: bool,
+    checks: LayerChecks | None = None,
+) -> LazyCheckpoint:
     """Open files, name -> path; `wanted` says which of their tensors, and where they must be."""
     files: dict[str, ShardFile] = {}
     try:
         for name, place in paths.items():
-            files[name] = ShardFile(place, name, mapped=mapped)
+            files[name] = ShardFile(place, name, mapped=mapped, checks=checks)
         found = {(tensor.name, name): tensor for name, opened in files.items() for tensor in opened.header.tensors}
         chosen = list(wanted.items()) if wanted is not None else list(found)
         for name, file in chosen:

@@ -28,6 +28,7 @@ from rabbitllm.formats.safetensors_file import Header, view_bytes
 from rabbitllm.formats.shard_header import read_shard_header
 from rabbitllm.formats.strided import Strided, read_row_major
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
+from rabbitllm.layers.checksums import LayerChecks
 from rabbitllm.open_files import OpenFiles
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class ShardFile:
         path: the file.
         name: what the specs and messages call it.
         mapped: whether its tensors may be views of a mapping.
+        checks: compares what is read of a layer file with its checksums; None for no comparison.
 
     Attributes:
         path: the file.
@@ -50,8 +52,9 @@ class ShardFile:
         CheckpointError: see `read_shard_header`; or the file changed while it was opened.
     """
 
-    def __init__(self, path: Path, name: str, *, mapped: bool) -> None:
+    def __init__(self, path: Path, name: str, *, mapped: bool, checks: LayerChecks | None = None) -> None:
         self.path = path
+        self._name, self._checks = name, checks
         self._mappable = mapped and CAN_MAP_PRIVATELY
         self._lock = threading.Lock()
         self._map: weakref.ref[Any] | None = None
@@ -156,6 +159,8 @@ class ShardFile:
                 got = read_row_major(file, place, 0, buffer)
             if got != len(buffer) or file.identity() != self._file.identity:
                 raise _changed(self.path)
+        if self._checks is not None:
+            self._checks.read(self._name, spec.offset, buffer)
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[PositionalFile]:

@@ -56,6 +56,7 @@ def load(wish: Wish, found: Pulled | None, console: Console, **more: Any) -> Any
         "device": wish.where,
         "max_memory": wish.max_memory,
         "trust_remote_code": wish.trust_remote_code,
+        "verify_checksums": wish.verify_checksums,
         "hosts": wish.hosts,
         **more,
     }

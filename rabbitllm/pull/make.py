@@ -51,6 +51,7 @@ class Wish:
         shard_transfer: "auto", "file" or "stream".
         device, max_memory, trust_remote_code: of the generation that comes later; what that would refuse is refused
             before the split. By default the first GPU, else the CPU.
+        verify_checksums: of it too; see `StreamOptions`.
         hosts: of it too: processes that compute it together.
         fit_scales: see `SplitOptions`.
     """
@@ -68,6 +69,7 @@ class Wish:
     device: str | None = None
     max_memory: Mapping[int | str, int | str] | None = None
     trust_remote_code: bool = False
+    verify_checksums: bool = True
     hosts: Hosts | None = None
     fit_scales: bool = False
 

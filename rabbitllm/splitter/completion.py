@@ -21,6 +21,7 @@ from rabbitllm.progress import LayerDone, tell
 from rabbitllm.splitter.filler import Filler
 from rabbitllm.splitter.mover import Mover, Target
 from rabbitllm.splitter.moves import moves_of
+from rabbitllm.splitter.sums import PartSums
 from rabbitllm.splitter.work import Work
 
 logger = logging.getLogger(__name__)
@@ -57,8 +58,8 @@ class Completion:
         self,
         completed: Iterable[str],
         targets: dict[str, Target],
-        checksums: Callable[[], dict[str, tuple[int, ...]]],
-    ) -> dict[str, tuple[int, ...]]:
+        checksums: Callable[[], dict[str, tuple[PartSums, ...]]],
+    ) -> dict[str, tuple[PartSums, ...]]:
         """Sync and close what a shard was put into, and give the layers their names that are whole with it.
 
         Args:

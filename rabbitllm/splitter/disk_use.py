@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from rabbitllm.layers import checksums
 from rabbitllm.splitter.layer_map import LayerMap
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan
 
@@ -16,8 +17,10 @@ RECORDED_NAMES = 5
 """How often journal and manifest together write out a tensor's name."""
 CHOSEN_NAMES = 2
 """How often they do once more where each tensor has a compression of its own."""
-RECORD_BYTES = 300
+RECORD_BYTES = 340
 """What they write of a tensor beside its name: dtype, shape, place, checksums, JSON."""
+BLOCK_RECORD_BYTES = 12
+"""What they write of a block of a layer file: its checksum, in base64, in each of them."""
 SHARD_RECORD_BYTES = 1024
 """What they write of a shard, and once of the whole."""
 
@@ -145,11 +148,13 @@ def on_disk(nbytes: int) -> int:
 
 
 def own_records_bytes(plan: SplitPlan) -> int:
-    """What journal and manifest may grow to, from the names that they list, bytes."""
+    """What journal and manifest may grow to, from the names and checksums that they list, bytes."""
     names = sum(len(tensor.name) for shard in plan.shards for tensor in shard.tensors)
     tensors = sum(len(shard.tensors) for shard in plan.shards)
     times = RECORDED_NAMES if plan.chosen is None else RECORDED_NAMES + CHOSEN_NAMES
-    return on_disk(times * names + RECORD_BYTES * tensors + SHARD_RECORD_BYTES * (len(plan.shards) + 1))
+    blocks = sum(tensor.nbytes for shard in plan.shards for tensor in shard.tensors) // checksums.BLOCK_BYTES
+    listed = times * names + RECORD_BYTES * tensors + BLOCK_RECORD_BYTES * blocks
+    return on_disk(listed + SHARD_RECORD_BYTES * (len(plan.shards) + 1))
 
 
 def _bytes_from(plan: Sizes, shard: PlannedShard, seen: set[str]) -> int:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-import zlib
-from collections.abc import Mapping
 from pathlib import Path
 
 from rabbitllm import durable
 from rabbitllm.checkpoints.checkpoint import Checkpoint, Disposal
 from rabbitllm.checkpoints.index import natural_key
-from rabbitllm.formats.crc32 import combine_all, crc32_of_file
+from rabbitllm.formats.crc32 import combine_all
+from rabbitllm.layers.checksums import block_starts, block_sums, sums_of_file
 from rabbitllm.layers.compression import Settling, StoredForm, constants
 from rabbitllm.layers.layer_file import LayerLayout
 from rabbitllm.layers.layer_store import JOURNAL_NAME, LayerRecord, Manifest, read_manifest, write_manifest
 from rabbitllm.splitter.request import Request
+from rabbitllm.splitter.sums import PartSums, TensorSums, runs_of, sums_of, whole_sum
 from rabbitllm.splitter.work import Work
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ STAGING_NAME = ".staging"
 """Folder inside the split directory that fetched shards go to; ours, and gone when the split is whole."""
 
 
-def manifest_of(work: Work, quantiser: str | None, checksums: Mapping[str, tuple[int, ...]]) -> Manifest:
+def manifest_of(work: Work, quantiser: str | None, checksums: TensorSums) -> Manifest:
     """What is to be declared of a directory all of whose layer files are whole."""
     plan = work.plan
     records = tuple(
@@ -33,10 +34,12 @@ def manifest_of(work: Work, quantiser: str | None, checksums: Mapping[str, tuple
             layout.file_name,
             layout.size,
             layout.tensors,
-            _checksum(layout, checksums, work.folder),
+            crc,
             tuple(sorted(plan.layer_map.layer_to_shards[layer], key=natural_key)),
+            blocks,
         )
         for layer, layout in plan.layouts.items()
+        for crc, blocks in [_checksums(layout, checksums, work.folder)]
     )
     return Manifest(plan.source, plan.compression, quantiser, records, plan.format_version, plan.chosen)
 
@@ -50,21 +53,35 @@ def finish(request: Request, manifest: Manifest) -> None:
         discard_original(request.checkpoint)
 
 
-def _checksum(layout: LayerLayout, checksums: Mapping[str, tuple[int, ...]], folder: Path) -> int:
-    """The CRC-32 of a layer file, from what was summed as it was written."""
-    parts: dict[int, tuple[int, int]] = {}
-    written: list[StoredForm | Settling] = [*layout.forms, *layout.joins, *layout.settles]
-    for form in written:
-        if form.source.name not in checksums:  # a crash came between the file's name and the journal's line
-            return crc32_of_file(folder / layout.file_name)
-        for part, crc in zip(form.parts, checksums[form.source.name], strict=True):
+def _checksums(layout: LayerLayout, known: TensorSums, folder: Path) -> tuple[int, bytes | None]:
+    """The CRC-32 of a layer file and of each of its blocks, from what was summed as it was written."""
+    parts = ((layout.places[part.name], part.nbytes) for part in layout.parts)
+    starts, path = block_starts(layout.size, layout.header_bytes, parts), folder / layout.file_name
+    written = _written(layout, known)
+    if written is None:  # a crash came between the file's name and the journal's line
+        return sums_of_file(path, starts)
+    crc = combine_all((whole_sum(sums), nbytes) for _, nbytes, sums in written)
+    runs = [runs_of(sums, at, nbytes) for at, nbytes, sums in written]
+    if None not in runs:
+        return crc, block_sums(itertools.chain.from_iterable(filter(None, runs)), starts)
+    found, blocks = sums_of_file(path, starts)  # the journal was begun before blocks had checksums
+    return crc, blocks if found == crc else None  # else the file is not what was written, as its checksum says
+
+
+def _written(layout: LayerLayout, known: TensorSums) -> list[tuple[int, int, PartSums]] | None:
+    """Offset, bytes and sums of all that a layer file holds, in its order; None if some of it is not known."""
+    found: dict[int, tuple[int, PartSums]] = {0: (layout.header_bytes, sums_of(layout.header, 0))}
+    forms: list[StoredForm | Settling] = [*layout.forms, *layout.joins, *layout.settles]
+    for form in forms:
+        if form.source.name not in known:
+            return None
+        for part, sums in zip(form.parts, known[form.source.name], strict=True):
             if part.nbytes and part.name in layout.places:  # else it was in the scratch file
-                parts[layout.places[part.name]] = (crc, part.nbytes)
-    for form in layout.fixed:
-        for name, content in constants(form).items():
-            parts[layout.places[name]] = (zlib.crc32(content), len(content))
-    pieces = [(zlib.crc32(layout.header), layout.header_bytes), *(parts[at] for at in sorted(parts))]
-    return combine_all(pieces)
+                found[layout.places[part.name]] = (part.nbytes, sums)
+    for whole in layout.fixed:
+        for name, content in constants(whole).items():
+            found[layout.places[name]] = (len(content), sums_of(content, layout.places[name]))
+    return [(at, *found[at]) for at in sorted(found)]
 
 
 def clear_away(folder: Path) -> None:

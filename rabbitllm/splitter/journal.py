@@ -2,14 +2,15 @@
 
 `split.journal` in the split directory, lines of JSON. The first line is everything that the headers said, written
 before the first shard is touched, because a shard that is gone cannot be asked again. Each further line names a
-shard all of whose tensors are durable in layer files, and the checksums of what was written. A line that a crash cut
+shard all of whose tensors are durable in layer files, and the checksums of what was written: `crc32` of each stored
+part, and in the same order `runs` of those that several blocks of the layer file have a run of. A line that a crash cut
 short is no line.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from base64 import b64decode, b64encode
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ from rabbitllm.collection import uncollected
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.tensor_spec import Piece, TensorSpec
 from rabbitllm.layers import chosen
+from rabbitllm.layers.checksums import SUM_BYTES
 from rabbitllm.layers.chosen import AUTO
 from rabbitllm.layers.layer_store import JOURNAL_NAME
 from rabbitllm.layers.order import BY_NAME, FORMAT_VERSION
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan
+from rabbitllm.splitter.sums import PartSums, TensorSums, part_sums, whole_sum
 
 JOURNAL_VERSION = 2
 """Those of version 1 do not say which format version their layer files have; it was the first."""
@@ -40,13 +43,13 @@ class Replay:
         plan: what is being done.
         quantiser: what it was begun with.
         used: shards used up so far.
-        checksums: tensor -> CRC-32 of each stored part, of the tensors whose writing the journal knows of.
+        checksums: of the tensors whose writing the journal knows of.
     """
 
     plan: SplitPlan
     quantiser: str | None
     used: frozenset[str]
-    checksums: Mapping[str, tuple[int, ...]]
+    checksums: TensorSums
 
 
 @uncollected()
@@ -76,7 +79,7 @@ def replay(folder: Path) -> Replay | None:
             "If every shard of the source is still there (or it is on the hub), delete that folder and call again. "
             "Otherwise keep it: it may hold the only copy of some tensors.",
         ) from None
-    checksums: dict[str, tuple[int, ...]] = {}
+    checksums: dict[str, tuple[PartSums, ...]] = {}
     for _, sums in entries:
         checksums |= sums
     return Replay(plan, quantiser, frozenset(shard for shard, _ in entries), checksums)
@@ -119,12 +122,17 @@ def glance(folder: Path, name: str = JOURNAL_NAME) -> Glance | None:
     return Glance(frozenset(fingerprints), used, identity, compression, stems)
 
 
-def _entry(line: bytes) -> tuple[str, dict[str, tuple[int, ...]]] | None:
+def _entry(line: bytes) -> tuple[str, dict[str, tuple[PartSums, ...]]] | None:
     """The shard that a line declares used up, and its tensors' checksums; None for a line that a crash cut short."""
     try:
         content = json.loads(line)
         shard = content["used"]
-        sums = {tensor: tuple(map(int, parts)) for tensor, parts in content["crc32"].items()}
+        whole = {tensor: tuple(map(int, parts)) for tensor, parts in content["crc32"].items()}
+        runs = content["runs"] if "runs" in content else [[""] * len(parts) for parts in whole.values()]
+        sums = {
+            tensor: tuple(part_sums(crc, b64decode(one, validate=True)) for crc, one in zip(parts, ones, strict=True))
+            for (tensor, parts), ones in zip(whole.items(), runs, strict=True)
+        }
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
     return (shard, sums) if isinstance(shard, str) else None
@@ -144,12 +152,15 @@ class Journal:
                 self._log.close()
                 raise
 
-    def mark_used(self, shard: str, checksums: Mapping[str, tuple[int, ...]]) -> None:
+    def mark_used(self, shard: str, checksums: TensorSums) -> None:
         """Declare that everything taken from `shard` is durable. Only then may it be deleted.
 
-        `checksums` has the CRC-32 of each stored part of the tensors that were written, by tensor.
+        `checksums` are those of the tensors that were written. What earlier versions of this package do not know
+        stands apart, so that they can go on with the split.
         """
-        self._log.append(json.dumps({"used": shard, "crc32": checksums}, separators=(",", ":")))
+        whole = {tensor: [whole_sum(one) for one in parts] for tensor, parts in checksums.items()}
+        runs = [[b64encode(one[SUM_BYTES:]).decode() for one in parts] for parts in checksums.values()]
+        self._log.append(json.dumps({"used": shard, "crc32": whole, "runs": runs}, separators=(",", ":")))
 
     def close(self) -> None:
         self._log.close()

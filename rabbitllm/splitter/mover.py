@@ -295,8 +295,10 @@ class Mover:
         aligned: bool = False,
     ) -> None:
         """Write a run of a stored part, `begin` bytes into it, and note its sum."""
-        target.write(form.parts[part].name, begin, data, aligned=aligned)
-        self.sums.add(form, part, begin, data)
+        name = form.parts[part].name
+        target.write(name, begin, data, aligned=aligned)
+        waits = name in target.layout.scratch_places
+        self.sums.add(form, part, begin, data, None if waits else target.layout.places[name])
 
     def _own_buffer(self) -> memoryview:
         """This thread's own page-aligned buffer, made once."""

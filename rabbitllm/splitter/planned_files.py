@@ -11,6 +11,7 @@ from pathlib import Path
 from rabbitllm.collection import uncollected
 from rabbitllm.formats.safetensors_file import MappedFile
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, byte_size
+from rabbitllm.layers.checksums import LayerChecks
 from rabbitllm.layers.compression import DOUBLE, Quantised, StoredForm, form_in
 from rabbitllm.layers.layer_file import LayerLayout
 from rabbitllm.layers.layer_store import StoredTensor
@@ -23,9 +24,11 @@ class PlannedFiles:
     Attributes:
         folder: where the split directory will be.
         tensors: checkpoint name -> where it will lie.
+        checks: none; there is nothing to read.
     """
 
     is_split = False
+    checks: LayerChecks | None = None
 
     @uncollected()
     def __init__(self, plan: SplitPlan, folder: Path) -> None:

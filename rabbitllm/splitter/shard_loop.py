@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from rabbitllm.checkpoints.checkpoint import Disposal, Release
 from rabbitllm.profiler import Profiler
@@ -30,6 +30,7 @@ from rabbitllm.splitter.filler import Filler
 from rabbitllm.splitter.hands import Hands
 from rabbitllm.splitter.mover import Mover, Target
 from rabbitllm.splitter.plan import PlannedShard
+from rabbitllm.splitter.sums import TensorSums
 from rabbitllm.splitter.watch import disk_bytes
 from rabbitllm.splitter.work import ROOM, Work
 
@@ -170,7 +171,7 @@ class ShardLoop:
                 target.close()
         self._mark_used(shard, sums)
 
-    def _take_over(self, shard: PlannedShard, layers: Sequence[str], sums: Mapping[str, tuple[int, ...]]) -> None:
+    def _take_over(self, shard: PlannedShard, layers: Sequence[str], sums: TensorSums) -> None:
         """The same of a shard whose bytes other hands have put into layer files and synced."""
         self._filler.require_filled(shard, layers)
         completed = self.plan.layer_map.completed_by(shard.name, self.used)
@@ -183,7 +184,7 @@ class ShardLoop:
                 target.close()
         self._mark_used(shard, all_sums)
 
-    def _mark_used(self, shard: PlannedShard, sums: Mapping[str, tuple[int, ...]]) -> None:
+    def _mark_used(self, shard: PlannedShard, sums: TensorSums) -> None:
         self._journal.mark_used(shard.name, sums)
         self.checksums |= sums
         self.used.add(shard.name)

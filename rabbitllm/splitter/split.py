@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rabbitllm import durable
@@ -38,6 +38,7 @@ from rabbitllm.splitter.request import (
 )
 from rabbitllm.splitter.shard_loop import ShardLoop
 from rabbitllm.splitter.space import Ground, choose_arrival, choose_at_once, use_of
+from rabbitllm.splitter.sums import TensorSums
 from rabbitllm.splitter.watch import Watch, disk_bytes
 from rabbitllm.splitter.work import Work
 
@@ -140,9 +141,7 @@ def _take_up(request: Request, earlier: journal.Replay) -> Work:
     return work
 
 
-def _work(
-    request: Request, plan: SplitPlan, ground: Ground, checksums: Mapping[str, tuple[int, ...]], fitted: bool
-) -> Work:
+def _work(request: Request, plan: SplitPlan, ground: Ground, checksums: TensorSums, fitted: bool) -> Work:
     if request.hands is None:
         arrival, at_once = choose_arrival(plan, ground, request.options), 1
     else:

@@ -1,67 +1,131 @@
-"""What has been written of each stored part, and the CRC-32 of the whole, from those of its pieces in any order.
+"""What has been written of each stored part, and its CRC-32 from those of its pieces in any order.
 
-Threads may add at the same time to tensors that were expected before. Knows no files.
+Beside that of the whole part there is one for each run of it between the places where a layer file is cut into blocks
+(`layers/checksums.py`). Threads may add at the same time to tensors that were expected before. Knows no files.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 
-from rabbitllm.formats.crc32 import combine_all
+from rabbitllm.formats.crc32 import combine, combine_all
 from rabbitllm.formats.safetensors_file import Placed
+from rabbitllm.layers.checksums import SUM_BYTES, is_cut, numbers, run_lengths, run_sums
 from rabbitllm.layers.compression import Settling, StoredForm
+
+PartSums = bytes
+"""The CRC-32 of a stored part, and behind it that of each of its runs where it has several; `SUM_BYTES` each."""
+TensorSums = Mapping[str, tuple[PartSums, ...]]
+"""Tensor -> the sums of each of its stored parts."""
+
+
+def part_sums(whole: int, runs: bytes = b"") -> PartSums:
+    """The sums of a stored part; `runs` only where it has several."""
+    return whole.to_bytes(SUM_BYTES, "little") + runs
+
+
+def whole_sum(sums: PartSums) -> int:
+    """The CRC-32 of a stored part."""
+    return int.from_bytes(sums[:SUM_BYTES], "little")
+
+
+def sums_of(data: bytes, at: int) -> PartSums:
+    """The sums of a stored part that lies at `at` in its layer file."""
+    return _part_sums(_runs(at, len(data), run_sums(data, at)))
+
+
+def runs_of(sums: PartSums, at: int, nbytes: int) -> list[tuple[int, int, int]] | None:
+    """Offset, bytes and CRC-32 of each run of a stored part, which lies at `at` in its layer file; None if it has
+    several and only the sum of the whole is known."""
+    known = sums if len(sums) == SUM_BYTES else sums[SUM_BYTES:]
+    if len(known) != SUM_BYTES * sum(1 for _ in run_lengths(at, nbytes)):
+        return None
+    return [*_runs(at, nbytes, known)]
 
 
 class Sums:
     """Of the tensors that are being written, by name."""
 
     def __init__(self) -> None:
-        self._pieces: dict[str, tuple[list[_Piece], ...]] = {}
+        self._parts: dict[str, tuple[_Part, ...]] = {}
 
     def expect(self, forms: Iterable[StoredForm | Settling]) -> None:
         """Make room for tensors, before threads that must not race for it add to them."""
         for form in forms:
-            if form.source.name not in self._pieces:
-                self._pieces[form.source.name] = tuple([] for _ in form.parts)
+            if form.source.name not in self._parts:
+                self._parts[form.source.name] = tuple(_Part() for _ in form.parts)
 
     def forget(self, forms: Iterable[StoredForm | Settling]) -> None:
         """Drop what was added of these tensors, which are going to be written again."""
         for form in forms:
-            self._pieces.pop(form.source.name, None)
+            self._parts.pop(form.source.name, None)
 
-    def add(self, form: StoredForm | Settling, part: int, begin: int, data: memoryview) -> None:
-        """Note a run of a stored part that was written, `begin` bytes into it."""
-        self._pieces[form.source.name][part].append(_Piece(begin, len(data), zlib.crc32(data)))
+    def add(self, form: StoredForm | Settling, part: int, begin: int, data: memoryview, place: int | None) -> None:
+        """Note a run of a stored part that was written, `begin` bytes into it.
 
-    def take(self, forms: Iterable[StoredForm | Settling]) -> dict[str, tuple[int, ...]]:
-        """The sum of each stored part of these tensors, which are forgotten: name -> one a part.
+        Args:
+            form: the tensor.
+            part: the number of its part.
+            begin: where the run begins in that, bytes.
+            data: the run.
+            place: where the part lies in its layer file; None where it does not lie in it.
+        """
+        noted = self._parts[form.source.name][part]
+        noted.place = place
+        noted.pieces.append((begin, len(data), run_sums(data, (place or 0) + begin)))
+
+    def take(self, forms: Iterable[StoredForm | Settling]) -> dict[str, tuple[PartSums, ...]]:
+        """The sums of each stored part of these tensors, which are forgotten.
 
         Raises:
             AssertionError: a part was not written whole.
         """
         return {
-            form.source.name: tuple(map(_whole_sum, self._pieces.pop(form.source.name), form.parts)) for form in forms
+            form.source.name: tuple(
+                noted.sums(part) for noted, part in zip(self._parts.pop(form.source.name), form.parts, strict=True)
+            )
+            for form in forms
         }
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Piece:
-    """A run of a stored part that was written: where it begins in it, bytes, and its CRC-32."""
+class _Part:
+    """What was written of a stored part: begin in it, bytes, and the CRC-32 of each of its runs."""
 
-    begin: int
-    nbytes: int
-    crc: int
+    __slots__ = ("pieces", "place")
+
+    def __init__(self) -> None:
+        self.place: int | None = None
+        self.pieces: list[tuple[int, int, bytes]] = []
+
+    def sums(self, part: Placed) -> PartSums:
+        """Its sums, from those of its pieces, which must leave nothing out."""
+        at, origin = 0, self.place or 0
+        runs: list[tuple[int, int, int]] = []
+        for begin, nbytes, sums in sorted(self.pieces):
+            if begin != at:
+                break
+            runs += _runs(origin + begin, nbytes, sums)
+            at += nbytes
+        if at != part.nbytes:  # the shard is deleted on the strength of this
+            raise AssertionError(f"{part.name} was written up to byte {at} of {part.nbytes}")
+        if self.place is None:
+            return part_sums(combine_all((crc, nbytes) for _, nbytes, crc in runs))
+        return _part_sums(runs)
 
 
-def _whole_sum(pieces: list[_Piece], part: Placed) -> int:
-    """The sum of a part from those of its pieces, which must leave nothing out."""
-    at = 0
-    for piece in sorted(pieces):
-        if piece.begin != at:
-            break
-        at += piece.nbytes
-    if at != part.nbytes:  # the shard is deleted on the strength of this
-        raise AssertionError(f"{part.name} was written up to byte {at} of {part.nbytes}")
-    return combine_all((piece.crc, piece.nbytes) for piece in sorted(pieces))
+def _runs(at: int, nbytes: int, sums: bytes) -> Iterator[tuple[int, int, int]]:
+    for length, crc in zip(run_lengths(at, nbytes), numbers(sums), strict=True):
+        yield at, length, crc
+        at += length
+
+
+def _part_sums(runs: Iterable[tuple[int, int, int]]) -> PartSums:
+    """The sum of all, and of each run between two cuts, from pieces of them in their order."""
+    cuts, whole = list[int](), 0
+    for at, nbytes, crc in runs:
+        whole = combine(whole, crc, nbytes)
+        if not cuts or is_cut(at):
+            cuts.append(crc)
+        else:
+            cuts[-1] = combine(cuts[-1], crc, nbytes)
+    return part_sums(whole, b"".join(map(part_sums, cuts)) if len(cuts) > 1 else b"")

@@ -12,6 +12,7 @@ from rabbitllm.options import SplitOptions
 from rabbitllm.splitter.disk_use import Arrival, DiskUse
 from rabbitllm.splitter.layer_map import LayerMap
 from rabbitllm.splitter.plan import SplitPlan
+from rabbitllm.splitter.sums import TensorSums
 
 ROOM: Mapping[Arrival, int] = {Arrival.FILE_AHEAD: 2, Arrival.FILE: 1, Arrival.STREAM: 0}
 """Fetched shards that may be on the disk at a time."""
@@ -43,7 +44,7 @@ class Work:
     arrival: Arrival
     use: DiskUse
     used: frozenset[str]
-    checksums: Mapping[str, tuple[int, ...]]
+    checksums: TensorSums
     at_once: int = 1
     fitted: bool = False
 

@@ -12,10 +12,11 @@ from rabbitllm.splitter.filler import Filler
 from rabbitllm.splitter.lease import Lease, Looks
 from rabbitllm.splitter.mover import Mover, Target
 from rabbitllm.splitter.plan import PlannedShard
+from rabbitllm.splitter.sums import PartSums
 from rabbitllm.splitter.work import ROOM, Work
 
 
-def fill_from(shard: PlannedShard, work: Work, lease: Lease, threads: int) -> dict[str, tuple[int, ...]]:
+def fill_from(shard: PlannedShard, work: Work, lease: Lease, threads: int) -> dict[str, tuple[PartSums, ...]]:
     """Fill unfinished layer files from a shard.
 
     Args:

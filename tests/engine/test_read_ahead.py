@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from rabbitllm.engine import read_ahead
 from rabbitllm.engine.placement import Tier
-from rabbitllm.engine.read_ahead import PIECE_BYTES, read_ahead
+from rabbitllm.engine.read_ahead import PIECE_BYTES, ReadAhead
+from rabbitllm.engine.span_reader import Span
 from rabbitllm.formats.positional import PositionalFile
-from tests.engine.test_span_reader import _cached_pages
+from tests.engine.test_span_reader import Folder, _cached_pages
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import INPUT, load, run, split, tiers
 
@@ -31,7 +33,9 @@ def test_files_come_into_the_page_cache(tmp_path: Path) -> None:
         path.write_bytes(os.urandom(2 * PIECE_BYTES + 4096))
         dropped(path)
     before = sum(map(_cached_pages, paths))
-    read_ahead((path, 0, path.stat().st_size) for path in paths).join(60)
+    spans = {path.name: [Span(path.name, 0, path.stat().st_size, 0)] for path in paths}
+    for thread in ReadAhead(spans, Folder(tmp_path)).threads:
+        thread.join(60)
     deadline = time.monotonic() + 60
     while sum(map(_cached_pages, paths)) < 2 * (2 * PIECE_BYTES // 4096 + 1) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -39,20 +43,23 @@ def test_files_come_into_the_page_cache(tmp_path: Path) -> None:
 
 
 def test_files_that_are_gone_are_nobodys_business_here(tmp_path: Path) -> None:
-    thread = read_ahead([(tmp_path / "none", 0, 10)])
+    (thread,) = ReadAhead({"unit": [Span("none", 0, 10, 0)]}, Folder(tmp_path)).threads
     thread.join(60)
     assert not thread.is_alive()
 
 
 def test_what_is_streamed_and_the_embedding_are_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[Path, int, int]] = []
-    monkeypatch.setattr("rabbitllm.engine.load.read_ahead", lambda spans: asked.extend(spans))
+    asked: list[str] = []
+    ask = read_ahead._ask
+    monkeypatch.setattr(
+        read_ahead, "_ask", lambda spans, store: (asked.extend(span.file for span in spans), ask(spans, store))
+    )
     directory = split(build_checkpoint(tmp_path / "model", "llama"))
     whole = load(directory)
     layers = [f"model.layers.{number}" for number in range(3)]
-    assert [path.name.removesuffix(".safetensors") for path, _, _ in asked] == [*layers, "model.norm", "lm_head"]
+    assert [name.removesuffix(".safetensors") for name in asked] == [*layers, "model.norm", "lm_head"]
     asked.clear()
     some = load(directory, sum(placed.stored for placed in whole.placement.units) // 2)
     kept = [unit for unit, tier in tiers(some).items() if tier is Tier.RESIDENT and unit != "model.embed_tokens"]
-    assert [path.name.removesuffix(".safetensors") for path, _, _ in asked] == kept
+    assert [name.removesuffix(".safetensors") for name in asked] == kept
     assert run(some, INPUT).logits is not None

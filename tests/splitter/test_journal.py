@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.journal import Journal, Replay, replay
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan
+from rabbitllm.splitter.sums import part_sums
 from tests.support.splitting import names_in
 
 A, B, C = (f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3))
@@ -45,10 +47,15 @@ def folder(tmp_path: Path, plan: SplitPlan) -> Path:
     return tmp_path
 
 
+def sums_of(shard: str) -> dict[str, tuple[bytes, ...]]:
+    """Of a tensor whose second part has runs in three blocks."""
+    return {f"{shard}.w": (part_sums(1), part_sums(2**32 - 1, bytes(range(12))))}
+
+
 def mark(folder: Path, *shards: str) -> None:
     opened = Journal(folder)
     for shard in shards:
-        opened.mark_used(shard, {f"{shard}.w": (1, 2**32 - 1)})
+        opened.mark_used(shard, sums_of(shard))
     opened.close()
 
 
@@ -63,10 +70,24 @@ def test_round_trip(folder: Path, plan: SplitPlan) -> None:
     assert replay(folder) == Replay(plan, "bitsandbytes 0.50.2 on cpu", frozenset(), {})
     mark(folder, A)
     mark(folder, B)
-    sums = {f"{A}.w": (1, 2**32 - 1), f"{B}.w": (1, 2**32 - 1)}
+    sums = sums_of(A) | sums_of(B)
     assert replay(folder) == Replay(plan, "bitsandbytes 0.50.2 on cpu", frozenset([A, B]), sums)
     mark(folder, A)
     assert used(folder) == {A, B}
+
+
+def test_lines_without_sums_of_runs(folder: Path) -> None:
+    """As versions wrote them that knew no blocks; and what these read of a line of today is as it was."""
+    mark(folder, A)
+    path = folder / "split.journal"
+    head, line, _ = path.read_text().split("\n")
+    content = json.loads(line)
+    assert content.pop("runs") == [["", b64encode(bytes(range(12))).decode()]]
+    assert content == {"used": A, "crc32": {f"{A}.w": [1, 2**32 - 1]}}
+    path.write_text(f"{head}\n{json.dumps(content)}\n")
+    found = replay(folder)
+    assert found is not None
+    assert (found.used, found.checksums) == ({A}, {f"{A}.w": (part_sums(1), part_sums(2**32 - 1))})
 
 
 def test_layouts_come_back_to_the_byte(folder: Path, plan: SplitPlan) -> None:
@@ -114,6 +135,8 @@ def test_torn_last_line_is_no_line_wherever_it_is_torn(folder: Path) -> None:
         b'{"used": 5, "crc32": {}}',
         b'{"used": "x"}',
         b'{"used": "x", "crc32": [1]}',
+        b'{"used": "x", "crc32": {"w": [1]}, "runs": []}',
+        b'{"used": "x", "crc32": {"w": [1]}, "runs": [["?"]]}',
         b"[]",
         b"5",
         b"\xff\xfe",

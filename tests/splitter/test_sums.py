@@ -6,22 +6,23 @@ import random
 import zlib
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rabbitllm.formats.tensor_spec import TensorSpec
+from rabbitllm.layers import checksums
 from rabbitllm.layers.compression import StoredForm, stored_form
-from rabbitllm.splitter.sums import Sums
+from rabbitllm.splitter.sums import Sums, part_sums, runs_of, sums_of, whole_sum
 
 FORM = stored_form(TensorSpec("w", "U8", (1000,), "shard", 0, 1000), None)
 CONTENT = random.Random(0).randbytes(1000)
 
 
-def added(sums: Sums, form: StoredForm, cuts: list[int]) -> None:
+def added(sums: Sums, form: StoredForm, cuts: list[int], place: int | None = 0) -> None:
     pieces = list(zip(cuts, [*cuts[1:], 1000], strict=True))
     random.Random(1).shuffle(pieces)
     for begin, end in pieces:
-        sums.add(form, 0, begin, memoryview(CONTENT[begin:end]))
+        sums.add(form, 0, begin, memoryview(CONTENT[begin:end]), place)
 
 
 @given(st.sets(st.integers(1, 999), max_size=20))
@@ -30,7 +31,35 @@ def test_pieces_in_any_order(cuts: set[int]) -> None:
     sums.expect([FORM])
     added(sums, FORM, [0, *sorted(cuts)])
     sums.expect([FORM])  # a later batch of the same tensor
-    assert sums.take([FORM]) == {"w": (zlib.crc32(CONTENT),)}
+    assert sums.take([FORM]) == {"w": (part_sums(zlib.crc32(CONTENT)),)}
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cuts=st.sets(st.integers(1, 999), max_size=20), place=st.integers(0, 300))
+def test_each_run_between_cuts_of_the_file(cuts: set[int], place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the part lies, and however it came: the sums of what lies between multiples of a block's length."""
+    monkeypatch.setattr(checksums, "BLOCK_BYTES", 128)
+    sums = Sums()
+    sums.expect([FORM])
+    added(sums, FORM, [0, *sorted(cuts)], place)
+    (found,) = sums.take([FORM])["w"]
+    ends = [*range(128 - place % 128, 1000, 128), 1000]
+    expected = [
+        (place + begin, end - begin, zlib.crc32(CONTENT[begin:end]))
+        for begin, end in zip([0, *ends], ends, strict=False)
+    ]
+    assert whole_sum(found) == zlib.crc32(CONTENT)
+    assert runs_of(found, place, 1000) == expected
+    assert sums_of(CONTENT, place) == found
+    assert runs_of(found[:4], place, 1000) is None  # what an earlier version noted
+
+
+def test_what_waits_elsewhere_has_one_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checksums, "BLOCK_BYTES", 128)
+    sums = Sums()
+    sums.expect([FORM])
+    added(sums, FORM, [0, 100, 600], None)
+    assert sums.take([FORM]) == {"w": (part_sums(zlib.crc32(CONTENT)),)}
 
 
 @pytest.mark.parametrize("missing", [0, 1, 2])
@@ -39,7 +68,7 @@ def test_a_part_that_was_not_written_whole_has_no_sum(missing: int) -> None:
     sums.expect([FORM])
     for at, (begin, end) in enumerate([(0, 300), (300, 700), (700, 1000)]):
         if at != missing:
-            sums.add(FORM, 0, begin, memoryview(CONTENT[begin:end]))
+            sums.add(FORM, 0, begin, memoryview(CONTENT[begin:end]), 0)
     with pytest.raises(AssertionError, match=f"w was written up to byte {(0, 300, 700)[missing]} of 1000"):
         sums.take([FORM])
 
@@ -51,4 +80,4 @@ def test_what_is_written_again_is_summed_anew() -> None:
     sums.forget([FORM])
     sums.expect([FORM])
     added(sums, FORM, [0])
-    assert sums.take([FORM]) == {"w": (zlib.crc32(CONTENT),)}
+    assert sums.take([FORM]) == {"w": (part_sums(zlib.crc32(CONTENT)),)}

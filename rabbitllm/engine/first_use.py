@@ -1,0 +1,83 @@
+"""Hooks that let no result out that was computed with mapped bytes which were not compared with their checksums.
+
+What is read into memory of its own is compared as it is read (`span_reader.py`). Mapped bytes are read by whatever
+computes with them; so a hook stands before the module that uses them first, and is taken away when all of them have
+been compared. Knows no formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import torch
+from torch import nn
+
+from rabbitllm.engine.embedding_rows import check_rows
+from rabbitllm.engine.expert_pool import routed
+from rabbitllm.engine.expert_source import ExpertSource
+from rabbitllm.layers.checksums import LayerChecks
+from rabbitllm.layers.layer_store import StoredTensor
+
+
+def wait_before(module: nn.Module, compared: Callable[[], None]) -> None:
+    """Call `compared`, which raises if a unit's bytes are damaged, before its module computes for the first time."""
+
+    def before(module: nn.Module, args: Any) -> None:
+        compared()
+        handle.remove()
+
+    handle = module.register_forward_pre_hook(before)
+
+
+def check_rows_before(embedding: nn.Module, stored: StoredTensor, checks: LayerChecks) -> None:
+    """Compare the rows of an embedding that it looks up, before it does."""
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        ids = args[0] if args else next(iter(kwargs.values()))  # what a forward calls its first argument differs
+        named = isinstance(ids, torch.Tensor) and not ids.is_floating_point()
+        check_rows(stored, torch.unique(ids.cpu()) if named else torch.arange(stored.shape[0]), checks)
+        if all(checks.is_done(part.file) for part in stored.parts):
+            handle.remove()
+
+    handle = embedding.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def check_experts_before(source: ExpertSource, checks: LayerChecks, thread: ThreadPoolExecutor) -> None:
+    """Compare the experts of a mapped module that are routed to, while it computes with them.
+
+    Args:
+        source: the module.
+        checks: of its files, by block.
+        thread: in which they are summed.
+    """
+    left, pending = set(range(source.experts)), list[Future[set[int]]]()
+
+    def compare(experts: set[int]) -> set[int]:
+        ranges: dict[str, list[tuple[int, int]]] = {}
+        for span in (span for expert in sorted(experts) for span in source.spans(expert)):
+            ranges.setdefault(span.file, []).append((span.offset, span.nbytes))
+        for file, some in ranges.items():
+            checks.stored(file, some)
+        return experts
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        wait(pending)  # of a pass that was broken off
+        pending.clear()
+        found = routed(args, kwargs, source.experts)
+        chosen = left.copy() if found is None else left.intersection(found[0].tolist())
+        if chosen:
+            pending.append(thread.submit(compare, chosen))
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        while pending:
+            left.difference_update(pending.pop().result())
+        if not left:
+            for handle in handles:
+                handle.remove()
+
+    handles = [
+        source.module.register_forward_pre_hook(before, with_kwargs=True),
+        source.module.register_forward_hook(after),
+    ]
