@@ -137,7 +137,7 @@ def _examined(case: Case, folder: Path, found: _Findings) -> tuple[str, str]:
     tokens = _tokens_of(plain, inputs)
     refused = {}
     for way, budget in BUDGETS.items():
-        copy = shutil.copytree(original, folder / way)
+        copy = shutil.copytree(original, folder / way / case.model_type)  # a name for messages
         shards = _shards(copy)
         with _listening(found.warnings):
             try:
