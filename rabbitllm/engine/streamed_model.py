@@ -200,14 +200,13 @@ class StreamedModel:
             AbsentWeightError: one of them is not. Nothing was changed.
         """
         embedding, head = self.get_input_embeddings(), self.get_output_embeddings()  # type: ignore[attr-defined]
-        rows = embedding.num_embeddings
-        wanted = rows if new_num_tokens is None else new_num_tokens
-        multiple = pad_to_multiple_of or 1
-        if -(-wanted // multiple) * multiple == rows:
-            return embedding
-        for module in (embedding, head):
-            if isinstance(getattr(module, "weight", None), AbsentWeight):
-                module.weight.sum()  # which raises what is to be raised, before anything is changed
+        weights = [getattr(module, "weight", None) for module in (embedding, head)]
+        absent = [weight for weight in weights if isinstance(weight, AbsentWeight)]
+        if absent:
+            rows, multiple = embedding.weight.shape[0], pad_to_multiple_of or 1
+            if -(-(rows if new_num_tokens is None else new_num_tokens) // multiple) * multiple == rows:
+                return embedding
+            absent[0].sum()  # which raises what is to be raised, before anything is changed
         return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)  # type: ignore[misc]
 
     def save_pretrained(

@@ -195,8 +195,10 @@ class AbsentWeight(torch.Tensor):
             if name in _CONVERSIONS:
                 empty = torch.empty(0, dtype=own.dtype, device=own.device)
                 converted = func(empty, *args[1:], **named)
-                if converted is empty or isinstance(converted, str):
-                    return own if converted is empty else converted
+                if converted is empty:
+                    return own
+                if isinstance(converted, str):  # `type` names the dtype
+                    return converted
             if name.endswith("_like") or name.startswith("new_"):
                 form = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device="meta")
                 return func(form, *args[1:], **{**named, "device": named.get("device") or own.device})

@@ -8,6 +8,7 @@ import pytest
 
 from rabbitllm.bench.measure import Measured, Request, measure
 from rabbitllm.bench.memory import peak_memory
+from rabbitllm.bench.record import as_record
 from rabbitllm.bench.report import shares
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import one_thread, split  # noqa: F401  a fixture that applies by itself
@@ -34,6 +35,12 @@ def test_times_and_bytes(measured: Measured) -> None:
     assert measured.tokens_per_second == pytest.approx(REQUEST.batch / measured.further)
     further = measured.sums["further"]
     assert measured.per_token(further.disk_bytes) == further.disk_bytes / ((REQUEST.tokens - 1) * REQUEST.batch)
+
+
+def test_the_placement_counts_tied_tensors_once(measured: Measured) -> None:
+    rows = as_record(measured)["placement"]
+    assert sum(row["bytes"] for row in rows) == sum(placed.counted for placed in measured.placement.units)
+    assert sum(row["units"] for row in rows) == len(measured.placement.units)
 
 
 def test_shares_of_a_pass_are_its_whole(measured: Measured) -> None:
