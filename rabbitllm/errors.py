@@ -32,7 +32,7 @@
     │   └── GatedRepositoryError
     └── SplitError                             the split directory
         ├── NotEnoughSpaceException            refused before the first byte
-        ├── DiskFullError                      stopped on the way, before the disk was full
+        ├── DiskFullError                      stopped on the way: the disk is full, or nearly
         ├── SplitMismatchError                 it belongs to another model, revision or compression
         └── IncompleteSplitError               a tensor the model needs is not in it
 
@@ -197,7 +197,7 @@ class NotEnoughSpaceException(SplitError):
 
 
 class DiskFullError(SplitError):
-    """Free disk fell below what the machine itself needs; the split stopped where the same call goes on."""
+    """The disk is full, or free disk fell below what the machine itself needs; the same call goes on."""
 
 
 class SplitMismatchError(SplitError):

@@ -75,6 +75,21 @@ class ShardFacts:
     staged: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Downloads:
+    """Files that are about to be fetched into a hub cache.
+
+    Attributes:
+        cache: its folder.
+        sizes: of the files, bytes.
+        listed: how many files the repository has; the cache keeps a list of them.
+    """
+
+    cache: Path
+    sizes: Mapping[str, int]
+    listed: int
+
+
 _KINDS = {"local": "a folder", "hub": "a repository on the hub"}
 
 
@@ -176,6 +191,11 @@ class Checkpoint(Protocol):
         """Give up a shard whose every tensor is durable elsewhere."""
         ...
 
+    def frees(self, shards: Iterable[str], device: int) -> Mapping[str, int]:
+        """Bytes that a disk (`st_dev`) gets back for each of these shards when it is released; shards that give nothing
+        back are left out: those that are not here, or lie on another disk, or share their bytes with another file."""
+        ...
+
     def discard_rest(self) -> list[Path]:
         """Remove what is left of the original once all shards are gone (`delete_original`): its index, or its
         remaining files in the hub's cache. Returns the paths removed."""
@@ -193,8 +213,8 @@ class Checkpoint(Protocol):
         """
         ...
 
-    def downloads(self) -> tuple[Path, Mapping[str, int]] | None:
-        """Where asking for the sidecars puts further copies of some, with their sizes in bytes (the hub cache)."""
+    def downloads(self) -> Downloads | None:
+        """What asking for the sidecars puts into the hub cache; None where nothing comes from a hub."""
         ...
 
     def sidecar_sizes(self) -> Mapping[str, int]:

@@ -25,6 +25,7 @@ from rabbitllm.checkpoints.checkpoint import (
     is_sidecar,
     sampled_fingerprint,
 )
+from rabbitllm.checkpoints.given_back import given_back
 from rabbitllm.checkpoints.hub import HubRepository
 from rabbitllm.checkpoints.index import (
     META_PARAMETERS,
@@ -210,6 +211,13 @@ class LocalCheckpoint:
             return Release(shard, Disposal.READ_ONLY)
         return Release(shard, Disposal.DELETED, size)
 
+    def frees(self, shards: Iterable[str], device: int) -> Mapping[str, int]:
+        here = [shard for shard in shards if (self.folder / shard).exists()]
+        if self._snapshot is not None:
+            return hub_cache.frees(self._snapshot, here, device)
+        found = {shard: given_back(self.folder / shard, device) for shard in here}
+        return {shard: nbytes for shard, nbytes in found.items() if nbytes}
+
     def discard_rest(self) -> list[Path]:
         if self._snapshot is not None:
             return hub_cache.free_rest(self._snapshot)
@@ -242,7 +250,7 @@ class LocalCheckpoint:
     def derived(self) -> Mapping[str, bytes]:
         return self._derived
 
-    def downloads(self) -> tuple[Path, Mapping[str, int]] | None:
+    def downloads(self) -> None:
         return None
 
     def sidecar_sizes(self) -> Mapping[str, int]:

@@ -31,6 +31,7 @@ from rabbitllm.prepare.source import Sought, Source
 from rabbitllm.prepare.weights import open_folder
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.finish import STAGING_NAME
+from rabbitllm.splitter.watch import telling_full_disk
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +43,18 @@ def find(sought: Sought) -> Source:
         CheckpointNotFoundError: neither a folder nor a repository.
         SplitMismatchError: the folder is a split at another compression.
         HubError: the hub did not answer, and nothing here will do.
+        DiskFullError: there is no room for what is noted of a repository.
     """
     sought = dataclasses.replace(sought, name=meant(sought.name))
     folder = expand(sought.name)
-    if sought.name and folder.is_dir():  # an empty name would be the current folder
-        return _find_local(folder, sought)
+    with telling_full_disk(sought.name):
+        if sought.name and folder.is_dir():  # an empty name would be the current folder
+            return _find_local(folder, sought)
+        return _find_elsewhere(sought)
+
+
+def _find_elsewhere(sought: Sought) -> Source:
+    """What is named like no folder here."""
     try:
         if not locations.is_repo_id(sought.name):
             raise CheckpointNotFoundError(

@@ -34,6 +34,7 @@ from rabbitllm.splitter.lock import locked
 from rabbitllm.splitter.repair import repair
 from rabbitllm.splitter.request import Request, check_before_download
 from rabbitllm.splitter.split import split
+from rabbitllm.splitter.watch import telling_full_disk
 
 
 def ensure_split(
@@ -56,11 +57,13 @@ def ensure_split(
         MissingShardError: shards are gone and no unfinished split has their tensors.
         OptionError: the weights are quantised as they are published, and compression would quantise them once more.
         ClusterError: the hands cannot do it.
+        DiskFullError: something else has taken the disk; the same call goes on where it stopped.
     """
     if source.finished and not has_work_left(source.split_folder, options):
         check_finished(source, options)
         return Profiler(enabled=options.profiling)
-    with locked(source.split_folder), telling_how_to_go_on(source.split_folder):
+    folder = source.split_folder
+    with telling_full_disk(folder), locked(folder), telling_how_to_go_on(folder):
         lease.revoke(source.split_folder)  # of a run that died, and whose workers may not know it yet
         if is_finished(source.split_folder):  # asked anew: whoever had the lock before may have done it
             check_finished(source, options)
@@ -118,7 +121,7 @@ def _open(
         family = family_of(source.config_folder, remote)
         picked = experts_of(source.config_folder, remote)
         request = Request(remote, source.split_folder, family, options, naming, experts_a_token=picked)
-        chosen = check_before_download(request, repository.cache)
+        chosen = check_before_download(request)
         return LocalCheckpoint(download_all(repository, remote.index)), chosen
     assert source.local is not None
     return open_folder(source.local, missing_from, source.split_folder), None
@@ -162,5 +165,5 @@ def repair_split(folder: Path, manifest: Manifest, layers: Collection[str], orig
         )
     fitted = is_fitted(manifest.quantiser)
     options = SplitOptions(compression=manifest.compression, sequential=original is None, fit_scales=fitted)
-    with locked(folder), telling_how_to_go_on(folder):
+    with telling_full_disk(folder), locked(folder), telling_how_to_go_on(folder):
         repair(Request(checkpoint, folder, family_of(folder), options), manifest, layers)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 from rabbitllm.splitter.layer_map import LayerMap
@@ -20,6 +21,10 @@ RECORD_BYTES = 300
 """What they write of a tensor beside its name: dtype, shape, place, checksums, JSON."""
 SHARD_RECORD_BYTES = 1024
 """What they write of a shard, and once of the whole."""
+CACHE_RECORD_BYTES = 512
+"""What huggingface_hub's cache notes of a file in its listing, at most."""
+NOTHING: Mapping[str, int] = MappingProxyType({})
+"""No shard gives anything back to the disk."""
 
 
 class Arrival(enum.Enum):
@@ -37,8 +42,8 @@ class DiskUse:
     Attributes:
         created: the most that the split directory occupies at any moment, layer files, staged shards and the small
             files beside them.
-        added: the most by which the disk is fuller than now; less than `created` where shards of the source are
-            deleted on the way, or an earlier run has created some of it.
+        added: the most by which the disk is fuller than now; less than `created` where the disk gets shards of the
+            source back on the way, or an earlier run has created some of it.
     """
 
     created: int
@@ -75,7 +80,7 @@ def disk_use(
     plan: Sizes,
     *,
     arrival: Arrival = Arrival.FILE,
-    deletes_shards: bool,
+    frees: Mapping[str, int] = NOTHING,
     small_files: int = 0,
     used: frozenset[str] = frozenset(),
     in_use: int = 0,
@@ -85,7 +90,7 @@ def disk_use(
     Args:
         plan: the split, or as much of it as its sizes are.
         arrival: of the shards that are fetched.
-        deletes_shards: whether a local source's shards are deleted when used up.
+        frees: bytes that the disk of the layer files gets back when a shard of the source is deleted, by its name.
         small_files: bytes of what lies beside the layer files: config, tokenizer and the like, journal, manifest.
         used: shards that an earlier run used up.
         in_use: bytes that the split directory occupies already.
@@ -105,8 +110,8 @@ def disk_use(
         there = _staged_bytes(shard, following[shard.name], arrival)
         created = max(created, most + there)
         added = max(added, most + there - freed - in_use)
-        if deletes_shards and not shard.staged:
-            freed += shard.size
+        if not shard.staged:
+            freed += frees.get(shard.name, 0)
     return DiskUse(max(created, written), added)
 
 
@@ -142,6 +147,14 @@ def _staged_bytes(shard: PlannedShard, following: PlannedShard | None, arrival: 
 def on_disk(nbytes: int) -> int:
     """What a file of this length occupies, in whole blocks."""
     return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def in_hub_cache(sizes: Collection[int], listed: int) -> int:
+    """What files of these lengths take in a hub cache that lists so many: whole blocks, a link each (a long one takes a
+    block too), and the list. Nothing for no files."""
+    return (
+        sum(map(on_disk, sizes)) + BLOCK_BYTES * len(sizes) + on_disk(CACHE_RECORD_BYTES * (1 + listed)) if sizes else 0
+    )
 
 
 def own_records_bytes(plan: SplitPlan) -> int:

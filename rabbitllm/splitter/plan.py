@@ -205,3 +205,10 @@ def recompressed(plan: SplitPlan, compression: str | None, chosen: Chosen | None
 def gib(nbytes: int) -> str:
     """Bytes as people read them: GiB from one GiB on, else MiB."""
     return f"{nbytes / 2**30:.2f} GiB" if abs(nbytes) >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
+
+
+def gib_needed(nbytes: int) -> str:
+    """The same, rounded up: a limit of what this says is never less than `nbytes`."""
+    unit, name = (2**30, "GiB") if nbytes >= 2**30 else (2**20, "MiB")
+    whole, hundredths = divmod(-(-nbytes * 100 // unit), 100)
+    return f"{whole}.{hundredths:02} {name}"

@@ -6,7 +6,6 @@ no devices but the one that quantises.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections.abc import Mapping
@@ -29,6 +28,7 @@ from rabbitllm.splitter.plan import SplitPlan, gib
 from rabbitllm.splitter.request import (
     Request,
     facts_of,
+    gone_on,
     ground_of,
     plan_split,
     quantiser_of,
@@ -37,7 +37,7 @@ from rabbitllm.splitter.request import (
 )
 from rabbitllm.splitter.shard_loop import ShardLoop
 from rabbitllm.splitter.space import Ground, choose_arrival, choose_at_once, use_of
-from rabbitllm.splitter.watch import Watch, disk_bytes
+from rabbitllm.splitter.watch import Watch
 from rabbitllm.splitter.work import Work
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ def _take_up(request: Request, earlier: journal.Replay) -> Work:
     if (other := other_budget(earlier.plan.chosen, request.options)) is not None:
         logger.warning("%s was begun %s, and goes on with the bits chosen then.", request.folder, other)
     plan = with_places(earlier.plan, checkpoint)
-    ground = dataclasses.replace(ground_of(request, plan), used=earlier.used, in_use=disk_bytes(request.folder))
+    ground = gone_on(ground_of(request, plan), earlier.used)
     work = _work(request, plan, ground, earlier.checksums, is_fitted(earlier.quantiser))
     journal.settle(request.folder)
     if work.arrival is Arrival.STREAM:  # whatever was fetched of a shard, it comes anew

@@ -815,7 +815,7 @@ def test_full_disk_leaves_a_state_to_go_on_from(
         full = OSError(errno.ENOSPC, "No space left on device")
         with (
             failing(full, lambda number, step, at=full_from: number >= at, kinds),  # type: ignore[misc]
-            pytest.raises(OSError, match="No space left on device"),
+            pytest.raises(DiskFullError, match="No space left on device"),
         ):
             split(model, compression=compression)
         made = split(model, compression=compression)
