@@ -57,6 +57,34 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
+class Stamp:
+    """What the system says of a file without its bytes: enough to notice that somebody has written to it.
+
+    Attributes:
+        size: bytes.
+        mtime_ns: when its bytes were last changed, as far as nobody has set it; nanoseconds.
+        inode: its number on its disk; a copy has another.
+        ctime_ns: when its bytes, its name or its attributes were last changed; nobody can set it.
+    """
+
+    size: int
+    mtime_ns: int
+    inode: int
+    ctime_ns: int
+
+
+def stamp_of(path: Path) -> Stamp:
+    """The stamp of a file that is there; links are followed."""
+    status = path.stat()
+    return Stamp(status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns)
+
+
+def has_digest(fingerprint: str) -> bool:
+    """Whether a fingerprint is a digest of the whole shard, which a hub has published."""
+    return fingerprint.startswith("sha256:")
+
+
+@dataclass(frozen=True, slots=True)
 class ShardFacts:
     """What identifies a shard without reading all of it.
 
@@ -66,6 +94,7 @@ class ShardFacts:
         fingerprint: `sha256:…` as the hub publishes it, or `sampled:…` of a local file.
         header: its tensors.
         staged: the shard is fetched into our own staging folder, and so costs disk of ours while it is used.
+        stamp: of its file, where it is on this machine.
     """
 
     name: str
@@ -73,6 +102,7 @@ class ShardFacts:
     fingerprint: str
     header: Header
     staged: bool = False
+    stamp: Stamp | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +139,10 @@ class SourceIdentity:
     commit: str | None
     fingerprints: Mapping[str, str]
 
+    def is_named_like(self, other: SourceIdentity) -> bool:
+        """Whether both are folders of one name: where they differ, the one has probably become the other."""
+        return self.kind == other.kind == "local" and self.name == other.name
+
     def differs_from(self, other: SourceIdentity) -> str | None:
         """Why `other` is another source, in words; None if it may be the same.
 
@@ -129,7 +163,7 @@ class SourceIdentity:
 
     def _has_the_weights_of(self, other: SourceIdentity) -> bool:
         """Whether both know the same shards by digests of their whole contents: two commits with the same weights."""
-        whole = bool(self.fingerprints) and all(mark.startswith("sha256:") for mark in self.fingerprints.values())
+        whole = bool(self.fingerprints) and all(has_digest(mark) for mark in self.fingerprints.values())
         return whole and self.fingerprints == other.fingerprints
 
 

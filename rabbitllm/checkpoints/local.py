@@ -24,6 +24,7 @@ from rabbitllm.checkpoints.checkpoint import (
     ignore_progress,
     is_sidecar,
     sampled_fingerprint,
+    stamp_of,
 )
 from rabbitllm.checkpoints.given_back import given_back
 from rabbitllm.checkpoints.hub import HubRepository
@@ -150,9 +151,10 @@ class LocalCheckpoint:
         if not path.exists():
             found = self._missing_from.facts(shard) if self._missing_from is not None else None
             return found and dataclasses.replace(found, header=self.taken_from(shard, found.header))
-        size = path.stat().st_size
+        stamp = stamp_of(path)  # before anything is read of it
         header = self._header(shard)
-        return ShardFacts(shard, size, self._fingerprint(path, header), self.taken_from(shard, header))
+        taken = self.taken_from(shard, header)
+        return ShardFacts(shard, stamp.size, self._fingerprint(path, header), taken, stamp=stamp)
 
     def taken_from(self, shard: str, header: Header) -> Header:
         return header if self._meta is None else self._meta.taken_from(shard, header)

@@ -82,6 +82,10 @@ SequentialOption = Annotated[
 NoSplitOption = Annotated[
     bool, typer.Option("--no-split", help="Out of the checkpoint's own shards; nothing is written.")
 ]
+VerifySourceOption = Annotated[
+    bool,
+    typer.Option("--verify-source", help="Compare the shards that are here with what was or is split, byte by byte."),
+]
 MaxDiskOption = Annotated[str | None, typer.Option(help="What a split may occupy, e.g. 57GiB.")]
 MinFreeDiskOption = Annotated[str, typer.Option(help="What is to stay free of the disk.")]
 DiskPlotOption = Annotated[
@@ -132,6 +136,7 @@ def wish_to_run(
     device: str | None,
     max_memory: list[str] | None,
     no_split: bool = False,
+    verify_source: bool = False,
     revision: str | None = None,
     trust_remote_code: bool = False,
     hosts: Hosts | None = None,
@@ -158,6 +163,7 @@ def wish_to_run(
         compression=chosen,
         folder=place,
         sequential=sequential,
+        verify_source=verify_source,
         access=HubAccess(revision),
         max_disk=max_disk,
         device=device,

@@ -8,7 +8,8 @@ RabbitLLM 1.1 made it (every layer file has its `.done`), or it is none.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -71,6 +72,7 @@ class Manifest:
         layers: every layer file.
         format_version: in which order these hold their tensors, see `order.py`.
         chosen: what each tensor has at "auto"; None at every other compression.
+        taken: shard -> CRC-32 of what the split took from it, of those of which nothing but that is known.
     """
 
     source: SourceIdentity
@@ -79,6 +81,7 @@ class Manifest:
     layers: tuple[LayerRecord, ...]
     format_version: int = FORMAT_VERSION
     chosen: Chosen | None = None
+    taken: Mapping[str, int] = field(default_factory=dict)
 
 
 FITTED = ", scales fitted"
@@ -121,6 +124,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
             "name": source.name,
             "commit": source.commit,
             "fingerprints": dict(source.fingerprints),
+            **({"taken": {shard: f"{crc:08x}" for shard, crc in manifest.taken.items()}} if manifest.taken else {}),
         },
         "compression": manifest.compression,
         **({} if manifest.chosen is None else {"chosen": manifest.chosen.as_json()}),
@@ -176,7 +180,8 @@ def _parse(content: dict[str, Any]) -> Manifest:
     identity = SourceIdentity(text_of(source["kind"]), text_of(source["name"]), source["commit"], fingerprints)
     layers = tuple(_record(r) for r in content["layers"])
     mixture = chosen.from_json(content["chosen"]) if compression == AUTO else None
-    return Manifest(identity, compression, content["quantiser"], layers, content["format_version"], mixture)
+    taken = {shard: int(text_of(crc), 16) for shard, crc in source.get("taken", {}).items()}
+    return Manifest(identity, compression, content["quantiser"], layers, content["format_version"], mixture, taken)
 
 
 def _record(entry: dict[str, Any]) -> LayerRecord:

@@ -52,7 +52,7 @@ class Wish:
         device, max_memory, trust_remote_code: of the generation that comes later; what that would refuse is refused
             before the split. By default the first GPU, else the CPU.
         hosts: of it too: processes that compute it together.
-        fit_scales: see `SplitOptions`.
+        fit_scales, verify_source: see `SplitOptions`.
     """
 
     name: str
@@ -70,6 +70,7 @@ class Wish:
     trust_remote_code: bool = False
     hosts: Hosts | None = None
     fit_scales: bool = False
+    verify_source: bool = False
 
     def sought(self, *, only_look: bool = False) -> prepare.Sought:
         """What to look for."""
@@ -95,6 +96,7 @@ class Wish:
             min_free=parse_size(self.min_free_disk, "min_free_disk"),
             shard_transfer=check_transfer(self.shard_transfer, one_at_a_time),
             fit_scales=check_fitting(self.compression, fit_scales=self.fit_scales),
+            verify_source=self.verify_source,
         )
 
     @property

@@ -23,8 +23,22 @@ STAGING_NAME = ".staging"
 """Folder inside the split directory that fetched shards go to; ours, and gone when the split is whole."""
 
 
-def finish(request: Request, plan: SplitPlan, quantiser: str | None, checksums: Mapping[str, tuple[int, ...]]) -> None:
-    """Declare the directory whole, then clear away what only the making needed."""
+def finish(
+    request: Request,
+    plan: SplitPlan,
+    quantiser: str | None,
+    checksums: Mapping[str, tuple[int, ...]],
+    taken: Mapping[str, int],
+) -> None:
+    """Declare the directory whole, then clear away what only the making needed.
+
+    Args:
+        request: what was to be done.
+        plan: how.
+        quantiser: what quantised.
+        checksums: tensor -> CRC-32 of each stored part.
+        taken: shard -> CRC-32 of what was taken from it.
+    """
     if read_manifest(request.folder) is None:
         records = tuple(
             LayerRecord(
@@ -38,7 +52,8 @@ def finish(request: Request, plan: SplitPlan, quantiser: str | None, checksums: 
             )
             for layer, layout in plan.layouts.items()
         )
-        manifest = Manifest(plan.source, plan.compression, quantiser, records, plan.format_version, plan.chosen)
+        source, taken = plan.source, {shard.name: taken[shard.name] for shard in plan.shards if shard.name in taken}
+        manifest = Manifest(source, plan.compression, quantiser, records, plan.format_version, plan.chosen, taken)
         write_manifest(request.folder, manifest)
     clear_away(request.folder)
     if request.options.delete_original:

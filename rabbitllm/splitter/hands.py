@@ -6,16 +6,17 @@ fill (`filler.py`), which can be done twice, or again after half of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
 from rabbitllm.splitter.plan import PlannedShard
+from rabbitllm.splitter.sums import Taken
 from rabbitllm.splitter.work import Work
 
-Filled = tuple[PlannedShard, Mapping[str, tuple[int, ...]]]
-"""A shard whose bytes are durable in unfinished layer files, and tensor -> the CRC-32 of each of its stored parts."""
+Filled = tuple[PlannedShard, Taken]
+"""A shard whose bytes are durable in unfinished layer files, and their sums."""
 
 
 class Hands(Protocol):

@@ -8,14 +8,15 @@ short is no line.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rabbitllm import durable
-from rabbitllm.checkpoints.checkpoint import SourceIdentity
+from rabbitllm.checkpoints.checkpoint import SourceIdentity, Stamp
 from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.collection import uncollected
 from rabbitllm.errors import IncompleteSplitError
@@ -41,12 +42,14 @@ class Replay:
         quantiser: what it was begun with.
         used: shards used up so far.
         checksums: tensor -> CRC-32 of each stored part, of the tensors whose writing the journal knows of.
+        taken: shard -> CRC-32 of what was taken from it (`source_check.taken_crc32`), of those of which it was summed.
     """
 
     plan: SplitPlan
     quantiser: str | None
     used: frozenset[str]
     checksums: Mapping[str, tuple[int, ...]]
+    taken: Mapping[str, int] = field(default_factory=dict)
 
 
 @uncollected()
@@ -77,9 +80,10 @@ def replay(folder: Path) -> Replay | None:
             "Otherwise keep it: it may hold the only copy of some tensors.",
         ) from None
     checksums: dict[str, tuple[int, ...]] = {}
-    for _, sums in entries:
-        checksums |= sums
-    return Replay(plan, quantiser, frozenset(shard for shard, _ in entries), checksums)
+    for entry in entries:
+        checksums |= entry.checksums
+    taken = {entry.shard: entry.taken for entry in entries if entry.taken is not None}
+    return Replay(plan, quantiser, frozenset(entry.shard for entry in entries), checksums, taken)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,20 +118,29 @@ def glance(folder: Path, name: str = JOURNAL_NAME) -> Glance | None:
         compression, stems = content["compression"], tuple(stem for _, stem, _ in content["layers"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
-    used = frozenset(entry[0] for line in lines if (entry := _entry(line)) is not None)
+    used = frozenset(entry.shard for line in lines if (entry := _entry(line)) is not None)
     identity = SourceIdentity(kind, source, commit, fingerprints)
     return Glance(frozenset(fingerprints), used, identity, compression, stems)
 
 
-def _entry(line: bytes) -> tuple[str, dict[str, tuple[int, ...]]] | None:
-    """The shard that a line declares used up, and its tensors' checksums; None for a line that a crash cut short."""
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What a line says: the shard that is used up, its tensors' checksums, and the sum of what was taken from it."""
+
+    shard: str
+    checksums: Mapping[str, tuple[int, ...]]
+    taken: int | None
+
+
+def _entry(line: bytes) -> _Entry | None:
+    """What a line says; None for a line that a crash cut short."""
     try:
         content = json.loads(line)
-        shard = content["used"]
+        shard, taken = content["used"], content.get("source_crc32")
         sums = {tensor: tuple(map(int, parts)) for tensor, parts in content["crc32"].items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    return (shard, sums) if isinstance(shard, str) else None
+    return _Entry(shard, sums, taken) if isinstance(shard, str) else None
 
 
 class Journal:
@@ -144,12 +157,16 @@ class Journal:
                 self._log.close()
                 raise
 
-    def mark_used(self, shard: str, checksums: Mapping[str, tuple[int, ...]]) -> None:
+    def mark_used(self, shard: str, checksums: Mapping[str, tuple[int, ...]], taken: int | None = None) -> None:
         """Declare that everything taken from `shard` is durable. Only then may it be deleted.
 
-        `checksums` has the CRC-32 of each stored part of the tensors that were written, by tensor.
+        Args:
+            shard: which.
+            checksums: the CRC-32 of each stored part of the tensors that were written, by tensor.
+            taken: the CRC-32 of what was taken from it; None where that was not summed.
         """
-        self._log.append(json.dumps({"used": shard, "crc32": checksums}, separators=(",", ":")))
+        content = {"used": shard, "crc32": checksums, **({} if taken is None else {"source_crc32": taken})}
+        self._log.append(json.dumps(content, separators=(",", ":")))
 
     def close(self) -> None:
         self._log.close()
@@ -189,6 +206,8 @@ def _encode(plan: SplitPlan, quantiser: str | None) -> dict[str, Any]:
                 "staged": shard.staged,
                 "tensors": [_tensor(tensor) for tensor in shard.tensors],
                 **({} if shard.header_first else {"header_first": False}),
+                **({} if shard.stamp is None else {"stamp": dataclasses.astuple(shard.stamp)}),
+                **({} if shard.crc32 is None else {"crc32": shard.crc32}),
             }
             for shard in plan.shards
         ],
@@ -240,6 +259,8 @@ def _decode(content: dict[str, Any]) -> tuple[SplitPlan, str | None]:
             tuple(_tensor_of(shard["name"], tensor) for tensor in shard["tensors"]),
             shard["staged"],
             shard.get("header_first", True),
+            Stamp(*map(int, shard["stamp"])) if "stamp" in shard else None,
+            shard.get("crc32"),
         )
         for shard in content["shards"]
     )

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from rabbitllm.checkpoints.checkpoint import ShardFacts, SourceIdentity
+from rabbitllm.checkpoints.checkpoint import ShardFacts, SourceIdentity, Stamp, has_digest
 from rabbitllm.checkpoints.index import CheckpointIndex
 from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.collection import uncollected
@@ -33,6 +33,9 @@ class PlannedShard:
         tensors: those that this shard gives to layer files.
         staged: fetched by us, so it costs disk of ours while it is used.
         header_first: its header stands before its data.
+        stamp: of its file when the split was begun; None where it is not on this machine, or an earlier version of this
+            package has begun the split.
+        crc32: of what is taken from it (`source_check.taken_crc32`), where that was read beforehand.
     """
 
     name: str
@@ -41,11 +44,18 @@ class PlannedShard:
     tensors: tuple[TensorSpec, ...]
     staged: bool
     header_first: bool = True
+    stamp: Stamp | None = None
+    crc32: int | None = None
 
     @property
     def streams(self) -> bool:
         """Whether it can be used as it comes: its header is seen first, or is confirmed by what is kept until then."""
         return self.header_first or can_be_kept(self.tensors, self.size)
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether what is taken from it is summed: no digest of all of it is known, by which to compare it later."""
+        return not self.staged and not has_digest(self.fingerprint)
 
 
 @dataclass(frozen=True, slots=True)

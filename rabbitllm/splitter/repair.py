@@ -6,9 +6,9 @@ shards come from no better than the splitter does.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 from rabbitllm import durable
@@ -44,18 +44,24 @@ def repair(request: Request, manifest: Manifest, layers: Collection[str]) -> Non
         CheckpointError, HubError: the source cannot be had; nothing was touched.
     """
     folder = request.folder
-    plan = plan_split(dataclasses.replace(request, chosen=manifest.chosen), manifest.format_version)
+    plan = plan_split(replace(request, chosen=manifest.chosen), manifest.format_version)
     _refuse_another(plan, manifest, folder)
     quantiser = quantiser_of(request)
     if quantiser != manifest.quantiser:
         logger.warning("The other layers were quantised by %s, these will be by %s.", manifest.quantiser, quantiser)
     needed = set(shards_for(manifest, layers))
+    # what is read anew must be what was read then; the other shards are of no concern, and may be what they like
+    shards = (
+        replace(shard, crc32=manifest.taken.get(shard.name)) if shard.name in needed else replace(shard, stamp=None)
+        for shard in plan.shards
+    )
+    plan = replace(plan, shards=tuple(shards))
     journal.begin(folder, plan, manifest.quantiser)
     opened = journal.Journal(folder)
     try:
         for shard in plan.shards:
             if shard.name not in needed:
-                opened.mark_used(shard.name, {})
+                opened.mark_used(shard.name, {}, manifest.taken.get(shard.name))
     finally:
         opened.close()
     # The damaged files go before the manifest does: a journal beside a manifest counts for nothing, and a manifest that

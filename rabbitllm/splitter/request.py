@@ -89,7 +89,7 @@ def _plan_of_headers(request: Request, format_version: int = FORMAT_VERSION) -> 
     require_shards(checkpoint.index.shards, facts, checkpoint)
     tensors = tensors_by_shard(checkpoint.index, facts.values())
     shards = tuple(
-        PlannedShard(f.name, f.size, f.fingerprint, tensors[f.name], f.staged, f.header.comes_first)
+        PlannedShard(f.name, f.size, f.fingerprint, tensors[f.name], f.staged, f.header.comes_first, f.stamp)
         for f in facts.values()
     )
     names = [tensor.name for shard in shards for tensor in shard.tensors]

@@ -21,6 +21,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from rabbitllm.checkpoints.checkpoint import Disposal, Release
+from rabbitllm.errors import CorruptShardError
 from rabbitllm.profiler import Profiler
 from rabbitllm.progress import BytesDone, ShardDone, ShardStarted, SplitStarted, tell
 from rabbitllm.splitter import journal
@@ -30,6 +31,8 @@ from rabbitllm.splitter.filler import Filler
 from rabbitllm.splitter.hands import Hands
 from rabbitllm.splitter.mover import Mover, Target
 from rabbitllm.splitter.plan import PlannedShard
+from rabbitllm.splitter.source_check import require_unwritten, taken_crc32
+from rabbitllm.splitter.sums import Taken
 from rabbitllm.splitter.watch import disk_bytes
 from rabbitllm.splitter.work import ROOM, Work
 
@@ -51,6 +54,7 @@ class ShardLoop:
         self.plan = work.plan
         self.used = set(work.used)
         self.checksums = dict(work.checksums)
+        self.taken = dict(work.taken)
         self._deletes = work.options.sequential and work.checkpoint.deletable
         self._journal = journal.Journal(work.folder)
         self._mover = Mover(work.options.threads, work.quantise_on, profiler, watch, fitted=work.fitted)
@@ -96,8 +100,8 @@ class ShardLoop:
         layers = {shard.name: self._unfinished(shard) for shard in waiting}
         parts = [(shard, self.work.of_shard(shard.name, layers[shard.name])) for shard in waiting]
         with contextlib.closing(hands.filled(parts, self._tell_started, self._watch)) as through:
-            for shard, sums in through:
-                self._take_over(shard, layers[shard.name], sums)
+            for shard, found in through:
+                self._take_over(shard, layers[shard.name], found)
                 forms = self._filler.forms_of(shard, layers[shard.name])
                 tell(
                     BytesDone(
@@ -142,31 +146,54 @@ class ShardLoop:
         targets: dict[str, Target] = {}
         try:
             self._filler.fill(shard, arriving, targets, layers)
+            found = self._mover.sums.taken(self._filler.forms_of(shard, layers))
+            taken = self._sum_taken(shard, found)  # before any layer that has something of it gets its name
             completed = self.plan.layer_map.completed_by(shard.name, self.used)
-            sums = self._completion.complete(
-                completed, targets, lambda: self._mover.sums.take(self._filler.forms_of(shard, layers))
-            )
+            sums = self._completion.complete(completed, targets, found.stored)
         finally:
             for target in targets.values():
                 target.close()
-        self._mark_used(shard, sums)
+        self._mark_used(shard, sums, taken)
 
-    def _take_over(self, shard: PlannedShard, layers: Sequence[str], sums: Mapping[str, tuple[int, ...]]) -> None:
+    def _take_over(self, shard: PlannedShard, layers: Sequence[str], found: Taken) -> None:
         """The same of a shard whose bytes other hands have put into layer files and synced."""
         self._filler.require_filled(shard, layers)
+        taken = self._sum_taken(shard, found)
         completed = self.plan.layer_map.completed_by(shard.name, self.used)
         targets: dict[str, Target] = {}
         try:
             self._filler.open(targets, [layer for layer in completed if layer in layers])
-            all_sums = self._completion.complete(completed, targets, lambda: dict(sums))
+            sums = self._completion.complete(completed, targets, found.stored)
         finally:
             for target in targets.values():
                 target.close()
-        self._mark_used(shard, all_sums)
+        self._mark_used(shard, sums, taken)
 
-    def _mark_used(self, shard: PlannedShard, sums: Mapping[str, tuple[int, ...]]) -> None:
-        self._journal.mark_used(shard.name, sums)
+    def _sum_taken(self, shard: PlannedShard, found: Taken) -> int | None:
+        """The sum of what was taken from a shard, once it is sure that it was the shard of the plan.
+
+        What is in layers that an earlier run finished is read for it. None for a shard that a digest is known of.
+
+        Raises:
+            CorruptShardError: it was written to meanwhile.
+        """
+        if shard.staged:
+            return None
+        path = self.work.checkpoint.acquire(shard.name)
+        taken = taken_crc32(path, shard.tensors, found.sources) if shard.is_summed else None
+        require_unwritten(path, shard)
+        if shard.crc32 not in (None, taken):
+            raise CorruptShardError(
+                f"{path} has not the bytes that were noted of it when the split was begun, or made before.",
+                "Put it back as it was, and make the same call again. Nothing that was read of it is used.",
+            )
+        return taken
+
+    def _mark_used(self, shard: PlannedShard, sums: Mapping[str, tuple[int, ...]], taken: int | None) -> None:
+        self._journal.mark_used(shard.name, sums, taken)
         self.checksums |= sums
+        if taken is not None:
+            self.taken[shard.name] = taken
         self.used.add(shard.name)
 
     def _release(self, shard: PlannedShard) -> Release:

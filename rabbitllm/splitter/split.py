@@ -6,6 +6,7 @@ no devices but the one that quantises.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Mapping
@@ -36,6 +37,7 @@ from rabbitllm.splitter.request import (
     with_places,
 )
 from rabbitllm.splitter.shard_loop import ShardLoop
+from rabbitllm.splitter.source_check import still_the_same, with_sums
 from rabbitllm.splitter.space import Ground, choose_arrival, choose_at_once, use_of
 from rabbitllm.splitter.watch import Watch
 from rabbitllm.splitter.work import Work
@@ -52,7 +54,7 @@ def split(request: Request) -> Profiler:
     Raises:
         CheckpointError: the source is malformed or incomplete; nothing was touched.
         NotEnoughSpaceException: it would not fit; nothing was touched.
-        SplitMismatchError: the folder has layers of another source.
+        SplitMismatchError: the folder has layers of another source, or the source has changed since they were made.
         HubError: fetching failed; the same call goes on where it stopped.
         DiskFullError: something else took the disk; the same call goes on where it stopped.
     """
@@ -66,7 +68,7 @@ def split(request: Request) -> Profiler:
             loop.finish_leftovers()
         finally:
             loop.close()
-        finish(request, work.plan, quantiser, loop.checksums)
+        finish(request, work.plan, quantiser, loop.checksums, loop.taken)
     peaks = watch.peaks
     logger.info(
         "Peaks: %s of disk in %s, %s of memory.", gib(peaks.disk_bytes), request.folder, gib(peaks.anonymous_bytes)
@@ -92,6 +94,9 @@ def _begin(request: Request) -> tuple[Work, str | None]:
     quantiser = quantiser_of(request)
     work = _work(request, plan, ground_of(request, plan), {}, is_fitted(quantiser))
     _warn_of_big_layers(plan)
+    if request.options.verify_source:
+        plan = with_sums(plan, request.checkpoint)
+        work = dataclasses.replace(work, plan=plan)
     durable.make_folder(request.folder)
     _copy_sidecars(request)
     _clear_stale(request.folder, plan)
@@ -106,7 +111,14 @@ def _take_up(request: Request, earlier: journal.Replay) -> Work:
     shards = [s for s in checkpoint.index.shards if s not in earlier.used or not checkpoint.stages(s)]
     facts = facts_of(checkpoint, shards)
     identity = checkpoint.identity(facts.values())
-    why = earlier.plan.source.differs_from(identity) or _no_evidence(request, earlier.plan.source, identity)
+    known = earlier.plan.source
+    why = known.differs_from(identity) or _no_evidence(request, known, identity)
+    if why is not None and known.is_named_like(identity):
+        raise SplitMismatchError(
+            f"{checkpoint.label} has changed since the split in {request.folder} was begun: {why}.",
+            "Put the original files back, and make the same call again. To split what is there now, choose another "
+            "folder (layer_shards_saving_path). Delete that folder only if all shards of the original can be had.",
+        )
     if why is not None:
         raise SplitMismatchError(
             f"{request.folder} holds an unfinished split of {earlier.plan.source.name}, not of {identity.name}: {why}.",
@@ -118,9 +130,11 @@ def _take_up(request: Request, earlier: journal.Replay) -> Work:
     logger.info("Going on with %s: %d shards are used up.", request.folder, len(earlier.used))
     if (other := other_budget(earlier.plan.chosen, request.options)) is not None:
         logger.warning("%s was begun %s, and goes on with the bits chosen then.", request.folder, other)
-    plan = with_places(earlier.plan, checkpoint)
+    verify = request.options.verify_source
+    plan = with_places(still_the_same(earlier, facts, checkpoint, request.folder, verify=verify), checkpoint)
     ground = gone_on(ground_of(request, plan), earlier.used)
     work = _work(request, plan, ground, earlier.checksums, is_fitted(earlier.quantiser))
+    work = dataclasses.replace(work, taken=earlier.taken)
     journal.settle(request.folder)
     if work.arrival is Arrival.STREAM:  # whatever was fetched of a shard, it comes anew
         durable.remove_folder(request.folder / STAGING_NAME)

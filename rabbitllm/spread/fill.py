@@ -12,10 +12,11 @@ from rabbitllm.splitter.filler import Filler
 from rabbitllm.splitter.lease import Lease, Looks
 from rabbitllm.splitter.mover import Mover, Target
 from rabbitllm.splitter.plan import PlannedShard
+from rabbitllm.splitter.sums import Taken
 from rabbitllm.splitter.work import ROOM, Work
 
 
-def fill_from(shard: PlannedShard, work: Work, lease: Lease, threads: int) -> dict[str, tuple[int, ...]]:
+def fill_from(shard: PlannedShard, work: Work, lease: Lease, threads: int) -> Taken:
     """Fill unfinished layer files from a shard.
 
     Args:
@@ -25,7 +26,7 @@ def fill_from(shard: PlannedShard, work: Work, lease: Lease, threads: int) -> di
         threads: that read, quantise and write.
 
     Returns:
-        The CRC-32 of each stored part of the shard's tensors: name -> one a part. All of it is durable.
+        The sums of what the shard gave. All of it is durable.
 
     Raises:
         ClusterError: the lease is gone.
@@ -43,7 +44,7 @@ def fill_from(shard: PlannedShard, work: Work, lease: Lease, threads: int) -> di
         for _, arriving in arrivals.shards([shard]):
             filler.fill(shard, arriving, targets, layers)
         mover.sync(targets.values())
-        return mover.sums.take(filler.forms_of(shard, layers))
+        return mover.sums.taken(filler.forms_of(shard, layers))
     finally:
         arrivals.close()
         mover.close()

@@ -7,7 +7,7 @@ not decided here (`splitter/shard_loop.py`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from rabbitllm.errors import ClusterError, OptionError, RabbitLLMError
 from rabbitllm.splitter.hands import Filled
 from rabbitllm.splitter.lease import Lease, granted, revoke
 from rabbitllm.splitter.plan import PlannedShard
+from rabbitllm.splitter.sums import Taken
 from rabbitllm.splitter.work import Work
 from rabbitllm.spread.cluster import Node
 from rabbitllm.spread.fill import fill_from
@@ -28,7 +29,7 @@ TIMES = 4
 POLL_SECONDS = 0.2
 STOP_SECONDS = 10.0
 """How long tasks that are to stop may take over it."""
-Fill = Callable[[PlannedShard, Work, Lease, int], Mapping[str, tuple[int, ...]]]
+Fill = Callable[[PlannedShard, Work, Lease, int], Taken]
 """See `fill_from`."""
 
 
@@ -96,16 +97,16 @@ class RayHands:
                 _wait_for_end([*in_work])
 
 
-def _filled(fill: Fill, shard: PlannedShard, work: Work, lease: Lease, threads: int) -> Mapping[str, tuple[int, ...]]:
+def _filled(fill: Fill, shard: PlannedShard, work: Work, lease: Lease, threads: int) -> Taken:
     return fill(shard, work, lease, threads)
 
 
-def _result(reference: Any, shard: PlannedShard) -> Mapping[str, tuple[int, ...]]:
+def _result(reference: Any, shard: PlannedShard) -> Taken:
     import ray
     from ray.exceptions import RayError, RayTaskError
 
     try:
-        sums: Mapping[str, tuple[int, ...]] = ray.get(reference)
+        sums: Taken = ray.get(reference)
     except RayTaskError as error:
         cause = error.cause
         if isinstance(cause, RabbitLLMError | OSError):

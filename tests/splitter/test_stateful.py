@@ -524,10 +524,10 @@ def test_hub_at_length(hub_attributes: Mapping[str, object], crash_server: Crash
 
 
 def release_before_the_journal_says_so(
-    loop: ShardLoop, shard: PlannedShard, sums: Mapping[str, tuple[int, ...]]
+    loop: ShardLoop, shard: PlannedShard, sums: Mapping[str, tuple[int, ...]], taken: int | None
 ) -> None:
     loop._release(shard)
-    _mark_used(loop, shard, sums)
+    _mark_used(loop, shard, sums, taken)
 
 
 _mark_used = ShardLoop._mark_used
