@@ -34,10 +34,10 @@ MOST_NAMED = 3
 
 
 class Kind(enum.Enum):
-    """What a folder holds, and so what somebody who has it alone is doing, and what is refused to others."""
+    """What a folder holds, and what a call would do that needs it alone."""
 
-    SOURCE = ("is being split by {}, which deletes its shards", "this call would delete its shards")
-    SPLIT = ("is being repaired or removed by {}", "this call would replace or remove its layer files")
+    SOURCE = "this call would delete its shards"
+    SPLIT = "this call would replace or remove its layer files"
 
 
 class Hold:
@@ -80,11 +80,11 @@ def shared(folder: Path, kind: Kind) -> Hold:
     """
     hold = _locked(folder, alone=False)
     if hold is None:
-        taken, _ = kind.value
-        raise InUseError(
-            f"{folder} {taken.format(_users(folder))}.",
-            "Wait until that is done, or end it, and call again. Nothing was touched.",
-        )
+        if kind is Kind.SOURCE:
+            problem = f"{folder} is being split by {_users(folder)}, which deletes its shards."
+        else:
+            problem = f"{folder} is being repaired or removed by {_users(folder)}."
+        raise InUseError(problem, "Wait until that is done, or end it, and call again. Nothing was touched.")
     return hold
 
 
@@ -98,9 +98,8 @@ def alone(folder: Path, kind: Kind) -> Hold:
     hold = _locked(folder, alone=True)
     if hold is None:
         shared(folder, kind).close()  # if somebody else has it alone, that is said
-        _, refused = kind.value
         raise InUseError(
-            f"{folder} is in use by {_users(folder)}; {refused}.",
+            f"{folder} is in use by {_users(folder)}; {kind.value}.",
             "Wait until that is done, or end it, and call again. Nothing was touched.",
         )
     return hold
