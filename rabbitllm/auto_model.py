@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rabbitllm import prepare, split_display
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.errors import OptionError
-from rabbitllm.in_use import Hold
+from rabbitllm.folder_lock import FolderLock
 from rabbitllm.layers.chosen import check_split
 from rabbitllm.layers.compression import check_fitting
 from rabbitllm.options import (
@@ -125,8 +125,8 @@ class AutoModel:
             trust_remote_code: run Python code that comes with the model.
             fit_scales: at 4bit and 4bit-double, choose the scales with the least squared error instead of bitsandbytes'
                 own: the same bytes and kernels, less loss, and a slower split.
-            verify_source: read every shard that is still here, and compare its bytes with all that is known of them:
-                what the split took, or the hub's digest. When a split begins, note their sums.
+            verify_source: read every shard that is still there and compare its bytes with the recorded checksum, or
+                with the hub's digest. If the split begins with this call, record the checksums of all shards.
             exact: compute 4bit and 8bit with the very matrices that dequantising gives, to the last bit as an ordinary
                 model of those would; on the CPU several times slower than with their codes, and no better.
             fast_bfloat16: on a CPU without instructions for bfloat16, multiply it by a kernel of this package: sooner,
@@ -210,13 +210,13 @@ def _load_unsplit(sought: prepare.Sought, stream_options: StreamOptions, hosts: 
     devices = _devices(stream_options)
     source = prepare.find(sought)
     if source.finished:
-        with prepare.reading(source.split_folder) as hold:
-            return _held(_model(source.split_folder, stream_options, source.config_folder, devices, hosts), hold)
+        with prepare.read_lock(source.split_folder) as lock:
+            return _locked(_model(source.split_folder, stream_options, source.config_folder, devices, hosts), lock)
     check_model(source, stream_options, devices)
     with split_display.shown(stream_options.show_progress):
-        checkpoint, hold = prepare.whole_checkpoint(source)
-    with hold:
-        return _held(_model(UnsplitStore(checkpoint), stream_options, checkpoint.folder, devices, hosts), hold)
+        checkpoint, lock = prepare.whole_checkpoint(source)
+    with lock:
+        return _locked(_model(UnsplitStore(checkpoint), stream_options, checkpoint.folder, devices, hosts), lock)
 
 
 def _load(
@@ -230,13 +230,13 @@ def _load(
         profile = prepare.ensure_split(source, split_options, quantise_on)
     if profile.enabled and profile.stages:
         print(profile.report())
-    with prepare.reading(source.split_folder) as hold:
-        return _held(_model(source.split_folder, stream_options, source.config_folder, devices, hosts), hold)
+    with prepare.read_lock(source.split_folder) as lock:
+        return _locked(_model(source.split_folder, stream_options, source.config_folder, devices, hosts), lock)
 
 
-def _held(model: Any, hold: Hold) -> Any:
-    """The model, for as long as which the files of its weights are held."""
-    hold.keep_with(model)
+def _locked(model: Any, lock: FolderLock) -> Any:
+    """The model, which keeps the lock on the folder of its weights until it is garbage collected."""
+    lock.keep_for(model)
     return model
 
 

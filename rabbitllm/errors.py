@@ -33,7 +33,7 @@
     └── SplitError                             the split directory
         ├── NotEnoughSpaceException            refused before the first byte
         ├── DiskFullError                      stopped on the way: the disk is full, or nearly
-        ├── InUseError                         others read what this would delete, or delete what this would read
+        ├── InUseError                         another process reads, or deletes, files that this call needs
         ├── SplitMismatchError                 it belongs to another model, revision or compression
         └── IncompleteSplitError               a tensor the model needs is not in it
 
@@ -198,11 +198,11 @@ class NotEnoughSpaceException(SplitError):
 
 
 class DiskFullError(SplitError):
-    """The disk is full, or free disk fell below what the machine itself needs; the same call goes on."""
+    """The disk is full, or free disk fell below the reserve of the machine; the same call goes on."""
 
 
 class InUseError(SplitError):
-    """Another process reads what a call would delete or replace, or deletes what it would read."""
+    """Another process reads files that a call would delete, or deletes files that it would read."""
 
 
 class SplitMismatchError(SplitError):

@@ -57,14 +57,14 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
-class Stamp:
-    """What the system says of a file without its bytes: enough to notice that somebody has written to it.
+class FileStat:
+    """Metadata of a file, from which most modifications can be detected without reading the file.
 
     Attributes:
         size: bytes.
-        mtime_ns: when its bytes were last changed, as far as nobody has set it; nanoseconds.
-        inode: its number on its disk; a copy has another.
-        ctime_ns: when its bytes, its name or its attributes were last changed; nobody can set it.
+        mtime_ns: modification time, nanoseconds; a program can set it.
+        inode: number of the file on its disk; a copy has another.
+        ctime_ns: time of the last change of data, name or attributes, nanoseconds; a program cannot set it.
     """
 
     size: int
@@ -73,14 +73,14 @@ class Stamp:
     ctime_ns: int
 
 
-def stamp_of(path: Path) -> Stamp:
-    """The stamp of a file that is there; links are followed."""
+def file_stat(path: Path) -> FileStat:
+    """The metadata of a file; links are followed."""
     status = path.stat()
-    return Stamp(status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns)
+    return FileStat(status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns)
 
 
 def has_digest(fingerprint: str) -> bool:
-    """Whether a fingerprint is a digest of the whole shard, which a hub has published."""
+    """Whether a fingerprint is the digest of the whole shard that a hub has published."""
     return fingerprint.startswith("sha256:")
 
 
@@ -94,7 +94,7 @@ class ShardFacts:
         fingerprint: `sha256:…` as the hub publishes it, or `sampled:…` of a local file.
         header: its tensors.
         staged: the shard is fetched into our own staging folder, and so costs disk of ours while it is used.
-        stamp: of its file, where it is on this machine.
+        stat: metadata of its file; None if it is not on this machine.
     """
 
     name: str
@@ -102,17 +102,17 @@ class ShardFacts:
     fingerprint: str
     header: Header
     staged: bool = False
-    stamp: Stamp | None = None
+    stat: FileStat | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Downloads:
-    """Files that are about to be fetched into a hub cache.
+    """Files that will be downloaded into a hub cache.
 
     Attributes:
-        cache: its folder.
-        sizes: of the files, bytes.
-        listed: how many files the repository has; the cache keeps a list of them.
+        cache: the folder of the cache.
+        sizes: file name -> bytes.
+        listed: number of files in the repository; the cache keeps a list of them.
     """
 
     cache: Path
@@ -140,7 +140,7 @@ class SourceIdentity:
     fingerprints: Mapping[str, str]
 
     def is_named_like(self, other: SourceIdentity) -> bool:
-        """Whether both are folders of one name: where they differ, the one has probably become the other."""
+        """Whether both are local folders with the same name, so that a difference is probably an edit."""
         return self.kind == other.kind == "local" and self.name == other.name
 
     def differs_from(self, other: SourceIdentity) -> str | None:
@@ -185,7 +185,7 @@ class Checkpoint(Protocol):
         ...
 
     def stages(self, shard: str) -> bool:
-        """Whether `acquire` fetches the shard into a folder of ours, which `release` then frees."""
+        """Whether `acquire` fetches the shard into a folder of ours, which `release` then freed_bytes."""
         ...
 
     def facts(self, shard: str) -> ShardFacts | None:
@@ -225,9 +225,12 @@ class Checkpoint(Protocol):
         """Give up a shard whose every tensor is durable elsewhere."""
         ...
 
-    def frees(self, shards: Iterable[str], device: int) -> Mapping[str, int]:
-        """Bytes that a disk (`st_dev`) gets back for each of these shards when it is released; shards that give nothing
-        back are left out: those that are not here, or lie on another disk, or share their bytes with another file."""
+    def freed_bytes(self, shards: Iterable[str], device: int) -> Mapping[str, int]:
+        """Bytes that the release of each of these shards frees on the disk `device` (`st_dev`).
+
+        Shards that free nothing are left out: missing ones, those on another disk, and those that share their data with
+        another file.
+        """
         ...
 
     def discard_rest(self) -> list[Path]:
@@ -248,7 +251,7 @@ class Checkpoint(Protocol):
         ...
 
     def downloads(self) -> Downloads | None:
-        """What asking for the sidecars puts into the hub cache; None where nothing comes from a hub."""
+        """The files that `sidecars` will download into the hub cache; None for a local source."""
         ...
 
     def sidecar_sizes(self) -> Mapping[str, int]:

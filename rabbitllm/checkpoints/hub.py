@@ -21,9 +21,9 @@ from rabbitllm.checkpoints.checkpoint import (
     Release,
     ShardFacts,
     SourceIdentity,
+    file_stat,
     ignore_progress,
     is_sidecar,
-    stamp_of,
 )
 from rabbitllm.checkpoints.index import META_PARAMETERS, CheckpointIndex, entry_of
 from rabbitllm.checkpoints.remote_header import read_remote_header
@@ -196,13 +196,13 @@ class HubRepository:
         if listed is None:
             return None
         cached = self.cached(shard)
-        stamp = stamp_of(cached[1]) if cached else None
+        stat = file_stat(cached[1]) if cached else None
         try:
             header = read_shard_header(cached[1], shard) if cached else self._remote_header(shard, listed)
         except CorruptShardError as error:
             where, remedy = (cached[1].parent, hub_cache.DAMAGED) if cached else (self.label, _DAMAGED)
             raise CorruptShardError(f"In {where}: {error.problem}", f"{error.remedy} {remedy}".strip()) from None
-        return ShardFacts(shard, listed.size, listed.fingerprint, header, cached is None, stamp)
+        return ShardFacts(shard, listed.size, listed.fingerprint, header, cached is None, stat)
 
     def _remote_header(self, shard: str, listed: HubFile) -> Header:
         with translated(self.repo_id):

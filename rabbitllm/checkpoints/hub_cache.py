@@ -2,7 +2,7 @@
 
 Layout (huggingface_hub, "Understand caching"): `<cache>/models--org--name/snapshots/<commit>/<file>` is a link
 to `../../blobs/<etag>`, which may itself be a link into a store that several repositories share. Unlinking the
-snapshot's link frees nothing, and unlinking the blob may break another revision; only the library knows.
+snapshot's link freed_bytes nothing, and unlinking the blob may break another revision; only the library knows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from rabbitllm import durable
 from rabbitllm.checkpoints.checkpoint import Disposal, Release
-from rabbitllm.checkpoints.given_back import given_back
+from rabbitllm.checkpoints.freed_space import bytes_freed_by_deleting
 from rabbitllm.errors import UnsafePathError
 
 DAMAGED = (
@@ -106,13 +106,13 @@ def free_file(snapshot: CachedSnapshot, name: str) -> int:
     return freed
 
 
-def frees(snapshot: CachedSnapshot, names: Iterable[str], device: int) -> Mapping[str, int]:
-    """Bytes that a disk gets back for each of these files when `free_file` deletes it; nothing of the others.
+def freed_bytes(snapshot: CachedSnapshot, names: Iterable[str], device: int) -> Mapping[str, int]:
+    """Bytes that `free_file` frees on a disk for each of these files; files that free nothing are left out.
 
     Args:
-        snapshot: which.
+        snapshot: the commit.
         names: of files in it.
-        device: of the disk, as `st_dev`.
+        device: the disk, as `st_dev`.
     """
     wanted = {snapshot.folder / name: name for name in names}
     if not wanted:
@@ -130,13 +130,13 @@ def frees(snapshot: CachedSnapshot, names: Iterable[str], device: int) -> Mappin
             goes = info.delete_files(file).expected_freed_size > 0
         else:
             goes = not _is_shared(file, every)
-        if goes and (nbytes := given_back(Path(file.blob_path).resolve(), device)):
+        if goes and (nbytes := bytes_freed_by_deleting(Path(file.blob_path).resolve(), device)):
             found[name] = nbytes
     return found
 
 
 def _files(info: Any) -> list[Any]:
-    """Every file of a cache, as huggingface_hub's scan of it lists them."""
+    """All files that huggingface_hub's scan of a cache lists."""
     return [file for repo in info.repos for revision in repo.revisions for file in revision.files]
 
 

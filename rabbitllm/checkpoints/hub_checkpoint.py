@@ -89,9 +89,9 @@ class HubCheckpoint:
     def release(self, shard: str) -> Release:
         return self.repository.release(shard)
 
-    def frees(self, shards: Iterable[str], device: int) -> Mapping[str, int]:
+    def freed_bytes(self, shards: Iterable[str], device: int) -> Mapping[str, int]:
         cached = {shard: found[0] for shard in shards if (found := self.repository.cached(shard)) is not None}
-        return hub_cache.frees(next(iter(cached.values())), cached, device) if cached else {}
+        return hub_cache.freed_bytes(next(iter(cached.values())), cached, device) if cached else {}
 
     def discard_rest(self) -> list[Path]:
         cached = self.repository.cached("config.json") or self.repository.cached(self.repository.entry())

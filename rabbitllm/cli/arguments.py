@@ -84,7 +84,7 @@ NoSplitOption = Annotated[
 ]
 VerifySourceOption = Annotated[
     bool,
-    typer.Option("--verify-source", help="Compare the shards that are here with what was or is split, byte by byte."),
+    typer.Option("--verify-source", help="Read the shards and compare them with recorded checksums."),
 ]
 MaxDiskOption = Annotated[str | None, typer.Option(help="What a split may occupy, e.g. 57GiB.")]
 MinFreeDiskOption = Annotated[str, typer.Option(help="What is to stay free of the disk.")]

@@ -23,7 +23,7 @@ def rm_command(
 ) -> None:
     """Remove a split directory, after asking. The checkpoint that it was made from is never touched.
 
-    Refuses a folder that has anything else in it, one that a process is at work on or has loaded, and, without
+    Refuses a folder that has anything else in it, a folder that another process works on or has loaded, and, without
     --only-copy, layer files whose original is not found.
 
     Example: rabbitllm rm Qwen/Qwen2.5-7B-Instruct --compression 4bit

@@ -108,7 +108,7 @@ class _File:
         with (
             locked(self.split_folder),
             telling_how_to_go_on(self.split_folder),
-            prepare.hold_source(source, options),
+            prepare.lock_source(source, options),
         ):
             checkpoint = self._open()
             if read_manifest(self.split_folder) is None:

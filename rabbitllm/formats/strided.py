@@ -3,7 +3,7 @@
 The piece that is asked for is cut into boxes (a run of indices along each dimension), and of each box the runs of bytes
 that hold it are read and rearranged. What is read at once is bounded; nothing is mapped, so a file that shrinks
 meanwhile is an error and not the end of the process. Knows no format: a tensor is where its first element lies in a
-file, its shape and its strides, if it has any.
+file, its shape and its strides, if it is strided.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ class _Reads(NamedTuple):
 
 
 def read_run(file: PositionalFile, spec: TensorSpec, begin: int, buffer: memoryview) -> int:
-    """Fill `buffer` with bytes `begin` and on of a tensor of a file in row-major order, whether or not it lies at
-    strides; the rest as `read_row_major`."""
+    """As `read_row_major`, for a contiguous tensor too."""
     if spec.strides is None:
         return file.read_into(buffer, spec.offset + begin)
     place = Strided(spec.offset, DTYPES[spec.dtype].bits // 8, spec.sizes, spec.strides)

@@ -28,7 +28,7 @@ from rabbitllm.splitter.anatomy import anatomy_of, big_layers, commonest_dtype
 from rabbitllm.splitter.choosing import Mixture, mixture_of
 from rabbitllm.splitter.forecast import ROUTES, STANDARD, Choice, Disk, Outlook, Rate, Rates, Route
 from rabbitllm.splitter.plan import SplitPlan
-from rabbitllm.splitter.request import gone_on, ground_of
+from rabbitllm.splitter.request import ground_of, resumed_ground
 from rabbitllm.splitter.space import Ground, candidates, shortage
 from rabbitllm.splitter.watch import existing
 
@@ -227,7 +227,7 @@ def _route(survey: Survey, name: str, compression: str | None, measured: Rates) 
     seconds = forecast.seconds_of(forecast.load_of(plan, used), name, compression, measured)
     placed, ground = _placed(survey, name, compression)
     if compression in survey.journals:
-        ground = gone_on(ground, used)
+        ground = resumed_ground(ground, used)
     lacking = shortage(placed, ground, survey.options, ROUTES[name])
     return forecast.route_of(name, placed, ground, lacking, seconds)
 

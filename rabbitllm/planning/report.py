@@ -18,7 +18,7 @@ from rabbitllm.planning.generation_report import generation_basis, moment, show_
 from rabbitllm.planning.mixture_report import show_mixture
 from rabbitllm.splitter.anatomy import Anatomy, Group
 from rabbitllm.splitter.forecast import Forecast, Outlook, Rate, Route, least, missing_bytes
-from rabbitllm.splitter.plan import gib, gib_needed
+from rabbitllm.splitter.plan import gib, gib_rounded_up
 from rabbitllm.terminal import counted, large, put, put_fact
 
 GROUPS_SHOWN = 3
@@ -151,10 +151,10 @@ def _show_outlook(console: Console, forecast: Forecast, outlook: Outlook) -> Non
 
 
 def _row(forecast: Forecast, outlook: Outlook, route: Route) -> Text:
-    lacks = f"no, {gib_needed(missing_bytes(route))} {'over' if _is_limited(route) else 'short'}"
+    lacks = f"no, {gib_rounded_up(missing_bytes(route))} {'over' if _is_limited(route) else 'short'}"
     verdict, style = ("fits", "green") if route.fits else (lacks, "red")
     time = "?" if route.seconds is None else duration(route.seconds)
-    lead = _columns(_route_name(outlook, route), gib_needed(route.disk_bytes), gib_needed(route.created_bytes))
+    lead = _columns(_route_name(outlook, route), gib_rounded_up(route.disk_bytes), gib_rounded_up(route.created_bytes))
     return Text.assemble(lead, (f"{verdict:<20}", style), f"{time:>11}")
 
 

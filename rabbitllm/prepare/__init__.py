@@ -5,11 +5,11 @@ Knows the sources and the splitter; of the engine, how much memory weights may s
 
 from rabbitllm.prepare.config import config_folder, family_of
 from rabbitllm.prepare.finding import find, folder_at
-from rabbitllm.prepare.make import ensure_split, hold_source, repair_split
+from rabbitllm.prepare.make import ensure_split, lock_source, repair_split
 from rabbitllm.prepare.memory import with_memory
 from rabbitllm.prepare.source import Sought, Source
 from rabbitllm.prepare.weights import open_weights, whole_checkpoint
-from rabbitllm.splitter.lock import reading
+from rabbitllm.splitter.lock import read_lock
 
 __all__ = [
     "Sought",
@@ -19,9 +19,9 @@ __all__ = [
     "family_of",
     "find",
     "folder_at",
-    "hold_source",
+    "lock_source",
     "open_weights",
-    "reading",
+    "read_lock",
     "repair_split",
     "whole_checkpoint",
     "with_memory",

@@ -9,7 +9,7 @@ import dataclasses
 import logging
 from pathlib import Path
 
-from rabbitllm import in_use, locations
+from rabbitllm import folder_lock, locations
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.hub import HubAccess, HubRepository, cached_snapshot, open_repository
 from rabbitllm.checkpoints.index import is_meta
@@ -23,7 +23,7 @@ from rabbitllm.errors import (
     MissingShardError,
     SplitMismatchError,
 )
-from rabbitllm.in_use import Kind
+from rabbitllm.folder_lock import FolderKind
 from rabbitllm.layers.layer_store import (
     JOURNAL_NAME,
     MANIFEST_NAME,
@@ -41,7 +41,7 @@ from rabbitllm.prepare.weights import open_folder
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.finish import STAGING_NAME
 from rabbitllm.splitter.lock import locked
-from rabbitllm.splitter.watch import telling_full_disk
+from rabbitllm.splitter.watch import reporting_full_disk
 
 logger = logging.getLogger(__name__)
 
@@ -53,18 +53,18 @@ def find(sought: Sought) -> Source:
         CheckpointNotFoundError: neither a folder nor a repository.
         SplitMismatchError: the folder is a split at another compression.
         HubError: the hub did not answer, and nothing here will do.
-        DiskFullError: there is no room for what is noted of a repository.
+        DiskFullError: no space for the note about a repository's commit.
     """
     sought = dataclasses.replace(sought, name=meant(sought.name))
     folder = expand(sought.name)
-    with telling_full_disk(sought.name):
+    with reporting_full_disk(sought.name):
         if sought.name and folder.is_dir():  # an empty name would be the current folder
             return _find_local(folder, sought)
         return _find_elsewhere(sought)
 
 
 def _find_elsewhere(sought: Sought) -> Source:
-    """What is named like no folder here."""
+    """The source for a name that is no local folder."""
     try:
         if not locations.is_repo_id(sought.name):
             raise CheckpointNotFoundError(
@@ -97,16 +97,16 @@ def _find_local(folder: Path, sought: Sought) -> Source:
         try:
             finished = _finished_while_looking(folder, repository, target)
         except (CheckpointNotFoundError, MissingShardError):
-            in_use.shared(folder, Kind.SOURCE).close()  # if a split is just deleting them, that is what to say
+            folder_lock.shared(folder, FolderKind.SOURCE).close()  # raises if a split is deleting the shards
             raise
     return Source(sought.name, target, config, finished, local=folder, missing_from=repository)
 
 
 def _manifest_of(folder: Path) -> Manifest | None:
-    """The manifest of a folder, if it is a split directory; while that is being repaired, the one that comes of it.
+    """The manifest of a folder, None if it is no split directory; waits while another process repairs the directory.
 
     Raises:
-        IncompleteSplitError: it is a split directory, and nobody is finishing it.
+        IncompleteSplitError: the directory is an unfinished split, and no process works on it.
     """
     manifest = read_manifest(folder)
     if manifest is not None or journal.glance(folder) is None or not is_writable(folder):
@@ -115,7 +115,7 @@ def _manifest_of(folder: Path) -> Manifest | None:
         manifest = read_manifest(folder)
     if manifest is None and journal.glance(folder) is not None:
         raise IncompleteSplitError(
-            f"{folder} is an unfinished split, and no process is at work on it.",
+            f"{folder} is an unfinished split, and no process works on it.",
             "Name the checkpoint that it is made from: the same call then goes on with it.",
         )
     return manifest

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from rabbitllm import in_use
+from rabbitllm import folder_lock
 from rabbitllm.checkpoints.checkpoint import Checkpoint
 from rabbitllm.checkpoints.hub import HubAccess, HubRepository, download_all, open_repository
 from rabbitllm.checkpoints.hub_checkpoint import HubCheckpoint
@@ -19,7 +19,7 @@ from rabbitllm.checkpoints.local import LocalCheckpoint, is_writable
 from rabbitllm.checkpoints.naming import LayerNaming
 from rabbitllm.checkpoints.quantised import quantised_as
 from rabbitllm.errors import IncompleteSplitError, MissingShardError, OptionError
-from rabbitllm.in_use import Hold, Kind
+from rabbitllm.folder_lock import FolderKind, FolderLock
 from rabbitllm.layers.chosen import SPLITS, Chosen
 from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME, Manifest, directory_name, is_finished, is_fitted
 from rabbitllm.options import SplitOptions
@@ -32,11 +32,11 @@ from rabbitllm.splitter import lease
 from rabbitllm.splitter.finish import STAGING_NAME
 from rabbitllm.splitter.hands import Hands
 from rabbitllm.splitter.interrupted import telling_how_to_go_on
-from rabbitllm.splitter.lock import locked, reading
+from rabbitllm.splitter.lock import locked, read_lock
 from rabbitllm.splitter.repair import repair
 from rabbitllm.splitter.request import Request, check_before_download
 from rabbitllm.splitter.split import split
-from rabbitllm.splitter.watch import telling_full_disk
+from rabbitllm.splitter.watch import reporting_full_disk
 
 
 def ensure_split(
@@ -58,21 +58,21 @@ def ensure_split(
         SplitMismatchError: the directory belongs to another source.
         MissingShardError: shards are gone and no unfinished split has their tensors.
         OptionError: the weights are quantised as they are published, and compression would quantise them once more.
-        InUseError: another process reads shards that this would delete, or deletes those that this would read.
+        InUseError: another process reads shards that this call would delete, or deletes shards that it would read.
         ClusterError: the hands cannot do it.
         DiskFullError: something else has taken the disk; the same call goes on where it stopped.
     """
     folder = source.split_folder
     if source.finished:
-        with reading(folder):  # so that nobody repairs it meanwhile
+        with read_lock(folder):  # prevents a repair meanwhile
             if is_finished(folder) and not has_work_left(folder, options):
                 check_finished(source, options)
                 return Profiler(enabled=options.profiling)
-    with telling_full_disk(folder), locked(folder), telling_how_to_go_on(folder), contextlib.ExitStack() as held:
+    with reporting_full_disk(folder), locked(folder), telling_how_to_go_on(folder), contextlib.ExitStack() as locks:
         lease.revoke(source.split_folder)  # of a run that died, and whose workers may not know it yet
         if is_finished(source.split_folder):  # asked anew: whoever had the lock before may have done it
             if options.delete_original:
-                held.enter_context(hold_source(source, options))
+                locks.enter_context(lock_source(source, options))
             check_finished(source, options)
             return Profiler(enabled=options.profiling)
         if source.local is None and source.repository is None:
@@ -80,7 +80,7 @@ def ensure_split(
                 f"{folder} is no longer a finished split: another process has removed it, or could not repair it.",
                 "Name the checkpoint that it is made from: the same call then finishes it, or splits it again.",
             )
-        held.enter_context(hold_source(source, options, by_hands=hands is not None))
+        locks.enter_context(lock_source(source, options, by_hands=hands is not None))
         _refuse_to_quantise_again(source, options)
         checkpoint, chosen = _open(source, options, naming, by_hands=hands is not None)
         family = family_of(source.config_folder, checkpoint)
@@ -93,27 +93,31 @@ def ensure_split(
             raise _with_other_splits(error, source) from None
 
 
-def hold_source(source: Source, options: SplitOptions, *, by_hands: bool = False) -> Hold:
-    """Hold the shards of a source that are on this machine, against those who would delete what is read of them; alone,
-    if they are deleted.
+def lock_source(source: Source, options: SplitOptions, *, by_hands: bool = False) -> FolderLock:
+    """Lock the folder of the source's shards: exclusively if the split will delete them, else for reading.
 
-    Of a repository only what is in the user's hub cache is in question.
+    For a repository this is its snapshot in the user's hub cache, if the split uses shards there.
+
+    Args:
+        source: the source.
+        options: of the split.
+        by_hands: workers fill the layer files, and do not use the hub cache.
 
     Raises:
-        InUseError: somebody reads what would be deleted, or deletes what would be read.
+        InUseError: another process reads shards that this split would delete, or deletes shards that it would read.
     """
     folder = source.local
     if folder is None and source.repository is not None and not by_hands:
         folder = _in_hub_cache(source.repository, options)
     if folder is None:
-        return Hold()
+        return FolderLock()
     deletes = (options.sequential or options.delete_original) and is_writable(folder)
-    return in_use.alone(folder, Kind.SOURCE) if deletes else in_use.shared(folder, Kind.SOURCE)
+    lock = folder_lock.exclusive if deletes else folder_lock.shared
+    return lock(folder, FolderKind.SOURCE)
 
 
 def _in_hub_cache(repository: HubRepository, options: SplitOptions) -> Path | None:
-    """The folder of a repository's files in the hub cache; None where a split neither reads shards there nor deletes
-    any."""
+    """The snapshot of a repository in the hub cache; None if the split neither reads nor deletes shards there."""
     some = repository.cached("config.json") or repository.cached(repository.entry())
     if some is None:
         return None
@@ -194,7 +198,7 @@ def repair_split(folder: Path, manifest: Manifest, layers: Collection[str], orig
     Raises:
         OptionError: the split was made from a folder, and no `original` was given.
         SplitMismatchError: the source is another one; nothing was touched.
-        InUseError: somebody has loaded the model; nothing was touched.
+        InUseError: another process has loaded the model, or deletes shards of the source; nothing was touched.
     """
     known = manifest.source
     repository = None
@@ -212,9 +216,9 @@ def repair_split(folder: Path, manifest: Manifest, layers: Collection[str], orig
     options = SplitOptions(compression=manifest.compression, sequential=original is None, fit_scales=fitted)
     source = Source(known.name, folder, folder, finished=False, repository=repository, local=original)
     with (
-        telling_full_disk(folder),
-        locked(folder, without_readers=True),
+        reporting_full_disk(folder),
+        locked(folder, excluding_readers=True),
         telling_how_to_go_on(folder),
-        hold_source(source, options),
+        lock_source(source, options),
     ):
         repair(Request(checkpoint, folder, family_of(folder), options), manifest, layers)

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from rabbitllm import in_use
+from rabbitllm import folder_lock
 from rabbitllm.checkpoints.checkpoint import Checkpoint
 from rabbitllm.checkpoints.hub import HubRepository, download_all
 from rabbitllm.checkpoints.hub_checkpoint import HubCheckpoint
 from rabbitllm.checkpoints.index import index_of
 from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any
 from rabbitllm.errors import CheckpointError, CheckpointNotFoundError, MissingShardError
-from rabbitllm.in_use import Hold, Kind
+from rabbitllm.folder_lock import FolderKind, FolderLock
 from rabbitllm.layers.layer_store import is_finished
 from rabbitllm.prepare.source import Source
 from rabbitllm.splitter import journal
@@ -49,15 +49,15 @@ def open_weights(source: Source, folders: Iterable[Path]) -> Checkpoint | None:
     return None
 
 
-def whole_checkpoint(source: Source) -> tuple[LocalCheckpoint, Hold]:
+def whole_checkpoint(source: Source) -> tuple[LocalCheckpoint, FolderLock]:
     """All of a source's shards on this machine, as they are; those of a repository are fetched into the hub cache.
 
     Returns:
-        The checkpoint, and what keeps others from deleting it.
+        The checkpoint, and the lock that prevents its deletion.
 
     Raises:
         CheckpointNotFoundError: there are none.
-        InUseError: somebody is just deleting them.
+        InUseError: another process is deleting them.
         HubError: they cannot be fetched.
     """
     if source.repository is not None:
@@ -66,8 +66,8 @@ def whole_checkpoint(source: Source) -> tuple[LocalCheckpoint, Hold]:
         folder = source.local
     else:
         raise CheckpointNotFoundError(f"{source.name} has no checkpoint of its own.", "Leave split=False out.")
-    hold = in_use.shared(folder, Kind.SOURCE)
-    return LocalCheckpoint(folder), hold
+    lock = folder_lock.shared(folder, FolderKind.SOURCE)
+    return LocalCheckpoint(folder), lock
 
 
 def open_folder(folder: Path, missing_from: HubRepository | None, split_folder: Path) -> LocalCheckpoint:

@@ -64,7 +64,7 @@ class Completion:
         Args:
             completed: layers that are whole with it; those that have no open file are done already.
             targets: the open files; those that are closed are taken out.
-            stored: sums of what the shard gave, by tensor.
+            stored: tensor of the shard -> CRC-32 of each stored part.
 
         Returns:
             Those, and the sums of tensors that were joined.

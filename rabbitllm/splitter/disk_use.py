@@ -22,9 +22,9 @@ RECORD_BYTES = 300
 SHARD_RECORD_BYTES = 1024
 """What they write of a shard, and once of the whole."""
 CACHE_RECORD_BYTES = 512
-"""What huggingface_hub's cache notes of a file in its listing, at most."""
+"""Size of one file's entry in the listing of huggingface_hub's cache, at most."""
 NOTHING: Mapping[str, int] = MappingProxyType({})
-"""No shard gives anything back to the disk."""
+"""The deletion of shards frees nothing."""
 
 
 class Arrival(enum.Enum):
@@ -42,8 +42,8 @@ class DiskUse:
     Attributes:
         created: the most that the split directory occupies at any moment, layer files, staged shards and the small
             files beside them.
-        added: the most by which the disk is fuller than now; less than `created` where the disk gets shards of the
-            source back on the way, or an earlier run has created some of it.
+        added: the most by which the disk is fuller than now; less than `created` if the deletion of shards frees space
+            on this disk, or if an earlier run has created a part.
     """
 
     created: int
@@ -80,7 +80,7 @@ def disk_use(
     plan: Sizes,
     *,
     arrival: Arrival = Arrival.FILE,
-    frees: Mapping[str, int] = NOTHING,
+    freed: Mapping[str, int] = NOTHING,
     small_files: int = 0,
     used: frozenset[str] = frozenset(),
     in_use: int = 0,
@@ -90,13 +90,13 @@ def disk_use(
     Args:
         plan: the split, or as much of it as its sizes are.
         arrival: of the shards that are fetched.
-        frees: bytes that the disk of the layer files gets back when a shard of the source is deleted, by its name.
+        freed: shard -> bytes that its deletion frees on the disk of the layer files.
         small_files: bytes of what lies beside the layer files: config, tokenizer and the like, journal, manifest.
         used: shards that an earlier run used up.
         in_use: bytes that the split directory occupies already.
     """
     written = small_files
-    freed = created = added = 0
+    freed_so_far = created = added = 0
     seen: set[str] = set()
     processed: set[str] = set()
     waiting = [shard for shard in plan.shards if shard.name not in used]
@@ -109,9 +109,9 @@ def disk_use(
             continue
         there = _staged_bytes(shard, following[shard.name], arrival)
         created = max(created, most + there)
-        added = max(added, most + there - freed - in_use)
+        added = max(added, most + there - freed_so_far - in_use)
         if not shard.staged:
-            freed += frees.get(shard.name, 0)
+            freed_so_far += freed.get(shard.name, 0)
     return DiskUse(max(created, written), added)
 
 
@@ -150,8 +150,12 @@ def on_disk(nbytes: int) -> int:
 
 
 def in_hub_cache(sizes: Collection[int], listed: int) -> int:
-    """What files of these lengths take in a hub cache that lists so many: whole blocks, a link each (a long one takes a
-    block too), and the list. Nothing for no files."""
+    """Bytes that a hub cache needs for files of these sizes: whole blocks, one block for each link, and its listing.
+
+    Args:
+        sizes: of the files; 0 is returned for none.
+        listed: number of files in the repository's listing.
+    """
     return (
         sum(map(on_disk, sizes)) + BLOCK_BYTES * len(sizes) + on_disk(CACHE_RECORD_BYTES * (1 + listed)) if sizes else 0
     )

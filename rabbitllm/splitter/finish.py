@@ -28,16 +28,16 @@ def finish(
     plan: SplitPlan,
     quantiser: str | None,
     checksums: Mapping[str, tuple[int, ...]],
-    taken: Mapping[str, int],
+    source_checksums: Mapping[str, int],
 ) -> None:
     """Declare the directory whole, then clear away what only the making needed.
 
     Args:
-        request: what was to be done.
-        plan: how.
-        quantiser: what quantised.
+        request: the split.
+        plan: of the split.
+        quantiser: as the manifest names it.
         checksums: tensor -> CRC-32 of each stored part.
-        taken: shard -> CRC-32 of what was taken from it.
+        source_checksums: shard -> `source_check.source_crc32`.
     """
     if read_manifest(request.folder) is None:
         records = tuple(
@@ -52,8 +52,10 @@ def finish(
             )
             for layer, layout in plan.layouts.items()
         )
-        source, taken = plan.source, {shard.name: taken[shard.name] for shard in plan.shards if shard.name in taken}
-        manifest = Manifest(source, plan.compression, quantiser, records, plan.format_version, plan.chosen, taken)
+        ordered = {s.name: source_checksums[s.name] for s in plan.shards if s.name in source_checksums}
+        manifest = Manifest(
+            plan.source, plan.compression, quantiser, records, plan.format_version, plan.chosen, ordered
+        )
         write_manifest(request.folder, manifest)
     clear_away(request.folder)
     if request.options.delete_original:

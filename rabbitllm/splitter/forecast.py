@@ -86,8 +86,8 @@ class Route:
 
     Attributes:
         name: a key of `ROUTES`.
-        disk_bytes: the most by which this machine's disks are fuller than now, the hub cache included: what must be
-            free (on each disk its part) beside `min_free_disk`.
+        disk_bytes: the most by which this machine's disks are fuller than now, the hub cache included. So much must be
+            free in addition to `min_free_disk`.
         created_bytes: the most that the split directory occupies, and what goes into the hub cache before it is begun;
             what `max_disk` bounds.
         cache_bytes: of `disk_bytes`, what goes into the hub cache.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm import durable
-from rabbitllm.checkpoints.checkpoint import SourceIdentity, Stamp
+from rabbitllm.checkpoints.checkpoint import FileStat, SourceIdentity
 from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.collection import uncollected
 from rabbitllm.errors import IncompleteSplitError
@@ -42,14 +42,14 @@ class Replay:
         quantiser: what it was begun with.
         used: shards used up so far.
         checksums: tensor -> CRC-32 of each stored part, of the tensors whose writing the journal knows of.
-        taken: shard -> CRC-32 of what was taken from it (`source_check.taken_crc32`), of those of which it was summed.
+        source_checksums: shard -> `source_check.source_crc32`, of used shards that have no digest.
     """
 
     plan: SplitPlan
     quantiser: str | None
     used: frozenset[str]
     checksums: Mapping[str, tuple[int, ...]]
-    taken: Mapping[str, int] = field(default_factory=dict)
+    source_checksums: Mapping[str, int] = field(default_factory=dict)
 
 
 @uncollected()
@@ -82,8 +82,8 @@ def replay(folder: Path) -> Replay | None:
     checksums: dict[str, tuple[int, ...]] = {}
     for entry in entries:
         checksums |= entry.checksums
-    taken = {entry.shard: entry.taken for entry in entries if entry.taken is not None}
-    return Replay(plan, quantiser, frozenset(entry.shard for entry in entries), checksums, taken)
+    source_checksums = {entry.shard: entry.source_crc32 for entry in entries if entry.source_crc32 is not None}
+    return Replay(plan, quantiser, frozenset(entry.shard for entry in entries), checksums, source_checksums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,22 +125,22 @@ def glance(folder: Path, name: str = JOURNAL_NAME) -> Glance | None:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What a line says: the shard that is used up, its tensors' checksums, and the sum of what was taken from it."""
+    """One line: the shard that is used up, checksums of its stored parts by tensor, and the checksum of its source."""
 
     shard: str
     checksums: Mapping[str, tuple[int, ...]]
-    taken: int | None
+    source_crc32: int | None
 
 
 def _entry(line: bytes) -> _Entry | None:
     """What a line says; None for a line that a crash cut short."""
     try:
         content = json.loads(line)
-        shard, taken = content["used"], content.get("source_crc32")
+        shard, source_crc32 = content["used"], content.get("source_crc32")
         sums = {tensor: tuple(map(int, parts)) for tensor, parts in content["crc32"].items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    return _Entry(shard, sums, taken) if isinstance(shard, str) else None
+    return _Entry(shard, sums, source_crc32) if isinstance(shard, str) else None
 
 
 class Journal:
@@ -157,15 +157,19 @@ class Journal:
                 self._log.close()
                 raise
 
-    def mark_used(self, shard: str, checksums: Mapping[str, tuple[int, ...]], taken: int | None = None) -> None:
+    def mark_used(self, shard: str, checksums: Mapping[str, tuple[int, ...]], source_crc32: int | None = None) -> None:
         """Declare that everything taken from `shard` is durable. Only then may it be deleted.
 
         Args:
             shard: which.
             checksums: the CRC-32 of each stored part of the tensors that were written, by tensor.
-            taken: the CRC-32 of what was taken from it; None where that was not summed.
+            source_crc32: `source_check.source_crc32` of the shard; None if it has a digest.
         """
-        content = {"used": shard, "crc32": checksums, **({} if taken is None else {"source_crc32": taken})}
+        content = {
+            "used": shard,
+            "crc32": checksums,
+            **({} if source_crc32 is None else {"source_crc32": source_crc32}),
+        }
         self._log.append(json.dumps(content, separators=(",", ":")))
 
     def close(self) -> None:
@@ -206,8 +210,8 @@ def _encode(plan: SplitPlan, quantiser: str | None) -> dict[str, Any]:
                 "staged": shard.staged,
                 "tensors": [_tensor(tensor) for tensor in shard.tensors],
                 **({} if shard.header_first else {"header_first": False}),
-                **({} if shard.stamp is None else {"stamp": dataclasses.astuple(shard.stamp)}),
-                **({} if shard.crc32 is None else {"crc32": shard.crc32}),
+                **({} if shard.stat is None else {"stat": dataclasses.astuple(shard.stat)}),
+                **({} if shard.expected_crc32 is None else {"expected_crc32": shard.expected_crc32}),
             }
             for shard in plan.shards
         ],
@@ -259,8 +263,8 @@ def _decode(content: dict[str, Any]) -> tuple[SplitPlan, str | None]:
             tuple(_tensor_of(shard["name"], tensor) for tensor in shard["tensors"]),
             shard["staged"],
             shard.get("header_first", True),
-            Stamp(*map(int, shard["stamp"])) if "stamp" in shard else None,
-            shard.get("crc32"),
+            FileStat(*map(int, shard["stat"])) if "stat" in shard else None,
+            shard.get("expected_crc32"),
         )
         for shard in content["shards"]
     )

@@ -4,8 +4,8 @@ The lock is the operating system's, through filelock: flock, and its like on Win
 nothing has to be cleaned up after a kill. Knows neither splits nor shards: whoever gets the lock looks at the directory
 anew, since the one before may have finished it.
 
-Those who have loaded a model only read its directory; they share it (`reading`, `in_use.py`), and are in the way of
-those alone who replace or remove layer files.
+A process that has loaded a model holds a shared lock on the directory (`read_lock`, `folder_lock.py`). It prevents only
+the replacement and the removal of layer files.
 
 Invariant: while a caller is inside `locked`, no other one is, and when the last of them has left, nothing of the lock
 is left in the directory, nor the directory itself if it was made for the lock and nothing else came into it.
@@ -25,9 +25,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rabbitllm import durable, in_use
+from rabbitllm import durable, folder_lock
 from rabbitllm.errors import InUseError
-from rabbitllm.in_use import BROKEN_LOCKS, NO_LOCKS, Hold, Kind, locks_broken
+from rabbitllm.folder_lock import BROKEN_LOCKS, NO_LOCKS, FolderKind, FolderLock, lock_failure
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -62,19 +62,18 @@ MAX_RESTARTS = 1000
 
 
 @contextlib.contextmanager
-def locked(folder: Path, *, without_readers: bool = False) -> Iterator[None]:
+def locked(folder: Path, *, excluding_readers: bool = False) -> Iterator[None]:
     """Be the only one at work on a split directory while the context is open; waits as long as another one is.
 
     Makes the folder if it is not there, and removes it again if nothing was put into it (a split that was refused).
 
     Args:
         folder: the split directory.
-        without_readers: layer files will be replaced, so that nobody may have loaded the model; this does not wait for
-            those who have.
+        excluding_readers: layer files will be replaced; refuse, without waiting, if a process has loaded the model.
 
     Raises:
-        InUseError: somebody has.
-        SplitError: the file system does not answer.
+        InUseError: a process has loaded the model.
+        SplitError: the file system fails to lock.
         OSError: the folder cannot be written.
     """
     made: list[Path] = []
@@ -83,7 +82,7 @@ def locked(folder: Path, *, without_readers: bool = False) -> Iterator[None]:
         try:
             with contextlib.suppress(OSError):  # a full disk shows elsewhere; the note is only for others to read
                 durable.write_scratch(folder / HOLDER_NAME, json.dumps(_this_process()).encode())
-            with in_use.alone(folder, Kind.SPLIT) if without_readers else contextlib.nullcontext():
+            with folder_lock.exclusive(folder, FolderKind.SPLIT) if excluding_readers else contextlib.nullcontext():
                 yield
         finally:
             durable.remove_scratch(folder / HOLDER_NAME)
@@ -98,8 +97,8 @@ def locked_at_once(folder: Path) -> Iterator[None]:
     """As `locked` without readers, of a folder that is there, and without waiting.
 
     Raises:
-        InUseError: another process is at work on it, or has loaded its model.
-        SplitError: the file system does not answer.
+        InUseError: another process works on it, or has loaded its model.
+        SplitError: the file system fails to lock.
     """
     with durable.open_scratch(folder / LOCK_NAME) as descriptor:
         try:
@@ -113,24 +112,24 @@ def locked_at_once(folder: Path) -> Iterator[None]:
             f"{folder} is being worked on by {_holder(folder)}.", "Wait until that is done, or end it, and call again."
         )
     try:
-        with in_use.alone(folder, Kind.SPLIT):
+        with folder_lock.exclusive(folder, FolderKind.SPLIT):
             yield
     finally:
         _let_go(folder, lock)
 
 
-def reading(folder: Path) -> Hold:
-    """Hold a finished split directory for reading; waits as long as its layer files are being replaced or removed.
+def read_lock(folder: Path) -> FolderLock:
+    """Lock a finished split directory for reading; waits while another process repairs or removes it.
 
-    Afterwards it is to be looked at anew: it may be another one, or gone.
+    After the wait the caller must check again whether the split is finished.
 
     Raises:
-        SplitError: the file system does not answer.
+        SplitError: the file system fails to lock.
     """
     tell_from, told = time.monotonic() + SILENT_SECONDS, False
     while True:
         try:
-            return in_use.shared(folder, Kind.SPLIT)
+            return folder_lock.shared(folder, FolderKind.SPLIT)
         except InUseError:
             if not told and time.monotonic() >= tell_from:
                 _tell(folder)
@@ -188,7 +187,7 @@ def _try(path: Path, descriptor: int) -> BaseFileLock | None:
 
     Raises:
         _Unlinked, _NoLocksError: see there.
-        SplitError: the file system does not answer.
+        SplitError: the file system fails to lock.
     """
     from filelock import FileLock, Timeout
 
@@ -198,11 +197,11 @@ def _try(path: Path, descriptor: int) -> BaseFileLock | None:
         lock.acquire(blocking=False)
     except Timeout:
         return None
-    except OSError as error:  # a file system may refuse a lock that it lets go of
+    except OSError as error:  # some file systems refuse to lock and accept the unlock
         if error.errno in NO_LOCKS:
             raise _NoLocksError from None
         if error.errno in BROKEN_LOCKS:
-            raise locks_broken(path.parent, error) from error
+            raise lock_failure(path.parent, error) from error
         raise
     if not _is_named(descriptor, path):
         lock.release()
@@ -219,9 +218,9 @@ def _is_named(descriptor: int, path: Path) -> bool:
 
 
 def _ask_for_locks(descriptor: int) -> None:
-    """Find out whether the file system has locks, by an unlock of what is not locked, which changes nothing.
+    """Ask whether the file system has locks, by the release of a lock that is not held, which has no effect.
 
-    filelock would take to files whose being there is the lock, which stay after a kill.
+    Without flock filelock would use a lock file that remains after a kill.
 
     Raises:
         OSError: it has none.
@@ -233,9 +232,9 @@ def _ask_for_locks(descriptor: int) -> None:
 
 
 def _let_go(folder: Path, lock: BaseFileLock | None) -> None:
-    """Release the lock, and leave nothing of it."""
+    """Release the lock and remove its file."""
     if lock is not None:
-        with contextlib.suppress(OSError):  # a file system that does not answer keeps it until this process ends
+        with contextlib.suppress(OSError):  # a failing file system releases it when this process ends
             lock.release()
     _remove_lock_file(folder / LOCK_NAME, contended=lock is not None)
 

@@ -136,7 +136,7 @@ class Mover:
             work: what to do.
             arrived: waits until the file has its first so many bytes; may raise to stop.
             label: the shard that the bytes are told of as done; None where they are not the source's.
-            sums_sources: whether tensors are summed before they are quantised, too.
+            sums_sources: also compute checksums of the data before quantization.
 
         Raises:
             CorruptShardError: the file cannot be read, or is shorter than its header said.

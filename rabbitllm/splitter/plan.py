@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from rabbitllm.checkpoints.checkpoint import ShardFacts, SourceIdentity, Stamp, has_digest
+from rabbitllm.checkpoints.checkpoint import FileStat, ShardFacts, SourceIdentity, has_digest
 from rabbitllm.checkpoints.index import CheckpointIndex
 from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.collection import uncollected
@@ -33,9 +33,9 @@ class PlannedShard:
         tensors: those that this shard gives to layer files.
         staged: fetched by us, so it costs disk of ours while it is used.
         header_first: its header stands before its data.
-        stamp: of its file when the split was begun; None where it is not on this machine, or an earlier version of this
-            package has begun the split.
-        crc32: of what is taken from it (`source_check.taken_crc32`), where that was read beforehand.
+        stat: metadata of its file when the split was begun; None if the shard is not on this machine, or if an earlier
+            version of this package began the split.
+        expected_crc32: `source_check.source_crc32` of it, if it was read in advance.
     """
 
     name: str
@@ -44,8 +44,8 @@ class PlannedShard:
     tensors: tuple[TensorSpec, ...]
     staged: bool
     header_first: bool = True
-    stamp: Stamp | None = None
-    crc32: int | None = None
+    stat: FileStat | None = None
+    expected_crc32: int | None = None
 
     @property
     def streams(self) -> bool:
@@ -53,8 +53,8 @@ class PlannedShard:
         return self.header_first or can_be_kept(self.tensors, self.size)
 
     @property
-    def is_summed(self) -> bool:
-        """Whether what is taken from it is summed: no digest of all of it is known, by which to compare it later."""
+    def needs_checksum(self) -> bool:
+        """Whether its checksum must be recorded for a later comparison: it is local and has no digest."""
         return not self.staged and not has_digest(self.fingerprint)
 
 
@@ -217,8 +217,8 @@ def gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f} GiB" if abs(nbytes) >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
 
 
-def gib_needed(nbytes: int) -> str:
-    """The same, rounded up: a limit of what this says is never less than `nbytes`."""
+def gib_rounded_up(nbytes: int) -> str:
+    """As `gib`, rounded up: parsed again, the text is never less than `nbytes`."""
     unit, name = (2**30, "GiB") if nbytes >= 2**30 else (2**20, "MiB")
     whole, hundredths = divmod(-(-nbytes * 100 // unit), 100)
     return f"{whole}.{hundredths:02} {name}"

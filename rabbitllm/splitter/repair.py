@@ -50,18 +50,19 @@ def repair(request: Request, manifest: Manifest, layers: Collection[str]) -> Non
     if quantiser != manifest.quantiser:
         logger.warning("The other layers were quantised by %s, these will be by %s.", manifest.quantiser, quantiser)
     needed = set(shards_for(manifest, layers))
-    # what is read anew must be what was read then; the other shards are of no concern, and may be what they like
-    shards = (
-        replace(shard, crc32=manifest.taken.get(shard.name)) if shard.name in needed else replace(shard, stamp=None)
+    known = manifest.source_checksums
+    # the shards that are read must be unchanged since the split was made; changes of the others do not matter
+    shards = [
+        replace(shard, expected_crc32=known.get(shard.name)) if shard.name in needed else replace(shard, stat=None)
         for shard in plan.shards
-    )
+    ]
     plan = replace(plan, shards=tuple(shards))
     journal.begin(folder, plan, manifest.quantiser)
     opened = journal.Journal(folder)
     try:
         for shard in plan.shards:
             if shard.name not in needed:
-                opened.mark_used(shard.name, {}, manifest.taken.get(shard.name))
+                opened.mark_used(shard.name, {}, known.get(shard.name))
     finally:
         opened.close()
     # The damaged files go before the manifest does: a journal beside a manifest counts for nothing, and a manifest that

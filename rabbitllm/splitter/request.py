@@ -89,7 +89,7 @@ def _plan_of_headers(request: Request, format_version: int = FORMAT_VERSION) -> 
     require_shards(checkpoint.index.shards, facts, checkpoint)
     tensors = tensors_by_shard(checkpoint.index, facts.values())
     shards = tuple(
-        PlannedShard(f.name, f.size, f.fingerprint, tensors[f.name], f.staged, f.header.comes_first, f.stamp)
+        PlannedShard(f.name, f.size, f.fingerprint, tensors[f.name], f.staged, f.header.comes_first, f.stat)
         for f in facts.values()
     )
     names = [tensor.name for shard in shards for tensor in shard.tensors]
@@ -104,24 +104,24 @@ def ground_of(request: Request, plan: SplitPlan, fetched: Iterable[PlannedShard]
     Args:
         request: see there.
         plan: of that request.
-        fetched: shards that are fetched into the hub cache before it begins.
+        fetched: shards that will be downloaded into the hub cache before the split begins.
     """
     checkpoint = request.checkpoint
     small_files = sum(on_disk(size) for size in checkpoint.sidecar_sizes().values()) + own_records_bytes(plan)
-    noted = sum(map(occupied, (request.folder / LOCK_NAME, request.folder / HOLDER_NAME)))
-    frees: Mapping[str, int] = {}
+    lock_bytes = sum(map(occupied, (request.folder / LOCK_NAME, request.folder / HOLDER_NAME)))
+    freed: Mapping[str, int] = {}
     if request.options.sequential and checkpoint.deletable:
-        frees = checkpoint.frees((shard.name for shard in plan.shards), existing(request.folder).stat().st_dev)
+        freed = checkpoint.freed_bytes((shard.name for shard in plan.shards), existing(request.folder).stat().st_dev)
     downloads: tuple[tuple[Path, int], ...] = ()
     if (coming := checkpoint.downloads()) is not None:
         sizes = [*coming.sizes.values(), *(shard.size for shard in fetched)]
         downloads = ((coming.cache, in_hub_cache(sizes, coming.listed)),)
-    return Ground(request.folder, frees, small_files + BLOCK_BYTES, downloads, noted=noted)
+    return Ground(request.folder, freed, small_files + BLOCK_BYTES, downloads, lock_bytes=lock_bytes)
 
 
-def gone_on(ground: Ground, used: frozenset[str]) -> Ground:
-    """The ground of a split that an earlier run has begun, and of which it has used up these shards."""
-    return dataclasses.replace(ground, used=used, in_use=disk_bytes(ground.folder) - ground.noted)
+def resumed_ground(ground: Ground, used: frozenset[str]) -> Ground:
+    """The ground of a split of which an earlier run has used up these shards."""
+    return dataclasses.replace(ground, used=used, in_use=disk_bytes(ground.folder) - ground.lock_bytes)
 
 
 def check_before_download(request: Request) -> Chosen | None:
@@ -143,7 +143,7 @@ def check_before_download(request: Request) -> Chosen | None:
     if earlier is None:
         kept = _with_bits(kept, ground, request)
     if earlier is not None:
-        ground = gone_on(ground, earlier.used)
+        ground = resumed_ground(ground, earlier.used)
     choose_arrival(kept, ground, request.options)
     return kept.chosen
 

@@ -31,8 +31,8 @@ from rabbitllm.splitter.filler import Filler
 from rabbitllm.splitter.hands import Hands
 from rabbitllm.splitter.mover import Mover, Target
 from rabbitllm.splitter.plan import PlannedShard
-from rabbitllm.splitter.source_check import require_unwritten, taken_crc32
-from rabbitllm.splitter.sums import Taken
+from rabbitllm.splitter.source_check import require_unmodified, source_crc32
+from rabbitllm.splitter.sums import ShardChecksums
 from rabbitllm.splitter.watch import disk_bytes
 from rabbitllm.splitter.work import ROOM, Work
 
@@ -54,7 +54,7 @@ class ShardLoop:
         self.plan = work.plan
         self.used = set(work.used)
         self.checksums = dict(work.checksums)
-        self.taken = dict(work.taken)
+        self.source_checksums = dict(work.source_checksums)
         self._deletes = work.options.sequential and work.checkpoint.deletable
         self._journal = journal.Journal(work.folder)
         self._mover = Mover(work.options.threads, work.quantise_on, profiler, watch, fitted=work.fitted)
@@ -146,19 +146,19 @@ class ShardLoop:
         targets: dict[str, Target] = {}
         try:
             self._filler.fill(shard, arriving, targets, layers)
-            found = self._mover.sums.taken(self._filler.forms_of(shard, layers))
-            taken = self._sum_taken(shard, found)  # before any layer that has something of it gets its name
+            found = self._mover.sums.take_with_sources(self._filler.forms_of(shard, layers))
+            source_crc = self._source_checksum(shard, found)  # before a layer with data of it gets its name
             completed = self.plan.layer_map.completed_by(shard.name, self.used)
             sums = self._completion.complete(completed, targets, found.stored)
         finally:
             for target in targets.values():
                 target.close()
-        self._mark_used(shard, sums, taken)
+        self._mark_used(shard, sums, source_crc)
 
-    def _take_over(self, shard: PlannedShard, layers: Sequence[str], found: Taken) -> None:
+    def _take_over(self, shard: PlannedShard, layers: Sequence[str], found: ShardChecksums) -> None:
         """The same of a shard whose bytes other hands have put into layer files and synced."""
         self._filler.require_filled(shard, layers)
-        taken = self._sum_taken(shard, found)
+        source_crc = self._source_checksum(shard, found)
         completed = self.plan.layer_map.completed_by(shard.name, self.used)
         targets: dict[str, Target] = {}
         try:
@@ -167,33 +167,33 @@ class ShardLoop:
         finally:
             for target in targets.values():
                 target.close()
-        self._mark_used(shard, sums, taken)
+        self._mark_used(shard, sums, source_crc)
 
-    def _sum_taken(self, shard: PlannedShard, found: Taken) -> int | None:
-        """The sum of what was taken from a shard, once it is sure that it was the shard of the plan.
+    def _source_checksum(self, shard: PlannedShard, found: ShardChecksums) -> int | None:
+        """The checksum of the data used of a shard (`source_crc32`); None if the shard has a digest.
 
-        What is in layers that an earlier run finished is read for it. None for a shard that a digest is known of.
+        Tensors of layers that an earlier run finished are read for it.
 
         Raises:
-            CorruptShardError: it was written to meanwhile.
+            CorruptShardError: the shard was modified since the plan was made or checked.
         """
         if shard.staged:
             return None
         path = self.work.checkpoint.acquire(shard.name)
-        taken = taken_crc32(path, shard.tensors, found.sources) if shard.is_summed else None
-        require_unwritten(path, shard)
-        if shard.crc32 not in (None, taken):
+        crc = source_crc32(path, shard.tensors, found.sources) if shard.needs_checksum else None
+        require_unmodified(path, shard)
+        if shard.expected_crc32 not in (None, crc):
             raise CorruptShardError(
-                f"{path} has not the bytes that were noted of it when the split was begun, or made before.",
-                "Put it back as it was, and make the same call again. Nothing that was read of it is used.",
+                f"{path} differs from the checksum that was recorded for it when the split was begun or made.",
+                "Restore the file as it was, and make the same call again. The data that was just read is not used.",
             )
-        return taken
+        return crc
 
-    def _mark_used(self, shard: PlannedShard, sums: Mapping[str, tuple[int, ...]], taken: int | None) -> None:
-        self._journal.mark_used(shard.name, sums, taken)
+    def _mark_used(self, shard: PlannedShard, sums: Mapping[str, tuple[int, ...]], source_crc: int | None) -> None:
+        self._journal.mark_used(shard.name, sums, source_crc)
         self.checksums |= sums
-        if taken is not None:
-            self.taken[shard.name] = taken
+        if source_crc is not None:
+            self.source_checksums[shard.name] = source_crc
         self.used.add(shard.name)
 
     def _release(self, shard: PlannedShard) -> Release:

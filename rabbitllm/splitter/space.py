@@ -17,7 +17,7 @@ from rabbitllm.layers.compression import COMPRESSIONS
 from rabbitllm.options import SplitOptions
 from rabbitllm.splitter.at_once import disk_use_at_once
 from rabbitllm.splitter.disk_use import Arrival, DiskUse, Sizes
-from rabbitllm.splitter.plan import SplitPlan, gib, gib_needed, recompressed
+from rabbitllm.splitter.plan import SplitPlan, gib, gib_rounded_up, recompressed
 from rabbitllm.splitter.watch import existing
 
 
@@ -27,22 +27,22 @@ class Ground:
 
     Attributes:
         folder: the split directory, there or not.
-        frees: bytes that its disk gets back when a shard of the source is deleted, by its name; none for a shard that
-            stays, lies on another disk, or shares its bytes with another file.
+        freed: shard -> bytes that its deletion frees on the disk of `folder`; without shards that stay, lie on another
+            disk, or share their data with another file.
         small_files: bytes of what will lie beside the layer files.
         downloads: bytes that go elsewhere before the split begins (the hub cache, on the standard route), by folder.
         used: shards that an earlier run used up.
         in_use: bytes that an earlier run's files in the folder occupy already.
-        noted: bytes that this run's lock occupies there already; they are part of the need.
+        lock_bytes: bytes that the lock of this run occupies there already; the need contains them.
     """
 
     folder: Path
-    frees: Mapping[str, int] = field(default_factory=dict)
+    freed: Mapping[str, int] = field(default_factory=dict)
     small_files: int = 0
     downloads: tuple[tuple[Path, int], ...] = ()
     used: frozenset[str] = frozenset()
     in_use: int = 0
-    noted: int = 0
+    lock_bytes: int = 0
 
     def created(self, use: DiskUse) -> int:
         """Bytes that `max_disk` bounds: of the split directory, and of what is downloaded beside it and stays."""
@@ -51,14 +51,14 @@ class Ground:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """What is lacking: bytes needed, bytes to be had, and where.
+    """Too little disk for a split.
 
     Attributes:
-        need: what a limit, or the free disk, must be at least.
-        have: what it is.
-        where: of what kind it is, in words.
-        limited: it is `max_disk`, which bounds all that the split creates; else the free disk, which also gets back
-            what is deleted on the way.
+        need: bytes that `max_disk`, or the free disk, must have at least.
+        have: bytes that it has.
+        where: which of them, in words.
+        limited: True for `max_disk`, which bounds everything that the split creates. False for the free disk, to which
+            deleted shards add.
     """
 
     need: int
@@ -68,8 +68,8 @@ class Shortage:
 
     @property
     def needed(self) -> str:
-        """The need in words; whoever allows what this says allows enough."""
-        return f"{gib_needed(self.need)} ({self.need:,} bytes) of {'max_disk' if self.limited else 'free disk'}"
+        """The need in words, rounded up: a limit with this value is large enough."""
+        return f"{gib_rounded_up(self.need)} ({self.need:,} bytes) of {'max_disk' if self.limited else 'free disk'}"
 
 
 def candidates(plan: SplitPlan, transfer: str) -> tuple[Arrival, ...]:
@@ -143,7 +143,7 @@ def use_of(plan: Sizes, ground: Ground, arrival: Arrival, at_once: int = 1) -> D
         plan,
         at_once,
         arrival=arrival,
-        frees=ground.frees,
+        freed=ground.freed,
         small_files=ground.small_files,
         used=ground.used,
         in_use=ground.in_use,
@@ -157,7 +157,7 @@ def shortage(plan: Sizes, ground: Ground, options: SplitOptions, arrival: Arriva
     if options.max_disk is not None and created > options.max_disk:
         return Shortage(created, options.max_disk, f"allowed by max_disk={options.max_disk:,}", limited=True)
     for place, need in _by_disk([(ground.folder, use.added), *ground.downloads]):
-        free = shutil.disk_usage(place).free + (ground.noted if place == existing(ground.folder) else 0)
+        free = shutil.disk_usage(place).free + (ground.lock_bytes if place == existing(ground.folder) else 0)
         if need and need + options.min_free > free:
             reserve = f", less {gib(options.min_free)} that stay free (min_free_disk)" if options.min_free else ""
             return Shortage(need, max(free - options.min_free, 0), f"free on the disk of {place}{reserve}")
@@ -185,7 +185,7 @@ def _what_would_fit(plan: SplitPlan, ground: Ground, options: SplitOptions, shor
     for compression in () if ground.used else smaller:
         if shortage(recompressed(plan, compression), ground, options, way) is None:
             return f"compression='{compression}' would fit."
-    missing = gib_needed(short.need - short.have)
+    missing = gib_rounded_up(short.need - short.have)
     place = f"allow max_disk={short.need}" if short.limited else f"free {missing} there"
     return (
         f"{place[0].upper()}{place[1:]}, or name another place with layer_shards_saving_path. No other compression "

@@ -29,15 +29,15 @@ from rabbitllm.splitter.plan import SplitPlan, gib
 from rabbitllm.splitter.request import (
     Request,
     facts_of,
-    gone_on,
     ground_of,
     plan_split,
     quantiser_of,
     require_shards,
+    resumed_ground,
     with_places,
 )
 from rabbitllm.splitter.shard_loop import ShardLoop
-from rabbitllm.splitter.source_check import still_the_same, with_sums
+from rabbitllm.splitter.source_check import check_resumed, with_checksums
 from rabbitllm.splitter.space import Ground, choose_arrival, choose_at_once, use_of
 from rabbitllm.splitter.watch import Watch
 from rabbitllm.splitter.work import Work
@@ -54,7 +54,7 @@ def split(request: Request) -> Profiler:
     Raises:
         CheckpointError: the source is malformed or incomplete; nothing was touched.
         NotEnoughSpaceException: it would not fit; nothing was touched.
-        SplitMismatchError: the folder has layers of another source, or the source has changed since they were made.
+        SplitMismatchError: the folder has layers of another source, or the source has changed.
         HubError: fetching failed; the same call goes on where it stopped.
         DiskFullError: something else took the disk; the same call goes on where it stopped.
     """
@@ -68,7 +68,7 @@ def split(request: Request) -> Profiler:
             loop.finish_leftovers()
         finally:
             loop.close()
-        finish(request, work.plan, quantiser, loop.checksums, loop.taken)
+        finish(request, work.plan, quantiser, loop.checksums, loop.source_checksums)
     peaks = watch.peaks
     logger.info(
         "Peaks: %s of disk in %s, %s of memory.", gib(peaks.disk_bytes), request.folder, gib(peaks.anonymous_bytes)
@@ -95,7 +95,7 @@ def _begin(request: Request) -> tuple[Work, str | None]:
     work = _work(request, plan, ground_of(request, plan), {}, is_fitted(quantiser))
     _warn_of_big_layers(plan)
     if request.options.verify_source:
-        plan = with_sums(plan, request.checkpoint)
+        plan = with_checksums(plan, request.checkpoint)
         work = dataclasses.replace(work, plan=plan)
     durable.make_folder(request.folder)
     _copy_sidecars(request)
@@ -116,8 +116,8 @@ def _take_up(request: Request, earlier: journal.Replay) -> Work:
     if why is not None and known.is_named_like(identity):
         raise SplitMismatchError(
             f"{checkpoint.label} has changed since the split in {request.folder} was begun: {why}.",
-            "Put the original files back, and make the same call again. To split what is there now, choose another "
-            "folder (layer_shards_saving_path). Delete that folder only if all shards of the original can be had.",
+            "Restore the original files, and make the same call again. To split the changed checkpoint, choose another "
+            "folder (layer_shards_saving_path). Delete that folder only if all original shards still exist.",
         )
     if why is not None:
         raise SplitMismatchError(
@@ -131,10 +131,10 @@ def _take_up(request: Request, earlier: journal.Replay) -> Work:
     if (other := other_budget(earlier.plan.chosen, request.options)) is not None:
         logger.warning("%s was begun %s, and goes on with the bits chosen then.", request.folder, other)
     verify = request.options.verify_source
-    plan = with_places(still_the_same(earlier, facts, checkpoint, request.folder, verify=verify), checkpoint)
-    ground = gone_on(ground_of(request, plan), earlier.used)
+    plan = with_places(check_resumed(earlier, facts, checkpoint, request.folder, verify=verify), checkpoint)
+    ground = resumed_ground(ground_of(request, plan), earlier.used)
     work = _work(request, plan, ground, earlier.checksums, is_fitted(earlier.quantiser))
-    work = dataclasses.replace(work, taken=earlier.taken)
+    work = dataclasses.replace(work, source_checksums=earlier.source_checksums)
     journal.settle(request.folder)
     if work.arrival is Arrival.STREAM:  # whatever was fetched of a shard, it comes anew
         durable.remove_folder(request.folder / STAGING_NAME)

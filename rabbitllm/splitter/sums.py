@@ -14,12 +14,13 @@ from rabbitllm.layers.compression import Settling, StoredForm
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """What was taken from a shard, summed.
+class ShardChecksums:
+    """Checksums of the tensors of one shard.
 
     Attributes:
-        stored: tensor -> the CRC-32 of each of its stored parts.
-        sources: tensor -> the CRC-32 of its bytes in the shard, in row-major order, as far as that was summed.
+        stored: tensor -> CRC-32 of each of its stored parts.
+        sources: tensor -> CRC-32 of its data in the shard, in row-major order; without the quantized tensors of a
+            shard that has a digest.
     """
 
     stored: Mapping[str, tuple[int, ...]]
@@ -38,7 +39,7 @@ class Sums:
 
         Args:
             forms: the tensors.
-            sources: whether their bytes before quantisation are summed too.
+            sources: also compute the checksums of the data before quantization.
         """
         for form in forms:
             if form.source.name not in self._pieces:
@@ -57,19 +58,19 @@ class Sums:
         self._pieces[form.source.name][part].append(_Piece(begin, len(data), zlib.crc32(data)))
 
     def add_source(self, form: StoredForm, begin: int, data: memoryview) -> None:
-        """Note a run of a tensor before it is quantised, `begin` bytes into it, if that is wanted."""
+        """Add a run of a tensor before quantization, `begin` bytes into it, if `expect` asked for it."""
         pieces = self._sources.get(form.source.name)
         if pieces is not None:
             pieces.append(_Piece(begin, len(data), zlib.crc32(data)))
 
-    def taken(self, forms: Sequence[StoredForm]) -> Taken:
-        """As `take`, with the sums of these tensors as they were in their shard."""
+    def take_with_sources(self, forms: Sequence[StoredForm]) -> ShardChecksums:
+        """As `take`, together with the checksums of the data in the shard."""
         stored = self.take(forms)
         sources = {form.source.name: stored[form.source.name][0] for form in forms if form.scheme is None}
         for form in forms:
             if (read := self._sources.pop(form.source.name, None)) is not None:
                 sources[form.source.name] = _whole_sum(read, form.source.name, form.source.nbytes)
-        return Taken(stored, sources)
+        return ShardChecksums(stored, sources)
 
     def take(self, forms: Iterable[StoredForm | Settling]) -> dict[str, tuple[int, ...]]:
         """The sum of each stored part of these tensors, which are forgotten: name -> one a part.

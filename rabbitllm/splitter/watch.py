@@ -27,7 +27,7 @@ DISK_SHARE = 0.01
 """Part of a core that may go into summing the folder's files; with very many of them that is done less often."""
 GB = 1e9
 FULL_ERRORS = (errno.ENOSPC, *([errno.EDQUOT] if hasattr(errno, "EDQUOT") else []))
-"""What a write fails with where no space is left: of the disk, of its inodes, or of a quota."""
+"""Errors of a write without space: on the disk, in its inode table, or in a quota."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,14 +136,14 @@ class Watch:
 
 
 @contextlib.contextmanager
-def telling_full_disk(name: str | Path) -> Iterator[None]:
-    """Raise what a full disk does while the context is open as an error of ours.
+def reporting_full_disk(name: str | Path) -> Iterator[None]:
+    """Turn the system's error for a full disk into `DiskFullError` while the context is open.
 
     Args:
-        name: of the split directory, or of what is to be split.
+        name: the split directory, or the source, for the message.
 
     Raises:
-        DiskFullError: a write, or what it was for, found no space.
+        DiskFullError: a write failed for lack of space.
     """
     try:
         yield
@@ -183,7 +183,7 @@ def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
 
 
 def occupied(entry: os.DirEntry[str] | Path) -> int:
-    """Bytes that one file occupies; 0 if it is not there, and where it is a link what that takes itself."""
+    """Bytes that a directory entry occupies; 0 if it is missing. Links are not followed."""
     try:
         status = os.lstat(entry)
     except OSError:  # renamed or deleted meanwhile
@@ -192,5 +192,5 @@ def occupied(entry: os.DirEntry[str] | Path) -> int:
 
 
 def existing(folder: Path) -> Path:
-    """The folder itself, or the nearest one above it that is there: on whose disk it will be."""
+    """The folder, or its nearest existing parent, which is on the same disk."""
     return next(path for path in (folder, *folder.parents) if path.exists())

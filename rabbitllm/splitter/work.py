@@ -31,7 +31,7 @@ class Work:
         use: what it takes of the disk.
         used: shards that an earlier run used up.
         checksums: tensor -> CRC-32 of each stored part, as far as the journal knows them.
-        taken: shard -> CRC-32 of what an earlier run took from it, as far as the journal knows it.
+        source_checksums: shard -> `source_check.source_crc32`, from the journal.
         at_once: shards in work at a time, at most.
         fitted: whether scales of 4bit fit their blocks.
     """
@@ -47,7 +47,7 @@ class Work:
     checksums: Mapping[str, tuple[int, ...]]
     at_once: int = 1
     fitted: bool = False
-    taken: Mapping[str, int] = field(default_factory=dict)
+    source_checksums: Mapping[str, int] = field(default_factory=dict)
 
     def of_shard(self, shard: str, layers: Iterable[str]) -> Work:
         """The part of it that fills these layers from one shard: all that another process has to know."""
@@ -66,4 +66,4 @@ class Work:
             layer_map=layer_map,
             layouts={layer: self.plan.layouts[layer] for layer in layers},
         )
-        return dataclasses.replace(self, plan=plan, used=frozenset(), checksums={}, taken={})
+        return dataclasses.replace(self, plan=plan, used=frozenset(), checksums={}, source_checksums={})

@@ -25,7 +25,7 @@ from rabbitllm.errors import CheckpointNotFoundError, NotEnoughSpaceException, O
 from rabbitllm.planning.report import duration, show
 from rabbitllm.splitter.disk_use import on_disk
 from rabbitllm.splitter.forecast import ROUTES, Forecast, Outlook, Route
-from rabbitllm.splitter.plan import gib, gib_needed
+from rabbitllm.splitter.plan import gib, gib_rounded_up
 from rabbitllm.splitter.rates import FETCHED_BYTES
 from tests.splitter.test_split import LARGE
 from tests.support import quantised
@@ -278,7 +278,7 @@ def test_what_does_not_fit_is_refused_alike(
     assert lacking is not None
     assert (lacking.need, lacking.have) == (need, need - 1)
     call = call_on(name, named, compression)
-    with pytest.raises(NotEnoughSpaceException, match=f"needs {re.escape(gib_needed(need))} ") as refused:
+    with pytest.raises(NotEnoughSpaceException, match=f"needs {re.escape(gib_rounded_up(need))} ") as refused:
         dataclasses.replace(call, max_disk=need - 1).make()
     assert lacking.where in str(refused.value)
     made = dataclasses.replace(call, max_disk=need).make()
@@ -605,7 +605,7 @@ MEASURED = re.compile(r"free disk +[\d.]+|[\d.,]+ [MG]B/s|under 1 s|[\d.]+ m?s|c
 
 def test_the_page_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     """All but what is measured; shards give back their blocks, however this checkout lies on its disk."""
-    monkeypatch.setattr(local, "given_back", lambda path, device: on_disk(path.stat().st_size))
+    monkeypatch.setattr(local, "bytes_freed_by_deleting", lambda path, device: on_disk(path.stat().st_size))
     block = re.search(r"```text\n\$ rabbitllm plan ([^\n]*)\n(.*?)```", PAGE, re.DOTALL)
     assert block is not None
     monkeypatch.chdir(Path(rabbitllm.__file__).parent.parent)

@@ -74,7 +74,7 @@ def test_one_that_deletes_beside_one_that_reads(folder: Path, tmp_path: Path) ->
         said = refused(second.make, other.pid, folder)
         assert "this call would delete its shards" in said
         third = Call(str(folder), str(tmp_path / "third"), "4bit", sequential=False)
-        assert (third.make() / "split.json").exists()  # readers are in nobody's way
+        assert (third.make() / "split.json").exists()  # readers do not exclude each other
         refused(
             Call(str(folder), str(tmp_path / "third"), "4bit", sequential=False, delete_original=True).make,
             other.pid,
@@ -105,18 +105,18 @@ def test_the_same_call_waits_and_finds_it_done(folder: Path) -> None:
 
 
 def test_cached_shards_that_a_split_deletes(tmp_path: Path, hub_environment: HubEnvironment) -> None:
-    """Of a repository only those in the hub cache can be in somebody's way; without any there is nothing to hold."""
+    """A split of a repository locks its snapshot only if it uses shards in the hub cache."""
     build_checkpoint(tmp_path / "hub" / REPO, "llama", shards=4)
     begun = Call(REPO, str(tmp_path / "begun"), sequential=True)
     begun.find()
     snapshot = next(hub_environment.cache.glob("models--*/snapshots/*"))
     with (
-        prepare.hold_source(begun.find(), _options(sequential=True)),
-        prepare.hold_source(begun.find(), _options(sequential=True)),
+        prepare.lock_source(begun.find(), _options(sequential=True)),
+        prepare.lock_source(begun.find(), _options(sequential=True)),
     ):
         pass
     kept = Call(REPO, str(tmp_path / "kept"), sequential=False).make()
-    with prepare.hold_source(begun.find(), _options(sequential=False)), pytest.raises(InUseError, match=str(snapshot)):
+    with prepare.lock_source(begun.find(), _options(sequential=False)), pytest.raises(InUseError, match=str(snapshot)):
         begun.make()
     assert len(names_in(snapshot, "*-of-*.safetensors")) == 4
     assert layer_files(begun.make()) == layer_files(kept)
@@ -129,7 +129,7 @@ def _options(**given: Any) -> Any:
     return SplitOptions(**given)
 
 
-# Out of the shards themselves, beside a split
+# Readers of shards and a split
 
 
 def test_a_reader_of_shards_beside_a_split_that_deletes_them(folder: Path, tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_load_that_fails_holds_nothing(folder: Path) -> None:
 
 @pytest.fixture
 def damaged(folder: Path) -> Path:
-    """A split with one damaged layer; its original is beside it."""
+    """A split with one damaged layer; its original is still there."""
     made = Call(str(folder), str(folder.parent / "out"), sequential=False).make()
     layer = next(path for path in sorted(made.glob("*.safetensors")) if "layers.1" in path.name)
     raw = bytearray(layer.read_bytes())
@@ -230,7 +230,7 @@ def test_a_load_while_it_is_repaired_waits(
 def test_a_repair_that_was_killed_is_said(folder: Path, damaged: Path) -> None:
     with Paused("repair", folder=damaged, original=folder) as other:
         other.is_killed()
-    with pytest.raises(IncompleteSplitError, match=f"{damaged} is an unfinished split, and no process is at work"):
+    with pytest.raises(IncompleteSplitError, match=f"{damaged} is an unfinished split, and no process works on it"):
         AutoModel.from_pretrained(damaged, device="cpu")
     AutoModel.from_pretrained(folder, layer_shards_saving_path=damaged.parent, device="cpu")
     assert not verify(damaged).damaged

@@ -23,7 +23,7 @@ from rabbitllm.progress import listening
 from rabbitllm.pull.make import Wish, dry_run, pull
 from rabbitllm.pull.report import show_dry_run
 from rabbitllm.splitter.disk_use import on_disk
-from rabbitllm.splitter.plan import gib_needed
+from rabbitllm.splitter.plan import gib_rounded_up
 from tests.support.builders import build_checkpoint
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.peak import Peak
@@ -44,7 +44,7 @@ HUB_ROUTES = (
 
 
 def build(folder: Path) -> Path:
-    """A checkpoint with a config, whose shards are larger than what lies beside the layer files."""
+    """A checkpoint with a config, whose shards are large compared to its small files."""
     return build_checkpoint(folder, "llama", shards=4, hidden_size=256, intermediate_size=512)
 
 
@@ -145,7 +145,7 @@ def check_free_disk(wish: Wish, disk: SmallDisk, folder: Path) -> None:
     need = dry_run(wish).routes[-1].disk_bytes
     disk.leave(on_disk(need) - 4096)
     disk_error = refused(wish, folder)
-    assert f"needs {gib_needed(need)} ({need:,} bytes) of free disk" in disk_error
+    assert f"needs {gib_rounded_up(need)} ({need:,} bytes) of free disk" in disk_error
     disk.leave(on_disk(need))
     assert dry_run(wish).fits
     pull(wish)
@@ -189,7 +189,7 @@ def linked(folder: Path) -> Path:
 
 
 def behind_links(folder: Path) -> Path:
-    """Each shard is a link to a file in a folder beside it."""
+    """Each shard is a link to a file in a subfolder."""
     elsewhere = folder / "weights"
     elsewhere.mkdir()
     for shard in folder.glob("*.safetensors"):

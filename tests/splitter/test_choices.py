@@ -161,8 +161,8 @@ def test_every_size_is_the_plan_s(kind: str) -> None:
             assert of(own.layouts[layer]) == of(layout)
             assert len(own.layouts[layer].joins) == len(layout.joins)
         for way, deletes in itertools.product(Arrival, (False, True)):
-            use = disk_use(own, arrival=way, frees=all_freed(bare, deletes))
-            assert use == disk_use(expected, arrival=way, frees=all_freed(bare, deletes))
+            use = disk_use(own, arrival=way, freed=all_freed(bare, deletes))
+            assert use == disk_use(expected, arrival=way, freed=all_freed(bare, deletes))
         sizes.add(own.output_bytes)
     assert len(sizes) > len(COMPRESSIONS)
 

@@ -21,7 +21,7 @@ from tests.support.splitting import split
 def test_disk_of_a_local_source_whose_shards_are_deleted() -> None:
     plan = plan_of(even(4, MIB))
     shard, layer = MIB + 100, MIB + 4096 + 4096
-    assert disk_use(plan, frees=all_freed(plan)) == DiskUse(created=4 * layer, added=layer + 3 * (layer - shard))
+    assert disk_use(plan, freed=all_freed(plan)) == DiskUse(created=4 * layer, added=layer + 3 * (layer - shard))
     assert disk_use(plan) == DiskUse(created=4 * layer, added=4 * layer)
 
 
@@ -30,20 +30,20 @@ def test_disk_of_fetched_shards() -> None:
     shard, layer = MIB + 100, MIB + 4096 + 4096
     shard = on_disk(shard)
     for deletes in (True, False):
-        assert disk_use(plan, frees=all_freed(plan, deletes)) == DiskUse(4 * layer + shard, 4 * layer + shard)
+        assert disk_use(plan, freed=all_freed(plan, deletes)) == DiskUse(4 * layer + shard, 4 * layer + shard)
     # the last shard has none after it, so two are there while the last but one is used
     most = max(3 * layer + 2 * shard, 4 * layer + shard)
-    assert disk_use(plan, arrival=Arrival.FILE_AHEAD, frees=all_freed(plan)) == DiskUse(most, most)
+    assert disk_use(plan, arrival=Arrival.FILE_AHEAD, freed=all_freed(plan)) == DiskUse(most, most)
     smaller = plan_of(even(4, MIB, staged=True), "4bit")
-    assert disk_use(smaller, arrival=Arrival.FILE_AHEAD, frees=all_freed(smaller)).added > 2 * shard
-    assert disk_use(plan, arrival=Arrival.STREAM, frees=all_freed(plan)) == DiskUse(4 * layer, 4 * layer)
+    assert disk_use(smaller, arrival=Arrival.FILE_AHEAD, freed=all_freed(smaller)).added > 2 * shard
+    assert disk_use(plan, arrival=Arrival.STREAM, freed=all_freed(plan)) == DiskUse(4 * layer, 4 * layer)
 
 
 def test_disk_of_what_an_earlier_run_has_created() -> None:
     plan = plan_of(even(4, MIB, staged=True))
     shard, layer = on_disk(MIB + 100), MIB + 4096 + 4096
     there = layer + 5000  # and a piece of the second shard
-    use = disk_use(plan, frees=all_freed(plan), used=frozenset(["shard-0"]), in_use=there, small_files=7)
+    use = disk_use(plan, freed=all_freed(plan), used=frozenset(["shard-0"]), in_use=there, small_files=7)
     assert use == DiskUse(4 * layer + shard + 7, 4 * layer + shard + 7 - there)
 
 
@@ -107,7 +107,7 @@ def test_disk_is_bounded_as_promised(sizes: list[int], compression: str | None, 
         shard_of(f"s{n}", {f"model.layers.{n}.w": ("BF16", (size * 64, 64))}, staged) for n, size in enumerate(sizes)
     )
     plan = plan_of(shards, compression)
-    use = disk_use(plan, frees=all_freed(plan))
+    use = disk_use(plan, freed=all_freed(plan))
     slack = 64 * 1024 * len(plan.layouts)
     largest = max(shard.size for shard in shards)
     assert use.created <= plan.output_bytes + (largest if staged else 0) + slack

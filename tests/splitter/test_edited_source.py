@@ -1,4 +1,4 @@
-"""A source that is edited while it is split, between a kill and the next call, or later: noticed, never mixed in."""
+"""A source that is edited during a split, between a kill and the next call, or later, is detected and never mixed in."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rabbitllm.errors import CorruptShardError, OptionError, RabbitLLMError, Spl
 from rabbitllm.layers.layer_store import JOURNAL_NAME, read_manifest
 from rabbitllm.layers.verify import verify
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.source_check import taken_crc32
+from rabbitllm.splitter.source_check import source_crc32
 from tests.support.builders import build_checkpoint, cut, llama_tensors, torch_files, write_shards, write_torch
 from tests.support.dying import dying_at
 from tests.support.hub_fixtures import HubEnvironment
@@ -99,7 +99,7 @@ def test_a_byte_of_a_shard_that_waits(model: Path, sequential: bool, compression
     made = interrupted(call)
     last = model / "model-00003-of-00003.safetensors"
     edit(last)
-    error = refused(call, rf"{last} has changed since the split in {made} was begun: it was written 20")
+    error = refused(call, rf"{last} has changed since the split in {made} was begun: its modification time is 20")
     assert f"touch -d @{last.stat().st_mtime_ns // 10**9 - 1}." in error.remedy
     assert ("Delete nothing" in error.remedy) is sequential
     assert (f"delete {made}" in error.remedy) is not sequential
@@ -112,8 +112,8 @@ def test_a_byte_of_a_shard_that_is_used_up_and_kept(model: Path, compression: st
     made = interrupted(call)
     first = model / "model-00001-of-00003.safetensors"
     edit(first, back=back)
-    error = refused(call, rf"{first} has changed since the split in {made} was begun: its bytes are not those")
-    assert f"To split them as they are now, delete {made}" in error.remedy.replace("to split", "To split")
+    error = refused(call, rf"{first} has changed since the split in {made} was begun: its bytes differ")
+    assert f"to split them as they are now, delete {made}" in error.remedy
 
 
 def test_a_byte_of_a_used_shard_that_a_crash_has_left(model: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_byte_of_a_used_shard_that_a_crash_has_left(model: Path) -> None:
     assert earlier is not None
     assert earlier.used == {first.name}
     edit(first)
-    refused(call, "its bytes are not those")
+    refused(call, "its bytes differ")
     assert first.exists()
 
 
@@ -163,7 +163,7 @@ def test_a_time_that_was_set_back_is_said(model: Path, caplog: pytest.LogCapture
     edit(model / "model-00003-of-00003.safetensors", back=True)
     with caplog.at_level(logging.WARNING):
         call.make()
-    assert re.search(r"model-00003-of-00003.safetensors may have been written to since the split in", caplog.text)
+    assert re.search(r"model-00003-of-00003.safetensors may have been modified since the split in", caplog.text)
 
 
 def test_another_length(model: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_journal_of_an_earlier_version_goes_on_as_it_did(model: Path, original
     head, *lines = (made / JOURNAL_NAME).read_text().splitlines()
     content = json.loads(head)
     for shard in content["shards"]:
-        assert shard.pop("stamp")[0] == shard["size"]
+        assert shard.pop("stat")[0] == shard["size"]
     used = [json.loads(line) for line in lines]
     for line in used:
         assert line.pop("source_crc32")
@@ -202,7 +202,7 @@ def test_a_journal_of_an_earlier_version_goes_on_as_it_did(model: Path, original
     assert layer_files(call.make()) == expected(original, tmp_path, "4bit")
     manifest = read_manifest(made)
     assert manifest is not None
-    assert set(manifest.taken) == set(shards_of(model)[1:])
+    assert set(manifest.source_checksums) == set(shards_of(model)[1:])
 
 
 # While it runs
@@ -217,7 +217,7 @@ def test_a_shard_that_is_written_to_while_it_is_read(model: Path, compression: s
         if isinstance(event, progress.BytesDone) and event.shard == second.name:
             later(second)
 
-    with progress.listening(listen), pytest.raises(CorruptShardError, match="was written to while it was being split"):
+    with progress.listening(listen), pytest.raises(CorruptShardError, match="was modified while it was being split"):
         call.make()
     made = call.find().split_folder
     earlier = journal.replay(made)
@@ -252,10 +252,10 @@ def test_what_is_noted_is_the_sum_of_what_was_taken(tmp_path: Path, kind: str, c
             again.make()
         manifest = read_manifest(again.make())
         assert manifest is not None
-        found.append(dict(manifest.taken))
+        found.append(dict(manifest.source_checksums))
     earlier = journal.replay(interrupted(dataclasses.replace(call, saving_path=str(tmp_path / "begun"))))
     assert earlier is not None
-    sums = {shard.name: taken_crc32(source / shard.name, shard.tensors) for shard in earlier.plan.shards}
+    sums = {shard.name: source_crc32(source / shard.name, shard.tensors) for shard in earlier.plan.shards}
     assert all(noted == sums for noted in found)
 
 
@@ -268,7 +268,7 @@ def test_sums_that_are_noted_first_find_any_change(model: Path, compression: str
     interrupted(call)
     edit(model / "model-00003-of-00003.safetensors", back=True)
     for verifies in (True, False):
-        refused(dataclasses.replace(call, verify_source=verifies), "its bytes are not those")
+        refused(dataclasses.replace(call, verify_source=verifies), "its bytes differ")
 
 
 def test_sums_that_are_noted_first_let_a_sound_copy_pass(model: Path, original: Path, tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_a_change_behind_the_time_s_back_while_it_runs(model: Path) -> None:
         if isinstance(event, progress.ShardDone) and event.number == 1:
             edit(last, back=True)
 
-    with progress.listening(listen), pytest.raises(CorruptShardError, match="has not the bytes that were noted of it"):
+    with progress.listening(listen), pytest.raises(CorruptShardError, match="differs from the checksum that was recorded"):
         call.make()
     assert last.exists()
     made = model / "splitted_model"
@@ -303,14 +303,14 @@ def test_verifying_a_copy_whose_inodes_differ_finds_an_edit(model: Path, tmp_pat
     interrupted(call)
     copy = shutil.copytree(model, tmp_path / "copy" / "model")
     edit(copy / "model-00001-of-00003.safetensors", back=True)
-    refused(dataclasses.replace(call, source=str(copy), verify_source=True), "its bytes are not those")
+    refused(dataclasses.replace(call, source=str(copy), verify_source=True), "its bytes differ")
 
 
 def test_what_cannot_be_compared_is_said(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     call = Call(str(model), sequential=False)
     interrupted(call)
     dataclasses.replace(call, verify_source=True).make()
-    assert f"Nothing is known of the bytes of 2 shards of {model}" in caplog.text
+    assert f"2 shards of {model} have no recorded checksum" in caplog.text
 
 
 # Shards in the hub cache, of which the hub says the digest
@@ -331,7 +331,7 @@ def cached(
 def test_a_cached_shard_that_was_edited_before(cached: Callable[[str], Path], sequential: bool) -> None:
     edit(cached("00002"), back=True)
     call = Call(REPO, compression="4bit", sequential=sequential, verify_source=True)
-    with pytest.raises(CorruptShardError, match="has not the bytes that the hub has published"):
+    with pytest.raises(CorruptShardError, match="differs from the digest that the hub has published"):
         call.make()
     assert cached("00001").exists()
 
@@ -341,7 +341,7 @@ def test_a_cached_shard_that_is_edited_or_touched_meanwhile(cached: Callable[[st
     call = Call(REPO, compression="4bit", sequential=sequential)
     interrupted(call)
     edit(cached("00003"))
-    refused(call, "its bytes are not those")
+    refused(call, "its bytes differ")
     edit(cached("00003"))
     call.make()
 
@@ -360,7 +360,7 @@ def test_an_original_that_was_written_to_afterwards(model: Path, caplog: pytest.
     future = (made / "split.json").stat().st_mtime_ns + 10**9
     os.utime(first, ns=(future, future))
     call.make()
-    assert f"{first} was written to after the split in {made} was made" in caplog.text
+    assert f"{first} was modified after the split in {made} was made" in caplog.text
     refused(dataclasses.replace(call, verify_source=True), rf"{first} has changed since the split in {made} was made")
     edit(first)
     caplog.clear()
@@ -389,12 +389,12 @@ def test_repair_takes_nothing_of_an_edited_original(model: Path) -> None:
     damaged = {damage.layer for damage in verify(made).damaged}
     for name in shards_of(model):
         edit(model / name, back=True)
-    with pytest.raises(CorruptShardError, match="has not the bytes that were noted of it"):
+    with pytest.raises(CorruptShardError, match="differs from the checksum that was recorded"):
         prepare.repair_split(made, manifest, damaged, model)
     assert not (made / record.file).exists()
     for name in record.shards:
         edit(model / name, back=True)
-    Call(str(model), sequential=False).make()  # the others are as they like, and were not taken anew
+    Call(str(model), sequential=False).make()  # which finishes the repair
     assert contents(made) == whole
 
 

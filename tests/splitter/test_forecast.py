@@ -74,7 +74,7 @@ def test_route_takes_what_the_plan_says() -> None:
     ground = Ground(FOLDER, all_freed(plan), small_files=5000, used=frozenset({"shard-0"}), in_use=4096)
     for name, way in forecast.ROUTES.items():
         use = disk_use(
-            plan, arrival=way, frees=all_freed(plan), small_files=5000, used=frozenset({"shard-0"}), in_use=4096
+            plan, arrival=way, freed=all_freed(plan), small_files=5000, used=frozenset({"shard-0"}), in_use=4096
         )
         found = forecast.route_of(name, plan, ground, None, 1.0)
         assert found == Route(name, use.added, use.created, 0, None, 1.0)

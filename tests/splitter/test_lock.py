@@ -22,7 +22,7 @@ import pytest
 from rabbitllm.durable import Step, observe_steps
 from rabbitllm.errors import InUseError, SplitError
 from rabbitllm.splitter import lock
-from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME, is_left_over, locked, locked_at_once, reading
+from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME, is_left_over, locked, locked_at_once, read_lock
 from tests.support.splitting import contents, names_in
 
 ROOT = Path(__file__).parent.parent.parent
@@ -358,8 +358,8 @@ def test_file_system_without_locks(
         f"The file system of {folder} has no locks; make sure that nothing else splits into it meanwhile."
     ]
     assert names_in(folder) == ["split.journal"]
-    with locked(folder, without_readers=True), locked_at_once(folder):
-        reading(folder).close()
+    with locked(folder, excluding_readers=True), locked_at_once(folder):
+        read_lock(folder).close()
     assert names_in(folder) == ["split.journal"]
 
 
@@ -373,21 +373,21 @@ def test_file_system_that_does_not_answer(
         with pytest.raises(SplitError, match=f"{folder} cannot be locked: {os.strerror(code)}"), enter(folder):
             pass
     with pytest.raises(SplitError, match="cannot be locked"):
-        reading(folder)
+        read_lock(folder)
 
 
 # Those who only read
 
 
 def test_who_replaces_layer_files_is_refused_while_somebody_reads(folder: Path) -> None:
-    with reading(folder):
+    with read_lock(folder):
         with locked(folder):  # to finish or to clear away
             pass
-        for enter in (functools.partial(locked, without_readers=True), locked_at_once):
+        for enter in (functools.partial(locked, excluding_readers=True), locked_at_once):
             with pytest.raises(InUseError, match=rf"{folder} is in use by this process \({os.getpid()}\)"):
                 enter(folder).__enter__()
     assert names_in(folder) == ["split.journal"]
-    with locked(folder, without_readers=True):
+    with locked(folder, excluding_readers=True):
         pass
 
 
@@ -397,11 +397,11 @@ def test_who_reads_waits_for_who_replaces(
     read: list[str] = []
 
     def read_it() -> None:
-        with reading(folder):
+        with read_lock(folder):
             read.append("read")
 
     reader = threading.Thread(target=read_it)
-    with locked(folder, without_readers=True):
+    with locked(folder, excluding_readers=True):
         reader.start()
         deadline = time.monotonic() + 30
         while not (said := capsys.readouterr().err):

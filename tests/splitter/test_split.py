@@ -586,7 +586,7 @@ def test_shard_that_is_cut_short_on_the_way(
     assert names_in(model, "*.safetensors") == SHARDS[1:]
     (model / SHARDS[1]).write_bytes(sound)
     with pytest.raises(SplitMismatchError, match=rf"{SHARDS[1]} has changed since the split") as doubted:
-        split(model)  # nobody can tell that it is sound, but by its time
+        split(model)  # only its time tells that it is sound
     seconds, nanoseconds = re.findall(r"touch -d @(\d+)\.(\d{9}) ", doubted.value.remedy)[0]
     os.utime(model / SHARDS[1], ns=(0, int(seconds) * 10**9 + int(nanoseconds)))
     assert layer_files(split(model)) == expected(None)

@@ -54,7 +54,7 @@ def uses_of(call: Call) -> dict[Arrival, DiskUse]:
     request = Request(checkpoint, source.split_folder, "llama", SplitOptions(call.compression, sequential=True))
     plan = plan_split(request)
     ground = ground_of(request, plan)
-    return {way: disk_use(plan, arrival=way, frees=ground.frees, small_files=ground.small_files) for way in Arrival}
+    return {way: disk_use(plan, arrival=way, freed=ground.freed, small_files=ground.small_files) for way in Arrival}
 
 
 def resident_bytes(plan: SplitPlan, bare: SplitPlan) -> int:
