@@ -15,6 +15,7 @@ from rabbitllm import folder_lock
 from rabbitllm.checkpoints.checkpoint import Checkpoint
 from rabbitllm.checkpoints.hub import HubAccess, HubRepository, download_all, open_repository
 from rabbitllm.checkpoints.hub_checkpoint import HubCheckpoint
+from rabbitllm.checkpoints.index import WEIGHT_SUFFIXES
 from rabbitllm.checkpoints.local import LocalCheckpoint, is_writable
 from rabbitllm.checkpoints.naming import LayerNaming
 from rabbitllm.checkpoints.quantised import quantised_as
@@ -118,13 +119,11 @@ def lock_source(source: Source, options: SplitOptions, *, by_hands: bool = False
 
 def _in_hub_cache(repository: HubRepository, options: SplitOptions) -> Path | None:
     """The snapshot of a repository in the hub cache; None if the split neither reads nor deletes shards there."""
-    some = repository.cached("config.json") or repository.cached(repository.entry())
-    if some is None:
-        return None
+    weights = [name for name in repository.files if name.endswith(WEIGHT_SUFFIXES)]
     one_by_one = (options.sequential or options.keep_own) and not options.delete_original
-    if one_by_one and all(repository.stages(shard) for shard in HubCheckpoint(repository).index.shards):
-        return None
-    return some[0].folder
+    wanted = weights if one_by_one else ["config.json", repository.entry(), *weights]
+    cached = next(filter(None, map(repository.cached, wanted)), None)
+    return cached[0].folder if cached is not None else None
 
 
 def _sharing(source: Source, hands: Hands | None) -> AbstractContextManager[None]:

@@ -19,6 +19,7 @@ from rabbitllm.folder_lock import FolderKind, FolderLock
 from rabbitllm.layers.layer_store import is_finished
 from rabbitllm.prepare.source import Source
 from rabbitllm.splitter import journal
+from rabbitllm.splitter.watch import reporting_full_disk
 
 
 def open_weights(source: Source, folders: Iterable[Path]) -> Checkpoint | None:
@@ -59,9 +60,11 @@ def whole_checkpoint(source: Source) -> tuple[LocalCheckpoint, FolderLock]:
         CheckpointNotFoundError: there are none.
         InUseError: another process is deleting them.
         HubError: they cannot be fetched.
+        DiskFullError: the disk of the hub cache is full.
     """
     if source.repository is not None:
-        folder = download_all(source.repository, HubCheckpoint(source.repository).index)
+        with reporting_full_disk(source.name):
+            folder = download_all(source.repository, HubCheckpoint(source.repository).index)
     elif source.local is not None:
         folder = source.local
     else:

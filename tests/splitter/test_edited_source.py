@@ -289,7 +289,10 @@ def test_a_change_behind_the_time_s_back_while_it_runs(model: Path) -> None:
         if isinstance(event, progress.ShardDone) and event.number == 1:
             edit(last, back=True)
 
-    with progress.listening(listen), pytest.raises(CorruptShardError, match="differs from the checksum that was recorded"):
+    with (
+        progress.listening(listen),
+        pytest.raises(CorruptShardError, match="differs from the checksum that was recorded"),
+    ):
         call.make()
     assert last.exists()
     made = model / "splitted_model"
