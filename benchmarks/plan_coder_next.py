@@ -254,7 +254,7 @@ def table_of(rows: Sequence[Row]) -> Table:
 
 def disk_of(plan: SplitPlan) -> dict[str, int]:
     """The peak of the split directory, by the way that shards arrive."""
-    return {way.value: disk_use(plan, arrival=way, deletes_shards=False).created for way in Arrival}
+    return {way.value: disk_use(plan, arrival=way).created for way in Arrival}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

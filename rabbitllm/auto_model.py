@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rabbitllm import prepare, split_display
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.errors import OptionError
+from rabbitllm.folder_lock import FolderLock
 from rabbitllm.layers.chosen import check_split
 from rabbitllm.layers.compression import check_fitting
 from rabbitllm.options import (
@@ -83,6 +84,7 @@ class AutoModel:
         fast_bfloat16: bool = False,
         verify_checksums: bool = True,
         fit_scales: bool = False,
+        verify_source: bool = False,
         split: bool = True,
         hosts: Hosts | None = None,
         **unknown: Any,
@@ -126,6 +128,8 @@ class AutoModel:
             trust_remote_code: run Python code that comes with the model.
             fit_scales: at 4bit and 4bit-double, choose the scales with the least squared error instead of bitsandbytes'
                 own: the same bytes and kernels, less loss, and a slower split.
+            verify_source: read every shard that is still there and compare its bytes with the recorded checksum, or
+                with the hub's digest. If the split begins with this call, record the checksums of all shards.
             exact: compute 4bit and 8bit with the very matrices that dequantising gives, to the last bit as an ordinary
                 model of those would; on the CPU several times slower than with their codes, and no better.
             fast_bfloat16: on a CPU without instructions for bfloat16, multiply it by a kernel of this package: sooner,
@@ -161,6 +165,7 @@ class AutoModel:
             shard_transfer=check_transfer(shard_transfer, sequential_shard_processing),
             profiling=profiling_mode,
             fit_scales=check_fitting(compression, fit_scales=fit_scales),
+            verify_source=verify_source,
         )
         stream_options = StreamOptions(
             device=str(device),
@@ -187,16 +192,17 @@ class AutoModel:
         saving_path = expand(layer_shards_saving_path) if layer_shards_saving_path else None
         sought = prepare.Sought(str(path_or_repo_id), compression, saving_path, access, only_look=not split)
         if not split:
-            _check_unsplit(compression, sequential_shard_processing, delete_original)
+            _check_unsplit(split_options)
             return _load_unsplit(sought, stream_options, hosts)
         return _load(sought, split_options, stream_options, hosts)
 
 
-def _check_unsplit(compression: str | None, sequential: bool, delete_original: bool) -> None:
+def _check_unsplit(options: SplitOptions) -> None:
     named = {
-        f"compression={compression!r}": compression is not None,
-        "sequential_shard_processing=True": sequential,
-        "delete_original=True": delete_original,
+        f"compression={options.compression!r}": options.compression is not None,
+        "sequential_shard_processing=True": options.sequential,
+        "delete_original=True": options.delete_original,
+        "verify_source=True": options.verify_source,
     }
     if wrong := next((name for name, given in named.items() if given), None):
         raise OptionError(
@@ -210,12 +216,14 @@ def _load_unsplit(sought: prepare.Sought, stream_options: StreamOptions, hosts: 
     devices = _devices(stream_options)
     source = prepare.find(sought)
     if source.finished:
-        return _model(source.split_folder, stream_options, source.config_folder, devices, hosts)
+        with prepare.read_lock(source.split_folder) as lock:
+            return _locked(_model(source.split_folder, stream_options, source.config_folder, devices, hosts), lock)
     with split_display.shown(stream_options.show_progress):
         with prepare.acceptance(source, stream_options, devices) as accept:
             prepare.check_before_fetching(source, accept)
-        checkpoint = prepare.whole_checkpoint(source)
-    return _model(UnsplitStore(checkpoint), stream_options, checkpoint.folder, devices, hosts)
+        checkpoint, lock = prepare.whole_checkpoint(source)
+    with lock:
+        return _locked(_model(UnsplitStore(checkpoint), stream_options, checkpoint.folder, devices, hosts), lock)
 
 
 def _load(
@@ -231,7 +239,14 @@ def _load(
         profile = prepare.ensure_split(source, split_options, prepare.quantize_on(devices), accept=accept)
     if profile.enabled and profile.stages:
         print(profile.report())
-    return _model(source.split_folder, stream_options, source.config_folder, devices, hosts)
+    with prepare.read_lock(source.split_folder) as lock:
+        return _locked(_model(source.split_folder, stream_options, source.config_folder, devices, hosts), lock)
+
+
+def _locked(model: Any, lock: FolderLock) -> Any:
+    """The model, which keeps the lock on the folder of its weights until it is garbage collected."""
+    lock.keep_for(model)
+    return model
 
 
 def _model(

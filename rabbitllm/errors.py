@@ -34,7 +34,8 @@
     │   └── GatedRepositoryError
     └── SplitError                             the split directory
         ├── NotEnoughSpaceException            refused before the first byte
-        ├── DiskFullError                      stopped on the way, before the disk was full
+        ├── DiskFullError                      stopped on the way: the disk is full, or nearly
+        ├── InUseError                         another process reads, or deletes, files that this call needs
         ├── SplitMismatchError                 it belongs to another model, revision or compression
         └── IncompleteSplitError               a tensor the model needs is not in it
 
@@ -207,7 +208,11 @@ class NotEnoughSpaceException(SplitError):
 
 
 class DiskFullError(SplitError):
-    """Free disk fell below what the machine itself needs; the split stopped where the same call goes on."""
+    """The disk is full, or free disk fell below the reserve of the machine; the same call goes on."""
+
+
+class InUseError(SplitError):
+    """Another process reads files that a call would delete, or deletes files that it would read."""
 
 
 class SplitMismatchError(SplitError):

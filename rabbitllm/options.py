@@ -38,6 +38,8 @@ class SplitOptions:
         memory: at "auto", bytes that all weights should stay in; None for no such wish.
         memory_is_said: whether the caller named those bytes, rather than that so much is free.
         fit_scales: at 4bit and 4bit-double choose scales that fit their blocks best; else they are bitsandbytes' own.
+        verify_source: read every shard on this machine and compare its bytes with the recorded checksum, or with the
+            hub's digest; when a split begins, record the checksums.
         profiling: record where the time of each layer goes.
         threads: workers that read, quantise and write; by default one a core, at least 2.
         min_free: bytes; free disk below which a split stops cleanly, since the machine itself needs some.
@@ -55,6 +57,7 @@ class SplitOptions:
     memory: int | None = None
     memory_is_said: bool = False
     fit_scales: bool = False
+    verify_source: bool = False
 
 
 @dataclass(frozen=True, slots=True)

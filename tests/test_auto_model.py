@@ -73,6 +73,7 @@ ADDED = {
     "max_memory": None,
     "max_disk": None,
     "fit_scales": False,
+    "verify_source": False,
     "min_free_disk": "1GB",
     "shard_transfer": "auto",
     "trust_remote_code": False,

@@ -43,7 +43,7 @@ PUBLIC = {
 FLOORS = (
     ("version", "page_cache", "open_files"),
     ("errors", "durable", "progress", "collection", "terminal", "plain_json", "live", "logs", "allocator"),
-    ("options", "profiling", "generation_stream"),
+    ("options", "profiling", "generation_stream", "folder_lock"),
     ("profiler",),
     ("formats",),
     ("checkpoints",),

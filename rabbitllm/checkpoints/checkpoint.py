@@ -57,6 +57,34 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
+class FileStat:
+    """Metadata of a file, from which most modifications can be detected without reading the file.
+
+    Attributes:
+        size: bytes.
+        mtime_ns: modification time, nanoseconds; a program can set it.
+        inode: number of the file on its disk; a copy has another.
+        ctime_ns: time of the last change of data, name or attributes, nanoseconds; a program cannot set it.
+    """
+
+    size: int
+    mtime_ns: int
+    inode: int
+    ctime_ns: int
+
+
+def file_stat(path: Path) -> FileStat:
+    """The metadata of a file; links are followed."""
+    status = path.stat()
+    return FileStat(status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns)
+
+
+def has_digest(fingerprint: str) -> bool:
+    """Whether a fingerprint is the digest of the whole shard that a hub has published."""
+    return fingerprint.startswith("sha256:")
+
+
+@dataclass(frozen=True, slots=True)
 class ShardFacts:
     """What identifies a shard without reading all of it.
 
@@ -66,6 +94,7 @@ class ShardFacts:
         fingerprint: `sha256:…` as the hub publishes it, or `sampled:…` of a local file.
         header: its tensors.
         staged: the shard is fetched into our own staging folder, and so costs disk of ours while it is used.
+        stat: metadata of its file; None if it is not on this machine.
     """
 
     name: str
@@ -73,6 +102,22 @@ class ShardFacts:
     fingerprint: str
     header: Header
     staged: bool = False
+    stat: FileStat | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Downloads:
+    """Files that will be downloaded into a hub cache.
+
+    Attributes:
+        cache: the folder of the cache.
+        sizes: file name -> bytes.
+        listed: number of files in the repository; the cache keeps a list of them.
+    """
+
+    cache: Path
+    sizes: Mapping[str, int]
+    listed: int
 
 
 _KINDS = {"local": "a folder", "hub": "a repository on the hub", "split": "a split directory"}
@@ -94,6 +139,10 @@ class SourceIdentity:
     commit: str | None
     fingerprints: Mapping[str, str]
 
+    def is_named_like(self, other: SourceIdentity) -> bool:
+        """Whether both are local folders with the same name, so that a difference is probably an edit."""
+        return self.kind == other.kind == "local" and self.name == other.name
+
     def differs_from(self, other: SourceIdentity) -> str | None:
         """Why `other` is another source, in words; None if it may be the same.
 
@@ -114,7 +163,7 @@ class SourceIdentity:
 
     def _has_the_weights_of(self, other: SourceIdentity) -> bool:
         """Whether both know the same shards by digests of their whole contents: two commits with the same weights."""
-        whole = bool(self.fingerprints) and all(mark.startswith("sha256:") for mark in self.fingerprints.values())
+        whole = bool(self.fingerprints) and all(has_digest(mark) for mark in self.fingerprints.values())
         return whole and self.fingerprints == other.fingerprints
 
 
@@ -136,7 +185,7 @@ class Checkpoint(Protocol):
         ...
 
     def stages(self, shard: str) -> bool:
-        """Whether `acquire` fetches the shard into a folder of ours, which `release` then frees."""
+        """Whether `acquire` fetches the shard into a folder of ours, which `release` then freed_bytes."""
         ...
 
     def facts(self, shard: str) -> ShardFacts | None:
@@ -176,6 +225,14 @@ class Checkpoint(Protocol):
         """Give up a shard whose every tensor is durable elsewhere."""
         ...
 
+    def freed_bytes(self, shards: Iterable[str], device: int) -> Mapping[str, int]:
+        """Bytes that the release of each of these shards frees on the disk `device` (`st_dev`).
+
+        Shards that free nothing are left out: missing ones, those on another disk, and those that share their data with
+        another file.
+        """
+        ...
+
     def discard_rest(self) -> list[Path]:
         """Remove what is left of the original once all shards are gone (`delete_original`): its index, or its
         remaining files in the hub's cache. Returns the paths removed."""
@@ -193,8 +250,8 @@ class Checkpoint(Protocol):
         """
         ...
 
-    def downloads(self) -> tuple[Path, Mapping[str, int]] | None:
-        """Where asking for the sidecars puts further copies of some, with their sizes in bytes (the hub cache)."""
+    def downloads(self) -> Downloads | None:
+        """The files that `sidecars` will download into the hub cache; None for a local source."""
         ...
 
     def sidecar_sizes(self) -> Mapping[str, int]:

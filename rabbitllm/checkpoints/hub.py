@@ -16,7 +16,15 @@ from typing import Any
 
 from rabbitllm import durable
 from rabbitllm.checkpoints import fetch, hub_cache
-from rabbitllm.checkpoints.checkpoint import Disposal, Release, ShardFacts, SourceIdentity, ignore_progress, is_sidecar
+from rabbitllm.checkpoints.checkpoint import (
+    Disposal,
+    Release,
+    ShardFacts,
+    SourceIdentity,
+    file_stat,
+    ignore_progress,
+    is_sidecar,
+)
 from rabbitllm.checkpoints.index import META_PARAMETERS, CheckpointIndex, entry_of
 from rabbitllm.checkpoints.remote_header import read_remote_header
 from rabbitllm.checkpoints.side_by_side import side_by_side
@@ -188,12 +196,13 @@ class HubRepository:
         if listed is None:
             return None
         cached = self.cached(shard)
+        stat = file_stat(cached[1]) if cached else None
         try:
             header = read_shard_header(cached[1], shard) if cached else self._remote_header(shard, listed)
         except CorruptShardError as error:
             where, remedy = (cached[1].parent, hub_cache.DAMAGED) if cached else (self.label, _DAMAGED)
             raise CorruptShardError(f"In {where}: {error.problem}", f"{error.remedy} {remedy}".strip()) from None
-        return ShardFacts(shard, listed.size, listed.fingerprint, header, staged=cached is None)
+        return ShardFacts(shard, listed.size, listed.fingerprint, header, cached is None, stat)
 
     def _remote_header(self, shard: str, listed: HubFile) -> Header:
         with translated(self.repo_id):

@@ -2,17 +2,20 @@
 
 Layout (huggingface_hub, "Understand caching"): `<cache>/models--org--name/snapshots/<commit>/<file>` is a link
 to `../../blobs/<etag>`, which may itself be a link into a store that several repositories share. Unlinking the
-snapshot's link frees nothing, and unlinking the blob may break another revision; only the library knows.
+snapshot's link freed_bytes nothing, and unlinking the blob may break another revision; only the library knows.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rabbitllm import durable
 from rabbitllm.checkpoints.checkpoint import Disposal, Release
+from rabbitllm.checkpoints.freed_space import bytes_freed_by_deleting
 from rabbitllm.errors import UnsafePathError
 
 DAMAGED = (
@@ -87,7 +90,7 @@ def free_file(snapshot: CachedSnapshot, name: str) -> int:
 
     wanted = snapshot.folder / name
     info = scan_cache_dir(snapshot.cache)
-    every = [file for repo in info.repos for revision in repo.revisions for file in revision.files]
+    every = _files(info)
     chosen = [file for file in every if Path(file.file_path).absolute() == wanted]
     if hasattr(info, "delete_files"):
         strategy = info.delete_files(*chosen)
@@ -95,12 +98,51 @@ def free_file(snapshot: CachedSnapshot, name: str) -> int:
         return int(strategy.expected_freed_size)
     freed = 0  # huggingface_hub before 1.33 deletes whole revisions only; its blobs are not shared between repositories
     for file in chosen:
-        shared = any(other.blob_path == file.blob_path and other.file_path != file.file_path for other in every)
+        shared = _is_shared(file, every)
         durable.remove(Path(file.file_path))
         if not shared and Path(file.blob_path).exists():
             freed += Path(file.blob_path).stat().st_size
             durable.remove(Path(file.blob_path))
     return freed
+
+
+def freed_bytes(snapshot: CachedSnapshot, names: Iterable[str], device: int) -> Mapping[str, int]:
+    """Bytes that `free_file` frees on a disk for each of these files; files that free nothing are left out.
+
+    Args:
+        snapshot: the commit.
+        names: of files in it.
+        device: the disk, as `st_dev`.
+    """
+    wanted = {snapshot.folder / name: name for name in names}
+    if not wanted:
+        return {}
+    from huggingface_hub import scan_cache_dir
+
+    info = scan_cache_dir(snapshot.cache)
+    every = _files(info)
+    found: dict[str, int] = {}
+    for file in every:
+        name = wanted.get(Path(file.file_path).absolute())
+        if name is None:
+            continue
+        if hasattr(info, "delete_files"):
+            goes = info.delete_files(file).expected_freed_size > 0
+        else:
+            goes = not _is_shared(file, every)
+        if goes and (nbytes := bytes_freed_by_deleting(Path(file.blob_path).resolve(), device)):
+            found[name] = nbytes
+    return found
+
+
+def _files(info: Any) -> list[Any]:
+    """All files that huggingface_hub's scan of a cache lists."""
+    return [file for repo in info.repos for revision in repo.revisions for file in revision.files]
+
+
+def _is_shared(file: Any, every: Iterable[Any]) -> bool:
+    """Whether another revision uses the blob of a file too."""
+    return any(other.blob_path == file.blob_path and other.file_path != file.file_path for other in every)
 
 
 def release_file(snapshot: CachedSnapshot, name: str) -> Release:

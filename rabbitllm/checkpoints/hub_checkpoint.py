@@ -9,7 +9,14 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
 
 from rabbitllm.checkpoints import hub_cache
-from rabbitllm.checkpoints.checkpoint import Release, ShardFacts, SourceIdentity, ignore_progress, is_sidecar
+from rabbitllm.checkpoints.checkpoint import (
+    Downloads,
+    Release,
+    ShardFacts,
+    SourceIdentity,
+    ignore_progress,
+    is_sidecar,
+)
 from rabbitllm.checkpoints.hub import HubRepository
 from rabbitllm.checkpoints.index import CheckpointIndex, check_shard_name, index_of, is_index, is_meta, read_index
 from rabbitllm.checkpoints.meta_checkpoint import (
@@ -82,6 +89,10 @@ class HubCheckpoint:
     def release(self, shard: str) -> Release:
         return self.repository.release(shard)
 
+    def freed_bytes(self, shards: Iterable[str], device: int) -> Mapping[str, int]:
+        cached = {shard: found[0] for shard in shards if (found := self.repository.cached(shard)) is not None}
+        return hub_cache.freed_bytes(next(iter(cached.values())), cached, device) if cached else {}
+
     def discard_rest(self) -> list[Path]:
         cached = self.repository.cached("config.json") or self.repository.cached(self.repository.entry())
         return hub_cache.free_rest(cached[0]) if cached else []
@@ -102,9 +113,10 @@ class HubCheckpoint:
     def derived(self) -> Mapping[str, bytes]:
         return self._derived
 
-    def downloads(self) -> tuple[Path, Mapping[str, int]] | None:
+    def downloads(self) -> Downloads:
         wanted = self._copied_sizes().items()
-        return self.repository.cache, {name: size for name, size in wanted if self.repository.cached(name) is None}
+        sizes = {name: size for name, size in wanted if self.repository.cached(name) is None}
+        return Downloads(self.repository.cache, sizes, len(self.repository.files))
 
     def sidecar_sizes(self) -> Mapping[str, int]:
         return {**self._copied_sizes(), **{name: len(content) for name, content in self.derived().items()}}

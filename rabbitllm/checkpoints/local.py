@@ -21,10 +21,12 @@ from rabbitllm.checkpoints.checkpoint import (
     Release,
     ShardFacts,
     SourceIdentity,
+    file_stat,
     ignore_progress,
     is_sidecar,
     sampled_fingerprint,
 )
+from rabbitllm.checkpoints.freed_space import bytes_freed_by_deleting
 from rabbitllm.checkpoints.hub import HubRepository
 from rabbitllm.checkpoints.index import (
     META_PARAMETERS,
@@ -149,9 +151,10 @@ class LocalCheckpoint:
         if not path.exists():
             found = self._missing_from.facts(shard) if self._missing_from is not None else None
             return found and dataclasses.replace(found, header=self.taken_from(shard, found.header))
-        size = path.stat().st_size
+        stat = file_stat(path)  # before the file is read
         header = self._header(shard)
-        return ShardFacts(shard, size, self._fingerprint(path, header), self.taken_from(shard, header))
+        taken = self.taken_from(shard, header)
+        return ShardFacts(shard, stat.size, self._fingerprint(path, header), taken, stat=stat)
 
     def taken_from(self, shard: str, header: Header) -> Header:
         return header if self._meta is None else self._meta.taken_from(shard, header)
@@ -210,6 +213,13 @@ class LocalCheckpoint:
             return Release(shard, Disposal.READ_ONLY)
         return Release(shard, Disposal.DELETED, size)
 
+    def freed_bytes(self, shards: Iterable[str], device: int) -> Mapping[str, int]:
+        here = [shard for shard in shards if (self.folder / shard).exists()]
+        if self._snapshot is not None:
+            return hub_cache.freed_bytes(self._snapshot, here, device)
+        found = {shard: bytes_freed_by_deleting(self.folder / shard, device) for shard in here}
+        return {shard: nbytes for shard, nbytes in found.items() if nbytes}
+
     def discard_rest(self) -> list[Path]:
         if self._snapshot is not None:
             return hub_cache.free_rest(self._snapshot)
@@ -242,7 +252,7 @@ class LocalCheckpoint:
     def derived(self) -> Mapping[str, bytes]:
         return self._derived
 
-    def downloads(self) -> tuple[Path, Mapping[str, int]] | None:
+    def downloads(self) -> None:
         return None
 
     def sidecar_sizes(self) -> Mapping[str, int]:

@@ -85,6 +85,10 @@ SequentialOption = Annotated[
 NoSplitOption = Annotated[
     bool, typer.Option("--no-split", help="Out of the checkpoint's own shards; nothing is written.")
 ]
+VerifySourceOption = Annotated[
+    bool,
+    typer.Option("--verify-source", help="Read the shards and compare them with recorded checksums."),
+]
 MaxDiskOption = Annotated[str | None, typer.Option(help="What a split may occupy, e.g. 57GiB.")]
 MinFreeDiskOption = Annotated[str, typer.Option(help="What is to stay free of the disk.")]
 DiskPlotOption = Annotated[
@@ -135,6 +139,7 @@ def wish_to_run(
     device: str | None,
     max_memory: list[str] | None,
     no_split: bool = False,
+    verify_source: bool = False,
     revision: str | None = None,
     trust_remote_code: bool = False,
     no_verify_checksums: bool = False,
@@ -162,6 +167,7 @@ def wish_to_run(
         compression=chosen,
         folder=place,
         sequential=sequential,
+        verify_source=verify_source,
         access=HubAccess(revision),
         max_disk=max_disk,
         device=device,

@@ -30,6 +30,7 @@ from rabbitllm.cli.arguments import (
     TemperatureOption,
     TopPOption,
     TrustOption,
+    VerifySourceOption,
     put_json,
     wish_to_run,
 )
@@ -74,6 +75,7 @@ def batch_command(
     max_disk: MaxDiskOption = None,
     sequential: SequentialOption = False,
     no_split: NoSplitOption = False,
+    verify_source: VerifySourceOption = False,
     revision: RevisionOption = None,
     trust_remote_code: TrustOption = False,
     no_verify_checksums: NoVerifyOption = False,
@@ -113,6 +115,7 @@ def batch_command(
         device=device,
         max_memory=max_memory,
         no_split=no_split,
+        verify_source=verify_source,
         revision=revision,
         trust_remote_code=trust_remote_code,
         no_verify_checksums=no_verify_checksums,

@@ -21,6 +21,7 @@ from rabbitllm.cli.arguments import (
     RayOption,
     RevisionOption,
     TrustOption,
+    VerifySourceOption,
     compression_of,
     limits_of,
     put_json,
@@ -59,6 +60,7 @@ def pull_command(
     fit_scales: Annotated[
         bool, typer.Option("--fit-scales", help="At 4bit: scales with the least error; less loss, a slower split.")
     ] = False,
+    verify_source: VerifySourceOption = False,
     plot: DiskPlotOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -94,6 +96,7 @@ def pull_command(
         max_memory=limits_of(max_memory),
         trust_remote_code=trust_remote_code,
         fit_scales=fit_scales,
+        verify_source=verify_source,
     )
     console = Console(highlight=False)
     if dry_run:

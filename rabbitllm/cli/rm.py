@@ -23,8 +23,8 @@ def rm_command(
 ) -> None:
     """Remove a split directory, after asking. The checkpoint that it was made from is never touched.
 
-    Refuses a folder that has anything else in it, one that is being worked on, and, without --only-copy, layer files
-    whose original is not found.
+    Refuses a folder that has anything else in it, a folder that another process works on or has loaded, and, without
+    --only-copy, layer files whose original is not found.
 
     Example: rabbitllm rm Qwen/Qwen2.5-7B-Instruct --compression 4bit
     """

@@ -31,13 +31,14 @@ def verify_command(
     """
     from rabbitllm.library.find import of_model, one_of_model
     from rabbitllm.options import expand
-    from rabbitllm.prepare import repair_split
+    from rabbitllm.prepare import read_lock, repair_split
 
     folder, saving_path = expand(model), expand(place) if place is not None else None
     if of_model(model, compression, saving_path) or not folder.is_dir():  # else the check itself says what is wrong
         folder = one_of_model(model, compression, saving_path).folder
     start = time.perf_counter()
-    found = _verify_and_show(folder)
+    with read_lock(folder):
+        found = _verify_and_show(folder)
     seconds = time.perf_counter() - start
     if as_json:
         put_json(_as_record(found, seconds))

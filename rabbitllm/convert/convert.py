@@ -25,6 +25,7 @@ from rabbitllm.layers.layer_store import MANIFEST_NAME, Manifest, directory_name
 from rabbitllm.options import SplitOptions, check_transfer, expand, parse_size
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME, locked
+from rabbitllm.splitter.watch import reporting_full_disk
 
 WORK_NAME = ".converting"
 """The folder of ours inside the new one, for as long as that is not whole."""
@@ -86,7 +87,7 @@ def convert(
         return join_split(made, expand(path_or_repo_id), target)
     work = target / WORK_NAME
     split_folder = work / directory_name(None)
-    with locked(target):
+    with reporting_full_disk(target), locked(target):
         if (target / INDEX_NAME).exists():
             known = origin_of(target)
             require_same(known, input_of(str(path_or_repo_id), access, work), target)

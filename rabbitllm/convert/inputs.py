@@ -153,7 +153,12 @@ class _File:
     split_folder: Path
 
     def split(self, options: SplitOptions) -> None:
-        with locked(self.split_folder), telling_how_to_go_on(self.split_folder):
+        source = prepare.Source(self.name, self.split_folder, self.path.parent, finished=False, local=self.path.parent)
+        with (
+            locked(self.split_folder),
+            telling_how_to_go_on(self.split_folder),
+            prepare.lock_source(source, options),
+        ):
             checkpoint = self._open()
             if read_manifest(self.split_folder) is None:
                 family = prepare.family_of(self.path.parent)

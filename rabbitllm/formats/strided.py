@@ -3,7 +3,7 @@
 The piece that is asked for is cut into boxes (a run of indices along each dimension), and of each box the runs of bytes
 that hold it are read and rearranged. What is read at once is bounded; nothing is mapped, so a file that shrinks
 meanwhile is an error and not the end of the process. Knows no format: a tensor is where its first element lies in a
-file, its shape and its strides.
+file, its shape and its strides, if it is strided.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from rabbitllm.formats.positional import PositionalFile
+from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec
 
 STAGING_BYTES = 16 << 20
 """What is read at most before it is rearranged."""
@@ -44,6 +45,14 @@ class _Reads(NamedTuple):
     outer: tuple[int, ...]
     inner: tuple[int, ...]
     extent: int
+
+
+def read_run(file: PositionalFile, spec: TensorSpec, begin: int, buffer: memoryview) -> int:
+    """As `read_row_major`, for a contiguous tensor too."""
+    if spec.strides is None:
+        return file.read_into(buffer, spec.offset + begin)
+    place = Strided(spec.offset, DTYPES[spec.dtype].bits // 8, spec.sizes, spec.strides)
+    return read_row_major(file, place, begin, buffer)
 
 
 def read_row_major(file: PositionalFile, tensor: Strided, begin: int, buffer: memoryview) -> int:

@@ -11,7 +11,7 @@ import json
 import threading
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -78,6 +78,8 @@ class Manifest:
         layers: every layer file.
         format_version: in which order these hold their tensors, see `order.py`.
         chosen: what each tensor has at "auto"; None at every other compression.
+        source_checksums: shard -> CRC-32 of the data that the split used of it (`source_check.source_crc32`); only of
+            shards without a digest of the hub.
     """
 
     source: SourceIdentity
@@ -86,6 +88,7 @@ class Manifest:
     layers: tuple[LayerRecord, ...]
     format_version: int = FORMAT_VERSION
     chosen: Chosen | None = None
+    source_checksums: Mapping[str, int] = field(default_factory=dict)
 
 
 FITTED = ", scales fitted"
@@ -120,6 +123,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         for r in manifest.layers
     ]
     source = manifest.source
+    checksums = {shard: f"{crc:08x}" for shard, crc in manifest.source_checksums.items()}
     content = {
         "format": "rabbitllm split directory",
         "format_version": manifest.format_version,
@@ -129,6 +133,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
             "name": source.name,
             "commit": source.commit,
             "fingerprints": dict(source.fingerprints),
+            **({"crc32": checksums} if checksums else {}),
         },
         "compression": manifest.compression,
         **({} if manifest.chosen is None else {"chosen": manifest.chosen.as_json()}),
@@ -184,7 +189,8 @@ def _parse(content: dict[str, Any]) -> Manifest:
     identity = SourceIdentity(text_of(source["kind"]), text_of(source["name"]), source["commit"], fingerprints)
     layers = tuple(_record(r) for r in content["layers"])
     mixture = chosen.from_json(content["chosen"]) if compression == AUTO else None
-    return Manifest(identity, compression, content["quantiser"], layers, content["format_version"], mixture)
+    checksums = {shard: int(text_of(crc), 16) for shard, crc in source.get("crc32", {}).items()}
+    return Manifest(identity, compression, content["quantiser"], layers, content["format_version"], mixture, checksums)
 
 
 def _record(entry: dict[str, Any]) -> LayerRecord:

@@ -26,18 +26,15 @@ from rabbitllm.planning.survey import Survey
 from rabbitllm.splitter import forecast, rates
 from rabbitllm.splitter.anatomy import anatomy_of, big_layers, commonest_dtype
 from rabbitllm.splitter.choosing import Mixture, mixture_of
-from rabbitllm.splitter.disk_use import BLOCK_BYTES, on_disk
 from rabbitllm.splitter.forecast import ROUTES, STANDARD, Choice, Disk, Outlook, Rate, Rates, Route
 from rabbitllm.splitter.plan import SplitPlan
-from rabbitllm.splitter.request import ground_of
+from rabbitllm.splitter.request import ground_of, resumed_ground
 from rabbitllm.splitter.space import Ground, candidates, shortage
-from rabbitllm.splitter.watch import disk_bytes
+from rabbitllm.splitter.watch import existing
 
 MIN_FREE_DISK = "1GB"
 DEVICE = "cuda:0"
 """As `AutoModel.from_pretrained` has it by default; the CPU where there is no GPU."""
-CACHE_RECORD_BYTES = 512
-"""What huggingface_hub's cache notes of a file in its listing, at most."""
 
 
 def plan(
@@ -230,22 +227,10 @@ def _route(survey: Survey, name: str, compression: str | None, measured: Rates) 
     plan, used = survey.feasible[compression], survey.used(compression)
     seconds = forecast.seconds_of(forecast.load_of(plan, used), name, compression, measured)
     placed, ground = _placed(survey, name, compression)
-    in_use = disk_bytes(ground.folder) if compression in survey.journals else 0
-    ground = dataclasses.replace(ground, used=used, in_use=in_use)
+    if compression in survey.journals:
+        ground = resumed_ground(ground, used)
     lacking = shortage(placed, ground, survey.options, ROUTES[name])
-    return forecast.route_of(name, placed, ground, _into_cache(survey, name, plan), lacking, seconds)
-
-
-def _into_cache(survey: Survey, name: str, plan: SplitPlan) -> int:
-    """What goes into the hub cache: config, tokenizer and the like, and on the standard route the shards."""
-    repository = survey.source.repository
-    if repository is None or survey.checkpoint is None:
-        return 0
-    fetched = survey.checkpoint.downloads()
-    sizes = [*fetched[1].values()] if fetched is not None else []
-    sizes += [shard.size for shard in plan.shards if shard.staged] if name == STANDARD else []
-    links = BLOCK_BYTES * len(sizes)  # a long one takes a block
-    return sum(map(on_disk, sizes)) + links + on_disk(CACHE_RECORD_BYTES * (1 + len(repository.files)))
+    return forecast.route_of(name, placed, ground, lacking, seconds)
 
 
 def _placed(survey: Survey, name: str, compression: str | None) -> tuple[SplitPlan, Ground]:
@@ -254,10 +239,9 @@ def _placed(survey: Survey, name: str, compression: str | None) -> tuple[SplitPl
     plan, request = survey.feasible[compression], survey.request(compression, sequential=sequential)
     if name != STANDARD or survey.source.repository is None:
         return plan, ground_of(request, plan)
-    missing = sum(on_disk(shard.size) for shard in plan.shards if shard.staged)
     kept = tuple(dataclasses.replace(shard, staged=False) for shard in plan.shards)
-    downloads = ((survey.source.repository.cache, missing),)
-    return dataclasses.replace(plan, shards=kept), ground_of(request, plan, downloads)
+    ground = ground_of(request, plan, [shard for shard in plan.shards if shard.staged])
+    return dataclasses.replace(plan, shards=kept), ground
 
 
 def _disks(survey: Survey) -> tuple[Disk, ...]:
@@ -271,10 +255,7 @@ def _disks(survey: Survey) -> tuple[Disk, ...]:
 def _of_different_disks(places: Iterable[Path]) -> tuple[Path, ...]:
     """The nearest folders that exist, the first on each disk."""
     found: dict[int, Path] = {}
-    for place in places:
-        at = place
-        while not at.exists():
-            at = at.parent
+    for at in map(existing, places):
         found.setdefault(at.stat().st_dev, at)
     return tuple(found.values())
 

@@ -18,7 +18,7 @@ from rabbitllm.planning.generation_report import generation_basis, moment, show_
 from rabbitllm.planning.mixture_report import show_mixture
 from rabbitllm.splitter.anatomy import Anatomy, Group
 from rabbitllm.splitter.forecast import Forecast, Outlook, Rate, Route, least, missing_bytes
-from rabbitllm.splitter.plan import gib
+from rabbitllm.splitter.plan import gib, gib_rounded_up
 from rabbitllm.terminal import counted, large, put, put_fact
 
 GROUPS_SHOWN = 3
@@ -151,16 +151,16 @@ def _show_outlook(console: Console, forecast: Forecast, outlook: Outlook) -> Non
 
 
 def _row(forecast: Forecast, outlook: Outlook, route: Route) -> Text:
-    lacks = f"no, {gib(missing_bytes(route))} {'over' if _is_limited(forecast, route) else 'short'}"
+    lacks = f"no, {gib_rounded_up(missing_bytes(route))} {'over' if _is_limited(route) else 'short'}"
     verdict, style = ("fits", "green") if route.fits else (lacks, "red")
     time = "?" if route.seconds is None else duration(route.seconds)
-    lead = _columns(_route_name(outlook, route), gib(route.disk_bytes), gib(route.created_bytes))
+    lead = _columns(_route_name(outlook, route), gib_rounded_up(route.disk_bytes), gib_rounded_up(route.created_bytes))
     return Text.assemble(lead, (f"{verdict:<20}", style), f"{time:>11}")
 
 
-def _is_limited(forecast: Forecast, route: Route) -> bool:
+def _is_limited(route: Route) -> bool:
     """Whether it is max_disk that a route does not keep to, rather than the free disk."""
-    return forecast.max_disk is not None and route.created_bytes > forecast.max_disk
+    return route.lacking is not None and route.lacking.limited
 
 
 def _route_name(outlook: Outlook, route: Route) -> str:
@@ -214,10 +214,11 @@ def _nothing_fits(forecast: Forecast) -> str:
         return "Nothing can be split or loaded here."
     outlook, route = nearest
     assert route.lacking is not None
-    more = "Allow more with max_disk" if _is_limited(forecast, route) else "Free more there"
+    more = f"Allow max_disk={route.lacking.need}" if _is_limited(route) else "Free more there"
+    lacking = route.lacking
     return (
         f"Nothing fits. Nearest is {forecast.called(outlook.compression)}, {_route_name(outlook, route)}: it needs "
-        f"{gib(route.lacking.need)}; {gib(route.lacking.have)} is {route.lacking.where}. {more}, or name another disk "
+        f"{lacking.needed} at its peak; {gib(lacking.have)} is {lacking.where}. {more}, or name another disk "
         "(--dir, layer_shards_saving_path)."
     )
 

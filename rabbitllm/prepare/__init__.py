@@ -6,10 +6,11 @@ Knows the sources and the splitter; of the engine, how much memory weights may s
 from rabbitllm.prepare.acceptance import acceptance, quantize_on
 from rabbitllm.prepare.config import config_folder, family_of
 from rabbitllm.prepare.finding import find, folder_at
-from rabbitllm.prepare.make import check_before_fetching, ensure_split, repair_split
+from rabbitllm.prepare.make import check_before_fetching, ensure_split, lock_source, repair_split
 from rabbitllm.prepare.memory import with_memory
 from rabbitllm.prepare.source import Sought, Source
 from rabbitllm.prepare.weights import open_weights, whole_checkpoint
+from rabbitllm.splitter.lock import read_lock
 
 __all__ = [
     "Sought",
@@ -21,8 +22,10 @@ __all__ = [
     "family_of",
     "find",
     "folder_at",
+    "lock_source",
     "open_weights",
     "quantize_on",
+    "read_lock",
     "repair_split",
     "whole_checkpoint",
     "with_memory",

@@ -9,12 +9,21 @@ import dataclasses
 import logging
 from pathlib import Path
 
-from rabbitllm import locations
+from rabbitllm import folder_lock, locations
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.hub import HubAccess, HubRepository, cached_snapshot, open_repository
 from rabbitllm.checkpoints.index import is_meta
+from rabbitllm.checkpoints.local import is_writable
 from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME, names_a_model
-from rabbitllm.errors import CheckpointNotFoundError, GatedRepositoryError, HubError, SplitMismatchError
+from rabbitllm.errors import (
+    CheckpointNotFoundError,
+    GatedRepositoryError,
+    HubError,
+    IncompleteSplitError,
+    MissingShardError,
+    SplitMismatchError,
+)
+from rabbitllm.folder_lock import FolderKind
 from rabbitllm.layers.layer_store import (
     JOURNAL_NAME,
     MANIFEST_NAME,
@@ -31,6 +40,8 @@ from rabbitllm.prepare.source import Sought, Source
 from rabbitllm.prepare.weights import open_folder
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.finish import STAGING_NAME
+from rabbitllm.splitter.lock import locked
+from rabbitllm.splitter.watch import reporting_full_disk
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +53,18 @@ def find(sought: Sought) -> Source:
         CheckpointNotFoundError: neither a folder nor a repository.
         SplitMismatchError: the folder is a split at another compression.
         HubError: the hub did not answer, and nothing here will do.
+        DiskFullError: no space for the note about a repository's commit.
     """
     sought = dataclasses.replace(sought, name=meant(sought.name))
     folder = expand(sought.name)
-    if sought.name and folder.is_dir():  # an empty name would be the current folder
-        return _find_local(folder, sought)
+    with reporting_full_disk(sought.name):
+        if sought.name and folder.is_dir():  # an empty name would be the current folder
+            return _find_local(folder, sought)
+        return _find_elsewhere(sought)
+
+
+def _find_elsewhere(sought: Sought) -> Source:
+    """The source for a name that is no local folder."""
     try:
         if not locations.is_repo_id(sought.name):
             raise CheckpointNotFoundError(
@@ -61,7 +79,7 @@ def find(sought: Sought) -> Source:
 
 
 def _find_local(folder: Path, sought: Sought) -> Source:
-    manifest = read_manifest(folder)
+    manifest = _manifest_of(folder)
     if manifest is not None:
         if sought.compression not in (None, manifest.compression):
             raise SplitMismatchError(
@@ -76,8 +94,31 @@ def _find_local(folder: Path, sought: Sought) -> Source:
         repository = open_repository(sought.repo_id, sought.access, target / STAGING_NAME)
     config = target if not names_a_model(folder / CONFIG_NAME) and (target / CONFIG_NAME).exists() else folder
     if not (finished or sought.only_look or is_legacy(folder)):  # a folder without weights is said to be one
-        finished = _finished_while_looking(folder, repository, target)
+        try:
+            finished = _finished_while_looking(folder, repository, target)
+        except (CheckpointNotFoundError, MissingShardError):
+            folder_lock.shared(folder, FolderKind.SOURCE).close()  # raises if a split is deleting the shards
+            raise
     return Source(sought.name, target, config, finished, local=folder, missing_from=repository)
+
+
+def _manifest_of(folder: Path) -> Manifest | None:
+    """The manifest of a folder, None if it is no split directory; waits while another process repairs the directory.
+
+    Raises:
+        IncompleteSplitError: the directory is an unfinished split, and no process works on it.
+    """
+    manifest = read_manifest(folder)
+    if manifest is not None or journal.glance(folder) is None or not is_writable(folder):
+        return manifest
+    with locked(folder):
+        manifest = read_manifest(folder)
+    if manifest is None and journal.glance(folder) is not None:
+        raise IncompleteSplitError(
+            f"{folder} is an unfinished split, and no process works on it.",
+            "Name the checkpoint that it is made from: the same call then goes on with it.",
+        )
+    return manifest
 
 
 def _finished_while_looking(folder: Path, repository: HubRepository | None, target: Path) -> bool:

@@ -23,6 +23,7 @@ from rabbitllm.splitter.finish import STAGING_NAME, clear_away, discard_original
 from rabbitllm.splitter.lease import LEASE_NAME
 from rabbitllm.splitter.lock import is_left_over
 from rabbitllm.splitter.request import Acceptance
+from rabbitllm.splitter.source_check import check_finished_source
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ def check_finished(source: Source, options: SplitOptions, accept: Acceptance | N
     found = [facts for shard in checkpoint.index.shards if (facts := _present(checkpoint, shard)) is not None]
     refuse_another(source, manifest, checkpoint.identity(found))
     _refuse_without_evidence(source, manifest, found)
+    check_finished_source(manifest, found, checkpoint, source.split_folder, verify=options.verify_source)
     if options.delete_original:
         store = LayerStore(source.split_folder)  # whole, by every size and header, before anything is deleted
         if accept is not None:
@@ -99,6 +101,12 @@ def refuse_another(source: Source, manifest: Manifest, identity: SourceIdentity)
         SplitMismatchError: it says what differs.
     """
     why = manifest.source.differs_from(identity)
+    if why is not None and manifest.source.is_named_like(identity):
+        raise SplitMismatchError(
+            f"{source.name} has changed since it was split into {source.split_folder}: {why}.",
+            f"To use the split as it is, name {source.split_folder} itself. To split the changed checkpoint, choose "
+            "another folder (layer_shards_saving_path), or delete that one if its model is not needed.",
+        )
     if why is not None:
         raise SplitMismatchError(
             f"{source.split_folder} was split from {manifest.source.name}, not from {source.name}: {why}.",

@@ -11,13 +11,16 @@ from collections.abc import Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from rabbitllm import folder_lock
 from rabbitllm.checkpoints.checkpoint import Checkpoint
-from rabbitllm.checkpoints.hub import HubAccess, download_all, open_repository
+from rabbitllm.checkpoints.hub import HubAccess, HubRepository, download_all, open_repository
 from rabbitllm.checkpoints.hub_checkpoint import HubCheckpoint
-from rabbitllm.checkpoints.local import LocalCheckpoint
+from rabbitllm.checkpoints.index import WEIGHT_SUFFIXES
+from rabbitllm.checkpoints.local import LocalCheckpoint, is_writable
 from rabbitllm.checkpoints.naming import LayerNaming
 from rabbitllm.checkpoints.quantised import quantised_as
-from rabbitllm.errors import MissingShardError, OptionError
+from rabbitllm.errors import IncompleteSplitError, MissingShardError, OptionError
+from rabbitllm.folder_lock import FolderKind, FolderLock
 from rabbitllm.layers.chosen import SPLITS, Chosen
 from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME, Manifest, directory_name, is_finished, is_fitted
 from rabbitllm.options import SplitOptions
@@ -30,11 +33,12 @@ from rabbitllm.splitter import lease
 from rabbitllm.splitter.finish import STAGING_NAME
 from rabbitllm.splitter.hands import Hands
 from rabbitllm.splitter.interrupted import telling_how_to_go_on
-from rabbitllm.splitter.lock import locked
+from rabbitllm.splitter.lock import locked, read_lock
 from rabbitllm.splitter.planned_files import PlannedFiles
 from rabbitllm.splitter.repair import repair
 from rabbitllm.splitter.request import Acceptance, Request, check_before_download, plan_split
 from rabbitllm.splitter.split import split
+from rabbitllm.splitter.watch import reporting_full_disk
 
 
 def ensure_split(
@@ -57,17 +61,30 @@ def ensure_split(
         SplitMismatchError: the directory belongs to another source.
         MissingShardError: shards are gone and no unfinished split has their tensors.
         OptionError: the weights are quantised as they are published, and compression would quantise them once more.
+        InUseError: another process reads shards that this call would delete, or deletes shards that it would read.
         ClusterError: the hands cannot do it.
+        DiskFullError: something else has taken the disk; the same call goes on where it stopped.
         RabbitLLMError: whatever `accept` raises; nothing was touched, or at least the last shard is kept.
     """
-    if source.finished and not has_work_left(source.split_folder, options):
-        check_finished(source, options, accept)
-        return Profiler(enabled=options.profiling)
-    with locked(source.split_folder), telling_how_to_go_on(source.split_folder):
+    folder = source.split_folder
+    if source.finished:
+        with read_lock(folder):  # prevents a repair meanwhile
+            if is_finished(folder) and not has_work_left(folder, options):
+                check_finished(source, options, accept)
+                return Profiler(enabled=options.profiling)
+    with reporting_full_disk(folder), locked(folder), telling_how_to_go_on(folder), contextlib.ExitStack() as locks:
         lease.revoke(source.split_folder)  # of a run that died, and whose workers may not know it yet
         if is_finished(source.split_folder):  # asked anew: whoever had the lock before may have done it
+            if options.delete_original:
+                locks.enter_context(lock_source(source, options))
             check_finished(source, options, accept)
             return Profiler(enabled=options.profiling)
+        if source.local is None and source.repository is None:
+            raise IncompleteSplitError(
+                f"{folder} is no longer a finished split: another process has removed it, or could not repair it.",
+                "Name the checkpoint that it is made from: the same call then finishes it, or splits it again.",
+            )
+        locks.enter_context(lock_source(source, options, by_hands=hands is not None))
         _refuse_to_quantise_again(source, options)
         checkpoint, chosen = _open(source, options, naming, accept, by_hands=hands is not None)
         family = family_of(source.config_folder, checkpoint)
@@ -94,6 +111,38 @@ def check_before_fetching(source: Source, accept: Acceptance) -> None:
     family = family_of(source.config_folder, remote)
     plan = plan_split(Request(remote, source.split_folder, family, SplitOptions()))
     accept(PlannedFiles(plan, source.split_folder))
+
+
+def lock_source(source: Source, options: SplitOptions, *, by_hands: bool = False) -> FolderLock:
+    """Lock the folder of the source's shards: exclusively if the split will delete them, else for reading.
+
+    For a repository this is its snapshot in the user's hub cache, if the split uses shards there.
+
+    Args:
+        source: the source.
+        options: of the split.
+        by_hands: workers fill the layer files, and do not use the hub cache.
+
+    Raises:
+        InUseError: another process reads shards that this split would delete, or deletes shards that it would read.
+    """
+    folder = source.local
+    if folder is None and source.repository is not None and not by_hands:
+        folder = _in_hub_cache(source.repository, options)
+    if folder is None:
+        return FolderLock()
+    deletes = (options.sequential or options.delete_original) and is_writable(folder)
+    lock = folder_lock.exclusive if deletes else folder_lock.shared
+    return lock(folder, FolderKind.SOURCE)
+
+
+def _in_hub_cache(repository: HubRepository, options: SplitOptions) -> Path | None:
+    """The snapshot of a repository in the hub cache; None if the split neither reads nor deletes shards there."""
+    weights = [name for name in repository.files if name.endswith(WEIGHT_SUFFIXES)]
+    one_by_one = (options.sequential or options.keep_own) and not options.delete_original
+    wanted = weights if one_by_one else ["config.json", repository.entry(), *weights]
+    cached = next(filter(None, map(repository.cached, wanted)), None)
+    return cached[0].folder if cached is not None else None
 
 
 def _sharing(source: Source, hands: Hands | None) -> AbstractContextManager[None]:
@@ -142,7 +191,7 @@ def _open(
         family = family_of(source.config_folder, remote)
         picked = experts_of(source.config_folder, remote)
         request = Request(remote, source.split_folder, family, options, naming, experts_a_token=picked, accept=accept)
-        chosen = check_before_download(request, repository.cache)
+        chosen = check_before_download(request)
         return LocalCheckpoint(download_all(repository, remote.index)), chosen
     assert source.local is not None
     return open_folder(source.local, missing_from, source.split_folder), None
@@ -172,13 +221,15 @@ def repair_split(folder: Path, manifest: Manifest, layers: Collection[str], orig
     Raises:
         OptionError: the split was made from a folder, and no `original` was given.
         SplitMismatchError: the source is another one; nothing was touched.
+        InUseError: another process has loaded the model, or deletes shards of the source; nothing was touched.
     """
     known = manifest.source
+    repository = None
     if original is not None:
         checkpoint: Checkpoint = LocalCheckpoint(original)
     elif known.kind == "hub":
-        access = HubAccess(revision=known.commit)
-        checkpoint = HubCheckpoint(open_repository(known.name, access, folder / STAGING_NAME))
+        repository = open_repository(known.name, HubAccess(revision=known.commit), folder / STAGING_NAME)
+        checkpoint = HubCheckpoint(repository)
     else:
         raise OptionError(
             f"{folder} was split from a folder named {known.name!r}, whose place is not known.",
@@ -186,5 +237,11 @@ def repair_split(folder: Path, manifest: Manifest, layers: Collection[str], orig
         )
     fitted = is_fitted(manifest.quantiser)
     options = SplitOptions(compression=manifest.compression, sequential=original is None, fit_scales=fitted)
-    with locked(folder), telling_how_to_go_on(folder):
+    source = Source(known.name, folder, folder, finished=False, repository=repository, local=original)
+    with (
+        reporting_full_disk(folder),
+        locked(folder, excluding_readers=True),
+        telling_how_to_go_on(folder),
+        lock_source(source, options),
+    ):
         repair(Request(checkpoint, folder, family_of(folder), options), manifest, layers)

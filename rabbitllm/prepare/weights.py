@@ -8,15 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from rabbitllm import folder_lock
 from rabbitllm.checkpoints.checkpoint import Checkpoint
 from rabbitllm.checkpoints.hub import HubRepository, download_all
 from rabbitllm.checkpoints.hub_checkpoint import HubCheckpoint
 from rabbitllm.checkpoints.index import index_of
 from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any
 from rabbitllm.errors import CheckpointError, CheckpointNotFoundError, MissingShardError
+from rabbitllm.folder_lock import FolderKind, FolderLock
 from rabbitllm.layers.layer_store import is_finished
 from rabbitllm.prepare.source import Source
 from rabbitllm.splitter import journal
+from rabbitllm.splitter.watch import reporting_full_disk
 
 
 def open_weights(source: Source, folders: Iterable[Path]) -> Checkpoint | None:
@@ -47,18 +50,27 @@ def open_weights(source: Source, folders: Iterable[Path]) -> Checkpoint | None:
     return None
 
 
-def whole_checkpoint(source: Source) -> LocalCheckpoint:
+def whole_checkpoint(source: Source) -> tuple[LocalCheckpoint, FolderLock]:
     """All of a source's shards on this machine, as they are; those of a repository are fetched into the hub cache.
+
+    Returns:
+        The checkpoint, and the lock that prevents its deletion.
 
     Raises:
         CheckpointNotFoundError: there are none.
+        InUseError: another process is deleting them.
         HubError: they cannot be fetched.
+        DiskFullError: the disk of the hub cache is full.
     """
     if source.repository is not None:
-        return LocalCheckpoint(download_all(source.repository, HubCheckpoint(source.repository).index))
-    if source.local is None:
+        with reporting_full_disk(source.name):
+            folder = download_all(source.repository, HubCheckpoint(source.repository).index)
+    elif source.local is not None:
+        folder = source.local
+    else:
         raise CheckpointNotFoundError(f"{source.name} has no checkpoint of its own.", "Leave split=False out.")
-    return LocalCheckpoint(source.local)
+    lock = folder_lock.shared(folder, FolderKind.SOURCE)
+    return LocalCheckpoint(folder), lock
 
 
 def open_folder(folder: Path, missing_from: HubRepository | None, split_folder: Path) -> LocalCheckpoint:

@@ -53,7 +53,7 @@ class Wish:
             before the split. By default the first GPU, else the CPU.
         verify_checksums: of it too; see `StreamOptions`.
         hosts: of it too: processes that compute it together.
-        fit_scales: see `SplitOptions`.
+        fit_scales, verify_source: see `SplitOptions`.
     """
 
     name: str
@@ -72,6 +72,7 @@ class Wish:
     verify_checksums: bool = True
     hosts: Hosts | None = None
     fit_scales: bool = False
+    verify_source: bool = False
 
     def sought(self, *, only_look: bool = False) -> prepare.Sought:
         """What to look for."""
@@ -97,6 +98,7 @@ class Wish:
             min_free=parse_size(self.min_free_disk, "min_free_disk"),
             shard_transfer=check_transfer(self.shard_transfer, one_at_a_time),
             fit_scales=check_fitting(self.compression, fit_scales=self.fit_scales),
+            verify_source=self.verify_source,
         )
 
     @property

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from rabbitllm.pull.make import DryRun, Pulled, Shards, Wish
 from rabbitllm.splitter.forecast import STANDARD
+from rabbitllm.splitter.plan import gib_rounded_up
 from rabbitllm.terminal import counted, put, put_fact, size
 
 
@@ -68,7 +69,9 @@ def show_dry_run(found: DryRun, wish: Wish, console: Console) -> None:
         put_fact(console, "begun", f"{used}; pull goes on from there")
     route = found.route or (found.routes[-1] if found.routes else None)
     if route is not None:
-        put_fact(console, "on the disk", f"at most {size(route.disk_bytes)} more than now")
+        put_fact(console, "on the disk", f"at most {gib_rounded_up(route.disk_bytes)} more than now")
+        created = f"{gib_rounded_up(route.created_bytes)} ({route.created_bytes:,} bytes)"
+        put_fact(console, "it creates", f"at most {created}; --max-disk limits this")
         put_fact(console, "shards", _of_the_shards(found, wish))
     put(console, _verdict(found))
 
@@ -93,5 +96,5 @@ def _verdict(found: DryRun) -> Text:
         return Text("There is no such way: `rabbitllm plan` shows those there are.", "bold red")
     lacking = found.routes[-1].lacking
     assert lacking is not None
-    text = f"It does not fit: {size(lacking.need)} is needed, {size(lacking.have)} is {lacking.where}."
+    text = f"It does not fit: it needs {lacking.needed} at its peak; {size(lacking.have)} is {lacking.where}."
     return Text(f"{text} `rabbitllm plan` shows what would.", "bold red")

@@ -5,9 +5,9 @@ Pure. With one shard at a time the order is known, and `plan.disk_use` says it e
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from rabbitllm.splitter.disk_use import BLOCK_BYTES, Arrival, DiskUse, Sizes, disk_use, on_disk, scratch_slack
+from rabbitllm.splitter.disk_use import BLOCK_BYTES, NOTHING, Arrival, DiskUse, Sizes, disk_use, on_disk, scratch_slack
 from rabbitllm.splitter.plan import PlannedShard
 
 
@@ -16,7 +16,7 @@ def disk_use_at_once(
     at_once: int,
     *,
     arrival: Arrival,
-    deletes_shards: bool,
+    freed: Mapping[str, int] = NOTHING,
     small_files: int = 0,
     used: frozenset[str] = frozenset(),
     in_use: int = 0,
@@ -31,22 +31,20 @@ def disk_use_at_once(
     Args:
         plan: the split, or as much of it as its sizes are.
         at_once: shards in work at a time.
-        arrival, deletes_shards, small_files, used, in_use: as for `disk_use`.
+        arrival, freed, small_files, used, in_use: as for `disk_use`.
     """
     if at_once == 1:
-        return disk_use(
-            plan, arrival=arrival, deletes_shards=deletes_shards, small_files=small_files, used=used, in_use=in_use
-        )
+        return disk_use(plan, arrival=arrival, freed=freed, small_files=small_files, used=used, in_use=in_use)
     around = small_files + sum(
         layout.header_bytes + BLOCK_BYTES + layout.joined_bytes + scratch_slack(layout)
         for layout in plan.layouts.values()
     )
     waiting = [shard for shard in plan.shards if shard.name not in used]
     gives = {shard.name: _gives(plan, shard) for shard in plan.shards}
-    frees = {shard.name: shard.size if deletes_shards and not shard.staged else 0 for shard in waiting}
+    back = {shard.name: 0 if shard.staged else freed.get(shard.name, 0) for shard in waiting}
     staged = 0 if arrival is Arrival.STREAM else _largest((on_disk(s.size) for s in waiting if s.staged), at_once)
-    through = sum(max(0, gives[name] - freed) for name, freed in frees.items())
-    in_work = _largest((min(gives[name], freed) for name, freed in frees.items()), at_once)
+    through = sum(max(0, gives[name] - size) for name, size in back.items())
+    in_work = _largest((min(gives[name], size) for name, size in back.items()), at_once)
     before = sum(gives[name] for name in used if name in gives)
     return DiskUse(
         around + sum(gives.values()) + staged,

@@ -21,7 +21,7 @@ from rabbitllm.layers.compression import COMPRESSIONS, DOUBLE
 from rabbitllm.options import SplitOptions
 from rabbitllm.splitter.allocation import Offer, allocate
 from rabbitllm.splitter.choices import Choice, Choices
-from rabbitllm.splitter.plan import SplitPlan, gib, recompressed
+from rabbitllm.splitter.plan import SplitPlan, gib, gib_rounded_up, recompressed
 from rabbitllm.splitter.sensitivity import Group, groups
 from rabbitllm.splitter.space import Ground, Shortage, candidates, shortage
 
@@ -121,13 +121,14 @@ def _loss(found: Sequence[Group], schemes: Iterable[str | None], fitted: bool) -
 def _nothing_fits(limits: _Limits, least: Choice) -> NotEnoughSpaceException:
     short = limits.shortage(least)
     assert short is not None
-    if "max_disk" in short.where:
+    if short.limited:
         remedy = f"max_disk={short.need} is the least that would do."
     else:
-        remedy = f"Free {gib(short.need - short.have)} there, or name another place with layer_shards_saving_path."
+        missing = gib_rounded_up(short.need - short.have)
+        remedy = f"Free {missing} there, or name another place with layer_shards_saving_path."
     return NotEnoughSpaceException(
         f"compression='auto' finds no choice of bits for {limits.bare.source.name} in {limits.ground.folder}: the "
-        f"fewest need {gib(short.need)} at the peak; {gib(short.have)} is {short.where}.",
+        f"fewest need {short.needed} at the peak; {gib(short.have)} is {short.where}.",
         remedy,
     )
 

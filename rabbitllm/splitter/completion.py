@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from rabbitllm.progress import LayerDone, tell
 from rabbitllm.splitter.filler import Filler
 from rabbitllm.splitter.mover import Mover, Target
 from rabbitllm.splitter.moves import moves_of
-from rabbitllm.splitter.sums import PartSums
+from rabbitllm.splitter.sums import PartSums, TensorSums
 from rabbitllm.splitter.work import Work
 
 logger = logging.getLogger(__name__)
@@ -58,14 +58,14 @@ class Completion:
         self,
         completed: Iterable[str],
         targets: dict[str, Target],
-        checksums: Callable[[], dict[str, tuple[PartSums, ...]]],
+        stored: TensorSums,
     ) -> dict[str, tuple[PartSums, ...]]:
         """Sync and close what a shard was put into, and give the layers their names that are whole with it.
 
         Args:
             completed: layers that are whole with it; those that have no open file are done already.
             targets: the open files; those that are closed are taken out.
-            checksums: of what the shard gave; asked when the files are synced.
+            stored: tensor of the shard -> CRC-32 of each stored part.
 
         Returns:
             Those, and the sums of tensors that were joined.
@@ -84,7 +84,7 @@ class Completion:
         layouts = [self._plan.layouts[layer] for layer in whole]
         self._name_layers(layouts)
         self._drop_scratch(layouts)
-        sums = checksums()
+        sums = dict(stored)
         for layout in layouts:
             sums |= self._mover.sums.take(layout.settles)
         for layer in in_pieces:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 from rabbitllm.layers import checksums
@@ -23,6 +24,10 @@ BLOCK_RECORD_BYTES = 12
 """What they write of a block of a layer file: its checksum, in base64, in each of them."""
 SHARD_RECORD_BYTES = 1024
 """What they write of a shard, and once of the whole."""
+CACHE_RECORD_BYTES = 512
+"""Size of one file's entry in the listing of huggingface_hub's cache, at most."""
+NOTHING: Mapping[str, int] = MappingProxyType({})
+"""The deletion of shards frees nothing."""
 
 
 class Arrival(enum.Enum):
@@ -40,8 +45,8 @@ class DiskUse:
     Attributes:
         created: the most that the split directory occupies at any moment, layer files, staged shards and the small
             files beside them.
-        added: the most by which the disk is fuller than now; less than `created` where shards of the source are
-            deleted on the way, or an earlier run has created some of it.
+        added: the most by which the disk is fuller than now; less than `created` if the deletion of shards frees space
+            on this disk, or if an earlier run has created a part.
     """
 
     created: int
@@ -78,7 +83,7 @@ def disk_use(
     plan: Sizes,
     *,
     arrival: Arrival = Arrival.FILE,
-    deletes_shards: bool,
+    freed: Mapping[str, int] = NOTHING,
     small_files: int = 0,
     used: frozenset[str] = frozenset(),
     in_use: int = 0,
@@ -88,13 +93,13 @@ def disk_use(
     Args:
         plan: the split, or as much of it as its sizes are.
         arrival: of the shards that are fetched.
-        deletes_shards: whether a local source's shards are deleted when used up.
+        freed: shard -> bytes that its deletion frees on the disk of the layer files.
         small_files: bytes of what lies beside the layer files: config, tokenizer and the like, journal, manifest.
         used: shards that an earlier run used up.
         in_use: bytes that the split directory occupies already.
     """
     written = small_files
-    freed = created = added = 0
+    freed_so_far = created = added = 0
     seen: set[str] = set()
     processed: set[str] = set()
     waiting = [shard for shard in plan.shards if shard.name not in used]
@@ -107,9 +112,9 @@ def disk_use(
             continue
         there = _staged_bytes(shard, following[shard.name], arrival)
         created = max(created, most + there)
-        added = max(added, most + there - freed - in_use)
-        if deletes_shards and not shard.staged:
-            freed += shard.size
+        added = max(added, most + there - freed_so_far - in_use)
+        if not shard.staged:
+            freed_so_far += freed.get(shard.name, 0)
     return DiskUse(max(created, written), added)
 
 
@@ -145,6 +150,18 @@ def _staged_bytes(shard: PlannedShard, following: PlannedShard | None, arrival: 
 def on_disk(nbytes: int) -> int:
     """What a file of this length occupies, in whole blocks."""
     return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def in_hub_cache(sizes: Collection[int], listed: int) -> int:
+    """Bytes that a hub cache needs for files of these sizes: whole blocks, one block for each link, and its listing.
+
+    Args:
+        sizes: of the files; 0 is returned for none.
+        listed: number of files in the repository's listing.
+    """
+    return (
+        sum(map(on_disk, sizes)) + BLOCK_BYTES * len(sizes) + on_disk(CACHE_RECORD_BYTES * (1 + listed)) if sizes else 0
+    )
 
 
 def own_records_bytes(plan: SplitPlan) -> int:

@@ -129,7 +129,7 @@ class Filler:
                     if early:
                         self._compare(shard, _header_so_far(path, shard, arrived))
                     work = moves(self._plan, shard.name, targets)
-                    self._mover.from_file(path, targets, work, arrived, shard.name)
+                    self._mover.from_file(path, targets, work, arrived, shard.name, sums_sources=shard.needs_checksum)
                     if not early:
                         self._compare(shard, read_shard_header(arriving.whole(), shard.name))
                 except FileNotFoundError:  # it was not what the hub says, and was taken away; if so, this says it too

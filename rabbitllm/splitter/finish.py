@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 from rabbitllm import durable
@@ -24,8 +25,17 @@ STAGING_NAME = ".staging"
 """Folder inside the split directory that fetched shards go to; ours, and gone when the split is whole."""
 
 
-def manifest_of(work: Work, quantiser: str | None, checksums: TensorSums) -> Manifest:
-    """What is to be declared of a directory all of whose layer files are whole."""
+def manifest_of(
+    work: Work, quantiser: str | None, checksums: TensorSums, source_checksums: Mapping[str, int]
+) -> Manifest:
+    """What is to be declared of a directory all of whose layer files are whole.
+
+    Args:
+        work: the split.
+        quantiser: as the manifest names it.
+        checksums: of every tensor whose writing was summed.
+        source_checksums: shard -> `source_check.source_crc32`.
+    """
     plan = work.plan
     records = tuple(
         LayerRecord(
@@ -41,7 +51,8 @@ def manifest_of(work: Work, quantiser: str | None, checksums: TensorSums) -> Man
         for layer, layout in plan.layouts.items()
         for crc, blocks in [_checksums(layout, checksums, work.folder)]
     )
-    return Manifest(plan.source, plan.compression, quantiser, records, plan.format_version, plan.chosen)
+    ordered = {s.name: source_checksums[s.name] for s in plan.shards if s.name in source_checksums}
+    return Manifest(plan.source, plan.compression, quantiser, records, plan.format_version, plan.chosen, ordered)
 
 
 def finish(request: Request, manifest: Manifest) -> None:

@@ -16,9 +16,9 @@ from rabbitllm.layers.compression import CODES
 from rabbitllm.plain_json import plain
 from rabbitllm.splitter.anatomy import Anatomy
 from rabbitllm.splitter.choosing import Mixture
-from rabbitllm.splitter.disk_use import Arrival, disk_use
+from rabbitllm.splitter.disk_use import Arrival
 from rabbitllm.splitter.plan import SplitPlan
-from rabbitllm.splitter.space import Ground, Shortage
+from rabbitllm.splitter.space import Ground, Shortage, use_of
 
 MEMORY_BYTES = 200 * 1000**2
 """Anonymous memory that a split adds to its process at most, beside its plan (benchmarks/results: up to 187 MB)."""
@@ -86,7 +86,8 @@ class Route:
 
     Attributes:
         name: a key of `ROUTES`.
-        disk_bytes: the most by which this machine's disks are fuller than now, the hub cache included.
+        disk_bytes: the most by which this machine's disks are fuller than now, the hub cache included. So much must be
+            free in addition to `min_free_disk`.
         created_bytes: the most that the split directory occupies, and what goes into the hub cache before it is begun;
             what `max_disk` bounds.
         cache_bytes: of `disk_bytes`, what goes into the hub cache.
@@ -250,27 +251,18 @@ def _seconds(nbytes: int, rate: Rate | None) -> float | None:
     return nbytes / rate.bytes_per_second if rate is not None else None
 
 
-def route_of(
-    name: str, plan: SplitPlan, ground: Ground, cache_bytes: int, lacking: Shortage | None, seconds: float | None
-) -> Route:
-    """What one route takes of the disk.
+def route_of(name: str, plan: SplitPlan, ground: Ground, lacking: Shortage | None, seconds: float | None) -> Route:
+    """What one route takes of the disk, in the figures that the split itself is checked with.
 
     Args:
         name: a key of `ROUTES`.
         plan: the split, its shards marked as staged or not as they are on that route.
         ground: what it stands on, on that route.
-        cache_bytes: what goes into the hub cache beside it.
         lacking: what `space.shortage` says of it.
         seconds: see `seconds_of`.
     """
-    use = disk_use(
-        plan,
-        arrival=ROUTES[name],
-        deletes_shards=ground.deletes_shards,
-        small_files=ground.small_files,
-        used=ground.used,
-        in_use=ground.in_use,
-    )
+    use = use_of(plan, ground, ROUTES[name])
+    cache_bytes = sum(nbytes for _, nbytes in ground.downloads)
     return Route(name, use.added + cache_bytes, ground.created(use), cache_bytes, lacking, seconds)
 
 

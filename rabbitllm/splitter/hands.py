@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Protocol
 
 from rabbitllm.splitter.plan import PlannedShard
-from rabbitllm.splitter.sums import TensorSums
+from rabbitllm.splitter.sums import ShardChecksums
 from rabbitllm.splitter.work import Work
 
-Filled = tuple[PlannedShard, TensorSums]
-"""A shard whose bytes are durable in unfinished layer files, and tensor -> the CRC-32 of each of its stored parts."""
+Filled = tuple[PlannedShard, ShardChecksums]
+"""A shard whose bytes are durable in unfinished layer files, and its checksums."""
 
 
 class Hands(Protocol):

@@ -9,14 +9,16 @@ short is no line.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from base64 import b64decode, b64encode
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rabbitllm import durable
-from rabbitllm.checkpoints.checkpoint import SourceIdentity
+from rabbitllm.checkpoints.checkpoint import FileStat, SourceIdentity
 from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.collection import uncollected
 from rabbitllm.errors import IncompleteSplitError
@@ -44,12 +46,14 @@ class Replay:
         quantiser: what it was begun with.
         used: shards used up so far.
         checksums: of the tensors whose writing the journal knows of.
+        source_checksums: shard -> `source_check.source_crc32`, of used shards that have no digest.
     """
 
     plan: SplitPlan
     quantiser: str | None
     used: frozenset[str]
     checksums: TensorSums
+    source_checksums: Mapping[str, int] = field(default_factory=dict)
 
 
 @uncollected()
@@ -80,9 +84,10 @@ def replay(folder: Path) -> Replay | None:
             "Otherwise keep it: it may hold the only copy of some tensors.",
         ) from None
     checksums: dict[str, tuple[PartSums, ...]] = {}
-    for _, sums in entries:
-        checksums |= sums
-    return Replay(plan, quantiser, frozenset(shard for shard, _ in entries), checksums)
+    for entry in entries:
+        checksums |= entry.checksums
+    source_checksums = {entry.shard: entry.source_crc32 for entry in entries if entry.source_crc32 is not None}
+    return Replay(plan, quantiser, frozenset(entry.shard for entry in entries), checksums, source_checksums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,16 +122,25 @@ def glance(folder: Path, name: str = JOURNAL_NAME) -> Glance | None:
         compression, stems = content["compression"], tuple(stem for _, stem, _ in content["layers"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
-    used = frozenset(entry[0] for line in lines if (entry := _entry(line)) is not None)
+    used = frozenset(entry.shard for line in lines if (entry := _entry(line)) is not None)
     identity = SourceIdentity(kind, source, commit, fingerprints)
     return Glance(frozenset(fingerprints), used, identity, compression, stems)
 
 
-def _entry(line: bytes) -> tuple[str, dict[str, tuple[PartSums, ...]]] | None:
-    """The shard that a line declares used up, and its tensors' checksums; None for a line that a crash cut short."""
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One line: the shard that is used up, its tensors' checksums, and the checksum of its source."""
+
+    shard: str
+    checksums: TensorSums
+    source_crc32: int | None
+
+
+def _entry(line: bytes) -> _Entry | None:
+    """What a line says; None for a line that a crash cut short."""
     try:
         content = json.loads(line)
-        shard = content["used"]
+        shard, source_crc32 = content["used"], content.get("source_crc32")
         whole = {tensor: tuple(map(int, parts)) for tensor, parts in content["crc32"].items()}
         runs = content["runs"] if "runs" in content else [[""] * len(parts) for parts in whole.values()]
         sums = {
@@ -135,7 +149,7 @@ def _entry(line: bytes) -> tuple[str, dict[str, tuple[PartSums, ...]]] | None:
         }
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    return (shard, sums) if isinstance(shard, str) else None
+    return _Entry(shard, sums, source_crc32) if isinstance(shard, str) else None
 
 
 class Journal:
@@ -152,15 +166,23 @@ class Journal:
                 self._log.close()
                 raise
 
-    def mark_used(self, shard: str, checksums: TensorSums) -> None:
+    def mark_used(self, shard: str, checksums: TensorSums, source_crc32: int | None = None) -> None:
         """Declare that everything taken from `shard` is durable. Only then may it be deleted.
 
-        `checksums` are those of the tensors that were written. What earlier versions of this package do not know
-        stands apart, so that they can go on with the split.
+        What earlier versions of this package do not know stands apart, so that they can go on with the split.
+
+        Args:
+            shard: which.
+            checksums: of the tensors that were written.
+            source_crc32: `source_check.source_crc32` of the shard; None if it has a digest.
         """
-        whole = {tensor: [whole_sum(one) for one in parts] for tensor, parts in checksums.items()}
-        runs = [[b64encode(one[SUM_BYTES:]).decode() for one in parts] for parts in checksums.values()]
-        self._log.append(json.dumps({"used": shard, "crc32": whole, "runs": runs}, separators=(",", ":")))
+        content = {
+            "used": shard,
+            "crc32": {tensor: [whole_sum(one) for one in parts] for tensor, parts in checksums.items()},
+            "runs": [[b64encode(one[SUM_BYTES:]).decode() for one in parts] for parts in checksums.values()],
+            **({} if source_crc32 is None else {"source_crc32": source_crc32}),
+        }
+        self._log.append(json.dumps(content, separators=(",", ":")))
 
     def close(self) -> None:
         self._log.close()
@@ -200,6 +222,8 @@ def _encode(plan: SplitPlan, quantiser: str | None) -> dict[str, Any]:
                 "staged": shard.staged,
                 "tensors": [_tensor(tensor) for tensor in shard.tensors],
                 **({} if shard.header_first else {"header_first": False}),
+                **({} if shard.stat is None else {"stat": dataclasses.astuple(shard.stat)}),
+                **({} if shard.expected_crc32 is None else {"expected_crc32": shard.expected_crc32}),
             }
             for shard in plan.shards
         ],
@@ -251,6 +275,8 @@ def _decode(content: dict[str, Any]) -> tuple[SplitPlan, str | None]:
             tuple(_tensor_of(shard["name"], tensor) for tensor in shard["tensors"]),
             shard["staged"],
             shard.get("header_first", True),
+            FileStat(*map(int, shard["stat"])) if "stat" in shard else None,
+            shard.get("expected_crc32"),
         )
         for shard in content["shards"]
     )

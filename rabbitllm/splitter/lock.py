@@ -4,6 +4,9 @@ The lock is the operating system's, through filelock: flock, and its like on Win
 nothing has to be cleaned up after a kill. Knows neither splits nor shards: whoever gets the lock looks at the directory
 anew, since the one before may have finished it.
 
+A process that has loaded a model holds a shared lock on the directory (`read_lock`, `folder_lock.py`). It prevents only
+the replacement and the removal of layer files.
+
 Invariant: while a caller is inside `locked`, no other one is, and when the last of them has left, nothing of the lock
 is left in the directory, nor the directory itself if it was made for the lock and nothing else came into it.
 """
@@ -11,7 +14,6 @@ is left in the directory, nor the directory itself if it was made for the lock a
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
 import os
@@ -23,8 +25,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rabbitllm import durable
-from rabbitllm.errors import SplitError
+from rabbitllm import durable, folder_lock
+from rabbitllm.errors import InUseError
+from rabbitllm.folder_lock import BROKEN_LOCKS, NO_LOCKS, FolderKind, FolderLock, lock_failure
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -39,8 +42,6 @@ SILENT_SECONDS = 0.5
 """A wait shorter than this is not worth a message; by then the holder has said who it is, too."""
 MAX_RESTARTS = 1000
 """Times that the folder may vanish under a process that wants to lock it; beyond that something else is wrong."""
-_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-"""What flock fails with on a file system that has no locks (Lustre mounted without them, some FUSE ones)."""
 
 # Why removing the lock file is safe, although a waiting process may have it open.
 #
@@ -61,12 +62,18 @@ _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, *, excluding_readers: bool = False) -> Iterator[None]:
     """Be the only one at work on a split directory while the context is open; waits as long as another one is.
 
     Makes the folder if it is not there, and removes it again if nothing was put into it (a split that was refused).
 
+    Args:
+        folder: the split directory.
+        excluding_readers: layer files will be replaced; refuse, without waiting, if a process has loaded the model.
+
     Raises:
+        InUseError: a process has loaded the model.
+        SplitError: the file system fails to lock.
         OSError: the folder cannot be written.
     """
     made: list[Path] = []
@@ -75,12 +82,11 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             with contextlib.suppress(OSError):  # a full disk shows elsewhere; the note is only for others to read
                 durable.write_scratch(folder / HOLDER_NAME, json.dumps(_this_process()).encode())
-            yield
+            with folder_lock.exclusive(folder, FolderKind.SPLIT) if excluding_readers else contextlib.nullcontext():
+                yield
         finally:
             durable.remove_scratch(folder / HOLDER_NAME)
-            if lock is not None:
-                lock.release()
-            _remove_lock_file(folder / LOCK_NAME, contended=lock is not None)
+            _let_go(folder, lock)
     finally:
         for path in made:
             durable.remove_empty_folder(path)
@@ -88,27 +94,47 @@ def locked(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked_at_once(folder: Path) -> Iterator[None]:
-    """As `locked`, of a folder that is there, and without waiting.
+    """As `locked` without readers, of a folder that is there, and without waiting.
 
     Raises:
-        SplitError: another process is at work on it.
+        InUseError: another process works on it, or has loaded its model.
+        SplitError: the file system fails to lock.
     """
     with durable.open_scratch(folder / LOCK_NAME) as descriptor:
-        has_locks = _has_locks(descriptor)
         try:
-            lock = _try(folder / LOCK_NAME, descriptor) if has_locks else None
+            lock, has_locks = _try(folder / LOCK_NAME, descriptor), True
+        except _NoLocksError:
+            lock, has_locks = None, False
         except _Unlinked:
-            lock = None
+            lock, has_locks = None, True
     if lock is None and has_locks:
-        raise SplitError(
+        raise InUseError(
             f"{folder} is being worked on by {_holder(folder)}.", "Wait until that is done, or end it, and call again."
         )
     try:
-        yield
+        with folder_lock.exclusive(folder, FolderKind.SPLIT):
+            yield
     finally:
-        if lock is not None:
-            lock.release()
-        _remove_lock_file(folder / LOCK_NAME, contended=lock is not None)
+        _let_go(folder, lock)
+
+
+def read_lock(folder: Path) -> FolderLock:
+    """Lock a finished split directory for reading; waits while another process repairs or removes it.
+
+    After the wait the caller must check again whether the split is finished.
+
+    Raises:
+        SplitError: the file system fails to lock.
+    """
+    tell_from, told = time.monotonic() + SILENT_SECONDS, False
+    while True:
+        try:
+            return folder_lock.shared(folder, FolderKind.SPLIT)
+        except InUseError:
+            if not told and time.monotonic() >= tell_from:
+                _tell(folder)
+                told = True
+        time.sleep(POLL_SECONDS)
 
 
 def is_left_over(folder: Path) -> bool:
@@ -125,11 +151,11 @@ def _wait_for(folder: Path, made: list[Path]) -> BaseFileLock | None:
         try:
             durable.make_folder(folder)
             with durable.open_scratch(folder / LOCK_NAME) as descriptor:
-                if not _has_locks(descriptor):
-                    text = "The file system of %s has no locks; make sure that nothing else splits into it meanwhile."
-                    logger.warning(text, folder)
-                    return None
                 lock = _try(folder / LOCK_NAME, descriptor)
+        except _NoLocksError:
+            text = "The file system of %s has no locks; make sure that nothing else splits into it meanwhile."
+            logger.warning(text, folder)
+            return None
         except _Unlinked:
             restarts += 1
             continue
@@ -152,15 +178,31 @@ class _Unlinked(Exception):
     """What was locked is not, or no longer, the file of that name."""
 
 
+class _NoLocksError(Exception):
+    """The file system has no locks."""
+
+
 def _try(path: Path, descriptor: int) -> BaseFileLock | None:
-    """The lock on the file that `path` names and `descriptor` has open; None if somebody holds it."""
+    """The lock on the file that `path` names and `descriptor` has open; None if somebody holds it.
+
+    Raises:
+        _Unlinked, _NoLocksError: see there.
+        SplitError: the file system fails to lock.
+    """
     from filelock import FileLock, Timeout
 
     lock = FileLock(path)
     try:
+        _ask_for_locks(descriptor)
         lock.acquire(blocking=False)
     except Timeout:
         return None
+    except OSError as error:  # some file systems refuse to lock and accept the unlock
+        if error.errno in NO_LOCKS:
+            raise _NoLocksError from None
+        if error.errno in BROKEN_LOCKS:
+            raise lock_failure(path.parent, error) from error
+        raise
     if not _is_named(descriptor, path):
         lock.release()
         raise _Unlinked
@@ -175,19 +217,26 @@ def _is_named(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _has_locks(descriptor: int) -> bool:
-    """Whether the file system has locks; asked by an unlock of what is not locked, which changes nothing."""
-    if sys.platform == "win32":
-        return True
-    import fcntl
+def _ask_for_locks(descriptor: int) -> None:
+    """Ask whether the file system has locks, by the release of a lock that is not held, which has no effect.
 
-    try:
+    Without flock filelock would use a lock file that remains after a kill.
+
+    Raises:
+        OSError: it has none.
+    """
+    if sys.platform != "win32":
+        import fcntl
+
         fcntl.flock(descriptor, fcntl.LOCK_UN)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        return False
-    return True
+
+
+def _let_go(folder: Path, lock: BaseFileLock | None) -> None:
+    """Release the lock and remove its file."""
+    if lock is not None:
+        with contextlib.suppress(OSError):  # a failing file system releases it when this process ends
+            lock.release()
+    _remove_lock_file(folder / LOCK_NAME, contended=lock is not None)
 
 
 def _remove_lock_file(path: Path, *, contended: bool) -> None:

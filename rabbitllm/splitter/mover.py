@@ -18,8 +18,7 @@ from pathlib import Path
 from rabbitllm import durable
 from rabbitllm.errors import CorruptShardError
 from rabbitllm.formats.positional import PositionalFile, page_aligned
-from rabbitllm.formats.strided import Strided, read_row_major
-from rabbitllm.formats.tensor_spec import DTYPES
+from rabbitllm.formats.strided import read_run
 from rabbitllm.layers.compression import (
     BLOCKS,
     CODES_A_BYTE,
@@ -126,6 +125,8 @@ class Mover:
         work: Iterable[Move],
         arrived: Callable[[int], object],
         label: str | None = None,
+        *,
+        sums_sources: bool = False,
     ) -> None:
         """Carry out `work`, in the shard's own order, from a shard that is a file, or is becoming one.
 
@@ -135,6 +136,7 @@ class Mover:
             work: what to do.
             arrived: waits until the file has its first so many bytes; may raise to stop.
             label: the shard that the bytes are told of as done; None where they are not the source's.
+            sums_sources: also compute checksums of the data before quantization.
 
         Raises:
             CorruptShardError: the file cannot be read, or is shorter than its header said.
@@ -144,7 +146,7 @@ class Mover:
             source.advise_sequential()
             try:
                 for batch in _batches(work):
-                    self.sums.expect(move.form for move in batch)
+                    self.sums.expect((move.form for move in batch), sources=sums_sources)
                     arrived(batch[-1].offset + batch[-1].nbytes)
                     while len(running) >= QUEUED_BATCHES * self._threads:
                         wait(running, return_when=FIRST_COMPLETED)
@@ -214,6 +216,8 @@ class Mover:
             buffer = self._own_buffer()[: move.nbytes]
             with self._profiler.stage(move.layer, READ, move.nbytes):
                 self._read(source, buffer, move)
+            if move.form.scheme is not None:
+                self.sums.add_source(move.form, move.begin, buffer)
             written += self._write(targets[move.layer], move, buffer, aligned=True)
         if label is not None:
             tell(_done(label, batch, written))
@@ -221,12 +225,8 @@ class Mover:
     def _read(self, source: PositionalFile, buffer: memoryview, move: Move) -> None:
         spec = move.form.source
         try:
-            if spec.strides is None:
-                got = source.read_into(buffer, move.offset)
-            else:
-                place = Strided(spec.offset, DTYPES[spec.dtype].bits // 8, spec.sizes, spec.strides)
-                with self._strided:
-                    got = read_row_major(source, place, move.begin, buffer)
+            with self._strided if spec.strides is not None else contextlib.nullcontext():
+                got = read_run(source, spec, move.begin, buffer)
         except OSError as error:
             raise CorruptShardError(f"{source.path} cannot be read at byte {move.offset:,}: {error}.") from error
         if got == len(buffer):

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from rabbitllm.checkpoints.checkpoint import ShardFacts, SourceIdentity
+from rabbitllm.checkpoints.checkpoint import FileStat, ShardFacts, SourceIdentity, has_digest
 from rabbitllm.checkpoints.index import CheckpointIndex
 from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.collection import uncollected
@@ -33,6 +33,9 @@ class PlannedShard:
         tensors: those that this shard gives to layer files.
         staged: fetched by us, so it costs disk of ours while it is used.
         header_first: its header stands before its data.
+        stat: metadata of its file when the split was begun; None if the shard is not on this machine, or if an earlier
+            version of this package began the split.
+        expected_crc32: `source_check.source_crc32` of it, if it was read in advance.
     """
 
     name: str
@@ -41,11 +44,18 @@ class PlannedShard:
     tensors: tuple[TensorSpec, ...]
     staged: bool
     header_first: bool = True
+    stat: FileStat | None = None
+    expected_crc32: int | None = None
 
     @property
     def streams(self) -> bool:
         """Whether it can be used as it comes: its header is seen first, or is confirmed by what is kept until then."""
         return self.header_first or can_be_kept(self.tensors, self.size)
+
+    @property
+    def needs_checksum(self) -> bool:
+        """Whether its checksum must be recorded for a later comparison: it is local and has no digest."""
+        return not self.staged and not has_digest(self.fingerprint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,3 +215,10 @@ def recompressed(plan: SplitPlan, compression: str | None, chosen: Chosen | None
 def gib(nbytes: int) -> str:
     """Bytes as people read them: GiB from one GiB on, else MiB."""
     return f"{nbytes / 2**30:.2f} GiB" if abs(nbytes) >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
+
+
+def gib_rounded_up(nbytes: int) -> str:
+    """As `gib`, rounded up: parsed again, the text is never less than `nbytes`."""
+    unit, name = (2**30, "GiB") if nbytes >= 2**30 else (2**20, "MiB")
+    whole, hundredths = divmod(-(-nbytes * 100 // unit), 100)
+    return f"{whole}.{hundredths:02} {name}"

@@ -6,9 +6,9 @@ shards come from no better than the splitter does.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 from rabbitllm import durable
@@ -47,18 +47,25 @@ def repair(request: Request, manifest: Manifest, layers: Collection[str]) -> Non
     folder = request.folder
     # grouped as they were: the naming of a family may have changed since, and may have been the caller's own
     assigned = {tensor: LayerName(record.id, record.stem) for record in manifest.layers for tensor in record.tensors}
-    plan = plan_split(dataclasses.replace(request, chosen=manifest.chosen), manifest.format_version, assigned)
+    plan = plan_split(replace(request, chosen=manifest.chosen), manifest.format_version, assigned)
     _refuse_another(plan, manifest, folder)
     quantiser = quantiser_of(request)
     if quantiser != manifest.quantiser:
         logger.warning("The other layers were quantised by %s, these will be by %s.", manifest.quantiser, quantiser)
     needed = set(shards_for(manifest, layers))
+    known = manifest.source_checksums
+    # the shards that are read must be unchanged since the split was made; changes of the others do not matter
+    shards = [
+        replace(shard, expected_crc32=known.get(shard.name)) if shard.name in needed else replace(shard, stat=None)
+        for shard in plan.shards
+    ]
+    plan = replace(plan, shards=tuple(shards))
     journal.begin(folder, plan, manifest.quantiser)
     opened = journal.Journal(folder)
     try:
         for shard in plan.shards:
             if shard.name not in needed:
-                opened.mark_used(shard.name, {})
+                opened.mark_used(shard.name, {}, known.get(shard.name))
     finally:
         opened.close()
     # The damaged files go before the manifest does: a journal beside a manifest counts for nothing, and a manifest that

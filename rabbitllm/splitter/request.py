@@ -21,12 +21,13 @@ from rabbitllm.layers.order import FORMAT_VERSION
 from rabbitllm.options import SplitOptions
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.choosing import with_choice
-from rabbitllm.splitter.disk_use import on_disk, own_records_bytes
+from rabbitllm.splitter.disk_use import BLOCK_BYTES, in_hub_cache, on_disk, own_records_bytes
 from rabbitllm.splitter.hands import Hands
+from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan, recompressed, tensors_by_shard
 from rabbitllm.splitter.planned_files import PlannedFiles
 from rabbitllm.splitter.space import Ground, choose_arrival
-from rabbitllm.splitter.watch import disk_bytes
+from rabbitllm.splitter.watch import disk_bytes, existing, occupied
 
 Acceptance = Callable[[WeightFiles], None]
 """Raises what loading a model from these files would raise; they may be planned only, or be there."""
@@ -100,7 +101,7 @@ def _plan_of_headers(
     require_shards(checkpoint.index.shards, facts, checkpoint)
     tensors = tensors_by_shard(checkpoint.index, facts.values())
     shards = tuple(
-        PlannedShard(f.name, f.size, f.fingerprint, tensors[f.name], f.staged, f.header.comes_first)
+        PlannedShard(f.name, f.size, f.fingerprint, tensors[f.name], f.staged, f.header.comes_first, f.stat)
         for f in facts.values()
     )
     names = [tensor.name for shard in shards for tensor in shard.tensors]
@@ -110,27 +111,37 @@ def _plan_of_headers(
     return make_plan(identity, shards, assigned, request.options.compression, format_version)
 
 
-def ground_of(request: Request, plan: SplitPlan, downloads: tuple[tuple[Path, int], ...] = ()) -> Ground:
+def ground_of(request: Request, plan: SplitPlan, fetched: Iterable[PlannedShard] = ()) -> Ground:
     """What the split stands on where nothing of it has been done yet.
 
     Args:
         request: see there.
         plan: of that request.
-        downloads: bytes that go elsewhere before it begins, by folder.
+        fetched: shards that will be downloaded into the hub cache before the split begins.
     """
-    sidecars = sum(on_disk(size) for size in request.checkpoint.sidecar_sizes().values())
-    deletes = request.options.sequential and request.checkpoint.deletable
-    if (fetched := request.checkpoint.downloads()) is not None:
-        downloads = (*downloads, (fetched[0], sum(map(on_disk, fetched[1].values()))))
-    return Ground(request.folder, deletes, sidecars + own_records_bytes(plan), downloads)
+    checkpoint = request.checkpoint
+    small_files = sum(on_disk(size) for size in checkpoint.sidecar_sizes().values()) + own_records_bytes(plan)
+    lock_bytes = sum(map(occupied, (request.folder / LOCK_NAME, request.folder / HOLDER_NAME)))
+    freed: Mapping[str, int] = {}
+    if request.options.sequential and checkpoint.deletable:
+        freed = checkpoint.freed_bytes((shard.name for shard in plan.shards), existing(request.folder).stat().st_dev)
+    downloads: tuple[tuple[Path, int], ...] = ()
+    if (coming := checkpoint.downloads()) is not None:
+        sizes = [*coming.sizes.values(), *(shard.size for shard in fetched)]
+        downloads = ((coming.cache, in_hub_cache(sizes, coming.listed)),)
+    return Ground(request.folder, freed, small_files + BLOCK_BYTES, downloads, lock_bytes=lock_bytes)
 
 
-def check_before_download(request: Request, cache: Path) -> Chosen | None:
+def resumed_ground(ground: Ground, used: frozenset[str]) -> Ground:
+    """The ground of a split of which an earlier run has used up these shards."""
+    return dataclasses.replace(ground, used=used, in_use=disk_bytes(ground.folder) - ground.lock_bytes)
+
+
+def check_before_download(request: Request) -> Chosen | None:
     """Refuse a split on the standard route for which checkpoint and layer files do not both fit.
 
     Args:
-        request: with the repository as its checkpoint.
-        cache: the folder that its missing shards are about to be fetched into.
+        request: with the repository as its checkpoint, whose missing shards are about to be fetched into the hub cache.
 
     Returns:
         At "auto", bits with which both do; None at other compressions.
@@ -140,16 +151,15 @@ def check_before_download(request: Request, cache: Path) -> Chosen | None:
     """
     earlier = journal.replay(request.folder)
     plan = with_places(earlier.plan, request.checkpoint) if earlier is not None else _plan_of_headers(request)
-    missing = sum(on_disk(shard.size) for shard in plan.shards if shard.staged)
     kept = dataclasses.replace(plan, shards=tuple(dataclasses.replace(s, staged=False) for s in plan.shards))
-    ground = ground_of(request, plan, ((cache, missing),))
+    ground = ground_of(request, plan, [shard for shard in plan.shards if shard.staged])
     if earlier is None:
         kept = _with_bits(kept, ground, request)
     if request.accept is not None:
         request.accept(PlannedFiles(kept, request.folder))
-    used = earlier.used if earlier is not None else frozenset()
-    in_use = disk_bytes(request.folder) if earlier is not None else 0
-    choose_arrival(kept, dataclasses.replace(ground, used=used, in_use=in_use), request.options)
+    if earlier is not None:
+        ground = resumed_ground(ground, earlier.used)
+    choose_arrival(kept, ground, request.options)
     return kept.chosen
 
 

@@ -21,6 +21,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from rabbitllm.checkpoints.checkpoint import Disposal, Release
+from rabbitllm.errors import CorruptShardError
 from rabbitllm.profiler import Profiler
 from rabbitllm.progress import BytesDone, ShardDone, ShardStarted, SplitStarted, tell
 from rabbitllm.splitter import journal
@@ -30,7 +31,8 @@ from rabbitllm.splitter.filler import Filler
 from rabbitllm.splitter.hands import Hands
 from rabbitllm.splitter.mover import Mover, Target
 from rabbitllm.splitter.plan import PlannedShard
-from rabbitllm.splitter.sums import TensorSums
+from rabbitllm.splitter.source_check import require_unmodified, source_crc32
+from rabbitllm.splitter.sums import ShardChecksums, TensorSums
 from rabbitllm.splitter.watch import disk_bytes
 from rabbitllm.splitter.work import ROOM, Work
 
@@ -61,6 +63,7 @@ class ShardLoop:
         self.plan = work.plan
         self.used = set(work.used)
         self.checksums = dict(work.checksums)
+        self.source_checksums = dict(work.source_checksums)
         self._deletes = work.options.sequential and work.checkpoint.deletable
         self._journal = journal.Journal(work.folder)
         self._mover = Mover(work.options.threads, work.quantise_on, profiler, watch, fitted=work.fitted)
@@ -108,8 +111,8 @@ class ShardLoop:
         layers = {shard.name: self._unfinished(shard) for shard in waiting}
         parts = [(shard, self.work.of_shard(shard.name, layers[shard.name])) for shard in waiting]
         with contextlib.closing(hands.filled(parts, self._tell_started, self._watch)) as through:
-            for shard, sums in through:
-                self._take_over(shard, layers[shard.name], sums)
+            for shard, found in through:
+                self._take_over(shard, layers[shard.name], found)
                 forms = self._filler.forms_of(shard, layers[shard.name])
                 tell(
                     BytesDone(
@@ -162,31 +165,54 @@ class ShardLoop:
         targets: dict[str, Target] = {}
         try:
             self._filler.fill(shard, arriving, targets, layers)
+            found = self._mover.sums.take_with_sources(self._filler.forms_of(shard, layers))
+            source_crc = self._source_checksum(shard, found)  # before a layer with data of it gets its name
             completed = self.plan.layer_map.completed_by(shard.name, self.used)
-            sums = self._completion.complete(
-                completed, targets, lambda: self._mover.sums.take(self._filler.forms_of(shard, layers))
-            )
+            sums = self._completion.complete(completed, targets, found.stored)
         finally:
             for target in targets.values():
                 target.close()
-        self._mark_used(shard, sums)
+        self._mark_used(shard, sums, source_crc)
 
-    def _take_over(self, shard: PlannedShard, layers: Sequence[str], sums: TensorSums) -> None:
+    def _take_over(self, shard: PlannedShard, layers: Sequence[str], found: ShardChecksums) -> None:
         """The same of a shard whose bytes other hands have put into layer files and synced."""
         self._filler.require_filled(shard, layers)
+        source_crc = self._source_checksum(shard, found)
         completed = self.plan.layer_map.completed_by(shard.name, self.used)
         targets: dict[str, Target] = {}
         try:
             self._filler.open(targets, [layer for layer in completed if layer in layers])
-            all_sums = self._completion.complete(completed, targets, lambda: dict(sums))
+            sums = self._completion.complete(completed, targets, found.stored)
         finally:
             for target in targets.values():
                 target.close()
-        self._mark_used(shard, all_sums)
+        self._mark_used(shard, sums, source_crc)
 
-    def _mark_used(self, shard: PlannedShard, sums: TensorSums) -> None:
-        self._journal.mark_used(shard.name, sums)
+    def _source_checksum(self, shard: PlannedShard, found: ShardChecksums) -> int | None:
+        """The checksum of the data used of a shard (`source_crc32`); None if the shard has a digest.
+
+        Tensors of layers that an earlier run finished are read for it.
+
+        Raises:
+            CorruptShardError: the shard was modified since the plan was made or checked.
+        """
+        if shard.staged:
+            return None
+        path = self.work.checkpoint.acquire(shard.name)
+        crc = source_crc32(path, shard.tensors, found.sources) if shard.needs_checksum else None
+        require_unmodified(path, shard)
+        if shard.expected_crc32 not in (None, crc):
+            raise CorruptShardError(
+                f"{path} differs from the checksum that was recorded for it when the split was begun or made.",
+                "Restore the file as it was, and make the same call again. The data that was just read is not used.",
+            )
+        return crc
+
+    def _mark_used(self, shard: PlannedShard, sums: TensorSums, source_crc: int | None) -> None:
+        self._journal.mark_used(shard.name, sums, source_crc)
         self.checksums |= sums
+        if source_crc is not None:
+            self.source_checksums[shard.name] = source_crc
         self.used.add(shard.name)
 
     def _release(self, shard: PlannedShard) -> Release:

@@ -7,8 +7,8 @@ reports the host's disk), hence `max_disk`. Writes nothing.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rabbitllm.errors import NotEnoughSpaceException, OptionError
@@ -17,7 +17,8 @@ from rabbitllm.layers.compression import COMPRESSIONS
 from rabbitllm.options import SplitOptions
 from rabbitllm.splitter.at_once import disk_use_at_once
 from rabbitllm.splitter.disk_use import Arrival, DiskUse, Sizes
-from rabbitllm.splitter.plan import SplitPlan, gib, recompressed
+from rabbitllm.splitter.plan import SplitPlan, gib, gib_rounded_up, recompressed
+from rabbitllm.splitter.watch import existing
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,19 +27,22 @@ class Ground:
 
     Attributes:
         folder: the split directory, there or not.
-        deletes_shards: whether a local source's shards are deleted when used up.
+        freed: shard -> bytes that its deletion frees on the disk of `folder`; without shards that stay, lie on another
+            disk, or share their data with another file.
         small_files: bytes of what will lie beside the layer files.
         downloads: bytes that go elsewhere before the split begins (the hub cache, on the standard route), by folder.
         used: shards that an earlier run used up.
-        in_use: bytes that the folder occupies already.
+        in_use: bytes that an earlier run's files in the folder occupy already.
+        lock_bytes: bytes that the lock of this run occupies there already; the need contains them.
     """
 
     folder: Path
-    deletes_shards: bool
+    freed: Mapping[str, int] = field(default_factory=dict)
     small_files: int = 0
     downloads: tuple[tuple[Path, int], ...] = ()
     used: frozenset[str] = frozenset()
     in_use: int = 0
+    lock_bytes: int = 0
 
     def created(self, use: DiskUse) -> int:
         """Bytes that `max_disk` bounds: of the split directory, and of what is downloaded beside it and stays."""
@@ -47,11 +51,25 @@ class Ground:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """What is lacking: bytes needed, bytes to be had, and where."""
+    """Too little disk for a split.
+
+    Attributes:
+        need: bytes that `max_disk`, or the free disk, must have at least.
+        have: bytes that it has.
+        where: which of them, in words.
+        limited: True for `max_disk`, which bounds everything that the split creates. False for the free disk, to which
+            deleted shards add.
+    """
 
     need: int
     have: int
     where: str
+    limited: bool = False
+
+    @property
+    def needed(self) -> str:
+        """The need in words, rounded up: a limit with this value is large enough."""
+        return f"{gib_rounded_up(self.need)} ({self.need:,} bytes) of {'max_disk' if self.limited else 'free disk'}"
 
 
 def candidates(plan: SplitPlan, transfer: str) -> tuple[Arrival, ...]:
@@ -113,7 +131,7 @@ def choose_way(
     short = shortage(plan, ground, options, ways[-1])
     assert short is not None
     raise NotEnoughSpaceException(
-        f"Splitting {plan.source.name} into {ground.folder} needs {gib(short.need)} at its peak; "
+        f"Splitting {plan.source.name} into {ground.folder} needs {short.needed} at its peak; "
         f"{gib(short.have)} is {short.where}.",
         _what_would_fit(plan, ground, options, short),
     )
@@ -125,7 +143,7 @@ def use_of(plan: Sizes, ground: Ground, arrival: Arrival, at_once: int = 1) -> D
         plan,
         at_once,
         arrival=arrival,
-        deletes_shards=ground.deletes_shards,
+        freed=ground.freed,
         small_files=ground.small_files,
         used=ground.used,
         in_use=ground.in_use,
@@ -137,9 +155,9 @@ def shortage(plan: Sizes, ground: Ground, options: SplitOptions, arrival: Arriva
     use = use_of(plan, ground, arrival, at_once)
     created = ground.created(use)
     if options.max_disk is not None and created > options.max_disk:
-        return Shortage(created, options.max_disk, f"allowed by max_disk={options.max_disk:,}")
+        return Shortage(created, options.max_disk, f"allowed by max_disk={options.max_disk:,}", limited=True)
     for place, need in _by_disk([(ground.folder, use.added), *ground.downloads]):
-        free = shutil.disk_usage(place).free
+        free = shutil.disk_usage(place).free + (ground.lock_bytes if place == existing(ground.folder) else 0)
         if need and need + options.min_free > free:
             reserve = f", less {gib(options.min_free)} that stay free (min_free_disk)" if options.min_free else ""
             return Shortage(need, max(free - options.min_free, 0), f"free on the disk of {place}{reserve}")
@@ -150,9 +168,7 @@ def _by_disk(wants: Iterable[tuple[Path, int]]) -> Sequence[tuple[Path, int]]:
     """Bytes wanted at several places, summed over those that lie on one disk."""
     sums: dict[int, tuple[Path, int]] = {}
     for folder, need in wants:
-        at = folder
-        while not at.exists():
-            at = at.parent
+        at = existing(folder)
         place, before = sums.get(at.stat().st_dev, (at, 0))
         sums[at.stat().st_dev] = (place, before + need)
     return list(sums.values())
@@ -163,14 +179,14 @@ def _what_would_fit(plan: SplitPlan, ground: Ground, options: SplitOptions, shor
     way = candidates(plan, "auto")[-1]
     if options.shard_transfer == "file" and way is Arrival.STREAM and shortage(plan, ground, options, way) is None:
         return "shard_transfer='stream' (or 'auto') would fit: no shard is then on the disk."
-    if not options.sequential and any(need for _, need in ground.downloads):
+    if not (options.sequential or options.keep_own) and any(need for _, need in ground.downloads):
         return "sequential_shard_processing=True takes one shard at a time instead of downloading all of them first."
     smaller = COMPRESSIONS[COMPRESSIONS.index(plan.compression) + 1 :] if plan.compression != AUTO else ()
     for compression in () if ground.used else smaller:
         if shortage(recompressed(plan, compression), ground, options, way) is None:
             return f"compression='{compression}' would fit."
-    missing = gib(short.need - short.have)
-    place = "allow that much more with max_disk" if "max_disk" in short.where else f"free {missing} there"
+    missing = gib_rounded_up(short.need - short.have)
+    place = f"allow max_disk={short.need}" if short.limited else f"free {missing} there"
     return (
         f"{place[0].upper()}{place[1:]}, or name another place with layer_shards_saving_path. No other compression "
         "fits as it is."

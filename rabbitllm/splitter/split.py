@@ -34,12 +34,14 @@ from rabbitllm.splitter.request import (
     plan_split,
     quantiser_of,
     require_shards,
+    resumed_ground,
     with_places,
 )
 from rabbitllm.splitter.shard_loop import ShardLoop
+from rabbitllm.splitter.source_check import check_resumed, with_checksums
 from rabbitllm.splitter.space import Ground, choose_arrival, choose_at_once, use_of
 from rabbitllm.splitter.sums import TensorSums
-from rabbitllm.splitter.watch import Watch, disk_bytes
+from rabbitllm.splitter.watch import Watch
 from rabbitllm.splitter.work import Work
 
 logger = logging.getLogger(__name__)
@@ -54,7 +56,7 @@ def split(request: Request) -> Profiler:
     Raises:
         CheckpointError: the source is malformed or incomplete, or not accepted; nothing was touched.
         NotEnoughSpaceException: it would not fit; nothing was touched.
-        SplitMismatchError: the folder has layers of another source.
+        SplitMismatchError: the folder has layers of another source, or the source has changed.
         HubError: fetching failed; the same call goes on where it stopped.
         DiskFullError: something else took the disk; the same call goes on where it stopped.
     """
@@ -66,7 +68,7 @@ def split(request: Request) -> Profiler:
         try:
             loop.take_shards()
             loop.finish_leftovers()
-            manifest = manifest_of(work, quantiser, loop.checksums)
+            manifest = manifest_of(work, quantiser, loop.checksums, loop.source_checksums)
             if request.accept is not None:
                 request.accept(LayerStore(request.folder, manifest))
             loop.give_up_last()
@@ -98,6 +100,9 @@ def _begin(request: Request) -> tuple[Work, str | None]:
     quantiser = quantiser_of(request)
     work = _work(request, plan, ground_of(request, plan), {}, is_fitted(quantiser))
     _warn_of_big_layers(plan)
+    if request.options.verify_source:
+        plan = with_checksums(plan, request.checkpoint)
+        work = dataclasses.replace(work, plan=plan)
     durable.make_folder(request.folder)
     copied = _copy_sidecars(request)
     if request.accept is not None:
@@ -118,7 +123,14 @@ def _take_up(request: Request, earlier: journal.Replay) -> Work:
     shards = [s for s in checkpoint.index.shards if s not in earlier.used or not checkpoint.stages(s)]
     facts = facts_of(checkpoint, shards)
     identity = checkpoint.identity(facts.values())
-    why = earlier.plan.source.differs_from(identity) or _no_evidence(request, earlier.plan.source, identity)
+    known = earlier.plan.source
+    why = known.differs_from(identity) or _no_evidence(request, known, identity)
+    if why is not None and known.is_named_like(identity):
+        raise SplitMismatchError(
+            f"{checkpoint.label} has changed since the split in {request.folder} was begun: {why}.",
+            "Restore the original files, and make the same call again. To split the changed checkpoint, choose another "
+            "folder (layer_shards_saving_path). Delete that folder only if all original shards still exist.",
+        )
     if why is not None:
         raise SplitMismatchError(
             f"{request.folder} holds an unfinished split of {earlier.plan.source.name}, not of {identity.name}: {why}.",
@@ -132,9 +144,11 @@ def _take_up(request: Request, earlier: journal.Replay) -> Work:
     logger.info("Going on with %s: %d shards are used up.", request.folder, len(earlier.used))
     if (other := other_budget(earlier.plan.chosen, request.options)) is not None:
         logger.warning("%s was begun %s, and goes on with the bits chosen then.", request.folder, other)
-    plan = with_places(earlier.plan, checkpoint)
-    ground = dataclasses.replace(ground_of(request, plan), used=earlier.used, in_use=disk_bytes(request.folder))
+    verify = request.options.verify_source
+    plan = with_places(check_resumed(earlier, facts, checkpoint, request.folder, verify=verify), checkpoint)
+    ground = resumed_ground(ground_of(request, plan), earlier.used)
     work = _work(request, plan, ground, earlier.checksums, is_fitted(earlier.quantiser))
+    work = dataclasses.replace(work, source_checksums=earlier.source_checksums)
     journal.settle(request.folder)
     if work.arrival is Arrival.STREAM:  # whatever was fetched of a shard, it comes anew
         durable.remove_folder(request.folder / STAGING_NAME)

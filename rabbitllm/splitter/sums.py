@@ -6,7 +6,9 @@ Beside that of the whole part there is one for each run of it between the places
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from rabbitllm.formats.crc32 import combine, combine_all
 from rabbitllm.formats.safetensors_file import Placed
@@ -43,22 +45,45 @@ def runs_of(sums: PartSums, at: int, nbytes: int) -> list[tuple[int, int, int]] 
     return [*_runs(at, nbytes, known)]
 
 
+@dataclass(frozen=True, slots=True)
+class ShardChecksums:
+    """Checksums of the tensors of one shard.
+
+    Attributes:
+        stored: of the stored parts of each tensor.
+        sources: tensor -> CRC-32 of its data in the shard, in row-major order; without the quantized tensors of a
+            shard that has a digest.
+    """
+
+    stored: TensorSums
+    sources: Mapping[str, int]
+
+
 class Sums:
     """Of the tensors that are being written, by name."""
 
     def __init__(self) -> None:
         self._parts: dict[str, tuple[_Part, ...]] = {}
+        self._sources: dict[str, list[tuple[int, int, int]]] = {}
 
-    def expect(self, forms: Iterable[StoredForm | Settling]) -> None:
-        """Make room for tensors, before threads that must not race for it add to them."""
+    def expect(self, forms: Iterable[StoredForm | Settling], *, sources: bool = False) -> None:
+        """Make room for tensors, before threads that must not race for it add to them.
+
+        Args:
+            forms: the tensors.
+            sources: also compute the checksums of the data before quantization.
+        """
         for form in forms:
             if form.source.name not in self._parts:
                 self._parts[form.source.name] = tuple(_Part() for _ in form.parts)
+                if sources and isinstance(form, StoredForm) and form.scheme is not None:
+                    self._sources[form.source.name] = []
 
     def forget(self, forms: Iterable[StoredForm | Settling]) -> None:
         """Drop what was added of these tensors, which are going to be written again."""
         for form in forms:
             self._parts.pop(form.source.name, None)
+            self._sources.pop(form.source.name, None)
 
     def add(self, form: StoredForm | Settling, part: int, begin: int, data: memoryview, place: int | None) -> None:
         """Note a run of a stored part that was written, `begin` bytes into it.
@@ -73,6 +98,24 @@ class Sums:
         noted = self._parts[form.source.name][part]
         noted.place = place
         noted.pieces.append((begin, len(data), run_sums(data, (place or 0) + begin)))
+
+    def add_source(self, form: StoredForm, begin: int, data: memoryview) -> None:
+        """Add a run of a tensor before quantization, `begin` bytes into it, if `expect` asked for it."""
+        pieces = self._sources.get(form.source.name)
+        if pieces is not None:
+            pieces.append((begin, len(data), zlib.crc32(data)))
+
+    def take_with_sources(self, forms: Sequence[StoredForm]) -> ShardChecksums:
+        """As `take`, together with the checksums of the data in the shard."""
+        stored = self.take(forms)
+        sources = {form.source.name: whole_sum(stored[form.source.name][0]) for form in forms if form.scheme is None}
+        for form in forms:
+            if (read := self._sources.pop(form.source.name, None)) is not None:
+                _require_whole(
+                    ((begin, nbytes) for begin, nbytes, _ in sorted(read)), form.source.name, form.source.nbytes
+                )
+                sources[form.source.name] = combine_all((crc, nbytes) for _, nbytes, crc in sorted(read))
+        return ShardChecksums(stored, sources)
 
     def take(self, forms: Iterable[StoredForm | Settling]) -> dict[str, tuple[PartSums, ...]]:
         """The sums of each stored part of these tensors, which are forgotten.
@@ -99,18 +142,23 @@ class _Part:
 
     def sums(self, part: Placed) -> PartSums:
         """Its sums, from those of its pieces, which must leave nothing out."""
-        at, origin = 0, self.place or 0
-        runs: list[tuple[int, int, int]] = []
-        for begin, nbytes, sums in sorted(self.pieces):
-            if begin != at:
-                break
-            runs += _runs(origin + begin, nbytes, sums)
-            at += nbytes
-        if at != part.nbytes:  # the shard is deleted on the strength of this
-            raise AssertionError(f"{part.name} was written up to byte {at} of {part.nbytes}")
+        origin, pieces = self.place or 0, sorted(self.pieces)
+        _require_whole(((begin, nbytes) for begin, nbytes, _ in pieces), part.name, part.nbytes)
+        runs = [run for begin, nbytes, sums in pieces for run in _runs(origin + begin, nbytes, sums)]
         if self.place is None:
             return part_sums(combine_all((crc, nbytes) for _, nbytes, crc in runs))
         return _part_sums(runs)
+
+
+def _require_whole(pieces: Iterable[tuple[int, int]], name: str, expected: int) -> None:
+    """Make sure that pieces, sorted, leave out nothing: shards are deleted on the strength of this."""
+    at = 0
+    for begin, nbytes in pieces:
+        if begin != at:
+            break
+        at += nbytes
+    if at != expected:
+        raise AssertionError(f"{name} was written up to byte {at} of {expected}")
 
 
 def _runs(at: int, nbytes: int, sums: bytes) -> Iterator[tuple[int, int, int]]:

@@ -8,11 +8,13 @@ Invariant: with the context open, free space that stays under the limit for an i
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +26,8 @@ from rabbitllm.progress import DiskSampled, tell
 DISK_SHARE = 0.01
 """Part of a core that may go into summing the folder's files; with very many of them that is done less often."""
 GB = 1e9
+FULL_ERRORS = (errno.ENOSPC, *([errno.EDQUOT] if hasattr(errno, "EDQUOT") else []))
+"""Errors of a write without space: on the disk, in its inode table, or in a quota."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,7 @@ class Watch:
         self._most_memory = max(self._most_memory, anonymous_bytes(self._process))
         free = 0
         with contextlib.suppress(OSError):  # the folder may come and go; a thread that dies would watch no more
-            free = shutil.disk_usage(_existing(self._folder)).free
+            free = shutil.disk_usage(existing(self._folder)).free
             self._lowest_free = min(self._lowest_free, free)
         start = time.perf_counter()
         if start < self._next_disk:
@@ -131,6 +135,29 @@ class Watch:
         return DiskSampled(in_use, limit if self._max_disk is None else min(limit, self._max_disk))
 
 
+@contextlib.contextmanager
+def reporting_full_disk(name: str | Path) -> Iterator[None]:
+    """Turn the system's error for a full disk into `DiskFullError` while the context is open.
+
+    Args:
+        name: the split directory, or the source, for the message.
+
+    Raises:
+        DiskFullError: a write failed for lack of space.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL_ERRORS:
+            raise
+        why = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+        raise DiskFullError(
+            f"A disk became full while {name} was prepared ({why}). The split stopped; everything done so far is safe.",
+            "Free some space, or inodes if space is left (`df -i`), and make the same call again: it goes on where it "
+            "stopped.",
+        ) from error
+
+
 def anonymous_bytes(process: Any) -> int:
     """Memory of a psutil process that is resident and not of a mapped file, as far as the system tells."""
     found = process.memory_info()
@@ -141,7 +168,7 @@ def disk_bytes(folder: str | Path) -> int:
     """Bytes that everything below a folder occupies; holes count nothing."""
     total = 0
     for entry in _entries(folder):
-        total += _occupied(entry)
+        total += occupied(entry)
         if entry.is_dir(follow_symlinks=False):
             total += disk_bytes(entry.path)
     return total
@@ -155,13 +182,15 @@ def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
         return []
 
 
-def _occupied(entry: os.DirEntry[str]) -> int:
+def occupied(entry: os.DirEntry[str] | Path) -> int:
+    """Bytes that a directory entry occupies; 0 if it is missing. Links are not followed."""
     try:
-        status = entry.stat(follow_symlinks=False)
+        status = os.lstat(entry)
     except OSError:  # renamed or deleted meanwhile
         return 0
     return status.st_blocks * 512 if hasattr(status, "st_blocks") else status.st_size
 
 
-def _existing(folder: Path) -> Path:
-    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+def existing(folder: Path) -> Path:
+    """The folder, or its nearest existing parent, which is on the same disk."""
+    return next(path for path in (folder, *folder.parents) if path.exists())

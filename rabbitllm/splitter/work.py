@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rabbitllm.checkpoints.checkpoint import Checkpoint
@@ -32,6 +32,7 @@ class Work:
         use: what it takes of the disk.
         used: shards that an earlier run used up.
         checksums: tensor -> CRC-32 of each stored part, as far as the journal knows them.
+        source_checksums: shard -> `source_check.source_crc32`, from the journal.
         at_once: shards in work at a time, at most.
         fitted: whether scales of 4bit fit their blocks.
     """
@@ -47,6 +48,7 @@ class Work:
     checksums: TensorSums
     at_once: int = 1
     fitted: bool = False
+    source_checksums: Mapping[str, int] = field(default_factory=dict)
 
     def of_shard(self, shard: str, layers: Iterable[str]) -> Work:
         """The part of it that fills these layers from one shard: all that another process has to know."""
@@ -65,4 +67,4 @@ class Work:
             layer_map=layer_map,
             layouts={layer: self.plan.layouts[layer] for layer in layers},
         )
-        return dataclasses.replace(self, plan=plan, used=frozenset(), checksums={})
+        return dataclasses.replace(self, plan=plan, used=frozenset(), checksums={}, source_checksums={})

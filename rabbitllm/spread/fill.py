@@ -12,11 +12,11 @@ from rabbitllm.splitter.filler import Filler
 from rabbitllm.splitter.lease import Lease, Looks
 from rabbitllm.splitter.mover import Mover, Target
 from rabbitllm.splitter.plan import PlannedShard
-from rabbitllm.splitter.sums import PartSums
+from rabbitllm.splitter.sums import ShardChecksums
 from rabbitllm.splitter.work import ROOM, Work
 
 
-def fill_from(shard: PlannedShard, work: Work, lease: Lease, threads: int) -> dict[str, tuple[PartSums, ...]]:
+def fill_from(shard: PlannedShard, work: Work, lease: Lease, threads: int) -> ShardChecksums:
     """Fill unfinished layer files from a shard.
 
     Args:
@@ -26,7 +26,7 @@ def fill_from(shard: PlannedShard, work: Work, lease: Lease, threads: int) -> di
         threads: that read, quantise and write.
 
     Returns:
-        The CRC-32 of each stored part of the shard's tensors: name -> one a part. All of it is durable.
+        The checksums of the shard's tensors. All of its bytes are durable.
 
     Raises:
         ClusterError: the lease is gone.
@@ -44,7 +44,7 @@ def fill_from(shard: PlannedShard, work: Work, lease: Lease, threads: int) -> di
         for _, arriving in arrivals.shards([shard]):
             filler.fill(shard, arriving, targets, layers)
         mover.sync(targets.values())
-        return mover.sums.take(filler.forms_of(shard, layers))
+        return mover.sums.take_with_sources(filler.forms_of(shard, layers))
     finally:
         arrivals.close()
         mover.close()

@@ -15,7 +15,7 @@ from rabbitllm.errors import ClusterError, OptionError, RabbitLLMError
 from rabbitllm.splitter.hands import Filled
 from rabbitllm.splitter.lease import Lease, granted, revoke
 from rabbitllm.splitter.plan import PlannedShard
-from rabbitllm.splitter.sums import TensorSums
+from rabbitllm.splitter.sums import ShardChecksums
 from rabbitllm.splitter.work import Work
 from rabbitllm.spread.cluster import Node
 from rabbitllm.spread.fill import fill_from
@@ -29,7 +29,7 @@ TIMES = 4
 POLL_SECONDS = 0.2
 STOP_SECONDS = 10.0
 """How long tasks that are to stop may take over it."""
-Fill = Callable[[PlannedShard, Work, Lease, int], TensorSums]
+Fill = Callable[[PlannedShard, Work, Lease, int], ShardChecksums]
 """See `fill_from`."""
 
 
@@ -97,16 +97,16 @@ class RayHands:
                 _wait_for_end([*in_work])
 
 
-def _filled(fill: Fill, shard: PlannedShard, work: Work, lease: Lease, threads: int) -> TensorSums:
+def _filled(fill: Fill, shard: PlannedShard, work: Work, lease: Lease, threads: int) -> ShardChecksums:
     return fill(shard, work, lease, threads)
 
 
-def _result(reference: Any, shard: PlannedShard) -> TensorSums:
+def _result(reference: Any, shard: PlannedShard) -> ShardChecksums:
     import ray
     from ray.exceptions import RayError, RayTaskError
 
     try:
-        sums: TensorSums = ray.get(reference)
+        sums: ShardChecksums = ray.get(reference)
     except RayTaskError as error:
         cause = error.cause
         if isinstance(cause, RabbitLLMError | OSError):

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from huggingface_hub import HFCacheInfo, scan_cache_dir, snapshot_download
 
-from rabbitllm.checkpoints.hub_cache import CachedSnapshot, check_in_cache, free_file, free_rest, snapshot_of
+from rabbitllm.checkpoints.hub_cache import (
+    CachedSnapshot,
+    check_in_cache,
+    free_file,
+    free_rest,
+    freed_bytes,
+    snapshot_of,
+)
 from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.errors import UnsafePathError
 from tests.support.builders import cut, llama_tensors, write_shards
@@ -47,6 +55,26 @@ def test_snapshot(snapshot: CachedSnapshot, hub_environment: HubEnvironment, loc
     assert snapshot == CachedSnapshot(hub_environment.cache, "models--acme--tiny", local_hub.commit(REPO))
     assert snapshot.repo_id == REPO
     assert names_in(snapshot.folder, "*.safetensors") == [FIRST, SECOND]
+
+
+@pytest.mark.usefixtures("library")
+def test_what_a_disk_gets_back_is_told_before(
+    snapshot: CachedSnapshot, sibling: Path, hub_environment: HubEnvironment
+) -> None:
+    """Nothing of a blob that another revision uses, or that has a second name, or lies on another disk."""
+    at = hub_environment.cache.stat().st_dev
+    told = freed_bytes(snapshot, [FIRST, SECOND, "not there"], at)
+    before = occupied(hub_environment.cache)
+    assert free_file(snapshot, SECOND) > 0
+    assert list(told) == [SECOND]
+    assert told[SECOND] <= before - occupied(hub_environment.cache) <= told[SECOND] + 4096  # a long link takes a block
+    assert freed_bytes(snapshot, [FIRST], at) == freed_bytes(snapshot, [], at) == {}
+    found = snapshot_of(sibling)
+    assert found is not None
+    assert list(freed_bytes(found, [FIRST, SECOND], at)) == [SECOND]
+    assert freed_bytes(found, [SECOND], at + 1) == {}
+    os.link((sibling / SECOND).resolve(), hub_environment.home / "kept")
+    assert freed_bytes(found, [SECOND], at) == {}
 
 
 @pytest.mark.parametrize("path", ["", "..", "../..", "../../blobs", "sub"])

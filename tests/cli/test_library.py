@@ -70,7 +70,9 @@ def test_a_dry_run_answers_with_its_exit_code(folder: Path) -> None:
     before = contents(folder)
     assert "It fits." in run("pull", folder, "--dry-run").stdout
     short = run("pull", folder, "--dry-run", "--max-disk", "1kB", code=1)
-    assert re.search(r"It does not fit: .* is needed, 1,000 bytes is allowed by max_disk", short.stdout)
+    assert re.search(
+        r"It does not fit: it needs .* of max_disk at its peak; 1,000 bytes is allowed by max_disk", short.stdout
+    )
     assert record("pull", folder, "--dry-run", "--max-disk", "1kB", code=1)["fits"] is False
     assert contents(folder) == before
     run("pull", folder)

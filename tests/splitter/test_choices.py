@@ -30,7 +30,7 @@ from rabbitllm.splitter.disk_use import Arrival, disk_use
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, layout_at, make_plan, recompressed
 from rabbitllm.splitter.sensitivity import Group, groups
 from rabbitllm.splitter.space import Ground
-from tests.support.plans import SOURCE, resident_bytes, shard_of
+from tests.support.plans import SOURCE, all_freed, resident_bytes, shard_of
 
 Usage = namedtuple("Usage", "total used free")
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
@@ -161,8 +161,8 @@ def test_every_size_is_the_plan_s(kind: str) -> None:
             assert of(own.layouts[layer]) == of(layout)
             assert len(own.layouts[layer].joins) == len(layout.joins)
         for way, deletes in itertools.product(Arrival, (False, True)):
-            use = disk_use(own, arrival=way, deletes_shards=deletes)
-            assert use == disk_use(expected, arrival=way, deletes_shards=deletes)
+            use = disk_use(own, arrival=way, freed=all_freed(bare, deletes))
+            assert use == disk_use(expected, arrival=way, freed=all_freed(bare, deletes))
         sizes.add(own.output_bytes)
     assert len(sizes) > len(COMPRESSIONS)
 
@@ -180,7 +180,7 @@ def test_what_is_chosen_is_what_plans_would_choose(tmp_path: Path, monkeypatch: 
     said += [{"memory": budget + max(layout.size for layout in bare.layouts.values())} for budget in budgets]
     chosen = set()
     for wishes, deletes in itertools.product(said, (False, True)):
-        options, ground = SplitOptions(AUTO, min_free=0, **wishes), Ground(tmp_path, deletes)  # type: ignore[arg-type]
+        options, ground = SplitOptions(AUTO, min_free=0, **wishes), Ground(tmp_path, all_freed(bare, deletes))  # type: ignore[arg-type]
         with monkeypatch.context() as patched:
             patched.setattr(choosing, "Choices", Planned)
             expected = _outcome(start, ground, options)

@@ -16,7 +16,7 @@ from rabbitllm.splitter.disk_use import Arrival, disk_use
 from rabbitllm.splitter.forecast import Choice, Disk, Forecast, Load, Outlook, Rate, Rates, Route
 from rabbitllm.splitter.space import Ground, Shortage
 from tests.splitter.test_memory import MOST
-from tests.support.plans import MIB, even, plan_of, shard_of
+from tests.support.plans import MIB, all_freed, even, plan_of, shard_of
 
 FOLDER = Path("somewhere")
 RATES = Rates(Rate(10), Rate(100), {"8bit": Rate(50), "4bit": Rate(5)}, 2, "cpu")
@@ -71,17 +71,18 @@ def test_no_estimate_without_a_rate_that_it_needs(lacking: str) -> None:
 
 def test_route_takes_what_the_plan_says() -> None:
     plan = plan_of(even(4, MIB, staged=True), "8bit")
-    ground = Ground(FOLDER, True, small_files=5000, used=frozenset({"shard-0"}), in_use=4096)
+    ground = Ground(FOLDER, all_freed(plan), small_files=5000, used=frozenset({"shard-0"}), in_use=4096)
     for name, way in forecast.ROUTES.items():
         use = disk_use(
-            plan, arrival=way, deletes_shards=True, small_files=5000, used=frozenset({"shard-0"}), in_use=4096
+            plan, arrival=way, freed=all_freed(plan), small_files=5000, used=frozenset({"shard-0"}), in_use=4096
         )
-        found = forecast.route_of(name, plan, ground, 0, None, 1.0)
+        found = forecast.route_of(name, plan, ground, None, 1.0)
         assert found == Route(name, use.added, use.created, 0, None, 1.0)
         assert found.fits
     lacking = Shortage(5, 3, "there")
-    found = forecast.route_of("standard", plan, ground, 7 * MIB, lacking, None)
-    assert found.disk_bytes == forecast.route_of("standard", plan, ground, 0, None, None).disk_bytes + 7 * MIB
+    fetching = dataclasses.replace(ground, downloads=((FOLDER, 7 * MIB),))
+    found = forecast.route_of("standard", plan, fetching, lacking, None)
+    assert found.disk_bytes == forecast.route_of("standard", plan, ground, None, None).disk_bytes + 7 * MIB
     assert found.cache_bytes == 7 * MIB
     assert not found.fits
     assert forecast.missing_bytes(found) == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import functools
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rabbitllm.durable import Step, observe_steps
-from rabbitllm.errors import NotEnoughSpaceException
+from rabbitllm.errors import DiskFullError, NotEnoughSpaceException
 from rabbitllm.options import SplitOptions
 from tests.splitter.conftest import MakeScene
 from tests.support import splitting
@@ -148,11 +147,7 @@ def run_out_and_go_on(scene: Scene, disk: SmallDisk, at: int, left: int) -> bool
     with none_left(scene.folder), observe_ticks(Counter(take)):
         try:
             scene.call.make()
-        except NotEnoughSpaceException:
-            failed = True
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
+        except (NotEnoughSpaceException, DiskFullError):
             failed = True
     disk.give_back()
     scene.check()

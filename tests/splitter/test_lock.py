@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import logging
 import os
 import signal
@@ -19,8 +20,9 @@ from pathlib import Path
 import pytest
 
 from rabbitllm.durable import Step, observe_steps
+from rabbitllm.errors import InUseError, SplitError
 from rabbitllm.splitter import lock
-from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME, is_left_over, locked
+from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME, is_left_over, locked, locked_at_once, read_lock
 from tests.support.splitting import contents, names_in
 
 ROOT = Path(__file__).parent.parent.parent
@@ -330,19 +332,83 @@ def test_link_in_place_of_the_lock_file_is_not_followed(folder: Path) -> None:
     assert (folder / "split.journal").read_text() == "{}"
 
 
-@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
-def test_file_system_without_locks(
-    folder: Path, code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """No such one can be had here, so its answer is put in place of the real one."""
+def answering(monkeypatch: pytest.MonkeyPatch, code: int, lets_go: bool) -> None:
+    """Have flock fail; with `lets_go` only where a lock is asked for, as some file systems answer."""
 
     def refuse(descriptor: int, operation: int) -> None:
-        raise OSError(code, os.strerror(code))
+        if not (lets_go and operation == fcntl.LOCK_UN):
+            raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+NONE = [(code, False) for code in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)]
+NONE += [(code, True) for code in (errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)]
+
+
+@pytest.mark.parametrize(("code", "lets_go"), NONE)
+def test_file_system_without_locks(
+    folder: Path, code: int, lets_go: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No such one can be had here, so its answer is put in place of the real one."""
+    answering(monkeypatch, code, lets_go)
     with locked(folder):
         pass
     assert [record.message for record in caplog.records] == [
         f"The file system of {folder} has no locks; make sure that nothing else splits into it meanwhile."
     ]
     assert names_in(folder) == ["split.journal"]
+    with locked(folder, excluding_readers=True), locked_at_once(folder):
+        read_lock(folder).close()
+    assert names_in(folder) == ["split.journal"]
+
+
+@pytest.mark.parametrize("lets_go", [False, True])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
+def test_file_system_that_does_not_answer(
+    folder: Path, code: int, lets_go: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answering(monkeypatch, code, lets_go)
+    for enter in (locked, locked_at_once):
+        with pytest.raises(SplitError, match=f"{folder} cannot be locked: {os.strerror(code)}"), enter(folder):
+            pass
+    with pytest.raises(SplitError, match="cannot be locked"):
+        read_lock(folder)
+
+
+# Those who only read
+
+
+def test_who_replaces_layer_files_is_refused_while_somebody_reads(folder: Path) -> None:
+    with read_lock(folder):
+        with locked(folder):  # to finish or to clear away
+            pass
+        for enter in (functools.partial(locked, excluding_readers=True), locked_at_once):
+            with pytest.raises(InUseError, match=rf"{folder} is in use by this process \({os.getpid()}\)"):
+                enter(folder).__enter__()
+    assert names_in(folder) == ["split.journal"]
+    with locked(folder, excluding_readers=True):
+        pass
+
+
+def test_who_reads_waits_for_who_replaces(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def read_it() -> None:
+        with read_lock(folder):
+            read.append("read")
+
+    reader = threading.Thread(target=read_it)
+    with locked(folder, excluding_readers=True):
+        reader.start()
+        deadline = time.monotonic() + 30
+        while not (said := capsys.readouterr().err):
+            assert time.monotonic() < deadline, "nothing was said"
+            time.sleep(0.01)
+        assert not read
+    reader.join(60)
+    assert read == ["read"]
+    assert said.startswith(f"{folder} is being worked on by process {os.getpid()} on {socket.gethostname()} since ")
+    assert "waiting until it is done" in said

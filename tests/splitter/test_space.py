@@ -16,10 +16,10 @@ from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.options import SplitOptions
 from rabbitllm.splitter.at_once import disk_use_at_once
 from rabbitllm.splitter.disk_use import Arrival, disk_use
-from rabbitllm.splitter.plan import SplitPlan, gib
+from rabbitllm.splitter.plan import SplitPlan, gib_rounded_up
 from rabbitllm.splitter.space import Ground, choose_arrival, choose_at_once
 from tests.support.builders import cut, llama_tensors, write_shards
-from tests.support.plans import MIB, even, plan_of
+from tests.support.plans import MIB, all_freed, even, plan_of
 from tests.support.splitting import names_in, split
 
 Usage = namedtuple("Usage", "total used free")
@@ -44,12 +44,12 @@ def choose(
     downloads: tuple[tuple[Path, int], ...] = (),
 ) -> Arrival:
     options = SplitOptions(max_disk=max_disk, min_free=min_free, shard_transfer=transfer)
-    return choose_arrival(plan, Ground(folder, deletes, downloads=downloads), options)
+    return choose_arrival(plan, Ground(folder, all_freed(plan, deletes), downloads=downloads), options)
 
 
 def test_what_fits_is_not_refused(tmp_path: Path, free: list[int]) -> None:
     plan = plan_of(even(4, MIB))
-    use = disk_use(plan, deletes_shards=False)
+    use = disk_use(plan)
     free[0] = use.added
     choose(plan, tmp_path, None, deletes=False)
     choose(plan, tmp_path / "not" / "there" / "yet", use.created, deletes=False)
@@ -57,13 +57,14 @@ def test_what_fits_is_not_refused(tmp_path: Path, free: list[int]) -> None:
 
 def test_too_little_is_free(tmp_path: Path, free: list[int]) -> None:
     plan = plan_of(even(512, 4 * MIB))
-    need = disk_use(plan, deletes_shards=False).added
+    need = disk_use(plan).added
     folder = tmp_path / "not" / "yet"
     free[0] = 1 << 30
     with pytest.raises(NotEnoughSpaceException) as refused:
         choose(plan, folder, None, deletes=False)
     assert refused.value.problem == (
-        f"Splitting m into {folder} needs {gib(need)} at its peak; 1.00 GiB is free on the disk of {tmp_path}."
+        f"Splitting m into {folder} needs 2.01 GiB ({need:,} bytes) of free disk at its peak; 1.00 GiB is free on the "
+        f"disk of {tmp_path}."
     )
     assert refused.value.remedy == "compression='4bit' would fit."
     assert isinstance(refused.value, SplitError)
@@ -73,13 +74,15 @@ def test_too_little_is_free(tmp_path: Path, free: list[int]) -> None:
     free[0] = 1 << 20
     with pytest.raises(NotEnoughSpaceException) as refused:
         choose(plan, folder, None, deletes=False)
-    assert f"Free {gib(need - MIB)} there, or name another place with layer_shards_saving_path" in str(refused.value)
+    assert f"Free {gib_rounded_up(need - MIB)} there, or name another place with layer_shards_saving_path" in str(
+        refused.value
+    )
     assert "No other compression fits as it is." in str(refused.value)
 
 
 def test_max_disk_is_too_little(tmp_path: Path, free: list[int]) -> None:
     plan = plan_of(even(512, 4 * MIB, staged=True))
-    use = disk_use(plan, deletes_shards=True)
+    use = disk_use(plan, freed=all_freed(plan))
     with pytest.raises(NotEnoughSpaceException, match=r"1.00 GiB is allowed by max_disk=1,073,741,824"):
         choose(plan, tmp_path, 1 << 30, deletes=True)
     choose(plan, tmp_path, use.created, deletes=True)
@@ -128,7 +131,7 @@ def test_refusal_comes_before_anything_is_touched(tmp_path: Path) -> None:
 
 def test_what_must_stay_free_is_not_counted_on(tmp_path: Path, free: list[int]) -> None:
     plan = plan_of(even(4, MIB))
-    need = disk_use(plan, deletes_shards=False).added
+    need = disk_use(plan).added
     free[0] = need + 50 * MIB
     choose(plan, tmp_path, None, deletes=False, min_free=50 * MIB)
     free[0] -= 1
@@ -139,7 +142,7 @@ def test_what_must_stay_free_is_not_counted_on(tmp_path: Path, free: list[int]) 
 def test_arrival_is_the_best_that_fits(tmp_path: Path, free: list[int]) -> None:
     """Two shards on the disk where there is room for them, one where there is for one, else none."""
     plan = plan_of(even(4, MIB, staged=True), "4bit")
-    needs = {way: disk_use(plan, arrival=way, deletes_shards=True).created for way in Arrival}
+    needs = {way: disk_use(plan, arrival=way, freed=all_freed(plan)).created for way in Arrival}
     assert needs[Arrival.FILE_AHEAD] > needs[Arrival.FILE] > needs[Arrival.STREAM]
     for way, need in needs.items():
         for available, max_disk in ((need, None), (10**15, need)):
@@ -155,7 +158,7 @@ def test_arrival_is_the_best_that_fits(tmp_path: Path, free: list[int]) -> None:
 
 def test_file_that_does_not_fit_names_the_stream_that_does(tmp_path: Path, free: list[int]) -> None:
     plan = plan_of(even(4, MIB, staged=True), "4bit")
-    free[0] = disk_use(plan, arrival=Arrival.STREAM, deletes_shards=True).created
+    free[0] = disk_use(plan, arrival=Arrival.STREAM, freed=all_freed(plan)).created
     with pytest.raises(NotEnoughSpaceException, match="would fit: no shard is then on the disk"):
         choose(plan, tmp_path, None, deletes=True, transfer="file")
 
@@ -171,14 +174,14 @@ def test_shards_that_must_be_whole_are_never_streamed(tmp_path: Path, free: list
     ]
     plan = plan_of((*whole[:1], *even(4, MIB, staged=True)[1:]), "4bit")  # one is enough
     assert plan.unstreamable == ("shard-0",)
-    needs = {way: disk_use(plan, arrival=way, deletes_shards=True).created for way in Arrival}
+    needs = {way: disk_use(plan, arrival=way, freed=all_freed(plan)).created for way in Arrival}
     for way in (Arrival.FILE_AHEAD, Arrival.FILE):
         for transfer in ("auto", "file"):
             free[0] = needs[way]
             assert choose(plan, tmp_path, None, deletes=True, transfer=transfer) is way
     free[0] -= 1
     for transfer in ("auto", "file"):
-        with pytest.raises(NotEnoughSpaceException, match=re.escape(gib(needs[Arrival.FILE]))) as short:
+        with pytest.raises(NotEnoughSpaceException, match=re.escape(gib_rounded_up(needs[Arrival.FILE]))) as short:
             choose(plan, tmp_path, None, deletes=True, transfer=transfer)
         assert "stream" not in short.value.remedy
     with pytest.raises(OptionError, match=r"shard_transfer='stream' is not possible for m: shard-0 is a file of torch"):
@@ -195,7 +198,7 @@ def test_local_shards_arrive_one_way(tmp_path: Path, free: list[int]) -> None:
 
 def test_max_disk_counts_what_is_downloaded_beside_the_split(tmp_path: Path, free: list[int]) -> None:
     plan, cache = plan_of(even(4, MIB)), ((tmp_path / "cache", 10 * MIB),)
-    need = disk_use(plan, deletes_shards=False).created + 10 * MIB
+    need = disk_use(plan).created + 10 * MIB
     choose(plan, tmp_path / "split", need, deletes=False, downloads=cache)
     with pytest.raises(NotEnoughSpaceException, match=re.escape(f"allowed by max_disk={need - 1:,}")) as refused:
         choose(plan, tmp_path / "split", need - 1, deletes=False, downloads=cache)
@@ -204,23 +207,23 @@ def test_max_disk_counts_what_is_downloaded_beside_the_split(tmp_path: Path, fre
 
 def test_download_counts_on_its_own_disk(tmp_path: Path, free: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(even(4, MIB))
-    need = disk_use(plan, deletes_shards=False).added
+    need = disk_use(plan).added
     free[0] = need + 10 * MIB
     choose(plan, tmp_path / "split", None, deletes=False, downloads=((tmp_path / "cache", 10 * MIB),))
-    with pytest.raises(NotEnoughSpaceException, match=re.escape(gib(need + 10 * MIB + 1))):
+    with pytest.raises(NotEnoughSpaceException, match=re.escape(gib_rounded_up(need + 10 * MIB + 1))):
         choose(plan, tmp_path / "split", None, deletes=False, downloads=((tmp_path / "cache", 10 * MIB + 1),))
 
 
 @pytest.mark.parametrize("staged", [False, True])
 def test_as_many_shards_at_once_as_fit(tmp_path: Path, staged: bool) -> None:
     plan = plan_of(even(6, 4 * MIB, staged=staged))
-    ground = Ground(tmp_path, deletes_shards=not staged)
+    ground = Ground(tmp_path, all_freed(plan, not staged))
 
     def chosen(max_disk: int, transfer: str = "file") -> tuple[Arrival, int]:
         return choose_at_once(plan, ground, SplitOptions(max_disk=max_disk, min_free=0, shard_transfer=transfer), 4)
 
     def need(at_once: int, arrival: Arrival = Arrival.FILE) -> int:
-        return disk_use_at_once(plan, at_once, arrival=arrival, deletes_shards=not staged).created
+        return disk_use_at_once(plan, at_once, arrival=arrival, freed=all_freed(plan, not staged)).created
 
     assert chosen(need(4)) == (Arrival.FILE, 4)
     with pytest.raises(NotEnoughSpaceException, match="at its peak"):
@@ -234,9 +237,9 @@ def test_as_many_shards_at_once_as_fit(tmp_path: Path, staged: bool) -> None:
 
 def test_free_disk_bounds_the_shards_that_are_not_yet_deleted(tmp_path: Path, free: list[int]) -> None:
     plan = plan_of(even(6, 4 * MIB))
-    added = [disk_use_at_once(plan, count, arrival=Arrival.FILE, deletes_shards=True).added for count in range(1, 7)]
+    added = [disk_use_at_once(plan, count, arrival=Arrival.FILE, freed=all_freed(plan)).added for count in range(1, 7)]
     assert added == sorted(added)
     for count in (1, 3, 6):
         free[0] = added[count - 1]
         options = SplitOptions(sequential=True, min_free=0)
-        assert choose_at_once(plan, Ground(tmp_path, deletes_shards=True), options, 6) == (Arrival.FILE, count)
+        assert choose_at_once(plan, Ground(tmp_path, all_freed(plan)), options, 6) == (Arrival.FILE, count)

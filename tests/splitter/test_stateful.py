@@ -37,7 +37,7 @@ from hypothesis.stateful import (
 from rabbitllm import progress
 from rabbitllm.checkpoints.fetch import RemoteFile
 from rabbitllm.durable import Step, observe_steps
-from rabbitllm.errors import CorruptShardError, HubError, RabbitLLMError, SplitMismatchError
+from rabbitllm.errors import CorruptShardError, DiskFullError, HubError, RabbitLLMError, SplitMismatchError
 from rabbitllm.layers.layer_store import MANIFEST_NAME, read_manifest
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.mover import Mover
@@ -109,7 +109,7 @@ class Machine(RuleBasedStateMachine):
         return False
 
     def attempt(self, how: str, context: contextlib.AbstractContextManager[object], code: int | None = None) -> bool:
-        """Make the call while something happens, and say whether it finished; an OSError may have this code."""
+        """Make the call while something happens, and say whether it finished; its error may have this code."""
         end = FINISHED
         with none_left(self.current.folder), context:
             try:
@@ -119,7 +119,8 @@ class Machine(RuleBasedStateMachine):
                 raise
             except (OSError, RabbitLLMError) as error:
                 end = type(error).__name__
-                expected = isinstance(error, OSError) and code is not None and error.errno == code
+                full = code == errno.ENOSPC and isinstance(error, DiskFullError)
+                expected = full or (code not in (None, errno.ENOSPC) and getattr(error, "errno", None) == code)
                 if not expected and not self.may_raise(error):
                     raise
             finally:
@@ -523,10 +524,10 @@ def test_hub_at_length(hub_attributes: Mapping[str, object], crash_server: Crash
 
 
 def release_before_the_journal_says_so(
-    loop: ShardLoop, shard: PlannedShard, sums: Mapping[str, tuple[int, ...]]
+    loop: ShardLoop, shard: PlannedShard, sums: Mapping[str, tuple[int, ...]], taken: int | None
 ) -> None:
     loop._release(shard)
-    _mark_used(loop, shard, sums)
+    _mark_used(loop, shard, sums, taken)
 
 
 _mark_used = ShardLoop._mark_used

@@ -41,6 +41,11 @@ def even(shards: int, nbytes: int, staged: bool = False) -> tuple[PlannedShard, 
     )
 
 
+def all_freed(plan: SplitPlan, deletes: bool = True) -> dict[str, int]:
+    """What a disk gets back where each shard of a plan is deleted and was the only one to have its bytes."""
+    return {shard.name: shard.size for shard in plan.shards} if deletes else {}
+
+
 def uses_of(call: Call) -> dict[Arrival, DiskUse]:
     """What the disk is planned to take for a sequential call, by the way that shards arrive."""
     source = call.find()
@@ -49,10 +54,7 @@ def uses_of(call: Call) -> dict[Arrival, DiskUse]:
     request = Request(checkpoint, source.split_folder, "llama", SplitOptions(call.compression, sequential=True))
     plan = plan_split(request)
     ground = ground_of(request, plan)
-    return {
-        way: disk_use(plan, arrival=way, deletes_shards=ground.deletes_shards, small_files=ground.small_files)
-        for way in Arrival
-    }
+    return {way: disk_use(plan, arrival=way, freed=ground.freed, small_files=ground.small_files) for way in Arrival}
 
 
 def resident_bytes(plan: SplitPlan, bare: SplitPlan) -> int:

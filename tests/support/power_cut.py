@@ -14,6 +14,7 @@ and is not durable for that. Knows the steps of ``rabbitllm.durable``, and nothi
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,7 +59,9 @@ class Recorder:
     def __init__(self, root: Path, *, ignore: Callable[[Step], bool] = lambda step: False) -> None:
         self._root = root
         self._ignore = ignore
-        self._before = {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+        files = {path.relative_to(root): path for path in root.rglob("*") if path.is_file()}
+        self._before = {name: path.read_bytes() for name, path in files.items()}
+        self._times = {name: path.stat().st_mtime_ns for name, path in files.items()}
         self.steps: list[Step] = []
 
     def __call__(self, step: Step) -> None:
@@ -117,7 +120,10 @@ class Recorder:
             if any(path.is_relative_to(folder) for folder in lost_folders):
                 continue
             (into / path).parent.mkdir(parents=True, exist_ok=True)
-            _write_with_holes(into / path, file.settle(keep))
+            content = file.settle(keep)
+            _write_with_holes(into / path, content)
+            if content == self._before.get(path):  # a file that was not written keeps its time
+                os.utime(into / path, ns=(0, self._times[path]))
 
 
 def _write_with_holes(path: Path, content: bytes) -> None:

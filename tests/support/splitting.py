@@ -36,6 +36,7 @@ class Call:
     repo_id: str | None = None
     local_files_only: bool = False
     shard_transfer: str = "auto"
+    verify_source: bool = False
     hub_url: str = ""
     hub_home: str = ""
 
@@ -57,6 +58,7 @@ class Call:
             max_disk=self.max_disk,
             profiling=self.profiling,
             shard_transfer=self.shard_transfer,
+            verify_source=self.verify_source,
         )
         return source.split_folder, prepare.ensure_split(source, options)
 

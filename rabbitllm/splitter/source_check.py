@@ -1,0 +1,290 @@
+"""Checks that the shards of a local source have not changed since a split was begun, or since it was made.
+
+The first evidence is file metadata (`FileStat`). If the metadata has changed, the shard is read and compared with a
+recorded checksum, or with the digest that a hub has published. If there is neither, the shard is refused. All of this
+happens before further data is used and before a shard is deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import hashlib
+import logging
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from rabbitllm import progress
+from rabbitllm.checkpoints.checkpoint import Checkpoint, FileStat, ShardFacts, file_stat, has_digest
+from rabbitllm.errors import CorruptShardError, SplitMismatchError
+from rabbitllm.formats.crc32 import combine
+from rabbitllm.formats.positional import PositionalFile
+from rabbitllm.formats.strided import read_run
+from rabbitllm.formats.tensor_spec import TensorSpec
+from rabbitllm.layers.layer_store import MANIFEST_NAME, Manifest
+from rabbitllm.splitter.journal import Replay
+from rabbitllm.splitter.plan import PlannedShard, SplitPlan, tensors_by_shard
+from rabbitllm.verify_display import shown_reading
+
+logger = logging.getLogger(__name__)
+
+READ_BYTES = 4 << 20
+"""Size of one read of a shard."""
+SECOND_NS = 10**9
+_NO_CHECKSUMS: Mapping[str, int] = {}
+
+
+class Change(enum.Enum):
+    """The difference between two `FileStat` of one path."""
+
+    NONE = "none"
+    COPIED = "another inode, with the same size and modification time"
+    METADATA = "another ctime: renamed, linked, or modified with the modification time set back"
+    MODIFIED = "another size or modification time"
+
+
+def change_between(before: FileStat, now: FileStat) -> Change:
+    """The difference between two `FileStat` of one path."""
+    if before.size != now.size or not _same_time(before.mtime_ns, now.mtime_ns):
+        return Change.MODIFIED
+    if before.inode != now.inode:
+        return Change.COPIED
+    return Change.NONE if before.ctime_ns == now.ctime_ns else Change.METADATA
+
+
+def _same_time(first: int, second: int) -> bool:
+    """Whether two times agree; some copying tools keep whole seconds only."""
+    truncated = first // SECOND_NS == second // SECOND_NS and 0 in (first % SECOND_NS, second % SECOND_NS)
+    return first == second or truncated
+
+
+def source_crc32(path: Path, tensors: Iterable[TensorSpec], known: Mapping[str, int] = _NO_CHECKSUMS) -> int:
+    """The CRC-32 of the data that a split uses of a shard: its tensors by offset, each in row-major order.
+
+    Args:
+        path: of the shard.
+        tensors: the tensors that the split uses.
+        known: checksums of some of these tensors, by name; they are not read.
+
+    Raises:
+        CorruptShardError: the file is too short.
+        OSError: the file cannot be read.
+    """
+    total = 0
+    with PositionalFile(path) as file:
+        file.advise_sequential()
+        buffer = memoryview(bytearray(READ_BYTES))
+        for spec in sorted(tensors, key=lambda spec: (spec.offset, spec.name)):
+            crc = known.get(spec.name)
+            total = combine(total, _tensor_crc32(file, spec, buffer) if crc is None else crc, spec.nbytes)
+    return total
+
+
+def _tensor_crc32(file: PositionalFile, spec: TensorSpec, buffer: memoryview) -> int:
+    crc = 0
+    for begin in range(0, spec.nbytes, READ_BYTES):
+        part = buffer[: min(READ_BYTES, spec.nbytes - begin)]
+        if read_run(file, spec, begin, part) != len(part):
+            raise CorruptShardError(f"{file.path} ended inside {spec.name!r}.")
+        crc = zlib.crc32(part, crc)
+    return crc
+
+
+def require_unmodified(path: Path, shard: PlannedShard) -> None:
+    """Check after reading a shard that it was not modified since the plan was made or checked.
+
+    Raises:
+        CorruptShardError: it was modified.
+    """
+    if shard.stat is None:
+        return
+    now = file_stat(path)
+    if change_between(shard.stat, now) is Change.MODIFIED:
+        raise CorruptShardError(
+            f"{path} was modified while it was being split: {_difference(shard.stat, now)}.",
+            "Restore the file as it was when the split was begun, and make the same call again. The data that was just "
+            "read is not used. Delete nothing else: other shards may be used up already.",
+        )
+
+
+def with_checksums(plan: SplitPlan, checkpoint: Checkpoint) -> SplitPlan:
+    """Read all shards on this machine, record their checksums in the plan, and compare those that have a digest.
+
+    Raises:
+        CorruptShardError: a shard differs from its digest, or is too short.
+    """
+    shards = []
+    with _shown([shard for shard in plan.shards if not shard.staged]) as tell:
+        for shard in plan.shards:
+            if shard.staged:
+                shards.append(shard)
+                continue
+            path = checkpoint.acquire(shard.name)
+            if not has_digest(shard.fingerprint):
+                shard = dataclasses.replace(shard, expected_crc32=source_crc32(path, shard.tensors))
+            elif not _matches_digest(path, shard.fingerprint):
+                raise CorruptShardError(
+                    f"{path} differs from the digest that the hub has published for it.",
+                    "Delete that file and call again: it is then fetched again.",
+                )
+            shards.append(shard)
+            tell(shard.name, shard.size)
+    return dataclasses.replace(plan, shards=tuple(shards))
+
+
+def check_resumed(
+    earlier: Replay, facts: Mapping[str, ShardFacts], checkpoint: Checkpoint, folder: Path, *, verify: bool
+) -> SplitPlan:
+    """The plan of an earlier run with the current metadata of its shards, after a check that they are unchanged.
+
+    Args:
+        earlier: the journal of that run.
+        facts: of the shards that are still there; the caller has compared their fingerprints.
+        checkpoint: the source.
+        folder: the split directory.
+        verify: read every shard that can be compared, not only those with changed metadata.
+
+    Raises:
+        SplitMismatchError: a shard has changed, or its metadata has and there is no checksum to compare with.
+    """
+    present = [(s, found.stat) for s in earlier.plan.shards if (found := facts.get(s.name)) is not None and found.stat]
+    complete = all(shard.name in facts or shard.staged for shard in earlier.plan.shards)
+    to_read = []
+    for shard, now in present:
+        change = change_between(shard.stat, now) if shard.stat is not None else Change.NONE
+        comparable = now.size == shard.size and _has_checksum(earlier, shard)
+        used = shard.name in earlier.used
+        if comparable and (verify or change in _DOUBTFUL or (used and change is Change.COPIED)):
+            to_read.append(shard)
+        elif change is Change.MODIFIED:
+            assert shard.stat is not None
+            raise _changed(checkpoint, shard, folder, _difference(shard.stat, now), complete)
+        elif change is Change.METADATA:
+            path = checkpoint.acquire(shard.name)
+            logger.warning(
+                "%s may have been modified since the split in %s was begun: it has %s.", path, folder, change.value
+            )
+    if verify and (missing := len(present) - len(to_read)):
+        _warn_of_missing_checksums(missing, checkpoint)
+    with _shown(to_read) as tell:
+        for shard in to_read:
+            expected = earlier.source_checksums.get(shard.name, shard.expected_crc32)
+            if not _is_same(checkpoint.acquire(shard.name), shard, expected):
+                raise _changed(checkpoint, shard, folder, "its bytes differ", complete)
+            tell(shard.name, shard.size)
+    current = {shard.name: now for shard, now in present}
+    shards = (dataclasses.replace(s, stat=current.get(s.name, s.stat)) for s in earlier.plan.shards)
+    return dataclasses.replace(earlier.plan, shards=tuple(shards))
+
+
+_DOUBTFUL = (Change.MODIFIED, Change.METADATA)
+
+
+def check_finished_source(
+    manifest: Manifest, facts: Sequence[ShardFacts], checkpoint: Checkpoint, folder: Path, *, verify: bool
+) -> None:
+    """Compare a finished split with the shards of its source that are still there.
+
+    Args:
+        manifest: of the split.
+        facts: of these shards; the caller has compared their fingerprints.
+        checkpoint: the source.
+        folder: the split directory.
+        verify: read and compare them. If False, warn of shards that are newer than the split.
+
+    Raises:
+        SplitMismatchError: a shard has changed since the split was made.
+    """
+    present = [found for found in facts if found.stat is not None and found.name in manifest.source.fingerprints]
+    if not verify:
+        _warn_of_newer(present, checkpoint, folder)
+        return
+    known = [found for found in present if has_digest(found.fingerprint) or found.name in manifest.source_checksums]
+    if missing := len(present) - len(known):
+        _warn_of_missing_checksums(missing, checkpoint)
+    tensors = tensors_by_shard(checkpoint.index, known)
+    shards = [PlannedShard(f.name, f.size, f.fingerprint, tensors[f.name], staged=False) for f in known]
+    with _shown(shards) as tell:
+        for shard in shards:
+            path = checkpoint.acquire(shard.name)
+            if not _is_same(path, shard, manifest.source_checksums.get(shard.name)):
+                raise SplitMismatchError(
+                    f"{path} has changed since the split in {folder} was made: its bytes differ.",
+                    f"To use the split as it is, leave verify_source out, or name {folder} itself. To split the "
+                    "changed checkpoint, choose another folder (layer_shards_saving_path).",
+                )
+            tell(shard.name, shard.size)
+
+
+def _warn_of_newer(present: Iterable[ShardFacts], checkpoint: Checkpoint, folder: Path) -> None:
+    made = (folder / MANIFEST_NAME).stat().st_mtime_ns
+    for found in present:
+        if found.stat is not None and found.stat.mtime_ns > made and not has_digest(found.fingerprint):
+            path = checkpoint.acquire(found.name)
+            logger.warning(
+                "%s was modified after the split in %s was made; the split has the earlier weights. verify_source=True "
+                "tells whether they differ.",
+                path,
+                folder,
+            )
+
+
+def _warn_of_missing_checksums(count: int, checkpoint: Checkpoint) -> None:
+    logger.warning("%d shards of %s have no recorded checksum and cannot be compared.", count, checkpoint.label)
+
+
+def _has_checksum(earlier: Replay, shard: PlannedShard) -> bool:
+    return has_digest(shard.fingerprint) or shard.name in earlier.source_checksums or shard.expected_crc32 is not None
+
+
+def _is_same(path: Path, shard: PlannedShard, crc32: int | None) -> bool:
+    """Whether the file has the digest of the shard, or else this checksum."""
+    if has_digest(shard.fingerprint):
+        return _matches_digest(path, shard.fingerprint)
+    try:
+        return source_crc32(path, shard.tensors) == crc32
+    except CorruptShardError:
+        return False
+
+
+def _matches_digest(path: Path, fingerprint: str) -> bool:
+    with path.open("rb") as file:
+        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}" == fingerprint
+
+
+def _changed(checkpoint: Checkpoint, shard: PlannedShard, folder: Path, how: str, complete: bool) -> SplitMismatchError:
+    """The error for a changed shard; `complete` says whether all shards are still there."""
+    path = checkpoint.acquire(shard.name)
+    remedy = "Restore the file as it was, and make the same call again."
+    if shard.stat is not None and shard.stat.size == path.stat().st_size:
+        seconds, rest = divmod(shard.stat.mtime_ns, SECOND_NS)
+        remedy += f" If it is a sound copy of the file, restore its time: touch -d @{seconds}.{rest:09} {path}."
+    if complete:
+        remedy += f" All shards are still there: to split them as they are now, delete {folder}."
+    else:
+        remedy += " Delete nothing: that folder has the only copy of the shards that are used up."
+    return SplitMismatchError(f"{path} has changed since the split in {folder} was begun: {how}.", remedy)
+
+
+def _difference(before: FileStat, now: FileStat) -> str:
+    if before.size != now.size:
+        return f"it has {now.size:,} bytes and had {before.size:,}"
+    return f"its modification time is {_time(now)} and was {_time(before)}"
+
+
+def _time(stat: FileStat) -> str:
+    return datetime.fromtimestamp(stat.mtime_ns / SECOND_NS).astimezone().isoformat(sep=" ", timespec="milliseconds")
+
+
+@contextlib.contextmanager
+def _shown(shards: Iterable[PlannedShard]) -> Iterator[Callable[[str, int], None]]:
+    """Show the progress of reading these shards, if the progress of the split is shown."""
+    total = sum(shard.size for shard in shards)
+    if not total or not progress.is_shown():
+        yield lambda name, nbytes: None
+        return
+    with shown_reading(total) as tell:
+        yield tell

@@ -1,0 +1,286 @@
+"""Two processes on one checkpoint or one split: the second says who is there, waits or stops, and touches nothing."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from rabbitllm import AutoModel, prepare
+from rabbitllm.cli import exit_codes
+from rabbitllm.cli.main import app
+from rabbitllm.errors import IncompleteSplitError, InUseError
+from rabbitllm.layers.layer_store import read_manifest
+from rabbitllm.layers.verify import verify
+from tests.support.builders import SINGLE_NAME, build_checkpoint, llama_tensors, write_shards
+from tests.support.hub_fixtures import HubEnvironment
+from tests.support.pausing import Paused
+from tests.support.splitting import Call, contents, layer_files, names_in
+
+REPO = "acme/hare"
+INPUT = torch.tensor([[1, 5, 9, 33]])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return build_checkpoint(tmp_path / "hare", "llama", shards=4)
+
+
+def refused(make: Callable[[], object], pid: int, *untouched: Path) -> str:
+    """What a call says that stops because of another process, and touches nothing."""
+    before = [contents(folder) for folder in untouched]
+    with pytest.raises(InUseError, match=rf"by process {pid} on ") as error:
+        make()
+    assert [contents(folder) for folder in untouched] == before
+    return str(error.value)
+
+
+# Two splits of one source
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+@pytest.mark.parametrize("compression", [None, "4bit"])
+def test_a_second_split_beside_one_that_deletes(
+    folder: Path, tmp_path: Path, sequential: bool, compression: str | None
+) -> None:
+    second = Call(str(folder), str(tmp_path / "second"), compression, sequential=sequential)
+    first = Call(str(folder), str(tmp_path / "first"), sequential=True)
+    with Paused("split", source=str(folder), saving_path=str(tmp_path / "first")) as other:
+        said = refused(second.make, other.pid, folder)
+        assert f"{folder} is being split by process {other.pid}" in said
+        assert "which deletes its shards" in said
+        assert "which runs since" in said
+        assert names_in(tmp_path / "second") == []
+        other.is_killed()
+    made = first.make()  # what was begun is finished by the same call
+    assert (made / "split.json").exists()
+    assert names_in(folder, "*-of-*.safetensors") == []
+
+
+def test_one_that_deletes_beside_one_that_reads(folder: Path, tmp_path: Path) -> None:
+    second = Call(str(folder), str(tmp_path / "second"), sequential=True)
+    with Paused("split", source=str(folder), saving_path=str(tmp_path / "first"), sequential=False) as other:
+        said = refused(second.make, other.pid, folder)
+        assert "this call would delete its shards" in said
+        third = Call(str(folder), str(tmp_path / "third"), "4bit", sequential=False)
+        assert (third.make() / "split.json").exists()  # readers do not exclude each other
+        refused(
+            Call(str(folder), str(tmp_path / "third"), "4bit", sequential=False, delete_original=True).make,
+            other.pid,
+            folder,
+        )
+        other.goes_on()
+    assert layer_files(second.make()) == layer_files(tmp_path / "first" / "splitted_model")
+
+
+def test_a_second_split_of_a_single_file_that_is_gone(tmp_path: Path) -> None:
+    """Nothing of the checkpoint is left by then but what the first one knows."""
+    folder = write_shards(tmp_path / "model", {SINGLE_NAME: llama_tensors()}, index=False)
+    with Paused("split", source=str(folder), saving_path=str(tmp_path / "first")) as other:
+        assert not (folder / SINGLE_NAME).exists()
+        refused(Call(str(folder), str(tmp_path / "second")).make, other.pid, folder)
+
+
+def test_the_same_call_waits_and_finds_it_done(folder: Path) -> None:
+    made: list[Path] = []
+    with Paused("split", source=str(folder)) as other:
+        thread = threading.Thread(target=lambda: made.append(Call(str(folder)).make()))
+        thread.start()
+        time.sleep(1)
+        assert made == []
+        other.goes_on()
+        thread.join(300)
+    assert made == [folder / "splitted_model"]
+
+
+def test_cached_shards_that_a_split_deletes(tmp_path: Path, hub_environment: HubEnvironment) -> None:
+    """A split of a repository locks its snapshot only if it uses shards in the hub cache."""
+    build_checkpoint(tmp_path / "hub" / REPO, "llama", shards=4)
+    begun = Call(REPO, str(tmp_path / "begun"), sequential=True)
+    begun.find()
+    snapshot = next(hub_environment.cache.glob("models--*/snapshots/*"))
+    with (
+        prepare.lock_source(begun.find(), _options(sequential=True)),
+        prepare.lock_source(begun.find(), _options(sequential=True)),
+    ):
+        pass
+    kept = Call(REPO, str(tmp_path / "kept"), sequential=False).make()
+    with prepare.lock_source(begun.find(), _options(sequential=False)), pytest.raises(InUseError, match=str(snapshot)):
+        begun.make()
+    assert len(names_in(snapshot, "*-of-*.safetensors")) == 4
+    assert layer_files(begun.make()) == layer_files(kept)
+    assert names_in(snapshot, "*-of-*.safetensors") == []
+
+
+def _options(**given: Any) -> Any:
+    from rabbitllm.options import SplitOptions
+
+    return SplitOptions(**given)
+
+
+# Readers of shards and a split
+
+
+def test_a_reader_of_shards_beside_a_split_that_deletes_them(folder: Path, tmp_path: Path) -> None:
+    with Paused("split", source=str(folder), saving_path=str(tmp_path / "first")) as other:
+        said = refused(lambda: AutoModel.from_pretrained(folder, split=False, device="cpu"), other.pid, folder)
+        assert f"{folder} is being split by process {other.pid}" in said
+
+
+def test_a_split_that_would_delete_what_somebody_reads(folder: Path, tmp_path: Path) -> None:
+    call = Call(str(folder), str(tmp_path / "out"), "4bit")
+    with Paused("load", name=folder, split=False) as other:
+        said = refused(call.make, other.pid, folder)
+        assert f"{folder} is in use by process {other.pid}" in said
+        assert names_in(tmp_path / "out") == []
+        standard = Call(str(folder), str(tmp_path / "beside"), "4bit", sequential=False)
+        assert (standard.make() / "split.json").exists()
+        other.goes_on()
+    call.make()
+    assert names_in(folder, "*-of-*.safetensors") == []
+
+
+def test_a_model_holds_its_shards_as_long_as_it_is_there(folder: Path) -> None:
+    model = AutoModel.from_pretrained(folder, split=False, device="cpu", max_memory={"cpu": 0})
+    expected = model(INPUT).logits
+    with pytest.raises(InUseError, match=rf"by this process \({os.getpid()}\)"):
+        Call(str(folder)).make()
+    assert torch.equal(model(INPUT).logits, expected)
+    del model
+    gc.collect()
+    made = AutoModel.from_pretrained(folder, device="cpu", sequential_shard_processing=True)
+    assert torch.equal(made(INPUT).logits, expected)
+    assert names_in(folder, "*-of-*.safetensors") == []
+
+
+def test_a_load_that_fails_holds_nothing(folder: Path) -> None:
+    damaged = folder / names_in(folder, "*-of-*.safetensors")[1]
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(Exception, match="truncated") as error:
+        AutoModel.from_pretrained(folder, split=False, device="cpu")
+    del error
+    damaged.write_bytes(whole)
+    gc.collect()
+    Call(str(folder)).make()
+
+
+# A split that is repaired, or removed
+
+
+@pytest.fixture
+def damaged(folder: Path) -> Path:
+    """A split with one damaged layer; its original is still there."""
+    made = Call(str(folder), str(folder.parent / "out"), sequential=False).make()
+    layer = next(path for path in sorted(made.glob("*.safetensors")) if "layers.1" in path.name)
+    raw = bytearray(layer.read_bytes())
+    raw[-8] ^= 1
+    layer.write_bytes(raw)
+    return made
+
+
+@pytest.mark.parametrize("moment", ["repair", "repair begins"])
+@pytest.mark.parametrize("named", ["split directory", "original"])
+def test_a_load_while_it_is_repaired_waits(
+    folder: Path, damaged: Path, moment: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logits: list[torch.Tensor] = []
+    problems: list[BaseException] = []
+
+    def load() -> None:
+        try:
+            if named == "original":
+                model = AutoModel.from_pretrained(folder, layer_shards_saving_path=damaged.parent, device="cpu")
+            else:
+                model = AutoModel.from_pretrained(damaged, device="cpu")
+            logits.append(model(INPUT).logits)
+        except BaseException as error:
+            problems.append(error)
+
+    with Paused(moment, folder=damaged, original=folder) as other:
+        thread = threading.Thread(target=load)
+        thread.start()
+        deadline = time.monotonic() + 60
+        said = ""
+        while "waiting until it is done" not in said:
+            assert time.monotonic() < deadline
+            assert not problems, problems
+            said += capsys.readouterr().err
+            time.sleep(0.05)
+        assert f"{damaged} is being worked on by process {other.pid} on " in said
+        assert not logits
+        other.goes_on()
+        thread.join(300)
+    assert not problems, problems
+    plain = AutoModel.from_pretrained(folder, split=False, device="cpu")
+    assert torch.equal(logits[0], plain(INPUT).logits)
+
+
+def test_a_repair_that_was_killed_is_said(folder: Path, damaged: Path) -> None:
+    with Paused("repair", folder=damaged, original=folder) as other:
+        other.is_killed()
+    with pytest.raises(IncompleteSplitError, match=f"{damaged} is an unfinished split, and no process works on it"):
+        AutoModel.from_pretrained(damaged, device="cpu")
+    AutoModel.from_pretrained(folder, layer_shards_saving_path=damaged.parent, device="cpu")
+    assert not verify(damaged).damaged
+
+
+def test_nothing_is_repaired_while_a_model_is_loaded(folder: Path, damaged: Path) -> None:
+    manifest = read_manifest(damaged)
+    assert manifest is not None
+    layers = {damage.layer for damage in verify(damaged).damaged}
+    with Paused("load", name=damaged) as other:
+        said = refused(lambda: prepare.repair_split(damaged, manifest, layers, folder), other.pid, damaged, folder)
+        assert "this call would replace or remove its layer files" in said
+        other.goes_on()
+    prepare.repair_split(damaged, manifest, layers, folder)
+    assert not verify(damaged).damaged
+
+
+def test_removing_a_split_whose_model_is_loaded(folder: Path) -> None:
+    made = Call(str(folder), sequential=False).make()
+    before = contents(folder)
+    words = ["rm", str(folder), "--yes"]
+    with Paused("load", name=folder) as other:
+        ended = subprocess.run([sys.executable, "-m", "rabbitllm", *words], capture_output=True, text=True, check=False)
+        assert ended.returncode == exit_codes.ERROR
+        assert f"error: {made} is in use by process {other.pid} on " in ended.stderr
+        assert contents(folder) == before
+        other.goes_on()
+    assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0
+    assert not made.exists()
+
+
+def test_a_model_holds_its_split_as_long_as_it_is_there(folder: Path) -> None:
+    made = Call(str(folder), sequential=False).make()
+    model = AutoModel.from_pretrained(folder, device="cpu")
+    second = AutoModel.from_pretrained(made, device="cpu")
+    words = ["rm", str(made), "--yes"]
+    assert isinstance(CliRunner().invoke(app, words).exception, InUseError)
+    del model
+    gc.collect()
+    assert isinstance(CliRunner().invoke(app, words).exception, InUseError)
+    del second
+    gc.collect()
+    assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0
+
+
+def test_reading_leaves_nothing_behind(folder: Path) -> None:
+    Call(str(folder), sequential=False).make()
+    before = contents(folder)
+    with Paused("load", name=folder) as other:
+        assert contents(folder) == before
+        other.is_killed()
+    assert contents(folder) == before
+    shutil.rmtree(folder)

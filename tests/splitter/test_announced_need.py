@@ -1,0 +1,264 @@
+"""What a split is said to need is what it is checked with: exactly that is accepted and kept, less is refused.
+
+And the free disk counts only on what deletion really gives back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rabbitllm.checkpoints.hub_cache import snapshot_of
+from rabbitllm.errors import NotEnoughSpaceException
+from rabbitllm.progress import listening
+from rabbitllm.pull.make import Wish, dry_run, pull
+from rabbitllm.pull.report import show_dry_run
+from rabbitllm.splitter.disk_use import on_disk
+from rabbitllm.splitter.plan import gib_rounded_up
+from tests.support.builders import build_checkpoint
+from tests.support.hub_fixtures import HubEnvironment
+from tests.support.peak import Peak
+from tests.support.small_disk import SmallDisk, formatted_disk, small_disk
+from tests.support.splitting import Counter, contents
+from tests.support.ticks import observe_ticks
+
+MIB = 1 << 20
+REPO = "org/model"
+COMPRESSIONS = (None, "8bit", "4bit", "4bit-double")
+FOLDER_ROUTES = ({}, {"sequential": True})
+HUB_ROUTES = (
+    {"keep_shards": True},
+    {"shard_transfer": "file"},
+    {"shard_transfer": "stream"},
+    {"sequential": True, "shard_transfer": "stream"},
+)
+
+
+def build(folder: Path) -> Path:
+    """A checkpoint with a config, whose shards are large compared to its small files."""
+    return build_checkpoint(folder, "llama", shards=4, hidden_size=256, intermediate_size=512)
+
+
+def wished(name: str | Path, **options: object) -> Wish:
+    return Wish(str(name), **{"min_free_disk": 0, "device": "cpu", **options})  # type: ignore[arg-type]
+
+
+def printed(wish: Wish) -> str:
+    out = io.StringIO()
+    show_dry_run(dry_run(wish), wish, Console(file=out, width=1000))
+    return out.getvalue()
+
+
+def refused(wish: Wish, folder: Path) -> str:
+    """What a pull says that is refused and touches nothing; small files may come into the hub cache."""
+    before = touched(folder)
+    assert not dry_run(wish).fits
+    with pytest.raises(NotEnoughSpaceException) as error:
+        pull(wish)
+    assert touched(folder) == before
+    return str(error.value)
+
+
+def touched(folder: Path) -> list[tuple[str, int]]:
+    of_the_hub = ("hub/", "rabbitllm/models--org--model/refs/")
+    files = contents(folder).items()
+    return [(name, len(data)) for name, data in files if "safetensors" in name or not name.startswith(of_the_hub)]
+
+
+def pulled(wish: Wish, peak: Peak) -> None:
+    with observe_ticks(Counter(peak.look)), listening(peak.listen):
+        pull(wish)
+
+
+def check_limit(wish: Wish, folder: Path) -> None:
+    found = dry_run(wish)
+    assert found.route is not None
+    last = found.routes[-1]
+    need = last.created_bytes
+    told = refused(dataclasses.replace(wish, max_disk=need - 1), folder)
+    said = _figure(printed(dataclasses.replace(wish, max_disk=need)), r"it creates +at most")
+    assert f"needs {said} ({need:,} bytes) of max_disk" in told
+    for limit in (need, said):
+        assert dry_run(dataclasses.replace(wish, max_disk=limit)).fits
+    peak = Peak(folder)
+    pulled(dataclasses.replace(wish, max_disk=need), peak)
+    assert 0 < peak.most <= last.disk_bytes <= need
+
+
+def _figure(said: str, before: str) -> str:
+    """The size that is named after these words."""
+    match = re.search(before + r" ([\d.]+ [MG]iB) \(", said)
+    assert match is not None, said
+    return match[1]
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("options", FOLDER_ROUTES, ids=str)
+def test_a_limit_of_what_is_announced_for_a_folder(
+    tmp_path: Path, options: dict[str, object], compression: str | None
+) -> None:
+    folder = build(tmp_path / "model")
+    check_limit(wished(folder, compression=compression, **options), folder)
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("options", HUB_ROUTES, ids=str)
+def test_a_limit_of_what_is_announced_for_a_repository(
+    tmp_path: Path, hub_environment: HubEnvironment, options: dict[str, object], compression: str | None
+) -> None:
+    build(tmp_path / "hub" / REPO)
+    check_limit(wished(REPO, compression=compression, **options), hub_environment.home)
+
+
+def test_the_least_limit_that_auto_names_is_enough(tmp_path: Path) -> None:
+    folder = build(tmp_path / "model")
+    told = refused(wished(folder, compression="auto", max_disk=1000), folder)
+    match = re.search(r"max_disk=(\d+) is the least that would do", told)
+    assert match is not None
+    least = int(match[1])
+    refused(wished(folder, compression="auto", max_disk=least - 1), folder)
+    peak = Peak(folder)
+    pulled(wished(folder, compression="auto", max_disk=least), peak)
+    assert peak.most <= least
+
+
+# The free disk
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    with small_disk(tmp_path / "disk", 64 * MIB) as mounted:
+        yield mounted
+
+
+def check_free_disk(wish: Wish, disk: SmallDisk, folder: Path) -> None:
+    """As much free disk as is announced is enough, and a block less is not."""
+    need = dry_run(wish).routes[-1].disk_bytes
+    disk.leave(on_disk(need) - 4096)
+    disk_error = refused(wish, folder)
+    assert f"needs {gib_rounded_up(need)} ({need:,} bytes) of free disk" in disk_error
+    disk.leave(on_disk(need))
+    assert dry_run(wish).fits
+    pull(wish)
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("options", FOLDER_ROUTES, ids=str)
+def test_free_disk_of_what_is_announced_for_a_folder(
+    disk: SmallDisk, options: dict[str, object], compression: str | None
+) -> None:
+    folder = build(disk.path / "model")
+    check_free_disk(wished(folder, compression=compression, **options), disk, folder)
+
+
+@pytest.mark.parametrize("options", HUB_ROUTES, ids=str)
+def test_free_disk_of_what_is_announced_for_a_repository(
+    tmp_path: Path, hub_environment: HubEnvironment, options: dict[str, object]
+) -> None:
+    build(tmp_path / "hub" / REPO)
+    with small_disk(hub_environment.home, 64 * MIB) as disk:
+        dry_run(wished(REPO))  # what only asking leaves in the hub cache
+        check_free_disk(wished(REPO, compression="4bit", **options), disk, hub_environment.home)
+
+
+def test_shards_on_another_disk_give_the_target_nothing_back(tmp_path: Path, disk: SmallDisk) -> None:
+    folder = build(tmp_path / "model")
+    wish = wished(folder, folder=disk.path / "out", sequential=True)
+    found = dry_run(wish).route
+    assert found is not None
+    assert found.disk_bytes == found.created_bytes
+    check_free_disk(wish, disk, tmp_path / "model")
+
+
+def linked(folder: Path) -> Path:
+    """Each shard gets a second name, elsewhere."""
+    elsewhere = folder.with_name("kept")
+    elsewhere.mkdir()
+    for shard in folder.glob("*.safetensors"):
+        os.link(shard, elsewhere / shard.name)
+    return elsewhere
+
+
+def behind_links(folder: Path) -> Path:
+    """Each shard is a link to a file in a subfolder."""
+    elsewhere = folder / "weights"
+    elsewhere.mkdir()
+    for shard in folder.glob("*.safetensors"):
+        shard.rename(elsewhere / shard.name)
+        shard.symlink_to(Path("weights") / shard.name)
+    return elsewhere
+
+
+def reflinked(folder: Path) -> Path:
+    """Each shard shares its blocks with a copy."""
+    elsewhere = folder.with_name("kept")
+    subprocess.run(["cp", "-r", "--reflink=always", str(folder), str(elsewhere)], check=True)
+    subprocess.run(["sync", "-f", str(folder)], check=True)
+    return elsewhere
+
+
+@pytest.mark.parametrize("share", [linked, behind_links], ids=["hard links", "links"])
+def test_shards_that_are_still_there_elsewhere_give_nothing_back(disk: SmallDisk, share: object) -> None:
+    folder = build(disk.path / "model")
+    kept = share(folder)  # type: ignore[operator]
+    before = contents(kept)
+    wish = wished(folder, sequential=True)
+    found = dry_run(wish).route
+    assert found is not None
+    assert found.disk_bytes == found.created_bytes
+    check_free_disk(wish, disk, folder)
+    assert contents(kept) == before
+
+
+@pytest.mark.parametrize("kind", ["xfs", "btrfs"])
+def test_shards_that_share_blocks_give_nothing_back(tmp_path: Path, kind: str) -> None:
+    with formatted_disk(tmp_path / "disk", kind, 400 * MIB) as disk:
+        folder = build(disk.path / "model")
+        subprocess.run(["sync", "-f", str(folder)], check=True)
+        alone = dry_run(wished(folder, sequential=True)).route
+        reflinked(folder)
+        shared = dry_run(wished(folder, sequential=True)).route
+        assert alone is not None
+        assert shared is not None
+        assert alone.disk_bytes < shared.disk_bytes
+        assert shared.disk_bytes == shared.created_bytes
+
+
+def test_holes_give_nothing_back(disk: SmallDisk) -> None:
+    """A shard of zeros that was copied with holes is as long as before, and takes nothing."""
+    folder = build(disk.path / "model")
+    dense = dry_run(wished(folder, sequential=True)).route
+    for shard in folder.glob("*.safetensors"):
+        with shard.open("r+b") as file:
+            size, header = shard.stat().st_size, 8 + int.from_bytes(file.read(8), "little")
+            file.truncate(header)
+            file.truncate(size)
+    sparse = dry_run(wished(folder, sequential=True)).route
+    assert dense is not None
+    assert sparse is not None
+    assert sparse.disk_bytes > dense.disk_bytes
+    check_free_disk(wished(folder, sequential=True), disk, folder)
+
+
+def test_a_blob_that_another_revision_uses_gives_nothing_back(tmp_path: Path, hub_environment: HubEnvironment) -> None:
+    build(tmp_path / "hub" / REPO)
+    pull(wished(REPO, keep_shards=True))
+    wish = wished(REPO, compression="4bit", sequential=True)
+    alone = dry_run(wish).route
+    [first] = hub_environment.cache.glob("models--*/snapshots/*")
+    assert snapshot_of(first) is not None
+    shutil.copytree(first, first.with_name("f" * 40), symlinks=True)
+    shared = dry_run(wish).route
+    assert alone is not None
+    assert shared is not None
+    assert alone.disk_bytes < shared.disk_bytes
+    assert shared.disk_bytes == shared.created_bytes

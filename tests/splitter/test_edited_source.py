@@ -1,0 +1,422 @@
+"""A source that is edited during a split, between a kill and the next call, or later, is detected, never mixed in."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rabbitllm import AutoModel, prepare, progress
+from rabbitllm.checkpoints.checkpoint import WHOLE_BYTES
+from rabbitllm.cli.main import app
+from rabbitllm.durable import Step, observe_steps
+from rabbitllm.errors import CorruptShardError, OptionError, RabbitLLMError, SplitMismatchError
+from rabbitllm.layers.layer_store import JOURNAL_NAME, read_manifest
+from rabbitllm.layers.verify import verify
+from rabbitllm.splitter import journal
+from rabbitllm.splitter.source_check import source_crc32
+from tests.support.builders import build_checkpoint, cut, llama_tensors, torch_files, write_shards, write_torch
+from tests.support.dying import dying_at
+from tests.support.hub_fixtures import HubEnvironment
+from tests.support.local_hub import LocalHub
+from tests.support.meta_files import tiny_llama, write_meta
+from tests.support.splitting import Call, contents, interrupted, layer_files, names_in, steps_of
+
+REPO = "acme/large"
+LARGE = {"layers": 2, "hidden": 512, "vocabulary": 8192}
+"""Shards of which only a piece of each tensor is sampled."""
+COMPRESSIONS = (None, "4bit", "8bit")
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_shards(tmp_path_factory.mktemp("original") / "model", cut(llama_tensors(**LARGE), 3))
+    assert all(shard.stat().st_size > WHOLE_BYTES for shard in (folder / name for name in shards_of(folder)[::2]))
+    return folder
+
+
+@pytest.fixture
+def model(tmp_path: Path, original: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "model"))
+
+
+def shards_of(folder: Path) -> list[str]:
+    return names_in(folder, "*.safetensors")
+
+
+def edit(path: Path, *, back: bool = False) -> None:
+    """Change a byte in the middle of a tensor, where nothing is sampled; with `back` set the time back afterwards."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        at = 8 + int.from_bytes(file.read(8), "little") + 100_001
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 1]))
+    if back:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    else:  # never within the grain of the clock
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
+
+
+def later(path: Path) -> None:
+    """Another time, and the same bytes."""
+    before = path.stat()
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
+
+
+def expected(original: Path, tmp_path: Path, compression: str | None) -> dict[str, bytes]:
+    copy = shutil.copytree(original, tmp_path / "expected" / "model")
+    return layer_files(Call(str(copy), compression=compression, sequential=False).make())
+
+
+def refused(call: Call, pattern: str) -> SplitMismatchError:
+    """The error of a call that changes nothing."""
+    folder = Path(call.source)
+    before = contents(folder) if folder.exists() else {}
+    with pytest.raises(SplitMismatchError, match=pattern) as error:
+        call.make()
+    if before:
+        assert contents(folder) == before
+    return error.value
+
+
+# Between a kill and the next call
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_a_byte_of_a_shard_that_waits(model: Path, sequential: bool, compression: str | None) -> None:
+    call = Call(str(model), compression=compression, sequential=sequential)
+    made = interrupted(call)
+    last = model / "model-00003-of-00003.safetensors"
+    edit(last)
+    error = refused(call, rf"{last} has changed since the split in {made} was begun: its modification time is 20")
+    assert f"touch -d @{last.stat().st_mtime_ns // 10**9 - 1}." in error.remedy
+    assert ("Delete nothing" in error.remedy) is sequential
+    assert (f"delete {made}" in error.remedy) is not sequential
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_a_byte_of_a_shard_that_is_used_up_and_kept(model: Path, compression: str | None, back: bool) -> None:
+    call = Call(str(model), compression=compression, sequential=False)
+    made = interrupted(call)
+    first = model / "model-00001-of-00003.safetensors"
+    edit(first, back=back)
+    error = refused(call, rf"{first} has changed since the split in {made} was begun: its bytes differ")
+    assert f"to split them as they are now, delete {made}" in error.remedy
+
+
+def test_a_byte_of_a_used_shard_that_a_crash_has_left(model: Path) -> None:
+    """It is not deleted, as it else would be before anything else."""
+    call = Call(str(model), compression="4bit")
+    first = model / "model-00001-of-00003.safetensors"
+
+    def die(step: Step) -> None:
+        if step.kind == "unlink" and step.path == first:
+            raise KeyboardInterrupt
+
+    with observe_steps(die), pytest.raises(KeyboardInterrupt):
+        call.make()
+    earlier = journal.replay(model / "splitted_model.4bit")
+    assert earlier is not None
+    assert earlier.used == {first.name}
+    edit(first)
+    refused(call, "its bytes differ")
+    assert first.exists()
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_another_time_of_a_used_shard_is_compared_and_goes_on(
+    model: Path, original: Path, tmp_path: Path, compression: str | None
+) -> None:
+    call = Call(str(model), compression=compression, sequential=False)
+    interrupted(call)
+    later(model / "model-00001-of-00003.safetensors")
+    assert layer_files(call.make()) == expected(original, tmp_path, compression)
+
+
+def test_a_copy_of_the_folder_goes_on(model: Path, original: Path, tmp_path: Path) -> None:
+    """Other inodes, the same times; also where what copied it keeps whole seconds only."""
+    interrupted(Call(str(model), compression="4bit", sequential=False))
+    copy = shutil.copytree(model, tmp_path / "copy" / "model")
+    for name in shards_of(copy):
+        whole = (copy / name).stat().st_mtime_ns // 10**9 * 10**9
+        os.utime(copy / name, ns=(whole, whole))
+    made = Call(str(copy), compression="4bit", sequential=False).make()
+    assert layer_files(made) == expected(original, tmp_path, "4bit")
+
+
+def test_a_time_that_was_set_back_is_said(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a shard that waits nothing is known but its samples."""
+    call = Call(str(model), sequential=False)
+    interrupted(call)
+    edit(model / "model-00003-of-00003.safetensors", back=True)
+    with caplog.at_level(logging.WARNING):
+        call.make()
+    assert re.search(r"model-00003-of-00003.safetensors may have been modified since the split in", caplog.text)
+
+
+def test_another_length(model: Path) -> None:
+    call = Call(str(model), sequential=False)
+    made = interrupted(call)
+    last = model / "model-00003-of-00003.safetensors"
+    with last.open("ab") as file:
+        file.write(b" ")
+    with pytest.raises(RabbitLLMError) as error:
+        call.make()
+    assert last.name in str(error.value)
+    assert not (made / "split.json").exists()
+
+
+def test_other_samples_are_said_to_be_a_change(model: Path) -> None:
+    call = Call(str(model), sequential=False)
+    made = interrupted(call)
+    other = write_shards(model.parent / "other", cut(llama_tensors(**LARGE, seed=1), 3))
+    shutil.copyfile(other / "model-00003-of-00003.safetensors", model / "model-00003-of-00003.safetensors")
+    refused(call, rf"{model} has changed since the split in {made} was begun: its shard model-00003")
+
+
+def test_a_journal_of_an_earlier_version_goes_on_as_it_did(model: Path, original: Path, tmp_path: Path) -> None:
+    call = Call(str(model), compression="4bit", sequential=False)
+    made = interrupted(call)
+    head, *lines = (made / JOURNAL_NAME).read_text().splitlines()
+    content = json.loads(head)
+    for shard in content["shards"]:
+        assert shard.pop("stat")[0] == shard["size"]
+    used = [json.loads(line) for line in lines]
+    for line in used:
+        assert line.pop("source_crc32")
+    (made / JOURNAL_NAME).write_text("".join(json.dumps(line) + "\n" for line in (content, *used)))
+    for name in shards_of(model):
+        later(model / name)
+    assert layer_files(call.make()) == expected(original, tmp_path, "4bit")
+    manifest = read_manifest(made)
+    assert manifest is not None
+    assert set(manifest.source_checksums) == set(shards_of(model)[1:])
+
+
+# While it runs
+
+
+@pytest.mark.parametrize("compression", [None, "4bit"])
+def test_a_shard_that_is_written_to_while_it_is_read(model: Path, compression: str | None) -> None:
+    call = Call(str(model), compression=compression)
+    second = model / "model-00002-of-00003.safetensors"
+
+    def listen(event: progress.Event) -> None:
+        if isinstance(event, progress.BytesDone) and event.shard == second.name:
+            later(second)
+
+    with progress.listening(listen), pytest.raises(CorruptShardError, match="was modified while it was being split"):
+        call.make()
+    made = call.find().split_folder
+    earlier = journal.replay(made)
+    assert earlier is not None
+    assert earlier.used == {"model-00001-of-00003.safetensors"}
+    layers = [layer for layer, shards in earlier.plan.layer_map.layer_to_shards.items() if second.name in shards]
+    assert layers
+    assert not any((made / earlier.plan.layouts[layer].file_name).exists() for layer in layers)
+
+
+# The sums that are noted
+
+
+@pytest.mark.parametrize("compression", [None, "8bit", "4bit", "4bit-double"])
+@pytest.mark.parametrize("kind", ["safetensors", "odd torch files", "ranks"])
+def test_what_is_noted_is_the_sum_of_what_was_taken(tmp_path: Path, kind: str, compression: str | None) -> None:
+    """Wherever the call died on the way, layers that were named before the journal said so included."""
+    cuts = cut(llama_tensors(layers=2, hidden=192, vocabulary=200), 3)
+    if kind == "safetensors":
+        source = write_shards(tmp_path / "model", cuts)
+    elif kind == "ranks":
+        source = write_meta(tmp_path / "model", tiny_llama(), ranks=2)
+    else:
+        source = write_torch(tmp_path / "model", torch_files(cuts), index=True)
+    found: list[dict[str, int]] = []
+    call = Call(str(source), compression=compression, sequential=False)
+    copy = Path(shutil.copytree(source, tmp_path / "counted"))
+    steps = steps_of(dataclasses.replace(call, source=str(copy)))
+    for at in (steps, *range(0, steps, max(steps // 12, 1))):
+        again = dataclasses.replace(call, saving_path=str(tmp_path / f"out-{at}"))
+        with dying_at(at):
+            again.make()
+        manifest = read_manifest(again.make())
+        assert manifest is not None
+        found.append(dict(manifest.source_checksums))
+    earlier = journal.replay(interrupted(dataclasses.replace(call, saving_path=str(tmp_path / "begun"))))
+    assert earlier is not None
+    sums = {shard.name: source_crc32(source / shard.name, shard.tensors) for shard in earlier.plan.shards}
+    assert all(noted == sums for noted in found)
+
+
+# With verify_source
+
+
+@pytest.mark.parametrize("compression", [None, "4bit"])
+def test_sums_that_are_noted_first_find_any_change(model: Path, compression: str | None) -> None:
+    call = Call(str(model), compression=compression, verify_source=True)
+    interrupted(call)
+    edit(model / "model-00003-of-00003.safetensors", back=True)
+    for verifies in (True, False):
+        refused(dataclasses.replace(call, verify_source=verifies), "its bytes differ")
+
+
+def test_sums_that_are_noted_first_let_a_sound_copy_pass(model: Path, original: Path, tmp_path: Path) -> None:
+    call = Call(str(model), compression="4bit", verify_source=True)
+    interrupted(call)
+    for name in shards_of(model):
+        (model / name).unlink()
+        shutil.copyfile(original / name, model / name)
+    later(model / "model-00003-of-00003.safetensors")
+    assert layer_files(call.make()) == expected(original, tmp_path, "4bit")
+
+
+def test_a_change_behind_the_time_s_back_while_it_runs(model: Path) -> None:
+    call = Call(str(model), verify_source=True)
+    last = model / "model-00003-of-00003.safetensors"
+
+    def listen(event: progress.Event) -> None:
+        if isinstance(event, progress.ShardDone) and event.number == 1:
+            edit(last, back=True)
+
+    with (
+        progress.listening(listen),
+        pytest.raises(CorruptShardError, match="differs from the checksum that was recorded"),
+    ):
+        call.make()
+    assert last.exists()
+    made = model / "splitted_model"
+    assert not (made / "lm_head.safetensors").exists()
+    edit(last, back=True)  # the same bit once more
+    assert call.make() == made
+
+
+def test_verifying_a_copy_whose_inodes_differ_finds_an_edit(model: Path, tmp_path: Path) -> None:
+    call = Call(str(model), sequential=False)
+    interrupted(call)
+    copy = shutil.copytree(model, tmp_path / "copy" / "model")
+    edit(copy / "model-00001-of-00003.safetensors", back=True)
+    refused(dataclasses.replace(call, source=str(copy), verify_source=True), "its bytes differ")
+
+
+def test_what_cannot_be_compared_is_said(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    call = Call(str(model), sequential=False)
+    interrupted(call)
+    dataclasses.replace(call, verify_source=True).make()
+    assert f"2 shards of {model} have no recorded checksum" in caplog.text
+
+
+# Shards in the hub cache, of which the hub says the digest
+
+
+@pytest.fixture
+def cached(
+    tmp_path: Path, original: Path, local_hub: LocalHub, hub_environment: HubEnvironment
+) -> Callable[[str], Path]:
+    """Where a shard lies in the hub cache, which has them all."""
+    shutil.copytree(original, tmp_path / "hub" / REPO)
+    Call(REPO, sequential=False).make()
+    [snapshot] = hub_environment.cache.glob("models--*/snapshots/*")
+    return lambda number: (snapshot / f"model-{number}-of-00003.safetensors").resolve()
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+def test_a_cached_shard_that_was_edited_before(cached: Callable[[str], Path], sequential: bool) -> None:
+    edit(cached("00002"), back=True)
+    call = Call(REPO, compression="4bit", sequential=sequential, verify_source=True)
+    with pytest.raises(CorruptShardError, match="differs from the digest that the hub has published"):
+        call.make()
+    assert cached("00001").exists()
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+def test_a_cached_shard_that_is_edited_or_touched_meanwhile(cached: Callable[[str], Path], sequential: bool) -> None:
+    call = Call(REPO, compression="4bit", sequential=sequential)
+    interrupted(call)
+    edit(cached("00003"))
+    refused(call, "its bytes differ")
+    edit(cached("00003"))
+    call.make()
+
+
+# A finished split
+
+
+def test_an_original_that_was_written_to_afterwards(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    call = Call(str(model), compression="4bit", sequential=False)
+    made = call.make()
+    caplog.clear()
+    call.make()
+    assert caplog.text == ""
+    first = model / "model-00001-of-00003.safetensors"
+    edit(first, back=True)
+    future = (made / "split.json").stat().st_mtime_ns + 10**9
+    os.utime(first, ns=(future, future))
+    call.make()
+    assert f"{first} was modified after the split in {made} was made" in caplog.text
+    refused(dataclasses.replace(call, verify_source=True), rf"{first} has changed since the split in {made} was made")
+    edit(first)
+    caplog.clear()
+    dataclasses.replace(call, verify_source=True).make()
+    assert caplog.text == ""
+
+
+def test_an_original_whose_samples_are_other_ones(model: Path) -> None:
+    call = Call(str(model), compression="4bit", sequential=False)
+    made = call.make()
+    other = write_shards(model.parent / "other", cut(llama_tensors(**LARGE, seed=1), 3))
+    shutil.copyfile(other / "model-00002-of-00003.safetensors", model / "model-00002-of-00003.safetensors")
+    error = refused(call, rf"{model} has changed since it was split into {made}: its shard model-00002")
+    assert f"name {made} itself" in error.remedy
+
+
+def test_repair_takes_nothing_of_an_edited_original(model: Path) -> None:
+    made = Call(str(model), sequential=False).make()
+    manifest = read_manifest(made)
+    assert manifest is not None
+    whole = contents(made)
+    record = manifest.layers[0]
+    with (made / record.file).open("r+b") as file:
+        file.seek(record.size - 10)
+        file.write(b"damaged")
+    damaged = {damage.layer for damage in verify(made).damaged}
+    for name in shards_of(model):
+        edit(model / name, back=True)
+    with pytest.raises(CorruptShardError, match="differs from the checksum that was recorded"):
+        prepare.repair_split(made, manifest, damaged, model)
+    assert not (made / record.file).exists()
+    for name in record.shards:
+        edit(model / name, back=True)
+    Call(str(model), sequential=False).make()  # which finishes the repair
+    assert contents(made) == whole
+
+
+# What a user types
+
+
+def test_options(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "hare", "llama", shards=2)
+    words = ["pull", str(folder), "--verify-source", "--device", "cpu"]
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    AutoModel.from_pretrained(folder, verify_source=True, device="cpu")
+    first = folder / names_in(folder, "*-of-*")[0]
+    with first.open("r+b") as file:
+        file.seek(first.stat().st_size - 1)
+        file.write(b"\x01")
+    with pytest.raises(SplitMismatchError, match="has changed since"):
+        AutoModel.from_pretrained(folder, verify_source=True, device="cpu")
+    for command in (["run", str(folder), "hello"], ["batch", str(folder), "in.jsonl", "-o", "out.jsonl"]):
+        assert "--verify-source" in CliRunner().invoke(app, [command[0], "--help"]).output
+    with pytest.raises(OptionError, match="verify_source=True is done while a checkpoint is split"):
+        AutoModel.from_pretrained(folder, verify_source=True, split=False, device="cpu")

@@ -1,0 +1,127 @@
+"""Calls in other processes that pause at a moment, until they are told to go on; or are killed there.
+
+with Paused("split", {"source": str(folder)}) as other:
+    ...                 # it stands behind its first shard
+    other.goes_on()
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rabbitllm.durable import Step
+
+_ROOT = Path(__file__).parent.parent.parent
+
+
+class Paused:
+    """A process that has come to its moment.
+
+    Args:
+        what: "split": behind its first shard; "repair": when the manifest is gone; "repair begins": when the journal is
+            there and the manifest still is; "load": with the model in memory.
+        **options: of `Call`; for repairs `folder` and `original`; for "load" those of `from_pretrained` and `name`.
+    """
+
+    def __init__(self, what: str, **options: Any) -> None:
+        words = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.pausing", what, json.dumps(words)],
+            cwd=_ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        said = self.process.stdout.readline()
+        if said != "here\n":
+            raise AssertionError(f"it said {said!r}, and {self.process.communicate()[1]}")
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def goes_on(self) -> None:
+        """Let it come to its end."""
+        told = self.process.communicate("\n", timeout=300)
+        assert self.process.returncode == 0, told
+
+    def is_killed(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def __enter__(self) -> Paused:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.is_killed()
+
+
+def _pause() -> None:
+    print("here", flush=True)
+    sys.stdin.readline()
+
+
+def _split(**options: Any) -> None:
+    from rabbitllm import progress
+    from tests.support.splitting import Call
+
+    def listen(event: progress.Event) -> None:
+        if isinstance(event, progress.ShardDone) and event.number == 1:
+            _pause()
+
+    with progress.listening(listen):
+        Call(**options).make()
+
+
+def _repair(folder: str, original: str, *, at: str) -> None:
+    from rabbitllm import prepare
+    from rabbitllm.durable import observe_steps
+    from rabbitllm.layers.layer_store import JOURNAL_NAME, read_manifest
+    from rabbitllm.layers.verify import verify
+
+    made = Path(folder)
+    manifest = read_manifest(made)
+    assert manifest is not None
+    paused: list[Step] = []
+
+    def look(step: Step) -> None:
+        moment = step.kind == "unlink" if at == "begins" else step.kind == "create"
+        if moment and not paused and (made / JOURNAL_NAME).exists() and step.path.name != "split.journal.part":
+            if at != "begins" and (made / "split.json").exists():
+                return
+            paused.append(step)
+            _pause()
+
+    with observe_steps(look):
+        prepare.repair_split(made, manifest, {damage.layer for damage in verify(made).damaged}, Path(original))
+
+
+def _load(name: str, **options: Any) -> None:
+    from rabbitllm import AutoModel
+
+    model = AutoModel.from_pretrained(name, device="cpu", **options)
+    _pause()
+    del model
+
+
+if __name__ == "__main__":
+    made = json.loads(sys.argv[2])
+    match sys.argv[1]:
+        case "split":
+            _split(**made)
+        case "repair":
+            _repair(**made, at="goes")
+        case "repair begins":
+            _repair(**made, at="begins")
+        case "load":
+            _load(**made)
