@@ -72,6 +72,7 @@ ADDED = {
     "local_files_only": False,
     "max_memory": None,
     "max_disk": None,
+    "verify_checksums": True,
     "fit_scales": False,
     "verify_source": False,
     "min_free_disk": "1GB",

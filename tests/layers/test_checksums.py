@@ -64,8 +64,8 @@ def opened(folder: Path, content: bytes, *, blocks: bool = True, name: str = "la
     starts = block_starts(len(content), header.data_start, ((part.offset, part.nbytes) for part in header.tensors))
     ends = [*starts[1:], len(content)]
     runs = [(b, e - b, zlib.crc32(content[b:e])) for b, e in zip(starts, ends, strict=True)]
-    found = LayerChecks(folder)
-    found.open(name, MappedFile(folder / name), zlib.crc32(content), block_sums(runs, starts) if blocks else None)
+    found, mapped = LayerChecks(folder), MappedFile(folder / name)
+    found.open(name, header, mapped.whole, zlib.crc32(content), block_sums(runs, starts) if blocks else None)
     return found
 
 
@@ -179,7 +179,7 @@ def test_a_header_is_compared_at_once(tmp_path: Path, at: int) -> None:
     flip(tmp_path / "layer.safetensors", at)
     sums = sums_of_file(tmp_path / "layer.safetensors", [0])[0]
     with pytest.raises(IncompleteSplitError, match="is damaged: its header is not what was written") as caught:
-        checks.open("layer.safetensors", mapped, sums, opened_blocks(content, header.data_start))
+        checks.open("layer.safetensors", header, mapped.whole, sums, opened_blocks(content, header.data_start))
     assert f"rabbitllm verify {tmp_path} --repair" in caught.value.remedy
 
 
@@ -191,7 +191,7 @@ def test_checksums_of_another_number_of_blocks(tmp_path: Path) -> None:
     content, starts = write(tmp_path)
     mapped = MappedFile(tmp_path / "layer.safetensors")
     with pytest.raises(IncompleteSplitError, match=f"split.json has 1 checksums for its {len(starts)} blocks"):
-        LayerChecks(tmp_path).open("layer.safetensors", mapped, 0, opened_blocks(content, BLOCK))
+        LayerChecks(tmp_path).open("layer.safetensors", mapped.header, mapped.whole, 0, opened_blocks(content, BLOCK))
 
 
 # a file that has one checksum for all of it
@@ -246,7 +246,8 @@ def test_a_flipped_bit_in_a_whole_file(tmp_path: Path, at: int) -> None:
     checks = LayerChecks(tmp_path)
     (tmp_path / "sound").mkdir()
     write(tmp_path / "sound")
-    checks.open("layer.safetensors", MappedFile(tmp_path / "sound" / path.name), zlib.crc32(content), None)
+    mapped = MappedFile(tmp_path / "sound" / path.name)
+    checks.open("layer.safetensors", mapped.header, mapped.whole, zlib.crc32(content), None)
     for _ in range(2):  # every pass says so
         checks.read(path.name, BLOCK, memoryview(now)[BLOCK : 3 * BLOCK])
         with pytest.raises(IncompleteSplitError, match=f"checksum is {zlib.crc32(now):08x}; {zlib.crc32(content):08x}"):
