@@ -382,7 +382,7 @@ class NamelessFile:
         _announce(Step("write", self._folder, offset, data))
         while data:
             if self.READS_AT_PLACES:
-                count = self._move(os.pwrite, data, offset, aligned)
+                count = self._move(_write_from, data, offset, aligned)
             else:
                 self._file.seek(offset)
                 count = self._file.write(data)
@@ -406,13 +406,12 @@ class NamelessFile:
 
     def _move(self, how: Callable[[int, memoryview, int], int], data: memoryview, offset: int, aligned: bool) -> int:
         moved = self._direct.move(lambda descriptor: how(descriptor, data, offset)) if aligned else None
-        advise = getattr(os, "posix_fadvise", None) if aligned else None
         if moved is None:
-            if advise is not None:  # what is read ahead of the next place would stay in the cache
-                advise(self._file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            if sys.platform == "linux" and aligned:  # what is read ahead of the next place would stay in the cache
+                os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
             moved = how(self._file.fileno(), data, offset)
-        if advise is not None:  # of what is not on the disk yet this begins the writing
-            advise(self._file.fileno(), offset, moved, os.POSIX_FADV_DONTNEED)
+        if sys.platform == "linux" and aligned:  # of what is not on the disk yet this begins the writing
+            os.posix_fadvise(self._file.fileno(), offset, moved, os.POSIX_FADV_DONTNEED)
         return moved
 
     def close(self) -> None:
@@ -421,7 +420,15 @@ class NamelessFile:
         self._file.close()
 
 
+def _write_from(descriptor: int, data: memoryview, offset: int) -> int:
+    if sys.platform == "win32":
+        raise NotImplementedError
+    return os.pwrite(descriptor, data, offset)
+
+
 def _read_into(descriptor: int, data: memoryview, offset: int) -> int:
+    if sys.platform == "win32":
+        raise NotImplementedError
     return os.preadv(descriptor, [data], offset)
 
 

@@ -136,7 +136,7 @@ def lock_failure(folder: Path, error: OSError) -> SplitError:
 
 
 def _release(descriptor: int, process: int) -> None:
-    if os.getpid() != process:  # a forked child shares the lock and must not release it
+    if sys.platform == "win32" or os.getpid() != process:  # a forked child shares the lock and must not release it
         os.close(descriptor)
         return
     import fcntl
@@ -173,6 +173,8 @@ _LOCK_LINE = re.compile(r"^\d+: FLOCK +\w+ +\w+ (\d+) ([0-9a-f]+):([0-9a-f]+):(\
 
 def _processes(folder: Path) -> list[int]:
     """The ids of the processes that hold locks on a folder."""
+    if sys.platform == "win32":
+        return []
     try:
         lines = Path("/proc/locks").read_text()
         status = folder.stat()

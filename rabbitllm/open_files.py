@@ -7,6 +7,7 @@ formats and writes nothing; each file syncs itself before it is closed.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -127,10 +128,10 @@ class OpenFiles:
 
 
 def _files_allowed() -> int:
-    try:
-        import resource
-    except ImportError:  # Windows, where a process may have 8,192
+    if sys.platform == "win32":  # where a process may have 8,192
         return MOST_FILES
+    import resource
+
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return MOST_FILES

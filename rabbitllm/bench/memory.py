@@ -19,11 +19,12 @@ def peak_memory() -> int | None:
 
 
 def _from_usage() -> int | None:
-    try:
-        import resource
-    except ImportError:  # Windows
+    if sys.platform == "win32":
         import psutil
 
-        return getattr(psutil.Process().memory_info(), "peak_wset", None)
+        peak: int = psutil.Process().memory_info().peak_wset
+        return peak
+    import resource
+
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024

@@ -41,7 +41,7 @@ def bytes_freed_by_deleting(path: Path, device: int) -> int:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode) or status.st_dev != device or status.st_nlink != 1:
             return 0
-        if not hasattr(status, "st_blocks"):  # Windows
+        if sys.platform == "win32":
             return status.st_size
         return max(status.st_blocks * STAT_BLOCK_BYTES - _shared_bytes(path), 0)
     except OSError:

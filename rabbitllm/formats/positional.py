@@ -39,17 +39,17 @@ class PositionalFile:
 
     def advise_sequential(self) -> None:
         """Tell the kernel that the file is read from front to back, so that it reads ahead more."""
-        if hasattr(os, "posix_fadvise"):
+        if sys.platform == "linux":
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     def will_need(self, offset: int, length: int) -> None:
         """Ask the kernel to read a range into the page cache; it may go on when this has returned."""
-        if hasattr(os, "posix_fadvise"):
+        if sys.platform == "linux":
             os.posix_fadvise(self._descriptor, offset, length, os.POSIX_FADV_WILLNEED)
 
     def drop_cache(self, offset: int, length: int) -> None:
         """Tell the kernel that a range will not be needed again soon."""
-        if hasattr(os, "posix_fadvise"):
+        if sys.platform == "linux":
             os.posix_fadvise(self._descriptor, offset, length, os.POSIX_FADV_DONTNEED)
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
@@ -81,6 +81,8 @@ class PositionalFile:
             OSError: the system maps no such file.
             ValueError: the file is empty.
         """
+        if sys.platform == "win32":
+            raise NotImplementedError
         length = self.size()
         if not length:
             raise ValueError(f"{self.path} is empty")
@@ -108,13 +110,13 @@ class PositionalFile:
         return bytes(memoryview(buffer)[: self.read_into(memoryview(buffer), offset)])
 
     def _read_some(self, buffer: memoryview, offset: int) -> int:
-        if hasattr(os, "preadv"):
-            return os.preadv(self._descriptor, [buffer], offset)
-        with self._lock:
-            os.lseek(self._descriptor, offset, os.SEEK_SET)
-            data = os.read(self._descriptor, len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
+        if sys.platform == "win32":
+            with self._lock:
+                os.lseek(self._descriptor, offset, os.SEEK_SET)
+                data = os.read(self._descriptor, len(buffer))
+            buffer[: len(data)] = data
+            return len(data)
+        return os.preadv(self._descriptor, [buffer], offset)
 
     def close(self) -> None:
         """Close the descriptor."""
@@ -148,9 +150,9 @@ def page_aligned(nbytes: int) -> memoryview:
     Page-aligned memory may be written past the page cache, and huge pages take direct reads at 2 to 3 times the
     rate of small ones.
     """
-    if not hasattr(mmap, "MAP_PRIVATE"):
+    if sys.platform == "win32":
         return memoryview(mmap.mmap(-1, nbytes))
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if nbytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+    if sys.platform == "linux" and nbytes >= HUGE_PAGE:
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ def memory_of(device: Device, *, mapped: bool) -> Memory:
 
 def small_pages(nbytes: int) -> torch.Tensor:
     """Host memory in pages of the size that mapped files have: products with codes are slower there by a fifth."""
-    if not hasattr(mmap, "MADV_NOHUGEPAGE"):
+    if sys.platform != "linux":
         return aligned_host(nbytes)
     memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_NOHUGEPAGE)

@@ -188,7 +188,9 @@ def occupied(entry: os.DirEntry[str] | Path) -> int:
         status = os.lstat(entry)
     except OSError:  # renamed or deleted meanwhile
         return 0
-    return status.st_blocks * 512 if hasattr(status, "st_blocks") else status.st_size
+    if sys.platform == "win32":
+        return status.st_size
+    return status.st_blocks * 512
 
 
 def existing(folder: Path) -> Path:
