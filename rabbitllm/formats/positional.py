@@ -110,7 +110,7 @@ class PositionalFile:
         return bytes(memoryview(buffer)[: self.read_into(memoryview(buffer), offset)])
 
     def _read_some(self, buffer: memoryview, offset: int) -> int:
-        if sys.platform == "win32":
+        if sys.platform == "win32" or not hasattr(os, "preadv"):
             with self._lock:
                 os.lseek(self._descriptor, offset, os.SEEK_SET)
                 data = os.read(self._descriptor, len(buffer))
