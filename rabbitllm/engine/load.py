@@ -25,7 +25,7 @@ from rabbitllm.engine.fused_units import fused_experts, fused_units
 from rabbitllm.engine.page_locked import keep_units
 from rabbitllm.engine.part import Share
 from rabbitllm.engine.pass_line import PassLine
-from rabbitllm.engine.placement import Placement, Tier
+from rabbitllm.engine.placement import READY, Placement, Tier
 from rabbitllm.engine.read_ahead import ReadAhead
 from rabbitllm.engine.row_products import RowProducts
 from rabbitllm.engine.saving import origin_of
@@ -45,7 +45,7 @@ from rabbitllm.profiler import Profiler
 logger = logging.getLogger(__name__)
 
 
-_MAPPED = (Tier.RESIDENT, Tier.PACKED)
+_MAPPED = (*READY, Tier.PACKED)
 
 
 @torch.inference_mode(False)  # a caller's inference mode is no reason for weights that can never have gradients
