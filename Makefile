@@ -25,8 +25,9 @@ $(VENV)/.ecosystem: $(VENV)/.installed
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev,ecosystem]"
 	touch $@
 
+# one process, for tests that measure; `make test-long PART=1/4` is the first of four parts
 test-long: $(VENV)/.ecosystem
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(if $(PART),--part $(PART)) --durations=20
 
 $(VENV)/.fuzz: $(VENV)/.installed
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev,fuzz]"

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.support.parts import chosen, relative
 from tests.support.sweeps import leave_the_rest_to_the_long_run
 
 pytest_plugins = ["tests.support.hub_fixtures"]
@@ -65,11 +66,19 @@ FIRST = (
 would be begun last."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", metavar="K/N", help="run the K-th of N parts of the files of tests")
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Draw what is run of wide sweeps before others are left out by their marks, and put in order what stays."""
     leave_the_rest_to_the_long_run(items)
     yield
+    if part := config.getoption("--part"):
+        files = chosen((relative(item.path) for item in items), part)
+        config.hook.pytest_deselected(items=[item for item in items if relative(item.path) not in files])
+        items[:] = [item for item in items if relative(item.path) in files]
     put_in_order(items)
 
 
