@@ -10,7 +10,7 @@ every token have room for some more once they are large enough (`room.py`), and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,11 @@ class CacheCost:
         return self.fixed + tokens * self.every_token + sum(most * each for most, each in self.windows)
 
 
+def layer_configs(config: Any) -> Sequence[Any]:
+    """The config of each layer where layers differ in sizes (transformers' heterogeneous configs), else the config."""
+    return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
+
+
 def cost_by_config(config: Any, dtype: torch.dtype) -> CacheCost:
     """By the sizes of the config: keys and values of all heads in all layers.
 
@@ -53,13 +58,20 @@ def cost_by_config(config: Any, dtype: torch.dtype) -> CacheCost:
         config: of the text model.
         dtype: that keys and values are computed in.
     """
+    layers = layer_configs(config)
+    values = sum(map(_values_of_a_token, layers)) * (config.num_hidden_layers // len(layers))
+    return CacheCost(values * dtype.itemsize, config.num_hidden_layers)
+
+
+def _values_of_a_token(config: Any) -> int:
+    """Numbers that a layer keeps of a token."""
     heads = config.num_attention_heads
     keyed = getattr(config, "num_key_value_heads", None) or heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     both = 2 * keyed * width
     if getattr(config, "kv_lora_rank", None) and getattr(config, "v_head_dim", None):  # DeepSeek's latent attention
         both = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
-    return CacheCost(config.num_hidden_layers * both * dtype.itemsize, config.num_hidden_layers)
+    return int(both)
 
 
 def cost_by_cache(cache: Any) -> CacheCost | None:

@@ -12,9 +12,10 @@ Products of 16 bit are summed in 32, and where the processor does not multiply 1
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
+from rabbitllm.batching.cache_cost import layer_configs
 from rabbitllm.checkpoints.routing import picked_by
 from rabbitllm.layers.bfloat_products import CHUNK_ELEMENTS
 
@@ -119,6 +120,12 @@ def cost_of_a_pass(config: Any, itemsize: int) -> PassCost:
         config: of the text model.
         itemsize: bytes of a value.
     """
+    each_layer = [_cost_by(layer, itemsize) for layer in layer_configs(config)]
+    return PassCost(*map(max, zip(*map(astuple, each_layer), strict=True)))
+
+
+def _cost_by(config: Any, itemsize: int) -> PassCost:
+    """By the sizes of a layer."""
     hidden: int = config.hidden_size
     wide = _wide(config, hidden)
     heads: int = getattr(config, "num_attention_heads", None) or 1

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rabbitllm.allocator import trimming
+from rabbitllm.batching.cache_cost import cost_by_config
 from rabbitllm.batching.pass_cost import LEAST_TOKENS, PassCost, cost_of_a_pass
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import split
@@ -88,3 +89,12 @@ def test_costs_follow_from_the_sizes() -> None:
     experts = SimpleNamespace(**vars(LLAMA), moe_intermediate_size=1024, num_experts_per_tok=8)
     assert cost_of_a_pass(experts, 2).each > cost_of_a_pass(LLAMA, 2).each
     assert PassCost(1, 0, 1, 0, 1, 1).tokens_in(-5) == LEAST_TOKENS
+
+
+def test_layers_of_different_sizes() -> None:
+    """A pass takes what its widest layer takes; a cache takes the sum of its layers."""
+    sizes = (SimpleNamespace(**vars(LLAMA), head_dim=64), SimpleNamespace(**vars(LLAMA), head_dim=256))
+    mixed = SimpleNamespace(is_heterogeneous=True, per_layer_config=sizes, num_hidden_layers=2)
+    assert cost_of_a_pass(mixed, 2) == cost_of_a_pass(sizes[1], 2)
+    assert cost_of_a_pass(mixed, 2).each > cost_of_a_pass(sizes[0], 2).each
+    assert cost_by_config(mixed, torch.bfloat16).every_token == 2 * 2 * 16 * (64 + 256)
