@@ -3,7 +3,7 @@ lost worker costs.
 
     python -m benchmarks.ray_data
 
-Needs `ray[data]`. No model: a worker sleeps over each line, writes down that it computed it, and gives its answer. Four
+Needs `ray`, and `ray[data]` for the first way. No model: a worker sleeps over each line, writes down that it computed it, and gives its answer. Four
 workers, eight lines at a time for each. Of each way one run in peace, and one in which the first worker that has given
 an answer is killed (SIGKILL). One JSON object a run on stdout; seconds are from the call on, workers' starts included,
 and until the first worker of the run is there and the last one.
@@ -43,6 +43,11 @@ def main() -> None:
     options = command_line.parsed(parser, None, lines=2 * AT_A_TIME)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ways: dict[str, Way] = {"ray.data": by_ray_data, "actors": by_actors}
+    try:
+        import ray.data  # noqa: F401
+    except ImportError as error:
+        print(f"ray.data is left out: {error} (`pip install 'ray[data]'`)", file=sys.stderr)
+        del ways["ray.data"]
     for kills in (True,) if options.smallest else (False, True):
         for name, way in ways.items():
             with contextlib.redirect_stdout(sys.stderr), cluster() as folder:

@@ -243,7 +243,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, write; 2 without a GPU that suits, 1 if a row of this project failed."""
-    smallest: dict[str, Any] = {"only": ["rabbitllm-2"], "size": None, "vram": [0.002], "ram": 0.25, "tokens": 3}
+    smallest: dict[str, Any] = {
+        "only": ["rabbitllm-2"],
+        "size": None,
+        "vram": [0.002],
+        "ram": 0.25,
+        "hosts": ["disk"],
+        "tokens": 3,
+    }
     options = command_line.parsed(_parser(), arguments, **smallest)
     missing = None if options.gpu else what_is_missing()
     if missing is not None and options.smallest:

@@ -53,6 +53,7 @@ PROMPT = re.compile(r"^ *\w*\$ (?P<command>.*)$", re.MULTILINE)
 ELSEWHERE = {
     r"pip install .*": "test_pip_install_gives_the_command installs; here extras are compared with setup.py",
     r"python -m tests\.support\.pages .*": "tests/test_walkthrough.py starts it, on a copy of the page",
+    r"python -m rabbitllm\.demo\.train --size larger --out DIR": "tests/demo/test_train.py does, with small shapes",
     r"ray start .*": "it starts daemons; tests of clusters have one in their own process",
 }
 """Patterns of what is not started here, and why."""
@@ -61,9 +62,9 @@ SUBSTITUTIONS: Sequence[tuple[str, str, str]] = (
     (r"^make (?=[\w-]+$)", "make -n -C {root} ", "it runs this very test, or what has its own"),
     (r"^(python -m benchmarks\.\w+.*)$", r"\1 --smallest", "the figures of a page take minutes to hours"),
     (r"(?<=--model larger=)DIR/model", "my-checkpoint", "the larger model is not in this repository"),
-    (r"(demo\.train .*)$", r"\1 --steps 1 --threads 1", "training takes an hour"),
     (r"(tools\.supported_models)$", r"\1 qwen2", "examining all types takes an hour, and writes the table"),
     (r"^python -m rabbitllm$", "python -m rabbitllm --help", "alone it shows the same help, with exit code 2"),
+    (r"(--install-completion)$", r"\1 && true", "it looks for the shell among its parents"),
     (r"\bCOMMAND$", "ls", "placeholder"),
     (r"\bMODEL\b", "my-checkpoint", "placeholder"),
     (r"\bFOLDER\b", "my-checkpoint", "placeholder"),
@@ -87,8 +88,12 @@ MODEL_FOLDERS = ("my-checkpoint", "rabbitllm/demo/model", "shared/my-checkpoint"
 ON_A_TERMINAL = {
     "rabbitllm batch my-checkpoint questions.jsonl -o answers.jsonl",
     "rabbitllm chat rabbitllm/demo/model --compression 4bit --dir layers",
+    "rabbitllm doctor",
 }
 """Whose output a page shows as a terminal has it."""
+LABEL = re.compile(r'[^\s…]| "\w+":')
+NO_LABELS = ("too narrow for layer, storage",)
+"""Of the width of a terminal."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +171,8 @@ WHOLE |= {
 STARTED = {
     text: shown for text, shown in WHOLE.items() if not any(re.fullmatch(pattern, text) for pattern in ELSEWHERE)
 }
+OF_BENCHMARKS = sorted(text for text in STARTED if "benchmarks." in text)
+OTHERS = sorted(STARTED.keys() - set(OF_BENCHMARKS))
 
 
 class Scene:
@@ -181,9 +188,11 @@ class Scene:
         (self.work / "chapter.txt").write_text(PAGES["CONTRIBUTING.md"], encoding="utf-8")
         for name in ("report.txt", "prompt.txt"):
             (self.work / name).write_text("Sort from low to high: 31 5 77 2\n")
+        (self.work / "question.txt").write_text("What is 12 + 7?\n")
         for name in ("questions.jsonl", "in.jsonl"):
             (self.work / name).write_text('{"prompt": "What is 12 + 7?", "max_new_tokens": 4}\n' * 3)
-        torch.save({f"layers.{n}.attention.wq.weight": torch.ones(8, 8) for n in range(6)}, self.work / FILE)
+        names = ("tok_embeddings", "norm", "output", *(f"layers.{n}.attention.wq" for n in range(6)))
+        torch.save({f"{name}.weight": torch.ones(8, 8) for name in names}, self.work / FILE)
         self.values = {"root": str(ROOT), "port": str(free_port()), "address": f"127.0.0.1:{free_port()}"}
 
     def with_models(self, command: str, output: str, hub: Path) -> None:
@@ -197,14 +206,15 @@ class Scene:
             split(self.work / "my-checkpoint", "4bit")
 
     def begin(self, command: str) -> subprocess.Popen[str]:
-        """Start a line of a shell."""
+        """Start a line of a shell; `rabbitllm chat` is given a question, and others nothing."""
         path = f"{self._bin}{os.pathsep}{os.environ['PATH']}"
-        own = {"PATH": path, "HOME": str(self.work), "TMPDIR": str(self.tmp), "PYTHONPATH": str(ROOT)}
+        own = {"PATH": path, "TMPDIR": str(self.tmp), "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
+        own |= {"HOME": str(self.work)} if "--install-completion" in command else {}  # its profile is changed
         return subprocess.Popen(
             ["bash", "-c", command],
+            stdin=(self.work / ("question.txt" if command.startswith("rabbitllm chat") else os.devnull)).open(),
             cwd=self.work,
-            env={**os.environ, **own, "COLUMNS": "100"},
-            stdin=subprocess.PIPE,
+            env={**os.environ, **own},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -235,10 +245,10 @@ def partner_of(command: str) -> str | None:
     return None
 
 
-def finished(process: subprocess.Popen[str], given: str = "") -> str:
+def finished(process: subprocess.Popen[str]) -> str:
     """What it said until it ended, which must be well."""
     try:
-        said, _ = process.communicate(given, timeout=LIMIT_SECONDS)
+        said, _ = process.communicate(timeout=LIMIT_SECONDS)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -250,8 +260,8 @@ def finished(process: subprocess.Popen[str], given: str = "") -> str:
 def ask(port: str, server: subprocess.Popen[str]) -> None:
     """One request to a server, as soon as it answers; then an interrupt."""
     request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/completions",
-        json.dumps({"prompt": "What is 12 + 7?", "max_tokens": 2}).encode(),
+        f"http://127.0.0.1:{port}/v1/chat/completions",
+        json.dumps({"messages": [{"role": "user", "content": "What is 12 + 7?"}], "max_tokens": 2}).encode(),
         {"Content-Type": "application/json"},
     )
     until = time.monotonic() + LIMIT_SECONDS
@@ -266,9 +276,9 @@ def ask(port: str, server: subprocess.Popen[str]) -> None:
 
 
 def labels(text: str) -> list[str]:
-    """What lines begin with, whatever their figures and widths are."""
-    lines = [line.strip() for line in re.sub(r"\d[\d.,:-]*", "0", text).splitlines() if re.match(r'\S| "\w+":', line)]
-    return [re.split(r"  |: ", line)[0] for line in lines]
+    """What lines begin with, as far as no figure and no width matters."""
+    found = [re.split(r"  |: |\d", line.strip())[0].strip() for line in text.splitlines() if LABEL.match(line)]
+    return [label for label in found if label and label not in NO_LABELS]
 
 
 def started(shown: Shown, scene: Scene, hub: Path) -> str:
@@ -280,13 +290,13 @@ def started(shown: Shown, scene: Scene, hub: Path) -> str:
     process = scene.begin(command)
     if " serve " in f" {command} " and "rabbitllm serve" in command:
         ask(scene.values["port"], process)
-    said = finished(process, "What is 12 + 7?\n" if command.startswith("rabbitllm chat") else "")
+    said = finished(process)
     if other is not None:
         finished(other)
     return said
 
 
-@pytest.mark.parametrize("text", sorted(text for text in STARTED if "benchmarks." not in text))
+@pytest.mark.parametrize("text", OTHERS, ids=OTHERS)
 def test_command(text: str, scene: Scene, local_hub: LocalHub, tmp_path: Path) -> None:
     shown = STARTED[text]
     if "--ray" in text:
@@ -300,13 +310,13 @@ def test_command(text: str, scene: Scene, local_hub: LocalHub, tmp_path: Path) -
         assert [label for label in labels(shown.output) if label not in labels(said)] == [], said
 
 
-@pytest.mark.parametrize("text", sorted(text for text in STARTED if "benchmarks." in text))
+@pytest.mark.parametrize("text", OF_BENCHMARKS, ids=OF_BENCHMARKS)
 def test_benchmark(text: str, scene: Scene, tmp_path: Path) -> None:
     name = re.findall(r"benchmarks\.(\w+)", text)[0]
     if "import control_group\n" in BENCHMARKS[name] and not can_limit_memory():
         pytest.skip("no control group with a memory limit can be made")
     if name == "ray_data":
-        pytest.importorskip("ray.data")
+        pytest.importorskip("ray")
     said = started(STARTED[text], scene, tmp_path / "hub")
     assert "the figures mean nothing" in said
     assert [*scene.tmp.glob("rabbitllm-benchmark-*")] == []
@@ -317,6 +327,14 @@ def test_a_part_of_a_command_exists(text: str) -> None:
     name, *rest = words_of(text)
     options = {option for parameter in COMMANDS[name].params for option in parameter.opts + parameter.secondary_opts}
     assert {word for word in rest if word.startswith("-")} <= options
+
+
+@pytest.mark.parametrize("name", sorted(name for name in BENCHMARKS if f"-m benchmarks.{name} " in BENCHMARKS[name]))
+def test_options_that_a_benchmark_names_exist(name: str) -> None:
+    docstring, code = BENCHMARKS[name].split('"""', 2)[1:]
+    taken = set(re.findall(r'"(--[\w-]+)"', code + BENCHMARKS["command_line"]))
+    synopsis = docstring.partition(f"-m benchmarks.{name} ")[2].partition("\n\n")[0]
+    assert set(re.findall(r"--[a-z][\w-]+", synopsis)) <= taken
 
 
 def test_extras_that_are_installed_exist() -> None:
