@@ -3,10 +3,10 @@ lost worker costs.
 
     python -m benchmarks.ray_data
 
-Needs `ray`, and `ray[data]` for the first way. No model: a worker sleeps over each line, writes down that it computed it, and gives its answer. Four
-workers, eight lines at a time for each. Of each way one run in peace, and one in which the first worker that has given
-an answer is killed (SIGKILL). One JSON object a run on stdout; seconds are from the call on, workers' starts included,
-and until the first worker of the run is there and the last one.
+Needs `ray`, and `ray[data]` for the first way. No model: a worker sleeps over each line, writes down that it computed
+it, and gives its answer. Four workers, eight lines at a time for each. Of each way one run in peace, and one in which
+the first worker that has given an answer is killed (SIGKILL). One JSON object a run on stdout; seconds are from the
+call on, workers' starts included, and until the first worker of the run is there and the last one.
 """
 
 from __future__ import annotations
