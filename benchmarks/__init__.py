@@ -17,6 +17,6 @@ of 2.8 GB; their own texts say how. `around_weights` streams a model of 0.3 GB. 
 `serve` and its two companions, `batch` and `ray_data` say themselves what they need. The others make a checkpoint of
 1.43 GB and a virtual environment for every peer in the folder `work` here (about 10 GB in all, more where pip brings a
 torch with CUDA; delete it when done), run all of it in turns, print a table, and write it with every raw row to
-`results`. `--scale tiny` tries the machinery out in a few minutes; its figures mean nothing. Nothing else should run
-meanwhile.
+`results`. `--scale tiny` tries the machinery out in a few minutes; its figures mean nothing. `--smallest` runs any
+of them within seconds, without peers that are to be installed, and leaves no file. Nothing else should run meanwhile.
 """

@@ -153,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.set_defaults(scale="medium")
     parser.add_argument("--at-once", type=int, nargs="+", default=[16, 64], help="requests")
     parser.add_argument("--tokens", type=int, default=32, help="of each answer (default: %(default)s)")
-    options = parser.parse_args(arguments)
+    options = command_line.parsed(parser, arguments, at_once=[3], tokens=4)
     command_line.settle(options, "alone-or-together")
     runs: list[TogetherRun] = []
     work = options.work_dir / "alone-or-together-run"

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks import command_line
 from benchmarks.checkpoint import SCALES, make_checkpoint
 
 PROMPT_TOKENS = 256
@@ -65,7 +66,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--work-dir", type=Path, default=Path("benchmark-work"))
-    arguments = parser.parse_args()
+    arguments = command_line.parsed(parser, None, tokens=2)
     checkpoint = make_checkpoint(arguments.work_dir.resolve(), arguments.scale)
     model = load(checkpoint, max_memory={"cpu": 0}, profiling_mode=True)
     read_past_the_cache(model)

@@ -244,7 +244,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cache-memory", help="for keys and values of this project's rows; by default it decides")
     parser.add_argument("--score", type=int, default=1000, help="texts that are scored, 0 for none")
     parser.add_argument("--limit", type=float, default=1800, help="seconds for a row (default: %(default)s)")
-    options = parser.parse_args(arguments)
+    smallest = {"sequences": [4], "prompt_tokens": 16, "tokens": 3, "score": 0}
+    options = command_line.parsed(parser, arguments, only=["rabbitllm-2"], **smallest)
     command_line.settle(options, "batch")
     if options.prompt_tokens <= SCORED_TOKENS:
         raise SystemExit(f"--prompt-tokens must be more than {SCORED_TOKENS}: so many are scored.")

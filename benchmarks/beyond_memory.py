@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import report
+from benchmarks import command_line, report
 from benchmarks.checkpoint import SCALES, make_checkpoint
 from benchmarks.worker_batch import prompt
 from rabbitllm import AutoModel
@@ -94,7 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cache-memory", default="8MB")
     parser.add_argument("--weights-memory", default="80MB")
     parser.add_argument("--work-dir", type=Path, default=Path(__file__).resolve().parent / "work")
-    options = parser.parse_args(arguments)
+    smallest = {"sequences": 4, "prompt_tokens": 160, "tokens": 3, "cache_memory": "400kB", "weights_memory": "0"}
+    options = command_line.parsed(parser, arguments, **smallest)
     options.work_dir.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     checkpoint = make_checkpoint(options.work_dir, options.scale, "LlamaConfig")

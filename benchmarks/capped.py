@@ -222,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line.parser(__doc__, 3, list(RUNNERS))
     parser.add_argument("--tokens", type=int, default=8, help="to generate, at least 2 (default: %(default)s)")
     parser.add_argument("--shares", type=int, nargs="+", default=[25, 50, 75], help="of the weights, in percent")
-    options = parser.parse_args(arguments)
+    options = command_line.parsed(parser, arguments, only=["rabbitllm-2"], tokens=3, shares=[50])
     command_line.settle(options, "capped")
     command_line.check_tokens(options)
     work = options.work_dir

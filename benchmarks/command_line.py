@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.checkpoint import SCALES
 
@@ -26,6 +30,35 @@ def parser(description: str | None, turns: int, rows: Sequence[str]) -> argparse
     made.add_argument("--work-dir", type=Path, default=_HERE / "work", help="for environments, checkpoint and splits")
     made.add_argument("--results", type=Path, help="file to write, without suffix (default: in benchmarks/results)")
     return made
+
+
+def parsed(made: argparse.ArgumentParser, arguments: Sequence[str] | None, **smallest: Any) -> argparse.Namespace:
+    """Parse a command line that may also say `--smallest`: the size of every benchmark that only shows that it runs.
+
+    Args:
+        made: the parser, without `--smallest`.
+        arguments: None for those of the process.
+        smallest: at that size, options and their values, which replace what the command line says; of `only`, rows that
+            the command line does not name stay left out. One turn, the scale "tiny" and a work folder that is deleted
+            at the end need not be named.
+    """
+    made.add_argument("--smallest", action="store_true", help="show that it runs: within seconds, writes nothing")
+    options = made.parse_args(arguments)
+    if not options.smallest:
+        return options
+    print("Smallest size: the figures mean nothing, and what is written is deleted at the end.", flush=True)
+    work = Path(tempfile.mkdtemp(prefix="rabbitllm-benchmark-"))
+    atexit.register(shutil.rmtree, work, ignore_errors=True)
+    os.environ["OMP_NUM_THREADS"] = "1"  # of matrices as small as these several threads only wait for each other
+    given = vars(options)
+    folders = {"work_dir": work, "work": work / "work", "results": work / "figures"}
+    values = {"turns": 1, "scale": "tiny", **folders, **smallest}
+    if "only" in smallest:
+        values["only"] = [row for row in smallest["only"] if row in options.only] or smallest["only"]
+        left_out = ", ".join(row for row in options.only if row not in values["only"])
+        print(f"Left out, since they need other packages or longer: {left_out or 'nothing'}.", flush=True)
+    given.update({name: value for name, value in values.items() if name in given})
+    return options
 
 
 def settle(options: argparse.Namespace, name: str, needed_bytes: Mapping[str, int] = NEEDED_BYTES) -> None:

@@ -157,7 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line.parser(__doc__, 3, list(RUNNERS))
     parser.add_argument("--tokens", type=int, default=8, help="to generate, at least 2 (default: %(default)s)")
     parser.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS, help="of the prompt (default: %(default)s)")
-    options = parser.parse_args(arguments)
+    smallest = {"tokens": 3, "prompt_tokens": PROMPT_TOKENS}
+    options = command_line.parsed(parser, arguments, only=["rabbitllm-2-streamed"], **smallest)
     command_line.settle(options, "decode")
     command_line.check_tokens(options)
     work = options.work_dir

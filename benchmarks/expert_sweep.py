@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from benchmarks import routing
+from benchmarks import command_line, routing
 from benchmarks.expert_policies import Clairvoyant, Frequency, Outcome, Policy, Recency, TwoSpans, groups_of, replay
 from benchmarks.expert_trace import Ids, Trace
 from benchmarks.report import Table
@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--markdown", action="store_true")
-    options = parser.parse_args(arguments)
+    options = command_line.parsed(parser, arguments, layers=1)
     table = sweep(options.layers)
     print(table.markdown() if options.markdown else table.text())
     return 0

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import report
+from benchmarks import command_line, report
 from benchmarks.checkpoint import SCALES, make_checkpoint
 from benchmarks.lazy_load import warm
 from benchmarks.measure import drop_cached, spread
@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--threads", type=int, help="of torch; all processors by default")
     parser.add_argument("--work-dir", type=Path, default=Path("benchmark-work"))
-    arguments = parser.parse_args()
+    arguments = command_line.parsed(parser, None, tokens=[1])
     if arguments.threads:
         import torch
 

@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report, spot_check
+from benchmarks import command_line, report, spot_check
 from benchmarks.disk_speed import read_speed
 from benchmarks.generated import Content
 from benchmarks.hub_process import HubProcess
@@ -62,7 +62,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--forward", action="store_true", help="one forward pass on the CPU, when the split is whole")
     parser.add_argument("--work-dir", type=Path, default=_HERE / "work", help="for splits and digests")
     parser.add_argument("--results", type=Path, help="files to write, without mode and suffix")
-    options = parser.parse_args(arguments)
+    smallest = {"model": "tiny", "scale": 1.0, "modes": "file", "kills": 1, "max_disk": None, "rate": 6.0}
+    options = command_line.parsed(parser, arguments, **smallest)
     if sys.platform != "linux":
         raise SystemExit("The benchmarks need Linux: /proc and signals.")
     options.modes = options.modes.split(",")

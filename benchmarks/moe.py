@@ -145,7 +145,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shares", type=int, nargs="+", default=[25, 50], help="of the weights, in percent")
     parser.add_argument("--keep-files", action="store_true", help="layer files are left for the next run, and taken")
     parser.add_argument("--habits", nargs="+", choices=list(HABITS), default=list(HABITS), help="of the texts")
-    options = parser.parse_args(arguments)
+    smallest = {"tokens": 3, "shares": [50], "habits": list(HABITS)[:1], "keep_files": False}
+    options = command_line.parsed(parser, arguments, only=["rabbitllm-2"], **smallest)
     command_line.settle(options, "moe", NEEDED_BYTES)
     command_line.check_tokens(options)
     work = options.work_dir

@@ -168,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line.parser(__doc__, 3, list(PROCESSES))
     parser.add_argument("--tokens", type=int, default=24, help="to generate, at least 2 (default: %(default)s)")
     parser.add_argument("--shares", type=int, nargs="+", default=[80, 55], help="of the weights, in percent")
-    options = parser.parse_args(arguments)
+    options = command_line.parsed(parser, arguments, only=["2 processes"], tokens=3, shares=[80])
     command_line.settle(options, "pipeline")
     command_line.check_tokens(options)
     work = options.work_dir

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import qwen3_next
+from benchmarks import command_line, qwen3_next
 from benchmarks.models import MODELS
 from benchmarks.published import Model, checkpoint
 from benchmarks.report import Table, describe_machine
@@ -59,6 +59,7 @@ LINK_RATE = 12e9
 """PCIe 3.0 x16, page-locked: what was measured with a V100 (https://github.com/ZaidQureshi/bam/issues/54)."""
 DISK_RATES = (0.5e9, 1e9)
 """Bytes a second; what a Kaggle disk gives is not published."""
+LAYERS = 48
 FOUND = {0.0: 0.0, 93 / 512: 0.435, 186 / 512: 0.620, 279 / 512: 0.720, 372 / 512: 0.789, 1.0: 1.0}
 """Share of the experts that is kept -> of those of a token that are found: a model of 512 experts, 10 a token, over 300
 tokens, the least recently used one let go (https://github.com/kekzl/imp/pull/2061)."""
@@ -198,13 +199,13 @@ def _taken(drawn: Blueprint, units: Sequence[UnitWork], experts: Sequence[Expert
     return pools + sum(product.nbytes for unit in units if unit.device == device for product in unit.products)
 
 
-def overhead_seconds(tokens: int = 24) -> float:
+def overhead_seconds(layers: int = LAYERS, tokens: int = 24) -> float:
     """A token of a model with as many layers and experts a token, whose matrices are next to nothing, on this CPU."""
     import transformers
 
     from rabbitllm import AutoModel
 
-    settings = {**qwen3_next.QWEN3_CODER_NEXT, **qwen3_next.TINY, **LITTLE, "num_hidden_layers": 48}
+    settings = {**qwen3_next.QWEN3_CODER_NEXT, **qwen3_next.TINY, **LITTLE, "num_hidden_layers": layers}
     settings |= {
         "num_experts": settings.pop("experts"),
         "num_experts_per_tok": 10,
@@ -262,12 +263,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = Path(__file__).resolve().parent
     parser.add_argument("--results", type=Path, default=here / "results" / "plan-coder-next", help="without suffix")
-    options = parser.parse_args(arguments)
-    model = MODELS["coder-next"]
+    options = command_line.parsed(parser, arguments)
+    name, machines, layers = ("tiny-moe", MACHINES[:1], 4) if options.smallest else ("coder-next", MACHINES, LAYERS)
+    model = MODELS[name]
     plans = {name or "none": split_plan(model, name) for name in (None, "8bit", "4bit")}
     disks = {name: {"layer files": plan.output_bytes, **disk_of(plan)} for name, plan in plans.items()}
-    rows = [row_of(*pair) for pair in zip(MACHINES, drawn_on(model, plans["4bit"], MACHINES), strict=True)]
-    overhead, machine = overhead_seconds(), describe_machine(here)
+    rows = [row_of(*pair) for pair in zip(machines, drawn_on(model, plans["4bit"], machines), strict=True)]
+    overhead, machine = overhead_seconds(layers), describe_machine(here)
     disk_table = Table(
         ["", *disks], [[what, *(f"{found[what] / 1e9:.1f}" for found in disks.values())] for what in disks["none"]]
     )
@@ -278,8 +280,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "page-locked RAM, one GPU after the other; the disk as it says.",
         "s/token: as if all experts were used alike; as published: with what a model of as many experts found of them "
         "(https://github.com/kekzl/imp/pull/2061). Each is the sum of VRAM, copies and disk, nothing behind another.",
-        "Without Python and launches. On this machine's CPU a model of 48 such layers, 10 experts a token and matrices "
-        f"of next to nothing takes {overhead:.2f} s a token (measured).",
+        f"Without Python and launches. On this machine's CPU a model of {layers} such layers, 10 experts a token and "
+        f"matrices of next to nothing takes {overhead:.2f} s a token (measured).",
         f"The first token of a prompt of {PROMPT_TOKENS} reads {rows[0].first_bytes / 1e9:.1f} GB of experts.",
     ]
     title = "Qwen3-Coder-Next at 4bit on machines that were not at hand: computed, not measured"

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 import rabbitllm.demo
-from benchmarks import report
+from benchmarks import command_line, report
 from benchmarks.gguf_weights import types, weights
 from benchmarks.llama_logits import next_tokens
 from benchmarks.llama_quantise import PLAIN, PRESETS, plain_file, quantised, tool
@@ -76,6 +76,18 @@ class Row:
     note: str = ""
 
 
+@dataclass(frozen=True)
+class Extent:
+    """How much is measured: bundled problems, or tokens of prose, and the budgets of `auto`."""
+
+    problems: int = PROBLEMS
+    tokens: int = TOKENS
+    budgets: Sequence[float] = BUDGETS
+
+
+WHOLE = Extent()
+
+
 class Subject:
     """A model to be measured, and the text.
 
@@ -83,18 +95,19 @@ class Subject:
         name: for the table.
         folder: of the checkpoint.
         text: a file; None for what goes with the model.
+        extent: of the measurement.
     """
 
-    def __init__(self, name: str, folder: Path, text: Path | None) -> None:
+    def __init__(self, name: str, folder: Path, text: Path | None, extent: Extent = WHOLE) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        self.name, self.folder = name, folder
+        self.name, self.folder, self.extent = name, folder, extent
         tokenizer = AutoTokenizer.from_pretrained(folder)
         self.texts: list[ScoredText] = (
-            answers_of(tokenizer, held_out(PROBLEMS))
+            answers_of(tokenizer, held_out(extent.problems))
             if text is None and name != "larger"
             else windows(
-                tokenizer, text_of(text) if text is not None else held_out_prose(), window=WINDOW, tokens=TOKENS
+                tokenizer, text_of(text) if text is not None else held_out_prose(), window=WINDOW, tokens=extent.tokens
             )
         )
         self.targets = [torch.tensor(text.continuation) for text in self.texts]
@@ -148,7 +161,7 @@ def ours(subject: Subject, work: Path) -> Iterator[Row]:
     """Every compression there is, and `auto` at several budgets."""
     reference = AutoModel.from_pretrained(subject.folder, device="cpu", dtype="float32", split=False)
     wishes: list[tuple[str, str, dict[str, Any]]] = [(OURS, name, {"compression": name}) for name in COMPRESSED]
-    for share in BUDGETS:
+    for share in subject.extent.budgets:
         wishes.append((AUTO, f"{share:.1%}", {"compression": "auto", "max_disk": int(subject.nbytes * share)}))
     yield Row(subject.name, OURS, "none", subject.nbytes, compare(reference, reference, subject.texts))
     for maker, name, wish in wishes:
@@ -260,19 +273,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--text", action="append", default=[], metavar="NAME=FILE", help="on which text")
     parser.add_argument("--work", type=Path, default=_WORK, help="for files that are gone afterwards")
     parser.add_argument("--results", type=Path, default=_RESULTS, help="file to write, without suffix")
-    options = parser.parse_args(arguments)
+    options = command_line.parsed(parser, arguments)
+    extent = Extent(4, 2 * WINDOW, BUDGETS[3:4]) if options.smallest else WHOLE
+    if options.smallest:
+        print(f"{LLAMA_CPP} is left out: it would have to be built first.")
     bundled = f"bundled={Path(rabbitllm.demo.__file__).parent / 'model'}"
     folders = dict(one.split("=", 1) for one in options.model or [bundled])
     texts = dict(one.split("=", 1) for one in options.text)
     options.work.mkdir(parents=True, exist_ok=True)
     every, pages = [], []
     for name, folder in folders.items():
-        subject = Subject(name, Path(folder), Path(texts[name]) if name in texts else None)
+        subject = Subject(name, Path(folder), Path(texts[name]) if name in texts else None, extent)
         rows: list[Row] = []
         for row in (
             *ours(subject, options.work),
             *of_bitsandbytes(subject),
-            *of_llama_cpp(subject, options.work),
+            *(() if options.smallest else of_llama_cpp(subject, options.work)),
         ):
             rows.append(row)
         found = table(rows, subject)

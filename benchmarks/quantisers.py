@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks import report
+from benchmarks import command_line, report
 from benchmarks.measure import spread
 from rabbitllm.formats.tensor_spec import torch_dtype
-from rabbitllm.layers import compression
+from rabbitllm.layers.compression import quantise
 from rabbitllm.splitter.moves import CHUNK_BYTES
 
 DTYPES = ("BF16", "F16", "F32")
@@ -61,10 +61,10 @@ def measure(scheme: str, dtype: str, nbytes: int, turns: int) -> Row:
     part = data[: max(nbytes // SLOW_PART, min(nbytes, CHUNK_BYTES))]
 
     def compiled(run: memoryview) -> tuple[memoryview, memoryview]:
-        return compression._quantise_compiled(scheme, run, dtype)
+        return quantise._quantise_compiled(scheme, run, dtype)
 
     def library(run: memoryview) -> tuple[memoryview, memoryview]:
-        return compression._quantise_with_bitsandbytes(scheme, run, dtype, "cpu")
+        return quantise._quantise_with_bitsandbytes(scheme, run, dtype, "cpu")
 
     same = compiled(part) == library(part)
     ours, theirs = [], []
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=7, help="how often each is run (default: %(default)s)")
     parser.add_argument("--megabytes", type=int, default=32, help="of values (default: %(default)s)")
     parser.add_argument("--results", type=Path, default=_RESULTS, help="file to write, without suffix")
-    options = parser.parse_args(arguments)
+    options = command_line.parsed(parser, arguments, megabytes=1)
     if sys.platform == "linux":
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     import torch

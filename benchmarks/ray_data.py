@@ -3,14 +3,15 @@ lost worker costs.
 
     python -m benchmarks.ray_data
 
-Needs `ray[data]`. No model: a worker sleeps over each line, writes down that it computed it, and gives its answer. Four
-workers, eight lines at a time for each. Of each way one run in peace, and one in which the first worker that has given
-an answer is killed (SIGKILL). One JSON object a run on stdout; seconds are from the call on, workers' starts included,
-and until the first worker of the run is there and the last one.
+Needs `ray`, and `ray[data]` for the first way. No model: a worker sleeps over each line, writes down that it computed
+it, and gives its answer. Four workers, eight lines at a time for each. Of each way one run in peace, and one in which
+the first worker that has given an answer is killed (SIGKILL). One JSON object a run on stdout; seconds are from the
+call on, workers' starts included, and until the first worker of the run is there and the last one.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -23,6 +24,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import command_line
 from rabbitllm.bulk.items import Answer, Generate, Item, Limits
 from rabbitllm.pull.make import Wish
 from rabbitllm.spread.answerer import About, Job
@@ -31,17 +33,25 @@ from rabbitllm.spread.ray_answers import RayAnswers
 
 LINES, AT_A_TIME, WORKERS = 64, 8, 4
 SECONDS_A_LINE = 0.25
-Way = Callable[[Path], Iterator[int]]
+Way = Callable[[Path, int], Iterator[int]]
 
 
 def main() -> None:
     """Each way, in peace and with a worker killed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lines", type=int, default=LINES, help="to answer (default: %(default)s)")
+    options = command_line.parsed(parser, None, lines=2 * AT_A_TIME)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ways: dict[str, Way] = {"ray.data": by_ray_data, "actors": by_actors}
-    for kills in (False, True):
+    try:
+        import ray.data  # noqa: F401
+    except ImportError as error:
+        print(f"ray.data is left out: {error} (`pip install 'ray[data]'`)", file=sys.stderr)
+        del ways["ray.data"]
+    for kills in (True,) if options.smallest else (False, True):
         for name, way in ways.items():
             with contextlib.redirect_stdout(sys.stderr), cluster() as folder:
-                found = run(way, folder / "computed", kills=kills)
+                found = run(way, folder / "computed", options.lines, kills=kills)
             print(json.dumps({"way": name, "killed": kills, **found}), flush=True)
 
 
@@ -66,12 +76,12 @@ def cluster() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def run(way: Way, log: Path, *, kills: bool) -> dict[str, Any]:
+def run(way: Way, log: Path, lines: int, *, kills: bool) -> dict[str, Any]:
     """One run: when the first answers came, and how many lines were computed and answered."""
     log.write_text("")
     _beginnings(log).write_text("")
     called, begin, times, got = time.time(), time.perf_counter(), [], []
-    for index in way(log):
+    for index in way(log, lines):
         times.append(round(time.perf_counter() - begin, 2))
         got.append(index)
         if kills and len(got) == 1:
@@ -120,12 +130,12 @@ class Mapped:
             yield {"index": [int(index)]}
 
 
-def by_ray_data(log: Path) -> Iterator[int]:
+def by_ray_data(log: Path, lines: int) -> Iterator[int]:
     """Blocks of `AT_A_TIME` rows, a pool of actors."""
     import ray.data
 
     ray.data.DataContext.get_current().enable_progress_bars = False
-    rows = ray.data.from_items([{"index": n} for n in range(LINES)], override_num_blocks=LINES // AT_A_TIME)
+    rows = ray.data.from_items([{"index": n} for n in range(lines)], override_num_blocks=lines // AT_A_TIME)
     mapped = rows.map_batches(Mapped, batch_size=None, concurrency=WORKERS, num_cpus=1, fn_constructor_args=[str(log)])
     for row in mapped.iter_rows():
         yield row["index"]
@@ -147,10 +157,10 @@ class Sleeper:
             yield [Answer(one.index, one.key, {})]
 
 
-def by_actors(log: Path) -> Iterator[int]:
+def by_actors(log: Path, lines: int) -> Iterator[int]:
     """Chunks of as many lines."""
     workers = RayAnswers(Staff(WORKERS, 1, 0, WORKERS), Job(Wish("none"), str(log), Limits()), Sleeper)
-    chunks = [range(at, at + AT_A_TIME) for at in range(0, LINES, AT_A_TIME)]
+    chunks = [range(at, at + AT_A_TIME) for at in range(0, lines, AT_A_TIME)]
     for group in workers.answered(chunks, lambda index: Item(index, index, Generate("", 1))):
         yield from (one.index for one in group)
 

@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import scale_picture
+from benchmarks import command_line, scale_picture
 from benchmarks.report import Table
 from benchmarks.scale_check import Check, checks
 from benchmarks.scale_facts import EPYC, HOSTS, XEON, Figure, Host
@@ -296,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--plot", type=Path, help="draw into this file, .png or .svg")
     parser.add_argument("--markdown", action="store_true", help="tables as docs/SCALE.md has them")
     parser.add_argument("--price", nargs="+", default=[], metavar="NAME=DOLLARS", help="an hour of a machine")
-    options = parser.parse_args(arguments)
+    options = command_line.parsed(parser, arguments)
     hosts = with_prices(HOSTS, options.price)
     for heading, table in tables(hosts).items():
         print(f"## {heading}\n\n{table.markdown()}\n" if options.markdown else f"{heading}\n\n{table.text()}\n")

@@ -215,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shared", type=int, default=200, help="tokens that all begin with (default: %(default)s)")
     parser.add_argument("--share", type=int, default=50, help="of the weights, in percent (default: %(default)s)")
     parser.add_argument("--batches", type=int, default=2, help="of transformers, at each size (default: %(default)s)")
-    options = parser.parse_args(arguments)
+    options = command_line.parsed(parser, arguments, only=[OURS], questions=5, shared=40)
     command_line.settle(options, "score")
     work = options.work_dir
     checkpoint = make_checkpoint(work, options.scale, "LlamaConfig")

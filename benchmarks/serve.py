@@ -103,7 +103,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, write; not 0 if a row of this project failed."""
-    options = parser().parse_args(arguments)
+    smallest = {"at_once": [3], "rounds": 1, "tokens": 3, "seconds": 60.0}
+    options = command_line.parsed(parser(), arguments, only=["rabbitllm-serve"], **smallest)
     command_line.settle(options, "serve")
     command_line.check_tokens(options)
     work = options.work_dir

@@ -95,7 +95,7 @@ def measure(run: SharedRun, layers: Path, clients: int, vocabulary: int, nbytes:
         control_group(f"rabbitllm-benchmark-{os.getpid()}") as group,
         served(THIS, job, work, f"shared-prompt-{run.turn}", [layers], cap=Cap(group, nbytes)) as server,
     ):
-        run.versions = server.versions
+        run.versions = server.idle.versions
         route = f"{server.url}/v1/completions"
         short = {**before, "prompt": "w1 w2 w3"}
         asked(route, [before if run.row == LEFT else short], 1, LIMIT_SECONDS)  # the weights have come once
@@ -156,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.set_defaults(scale="medium")
     parser.add_argument("--clients", type=int, default=8, help="at once (default: %(default)s)")
     parser.add_argument("--share", type=int, default=100, help="of the weights, in percent (default: %(default)s)")
-    options = parser.parse_args(arguments)
+    options = command_line.parsed(parser, arguments, only=[ALIKE], clients=2)
     command_line.settle(options, "shared-prompt")
     work = options.work_dir
     checkpoint = make_checkpoint(work, options.scale, "LlamaConfig")

@@ -199,7 +199,8 @@ def notes_on(runs: Sequence[SplitRun], rows: Sequence[str], checkpoint: Path, la
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, write; not 0 if `cp` or a row of this project failed."""
-    options = command_line.parser(__doc__, 5, list(SPLITTERS)).parse_args(arguments)
+    parser = command_line.parser(__doc__, 5, list(SPLITTERS))
+    options = command_line.parsed(parser, arguments, only=["rabbitllm-2-sequential-4bit"])
     command_line.settle(options, "split")
     work = options.work_dir
     checkpoint = make_checkpoint(work, options.scale)

@@ -171,7 +171,8 @@ def core_ratios(runs: Sequence[ExpertsRun], row: str, to: str) -> Spread | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, write; not 0 if a row failed."""
-    options = command_line.parser(__doc__, 7, list(ROWS)).parse_args(arguments)
+    parser = command_line.parser(__doc__, 7, list(ROWS))
+    options = command_line.parsed(parser, arguments, only=["dense-4bit", "experts-4bit"])
     command_line.settle(options, "split-experts")
     work = options.work_dir
     for kind in _TENSORS:

@@ -34,7 +34,6 @@ BLOCKS = [
     for language, code in re.findall(r"```(\w+)\n(.*?)```", text, re.DOTALL)
 ]
 PYTHON = [(page, code) for page, language, code in BLOCKS if language == "python"]
-SHELL = [line for page, language, code in BLOCKS if language == "bash" for line in code.splitlines()]
 COMMANDS = {command.name for command in app.registered_commands}
 FIGURE = re.compile(r"\d+\.\d+")
 VERSIONS = re.compile(r"(?:RabbitLLM|AirLLM|oLLM|Qwen|Llama) ?\d+\.\d+(?:\.\d+)?")
@@ -43,7 +42,6 @@ VERSIONS = re.compile(r"(?:RabbitLLM|AirLLM|oLLM|Qwen|Llama) ?\d+\.\d+(?:\.\d+)?
 def test_only_known_languages() -> None:
     assert {language for _, language, _ in BLOCKS} <= {"python", "bash", "text"}
     assert any(page == "README.md" for page, _ in PYTHON)
-    assert SHELL
 
 
 def serve_what_is_named(code: str, hub: Path) -> None:
@@ -89,19 +87,6 @@ def test_the_first_block_leaves_no_shard(hub_environment: HubEnvironment, local_
     exec(code, {})
     assert len([*hub_environment.home.glob("rabbitllm/*/*/splitted_model.4bit/split.json")]) == 1
     assert [path for path in hub_environment.home.rglob("*") if "-of-" in path.name] == []
-
-
-@pytest.mark.parametrize("line", SHELL)
-def test_shell_line_exists(line: str) -> None:
-    """`make` targets exist; `make test` is what runs this, and `make demo` has a test of its own."""
-    words = line.split()
-    if words[0] == "make":
-        dry_run = subprocess.run(["make", "-n", words[1]], cwd=ROOT, capture_output=True, text=True)
-        assert dry_run.returncode == 0, dry_run.stderr
-    elif "rabbitllm" in words:
-        assert words[words.index("rabbitllm") + 1] in COMMANDS
-    else:
-        assert words == ["pip", "install", "."]
 
 
 def test_every_command_of_the_readme_exists_and_every_command_is_there() -> None:

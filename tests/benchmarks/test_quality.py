@@ -19,9 +19,8 @@ DEMO_MODEL = Path(rabbitllm.demo.__file__).parent / "model"
 
 
 @pytest.fixture
-def subject(monkeypatch: pytest.MonkeyPatch) -> quality.Subject:
-    monkeypatch.setattr(quality, "PROBLEMS", 8)
-    return quality.Subject("bundled", DEMO_MODEL, None)
+def subject() -> quality.Subject:
+    return quality.Subject("bundled", DEMO_MODEL, None, quality.Extent(problems=8))
 
 
 def test_weights_of_others_are_measured_as_ours_are(subject: quality.Subject, tmp_path: Path) -> None:

@@ -79,6 +79,8 @@ PARTS: Mapping[str, int] = {
     "splitter/test_torch_checkpoints.py::test_plain_tensors_are_used_as_they_come": 3,
     "test_auto_model.py::test_routes": 3,
     "test_auto_model.py::test_ways_to_generate": 2,
+    "test_documented_commands.py::test_benchmark": 12,
+    "test_documented_commands.py::test_command": 8,
     "test_supported_models.py::test_generating_class": 50,
 }
 """Test -> one case in so many is part of `make test`."""

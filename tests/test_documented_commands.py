@@ -1,0 +1,344 @@
+"""Every command that a document shows is started, as it stands there but for the substitutions listed below.
+
+A command is each line of a ```bash block, each line of a ```text block behind a prompt (`$ `, or with the name of a
+host `first$ `), and inline code that begins like one (`STARTS`). Inline code with `…` is the text of a message. Inline
+code of `rabbitllm` that lacks an argument which the command needs (`rabbitllm verify --repair`) names a part of the
+command: that part must exist. Benchmarks run at their smallest size, those that no page names by their docstring.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+
+import rabbitllm.demo
+from benchmarks.control_group import can_limit_memory
+from benchmarks.server_process import free_port
+from rabbitllm.cli.main import app
+from tests.support.hub_fixtures import HubEnvironment
+from tests.support.local_hub import LocalHub
+from tests.support.ray_cluster import local_cluster
+from tests.support.tiny_models import split
+
+ROOT = Path(__file__).parent.parent
+DEMO = Path(rabbitllm.demo.__file__).parent / "model"
+BENCHMARKS = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").glob("*.py")}
+PAGES = {
+    page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8")
+    for folder, pattern in ((ROOT, "*.md"), *((ROOT / name, "**/*.md") for name in ("docs", "tests", "benchmarks")))
+    for page in sorted(folder.glob(pattern))
+}
+LIMIT_SECONDS = 600
+
+STARTS = re.compile(r"(?:sudo )?(?:(?:echo|printf|cat) [^|]*\| )?(?:rabbitllm|python -m|make) \S")
+PROMPT = re.compile(r"^ *\w*\$ (?P<command>.*)$", re.MULTILINE)
+ELSEWHERE = {
+    r"pip install .*": "test_pip_install_gives_the_command installs; here extras are compared with setup.py",
+    r"python -m tests\.support\.pages .*": "tests/test_walkthrough.py starts it, on a copy of the page",
+    r"python -m rabbitllm\.demo\.train --size larger --out DIR": "tests/demo/test_train.py does, with small shapes",
+    r"ray start .*": "it starts daemons; tests of clusters have one in their own process",
+}
+"""Patterns of what is not started here, and why."""
+SUBSTITUTIONS: Sequence[tuple[str, str, str]] = (
+    (r"^sudo ", "", "it is for control groups; where none can be made those benchmarks are skipped"),
+    (r"^make (?=[\w-]+$)", "make -n -C {root} ", "it runs this very test, or what has its own"),
+    (r"^(python -m benchmarks\.\w+.*)$", r"\1 --smallest", "the figures of a page take minutes to hours"),
+    (r"(?<=--model larger=)DIR/model", "my-checkpoint", "the larger model is not in this repository"),
+    (r"(tools\.supported_models)$", r"\1 qwen2", "examining all types takes an hour, and writes the table"),
+    (r"^python -m rabbitllm$", "python -m rabbitllm --help", "alone it shows the same help, with exit code 2"),
+    (r"(--install-completion)$", r"\1 && true", "it looks for the shell among its parents"),
+    (r"\bCOMMAND$", "ls", "placeholder"),
+    (r"\bMODEL\b", "my-checkpoint", "placeholder"),
+    (r"\bFOLDER\b", "my-checkpoint", "placeholder"),
+    (r"\bFILE\b", "consolidated.00.pth", "placeholder"),
+    (r"\bIN\b", "my-checkpoint", "placeholder"),
+    (r"\bDIR\b", "made", "placeholder"),
+    (r"\bINPUT\b", "questions.jsonl", "placeholder"),
+    (r"\bOUTPUT\b", "answers.jsonl", "placeholder"),
+    (r"\bTYPE\b", "qwen2", "placeholder"),
+    (r" /shared/", " shared/", "no folder is shared by hosts"),
+    (r"(?<=--ray )auto", "{ray}", "the cluster is one of this test"),
+    (r"192\.168\.1\.5:29500", "{address}", "there are no other hosts"),
+    (r"^(rabbitllm serve .*)$", r"\1 --port {port}", "port 8000 may be in use"),
+    (r"^(rabbitllm rm (?!.*--yes).*)$", r"\1 --yes", "there is no terminal to ask"),
+)
+"""Pattern, replacement, reason."""
+NEEDS_SPLIT = ("show", "verify", "rm", "ls")
+"""Subcommands that are about a split that was made before."""
+FILE = "consolidated.00.pth"
+MODEL_FOLDERS = ("my-checkpoint", "rabbitllm/demo/model", "shared/my-checkpoint", "shared/Llama-70B")
+ON_A_TERMINAL = {
+    "rabbitllm batch my-checkpoint questions.jsonl -o answers.jsonl",
+    "rabbitllm chat rabbitllm/demo/model --compression 4bit --dir layers",
+    "rabbitllm doctor",
+}
+"""Whose output a page shows as a terminal has it."""
+LABEL = re.compile(r'[^\s…]| "\w+":')
+NO_LABELS = ("too narrow for layer, storage",)
+"""Of the width of a terminal."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A command, the page that it is first shown on, whether in a block, and what that block says it prints."""
+
+    text: str
+    page: str
+    is_block: bool = True
+    output: str = ""
+
+
+def tidy(line: str) -> str:
+    """Without a comment, in one line."""
+    return " ".join(re.sub(r"(^|\s)#.*", "", line.replace("\\\n", " ")).split())
+
+
+def shown_in(page: str, text: str) -> Iterator[Shown]:
+    """What a page shows, parts of commands included."""
+    for language, code in re.findall(r"^```(\w+)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        if language == "bash":
+            yield from (Shown(line, page) for line in map(tidy, re.split(r"(?<!\\)\n", code)) if line)
+        elif language == "text":
+            _, *found = PROMPT.split(code)
+            for command, output in zip(found[::2], found[1::2], strict=True):
+                yield Shown(tidy(command), page, output=output)
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    for code in re.findall(r"`([^`]+)`", prose):
+        line = " ".join(code.replace("\\|", "|").split())
+        if STARTS.match(line) and "…" not in line:
+            yield Shown(line, page, is_block=False)
+
+
+def words_of(line: str) -> list[str]:
+    """What stands behind `rabbitllm` or `python -m rabbitllm`, without pipes; empty where that is not called."""
+    found = re.search(r"(?:^|\| )(?:python -m )?rabbitllm (?P<words>.*?)(?: [|<].*)?$", line)
+    return shlex.split(found["words"]) if found else []
+
+
+def is_part(shown: Shown) -> bool:
+    """Whether it is inline code that only names a part of a command of `rabbitllm`."""
+    words = words_of(shown.text)
+    if shown.is_block or not words or words[0] not in COMMANDS:
+        return False
+    needed = [one for one in COMMANDS[words[0]].params if one.required]
+    flags = {name for one in COMMANDS[words[0]].params if getattr(one, "is_flag", False) for name in one.opts}
+    operands = options = 0
+    rest = iter(words[1:])
+    for word in rest:
+        options += any(word in one.opts for one in needed)
+        if not word.startswith("-"):
+            operands += 1
+        elif word not in flags and next(rest, None) is None:
+            return True
+    arguments = sum(one.param_type_name == "argument" for one in needed)
+    return operands < arguments or options < len(needed) - arguments
+
+
+def is_child(name: str) -> bool:
+    """Whether a module of benchmarks is started by another one, or is none that is started."""
+    mentions = (f'"benchmarks.{name}"', f'with_name("{name}.py")')
+    others = (text for other, text in BENCHMARKS.items() if other != name)
+    return '__name__ == "__main__"' not in BENCHMARKS[name] or any(one in text for text in others for one in mentions)
+
+
+COMMANDS: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+ALL = [shown for page, text in PAGES.items() for shown in shown_in(page, text)]
+PARTS = {shown.text: shown for shown in ALL if is_part(shown)}
+WHOLE = {shown.text: shown for shown in sorted(ALL, key=lambda one: len(one.output)) if shown.text not in PARTS}
+WHOLE |= {
+    f"python -m benchmarks.{name}": Shown(f"python -m benchmarks.{name}", f"benchmarks/{name}.py")
+    for name in sorted(BENCHMARKS)
+    if not is_child(name) and not any(f"benchmarks.{name}" in text.split() for text in WHOLE)
+}
+STARTED = {
+    text: shown for text, shown in WHOLE.items() if not any(re.fullmatch(pattern, text) for pattern in ELSEWHERE)
+}
+OF_BENCHMARKS = sorted(text for text in STARTED if "benchmarks." in text)
+OTHERS = sorted(STARTED.keys() - set(OF_BENCHMARKS))
+
+
+class Scene:
+    """A folder with everything that commands name, and the names of programs that find this interpreter."""
+
+    def __init__(self, home: Path) -> None:
+        self.work, self.tmp, self._bin = home / "work", home / "tmp", home / "bin"
+        for folder in (self.work, self.tmp, self._bin):
+            folder.mkdir()
+        for name, module in (("rabbitllm", "-P -m rabbitllm "), ("python", "")):
+            (self._bin / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {module}"$@"\n')
+            (self._bin / name).chmod(0o755)
+        (self.work / "chapter.txt").write_text(PAGES["CONTRIBUTING.md"], encoding="utf-8")
+        for name in ("report.txt", "prompt.txt"):
+            (self.work / name).write_text("Sort from low to high: 31 5 77 2\n")
+        (self.work / "question.txt").write_text("What is 12 + 7?\n")
+        for name in ("questions.jsonl", "in.jsonl"):
+            (self.work / name).write_text('{"prompt": "What is 12 + 7?", "max_new_tokens": 4}\n' * 3)
+        names = ("tok_embeddings", "norm", "output", *(f"layers.{n}.attention.wq" for n in range(6)))
+        torch.save({f"{name}.weight": torch.ones(8, 8) for name in names}, self.work / FILE)
+        self.values = {"root": str(ROOT), "port": str(free_port()), "address": f"127.0.0.1:{free_port()}"}
+
+    def with_models(self, command: str, output: str, hub: Path) -> None:
+        """Make those that a command or its output names, and split them for commands that are about splits."""
+        for folder in MODEL_FOLDERS:
+            if folder in command + output:
+                shutil.copytree(DEMO, self.work / folder)
+        for repository in re.findall(r"\b[A-Z]\w+/[\w.-]+", command):
+            shutil.copytree(DEMO, hub / repository, dirs_exist_ok=True)
+        if words_of(command)[:1] and words_of(command)[0] in NEEDS_SPLIT and "my-checkpoint" in command + output:
+            split(self.work / "my-checkpoint", "4bit")
+
+    def begin(self, command: str) -> subprocess.Popen[str]:
+        """Start a line of a shell; `rabbitllm chat` is given a question, and others nothing."""
+        path = f"{self._bin}{os.pathsep}{os.environ['PATH']}"
+        own = {"PATH": path, "TMPDIR": str(self.tmp), "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
+        own |= {"HOME": str(self.work)} if "--install-completion" in command else {}  # its profile is changed
+        return subprocess.Popen(
+            ["bash", "-c", command],
+            stdin=(self.work / ("question.txt" if command.startswith("rabbitllm chat") else os.devnull)).open(),
+            cwd=self.work,
+            env={**os.environ, **own},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+
+@pytest.fixture
+def scene(tmp_path: Path, hub_environment: HubEnvironment) -> Scene:
+    return Scene(tmp_path)
+
+
+def substituted(text: str, values: dict[str, str]) -> str:
+    """A command as it can be started here."""
+    for pattern, replacement, _ in SUBSTITUTIONS:
+        text = re.sub(pattern, replacement.replace("{root}", values["root"]), text)
+    for name, value in values.items():
+        text = text.replace(f"{{{name}}}", value)
+    return text
+
+
+def partner_of(command: str) -> str | None:
+    """What the other host runs meanwhile."""
+    if found := re.match(r"rabbitllm worker (\S+) --join (\S+)", command):
+        return f'rabbitllm run {found[1]} "What is a rabbit?" --workers 1 --address {found[2]}'
+    if found := re.match(r"rabbitllm run (\S+) .*--workers 1 --address (\S+)", command):
+        return f"rabbitllm worker {found[1]} --join {found[2]}"
+    return None
+
+
+def finished(process: subprocess.Popen[str]) -> str:
+    """What it said until it ended, which must be well."""
+    try:
+        said, _ = process.communicate(timeout=LIMIT_SECONDS)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, said
+    assert "Traceback" not in said, said
+    return said
+
+
+def ask(port: str, server: subprocess.Popen[str]) -> None:
+    """One request to a server, as soon as it answers; then an interrupt."""
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/chat/completions",
+        json.dumps({"messages": [{"role": "user", "content": "What is 12 + 7?"}], "max_tokens": 2}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    until = time.monotonic() + LIMIT_SECONDS
+    while server.poll() is None and time.monotonic() < until:
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                assert json.load(answer)["usage"]["completion_tokens"] == 2
+            break
+        except urllib.error.URLError:
+            time.sleep(0.1)
+    server.send_signal(signal.SIGINT)
+
+
+def labels(text: str) -> list[str]:
+    """What lines begin with, as far as no figure and no width matters."""
+    found = [re.split(r"  |: |\d", line.strip())[0].strip() for line in text.splitlines() if LABEL.match(line)]
+    return [label for label in found if label and label not in NO_LABELS]
+
+
+def started(shown: Shown, scene: Scene, hub: Path) -> str:
+    """Run a command to its end; what it printed."""
+    command = substituted(shown.text, scene.values)
+    scene.with_models(command, shown.output, hub)
+    partner = partner_of(command)
+    other = None if partner is None else scene.begin(partner)
+    process = scene.begin(command)
+    if " serve " in f" {command} " and "rabbitllm serve" in command:
+        ask(scene.values["port"], process)
+    said = finished(process)
+    if other is not None:
+        finished(other)
+    return said
+
+
+@pytest.mark.parametrize("text", OTHERS, ids=OTHERS)
+def test_command(text: str, scene: Scene, local_hub: LocalHub, tmp_path: Path) -> None:
+    shown = STARTED[text]
+    if "--ray" in text:
+        pytest.importorskip("ray")
+        with local_cluster() as address:
+            scene.values["ray"] = address
+            started(shown, scene, tmp_path / "hub")
+        return
+    said = started(shown, scene, tmp_path / "hub")
+    if text not in ON_A_TERMINAL:
+        assert [label for label in labels(shown.output) if label not in labels(said)] == [], said
+
+
+@pytest.mark.parametrize("text", OF_BENCHMARKS, ids=OF_BENCHMARKS)
+def test_benchmark(text: str, scene: Scene, tmp_path: Path) -> None:
+    name = re.findall(r"benchmarks\.(\w+)", text)[0]
+    if "import control_group\n" in BENCHMARKS[name] and not can_limit_memory():
+        pytest.skip("no control group with a memory limit can be made")
+    if name == "ray_data":
+        pytest.importorskip("ray")
+    said = started(STARTED[text], scene, tmp_path / "hub")
+    assert "the figures mean nothing" in said
+    assert [*scene.tmp.glob("rabbitllm-benchmark-*")] == []
+
+
+@pytest.mark.parametrize("text", sorted(PARTS))
+def test_a_part_of_a_command_exists(text: str) -> None:
+    name, *rest = words_of(text)
+    options = {option for parameter in COMMANDS[name].params for option in parameter.opts + parameter.secondary_opts}
+    assert {word for word in rest if word.startswith("-")} <= options
+
+
+@pytest.mark.parametrize("name", sorted(name for name in BENCHMARKS if f"-m benchmarks.{name} " in BENCHMARKS[name]))
+def test_options_that_a_benchmark_names_exist(name: str) -> None:
+    docstring, code = BENCHMARKS[name].split('"""', 2)[1:]
+    taken = set(re.findall(r'"(--[\w-]+)"', code + BENCHMARKS["command_line"]))
+    synopsis = docstring.partition(f"-m benchmarks.{name} ")[2].partition("\n\n")[0]
+    assert set(re.findall(r"--[a-z][\w-]+", synopsis)) <= taken
+
+
+def test_extras_that_are_installed_exist() -> None:
+    told = (ROOT / "setup.py").read_text(encoding="utf-8")
+    asked = {extra for text in PAGES.values() for extra in re.findall(r"pip install ['\"]\S*\[(\w+)\]", text)}
+    assert asked
+    assert {extra for extra in asked if f'"{extra}": [' not in told} == set()
