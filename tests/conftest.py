@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.support.one_thread import THREADS
 from tests.support.sweeps import leave_the_rest_to_the_long_run
 
 pytest_plugins = ["tests.support.hub_fixtures"]
@@ -23,10 +24,9 @@ pytest_plugins = ["tests.support.hub_fixtures"]
 # A shell starts what runs in its background with interrupts ignored, and whatever that starts would ignore them too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Several threads only wait for each other over matrices as small as those of tests; and on some processors their number
-# changes last bits, so fixtures of a module, tests, and the processes that these start compute with the same number.
-os.environ["OMP_NUM_THREADS"] = "1"
-torch.set_num_threads(1)
+# Fixtures of a module, tests, and the processes that these start compute with the same number of threads.
+os.environ["OMP_NUM_THREADS"] = str(THREADS)
+torch.set_num_threads(THREADS)
 
 # The same examples each time, and no deadlines: how long one takes says nothing on a machine that others use.
 settings.load_profile("ci")
