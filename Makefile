@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 SECONDS ?= 60
 JOBS ?= 1
 
-.PHONY: demo test test-long fuzz lint clean
+.PHONY: demo test test-long matrix fuzz lint clean
 
 $(VENV)/.installed: setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -27,6 +27,11 @@ $(VENV)/.ecosystem: $(VENV)/.installed
 
 test-long: $(VENV)/.ecosystem
 	$(BIN)/python -m pytest
+	$(BIN)/python -m tools.matrix
+
+# the tests that compare bits or products, under every instruction set that this machine has, with 1, 2 and 4 threads
+matrix: $(VENV)/.installed
+	$(BIN)/python -m tools.matrix
 
 $(VENV)/.fuzz: $(VENV)/.installed
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev,fuzz]"

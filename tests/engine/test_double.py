@@ -11,6 +11,7 @@ import torch
 
 from rabbitllm.engine.packed_weight import PackedWeight
 from rabbitllm.engine.placement import Tier
+from rabbitllm.layers import vectors
 from rabbitllm.layers.layer_store import LayerStore
 from tests.engine.test_fake_gpu import load_on
 from tests.support.builders import build_checkpoint, reference_logits
@@ -104,6 +105,8 @@ def test_products_from_codes(tmp_path: Path) -> None:
         results.append(run(model))
         assert_as_near(results[-1].logits, made.expected.logits, exact)
     assert torch.equal(results[0].logits, results[1].logits)
+    if not vectors.lanes():
+        return  # codes are dequantised for each use
     resident = load(made.directory, exact=False)
     weight = resident.model.layers[0].self_attn.q_proj.weight
     assert isinstance(weight, PackedWeight)
