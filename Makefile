@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 SECONDS ?= 60
 JOBS ?= 1
 
-.PHONY: demo test test-long fuzz lint clean
+.PHONY: demo test test-long matrix fuzz lint clean
 
 $(VENV)/.installed: setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +28,11 @@ $(VENV)/.ecosystem: $(VENV)/.installed
 # one process, for tests that measure; `make test-long PART=1/4` is the first of four parts
 test-long: $(VENV)/.ecosystem
 	$(BIN)/python -m pytest $(if $(PART),--part $(PART)) --durations=20
+	$(if $(PART),,$(BIN)/python -m tools.matrix)
+
+# the tests that compare bits or products, under every instruction set that this machine has, with 1, 2 and 4 threads
+matrix: $(VENV)/.installed
+	$(BIN)/python -m tools.matrix
 
 $(VENV)/.fuzz: $(VENV)/.installed
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev,fuzz]"

@@ -16,6 +16,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.support import emulated_vectors
+from tests.support.one_thread import THREADS
 from tests.support.parts import chosen, relative
 from tests.support.sweeps import leave_the_rest_to_the_long_run
 
@@ -24,13 +26,39 @@ pytest_plugins = ["tests.support.hub_fixtures"]
 # A shell starts what runs in its background with interrupts ignored, and whatever that starts would ignore them too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Several threads only wait for each other over matrices as small as those of tests; and on some processors their number
-# changes last bits, so fixtures of a module, tests, and the processes that these start compute with the same number.
-os.environ["OMP_NUM_THREADS"] = "1"
-torch.set_num_threads(1)
+# Fixtures of a module, tests, and the processes that these start compute with the same number of threads.
+os.environ["OMP_NUM_THREADS"] = str(THREADS)
+torch.set_num_threads(THREADS)
 
 # The same examples each time, and no deadlines: how long one takes says nothing on a machine that others use.
 settings.load_profile("ci")
+
+if os.environ.get("RABBITLLM_TEST_VECTORS") == "emulated":
+    emulated_vectors.install()
+
+BITS = (
+    *("ask/test_answer.py", "test_auto_model.py", "bulk/test_generation.py", "bulk/test_likelihoods.py"),
+    *(f"batching/test_{name}.py" for name in ("batch", "caches", "families", "packed", "row_products", "rows")),
+    *(
+        "chat/test_kept_cache.py",
+        "chat/test_session.py",
+        "comparison/test_compare.py",
+        "comparison/test_every_family.py",
+    ),
+    *(
+        f"engine/test_{name}.py"
+        for name in ("around_the_weights", "double", "embedding_rows", "expert_stack", "experts")
+    ),
+    *(f"engine/test_{name}.py" for name in ("fake_gpu", "families", "hybrid_caches", "llama4_experts", "meta_logits")),
+    *(f"engine/test_{name}.py" for name in ("packed_integers", "packed_weight", "published", "quick_dequantise")),
+    *(f"engine/test_{name}.py" for name in ("reading", "row_products", "streamer")),
+    *(f"layers/test_{name}.py" for name in ("bfloat_products", "code_tables", "compression", "cpu_kernels", "fitting")),
+    *(f"layers/test_{name}.py" for name in ("fused_products", "kernel_trial", "nested_scales", "openmp")),
+    *(f"layers/test_{name}.py" for name in ("packed_products", "panel_products")),
+    *("pipeline/test_families.py", "pipeline/test_spread.py", "prepare/test_mixed.py", "scoring/test_every_family.py"),
+    *("scoring/test_parking.py", "scoring/test_score.py", "serve/test_embeddings.py", "serve/test_openai_client.py"),
+)
+"""Files whose tests compare bits, tokens or products; they are marked `bits`, and `tools/matrix.py` runs them."""
 
 FIRST = (
     "benchmarks/test_lazy_load.py",
@@ -72,7 +100,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Draw what is run of wide sweeps before others are left out by their marks, and put in order what stays."""
+    """Give marks, and draw what is run of wide sweeps, before others are left out by them; put in order what stays."""
+    for item in items:
+        if relative(item.path) in BITS:
+            item.add_marker(pytest.mark.bits)
     leave_the_rest_to_the_long_run(items)
     yield
     if part := config.getoption("--part"):

@@ -37,6 +37,7 @@ from tests.support.builders import (
 )
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
+from tests.support.one_thread import THREADS
 from tests.support.splitting import contents
 from tests.support.tiny_models import INPUT, NEW_TOKENS, assert_same, dequantised, plain_model, run, tiers
 from tests.support.tiny_models import one_thread as one_thread
@@ -451,7 +452,7 @@ def test_text_iterator_streamer(model: Any, plain: Any) -> None:
     options = {"max_new_tokens": 8, "do_sample": False, "streamer": streamer}
 
     def generate() -> None:
-        torch.set_num_threads(1)
+        torch.set_num_threads(THREADS)
         model.generate(INPUT, **options)
 
     thread = threading.Thread(target=generate)

@@ -6,13 +6,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.conftest import FIRST, put_in_order
+from tests.conftest import BITS, FIRST, put_in_order
 
 HERE = Path(__file__).parent
 
 
-def test_files_that_go_first_are_there() -> None:
-    assert [name for name in FIRST if not (HERE / name).is_file()] == []
+def test_files_that_go_first_or_compare_bits_are_there() -> None:
+    assert [name for name in (*FIRST, *BITS) if not (HERE / name).is_file()] == []
 
 
 def test_long_files_first_then_those_with_many_tests() -> None:

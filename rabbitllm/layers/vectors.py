@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import llvmlite.binding as llvm
 import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.codegen import get_host_cpu_features
 from numba.core.extending import intrinsic
 
 _pointer: Any = types.CPointer
@@ -21,8 +21,14 @@ F32, I8, I16, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntTy
 
 @functools.cache
 def features() -> frozenset[str]:
-    """What the processor can do, in LLVM's words."""
-    return frozenset(name for name, there in llvm.get_host_cpu_features().items() if there)
+    """What numba compiles for, in LLVM's words: what the processor can do, or what `NUMBA_CPU_FEATURES` leaves of it.
+
+    LLVM ends the process where a kernel asks for an instruction that is not among these.
+    """
+    told: str | None = numba.config.CPU_FEATURES  # type: ignore[attr-defined]
+    if told is None:
+        told = str(get_host_cpu_features())  # type: ignore[no-untyped-call]
+    return frozenset(name[1:] for name in told.split(",") if name.startswith("+"))
 
 
 def lanes() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -38,10 +37,7 @@ def command(folder: Path, out: Path, *options: str) -> list[str]:
 
 
 def run(folder: Path, out: Path, *options: str, code: int = 0, **more: Any) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command(folder, out, *options), capture_output=True, text=True, env=environment, check=False, **more
-    )
+    done = subprocess.run(command(folder, out, *options), capture_output=True, text=True, check=False, **more)
     assert done.returncode == code, done.stderr
     return done
 
@@ -62,9 +58,7 @@ def killed(folder: Path, out: Path, answers: int, how: int = signal.SIGKILL) -> 
     """A run that is sent a signal when so many more answers are durable than before."""
     journal = out.with_name(out.name + ".journal")
     before = len(answered_in(journal))
-    process = subprocess.Popen(
-        command(folder, out), stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    process = subprocess.Popen(command(folder, out), stderr=subprocess.PIPE, text=True)
     limit = time.monotonic() + PATIENCE
     while len(answered_in(journal)) < before + answers and process.poll() is None:
         assert time.monotonic() < limit

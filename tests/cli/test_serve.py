@@ -71,7 +71,7 @@ def serving(folder: Path, *options: str, **variables: str) -> Iterator[tuple[Pro
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        env={**os.environ, **variables},
     )
     said = Process(process)
     try:

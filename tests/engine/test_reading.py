@@ -23,6 +23,7 @@ from tests.engine.test_fake_gpu import load_on
 from tests.engine.test_streamer import in_time
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu, watched
+from tests.support.one_thread import THREADS
 from tests.support.reading_families import READING
 from tests.support.tiny_models import ALL, INPUT, load, split, tiers
 
@@ -372,7 +373,7 @@ def test_threads_take_turns_at_a_tower_too(tmp_path: Path) -> None:
     found: list[list[torch.Tensor]] = [[], []]
 
     def work(at: int) -> None:
-        torch.set_num_threads(1)
+        torch.set_num_threads(THREADS)
         for _ in range(5):
             found[at].append(logits_of(model, given) if at == 0 else tower(model))
 

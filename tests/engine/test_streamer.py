@@ -16,6 +16,7 @@ from rabbitllm.engine.placement import READY, Tier
 from rabbitllm.engine.unwritable import AbsentWeight
 from rabbitllm.profiler import READ
 from tests.support.builders import Reference, build_checkpoint, reference_logits
+from tests.support.one_thread import THREADS
 from tests.support.tiny_models import (
     ALL,
     INPUT,
@@ -312,7 +313,7 @@ def test_modes_may_alternate(model: Any, expected: Reference) -> None:
 
 def test_generation_in_another_thread(model: Any, expected: Reference) -> None:
     def generate() -> torch.Tensor:
-        torch.set_num_threads(1)
+        torch.set_num_threads(THREADS)
         found: torch.Tensor = model.generate(INPUT, max_new_tokens=NEW_TOKENS, do_sample=False)
         return found
 
@@ -323,7 +324,7 @@ def test_threads_take_turns(model: Any, expected: Reference) -> None:
     found: list[torch.Tensor] = []
 
     def generate() -> None:
-        torch.set_num_threads(1)
+        torch.set_num_threads(THREADS)
         for _ in range(3):
             found.append(model.generate(INPUT, max_new_tokens=NEW_TOKENS, do_sample=False))
 

@@ -1,17 +1,25 @@
-"""A fixture that applies by itself wherever it is imported: torch computes on one thread."""
+"""How many threads tests compute with, and a fixture that applies by itself wherever it is imported."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+THREADS = int(os.environ.get("RABBITLLM_TEST_THREADS", "1"))
+"""Of torch, in every process and thread of the tests whose results are compared; `tools/matrix.py` asks for others.
+
+Several threads only wait for each other over matrices as small as those of tests, and on some processors their number
+changes last bits.
+"""
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Several threads only wait for each other over matrices as small as those of tests."""
+    """torch computes with `THREADS` threads, whichever number another test has left behind."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(THREADS)
     yield
     torch.set_num_threads(before)

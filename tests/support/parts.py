@@ -41,5 +41,6 @@ def chosen(files: Iterable[str], part: str, seconds: Mapping[str, int] = SECONDS
 
 
 def relative(path: Path) -> str:
-    """The name of a file of tests, as `SECONDS` has it."""
-    return path.relative_to(Path(__file__).parent.parent).as_posix()
+    """The name of a file of tests, as `SECONDS` has it; that of another file is its whole path."""
+    folder = Path(__file__).parent.parent
+    return path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.as_posix()

@@ -51,7 +51,7 @@ class ServedModel:
     def start(self) -> None:
         """Returns when it answers."""
         with self.log.open("ab") as said:
-            variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+            variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, env=variables
             )

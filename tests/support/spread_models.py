@@ -20,6 +20,7 @@ from rabbitllm.engine.part import Part, Share
 from rabbitllm.options import Hosts, StreamOptions
 from rabbitllm.pipeline.spread import load_spread
 from rabbitllm.pipeline.worker import Worker
+from tests.support.one_thread import THREADS
 from tests.support.tiny_models import ALL
 
 HERE = "127.0.0.1:0"
@@ -69,7 +70,7 @@ class Crew:
             self._threads.append(thread)
 
     def _work(self, folder: Path, hosts: Hosts, budget: int, options: Any) -> None:
-        torch.set_num_threads(1)
+        torch.set_num_threads(THREADS)
         try:
             worker = load_part(folder, hosts, budget, **options)
             self.workers.append(worker)

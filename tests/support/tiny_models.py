@@ -135,7 +135,8 @@ def is_compressed(name: str, tensor: torch.Tensor) -> bool:
 def dequantised(folder: Path, target: Path, compression: str | Mapping[str, str], dtype: torch.dtype) -> Path:
     """The checkpoint of the weights that bitsandbytes makes of a compressed one, computing in `dtype`.
 
-    `compression` may be one for all tensors, or one by name for some of them.
+    `compression` may be one for all tensors, or one by name for some of them. For float64 the weights are those that
+    the codes stand for, in float32, whatever dtype was stored.
     """
     from bitsandbytes import functional
 
@@ -144,6 +145,9 @@ def dequantised(folder: Path, target: Path, compression: str | Mapping[str, str]
         if not path.name.endswith(".index.json"):
             shutil.copy(path, target)
     tensors = read_tensors(folder)
+    if dtype == torch.float64:
+        tensors = {name: one.float() if one.is_floating_point() else one for name, one in tensors.items()}
+        dtype = torch.float32
     for name, tensor in tensors.items():
         if not is_compressed(name, tensor):
             continue

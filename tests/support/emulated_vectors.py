@@ -1,0 +1,91 @@
+"""The kernels for AVX-512, with and without its products of bfloat16, on a processor that has neither.
+
+LLVM makes two vectors of a processor's own of one of 16 lanes. Only instructions that the kernels ask for by name are
+written out here, of the same arithmetic: what a permutation gives, and VDPBF16PS, which adds the product of the odd
+ones of two pairs before that of the even ones, in float32. The rest is the kernels' own code, loops and tables.
+
+Machine code that was made with this must not be kept with the package's own: NUMBA_CACHE_DIR says where else.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numba
+from llvmlite import ir
+
+from rabbitllm.layers import vectors
+from rabbitllm.layers.vectors import F32, I32, Emitter
+
+FEATURES = frozenset({"avx512f", "avx512bw", "avx512bf16"})
+
+
+def install() -> None:
+    """For the rest of this process, whose processor has AVX2.
+
+    Raises:
+        RuntimeError: machine code is kept where that of the package is.
+    """
+    if not numba.config.CACHE_DIR:
+        raise RuntimeError("NUMBA_CACHE_DIR must name a folder for emulated kernels alone")
+    real, ordinary = vectors.features(), Emitter.function
+    vectors.features = functools.cache(lambda: real | FEATURES)
+
+    def function(self: Emitter, name: str, result: ir.Type, *arguments: ir.Type) -> Any:
+        emulated = _EMULATED.get(name)
+        if emulated is None:
+            return ordinary(self, name, result, *arguments)
+        return _defined(self, "emulated." + name.removeprefix("llvm.x86."), emulated, result, *arguments)
+
+    Emitter.function = function  # type: ignore[method-assign]
+
+
+def _defined(emit: Emitter, name: str, body: Callable[..., Any], result: ir.Type, *arguments: ir.Type) -> Any:
+    """A function with this body, once in each module."""
+    known = emit.b.module.globals.get(name)
+    if known is not None:
+        return known
+    made = ir.Function(emit.b.module, ir.FunctionType(result, arguments), name)
+    made.linkage = "internal"
+    made.attributes.add("noinline")
+    builder = ir.IRBuilder(made.append_basic_block("entry"))
+    builder.ret(body(builder, *made.args))
+    return made
+
+
+def _permuted(b: Any, table: Any, indices: Any, bits: int) -> Any:
+    """table[indices & bits], lane by lane, from a copy in memory: LLVM would write it there anew for each lane."""
+    kept = b.alloca(table.type)
+    b.store(table, kept)
+    first = b.bitcast(kept, table.type.element.as_pointer())
+    found = ir.Constant(indices.type if table.type.element != F32 else table.type, ir.Undefined)
+    for lane in range(indices.type.count):
+        at = ir.Constant(I32, lane)
+        index = b.and_(b.extract_element(indices, at), ir.Constant(indices.type.element, bits))
+        index = b.zext(index, I32) if index.type != I32 else index
+        found = b.insert_element(found, b.load(b.gep(first, [index])), at)
+    return found
+
+
+def _of_two(b: Any, first: Any, indices: Any, second: Any) -> Any:
+    both = b.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, 64), list(range(64))))
+    return _permuted(b, both, indices, 63)
+
+
+def _dot_pairs(b: Any, sums: Any, one: Any, other: Any) -> Any:
+    words, floats = ir.VectorType(I32, 16), ir.VectorType(F32, 16)
+    one, other = b.bitcast(one, words), b.bitcast(other, words)
+    high, by = ir.Constant(words, [-(1 << 16)] * 16), ir.Constant(words, [16] * 16)
+    for half in (lambda pair: b.and_(pair, high), lambda pair: b.shl(pair, by)):
+        sums = b.fadd(sums, b.fmul(*(b.bitcast(half(pair), floats) for pair in (one, other))))
+    return sums
+
+
+_EMULATED: dict[str, Callable[..., Any]] = {
+    "llvm.x86.avx512.permvar.sf.512": functools.partial(_permuted, bits=15),
+    "llvm.x86.avx512.permvar.hi.512": functools.partial(_permuted, bits=31),
+    "llvm.x86.avx512.vpermi2var.hi.512": _of_two,
+    "llvm.x86.avx512bf16.dpbf16ps.512": _dot_pairs,
+}

@@ -1,0 +1,110 @@
+"""How far results may be apart that differ by rounding alone, from the roundoff of their dtype; nothing of a processor.
+
+Equal bits are promised under equal conditions (docs/RUNNING.md); where the conditions differ, or a product is made in
+another way, a result is compared with one in double precision, never two results with each other by a fixed figure.
+
+A rounding to nearest is off by at most the unit roundoff u, half of `torch.finfo(dtype).eps`, of what is rounded. Those
+of a sum of n terms have no common sign: one term after the other, the worst order, they come to 0.4 u sqrt(n) of the
+root of the sum of the terms' squares, in the mean square; any processor's order to less. (Of the sum itself they may be
+any part: it may be near zero.)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.tiny_models import dequantised, plain_model
+
+_ONE = 4.0
+"""Times as far as in the mean square: for each single number (ten times the deviation of the worst order). Of many
+together the mean is nearer."""
+
+
+def unit(dtype: torch.dtype) -> float:
+    """The unit roundoff: half the distance from 1 to the next larger number."""
+    return torch.finfo(dtype).eps / 2
+
+
+def assert_products(
+    got: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    sums: torch.dtype = torch.float32,
+    weights: torch.dtype | None = None,
+) -> None:
+    """`got` is `x @ weight.T + bias` but for rounding: element by element, and more narrowly all of them together.
+
+    Args:
+        got: (T, N); summed in `sums`, rounded once to its own dtype.
+        x: (T, K).
+        weight: (N, K), as it is meant; best in float64.
+        bias: (N,) or None.
+        weights: a dtype that the weights may have been rounded to before; None if none.
+    """
+    x, weight = x.double(), weight.double()
+    exact, squares = x @ weight.T, x.square() @ weight.square().T
+    if bias is not None:
+        exact, squares = exact + bias.double(), squares + bias.double().square()
+    # with each term roundings of its own: of the product, of the scale, and two where a code's meaning is reckoned
+    of_terms = unit(sums) * (x.shape[-1] + 4 + (bias is not None)) ** 0.5 + (unit(weights) if weights else 0)
+    off, size = (got.double() - exact).abs(), squares.sqrt()
+    once = unit(got.dtype) if got.dtype != sums else 0.0
+    assert bool((off <= _ONE * of_terms * size + once * (exact.abs() + _ONE * of_terms * size)).all())
+    allowed = (of_terms**2 * squares.sum() + once**2 * exact.square().sum()).sqrt()
+    assert off.norm() <= (1 + _ONE / max(off.numel(), 1) ** 0.5) * allowed
+
+
+def assert_as_near(found: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> None:
+    """A model's numbers lose at most one bit more than transformers' do in the same dtype, beside double precision.
+
+    Args:
+        found: as the package computes them.
+        plain: as transformers does.
+        exact: as transformers does in float64, of the weights that those of `found` stand for.
+    """
+    assert found.dtype == plain.dtype
+    assert found.shape == plain.shape == exact.shape
+    assert 0 < (plain.double() - exact).norm() < unit(plain.dtype) ** 0.5 * exact.norm()  # else it tells nothing
+    assert (found.double() - exact).norm() <= 2 * (plain.double() - exact).norm()
+
+
+def exact_logits(folder: Path, ids: torch.Tensor, compression: str | None = None) -> torch.Tensor:
+    """What plain transformers computes in double precision (of norms a part stays in float32, as it has them).
+
+    Args:
+        folder: a checkpoint. Of a compressed one the weights are those that the codes stand for, which no dtype has
+            rounded; they are written into a folder near it.
+    """
+    if compression is not None:
+        folder = dequantised(folder, folder.parent / f"exact-{compression}", compression, torch.float64)
+    model = plain_model(folder, dtype=torch.float64, experts_implementation="eager").eval()
+    decoder = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    with torch.inference_mode():
+        logits: torch.Tensor = model(ids, **decoder).logits
+    return logits
+
+
+def assert_greedy(found: torch.Tensor, plain: torch.Tensor, model: Any, off: float) -> None:
+    """The same tokens, up to a place where two are so close that rounding decides; there the comparison ends.
+
+    Args:
+        found: (1, T), a prompt and what was generated greedily.
+        plain: the same by another computation.
+        model: gives the logits, in the best precision at hand.
+        off: by how much a logit may be off in each of the two.
+    """
+    assert found.shape == plain.shape
+    differs = (found != plain)[0].nonzero()
+    if not len(differs):
+        return
+    at = int(differs[0])
+    assert at > 0
+    with torch.inference_mode():
+        scores = model(plain[:, :at]).logits[0, -1].double()
+    assert float(scores[plain[0, at]] - scores[found[0, at]]) <= 2 * off
+    assert float(scores.max() - scores[found[0, at]]) <= 2 * off
