@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rabbitllm.forks import direct_read
 from rabbitllm.open_files import OpenFiles
 from rabbitllm.page_cache import DIRECT_ALIGNMENT, PastTheCache, write_back_call
 
@@ -405,7 +406,8 @@ class NamelessFile:
             data, offset, aligned = data[count:], offset + count, aligned and count % DIRECT_ALIGNMENT == 0
 
     def _move(self, how: Callable[[int, memoryview, int], int], data: memoryview, offset: int, aligned: bool) -> int:
-        moved = self._direct.move(lambda descriptor: how(descriptor, data, offset)) if aligned else None
+        with direct_read() if aligned else contextlib.nullcontext():
+            moved = self._direct.move(lambda descriptor: how(descriptor, data, offset)) if aligned else None
         if moved is None:
             if sys.platform == "linux" and aligned:  # what is read ahead of the next place would stay in the cache
                 os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)

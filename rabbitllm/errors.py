@@ -8,6 +8,7 @@
     ├── MissingPackageError (ImportError)      an optional dependency is not installed
     ├── ChatError                              a conversation cannot go on like this
     │   └── ChatFileError                      a file that is no saved conversation, or cannot be written
+    ├── ForkedError (RuntimeError)             a forked process uses what only its parent can
     ├── HostsError                             processes that share a model cannot, or not like this
     │   └── HostGoneError                      one of them has ended or cannot be reached
     ├── BatchError                             a batch of requests cannot take on another one
@@ -89,6 +90,10 @@ class ChatError(RabbitLLMError):
 
 class ChatFileError(ChatError):
     """A file is no saved conversation, or none can be written there."""
+
+
+class ForkedError(RabbitLLMError, RuntimeError):
+    """A forked process was to use what works only in the process that it was forked from."""
 
 
 class HostsError(RabbitLLMError):

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Protocol
 
+from rabbitllm.forks import own_lock
+
 MOST_FILES = 256
 """Few models have more layers; each file that is closed for another costs a sync that a thread waits for."""
 _LEAST_FILES = 4
@@ -52,8 +54,8 @@ class OpenFiles:
 
     def __init__(self, limit: int | None = None) -> None:
         self._limit = limit or _files_allowed()
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._lock = own_lock(threading.Lock())
+        self._changed = own_lock(threading.Condition(self._lock))
         self._users: dict[Reopenable, int] = {}
         """Open file -> how many threads use it; the least recently used first."""
         self._dropped: deque[Reopenable] = deque()

@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from rabbitllm.forks import own_lock
+
 DIRECT_ALIGNMENT = 4096
 """Offset, length and memory alignment that O_DIRECT needs, bytes."""
 
@@ -29,7 +31,7 @@ class PastTheCache:
         self._path = path
         self._descriptor: int | None = None
         self._is_refused = False
-        self._lock = threading.Lock()
+        self._lock = own_lock(threading.Lock())
 
     def move(self, how: Callable[[int], int]) -> int | None:
         """What `how` returns, given the descriptor; None where the system or the file system takes no such moves.

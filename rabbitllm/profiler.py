@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rabbitllm.errors import OptionError
+from rabbitllm.forks import own_lock
 from rabbitllm.profiling.passes import Entry, Pass, PassSums, sums_of
 from rabbitllm.profiling.record import as_record
 from rabbitllm.profiling.report import expert_table, pass_table, slowest_layers, stage_table
@@ -96,7 +97,7 @@ class Profiler:
         self.enabled = enabled
         self.title = title
         self.in_place: Mapping[str, int] = {}
-        self._lock = threading.Lock()
+        self._lock = own_lock(threading.Lock())
         self._kept_passes = kept_passes
         self._trace: Trace | None = None
         self._open: _Open | None = None

@@ -41,8 +41,10 @@ PUBLIC = {
 }
 
 FLOORS = (
-    ("version", "page_cache", "open_files"),
-    ("errors", "durable", "progress", "collection", "terminal", "plain_json", "live", "logs", "allocator"),
+    ("version", "errors"),
+    ("forks",),
+    ("page_cache", "open_files"),
+    ("durable", "progress", "collection", "terminal", "plain_json", "live", "logs", "allocator"),
     ("options", "profiling", "generation_stream", "folder_lock"),
     ("profiler",),
     ("formats",),

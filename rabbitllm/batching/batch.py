@@ -32,6 +32,7 @@ from rabbitllm.batching.request import Ended, Event, Facts, Request
 from rabbitllm.batching.text_caches import TextCaches
 from rabbitllm.batching.ticket import Ticket
 from rabbitllm.errors import BatchError, OptionError
+from rabbitllm.forks import Origin
 
 __all__ = ["FAILED", "Batch", "Limits", "Ticket"]
 
@@ -90,6 +91,7 @@ class Batch:
         self._passes = JointPasses(
             model, exact=limits.exact, most_rows=self._caches.memory.rows, file=self._caches.file
         )
+        self._home = Origin()
         self._thread = threading.Thread(target=self._work, name="rabbitllm-batch", daemon=True)
         self._thread.start()
 
@@ -110,7 +112,9 @@ class Batch:
             BusyError: as many wait as may.
             ClosedError: the batch takes on nothing more.
             OptionError: no pass could ever answer it.
+            ForkedError: this process was forked from the one that made the batch.
         """
+        self._home.refuse("The batch", "Submit requests in that process, or make a batch in this one.")
         check_answerable(request, self._model, self._caches.memory)
         now = time.monotonic()
         ticket = Ticket(self._door.wake, Generation(self._model, request, lambda event: told(event), now))

@@ -16,6 +16,7 @@ from rabbitllm.batching.picking import retry_after
 from rabbitllm.batching.request import Ended
 from rabbitllm.batching.ticket import Ticket
 from rabbitllm.errors import BusyError, ClosedError
+from rabbitllm.forks import own_lock
 
 
 class Door:
@@ -37,7 +38,7 @@ class Door:
         self._lately = 1.0  # seconds that a request took
         self._closing: float | None = None  # when what is not finished is cancelled
         self._holders = 0
-        self._change = threading.Condition()
+        self._change = own_lock(threading.Condition())
 
     # in any thread ---------------------------------------------------------------------------------------------------
 

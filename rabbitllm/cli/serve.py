@@ -41,9 +41,16 @@ def serve_command(
             show_default=False,
         ),
     ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Let other machines use the model without a key.", show_default=False)
+    ] = False,
     served_name: Annotated[str | None, typer.Option(help="By which requests name the model.")] = None,
     allow_origin: Annotated[
         list[str] | None, typer.Option(help="Of web pages that may ask, as https://example.org; again for each, or *.")
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(help="A name by which requests may call the server, as llm.example.org; again for each, or *."),
     ] = None,
     max_running: Annotated[int, typer.Option(help="Requests in one pass.", min=1)] = 64,
     max_waiting: Annotated[int, typer.Option(help="Requests that wait; more are told to come back.", min=1)] = 256,
@@ -88,9 +95,10 @@ def serve_command(
 
     check_installed()
 
-    from rabbitllm.serve.address import bound, hosts_of
+    from rabbitllm.serve.address import bound, check_guarded, hosts_of
 
     listening = bound(host, port)  # now, not after an hour of splitting
+    check_guarded(listening, api_key, insecure=insecure)
 
     from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console
@@ -129,7 +137,7 @@ def serve_command(
         name=served_name or name_of(model),
         api_key=api_key or None,
         origins=tuple(allow_origin or ()),
-        hosts=hosts_of(listening, host),
+        hosts=hosts_of(listening, host, allow_host or ()),
         body_bytes=body_bytes,
         seconds=timeout,
         most_new_tokens=max_new_tokens,

@@ -9,11 +9,13 @@ no devices.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from rabbitllm.forks import Workers
 
 
 @dataclass(eq=False)
@@ -55,7 +57,7 @@ class Ahead:
         self._slots = tuple(slots)
         self._wanted: dict[str, Job] = {}
         self._pending: dict[str, tuple[Slot, Future[Any]]] = {}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=thread)
+        self._thread = Workers(1, thread)
 
     def is_coming(self, unit: str) -> bool:
         """Whether a unit has a buffer, filled or not."""
@@ -105,7 +107,14 @@ class Ahead:
 
     def close(self) -> None:
         """Stop the thread."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.shutdown()
+
+    def reset(self) -> None:
+        """Forget what was requested and taken: in a forked process, where the thread has begun nothing."""
+        self._wanted.clear()
+        self._pending.clear()
+        for slot in self._slots:
+            slot.taken = False
 
     def _start(self) -> None:
         busy = {id(slot) for slot, _ in self._pending.values()}

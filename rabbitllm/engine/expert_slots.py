@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from rabbitllm.engine.loader import bytes_of
 from rabbitllm.engine.page_locked import HostBuffers
 from rabbitllm.engine.placement import EXPERT_STAGING
 from rabbitllm.engine.span_reader import SpanReader
+from rabbitllm.forks import Workers
 from rabbitllm.profiler import READ, Profiler
 
 Whose = tuple[int, int]
@@ -102,7 +103,7 @@ class ExpertMemory:
         self._host_left: list[Any] = [None] * places
         self._staging = deque([host.take_anyhow(nbytes) for _ in range(EXPERT_STAGING)] if host is not None else [])
         self._keeper = host  # unlocked when nobody has it any more
-        self._threads = ThreadPoolExecutor(EXPERT_STAGING, thread_name_prefix=f"experts-{device.name}")
+        self._threads = Workers(EXPERT_STAGING, f"experts-{device.name}")
 
     def slots(self, count: int) -> list[Slot]:
         """So many, numbered."""
@@ -114,7 +115,7 @@ class ExpertMemory:
 
     def close(self) -> None:
         """Stop the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown()
 
     def bring(self, module: int, expert: int, slot: Slot, shelf: Shelf, leaf: str | None = None) -> Future[Any]:
         """Begin to fill a slot, with an expert or what one of its leaves is made from.

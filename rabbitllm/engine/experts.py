@@ -6,7 +6,6 @@ Knows which is chosen, and not why (`placement.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from transformers import PreTrainedModel
@@ -20,6 +19,7 @@ from rabbitllm.engine.first_use import check_experts_before
 from rabbitllm.engine.page_locked import HostBuffers
 from rabbitllm.engine.placement import ExpertCost, Placement, Tier
 from rabbitllm.engine.span_reader import SpanReader, Way
+from rabbitllm.forks import Workers
 from rabbitllm.layers.layer_store import WeightFiles
 from rabbitllm.profiler import Profiler
 
@@ -93,7 +93,7 @@ def _check_mapped(sources: Sequence[ExpertSource], store: WeightFiles) -> None:
     checks = store.checks
     if checks is None or not sources:
         return
-    thread = ThreadPoolExecutor(1, thread_name_prefix="checksums")
+    thread = Workers(1, "checksums")
     for source in sources:
         if all(checks.by_block(span.file) for span in source.spans(0)):
             check_experts_before(source, checks, thread)

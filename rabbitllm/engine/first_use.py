@@ -8,7 +8,7 @@ been compared. Knows no formats.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 from rabbitllm.engine.embedding_rows import check_rows
 from rabbitllm.engine.expert_pool import routed
 from rabbitllm.engine.expert_source import ExpertSource
+from rabbitllm.forks import Workers
 from rabbitllm.layers.checksums import LayerChecks
 from rabbitllm.layers.layer_store import StoredTensor
 
@@ -44,7 +45,7 @@ def check_rows_before(embedding: nn.Module, stored: StoredTensor, checks: LayerC
     handle = embedding.register_forward_pre_hook(before, with_kwargs=True)
 
 
-def check_experts_before(source: ExpertSource, checks: LayerChecks, thread: ThreadPoolExecutor) -> None:
+def check_experts_before(source: ExpertSource, checks: LayerChecks, thread: Workers) -> None:
     """Compare the experts of a mapped module that are routed to, while it computes with them.
 
     Args:

@@ -89,6 +89,10 @@ class Loader:
         """Declare a slot free, once the upload of this ticket has left it."""
         self._ahead.give_back(loaded, ticket)
 
+    def reset(self) -> None:
+        """Forget what was requested and taken; see `Ahead.reset`."""
+        self._ahead.reset()
+
     def close(self) -> None:
         """Stop the reading thread."""
         self._ahead.close()

@@ -18,6 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
 from rabbitllm.engine.span_reader import Paths, Span
+from rabbitllm.errors import ForkedError
+from rabbitllm.forks import fail_unfinished, in_child
 from rabbitllm.formats.positional import PositionalFile
 from rabbitllm.layers.checksums import GROUP_BYTES, LayerChecks
 from rabbitllm.options import usable_cores
@@ -43,6 +45,7 @@ class ReadAhead:
         spans = [span for runs in units.values() for span in runs]
         work = [threading.Thread(target=_ask, args=(spans, store), name="read-ahead", daemon=True)]
         self._checked: dict[str, Future[None]] = {}
+        self._units, self._checks = units, checks
         if checks is not None:
             self._checked = {unit: Future() for unit in units}
             waiting = iter(tuple(units.items()))  # each unit goes to one of the threads
@@ -50,6 +53,7 @@ class ReadAhead:
                 args = (waiting, checks, self._checked, stop)
                 work.append(threading.Thread(target=_check, args=args, name="checksums", daemon=True))
         self.threads = tuple(work)
+        in_child(self._fail_unfinished)
         for thread in work:
             thread.start()
 
@@ -65,8 +69,17 @@ class ReadAhead:
             IncompleteSplitError: they are not what was written.
             OSError: they cannot be read.
         """
-        if unit in self._checked:
+        if unit not in self._checked:
+            return
+        try:
             self._checked[unit].result()
+        except ForkedError:
+            assert self._checks is not None
+            _compare(self._units[unit], self._checks, threading.Event())
+            self._checked.pop(unit, None)
+
+    def _fail_unfinished(self) -> None:
+        fail_unfinished(self._checked.values())
 
 
 def _ask(spans: Sequence[Span], store: Paths) -> None:
@@ -86,13 +99,17 @@ def _check(
 ) -> None:
     for unit, spans in waiting:
         try:
-            for span in spans:
-                at, end = span.offset, span.offset + span.nbytes
-                while at < end and not stop.is_set():
-                    piece = min(end, (at // GROUP_BYTES + 1) * GROUP_BYTES) - at
-                    checks.stored(span.file, [(at, piece)])
-                    at += piece
+            _compare(spans, checks, stop)
         except Exception as error:
             told[unit].set_exception(error)
         else:
             told[unit].set_result(None)
+
+
+def _compare(spans: Sequence[Span], checks: LayerChecks, stop: threading.Event) -> None:
+    for span in spans:
+        at, end = span.offset, span.offset + span.nbytes
+        while at < end and not stop.is_set():
+            piece = min(end, (at // GROUP_BYTES + 1) * GROUP_BYTES) - at
+            checks.stored(span.file, [(at, piece)])
+            at += piece

@@ -8,16 +8,18 @@ for the first time is compared with its checksums on the way. Knows no units.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import heapq
 import logging
 import time
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from rabbitllm.forks import Workers, direct_read
 from rabbitllm.formats.positional import PositionalFile, page_aligned
 from rabbitllm.layers.checksums import LayerChecks
 
@@ -88,7 +90,7 @@ class SpanReader:
         self._store = store
         self.way = way
         self._checks = checks
-        self._summing: ThreadPoolExecutor | None = None
+        self._summing: Workers | None = None
 
     def read(self, spans: Iterable[Span], buffer: memoryview) -> None:
         """Fill `buffer`, which begins on a page and ends on or behind the last span's block.
@@ -121,7 +123,8 @@ class SpanReader:
                 at = first
                 while at < last:
                     stop = min(last, (at // piece + 1) * piece)
-                    got = file.read_into(buffer[at + shift : stop + shift], at)
+                    with direct_read() if way.direct else contextlib.nullcontext():
+                        got = file.read_into(buffer[at + shift : stop + shift], at)
                     if got < min(stop, end) - at:
                         raise OSError(f"{file.path} ended at byte {at + got:,}")
                     if checks is not None:
@@ -140,10 +143,10 @@ class SpanReader:
             future.result()
 
     @property
-    def _beside(self) -> ThreadPoolExecutor:
+    def _beside(self) -> Workers:
         """The thread that sums one piece while the next is read."""
         if self._summing is None:
-            self._summing = ThreadPoolExecutor(1, thread_name_prefix="checksums")
+            self._summing = Workers(1, "checksums")
         return self._summing
 
 

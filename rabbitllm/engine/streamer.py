@@ -40,6 +40,7 @@ from rabbitllm.engine.units import Place
 from rabbitllm.engine.unwritable import called_by
 from rabbitllm.engine.uploader import Uploader
 from rabbitllm.errors import AbsentWeightError
+from rabbitllm.forks import Origin, compute_on_one_thread, own_lock
 from rabbitllm.layers.layer_store import WeightFiles
 from rabbitllm.profiler import COMPUTE, DEQUANTISE, Profiler
 
@@ -115,7 +116,8 @@ class Streamer:
         self._packed: dict[str, PartReader] = {}
         self._memos: dict[str, Memo] = {name: {} for name in devices}
         self._started: dict[str, float] = {}
-        self.turn = threading.RLock()
+        self.turn = own_lock(threading.RLock())
+        self._home = Origin()
         self._has_turn = False
         self._brought: dict[str, dict[str, torch.Tensor]] = {}
         self._brought_memos: dict[str, Memo] = {name: {} for name in devices}
@@ -202,6 +204,7 @@ class Streamer:
     @contextlib.contextmanager
     def _own_pass(self) -> Iterator[None]:
         with self.turn:
+            self._come_home()
             token, inside = _calling.set(self), self._has_turn
             try:
                 self._has_turn = True
@@ -225,12 +228,30 @@ class Streamer:
                 self._forget_what_was_read()
 
     def begin(self) -> None:
-        """Make ready for a pass."""
+        """Make ready for a pass.
+
+        Raises:
+            ForkedError: the model is on a GPU, and this process was forked from the one that loaded it.
+        """
+        self._come_home()
         self._let_go()
         for pool in self.pools.values():
             pool.end()
         for lane in self.lanes.values():
             lane.boundary.forget()
+
+    def _come_home(self) -> None:
+        """In a forked process, before its first pass: leave what the parent's threads were at."""
+        if self._home.is_here:
+            return
+        if not all(lane.device.shares_host_memory for lane in self.lanes.values()):
+            remedy = "Load the model in the process that uses it: a CUDA context does not survive a fork."
+            self._home.refuse("A model on a GPU", remedy)
+        self._home.settle()
+        compute_on_one_thread()
+        self._has_turn = False
+        for lane in self.lanes.values():
+            lane.loader.reset()
 
     def _let_go(self) -> None:
         """Let go of whatever is bound, and of what was brought because it was read."""

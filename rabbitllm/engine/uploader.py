@@ -101,6 +101,11 @@ class Uploader:
         """Declare that the computation asked so far is the last to use this slot."""
         self._ahead.give_back(loaded, self._device.leave())
 
+    def reset(self) -> None:
+        """Forget what was requested and taken; see `Ahead.reset`."""
+        self._ahead.reset()
+        self._disk.reset()
+
     def close(self) -> None:
         """Stop both threads."""
         self._ahead.close()

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rabbitllm.errors import IncompleteSplitError
+from rabbitllm.forks import in_child, own_lock
 from rabbitllm.formats.crc32 import combine, combine_all, crc32
 from rabbitllm.formats.positional import identity_of
 from rabbitllm.formats.safetensors_file import Header
@@ -203,10 +204,16 @@ class _State:
     def __init__(self, blocks: int) -> None:
         self.done = bytearray(blocks)
         self.left = blocks
-        self.lock = threading.Lock()
+        self.lock = own_lock(threading.Lock())
         self.known: list[tuple[int, int, int]] = []
         """Of a file that has one checksum: offset, bytes and CRC-32 of what was read, in order."""
         self.known_bytes = 0
+        in_child(self._recount)
+
+    def _recount(self) -> None:
+        """In a forked child: a thread of the parent may have been between two steps."""
+        self.left = self.done.count(0)
+        self.known_bytes = sum(nbytes for _, nbytes, _ in self.known)
 
     def mark(self, begin: int, end: int) -> None:
         """Note that these blocks are what was written."""

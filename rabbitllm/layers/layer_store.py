@@ -26,6 +26,7 @@ from rabbitllm.errors import (
     RabbitLLMError,
     SplitMismatchError,
 )
+from rabbitllm.forks import own_lock
 from rabbitllm.formats.json_text import text_of
 from rabbitllm.formats.positional import PositionalFile
 from rabbitllm.formats.safetensors_file import Header, MappedFile, read_header
@@ -303,7 +304,7 @@ class Maps:
         self._folder = folder.absolute()
         self._headers: dict[str, Header] = {}
         self._mapped: dict[str, MappedFile] = {}
-        self._lock = threading.Lock()
+        self._lock = own_lock(threading.Lock())
 
     def add(self, file: str, header: Header) -> None:
         """Name a file and what is in it."""

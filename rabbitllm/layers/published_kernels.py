@@ -7,15 +7,16 @@ formats' names and no files.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from rabbitllm.forks import Workers
 from rabbitllm.layers.compiling import compiled
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -94,12 +95,13 @@ def _share(work: Callable[[int, int], Any], count: int, elements: int, threads: 
         work(0, count)
         return
     ends = [count * number // threads for number in range(threads + 1)]
-    list(_pool().map(work, ends[:-1], ends[1:]))
+    for done in [_pool().submit(work, begin, end) for begin, end in itertools.pairwise(ends)]:
+        done.result()
 
 
 @cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="dequantise")
+def _pool() -> Workers:
+    return Workers(os.cpu_count() or 1, "dequantise")
 
 
 # Rows are cut out before the innermost loops: an index that is only counted up there is not asked whether it is

@@ -9,9 +9,9 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from rabbitllm.forks import Workers
 from rabbitllm.layers.openmp import torchs_team
 
 BEFORE_WORK = 4
@@ -53,8 +53,8 @@ def over_rows(
 
 
 @functools.cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(64, thread_name_prefix="product")  # as many as are asked of it, made when they are
+def _threads() -> Workers:
+    return Workers(64, "product")  # as many as are asked of it, made when they are
 
 
 def address_of(function: Any, signature: Any) -> int:

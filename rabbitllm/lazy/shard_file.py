@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.errors import CheckpointError, ClosedCheckpointError, CorruptShardError
+from rabbitllm.forks import own_lock
 from rabbitllm.formats.positional import CAN_MAP_PRIVATELY, PositionalFile, identity_of
 from rabbitllm.formats.safetensors_file import Header, view_bytes
 from rabbitllm.formats.shard_header import read_shard_header
@@ -56,7 +57,7 @@ class ShardFile:
         self.path = path
         self._name, self._checks = name, checks
         self._mappable = mapped and CAN_MAP_PRIVATELY
-        self._lock = threading.Lock()
+        self._lock = own_lock(threading.Lock())
         self._map: weakref.ref[Any] | None = None
         self._held: Any = None
         self._file = _Reopened(path)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from rabbitllm.forks import in_child
 from rabbitllm.live.form import Form, form_of, size_of
 from rabbitllm.live.notebook import COLUMNS, NotebookOutput
 from rabbitllm.live.terminal import Terminal
@@ -185,5 +185,4 @@ def _print(line: str) -> None:
 THE_REGION = Region()
 """Of this process."""
 atexit.register(THE_REGION._end)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=THE_REGION._begin_anew)
+in_child(THE_REGION._begin_anew)

@@ -24,6 +24,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from rabbitllm.errors import HostGoneError, HostsError
+from rabbitllm.forks import Origin
 from rabbitllm.pipeline.arguments import Packer
 from rabbitllm.pipeline.caches import Ledger, lengths_of, stand_in
 from rabbitllm.pipeline.frames import Frame, Word
@@ -75,6 +76,7 @@ class Driver:
         self._ledger = Ledger(away)
         self._pass: _Pass | None = None
         self._number = 0
+        self._home = Origin()
         self._errands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         for number, unit in enumerate(stack.units):
             if number >= self._first:
@@ -129,6 +131,7 @@ class Driver:
     # what the thread does --------------------------------------------------------------------------------------------
 
     def _errand(self, do: Callable[[], Any]) -> Any:
+        self._home.refuse("A model whose layers are on several hosts", "Call it in that process.")
         if self.error is not None:
             raise HostGoneError(self.error.problem, self.error.remedy)
         done: Future[Any] = Future()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm.durable import write_whole
+from rabbitllm.forks import own_lock
 from rabbitllm.profiling.passes import Pass
 
 MOST_EVENTS = 100_000
@@ -56,7 +57,7 @@ class Trace:
     """
 
     def __init__(self, most_events: int = MOST_EVENTS) -> None:
-        self._lock = threading.Lock()
+        self._lock = own_lock(threading.Lock())
         self._events: deque[Event] = deque(maxlen=most_events)
         self._passes: deque[tuple[Pass, str]] = deque(maxlen=MOST_PASSES)
         self.dropped = 0

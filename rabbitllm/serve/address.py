@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 
 from rabbitllm.errors import OptionError
 
@@ -68,11 +69,32 @@ def is_local(made: socket.socket) -> bool:
     return str(made.getsockname()[0]) in LOCAL or str(made.getsockname()[0]).startswith("127.")
 
 
-def hosts_of(made: socket.socket, host: str) -> tuple[str, ...] | None:
-    """Names by which requests may call a server that only this machine reaches; None for any other server.
+def hosts_of(made: socket.socket, host: str, allowed: Sequence[str] = ()) -> tuple[str, ...] | None:
+    """Names by which requests may call a server, beside every address; None for any name.
 
     Args:
         made: where it listens.
         host: as the user wrote it.
+        allowed: further names; "*" allows all.
     """
-    return tuple({*LOCAL, host, str(made.getsockname()[0])}) if is_local(made) else None
+    if "*" in allowed:
+        return None
+    own = socket.gethostname()
+    names = (*LOCAL, host, *allowed, *(() if is_local(made) else (own, own.partition(".")[0], f"{own}.local")))
+    return tuple({name.lower() for name in names})
+
+
+def check_guarded(made: socket.socket, api_key: str | None, *, insecure: bool) -> None:
+    """Refuse to listen where other machines reach the server, unless there is a key or the user accepts that.
+
+    Raises:
+        OptionError: neither is the case.
+    """
+    if is_local(made) or api_key or insecure:
+        return
+    host, port = made.getsockname()[:2]
+    raise OptionError(
+        f"Other machines reach the server at {host}, port {port}, and it has no API key.",
+        "Give --api-key KEY, better as RABBITLLM_API_KEY in the environment; or --insecure, and everyone who reaches "
+        "this machine can use the model. --host 127.0.0.1 is for this machine only.",
+    )

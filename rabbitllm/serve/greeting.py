@@ -39,7 +39,9 @@ def put_greeting(
     put_fact(console, "API key", "needed" if settings.api_key else "none")
     put_fact(console, "try", _curl(service, address))
     if not is_local and not settings.api_key:
-        warning = "Whoever reaches this machine can use the model: --api-key, or --host 127.0.0.1, keeps others out."
+        warning = (
+            "Everyone who reaches this machine can use the model: --api-key, or --host 127.0.0.1, keeps others out."
+        )
         put(console, Text(warning, "bold yellow"))
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import ipaddress
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -144,7 +145,7 @@ class Hosts:
 
     Args:
         app: what is guarded.
-        hosts: names, None for any.
+        hosts: names in lower case, None for any; addresses are always allowed, since DNS rebinding needs a name.
         origins: other pages that may ask.
     """
 
@@ -158,15 +159,18 @@ class Hosts:
         if scope["type"] == "http":
             headers = Headers(scope=scope)
             host, origin = headers.get("host"), headers.get("origin")
-            if self._hosts is not None and host is not None and name_of(host) not in self._hosts:
-                wrong = Refusal(FORBIDDEN, "This server is not called by that name.", code="wrong_host", headers=CLOSE)
-                await _refuse(wrong, scope, receive, send)
+            if host is not None and not self._is_called(name_of(host)):
+                problem = "This server is not called by that name; serve --allow-host NAME permits it."
+                await _refuse(Refusal(FORBIDDEN, problem, code="wrong_host", headers=CLOSE), scope, receive, send)
                 return
             if scope["method"] not in ("GET", "HEAD", "OPTIONS") and not self._may_ask(origin, host):
                 wrong = Refusal(FORBIDDEN, "Pages of that origin may not ask here.", code="wrong_origin", headers=CLOSE)
                 await _refuse(wrong, scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+    def _is_called(self, name: str) -> bool:
+        return self._hosts is None or name in self._hosts or is_address(name)
 
     def _may_ask(self, origin: str | None, host: str | None) -> bool:
         if origin is None or "*" in self._origins or origin in self._origins:
@@ -180,6 +184,15 @@ def name_of(host: str) -> str:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return ""
+
+
+def is_address(name: str) -> bool:
+    """Whether a host is given by an IP address."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 class Keys:

@@ -177,3 +177,33 @@ def test_what_is_missing_is_named(endless: Path) -> None:
     assert done.returncode == exit_codes.ERROR
     assert "needs the package uvicorn" in done.stderr
     assert 'pip install "rabbitllm[serve]"' in done.stderr
+
+
+def test_other_machines_are_let_in_with_a_key_or_on_purpose_only(endless: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "RABBITLLM_API_KEY"}
+    done = subprocess.run(
+        command(endless, "--port", "0", "--host", "0.0.0.0"),
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == exit_codes.ERROR
+    assert "Other machines reach the server at 0.0.0.0, port" in done.stderr
+    assert "--insecure" in done.stderr
+    assert "Traceback" not in done.stderr
+    options = ("--host", "0.0.0.0", "--insecure", "--allow-host", "LLM.example")
+    with serving(endless, *options, RABBITLLM_API_KEY="") as (said, address), httpx.Client(trust_env=False) as client:
+        said.until("Everyone who reaches this machine can use the model")
+        for host, status in (
+            ("llm.example:8000", 200),
+            ("localhost", 200),
+            ("192.168.1.5:8000", 200),
+            ("[fe80::1]", 200),
+            (socket.gethostname(), 200),
+            ("rebound.example", 403),
+            ("127.0.0.1.rebound.example", 403),
+        ):
+            answer = client.get(f"{address}/v1/models", headers={"host": host})
+            assert answer.status_code == status, (host, answer.text)
+            assert status == 200 or answer.json()["error"]["code"] == "wrong_host"

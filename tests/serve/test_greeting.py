@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shlex
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from rabbitllm.errors import OptionError
-from rabbitllm.serve.address import bound, hosts_of, is_local
+from rabbitllm.serve.address import bound, check_guarded, hosts_of, is_local
 from rabbitllm.serve.greeting import put_greeting
 from rabbitllm.serve.guards import name_of
 from rabbitllm.serve.loading import served_name
@@ -38,15 +39,15 @@ def test_where_what_and_a_line_to_try(served: Running, split_folder: Path) -> No
 
 
 def test_a_warning_where_everybody_reaches_it(served: Running) -> None:
-    assert "Whoever reaches this machine" not in said(served, None)
-    assert "Whoever reaches this machine" in said(served, None, is_local=False)
+    assert "Everyone who reaches this machine" not in said(served, None)
+    assert "Everyone who reaches this machine" in said(served, None, is_local=False)
     guarded = replace(served.service.settings, api_key="k")
     before, served.service.settings = served.service.settings, guarded
     try:
         told = said(served, None, is_local=False)
     finally:
         served.service.settings = before
-    assert "Whoever reaches this machine" not in told
+    assert "Everyone who reaches this machine" not in told
     assert "$RABBITLLM_API_KEY" in told
 
 
@@ -55,12 +56,24 @@ def test_addresses() -> None:
         assert is_local(local)
         assert not is_local(everywhere)
         assert set(hosts_of(local, "localhost") or ()) == {"localhost", "127.0.0.1", "::1"}
-        assert hosts_of(everywhere, "0.0.0.0") is None
+        named = hosts_of(everywhere, "0.0.0.0", ["LLM.example"]) or ()
+        assert {"localhost", "llm.example", socket.gethostname().lower()} <= set(named)
+        assert hosts_of(everywhere, "0.0.0.0", ["*"]) is None
         local.listen()
         with pytest.raises(OptionError, match="Nothing can listen"):
             bound("127.0.0.1", local.getsockname()[1])
     with pytest.raises(OptionError, match="no address"):
         bound("nowhere.invalid", 0)
+
+
+def test_other_machines_need_a_key_unless_the_user_says_otherwise() -> None:
+    with bound("127.0.0.1", 0) as local, bound("0.0.0.0", 0) as everywhere:
+        check_guarded(local, None, insecure=False)
+        check_guarded(everywhere, "key", insecure=False)
+        check_guarded(everywhere, None, insecure=True)
+        for key in (None, ""):
+            with pytest.raises(OptionError, match=r"Other machines reach the server at 0\.0\.0\.0, port"):
+                check_guarded(everywhere, key, insecure=False)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,188 @@
+"""What becomes of threads and locks in a forked process, and of reads that a fork would disturb.
+
+A fork (multiprocessing's fork method, a DataLoader with workers, os.fork) copies the memory of a process, and only the
+calling thread. A lock that another thread held stays locked in the child, a job of another thread never ends, and torch
+waits for an OpenMP team that is not there. So locks of objects that outlive a call are `own_lock`s, their threads are
+`Workers`, and both are ready for use in a child; the first pass there computes on one thread. A child that does not use
+the model runs only a few resets. Knows no models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from rabbitllm.errors import ForkedError
+
+logger = logging.getLogger(__name__)
+
+L = TypeVar("L")
+
+_IN_CHILD: list[Callable[[], Callable[[], object] | None]] = []
+"""References to what is called in a child, in the order of registration."""
+_LOCKS: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def own_lock(lock: L) -> L:
+    """The same lock (threading.Lock, RLock or Condition), which is free in every forked child."""
+    _LOCKS.add(lock)
+    return lock
+
+
+def in_child(method: Callable[[], object]) -> None:
+    """Call a method of an object in every forked child, as long as the object lives; it must neither wait nor raise."""
+    _IN_CHILD.append(weakref.WeakMethod(method))
+
+
+class Origin:
+    """Remembers the process that made it."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether that is this process."""
+        return self._process == os.getpid()
+
+    def settle(self) -> None:
+        """From now on this process counts as the one."""
+        self._process = os.getpid()
+
+    def refuse(self, thing: str, remedy: str) -> None:
+        """Raise unless this is the process.
+
+        Raises:
+            ForkedError: this process was forked from it.
+        """
+        if not self.is_here:
+            raise ForkedError(
+                f"{thing} belongs to process {self._process}, and this process ({os.getpid()}) was forked from it.",
+                remedy,
+            )
+
+
+class Workers:
+    """Threads that do jobs. In a forked child there are new ones, and unfinished jobs have failed.
+
+    Args:
+        count: threads, at most; each is started when it is needed.
+        name: of the threads.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        self._count, self._name = count, name
+        self._jobs: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
+        self._start()
+        in_child(self._start_again)
+
+    def submit(self, job: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Do a job in one of the threads."""
+        future = self._pool.submit(job, *args)
+        self._jobs.add(future)
+        return future
+
+    def shutdown(self) -> None:
+        """Stop the threads without waiting; jobs that have not begun are cancelled."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _start(self) -> None:
+        self._pool = ThreadPoolExecutor(self._count, thread_name_prefix=self._name)
+
+    def _start_again(self) -> None:
+        fail_unfinished(list(self._jobs))
+        self._start()
+
+
+def fail_unfinished(futures: Iterable[Future[Any]]) -> None:
+    """In a forked child: let futures whose thread is in the parent fail with `ForkedError` instead of never ending."""
+    for future in futures:
+        future._condition = threading.Condition()  # the thread may have held it
+        if not future.done():
+            future.set_exception(
+                ForkedError(
+                    f"A thread of the process that this one ({os.getpid()}) was forked from had not finished its work.",
+                    "Call the model again: a new call starts the work from the beginning.",
+                )
+            )
+
+
+def compute_on_one_thread() -> None:
+    """In a forked child: let torch compute without the team of threads, which is in the parent; libgomp, which torch
+    computes with, would wait for it forever."""
+    import torch
+
+    if torch.get_num_threads() > 1:
+        logger.warning(
+            "The model is used in a forked process (%d), and computes on one thread there: OpenMP's threads do not "
+            "survive a fork. Load the model in the process that uses it for all of its speed.",
+            os.getpid(),
+        )
+        torch.set_num_threads(1)
+
+
+class _DirectReads:
+    """Reads past the page cache that are under way; a fork waits for them.
+
+    The kernel writes such a read to the pages of a buffer. A fork in the meantime marks the pages as copy-on-write, and
+    the parent may get a copy of a page before the bytes arrive (open(2), O_DIRECT: never run concurrently with fork).
+    """
+
+    def __init__(self) -> None:
+        self._change = threading.Condition(threading.Lock())
+        self._count = 0
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        with self._change:
+            self._count += 1
+        try:
+            yield
+        finally:
+            with self._change:
+                self._count -= 1
+                self._change.notify_all()
+
+    def hold(self) -> None:
+        """Before a fork: wait for those under way, and let none begin."""
+        self._change.acquire()
+        while self._count:
+            self._change.wait()
+
+    def let_go(self) -> None:
+        """After it, in the parent."""
+        self._change.release()
+
+    def begin_again(self) -> None:
+        """After it, in the child."""
+        self._change, self._count = threading.Condition(threading.Lock()), 0
+
+
+_READS = _DirectReads()
+direct_read = _READS.one
+"""A context of a read past the page cache, which no fork begins in."""
+
+
+def _after_fork() -> None:
+    _READS.begin_again()
+    for lock in list(_LOCKS):
+        lock._at_fork_reinit()  # as Python's own library resets its locks
+    for reference in list(_IN_CHILD):
+        method = reference()
+        if method is not None:
+            method()
+
+
+def _before_fork() -> None:
+    _IN_CHILD[:] = [reference for reference in _IN_CHILD if reference() is not None]
+    _READS.hold()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_READS.let_go, after_in_child=_after_fork)

@@ -1,0 +1,244 @@
+"""Real forks of a process that has streamed a model."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from rabbitllm.batching.batch import Batch
+from rabbitllm.batching.request import Request
+from rabbitllm.engine.load import load_model
+from rabbitllm.engine.read_ahead import ReadAhead
+from rabbitllm.engine.span_reader import Span
+from rabbitllm.errors import ForkedError, IncompleteSplitError
+from rabbitllm.layers.layer_store import LayerStore
+from rabbitllm.options import StreamOptions
+from tests.support.builders import FAMILIES, build_checkpoint
+from tests.support.fake_gpu import FakeGpu
+from tests.support.one_tiny_model import checkpoint, split_folder
+from tests.support.tiny_models import INPUT, budget_that_keeps, load, split
+
+__all__ = ["checkpoint", "split_folder"]
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+
+STREAMED = 60_000
+PATIENCE = 60
+"""Seconds after which a child that hangs is ended."""
+
+
+def in_a_fork(work: Callable[[], Any]) -> Any:
+    """What `work` returns or raises in a forked child."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(PATIENCE)
+        try:
+            result: Any = work()
+        except BaseException as error:
+            result = error
+        with os.fdopen(writing, "wb") as out:
+            pickle.dump(result, out)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as found:
+        data = found.read()
+    assert os.waitpid(child, 0)[1] == 0, "the child hung, or died"
+    result = pickle.loads(data)
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+def logits(model: Any) -> list[Any]:
+    with torch.no_grad():
+        return model(INPUT).logits.tolist()  # type: ignore[no-any-return]
+
+
+def test_a_child_computes_with_a_streamed_model(split_folder: Path) -> None:
+    model = load(split_folder, STREAMED, dtype="float32")
+    before = logits(model)
+    assert in_a_fork(lambda: logits(model)) == before
+    assert in_a_fork(lambda: model.generate(INPUT, max_new_tokens=3, do_sample=False).tolist())
+    assert logits(model) == before
+
+
+def test_a_child_computes_without_the_team_of_threads_of_its_parent(split_folder: Path) -> None:
+    model = load(split_folder, STREAMED, dtype="float32")
+    torch.set_num_threads(2)
+    large = torch.ones(1000, 1000)
+    (large @ large).exp().sum()  # which makes the team
+
+    def work() -> int:
+        logits(model)
+        (large @ large).exp().sum()
+        return torch.get_num_threads()
+
+    assert in_a_fork(work) == 1
+    assert torch.get_num_threads() == 2
+
+
+def test_a_child_that_is_forked_in_the_middle_of_a_pass(split_folder: Path) -> None:
+    model = load(split_folder, STREAMED, dtype="float32")
+    expected = logits(model)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def pause(module: Any, args: Any) -> None:
+        inside.set()
+        assert go_on.wait(PATIENCE)
+
+    handle = model.model.layers[1].register_forward_pre_hook(pause)
+    thread = threading.Thread(target=lambda: logits(model))
+    thread.start()
+    assert inside.wait(PATIENCE)
+
+    def work() -> list[Any]:
+        handle.remove()
+        return logits(model)
+
+    try:
+        assert in_a_fork(work) == expected
+    finally:
+        go_on.set()
+        thread.join()
+
+
+def test_a_child_of_a_child(split_folder: Path) -> None:
+    model = load(split_folder, STREAMED, dtype="float32")
+    expected = logits(model)
+    assert in_a_fork(lambda: (logits(model), in_a_fork(lambda: logits(model)))[1]) == expected
+
+
+@pytest.mark.parametrize("compression", [None, "4bit"])
+def test_a_child_computes_with_a_resident_model(checkpoint: Path, compression: str | None) -> None:
+    model = load(split(checkpoint, compression), dtype="float32", exact=False)
+    assert in_a_fork(lambda: logits(model)) == logits(model)
+
+
+def test_a_child_computes_with_experts_that_come_and_go(tmp_path: Path) -> None:
+    folder = split(build_checkpoint(tmp_path / "moe", FAMILIES["mixtral"], dtype=torch.float32))
+    model = load(folder, budget_that_keeps(folder, 0.5, dtype="float32"), dtype="float32")
+    assert model.streamer.pools
+    expected = logits(model)
+    assert in_a_fork(lambda: logits(model)) == expected
+    assert logits(model) == expected
+
+
+def test_a_child_that_only_exits_or_forgets_the_model(split_folder: Path) -> None:
+    held = [load(split_folder, STREAMED, dtype="float32")]
+    logits(held[0])
+    assert in_a_fork(held.clear) is None
+    child = os.fork()
+    if not child:
+        signal.alarm(PATIENCE)
+        try:
+            sys.exit(0)
+        except SystemExit:
+            import concurrent.futures.thread as threads
+
+            threads._python_exit()  # what an ordinary end of the interpreter runs first
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    logits(held[0])
+
+
+class Texts(Dataset[list[int]]):
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, number: int) -> list[int]:
+        found: list[int] = self._tokenizer(f"rabbit {number}")["input_ids"]
+        return found
+
+
+def test_workers_of_a_data_loader_tokenise_while_the_parent_generates(split_folder: Path) -> None:
+    model = load(split_folder, STREAMED, dtype="float32")
+    expected = model.generate(INPUT, max_new_tokens=3, do_sample=False).tolist()
+    texts = Texts(model.tokenizer)
+    found = []
+    loader = DataLoader(texts, batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=PATIENCE)
+    for ids in loader:
+        found.append([int(one) for one in ids])
+        assert model.generate(INPUT, max_new_tokens=3, do_sample=False).tolist() == expected
+    assert found == [texts[number] for number in range(len(texts))]
+
+
+def on_a_gpu(folder: Path, device: FakeGpu, memory: int) -> Any:
+    options = StreamOptions(max_memory={device.name: memory, "cpu": 0}, show_progress=False)
+    return load_model(folder, options, devices=[device])
+
+
+@pytest.mark.parametrize("memory", [0, 1 << 30])
+def test_on_a_gpu_a_child_is_refused(split_folder: Path, memory: int) -> None:
+    model = on_a_gpu(split_folder, FakeGpu(0), memory)
+    for call in (lambda: logits(model), lambda: model.model(INPUT)):
+        with pytest.raises(ForkedError, match=r"A model on a GPU belongs to process \d+, .* forked from it"):
+            in_a_fork(call)
+
+
+def test_the_host_memory_of_a_gpu_stays_locked_when_a_child_forgets_it(split_folder: Path) -> None:
+    device = FakeGpu(0)
+    held = [on_a_gpu(split_folder, device, 0)]
+    locked = dict(device.locked)
+    assert locked
+
+    def work() -> bool:
+        import gc
+
+        held.clear()
+        gc.collect()
+        return device.locked == locked
+
+    assert in_a_fork(work)
+
+
+def test_a_batch_belongs_to_its_process(split_folder: Path) -> None:
+    model, request = load(split_folder, STREAMED, dtype="float32", exact=False), Request((1, 2), max_new_tokens=1)
+    with Batch(model) as batch, pytest.raises(ForkedError, match="The batch belongs to process"):
+        in_a_fork(lambda: batch.submit(request, lambda event: None))
+
+
+def test_bytes_that_were_not_compared_before_the_fork_are_compared_in_the_child(
+    split_folder: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(split_folder, tmp_path / "split")  # of which this process has compared nothing
+    layer = sorted(folder.glob("*.safetensors"))[0]
+    data = bytearray(layer.read_bytes())
+    store = LayerStore(folder, verify_checksums=True)
+    assert store.checks is not None
+    begun, go_on = threading.Event(), threading.Event()
+    checks, compare = store.checks, store.checks.stored
+
+    def slowly(file: str, ranges: Any) -> None:
+        begun.set()
+        assert go_on.wait(PATIENCE)
+        compare(file, ranges)
+
+    checks.stored = slowly  # type: ignore[method-assign]
+    size = len(data)
+    ahead = ReadAhead({"unit": [Span(layer.name, size - 64, 64, 0)]}, store, checks)
+    assert begun.wait(PATIENCE)
+    checks.stored = compare  # type: ignore[method-assign]
+    try:
+        assert in_a_fork(lambda: ahead.wait_for("unit")) is None
+        data[-1] ^= 1
+        layer.write_bytes(data)
+        with pytest.raises(IncompleteSplitError, match="is damaged"):
+            in_a_fork(lambda: ahead.wait_for("unit"))
+    finally:
+        go_on.set()
