@@ -68,7 +68,7 @@ def batch(
     Raises:
         InputError: the input cannot be read, or has an id twice.
         ResultsError: the output is there already, belongs to another input, or cannot be written.
-        MissingPackageError: a package of `pip install "rabbitllm[batch]"` is not there, and is needed.
+        MissingPackageError: a package of `pip install ".[batch]"` is not there, and is needed.
         RabbitLLMError: as `AutoModel.from_pretrained` raises them.
     """
     check_installed()

@@ -31,7 +31,7 @@ once, so that what stays in memory gains nothing; what waits between turns needs
 class Loading:
     """How both models are loaded; see `AutoModel.from_pretrained`."""
 
-    device: str = "cuda:0"
+    device: str | None = None
     max_memory: Mapping[int | str, int | str] | None = None
     dtype: str | None = None
     exact: bool = False
@@ -117,7 +117,7 @@ def loaded(named: Named, loading: Loading, *, split: bool) -> Any:
         )
 
 
-def _shares(device: str) -> dict[int | str, int | str]:
+def _shares(device: str | None) -> dict[int | str, int | str]:
     """What one model's weights may take of each device."""
     found: dict[int | str, int | str] = {"cpu": available_ram() // SHARE}
     for one in resolve_devices(device, parse_max_memory(None)):

@@ -102,7 +102,7 @@ def quality(
     window: int | None = None,
     tokens: int = TOKENS,
     problems: int | None = None,
-    device: str = "cuda:0",
+    device: str | None = None,
     max_memory: Mapping[int | str, int | str] | None = None,
     dtype: str | None = DTYPE,
     exact: bool = False,

@@ -10,7 +10,7 @@ import pytest
 from rabbitllm.errors import ClusterError, MissingPackageError, OptionError
 from rabbitllm.spread.cluster import connected
 
-needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: rabbitllm[ray]")
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install '.[ray]'")
 
 
 def test_without_ray_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
