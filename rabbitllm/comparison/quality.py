@@ -137,7 +137,8 @@ def quality(
     folder = expand(Path(layer_shards_saving_path)) if layer_shards_saving_path is not None else None
     loading = Loading(device, max_memory, dtype, exact, folder, revision, trust_remote_code, verify_checksums)
     say("loading")
-    own = the_model(str(model), compression, loading) if isinstance(model, str | os.PathLike) else None
+    is_named = isinstance(model, str | os.PathLike)
+    own = the_model(str(model), compression, loading, alone=against is None) if is_named else None
     other, reference = _reference(own, against, loading)
     compared: Any = loaded(own, loading, split=True) if own is not None else model
     tokenizer = _tokenizer_of(reference, compared)
