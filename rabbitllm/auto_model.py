@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm import prepare, split_display
 from rabbitllm.checkpoints.hub import HubAccess
-from rabbitllm.errors import OptionError
+from rabbitllm.errors import OptionError, system_errors_by_name
 from rabbitllm.folder_lock import FolderLock
 from rabbitllm.layers.chosen import check_split
 from rabbitllm.layers.compression import check_fitting
@@ -49,6 +49,7 @@ class AutoModel:
         raise OSError("AutoModel is not made directly: call AutoModel.from_pretrained(path_or_repo_id, ...).")
 
     @classmethod
+    @system_errors_by_name()
     def from_pretrained(
         cls,
         path_or_repo_id: str | Path,

@@ -13,12 +13,14 @@ from rabbitllm.bulk.installed import check_installed
 from rabbitllm.bulk.items import Defaults, Limits, Pooling
 from rabbitllm.bulk.lines import pooling_of
 from rabbitllm.bulk.spool import STDIN
+from rabbitllm.errors import system_errors_by_name
 from rabbitllm.options import expand, parse_size
 
 if TYPE_CHECKING:
     from rabbitllm.bulk.run import Progress
 
 
+@system_errors_by_name()
 def batch(
     model: Any,
     inputs: str | os.PathLike[str] | Iterable[Mapping[str, Any]],

@@ -27,7 +27,7 @@ from rabbitllm.cli.serve import serve_command
 from rabbitllm.cli.show import show_command
 from rabbitllm.cli.verify import verify_command
 from rabbitllm.cli.worker import worker_command
-from rabbitllm.errors import OptionError, RabbitLLMError
+from rabbitllm.errors import OptionError, RabbitLLMError, system_errors_by_name
 from rabbitllm.version import __version__
 
 
@@ -36,7 +36,8 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            result = super().invoke(ctx)
+            with system_errors_by_name():
+                result = super().invoke(ctx)
             sys.stdout.flush()
             return result
         except SystemExit as stopped:  # rich exits with 1 where it is the one to find that out

@@ -19,7 +19,7 @@ from rabbitllm.comparison.models import Loading, Named, loaded, the_model, the_r
 from rabbitllm.comparison.texts import answers_of, bundled_text, is_trained_here, text_of, windows
 from rabbitllm.demo.answering import answers
 from rabbitllm.demo.tasks import Problem, exact_match, held_out
-from rabbitllm.errors import CheckpointError, OptionError, QualityError
+from rabbitllm.errors import CheckpointError, OptionError, QualityError, system_errors_by_name
 from rabbitllm.layers.layer_store import read_manifest
 from rabbitllm.options import expand
 
@@ -93,6 +93,7 @@ class Quality:
         }
 
 
+@system_errors_by_name()
 def quality(
     model: str | os.PathLike[str] | Any,
     against: str | os.PathLike[str] | Any | None = None,

@@ -15,7 +15,7 @@ from pathlib import Path
 from rabbitllm import prepare
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.routing import experts_a_token
-from rabbitllm.errors import OptionError
+from rabbitllm.errors import OptionError, system_errors_by_name
 from rabbitllm.layers.chosen import check_split
 from rabbitllm.layers.compression import CODES, check_fitting
 from rabbitllm.layers.layer_file import LAYER_SUFFIX
@@ -35,6 +35,7 @@ from rabbitllm.splitter.watch import existing
 MIN_FREE_DISK = "1GB"
 
 
+@system_errors_by_name()
 def plan(
     path_or_repo_id: str | Path,
     *,
