@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm import prepare, split_display
 from rabbitllm.checkpoints.hub import HubAccess
-from rabbitllm.errors import OptionError
+from rabbitllm.errors import OptionError, system_errors_by_name
 from rabbitllm.folder_lock import FolderLock
 from rabbitllm.layers.chosen import check_split
 from rabbitllm.layers.compression import check_fitting
 from rabbitllm.options import (
+    FIRST_GPU,
     Hosts,
     SplitOptions,
     StreamOptions,
@@ -48,10 +49,11 @@ class AutoModel:
         raise OSError("AutoModel is not made directly: call AutoModel.from_pretrained(path_or_repo_id, ...).")
 
     @classmethod
+    @system_errors_by_name()
     def from_pretrained(
         cls,
         path_or_repo_id: str | Path,
-        device: str = "cuda:0",
+        device: str | None = FIRST_GPU,
         dtype: Any = None,
         max_seq_len: int = 512,
         layer_shards_saving_path: str | Path | None = None,
@@ -96,7 +98,7 @@ class AutoModel:
         Args:
             path_or_repo_id: a folder with a checkpoint (safetensors, files of torch.save, or Llama as Meta publishes
                 it), a split directory, or a repository on the hub.
-            device: "cuda:N", "cpu", or "auto" for every GPU; "cuda:0" falls back to the CPU where there is no GPU.
+            device: "cuda:N", "cpu", or "auto" for every GPU; by default the first GPU, else the CPU.
             dtype: a floating torch dtype or its name; by default the config's, or float16 for bfloat16 on a GPU that
                 has none.
             layer_shards_saving_path: folder for the split directory; by default beside a local checkpoint, and for a
@@ -168,7 +170,7 @@ class AutoModel:
             verify_source=verify_source,
         )
         stream_options = StreamOptions(
-            device=str(device),
+            device=None if device is None or device is FIRST_GPU else str(device),
             dtype=None if dtype in (None, "auto") else str(dtype).removeprefix("torch."),
             attn_implementation=attn_implementation,
             prefetching=prefetching,

@@ -33,6 +33,8 @@
     │   └── UnknownArchitectureError
     ├── HubError                               the hub refused or could not be reached
     │   └── GatedRepositoryError
+    ├── StorageError (OSError)                 the system refuses a file, a folder or a disk
+    ├── NotEnoughMemoryError (MemoryError)     this process may not have as much memory as the call needs
     └── SplitError                             the split directory
         ├── NotEnoughSpaceException            refused before the first byte
         ├── DiskFullError                      stopped on the way: the disk is full, or nearly
@@ -40,11 +42,17 @@
         ├── SplitMismatchError                 it belongs to another model, revision or compression
         └── IncompleteSplitError               a tensor the model needs is not in it
 
-Each message says what was found and what was expected; `remedy` says what to do about it. Both
+`system_errors_by_name` turns errors of the operating system into the last three kinds; every public entry point runs
+under it. Each message says what was found and what was expected; `remedy` says what to do about it. Both
 are shown by `str()`.
 """
 
 from __future__ import annotations
+
+import contextlib
+import errno
+import re
+from collections.abc import Iterator
 
 
 class RabbitLLMError(Exception):
@@ -226,3 +234,93 @@ class SplitMismatchError(SplitError):
 
 class IncompleteSplitError(SplitError):
     """A split directory lacks tensors that the model needs, or a layer file is damaged."""
+
+
+class StorageError(RabbitLLMError, OSError):
+    """The operating system refuses to read, write or make a file or a folder; has the `errno` of its cause."""
+
+
+class NotEnoughMemoryError(RabbitLLMError, MemoryError):
+    """The call needs more memory than this process may have."""
+
+
+def _numbers(*names: str) -> frozenset[int]:
+    """The error numbers of these names, those that this system has."""
+    return frozenset(getattr(errno, name) for name in names if hasattr(errno, name))
+
+
+FULL_ERRORS = _numbers("ENOSPC", "EDQUOT")
+"""Errors of a write without space: on the disk, in its inode table, or in a quota."""
+_IN_THE_WAY = "A file, or a link that leads nowhere, is where a folder is needed: name another path, or move it away."
+_REMEDIES = (
+    (_numbers("EROFS"), "The disk is mounted read-only: name a folder on another one, or mount it for writing."),
+    (_numbers("EACCES", "EPERM"), "Name a folder that this user may write to, or change its permissions."),
+    (
+        _numbers("EIO", "ESTALE", "ENXIO", "ENODEV", "ENOLCK"),
+        "Check the disk or file server (on Linux `dmesg` says more), and make the same call again.",
+    ),
+    (
+        _numbers("ENOENT", "ELOOP", "ENAMETOOLONG", "EISDIR", "EINVAL"),
+        "Check the path, and where its links lead.",
+    ),
+    (_numbers("ENOTDIR", "EEXIST"), _IN_THE_WAY),
+    (_numbers("EMFILE", "ENFILE"), "Raise the limit of open files (`ulimit -n`), or end other processes."),
+)
+"""Error numbers of an `OSError`, and what to do about them."""
+_NO_MEMORY = re.compile(
+    r"can't allocate memory|not enough memory|out of memory|cannot allocate memory|start new thread|map segment", re.I
+)
+"""In what torch, Python and the loader of libraries say of memory or threads that the system does not give."""
+
+
+@contextlib.contextmanager
+def system_errors_by_name() -> Iterator[None]:
+    """While the context is open, turn errors of the operating system into errors of this package, as their cause.
+
+    Errors that are no fault of a disk or of memory (of the caller, of the network, an interrupt) stay what they are.
+
+    Raises:
+        DiskFullError: no space, no inodes or no quota left.
+        StorageError: any other error of a file or a folder.
+        NotEnoughMemoryError: memory that the system does not give.
+    """
+    try:
+        yield
+    except (OSError, MemoryError, RuntimeError) as error:
+        named = _named(error)
+        if named is None:
+            raise
+        raise named from error
+
+
+def _named(error: BaseException) -> RabbitLLMError | None:
+    """The error of ours for one of the system; None for any other."""
+    if isinstance(error, RabbitLLMError):
+        return None
+    is_memory = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+    if not is_memory and isinstance(error, OSError) and error.errno is not None:
+        return _of_storage(error)
+    if not is_memory and not any(_NO_MEMORY.search(str(one)) for one in (error, error.__context__)):
+        return None
+    said = str(error).strip().partition("\n")[0]
+    return NotEnoughMemoryError(
+        f"There is not enough memory for this call ({type(error).__name__}{f': {said}' if said else ''}).",
+        "Give weights less of it (max_memory), compress more, or raise the limit of this process (`ulimit -v`, its "
+        "container). What a split has done so far is safe: the same call goes on.",
+    )
+
+
+def _of_storage(error: OSError) -> RabbitLLMError | None:
+    names = [str(name) for name in (error.filename, error.filename2) if name is not None]
+    where = " -> ".join(names) or "A file or folder"
+    if error.errno in FULL_ERRORS:
+        return DiskFullError(
+            f"A disk is full ({where}: {error.strerror}).",
+            "Free some space, or inodes if space is left (`df -i`), and make the same call again.",
+        )
+    remedy = next((said for numbers, said in _REMEDIES if error.errno in numbers), None)
+    if remedy is None:
+        return None
+    found = StorageError(f"{where} cannot be used: {error.strerror}.", remedy)
+    found.errno, found.strerror, found.filename = error.errno, error.strerror, error.filename
+    return found

@@ -38,7 +38,7 @@ class OnePassLM(HFLM):  # type: ignore[misc]
         if HFLM is object:
             raise MissingPackageError(
                 "This needs the package lm_eval, which is not installed.",
-                'Install it: pip install "rabbitllm[ecosystem]" (from a copy of the repository: ".[ecosystem]").',
+                'Install it: pip install ".[ecosystem]" in a copy of the repository.',
             )
         super().__init__(pretrained=model, tokenizer=tokenizer or model.tokenizer, **options)
         self._room = room or Room()

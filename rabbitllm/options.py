@@ -17,6 +17,8 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 TRANSFERS = ("auto", "file", "stream")
 """How shards of a repository may arrive; see `SplitOptions.shard_transfer`."""
+FIRST_GPU = type("DefaultDevice", (str,), {})("cuda:0")
+"""The default of a `device` argument: an object of its own, so that a caller's "cuda:0" is told from none."""
 BIG_LAYER_BYTES = 10 * 1000**3
 """A layer above this is warned of; it is filled on disk, so it costs no RAM, but streaming it will."""
 
@@ -65,7 +67,7 @@ class StreamOptions:
     """How a split model is run.
 
     Attributes:
-        device: "cuda:N", "cuda", "cpu", or "auto" for every GPU.
+        device: "cuda:N", "cuda", "cpu", or "auto" for every GPU; None for the first GPU, else the CPU.
         dtype: name of a torch dtype, or None for the config's own.
         attn_implementation: as transformers takes it, or "auto".
         prefetching: read the next layer while this one computes.
@@ -82,7 +84,7 @@ class StreamOptions:
         verify_checksums: compare what is read of layer files for the first time with its checksums.
     """
 
-    device: str = "cuda:0"
+    device: str | None = None
     dtype: str | None = None
     attn_implementation: str = "auto"
     prefetching: bool = True

@@ -14,6 +14,7 @@ from rabbitllm import prepare, split_display
 from rabbitllm.auto_model import AutoModel
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.naming import LayerNaming, naming
+from rabbitllm.errors import system_errors_by_name
 from rabbitllm.formats.tensor_spec import TensorSpec, dtype_name
 from rabbitllm.layers.compression import (
     DOUBLE,
@@ -88,6 +89,7 @@ class RabbitLLMInternLM(RabbitLLMBaseModel):
     """See `RabbitLLMBaseModel`."""
 
 
+@system_errors_by_name()
 def split_and_save_layers(
     checkpoint_path: str | Path,
     layer_shards_saving_path: str | Path | None = None,

@@ -131,3 +131,10 @@ def test_pip_install_gives_the_command(tmp_path: Path) -> None:
     )
     assert run.stdout.strip() == "rabbitllm 2.0.0"
     assert (target / "rabbitllm" / "demo" / "score.json").exists()
+
+
+def test_the_first_example_of_the_readme_uses_the_chat_template() -> None:
+    """An instruct model answers nothing without."""
+    first = next(code for page, code in PYTHON if page == "README.md")
+    assert "Instruct" in first
+    assert "apply_chat_template(" in first

@@ -44,8 +44,11 @@ def _where(total: PassSums) -> str:
     return f"{mean:.3f} s: {', '.join(shares)}{amount if read else ', nothing'} read"
 
 
-def how_it_ended(answer: Answer, most_tokens: int) -> Text | None:
-    """What is worth a line about the end; None for a text that came to its own."""
+def how_it_ended(answer: Answer, most_tokens: int, *, raw: bool = False) -> Text | None:
+    """What is worth a line about the end; None for a text that came to its own. `raw`: past a chat template."""
+    if answer.finish == END and not answer.text:
+        advice = " without --raw the prompt goes through the chat template" if raw else ""
+        return Text(f"the first token ended the text: the answer is empty{';' * bool(advice)}{advice}", "yellow")
     if answer.finish == END:
         return None
     if answer.finish == INTERRUPTED:

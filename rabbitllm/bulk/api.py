@@ -13,12 +13,14 @@ from rabbitllm.bulk.installed import check_installed
 from rabbitllm.bulk.items import Defaults, Limits, Pooling
 from rabbitllm.bulk.lines import pooling_of
 from rabbitllm.bulk.spool import STDIN
+from rabbitllm.errors import system_errors_by_name
 from rabbitllm.options import expand, parse_size
 
 if TYPE_CHECKING:
     from rabbitllm.bulk.run import Progress
 
 
+@system_errors_by_name()
 def batch(
     model: Any,
     inputs: str | os.PathLike[str] | Iterable[Mapping[str, Any]],
@@ -68,7 +70,7 @@ def batch(
     Raises:
         InputError: the input cannot be read, or has an id twice.
         ResultsError: the output is there already, belongs to another input, or cannot be written.
-        MissingPackageError: a package of `pip install "rabbitllm[batch]"` is not there, and is needed.
+        MissingPackageError: a package of `pip install ".[batch]"` is not there, and is needed.
         RabbitLLMError: as `AutoModel.from_pretrained` raises them.
     """
     check_installed()

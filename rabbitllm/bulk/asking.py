@@ -197,7 +197,7 @@ def missing_pydantic(error: ImportError) -> MissingPackageError:
     """What to say where OpenAI's bodies cannot be read."""
     return MissingPackageError(
         f"Lines of OpenAI's batch format need the package {error.name}, which is not installed.",
-        'Install what they need: pip install "rabbitllm[batch]" (from a copy of the repository: ".[batch]").',
+        'Install what they need: pip install ".[batch]" in a copy of the repository.',
     )
 
 

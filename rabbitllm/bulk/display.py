@@ -114,10 +114,14 @@ def rate_of(progress: Progress, facts: Facts | None) -> str:
 def put_end(console: Console, out: Path, progress: Progress) -> None:
     """Say what was done."""
     put_fact(console, "answers", f"{counted(progress.lines, 'line')} in {shortened(out)}")
-    if progress.resumed:
+    if progress.resumed == progress.lines:
+        put_fact(console, "finished", "all of them were answered before, and nothing was left to do")
+    elif progress.resumed:
         put_fact(console, "resumed", f"{progress.resumed:,} of them were answered before")
     if progress.errors:
         put_fact(console, "errors", f"{counted(progress.errors, 'line')} could not be answered; each says why")
+    if progress.resumed == progress.lines:
+        return
     took = f"{duration(progress.seconds)}, {counted(progress.prompt_tokens, 'token')} read"
     made = f", {progress.new_tokens:,} generated" if progress.new_tokens else ""
     rate = rate_of(progress, None)

@@ -4,6 +4,7 @@
                   crc32 {"weights": digest}                  of the weights, once the model was loaded
                   crc32 {"index": 7, "line": {…}}            a line for each answer, in the order in which they came
     OUT           line 0, line 1, …                          in the order of the input; made whole, then renamed
+    OUT.done      {"head": as above, "bytes", "crc32", …}    of a finished output, so that the same command can tell it
 
 An answer counts once the journal is synced. Answers that come while one sync is under way go together with the next,
 so that an fsync is paid for a handful of them and not for each. After kill -9, whatever of the journal can be read
@@ -29,6 +30,7 @@ from rabbitllm.bulk.items import Answer
 from rabbitllm.errors import ResultsError
 
 SUFFIX = ".journal"
+DONE_SUFFIX = ".done"
 LOCK_SUFFIX = ".lock"
 VERSION = 1
 BLOCK_BYTES = 4 << 20
@@ -51,6 +53,7 @@ class Journal:
 
     def __init__(self, path: Path, lines: int, head: Mapping[str, Any]) -> None:
         self.path = path
+        self._head = head
         self.done = self.errors = 0
         self._weights: str | None = None
         self._places = array("q", [_ABSENT]) * lines
@@ -129,14 +132,17 @@ class Journal:
             durable.remove(part)
             file = durable.GrowingFile(part, 0, write_back=True)
             try:
-                at = 0
+                at = checksum = 0
                 for block in _blocks(self._lines()):
                     file.write_at(memoryview(block), at)
                     at += len(block)
+                    checksum = zlib.crc32(block, checksum)
                 file.sync()
             finally:
                 file.close()
             durable.publish(part, out)
+            told = {"head": self._head, "bytes": at, "crc32": checksum, "errors": self.errors}
+            durable.write_whole(out.with_name(out.name + DONE_SUFFIX), (_dumped(told) + "\n").encode())
             durable.remove(self.path)
             durable.sync_folder(self.path.parent)
         except OSError as error:
@@ -170,6 +176,21 @@ class Journal:
                     self.done += 1
                     self.errors += bool(found.get("is_error"))
                 at += len(line)
+
+
+def errors_of_finished(out: Path, head: Mapping[str, Any]) -> int | None:
+    """How many lines of a finished output are errors; None if it is not finished, not of this head, or was changed."""
+    try:
+        found = json.loads(out.with_name(out.name + DONE_SUFFIX).read_bytes())
+        if out.with_name(out.name + SUFFIX).exists() or found["head"] != json.loads(_dumped(head)):
+            return None
+        nbytes = checksum = 0
+        with out.open("rb") as file:
+            while block := file.read(BLOCK_BYTES):
+                nbytes, checksum = nbytes + len(block), zlib.crc32(block, checksum)
+        return int(found["errors"]) if (nbytes, checksum) == (found["bytes"], found["crc32"]) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 @contextlib.contextmanager

@@ -171,7 +171,7 @@ def _records_of_parquet(path: Path) -> Iterator[Mapping[str, Any]]:
     except ImportError:
         raise MissingPackageError(
             "A Parquet file needs the package pyarrow, which is not installed.",
-            'Install it: pip install "rabbitllm[batch]" (from a copy of the repository: ".[batch]").',
+            'Install it: pip install ".[batch]" in a copy of the repository.',
         ) from None
     with _plain(path):  # that it is there is said in our words
         pass

@@ -12,7 +12,7 @@ from typing import Any
 from rabbitllm.ask.answer import Sampling
 from rabbitllm.bulk.display import Answering
 from rabbitllm.bulk.items import Defaults, Limits
-from rabbitllm.bulk.journal import Journal, opened
+from rabbitllm.bulk.journal import Journal, errors_of_finished, opened
 from rabbitllm.bulk.run import Groups, Progress, head_of, keep, run
 from rabbitllm.bulk.spool import opened as opened_input
 from rabbitllm.bulk.survey import Survey, surveyed
@@ -65,7 +65,7 @@ class Batch:
 
 
 def work(batch: Batch) -> Progress:
-    """Do it.
+    """Do it; a finished output of the same input, model and settings stays as it is.
 
     What can be refused is refused before the model is loaded.
 
@@ -79,6 +79,8 @@ def work(batch: Batch) -> Progress:
         file = stack.enter_context(opened_input(batch.source, batch.columns))
         survey = surveyed(file, batch.defaults)
         head = head_of(survey, batch.name, batch.settings)
+        if not batch.overwrite and (errors := errors_of_finished(batch.out, head)) is not None:
+            return Progress(len(survey), len(survey), errors, len(survey), 0, 0, 0.0)
         journal = stack.enter_context(opened(batch.out, len(survey), head, overwrite=batch.overwrite))
         progress = Progress(len(journal), journal.done, journal.errors, journal.resumed, 0, 0, 0.0)
         if journal.done < len(journal):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,10 +35,12 @@ from rabbitllm.errors import (
     GatedRepositoryError,
     HubError,
     MissingShardError,
+    UnsafePathError,
 )
 from rabbitllm.formats.safetensors_file import Header
 from rabbitllm.formats.shard_header import read_shard_header
 from rabbitllm.progress import BytesFetched, DownloadStarted, tell
+from rabbitllm.terminal import harmless
 
 DOWNLOAD_THREADS = 8
 """Files that the standard route downloads at the same time; huggingface_hub's own number."""
@@ -262,19 +265,63 @@ def open_repository(repo_id: str, access: HubAccess, staging: Path) -> HubReposi
 
     Raises:
         CheckpointNotFoundError, GatedRepositoryError, HubError: as `translated` says.
+        HubError: what came is no list of a repository's files.
+        UnsafePathError: a name or a checksum in it leads out of a folder.
     """
     from huggingface_hub import HfApi
 
     with translated(repo_id):
-        info = HfApi(token=access.token).model_info(repo_id, revision=access.revision, files_metadata=True)
-    files = {
-        sibling.rfilename: HubFile(
-            sibling.rfilename, sibling.size or 0, sibling.lfs.sha256 if sibling.lfs else None, sibling.blob_id
+        try:
+            info = HfApi(token=access.token).model_info(repo_id, revision=access.revision, files_metadata=True)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            if isinstance(error, OSError):  # of the connection
+                raise
+            raise _garbage(repo_id, f"{type(error).__name__}: {error}") from error
+    commit: Any = info.sha
+    siblings: Any = info.siblings
+    if not isinstance(commit, str) or _DIGEST.fullmatch(commit) is None or not isinstance(siblings, list):
+        raise _garbage(repo_id, "it names no commit, or no files")
+    files = {}
+    for sibling in siblings:
+        sha256 = sibling.lfs.sha256 if sibling.lfs else None
+        listed = HubFile(sibling.rfilename, sibling.size or 0, sha256, sibling.blob_id)
+        _check_listed(repo_id, listed)
+        files[listed.name] = listed
+    return HubRepository(repo_id, commit, files, access, staging)
+
+
+_DIGEST = re.compile(r"[0-9A-Za-z]{1,128}")
+"""A commit, a blob or a checksum; they become parts of paths."""
+_SHOWN_LETTERS = 80
+"""Of a name that is refused."""
+
+
+def _garbage(repo_id: str, why: str) -> HubError:
+    return HubError(
+        f"The hub's answer is no list of the files of {repo_id}: {harmless(why)}.",
+        "Check that HF_ENDPOINT is a hub, and that no proxy answers in its place; then make the same call again.",
+    )
+
+
+def _check_listed(repo_id: str, listed: HubFile) -> None:
+    """Refuse a listing of which one entry cannot be true.
+
+    Raises:
+        UnsafePathError: a name or a checksum that leads out of a folder.
+        HubError: a size or a name of another type.
+    """
+    name: Any = listed.name
+    if not isinstance(name, str) or not name or type(listed.size) is not int or listed.size < 0:
+        raise _garbage(repo_id, f"a file has the name {name!r} and the size {listed.size!r}")
+    parts = name.replace("\\", "/").split("/")
+    digests: tuple[Any, ...] = (listed.sha256, listed.blob_id)
+    is_unsafe = "\0" in name or ".." in parts or "." in parts or not parts[0] or parts[0][1:2] == ":"
+    if is_unsafe or any(d is not None and not (isinstance(d, str) and _DIGEST.fullmatch(d)) for d in digests):
+        raise UnsafePathError(
+            f"The hub lists a file of {repo_id} as {harmless(name, _SHOWN_LETTERS)!r} with the checksum "
+            f"{harmless(str(listed.sha256 or listed.blob_id), _SHOWN_LETTERS)!r}, which may lead out of a folder.",
+            "Use another copy of the model: this repository cannot be trusted. Nothing was fetched.",
         )
-        for sibling in info.siblings or []
-    }
-    assert info.sha is not None
-    return HubRepository(repo_id, info.sha, files, access, staging)
 
 
 def cached_snapshot(repo_id: str, access: HubAccess) -> Path | None:

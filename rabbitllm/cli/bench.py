@@ -9,6 +9,7 @@ import typer
 
 from rabbitllm.cli.arguments import (
     CompressionOption,
+    DeviceOption,
     FastOption,
     FolderOption,
     JsonOption,
@@ -25,7 +26,7 @@ from rabbitllm.cli.arguments import (
 def bench_command(
     model: ModelArgument,
     compression: CompressionOption = "none",
-    device: Annotated[str, typer.Option(help="cuda:N, cpu, or auto for every GPU.")] = "cuda:0",
+    device: DeviceOption = None,
     max_memory: MemoryOption = None,
     folder: FolderOption = None,
     tokens: Annotated[int, typer.Option(help="To generate, of each sequence.", min=2)] = 32,

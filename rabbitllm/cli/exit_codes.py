@@ -6,7 +6,7 @@ SUCCESS = 0
 ERROR = 1
 """A `RabbitLLMError`, or a negative answer: a damaged split, a demo that failed, a dry run that does not fit."""
 USAGE = 2
-"""Arguments that do not exist or do not go together."""
+"""Arguments that do not exist, do not go together or have no possible value (an `OptionError`)."""
 INTERRUPTED = 130
 """Ctrl-C, as shells count it."""
 BROKEN_PIPE = 141

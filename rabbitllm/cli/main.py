@@ -27,7 +27,7 @@ from rabbitllm.cli.serve import serve_command
 from rabbitllm.cli.show import show_command
 from rabbitllm.cli.verify import verify_command
 from rabbitllm.cli.worker import worker_command
-from rabbitllm.errors import RabbitLLMError
+from rabbitllm.errors import OptionError, RabbitLLMError, system_errors_by_name
 from rabbitllm.version import __version__
 
 
@@ -36,7 +36,8 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            result = super().invoke(ctx)
+            with system_errors_by_name():
+                result = super().invoke(ctx)
             sys.stdout.flush()
             return result
         except SystemExit as stopped:  # rich exits with 1 where it is the one to find that out
@@ -93,6 +94,6 @@ def main() -> None:
         app()
     except RabbitLLMError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(exit_codes.ERROR)
+        sys.exit(exit_codes.USAGE if isinstance(error, OptionError) else exit_codes.ERROR)
     except KeyboardInterrupt:
         sys.exit(exit_codes.INTERRUPTED)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from rabbitllm.cli.arguments import (
+    DeviceOption,
     FolderOption,
     JsonOption,
     MaxDiskOption,
@@ -31,7 +32,7 @@ def plan_command(
     bandwidth: Annotated[
         str | None, typer.Option(help="Bytes a second for shards, e.g. 12MB; by default it is measured.")
     ] = None,
-    device: Annotated[str, typer.Option(help="Where to generate: cuda:N, cpu, or auto for every GPU.")] = "cuda:0",
+    device: DeviceOption = None,
     max_memory: MemoryOption = None,
     fit_scales: Annotated[
         bool, typer.Option("--fit-scales", help="At 4bit: scales with the least error; less loss, a slower split.")

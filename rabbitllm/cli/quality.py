@@ -9,6 +9,7 @@ import typer
 
 from rabbitllm.cli.arguments import (
     CompressionHereOption,
+    DeviceOption,
     FolderOption,
     JsonOption,
     MemoryOption,
@@ -39,7 +40,7 @@ def quality_command(
             min=0,
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="cuda:N, cpu, or auto for every GPU.")] = "cuda:0",
+    device: DeviceOption = None,
     max_memory: MemoryOption = None,
     dtype: Annotated[str, typer.Option(help="To compute in; auto for the config's.")] = "float32",
     exact: Annotated[bool, typer.Option("--exact", help="Dequantise on the CPU instead of using the codes.")] = False,

@@ -87,6 +87,7 @@ def run_command(
     from rabbitllm.ask.answer import INTERRUPTED, Sampling, answer, most_new_tokens
     from rabbitllm.ask.prompt import prompt_ids
     from rabbitllm.ask.report import answer_record, how_it_ended, put_statistics
+    from rabbitllm.ask.template import has_template
     from rabbitllm.ask.together import called_together, own_device, work
     from rabbitllm.generation_stream import print_text
     from rabbitllm.pull.loaded import loaded_model
@@ -126,7 +127,7 @@ def run_command(
         put_json(answer_record(model, found, load_seconds, _where(loaded, wish)))
     elif found.text and not found.text.endswith("\n"):
         print_text("\n")
-    if (ended := how_it_ended(found, most)) is not None and not as_json:
+    if (ended := how_it_ended(found, most, raw=raw and has_template(loaded.tokenizer))) is not None and not as_json:
         errors.print(ended)
     if verbose:
         put_statistics(errors, found, load_seconds, loaded.profiler.sums)

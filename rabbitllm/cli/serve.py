@@ -58,7 +58,8 @@ def serve_command(
         int, typer.Option(help="Of an answer whose request does not say, or what the context leaves.", min=1)
     ] = 4096,
     cache_memory: Annotated[
-        str | None, typer.Option(help="What keys and values may take, as 4GiB; by default a tenth of what is free.")
+        str | None,
+        typer.Option(help="What keys and values may take, as 4GiB; by default half of what the weights leave."),
     ] = None,
     aside: Annotated[
         str | None,

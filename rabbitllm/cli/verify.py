@@ -19,7 +19,10 @@ def verify_command(
     place: FolderOption = None,
     repair: Annotated[bool, typer.Option("--repair", help="Make damaged layers anew from their shards.")] = False,
     original: Annotated[
-        Path | None, typer.Option(help="The checkpoint's folder, to repair a split that was not made from the hub.")
+        Path | None,
+        typer.Option(
+            help="With --repair: the checkpoint's folder, for a split of a folder; by default the one around it."
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -80,14 +83,18 @@ def _report(found: Verification, seconds: float) -> str:
 
 
 def _advice(found: Verification) -> str:
+    from rabbitllm.prepare import original_around
     from rabbitllm.splitter.repair import shards_for
 
     if found.manifest is None:
         return "To repair: split the model again, into another folder."
-    shards = shards_for(found.manifest, {damage.layer for damage in found.damaged})
+    layers = {damage.layer for damage in found.damaged}
+    shards = shards_for(found.manifest, layers)
     of = f"{len(shards)} of {len(found.manifest.source.fingerprints)} shards"
     if found.manifest.source.kind == "hub":
         return f"To repair (fetches {of} again): rabbitllm verify {found.folder} --repair"
+    if (around := original_around(found.folder, found.manifest, layers)) is not None:
+        return f"To repair (reads {of} in {around}): rabbitllm verify {found.folder} --repair"
     return (
         f"To repair, if the checkpoint still has {', '.join(shards)}:\n"
         f"  rabbitllm verify {found.folder} --repair --original CHECKPOINT_FOLDER\n"

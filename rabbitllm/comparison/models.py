@@ -31,7 +31,7 @@ once, so that what stays in memory gains nothing; what waits between turns needs
 class Loading:
     """How both models are loaded; see `AutoModel.from_pretrained`."""
 
-    device: str = "cuda:0"
+    device: str | None = None
     max_memory: Mapping[int | str, int | str] | None = None
     dtype: str | None = None
     exact: bool = False
@@ -56,9 +56,21 @@ class Named:
     revision: str | None = None
 
 
-def the_model(name: str, compression: str | None, loading: Loading) -> Named:
-    """What is compared; without a compression, that of a split that is here."""
+def the_model(name: str, compression: str | None, loading: Loading, *, alone: bool = False) -> Named:
+    """What is compared; without a compression, that of a split that is here.
+
+    Raises:
+        QualityError: it would be compared with itself, and `compression` does not ask for that.
+    """
     chosen = compression_here(name, loading.folder) if compression is None else compression
+    if alone and compression is None and chosen in (None, "none"):
+        folder = expand(meant(name))
+        manifest = read_manifest(folder) if folder.is_dir() else None
+        if manifest is None or manifest.compression is None:
+            raise QualityError(
+                f"{name} is not compressed; by default it would be compared with itself.",
+                "Name a compression (--compression 4bit), or what to compare with (--against; in Python, against=).",
+            )
     return Named(name, None if chosen == "none" else chosen, loading.revision)
 
 
@@ -117,7 +129,7 @@ def loaded(named: Named, loading: Loading, *, split: bool) -> Any:
         )
 
 
-def _shares(device: str) -> dict[int | str, int | str]:
+def _shares(device: str | None) -> dict[int | str, int | str]:
     """What one model's weights may take of each device."""
     found: dict[int | str, int | str] = {"cpu": available_ram() // SHARE}
     for one in resolve_devices(device, parse_max_memory(None)):

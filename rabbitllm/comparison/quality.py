@@ -19,7 +19,7 @@ from rabbitllm.comparison.models import Loading, Named, loaded, the_model, the_r
 from rabbitllm.comparison.texts import answers_of, bundled_text, is_trained_here, text_of, windows
 from rabbitllm.demo.answering import answers
 from rabbitllm.demo.tasks import Problem, exact_match, held_out
-from rabbitllm.errors import CheckpointError, OptionError, QualityError
+from rabbitllm.errors import CheckpointError, OptionError, QualityError, system_errors_by_name
 from rabbitllm.layers.layer_store import read_manifest
 from rabbitllm.options import expand
 
@@ -93,6 +93,7 @@ class Quality:
         }
 
 
+@system_errors_by_name()
 def quality(
     model: str | os.PathLike[str] | Any,
     against: str | os.PathLike[str] | Any | None = None,
@@ -102,7 +103,7 @@ def quality(
     window: int | None = None,
     tokens: int = TOKENS,
     problems: int | None = None,
-    device: str = "cuda:0",
+    device: str | None = None,
     max_memory: Mapping[int | str, int | str] | None = None,
     dtype: str | None = DTYPE,
     exact: bool = False,
@@ -137,7 +138,8 @@ def quality(
     folder = expand(Path(layer_shards_saving_path)) if layer_shards_saving_path is not None else None
     loading = Loading(device, max_memory, dtype, exact, folder, revision, trust_remote_code, verify_checksums)
     say("loading")
-    own = the_model(str(model), compression, loading) if isinstance(model, str | os.PathLike) else None
+    is_named = isinstance(model, str | os.PathLike)
+    own = the_model(str(model), compression, loading, alone=against is None) if is_named else None
     other, reference = _reference(own, against, loading)
     compared: Any = loaded(own, loading, split=True) if own is not None else model
     tokenizer = _tokenizer_of(reference, compared)

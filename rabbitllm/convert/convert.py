@@ -20,7 +20,7 @@ from rabbitllm.checkpoints.json_file import read_json
 from rabbitllm.convert.from_split import Conversion, join_split
 from rabbitllm.convert.inputs import finished_split_of, input_of, require_same
 from rabbitllm.convert.publish import origin_of, publish
-from rabbitllm.errors import IncompleteSplitError, OptionError
+from rabbitllm.errors import IncompleteSplitError, OptionError, system_errors_by_name
 from rabbitllm.layers.layer_store import MANIFEST_NAME, Manifest, directory_name, read_manifest
 from rabbitllm.options import SplitOptions, check_transfer, expand, parse_size
 from rabbitllm.splitter import journal
@@ -33,6 +33,7 @@ _READY_NAME = "split.is.whole"
 """In that folder: the split is whole and cleared away, so that its files may be moved."""
 
 
+@system_errors_by_name()
 def convert(
     path_or_repo_id: str | Path,
     folder: str | Path,

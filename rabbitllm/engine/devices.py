@@ -7,6 +7,7 @@ module needs no CUDA. A test may pass a device of a third kind, which checks tha
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import re
 from collections.abc import Mapping
@@ -223,11 +224,11 @@ def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-def resolve_devices(device: str, max_memory: Mapping[str, int] | None, pin_memory: bool = True) -> list[Device]:
+def resolve_devices(device: str | None, max_memory: Mapping[str, int] | None, pin_memory: bool = True) -> list[Device]:
     """The devices to compute on, first layer first.
 
-    "auto" takes every GPU. `max_memory` that names GPUs wins over `device`. "cuda" and "cuda:0" fall back to the CPU,
-    with a warning, where there is no GPU: they are the default.
+    "auto" takes every GPU, None the first one, else the CPU. `max_memory` that names GPUs wins over `device`. "cuda"
+    and "cuda:0" fall back to the CPU where there is no GPU, with a warning once a process.
 
     Raises:
         DeviceError: a GPU that this machine does not have, or a word that names no device.
@@ -238,12 +239,17 @@ def resolve_devices(device: str, max_memory: Mapping[str, int] | None, pin_memor
         return [_gpu(name, count, pin_memory, f"max_memory names {name!r}, which") for name in named]
     if device == "auto":
         return [_gpu(f"cuda:{i}", count, pin_memory) for i in range(count)] or [CpuDevice()]
-    if device == "cpu":
+    if device == "cpu" or (device is None and count == 0):
         return [CpuDevice()]
     if device in ("cuda", "cuda:0") and count == 0:
-        logger.warning("CUDA is not available on this machine; the model runs on the CPU.")
+        _warn_of_no_cuda()
         return [CpuDevice()]
-    return [_gpu("cuda:0" if device == "cuda" else device, count, pin_memory)]
+    return [_gpu("cuda:0" if device in (None, "cuda") else device, count, pin_memory)]
+
+
+@functools.cache
+def _warn_of_no_cuda() -> None:
+    logger.warning("CUDA is not available on this machine; the model runs on the CPU.")
 
 
 def _gpu(name: str, count: int, pin_memory: bool, subject: str = "") -> CudaDevice:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MethodType
@@ -308,12 +309,15 @@ class Streamer:
         def before(module: nn.Module, args: Any) -> None:
             self._letting_go[name] = let_go
             part = supply.bring()
+            if is_plain := not source.dequantises:
+                self._start(name)  # binding is counted with computing
             # a parameter that is made in a caller's inference mode hides that it requires a gradient: see Place.bind
-            with self._profiler.stage(name, DEQUANTISE), torch.inference_mode(False):
+            with self._dequantising(source), torch.inference_mode(False):
                 source.make(self._model, part)
                 if self._profiler.enabled:
                     device.synchronise()
-            self._start(name)
+            if not is_plain:
+                self._start(name)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             self._stop(name, device)
@@ -321,6 +325,12 @@ class Streamer:
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after, always_call=True)
+
+    def _dequantising(self, source: UnitSource) -> AbstractContextManager[None]:
+        """The stage in which a unit's parameters are made; none where they are not made from codes."""
+        if source.dequantises:
+            return self._profiler.stage(source.unit.name, DEQUANTISE)
+        return contextlib.nullcontext()
 
     def _start(self, unit: str) -> None:
         self._started[unit] = self._working_time()
@@ -360,7 +370,7 @@ class Streamer:
             made = self._brought.get(unit.name)
             if made is None:
                 memo = ChainMap(self._brought_memos[device.name], self._memos[device.name])
-                with self._profiler.stage(unit.name, DEQUANTISE):
+                with self._dequantising(source):
                     made = self._brought[unit.name] = self._made_for_reading(source, device, memo)
             return made[place.target]
         if not elsewhere and called_by("peft"):  # some adapters begin with the weights that they are put on

@@ -26,6 +26,9 @@ from rabbitllm.layers.order import TENSOR_ALIGNMENT
 PartReader = Callable[[TensorSpec], torch.Tensor]
 """A stored part -> its tensor, on the device where the unit is made."""
 
+_PLAIN = frozenset({"F64", "F32", "F16", "BF16", "I64", "BOOL"})
+"""Types of tensors that stand for themselves; those of any other are codes."""
+
 Memo = MutableMapping[str, dict[str, torch.Tensor]]
 """Recipe key -> target -> tensor, of recipes that were carried out for good."""
 
@@ -70,6 +73,14 @@ class UnitSource:
     buffer_bytes: int
     ready_bytes: int
     is_view: bool
+
+    @property
+    def dequantises(self) -> bool:
+        """Whether some of its tensors are codes: compressed here, or published so."""
+        return any(
+            tensor.quantised is not None or any(part.dtype not in _PLAIN for part in tensor.parts)
+            for tensor in self.stored.values()
+        )
 
     @property
     def places(self) -> Iterator[Place]:

@@ -21,6 +21,7 @@ from rabbitllm.errors import (
     InvalidIndexError,
     MissingShardError,
     UnreadableFormatError,
+    system_errors_by_name,
 )
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.layers.checksums import LayerChecks
@@ -95,6 +96,7 @@ class LazyCheckpoint(Mapping[str, "LazyTensor"]):
         )
 
 
+@system_errors_by_name()
 def lazy_load(path: str | os.PathLike[str], *, mapped: bool = True, verify_checksums: bool = True) -> LazyCheckpoint:
     """Open a checkpoint without reading its weights; each tensor is read when it is used in a torch function.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rabbitllm import durable, locations
 from rabbitllm.checkpoints.checkpoint import is_sidecar
-from rabbitllm.errors import SplitError
+from rabbitllm.errors import SplitError, system_errors_by_name
 from rabbitllm.layers.layer_file import DONE_SUFFIX, LAYER_SUFFIX, SCRATCH_SUFFIX, layer_file_name
 from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME, is_legacy, read_manifest
 from rabbitllm.library.entry import DAMAGED, RECORDS, REMOVED_SUFFIX, Entry, look
@@ -94,6 +94,7 @@ def plan_removal(folder: Path) -> Removal:
     return Removal(entry, tuple(files), tuple(folders), disk_bytes(folder))
 
 
+@system_errors_by_name()
 def remove(removal: Removal) -> int:
     """Carry it out, and return the bytes that were freed.
 

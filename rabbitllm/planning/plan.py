@@ -15,7 +15,7 @@ from pathlib import Path
 from rabbitllm import prepare
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.routing import experts_a_token
-from rabbitllm.errors import OptionError
+from rabbitllm.errors import OptionError, system_errors_by_name
 from rabbitllm.layers.chosen import check_split
 from rabbitllm.layers.compression import CODES, check_fitting
 from rabbitllm.layers.layer_file import LAYER_SUFFIX
@@ -33,10 +33,9 @@ from rabbitllm.splitter.space import Ground, candidates, shortage
 from rabbitllm.splitter.watch import existing
 
 MIN_FREE_DISK = "1GB"
-DEVICE = "cuda:0"
-"""As `AutoModel.from_pretrained` has it by default; the CPU where there is no GPU."""
 
 
+@system_errors_by_name()
 def plan(
     path_or_repo_id: str | Path,
     *,
@@ -48,7 +47,7 @@ def plan(
     max_disk: int | str | None = None,
     min_free_disk: int | str = MIN_FREE_DISK,
     bandwidth: int | str | None = None,
-    device: str = DEVICE,
+    device: str | None = None,
     max_memory: Mapping[int | str, int | str] | None = None,
     fit_scales: bool = False,
 ) -> Plan:
@@ -86,7 +85,7 @@ def plan(
         min_free=parse_size(min_free_disk, "min_free_disk"),
         fit_scales=check_fitting(compression, fit_scales=fit_scales),
     )
-    stream_options = StreamOptions(device=str(device), max_memory=parse_max_memory(max_memory))
+    stream_options = StreamOptions(device=device, max_memory=parse_max_memory(max_memory))
     options = prepare.with_memory(options, stream_options)
     said = None if bandwidth is None else _said_rate(bandwidth)
     saving_path = expand(layer_shards_saving_path) if layer_shards_saving_path else None
@@ -109,7 +108,7 @@ def plan(
         "cache_dir": str(cache_dir) if cache_dir else None,
         "max_disk": max_disk,
         "min_free_disk": min_free_disk if min_free_disk != MIN_FREE_DISK else None,
-        "device": device if device != DEVICE else None,
+        "device": device,
         "max_memory": dict(max_memory) if max_memory else None,
     }
     return Plan(

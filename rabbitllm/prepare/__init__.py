@@ -6,7 +6,7 @@ Knows the sources and the splitter; of the engine, how much memory weights may s
 from rabbitllm.prepare.acceptance import acceptance, quantize_on
 from rabbitllm.prepare.config import config_folder, family_of
 from rabbitllm.prepare.finding import find, folder_at
-from rabbitllm.prepare.make import check_before_fetching, ensure_split, lock_source, repair_split
+from rabbitllm.prepare.make import check_before_fetching, ensure_split, lock_source, original_around, repair_split
 from rabbitllm.prepare.memory import with_memory
 from rabbitllm.prepare.source import Sought, Source
 from rabbitllm.prepare.weights import open_weights, whole_checkpoint
@@ -24,6 +24,7 @@ __all__ = [
     "folder_at",
     "lock_source",
     "open_weights",
+    "original_around",
     "quantize_on",
     "read_lock",
     "repair_split",

@@ -35,7 +35,7 @@ from rabbitllm.splitter.hands import Hands
 from rabbitllm.splitter.interrupted import telling_how_to_go_on
 from rabbitllm.splitter.lock import locked, read_lock
 from rabbitllm.splitter.planned_files import PlannedFiles
-from rabbitllm.splitter.repair import repair
+from rabbitllm.splitter.repair import repair, shards_for
 from rabbitllm.splitter.request import Acceptance, Request, check_before_download, plan_split
 from rabbitllm.splitter.split import split
 from rabbitllm.splitter.watch import reporting_full_disk
@@ -209,6 +209,12 @@ def _with_other_splits(error: MissingShardError, source: Source) -> MissingShard
     )
 
 
+def original_around(folder: Path, manifest: Manifest, layers: Collection[str]) -> Path | None:
+    """The folder around a split directory, if every shard that these layers were made from is in it."""
+    shards = shards_for(manifest, layers)
+    return folder.parent if shards and all((folder.parent / shard).is_file() for shard in shards) else None
+
+
 def repair_split(folder: Path, manifest: Manifest, layers: Collection[str], original: Path | None = None) -> None:
     """Make damaged layers of a finished split anew, from the source that it was made from.
 
@@ -216,15 +222,18 @@ def repair_split(folder: Path, manifest: Manifest, layers: Collection[str], orig
         folder: the split directory.
         manifest: its own.
         layers: ids of the damaged ones.
-        original: the checkpoint, for a split that was made from a folder; a repository is found by its name.
+        original: the checkpoint, for a split that was made from a folder; by default the folder around the split
+            directory, if the shards are there. A repository is found by its name.
 
     Raises:
-        OptionError: the split was made from a folder, and no `original` was given.
+        OptionError: the split was made from a folder, no `original` was given, and the shards are not around the split.
         SplitMismatchError: the source is another one; nothing was touched.
         InUseError: another process has loaded the model, or deletes shards of the source; nothing was touched.
     """
     known = manifest.source
     repository = None
+    if original is None and known.kind != "hub":
+        original = original_around(folder, manifest, layers)
     if original is not None:
         checkpoint: Checkpoint = LocalCheckpoint(original)
     elif known.kind == "hub":

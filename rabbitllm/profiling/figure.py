@@ -29,7 +29,7 @@ def check_picture(path: str | Path) -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise MissingPackageError(
-            "A picture needs the package matplotlib.", "pip install matplotlib (or rabbitllm with its extra 'plot')."
+            "A picture needs the package matplotlib.", 'Install it: pip install ".[plot]" in a copy of the repository.'
         ) from error
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from rabbitllm import prepare, progress
 from rabbitllm.checkpoints.hub import HubAccess
-from rabbitllm.errors import IncompleteSplitError, OptionError, RabbitLLMError
+from rabbitllm.errors import IncompleteSplitError, OptionError, RabbitLLMError, system_errors_by_name
 from rabbitllm.layers.chosen import AUTO, check_split
 from rabbitllm.layers.compression import check_fitting
 from rabbitllm.library.entry import Entry, as_record, look
@@ -168,6 +168,7 @@ class DryRun:
         return self.outlook.finished or self.route is not None
 
 
+@system_errors_by_name()
 def pull(wish: Wish, hands: Hands | None = None) -> Pulled:
     """Find a model, split it unless that is done, and say what is where.
 
@@ -228,6 +229,7 @@ def _shards(source: prepare.Source, entry: Entry) -> tuple[Shards | None, Path |
     return (Shards.KEPT if here == len(names) else Shards.PARTLY if here else gone), folder
 
 
+@system_errors_by_name()
 def dry_run(wish: Wish) -> DryRun:
     """Tell from headers whether `pull` would fit, by the plan's own reckoning. Writes and measures nothing.
 

@@ -18,5 +18,5 @@ def check_installed() -> None:
     if missing:
         raise MissingPackageError(
             f"A server needs the package {missing[0]}, which is not installed.",
-            'Install what it needs: pip install "rabbitllm[serve]" (from a copy of the repository: ".[serve]").',
+            'Install what it needs: pip install ".[serve]" in a copy of the repository.',
         )

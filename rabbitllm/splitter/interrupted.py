@@ -1,4 +1,4 @@
-"""What Ctrl-C leaves behind, in two lines on stderr: how far the split came, and how to go on.
+"""What Ctrl-C, SIGTERM and SIGHUP leave behind, in two lines on stderr: how far the split came, and how to go on.
 
 Stops nothing itself: the interrupt goes on its way, and the process, if that ends it, is gone within a second. Nothing
 has to be saved at that moment, since the journal always says what is durable; it is only read here.
@@ -13,7 +13,9 @@ import gc
 import os
 import shlex
 import shutil
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,9 +37,14 @@ def starting_afresh() -> Iterator[None]:
 
 @contextlib.contextmanager
 def telling_how_to_go_on(folder: Path) -> Iterator[None]:
-    """On a KeyboardInterrupt while the context is open, say on stderr how far the split in `folder` came."""
+    """On an interrupt while the context is open, say on stderr how far the split in `folder` came.
+
+    That is a KeyboardInterrupt, and in the main thread SIGTERM and SIGHUP, unless someone else handles or ignores them:
+    the process then ends by that signal.
+    """
     try:
-        yield
+        with _telling_at_signals(folder):
+            yield
     except KeyboardInterrupt:
         # The last garbage collection of a process walks through all of torch, which takes more than a second.
         atexit.register(gc.freeze)
@@ -46,6 +53,31 @@ def telling_how_to_go_on(folder: Path) -> Iterator[None]:
         bar = "\n" if sys.stderr.isatty() else ""  # one may be standing in that line
         print(f"{bar}{_state(folder)}\n{_way_on()}", file=sys.stderr, flush=True)
         raise
+
+
+@contextlib.contextmanager
+def _telling_at_signals(folder: Path) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
+        yield
+        return
+
+    def told(number: int, frame: object) -> None:
+        if _goes_on.get():
+            with contextlib.suppress(OSError):  # the terminal may be gone; a print could be under way, so no print
+                os.write(2, f"\n{_state(folder)}\n{_way_on()}\n".encode())
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    names = ("SIGTERM", "SIGHUP")
+    ours = [n for n in (getattr(signal, name, None) for name in names) if n and signal.getsignal(n) == signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, told)
+    try:
+        yield
+    finally:
+        for number in ours:
+            if signal.getsignal(number) is told:
+                signal.signal(number, signal.SIG_DFL)
 
 
 def _state(folder: Path) -> str:

@@ -8,7 +8,6 @@ Invariant: with the context open, free space that stays under the limit for an i
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shutil
 import sys
@@ -20,14 +19,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rabbitllm.errors import DiskFullError
+from rabbitllm.errors import FULL_ERRORS, DiskFullError
 from rabbitllm.progress import DiskSampled, tell
 
 DISK_SHARE = 0.01
 """Part of a core that may go into summing the folder's files; with very many of them that is done less often."""
 GB = 1e9
-FULL_ERRORS = (errno.ENOSPC, *([errno.EDQUOT] if hasattr(errno, "EDQUOT") else []))
-"""Errors of a write without space: on the disk, in its inode table, or in a quota."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ def check_installed() -> None:
     if importlib.util.find_spec("ray") is None:
         raise MissingPackageError(
             "--ray needs the package ray, which is not installed.",
-            'Install it: pip install "rabbitllm[ray]" (from a copy of the repository: ".[ray]"), on every machine.',
+            'Install it: pip install ".[ray]" in a copy of the repository, on every machine.',
         )
 
 

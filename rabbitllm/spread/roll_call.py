@@ -59,7 +59,7 @@ def _check(node: Node, present: Present, lease: Lease | None, quantises: bool) -
     if present.rabbitllm is None:
         raise ClusterError(
             f"rabbitllm cannot be imported on {node.host}: {present.error}.",
-            'Install it there, with what Ray needs: pip install "rabbitllm[ray]".',
+            'Install it there, with what Ray needs: pip install ".[ray]" in a copy of the repository.',
         )
     if present.rabbitllm != __version__:
         raise ClusterError(

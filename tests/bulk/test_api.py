@@ -38,6 +38,13 @@ def test_into_a_file_and_what_is_there_is_not_overwritten(model: Any, tmp_path: 
     assert isinstance(report, Progress)
     assert (report.lines, report.done, report.errors, report.resumed) == (4, 4, 1, 0)
     first = [json.loads(line) for line in out.read_text().splitlines()]
+    again = rabbitllm.batch(model, RECORDS, out, max_new_tokens=3)
+    assert isinstance(again, Progress)
+    assert (again.done, again.errors, again.resumed, again.new_tokens) == (4, 1, 4, 0)
+    with pytest.raises(ResultsError, match="is there already"):
+        rabbitllm.batch(model, RECORDS, out, max_new_tokens=2)
+    with out.open("a") as file:
+        file.write("changed\n")
     with pytest.raises(ResultsError, match="is there already"):
         rabbitllm.batch(model, RECORDS, out, max_new_tokens=3)
     rabbitllm.batch(model, RECORDS, str(out), max_new_tokens=3, overwrite=True)

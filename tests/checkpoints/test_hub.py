@@ -7,7 +7,9 @@ import json
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -361,6 +363,73 @@ def test_hub_that_does_not_answer(local_hub: LocalHub, folder: Path) -> None:
         open_repository(REPO, HubAccess(), Path())
     assert "The hub did not answer for acme/tiny" in str(failed.value)
     assert "Make the same call again when the connection is back" in str(failed.value)
+
+
+def _with(**changes: object) -> Callable[[dict[str, object]], bytes]:
+    return lambda listing: json.dumps({**listing, **changes}).encode()
+
+
+def _first(**changes: object) -> Callable[[dict[str, Any]], bytes]:
+    def changed(listing: dict[str, Any]) -> bytes:
+        first, *rest = listing["siblings"]
+        return json.dumps({**listing, "siblings": [{**first, **changes}, *rest]}).encode()
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    "listing",
+    [
+        lambda listing: b"<html>Log in</html>",
+        lambda listing: b"[]",
+        lambda listing: b"null",
+        lambda listing: b"7",
+        lambda listing: b"{}",
+        lambda listing: b'{"a": ' * 100_000,
+        _with(sha=None),
+        _with(sha=["x"]),
+        _with(sha="../../x"),
+        _with(siblings=None),
+        _with(siblings={"a": 1}),
+        _with(siblings=["a"]),
+        _with(siblings=[{}]),
+        _first(rfilename=7),
+        _first(rfilename=""),
+        _first(size="large"),
+        _first(size=-1),
+        _first(lfs=[1]),
+    ],
+)
+def test_an_answer_that_is_no_listing(local_hub: LocalHub, folder: Path, listing: Any) -> None:
+    local_hub.faults.listing = listing
+    with pytest.raises(HubError, match="no list of the files of acme/tiny") as failed:
+        open_repository(REPO, HubAccess(), Path())
+    assert "HF_ENDPOINT" in failed.value.remedy
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rfilename": "../outside.json"},
+        {"rfilename": "/etc/passwd"},
+        {"rfilename": "a/../../b"},
+        {"rfilename": "a\\..\\b"},
+        {"rfilename": "c:/x"},
+        {"rfilename": "a\0b"},
+        {"blobId": "../../x"},
+        {"lfs": {"sha256": "../../../x", "size": 1, "pointerSize": 1}},
+        {"lfs": {"sha256": "a/b", "size": 1, "pointerSize": 1}},
+    ],
+    ids=str,
+)
+def test_a_listing_that_leads_out_of_a_folder_is_refused_whole(
+    local_hub: LocalHub, folder: Path, changes: dict[str, object], tmp_path: Path
+) -> None:
+    local_hub.faults.listing = _first(**changes)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UnsafePathError, match="which may lead out of a folder"):
+        split(REPO)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_repository_without_weights(local_hub: LocalHub, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_after_kill_9_in_the_middle_the_same_command_goes_on(folder: Path, expec
     record = json.loads(run(folder, out, "--json").stdout)
     assert record["resumed"] == len(before)  # none of them is done again
     assert out.read_text() == expected
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "out.jsonl.done"]
 
 
 @pytest.mark.long
@@ -123,6 +123,15 @@ def test_ctrl_c_says_that_it_goes_on(folder: Path, expected: str, tmp_path: Path
     assert "of them were answered before" in done.stderr
     assert done.stdout == ""
     assert out.read_text() == expected
+
+
+def test_the_same_command_on_a_finished_output_says_so_and_exits_with_0(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    run(folder, out)
+    first = out.read_bytes()
+    again = run(folder, out)
+    assert "all of them were answered before" in again.stderr
+    assert out.read_bytes() == first
 
 
 @pytest.mark.long

@@ -85,6 +85,21 @@ def test_errors_exit_with_1_and_wrong_arguments_with_2(tmp_path: Path) -> None:
     assert failed.stderr.startswith("error: There is no folder")
     assert "What to do:" in failed.stderr
     assert process("ls", "--nonsense").returncode == exit_codes.USAGE
+    unknown = process("pull", str(build_checkpoint(tmp_path / "hare", "llama")), "--compression", "5bit")
+    assert (unknown.returncode, unknown.stdout) == (exit_codes.USAGE, "")
+    assert "expected 'auto', '4bit', '4bit-double', '8bit' or None ('none' on the command line)" in unknown.stderr
+
+
+def test_the_advice_to_install_is_of_the_copy_and_not_of_another_package() -> None:
+    """The name in the package index is the ancestor's."""
+    texts = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", *(ROOT / "rabbitllm").rglob("*.py")]
+    wrong = [path.name for path in texts if re.search(r"""pip install ["']?rabbitllm\[""", path.read_text("utf-8"))]
+    assert not wrong
+
+
+def test_help_and_page_agree_on_the_memory_of_keys_and_values() -> None:
+    assert "by default half of what the weights leave" in help_of("serve")
+    assert "| `--cache-memory` | half of what weights leave" in (ROOT / "docs" / "SERVE.md").read_text(encoding="utf-8")
 
 
 # Completion

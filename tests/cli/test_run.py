@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 from typer.testing import CliRunner, Result
 
@@ -81,6 +82,26 @@ def test_statistics_are_on_stderr(checkpoint: Path) -> None:
     for fact in ("load", "prompt", "first token", "answer", "each token"):
         assert re.search(rf"^{fact} +\S", result.stderr, re.MULTILINE), fact
     assert re.search(r"^each token +[\d.]+ s: .*computing \d+%.*, [\d.]+ MB read", result.stderr, re.MULTILINE)
+    assert "dequantising" not in result.stderr
+    packed = run(str(checkpoint), PROMPT, "--raw", *SHORT, *streamed, "--compression", "4bit")
+    assert "dequantising" in packed.stderr
+
+
+def test_an_answer_that_ends_at_once_says_so(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "model", "llama")
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(PROMPT)["input_ids"]
+    model = plain_model(folder)
+    first = int(model(torch.tensor([ids])).logits[0, -1].argmax())
+    settings = folder / "generation_config.json"
+    known = json.loads(settings.read_text()) if settings.exists() else {}
+    settings.write_text(json.dumps({**known, "eos_token_id": first}))
+    tokenizer.add_special_tokens({"eos_token": tokenizer.convert_ids_to_tokens(first)})
+    tokenizer.save_pretrained(folder)
+    result = run(str(folder), PROMPT, "--raw", "--no-split", *SHORT)
+    assert result.stdout.strip() == ""
+    assert "the first token ended the text: the answer is empty" in result.stderr
+    assert "chat template" in result.stderr
 
 
 def test_the_compression_of_the_split_that_is_here(tmp_path: Path) -> None:

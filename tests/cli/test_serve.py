@@ -161,7 +161,7 @@ def test_a_port_that_is_taken_is_found_out_before_the_model(endless: Path) -> No
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         done = subprocess.run(command(endless, "--port", port), capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (exit_codes.ERROR, "")
+    assert (done.returncode, done.stdout) == (exit_codes.USAGE, "")
     assert done.stderr.startswith(f"error: Nothing can listen at 127.0.0.1, port {port}")
     assert "--port" in done.stderr
 
@@ -176,7 +176,7 @@ def test_what_is_missing_is_named(endless: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == exit_codes.ERROR
     assert "needs the package uvicorn" in done.stderr
-    assert 'pip install "rabbitllm[serve]"' in done.stderr
+    assert 'pip install ".[serve]" in a copy of the repository' in done.stderr
 
 
 def test_other_machines_are_let_in_with_a_key_or_on_purpose_only(endless: Path) -> None:

@@ -51,6 +51,14 @@ def test_against_the_same_model_uncompressed(checkpoint: Path) -> None:
     assert again.summary == found.summary
 
 
+def test_an_uncompressed_model_is_not_compared_with_itself(checkpoint: Path) -> None:
+    for name in (checkpoint, split(checkpoint)):
+        with pytest.raises(QualityError, match="would be compared with itself") as refused:
+            quality(name, **FEW)
+        assert "--compression 4bit" in refused.value.remedy
+    assert quality(checkpoint, checkpoint, **FEW).summary.divergence.largest == 0
+
+
 def test_split_directories_find_what_they_were_made_from(checkpoint: Path) -> None:
     packed = split(checkpoint, "8bit")
     around = quality(packed, **FEW)

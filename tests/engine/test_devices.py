@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rabbitllm.engine import blueprint, budgets, devices
-from rabbitllm.engine.devices import CpuDevice, CudaDevice, resolve_devices, suits_bf16
+from rabbitllm.engine.devices import CpuDevice, CudaDevice, _warn_of_no_cuda, resolve_devices, suits_bf16
 from rabbitllm.errors import DeviceError
 from rabbitllm.layers.layer_store import LayerStore
 from rabbitllm.options import StreamOptions
@@ -82,7 +82,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-def names(device: str, max_memory: dict[str, int] | None = None) -> list[str]:
+def names(device: str | None, max_memory: dict[str, int] | None = None) -> list[str]:
     return [found.name for found in resolve_devices(device, max_memory)]
 
 
@@ -91,6 +91,7 @@ def names(device: str, max_memory: dict[str, int] | None = None) -> list[str]:
     [
         ("cuda:0", None, ["cuda:0"]),
         ("cuda", None, ["cuda:0"]),
+        (None, None, ["cuda:0"]),
         ("cuda:1", None, ["cuda:1"]),
         ("auto", None, ["cuda:0", "cuda:1"]),
         ("cpu", None, ["cpu"]),
@@ -102,7 +103,7 @@ def names(device: str, max_memory: dict[str, int] | None = None) -> list[str]:
     ],
 )
 def test_what_a_word_means_on_two_gpus(
-    gpus: object, device: str, max_memory: dict[str, int] | None, found: list[str]
+    gpus: object, device: str | None, max_memory: dict[str, int] | None, found: list[str]
 ) -> None:
     assert names(device, max_memory) == found
 
@@ -112,12 +113,22 @@ def test_gpus_come_in_numerical_order(gpus: object, monkeypatch: pytest.MonkeyPa
     assert names("cpu", {"cuda:10": 1, "cuda:2": 1, "cpu": 1}) == ["cuda:2", "cuda:10"]
 
 
+def test_where_no_gpu_was_asked_for_nothing_is_said_of_one(no_gpu: None, caplog: pytest.LogCaptureFixture) -> None:
+    _warn_of_no_cuda.cache_clear()
+    with caplog.at_level(logging.WARNING, "rabbitllm"):
+        for device in (StreamOptions().device, None, "auto", "cpu"):
+            assert names(device) == ["cpu"]
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("device", ["cuda", "cuda:0"])
 def test_the_default_falls_back_to_the_cpu_and_says_so(
     no_gpu: None, device: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    _warn_of_no_cuda.cache_clear()
     with caplog.at_level(logging.WARNING, "rabbitllm"):
         assert names(device) == ["cpu"]
+        assert names(device) == ["cpu"]  # said once a process
     assert [record.getMessage() for record in caplog.records] == [
         "CUDA is not available on this machine; the model runs on the CPU."
     ]

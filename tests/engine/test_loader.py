@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -197,3 +199,14 @@ def test_closing_ends_the_reading_thread(opened: Opened) -> None:
     loader.close()
     with pytest.raises(RuntimeError, match="after shutdown"):
         loader.take(LAYERS[1])
+
+
+def test_an_uncompressed_model_is_loaded_and_run_without_bitsandbytes(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "model", "llama")
+    code = (
+        "import sys; from rabbitllm import AutoModel; import torch\n"
+        "model = AutoModel.from_pretrained(sys.argv[1], device='cpu', show_layer_progress=False)\n"
+        "model.generate(torch.tensor([[3, 4]]), max_new_tokens=2)\n"
+        "assert 'bitsandbytes' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True)

@@ -57,7 +57,7 @@ def test_streamed_units_by_stage(checkpoint: Path) -> None:
     layers = model.profiler.layers
     streamed = [unit for unit, tier in tiers(model).items() if tier is Tier.STREAMED]
     for unit in streamed:
-        assert layers[unit].keys() == {READ, READ_WAIT, DEQUANTISE, COMPUTE}
+        assert layers[unit].keys() == {READ, READ_WAIT, COMPUTE}
         assert layers[unit][COMPUTE].count == 3
         stored = model.placement.of(unit).stored
         assert layers[unit][READ].nbytes == layers[unit][READ].count * stored

@@ -115,7 +115,7 @@ def test_unknown_compression() -> None:
     for wrong in ("3bit", "", "4", "int8"):
         with pytest.raises(OptionError) as refused:
             check_compression(wrong)
-        expected = "expected '4bit', '4bit-double', '8bit' or None."
+        expected = "expected 'auto', '4bit', '4bit-double', '8bit' or None ('none' on the command line)."
         assert f"compression={wrong!r} does not exist; {expected}" in str(refused.value)
     check_compression(None)
     for right in ("4bit", "8bit", "4bit-double"):

@@ -288,3 +288,53 @@ def test_no_command_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     assert command_line() is not None
     monkeypatch.setitem(sys.modules, "ipykernel", sys)
     assert command_line() is None
+
+
+ENDED = """
+import os, signal, sys
+from rabbitllm import durable
+from tests.support.splitting import Call
+def end(step):
+    if number and step.kind == "unlink" and step.path.name.endswith("-of-00003.safetensors"):
+        os.kill(os.getpid(), number)
+number = int(sys.argv[2]) if not os.path.exists(sys.argv[3]) else 0
+open(sys.argv[3], "w").close()
+with durable.observe_steps(end):
+    print(Call(sys.argv[1]).make())
+assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no such signals")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_ends_the_process_says_how_to_go_on(tmp_path: Path, number: signal.Signals) -> None:
+    model = write_shards(tmp_path / "model", cut(llama_tensors(), 3))
+    program = tmp_path / "ended.py"
+    program.write_text(ENDED)
+    command = [sys.executable, str(program), str(model), str(int(number)), str(tmp_path / "begun")]
+    whole = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, env=whole, capture_output=True, text=True)
+    assert ended.returncode == -number
+    assert "of 3 shards are used up; the layers are in " in ended.stderr
+    assert f"The same call goes on from there: {shlex.join(command)}" in ended.stderr
+    made = go_on(command)
+    assert layer_files(made) == layer_files(split(write_shards(tmp_path / "again", cut(llama_tensors(), 3))))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no such signals")
+def test_handlers_of_the_caller_stay_and_ours_end_with_the_split(tmp_path: Path) -> None:
+    def own(number: int, frame: object) -> None:
+        raise AssertionError
+
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        with telling_how_to_go_on(tmp_path):
+            assert signal.getsignal(signal.SIGTERM) is own
+            assert callable(signal.getsignal(signal.SIGHUP))
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    thread = threading.Thread(target=lambda: telling_how_to_go_on(tmp_path).__enter__())
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL

@@ -127,8 +127,11 @@ def test_local_split_wants_its_checkpoint_named(tmp_path: Path) -> None:
     made = split(model, sequential=False)
     whole = contents(made)
     spoil(made, LAYER)
+    shards = [path.rename(tmp_path / path.name) for path in sorted(model.glob("*.safetensors"))]
     with pytest.raises(OptionError, match="split from a folder named 'model'"):
         repair(made)
+    for path in shards:
+        path.rename(model / path.name)
     changed = write_shards(tmp_path / "changed" / "model", cut(llama_tensors(seed=3), 3))
     with pytest.raises(SplitMismatchError, match="has other contents"):
         repair(made, changed)
@@ -189,3 +192,22 @@ def test_command_on_a_local_split_says_what_it_needs(tmp_path: Path) -> None:
     assert code == 1
     assert "To repair, if the checkpoint still has model-00002-of-00003.safetensors" in text
     assert "it may hold the only copy" in text
+    with pytest.raises(OptionError, match="whose place is not known"):
+        run(str(made), "--repair")
+
+
+def test_command_repairs_a_local_split_from_the_folder_around_it(tmp_path: Path) -> None:
+    model = write_shards(tmp_path / "model", cut(llama_tensors(dtype=torch.float16), 3))
+    made = split(model, sequential=False)
+    whole, shards = contents(made), {path: path.read_bytes() for path in model.glob("*.safetensors")}
+    spoil(made, LAYER)
+    code, text = run(str(made))
+    assert code == 1
+    assert f"of 3 shards in {model}): rabbitllm verify {made} --repair\n" in text
+    code, text = run(str(made), "--repair")
+    assert (code, contents(made)) == (0, whole)
+    assert {path: path.read_bytes() for path in shards} == shards
+    write_shards(model, cut(llama_tensors(seed=5, dtype=torch.float16), 3))  # another model's
+    spoil(made, LAYER)
+    with pytest.raises(SplitMismatchError):
+        run(str(made), "--repair")

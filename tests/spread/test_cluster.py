@@ -10,12 +10,12 @@ import pytest
 from rabbitllm.errors import ClusterError, MissingPackageError, OptionError
 from rabbitllm.spread.cluster import connected
 
-needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: rabbitllm[ray]")
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install '.[ray]'")
 
 
 def test_without_ray_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingPackageError, match=r"rabbitllm\[ray\]"), connected("auto"):
+    with pytest.raises(MissingPackageError, match=r"\.\[ray\]"), connected("auto"):
         pass
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("ray", reason="needs Ray: pip install 'rabbitllm[ray]'")
+pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
 
 from rabbitllm import prepare, progress
 from rabbitllm.bulk.api import batch

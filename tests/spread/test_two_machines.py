@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("ray", reason="needs Ray: pip install 'rabbitllm[ray]'")
+pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
 
 from rabbitllm import progress
 from rabbitllm.pull.make import Wish, pull

@@ -79,6 +79,8 @@ class Faults:
     """... for this many addresses."""
     delay_per_mib: float = 0.0
     """Seconds slept for each MiB sent."""
+    listing: Callable[[dict[str, object]], bytes] | None = None
+    """Answer this, made of the right answer, in place of the list of a repository's files."""
     gated: bool = False
     """Refuse files (not the API) without the hub's token: 401 if none came, 403 if another one came."""
     move_main_after: int | None = None
@@ -547,7 +549,9 @@ class _Handler(BaseHTTPRequestHandler):
         return key
 
     def send_json(self, content: object, status: int = HTTPStatus.OK, headers: Mapping[str, str] | None = None) -> None:
-        body = json.dumps(content).encode()
+        self.send_text(json.dumps(content).encode(), status, headers)
+
+    def send_text(self, body: bytes, status: int = HTTPStatus.OK, headers: Mapping[str, str] | None = None) -> None:
         key = self.begin(status, {"Content-Type": "application/json", **(headers or {})}, len(body))
         if self.command != "HEAD":
             self.hub.record_bytes(key, len(body))
@@ -620,18 +624,20 @@ class _HubHandler(_Handler):
         siblings: list[dict[str, object]] = [{"rfilename": name} for name in files]
         if "blobs" in parse_qs(self.query):
             siblings = [self._sibling(file) for file in files.values()]
-        self.send_json(
-            {
-                "id": repo,
-                "modelId": repo,
-                "sha": commit,
-                "private": self.hub.token is not None and not self.hub.faults.gated,
-                "gated": "manual" if self.hub.faults.gated else False,
-                "disabled": False,
-                "tags": [],
-                "siblings": siblings,
-            }
-        )
+        listing: dict[str, object] = {
+            "id": repo,
+            "modelId": repo,
+            "sha": commit,
+            "private": self.hub.token is not None and not self.hub.faults.gated,
+            "gated": "manual" if self.hub.faults.gated else False,
+            "disabled": False,
+            "tags": [],
+            "siblings": siblings,
+        }
+        if self.hub.faults.listing is not None:
+            self.send_text(self.hub.faults.listing(listing))
+            return
+        self.send_json(listing)
 
     def answer_tree(self, repo: str, revision: str, folder: str = "") -> None:
         found = self._admitted(repo, revision)

@@ -52,7 +52,8 @@ def check_compression(compression: str | None) -> None:
     """
     if compression is not None and compression not in BLOCKS:
         raise OptionError(
-            f"compression={compression!r} does not exist; expected '4bit', '4bit-double', '8bit' or None.",
+            f"compression={compression!r} does not exist; expected 'auto', '4bit', '4bit-double', '8bit' or None "
+            "('none' on the command line).",
             "4bit is a quarter of the size of bf16 plus scales, 4bit-double the same with smaller scales, 8bit half.",
         )
     if compression is not None:
