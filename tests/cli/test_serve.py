@@ -188,7 +188,7 @@ def test_other_machines_are_let_in_with_a_key_or_on_purpose_only(endless: Path) 
         env=environment,
         check=False,
     )
-    assert done.returncode == exit_codes.ERROR
+    assert done.returncode == exit_codes.USAGE
     assert "Other machines reach the server at 0.0.0.0, port" in done.stderr
     assert "--insecure" in done.stderr
     assert "Traceback" not in done.stderr
