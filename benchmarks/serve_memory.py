@@ -1,7 +1,8 @@
 """What a server's memory comes back to after loads of many clients, beside what its prefix cache holds.
 
 A Llama with random weights, all of it streamed, behind `rabbitllm serve` in a process of its own; so many clients at
-once send requests with prompts of their own, ten times over. After each load, when nothing runs and free memory has
+once send requests with prompts of their own, ten times over. One request goes before, since the buffers that layers are
+read into take memory when they are first used. After each load, when nothing runs and free memory has
 been given back (`serve/freed_memory.py`), the anonymous memory of the process is compared with that before the first
 load, less what the cache of beginnings holds then.
 
@@ -81,6 +82,8 @@ def row(name: str, reading: Reading, first: Reading) -> str:
 
 def loads(process: int, url: str, options: argparse.Namespace) -> list[Reading]:
     """Readings before the first load and after each."""
+    asyncio.run(level(f"{url}/v1/completions", bodies(-1, options)[:1], 1, options.seconds))
+    time.sleep(options.settle)
     found = [read(process, url)]
     print("| after load | anonymous, MiB | cache, MiB | beside the cache, above the start |")
     print("| --- | --- | --- | --- |\n" + row("start", found[0], found[0]), flush=True)
