@@ -8,6 +8,7 @@
     ├── MissingPackageError (ImportError)      an optional dependency is not installed
     ├── ChatError                              a conversation cannot go on like this
     │   └── ChatFileError                      a file that is no saved conversation, or cannot be written
+    ├── CopyError (TypeError)                  a model was to be copied, pickled or placed by another library
     ├── ForkedError (RuntimeError)             a forked process uses what only its parent can
     ├── HostsError                             processes that share a model cannot, or not like this
     │   └── HostGoneError                      one of them has ended or cannot be reached
@@ -98,6 +99,10 @@ class ChatError(RabbitLLMError):
 
 class ChatFileError(ChatError):
     """A file is no saved conversation, or none can be written there."""
+
+
+class CopyError(RabbitLLMError, TypeError):
+    """A model whose weights stay in its files was to be copied, pickled or placed by another library."""
 
 
 class ForkedError(RabbitLLMError, RuntimeError):

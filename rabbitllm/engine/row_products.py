@@ -47,6 +47,8 @@ def make_kernels(model: Any) -> None:
 
 
 def _forward(module: Any, input: torch.Tensor) -> torch.Tensor:
-    if bfloat_products.multiplies(input, module.weight):
+    # the kernels have no backward pass: a gradient would be missing, and others would be wrong without a word
+    trains = torch.is_grad_enabled() and (input.requires_grad or module.weight.requires_grad)
+    if not trains and bfloat_products.multiplies(input, module.weight):
         return bfloat_products.linear(input, module.weight, module.bias)
     return nn.functional.linear(input, module.weight, module.bias)

@@ -22,12 +22,17 @@ from rabbitllm.engine.pass_line import PassLine
 from rabbitllm.engine.placement import Placement
 from rabbitllm.engine.saving import Origin, save
 from rabbitllm.engine.streamer import Streamer
-from rabbitllm.engine.unwritable import AbsentWeight
+from rabbitllm.engine.unwritable import AbsentWeight, untrainable
+from rabbitllm.errors import CopyError
 from rabbitllm.options import expand
 from rabbitllm.profiler import Profiler
 from rabbitllm.profiling.passes import Entry
 
 logger = logging.getLogger(__name__)
+
+
+_HOOKS_OF_ACCELERATE = ("_old_forward", "_hf_hook")
+"""Attributes by which `accelerate.hooks.add_hook_to_module` puts a hook around a module, the first one first."""
 
 
 class SharedPasses(Protocol):
@@ -92,7 +97,8 @@ class StreamedModel:
         if self._all_resident:
             return self._pass(*args, **kwargs)
         with self.streamer.passing(), torch.no_grad():
-            return self._pass(*args, **kwargs)
+            output = self._pass(*args, **kwargs)
+        return untrainable(output, training=self.training)  # type: ignore[attr-defined]
 
     @contextlib.contextmanager
     def joint_pass(self, entry: Entry) -> Iterator[None]:
@@ -112,6 +118,47 @@ class StreamedModel:
         shown = contextlib.nullcontext() if self.pass_line is None else self.pass_line.over(entry, text)
         with shown, self.profiler.forward(entry, text):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Refused: a second model is loaded, not copied."""
+        raise self._no_copy("copied (copy.deepcopy)")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: what pickle, torch.save and ray.put come down to."""
+        raise self._no_copy("pickled (pickle, torch.save, ray.put)")
+
+    def __copy__(self) -> Any:
+        """A second object for the same weights, hooks and threads, as of any module."""
+        made = type(self).__new__(type(self))
+        made.__dict__.update(
+            {name: value.copy() if isinstance(value, dict) else value for name, value in vars(self).items()}
+        )
+        return made
+
+    def _replicate_for_data_parallel(self) -> Any:
+        """Refused: what torch.nn.DataParallel does on several GPUs."""
+        raise self._no_copy("replicated (torch.nn.DataParallel)")
+
+    def _no_copy(self, done: str) -> CopyError:
+        return CopyError(
+            f"A model of rabbitllm cannot be {done}: its weights belong to the files and devices "
+            "that it was loaded with.",
+            "Call AutoModel.from_pretrained again, in the process that needs the model: an existing split is used as "
+            "it is, and mapped files are in memory once. model.save_pretrained(folder) writes a checkpoint.",
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As of any module; but accelerate may put no hooks around weights that are absent, or there by their codes."""
+        model: Any = self
+        if name in _HOOKS_OF_ACCELERATE and any(
+            type(weight) is not torch.nn.Parameter for weight in model.parameters()
+        ):
+            raise CopyError(
+                "accelerate cannot place this model (cpu_offload, disk_offload, dispatch_model): it is streamed or "
+                "compressed, and has its own placement.",
+                "Say what may stay where with max_memory= of AutoModel.from_pretrained.",
+            )
+        super().__setattr__(name, value)
 
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
         """Whether `generate` compiles, as it does by itself on a GPU with a static cache.

@@ -38,7 +38,7 @@ from rabbitllm.engine.placement import READY, SLOTS, Placement, Tier
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, SpanReader, Way
 from rabbitllm.engine.unit_source import Memo, PartReader, UnitSource, mapped_part
 from rabbitllm.engine.units import Place
-from rabbitllm.engine.unwritable import called_by
+from rabbitllm.engine.unwritable import called_by, untrainable
 from rabbitllm.engine.uploader import Uploader
 from rabbitllm.errors import AbsentWeightError
 from rabbitllm.forks import Origin, compute_on_one_thread, own_lock
@@ -181,7 +181,8 @@ class Streamer:
             if _calling.get() is self:
                 return ordinary(module, *args, **kwargs)
             with self.passing(), torch.no_grad():
-                return ordinary(module, *args, **kwargs)
+                output = ordinary(module, *args, **kwargs)
+            return untrainable(output, training=module.training)
 
         return forward
 

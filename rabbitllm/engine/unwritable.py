@@ -220,6 +220,46 @@ class AbsentWeight(torch.Tensor):
         return func(*tree_map(_brought, args), **tree_map(_brought, dict(kwargs or {})))
 
 
+class _Untrainable(torch.autograd.Function):
+    """The value itself, whose backward pass is refused."""
+
+    @staticmethod
+    def forward(context: Any, value: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> None:
+        raise AbsentWeightError(
+            "This model is streamed and cannot be trained: its weights are not in memory for a backward pass.",
+            "Load it with enough max_memory for all of it: then an adapter (LoRA) can be trained, compressed or not. "
+            "Without a backward pass, call it under torch.no_grad().",
+        )
+
+
+def untrainable(output: Any, *, training: bool) -> Any:
+    """The output of a pass without gradients, for a caller who may want some: its loss refuses a backward pass with an
+    error of ours, and so do all other tensors if the model is in training mode.
+
+    Args:
+        output: of a forward, changed in place where that is possible.
+        training: whether the model is in training mode.
+    """
+    if not torch.is_grad_enabled():
+        return output
+
+    def refusing(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.is_inference() or not value.is_floating_point():
+            return value
+        return _Untrainable.apply(value, torch.zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
+
+    if isinstance(output, dict):
+        for name in [*output] if training else [name for name in output if name == "loss"]:
+            output[name] = refusing(output[name])
+    elif training and isinstance(output, tuple):
+        return tuple(map(refusing, output))
+    return output
+
+
 def _brought(value: Any) -> Any:
     return value._bring() if isinstance(value, AbsentWeight) else value
 
