@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks import report
 from benchmarks.measure import spread
 from rabbitllm.formats.tensor_spec import torch_dtype
-from rabbitllm.layers import compression
+from rabbitllm.layers.compression import quantise
 from rabbitllm.splitter.moves import CHUNK_BYTES
 
 DTYPES = ("BF16", "F16", "F32")
@@ -61,10 +61,10 @@ def measure(scheme: str, dtype: str, nbytes: int, turns: int) -> Row:
     part = data[: max(nbytes // SLOW_PART, min(nbytes, CHUNK_BYTES))]
 
     def compiled(run: memoryview) -> tuple[memoryview, memoryview]:
-        return compression._quantise_compiled(scheme, run, dtype)
+        return quantise._quantise_compiled(scheme, run, dtype)
 
     def library(run: memoryview) -> tuple[memoryview, memoryview]:
-        return compression._quantise_with_bitsandbytes(scheme, run, dtype, "cpu")
+        return quantise._quantise_with_bitsandbytes(scheme, run, dtype, "cpu")
 
     same = compiled(part) == library(part)
     ours, theirs = [], []
