@@ -78,7 +78,7 @@ def quantise_int8(values: Values, kind: int, levels: Scales) -> tuple[Codes, Sca
     if kind == F32:
         _int8_floats(values, bins, codes, scales)
     else:
-        _int8_halves(values, kind, bins, codes, scales)
+        _int8_halves(values, kind, _INFINITY[kind], bins, codes, scales)
     return codes, scales
 
 
@@ -249,49 +249,82 @@ def _nf4_halves(bits, kind, infinity, midpoints, thresholds, codes, scales):  # 
 
 
 @compiled
-def _int8_block(values, words, count, bins, codes, at, places):  # type: ignore[no-untyped-def]
+def _int8_place(value, inverse):  # type: ignore[no-untyped-def]
+    """The bin of a number times the inverse of its block's scale."""
+    y = min(max(value * inverse, np.float32(-1)), np.float32(1))
+    return np.uint16(np.int32((y + np.float32(1)) * np.float32(0.5) * np.float32(65535) + np.float32(0.5)))
+
+
+# Blocks are slices: an index that begins anywhere is looked at for being negative, and its loop is not vectorized.
+
+
+@compiled
+def _int8_block(values, words, bins, codes, places):  # type: ignore[no-untyped-def]
     """One block of float32, whole or short, and the same as bits; returns its scale."""
     largest = np.uint32(0)
-    for i in range(count):  # magnitudes sort as their bits do, and integers are compared many at a time
+    for i in range(values.size):  # magnitudes sort as their bits do, and integers are compared many at a time
         largest = max(largest, words[i] & np.uint32(0x7FFFFFFF))
     scale = np.uint32(largest).view(np.float32)
     if largest >= np.uint32(0x7F800000):  # of infinities and NaNs it is whichever the comparisons leave
         scale = np.float32(0)
-        for i in range(count):
+        for i in range(values.size):
             scale = max(scale, abs(values[i]))
     if scale == 0:
-        codes[at : at + count] = 0
+        codes[:] = 0
         return scale
     inverse = np.float32(1) / scale
-    for i in range(count):
-        y = min(max(values[i] * inverse, np.float32(-1)), np.float32(1))
-        place = np.int32((y + np.float32(1)) * np.float32(0.5) * np.float32(65535) + np.float32(0.5))
-        places[i] = np.uint16(place)
-    for i in range(count):
-        codes[at + i] = bins[places[i]]
+    for i in range(values.size):
+        places[i] = _int8_place(values[i], inverse)
+    for i in range(values.size):
+        codes[i] = bins[places[i]]
     return scale
 
 
 @compiled
 def _int8_floats(floats, bins, codes, scales):  # type: ignore[no-untyped-def]
-    values = np.empty(INT8_BLOCK, np.float32)
-    words = values.view(np.uint32)
+    words = floats.view(np.uint32)
     places = np.empty(INT8_BLOCK, np.uint16)
     for block in range(scales.size):
-        first = block * INT8_BLOCK
-        count = min(INT8_BLOCK, floats.size - first)
-        for i in range(count):
-            values[i] = floats[first + i]
-        scales[block] = _int8_block(values, words, count, bins, codes, first, places)
+        first, last = block * INT8_BLOCK, min((block + 1) * INT8_BLOCK, floats.size)
+        scales[block] = _int8_block(floats[first:last], words[first:last], bins, codes[first:last], places)
 
 
 @compiled
-def _int8_halves(bits, kind, bins, codes, scales):  # type: ignore[no-untyped-def]
+def _int8_places(bits, kind, scale, places):  # type: ignore[no-untyped-def]
+    """The bins of a block of 16-bit floats, all finite and not all zero, widened in registers."""
+    inverse = np.float32(1) / scale
+    if kind == BF16:
+        for i in range(bits.size):
+            places[i] = _int8_place(np.uint32(np.uint32(bits[i]) << np.uint32(16)).view(np.float32), inverse)
+        return
+    for i in range(bits.size):  # as `_widen` does it
+        half = np.uint32(bits[i])
+        shifted = np.uint32((half & np.uint32(0x7FFF)) << np.uint32(13)).view(np.float32)
+        magnitude = np.float32(shifted * np.float32(5.192296858534828e33)).view(np.uint32)
+        signed = np.uint32(magnitude | ((half & np.uint32(0x8000)) << np.uint32(16)))
+        places[i] = _int8_place(signed.view(np.float32), inverse)
+
+
+@compiled
+def _int8_halves(bits, kind, infinity, bins, codes, scales):  # type: ignore[no-untyped-def]
     values = np.empty(INT8_BLOCK, np.float32)
     words = values.view(np.uint32)
     places = np.empty(INT8_BLOCK, np.uint16)
+    largest_bits = np.empty(1, np.uint16)
+    one = np.empty(1, np.float32)
     for block in range(scales.size):
-        first = block * INT8_BLOCK
-        count = min(INT8_BLOCK, bits.size - first)
-        _widen(bits, kind, first, count, values)
-        scales[block] = _int8_block(values, words, count, bins, codes, first, places)
+        first, last = block * INT8_BLOCK, min((block + 1) * INT8_BLOCK, bits.size)
+        given, made = bits[first:last], codes[first:last]
+        largest = np.uint16(0)
+        for i in range(given.size):
+            largest = max(largest, given[i] & np.uint16(0x7FFF))
+        if largest == 0 or largest >= infinity:
+            _widen(given, kind, 0, given.size, values)
+            scales[block] = _int8_block(values[: given.size], words[: given.size], bins, made, places)
+            continue
+        largest_bits[0] = largest
+        _widen(largest_bits, kind, 0, 1, one)
+        scales[block] = one[0]
+        _int8_places(given, kind, one[0], places)
+        for i in range(given.size):
+            made[i] = bins[places[i]]

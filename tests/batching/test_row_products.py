@@ -15,6 +15,7 @@ from rabbitllm.scoring import Room, ScoredText, score
 from tests.batching.together import CHUNK, Text, alone, generated, prompts, together
 from tests.support.builders import build_checkpoint
 from tests.support.kernel_rows import kernel_rows as kernel_rows
+from tests.support.rounding import assert_as_near, exact_logits
 from tests.support.tiny_models import ALL, load, split
 
 
@@ -43,8 +44,8 @@ def test_company_changes_no_bit_of_a_text(folder: Path, kernel_rows: list[int], 
 def test_results_are_those_of_the_ordinary_product_but_for_rounding(folder: Path, kernel_rows: list[int]) -> None:
     model = load(folder, 0, dtype="bfloat16")
     given = prompts()
-    for one, other in zip(together(model, given), alone(model, given), strict=True):
-        torch.testing.assert_close(one.logits[0], other.logits[0], rtol=0.05, atol=0.05)
+    for ids, one, other in zip(given, together(model, given), alone(model, given), strict=True):
+        assert_as_near(one.logits[0].bfloat16(), other.logits[0].bfloat16(), exact_logits(folder.parent, ids)[0, -1])
     assert kernel_rows
 
 
@@ -90,8 +91,8 @@ def test_a_head_among_others_that_go_by_themselves(folder: Path, kernel_rows: li
     model = load(folder, 0, dtype="bfloat16")
     given, before = prompts(), forwards(model)
     found = together(model, given, packing=False)
-    for one, other in zip(found, together(model, given), strict=True):
-        torch.testing.assert_close(one.logits[0], other.logits[0], rtol=0.05, atol=0.05)
+    for ids, one, other in zip(given, found, together(model, given), strict=True):
+        assert_as_near(one.logits[0].bfloat16(), other.logits[0].bfloat16(), exact_logits(folder.parent, ids)[0, -1])
     assert kernel_rows
     assert forwards(model) == before
 

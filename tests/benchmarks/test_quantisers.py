@@ -10,9 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.quantisers import measure
+
 ROOT = Path(__file__).parent.parent.parent
 
 pytest.importorskip("numba")
+
+
+def test_a_turn_of_each() -> None:
+    row = measure("8bit", "BF16", 1 << 16, 1)
+    assert row.same
+    assert len(row.ratios) == 1
 
 
 @pytest.mark.long

@@ -27,6 +27,7 @@ from rabbitllm.profiling.totals import EXPERT_TIERS
 from tests.engine.test_loader import until
 from tests.support.builders import FAMILIES, Reference, build_checkpoint, reference_logits
 from tests.support.fake_gpu import FakeGpu, Race, WrongDevice, watched
+from tests.support.rounding import assert_as_near, exact_logits
 from tests.support.tiny_models import ALL, INPUT, assert_same, bytes_when_made, load, run, split, tiers
 
 TRANSFORMERS = tuple(int(part) for part in transformers.__version__.split(".")[:2])
@@ -316,7 +317,7 @@ def test_4bit_layers_are_multiplied_from_their_codes_where_that_is_sooner(
     folder = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16, num_hidden_layers=4)
     directory = split(folder, "4bit")
     made = bytes_when_made(load(directory))
-    expected = run(load(directory))
+    expected, exact = run(load(directory)), exact_logits(folder, INPUT, "4bit")
     multiply, products = fused_products.multiply_4bit, []
 
     def counted(form: Any, *given: Any) -> torch.Tensor:
@@ -333,7 +334,7 @@ def test_4bit_layers_are_multiplied_from_their_codes_where_that_is_sooner(
                 model = load_on(gpus, directory, budget // count, host, exact=False)
                 products.clear()
                 found = run(model)
-            torch.testing.assert_close(found.logits, expected.logits, rtol=0.05, atol=0.05)
+            assert_as_near(found.logits, expected.logits, exact)
             if not products:
                 assert_same(found, expected)
             assert bool(products) == (sooner and not model.placement.is_resident)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rabbitllm.layers import bfloat_kernels, bfloat_products, row_team, vectors
 from rabbitllm.layers.bfloat_products import MOST_INPUTS, linear, multiplies, times
+from tests.support.rounding import assert_products
 
 WIDTHS = [width for width in (8, 16) if width <= vectors.lanes()]
 pytestmark = pytest.mark.skipif(not WIDTHS, reason="no vectors of a kind that is used here")
@@ -27,12 +28,6 @@ def some(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def within(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, part: float) -> bool:
-    """Whether every sum is off by less than so much of the sum of its terms' sizes."""
-    terms = x.double().abs() @ weight.double().abs().T
-    return bool(((got.double() - x.double() @ weight.double().T).abs() <= part * terms).all())
-
-
 @pytest.mark.parametrize("width", WIDTHS)
 @settings(max_examples=80, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 90), st.integers(1, 40), st.integers(0, 1 << 30), st.sampled_from([1, 3]))
@@ -43,7 +38,7 @@ def test_any_number_of_rows_inputs_and_columns(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        assert within(times(width, x, weight), x, weight, 1e-6)
+        assert_products(times(width, x, weight), x, weight)
     finally:
         torch.set_num_threads(before)
 
@@ -55,7 +50,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(width: int) -> None:
     many = bfloat_kernels.INPUT_BYTES // (4 * columns)
     x, weight = some(3 * many + 1, columns), some(bfloat_kernels.MATRIX_BYTES // (2 * columns) * 2 + 7, columns, 1)
     together = times(width, x, weight)
-    assert within(together, x, weight, 1e-6)
+    assert_products(together, x, weight)
     for at in (0, 1, many - 1, many, 3 * many):
         assert torch.equal(times(width, x[at : at + 1], weight)[0], together[at])
     assert torch.equal(times(width, x[2:9], weight), together[2:9])
@@ -78,9 +73,8 @@ def test_without_torchs_team_threads_of_our_own_give_the_same(width: int, monkey
 def test_a_layer_rounds_once(kernel: None, count: int) -> None:
     x, weight, bias = some(count, 256), some(96, 256, 1), some(1, 96, 2)[0]
     got = linear(x, weight, bias)
-    expected = x.float() @ weight.float().T + bias.float()
     assert got.dtype == torch.bfloat16
-    assert bool(((got.float() - expected).abs() <= expected.abs() / 256 + 1e-4).all())
+    assert_products(got, x, weight, bias)
     assert torch.equal(got, linear(x.view(1, count, 256), weight, bias)[0])
 
 
@@ -88,7 +82,7 @@ def test_inputs_of_other_forms(kernel: None) -> None:
     weight = some(32, 128, 1)
     x = some(6, 256).view(2, 3, 256)[..., ::2]
     assert multiplies(x, weight)
-    assert within(linear(x, weight, None).view(6, 32), x.reshape(6, 128), weight, 1 / 200)
+    assert_products(linear(x, weight, None).view(6, 32), x.reshape(6, 128), weight)
     assert linear(x[:0], weight, None).shape == (0, 3, 32)
     assert linear(x[0, 0], weight, None).shape == (32,)
 

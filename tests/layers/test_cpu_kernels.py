@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rabbitllm.layers import cpu_kernels
-from rabbitllm.layers.compression import quantise, quantise_blocks
+from rabbitllm.layers.compression import BLOCKS, quantise, quantise_blocks
 from rabbitllm.layers.compression.library import functional
 from rabbitllm.layers.compression.quantise import (
     _bytes_of,
@@ -83,21 +83,24 @@ def test_same_bits(scheme: str, dtype: str, case: str) -> None:
     same(scheme, CASES[case](), dtype)
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_4bit_of_what_is_no_number(dtype: str) -> None:
-    same("4bit", not_finite(), dtype)
+def test_of_what_is_no_number(scheme: str, dtype: str) -> None:
+    same(scheme, not_finite(), dtype)
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(("dtype", "infinity"), [("BF16", 0x7F80), ("F16", 0x7C00)])
-def test_every_16_bit_value_under_many_scales(dtype: str, infinity: int) -> None:
+def test_every_16_bit_value_under_many_scales(scheme: str, dtype: str, infinity: int) -> None:
     """All values that a block with this largest one can hold, so that every threshold is met from both sides."""
     chance = np.random.default_rng(2)
     every = np.arange(1 << 16, dtype=np.uint16)
     for largest in [1, 2, infinity - 1, *chance.integers(1, infinity, 12).tolist()]:
         values = every[(every & 0x7FFF) <= largest]
-        rows = np.concatenate([values, np.zeros(-values.size % 63, np.uint16)]).reshape(-1, 63)
+        others = BLOCKS[scheme] - 1
+        rows = np.concatenate([values, np.zeros(-values.size % others, np.uint16)]).reshape(-1, others)
         blocks = np.concatenate([np.full((len(rows), 1), largest, np.uint16), rows], axis=1).ravel()
-        same("4bit", torch.from_numpy(blocks.view(np.int16)).view(DTYPES[dtype]), dtype)
+        same(scheme, torch.from_numpy(blocks.view(np.int16)).view(DTYPES[dtype]), dtype)
 
 
 def test_every_bin_of_8bit_is_met_at_its_edges() -> None:

@@ -33,13 +33,18 @@ from rabbitllm.layers.compression import (
     settling,
     stored_form,
 )
-
-# with several, torch sums each one's share, and the last bit of a mean depends on how many there are
 from tests.support.one_thread import one_thread as one_thread
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = [(64, 64), (65, 67), (3, 5, 401), (1024, 2048), (257, 2049), (2300, 1024)]
 """Of one block of scales and of many, whole ones and short ones; the last has more than 32,768 scales."""
+
+
+@pytest.fixture(autouse=True)
+def summed_by_one_thread(one_thread: None) -> None:
+    """With several, torch sums each one's share, and the last bit of a mean depends on how many there are. What is
+    stored has the bits of one."""
+    torch.set_num_threads(1)
 
 
 def weights(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -98,6 +103,14 @@ def test_bytes_are_bitsandbytes_own(shape: tuple[int, ...], dtype: torch.dtype) 
     found = ours(tensor)
     found["w" + NF4_STATE] = found["w" + NF4_STATE].rstrip(b" ")  # its length does not depend on the weights
     assert found == expected
+
+
+@pytest.mark.parametrize("threads", [2, 4])
+def test_threads_change_no_byte(threads: int) -> None:
+    tensor = weights((2300, 1024), torch.bfloat16)
+    expected = ours(tensor)
+    torch.set_num_threads(threads)
+    assert ours(tensor) == expected
 
 
 @pytest.mark.parametrize("blocks", [1, 7, 5000])

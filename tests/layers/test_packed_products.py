@@ -26,6 +26,7 @@ from rabbitllm.layers.packed_products import (
     linear,
     multiplies,
 )
+from tests.support.rounding import assert_products
 
 SCHEMES = ("4bit", "8bit")
 needs_kernel = pytest.mark.skipif(not vectors.lanes(), reason="no vectors of a kind that is used here")
@@ -72,7 +73,7 @@ def test_any_number_of_inputs_and_rows(scheme: str, count: int, rows: int, colum
     assert multiplies(parts[0])
     got = linear(x, Matrix(*parts), None)
     assert got.shape == (count, rows)
-    assert error(got, x.double() @ meant(parts).T) < 1e-6
+    assert_products(got, x, meant(parts))
 
 
 @needs_kernel
@@ -82,8 +83,7 @@ def test_any_number_of_inputs_and_rows(scheme: str, count: int, rows: int, colum
 def test_shapes_of_all_kinds(scheme: str, rows: int, segments: int, count: int, seed: int) -> None:
     parts = matrix(scheme, rows, 64 * segments, seed, torch.float32)
     x, whole = inputs(count, 64 * segments), meant(parts)
-    off = (linear(x, Matrix(*parts), None).double() - x.double() @ whole.T).abs()
-    assert bool((off <= 1e-6 * (x.double().abs() @ whole.abs().T)).all())  # of the terms: a sum of them may be small
+    assert_products(linear(x, Matrix(*parts), None), x, whole)
 
 
 @pytest.mark.parametrize(("scheme", "width"), list(packed_kernels._FUNCTIONS))
@@ -96,7 +96,7 @@ def test_every_kernel_that_this_processor_can_run(scheme: str, width: int) -> No
         x = inputs(count, columns, torch.bfloat16 if in_pairs else torch.float32)
         got = Matrix(form, payload, absmax, table).times_with(width, x)
         table = as_pairs(scheme, table) if in_pairs else table
-        assert error(got, x.double() @ meant((form, payload, absmax, table)).T) < 1e-6
+        assert_products(got, x, meant((form, payload, absmax, table)))
 
 
 def as_pairs(scheme: str, table: torch.Tensor) -> torch.Tensor:
@@ -150,11 +150,9 @@ def test_inputs_of_every_dtype_and_a_bias(scheme: str, dtype: torch.dtype, count
     bias = torch.linspace(-1, 1, 48).to(dtype)
     got = linear(x, Matrix(*parts), bias)
     assert got.dtype == dtype
-    expected = x.double() @ meant(parts).T + bias.double()
-    rounding = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 1e-6}[dtype]
-    if count > MOST_INPUTS and scheme == "4bit":
-        rounding = 4e-3  # of the matrix, which was bfloat16
-    assert error(got, expected) < rounding
+    # of a matrix that is made, or of a table of bfloat16
+    rounded = torch.bfloat16 if count > MOST_INPUTS or dtype == torch.bfloat16 else None
+    assert_products(got, x, meant(parts), bias, weights=rounded)
 
 
 @needs_kernel
@@ -252,14 +250,14 @@ def test_codes_that_mean_what_no_kernel_has_are_dequantised() -> None:
     ordinary, x = matrix("8bit", 64, 256), inputs(6, 256)
     form, payload, absmax, table = matrix("8bit", 64, 256, seed=1)
     foreign = (form, payload, absmax, table.flip(0).contiguous())
-    assert error(linear(x[:1], Matrix(*foreign), None), x[:1].double() @ meant(foreign).T) < 1e-6
+    assert_products(linear(x[:1], Matrix(*foreign), None), x[:1], meant(foreign))
     assert Matrix(*foreign).grouped(x) is None
     product = Matrix(*ordinary).grouped(x)
     assert product is not None
     product.multiply([Matrix(*ordinary), Matrix(*foreign)], [(0, 2), (2, 5)])
     result = product.result()
-    assert error(result[:2], x[:2].double() @ meant(ordinary).T) < 1e-6
-    assert error(result[2:5], x[2:5].double() @ meant(foreign).T) < 1e-6
+    assert_products(result[:2], x[:2], meant(ordinary))
+    assert_products(result[2:5], x[2:5], meant(foreign))
     assert not result[5].any()
 
 
@@ -276,7 +274,7 @@ def test_several_threads_of_python_at_a_time() -> None:
 def test_inputs_of_other_forms() -> None:
     parts = matrix("4bit", 32, 128)
     x = torch.randn(2, 3, 256)[..., ::2]
-    assert error(linear(x, Matrix(*parts), None), x.double() @ meant(parts).T) < 1e-6
+    assert_products(linear(x, Matrix(*parts), None), x, meant(parts))
     assert linear(x[:0], Matrix(*parts), None).shape == (0, 3, 32)
     assert linear(x[0, 0], Matrix(*parts), None).shape == (32,)
 
@@ -310,7 +308,7 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, cap
 _IN_A_PROCESS = """
 import sys
 import torch
-from tests.layers.test_packed_products import error, inputs, matrix, meant
+from tests.layers.test_packed_products import assert_products, inputs, matrix, meant
 from rabbitllm.layers import packed_products
 for key in sys.argv[1:]:
     scheme, width = key.split("-")
@@ -318,7 +316,7 @@ for key in sys.argv[1:]:
         packed_products.WORTH_A_THREAD = worth
         parts, x = matrix(scheme, 70, 704), inputs(3, 704)
         got = packed_products.Matrix(*parts).times_with(int(width), x)
-        assert error(got, x.double() @ meant(parts).T) < 1e-6, key
+        assert_products(got, x, meant(parts))
 """
 
 
@@ -352,4 +350,4 @@ def test_bfloat16_where_no_instructions_are_for_it(scheme: str, count: int, monk
     got = linear(x, Matrix(*parts), bias)
     assert got.dtype == torch.bfloat16
     assert set(multiplied) == ({torch.float32} if count > 256 else set())
-    assert error(got, x.double() @ meant(parts).T + 1) < 4e-3
+    assert_products(got, x, meant(parts), bias, weights=torch.bfloat16 if count > 256 else None)

@@ -8,26 +8,28 @@ import torch
 from rabbitllm.layers import packed_products, panel_kernels, panel_products, row_team, vectors
 from rabbitllm.layers.packed_products import Matrix, Way, linear
 from rabbitllm.layers.panel_products import LEAST_INPUTS, MOST_INPUTS
-from tests.layers.test_packed_products import SCHEMES, error, inputs, matrix, meant, needs_kernel
+from tests.layers.test_packed_products import SCHEMES, inputs, matrix, meant, needs_kernel
+from tests.support.rounding import assert_products
 
 KERNELS = list(panel_kernels._FUNCTIONS)
 
 
 def by_panels(scheme: str, width: int, rows: int, columns: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The product, and what it should be."""
+    """The product, and the matrix."""
     if vectors.lanes() < width:
         pytest.skip("needs other vectors")
     parts = matrix(scheme, rows, columns, dtype=torch.float32)
-    return Matrix(*parts).by_panels(width, x), x.double() @ meant(parts).T
+    return Matrix(*parts).by_panels(width, x), meant(parts)
 
 
 @pytest.mark.parametrize(("scheme", "width"), KERNELS)
 @pytest.mark.parametrize("count", [1, 5, 6, 7, 13, 64])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 64), (3, 192), (37, 2048), (130, 2112), (70, 5632)])
 def test_any_number_of_inputs_rows_and_columns(scheme: str, width: int, count: int, rows: int, columns: int) -> None:
-    got, expected = by_panels(scheme, width, rows, columns, inputs(count, columns))
+    x = inputs(count, columns)
+    got, weight = by_panels(scheme, width, rows, columns, x)
     assert got.shape == (count, rows)
-    assert error(got, expected) < 1e-6
+    assert_products(got, x, weight)
 
 
 @pytest.mark.parametrize(("scheme", "width"), KERNELS)
@@ -75,13 +77,12 @@ def test_what_is_as_many_as_it_is_for_goes_this_way(
 
     monkeypatch.setattr(Matrix, "by_panels", by_panels)
     parts, most = matrix(scheme, 70, 512), MOST_INPUTS[vectors.lanes()]
-    rounding = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 1e-6}[dtype]
     for count in (LEAST_INPUTS - 1, LEAST_INPUTS, most, most + 1):
         x = inputs(count, 512, dtype)
         got = linear(x, Matrix(*parts), None)
         assert got.dtype == dtype
         if count <= most:
-            assert error(got, x.double() @ meant(parts).T) < rounding
+            assert_products(got, x, meant(parts))
     assert counts == [LEAST_INPUTS, most]
 
 
