@@ -26,22 +26,31 @@ from rabbitllm.engine.llama4_experts import route_llama4
 from rabbitllm.engine.packed_weight import StoredMatrix
 from rabbitllm.engine.part import Share, with_others
 from rabbitllm.engine.placement import Budget, Placement
-from rabbitllm.engine.placing import place, ready_once
+from rabbitllm.engine.placing import least_bytes, place, ready_once
 from rabbitllm.engine.unit_source import UnitSource, source_of
 from rabbitllm.engine.units import find_units
 from rabbitllm.engine.weights import WeightMap, check_unused, map_weights
-from rabbitllm.errors import IncompleteCheckpointError, IncompleteSplitError, OptionError, RabbitLLMError
+from rabbitllm.errors import (
+    IncompleteCheckpointError,
+    IncompleteSplitError,
+    NotEnoughMemoryError,
+    OptionError,
+    RabbitLLMError,
+)
 from rabbitllm.formats.tensor_spec import torch_dtype
 from rabbitllm.layers.compression import Quantised
 from rabbitllm.layers.layer_store import WeightFiles
 from rabbitllm.layers.packed_products import Matrix, multiplies
 from rabbitllm.options import StreamOptions
+from rabbitllm.terminal import size
 
 logger = logging.getLogger(__name__)
 
 _CHECK_THE_SOURCE = (
     "Fetch the checkpoint again, its config.json and every file that its index names; undo changes of config.json."
 )
+FIXED_BYTES = 16 << 20
+"""That a pass of one token takes beside weights and buffers, at least: activations, tables, threads."""
 SCALES_IN_PLACE = frozenset({"rwkv"})
 """Model types whose forward changes weights, which a unit that is let go of would forget."""
 
@@ -142,6 +151,25 @@ def accept(store: WeightFiles, options: StreamOptions, home: Path, devices: Sequ
     """
     blueprint(store, options, home, devices)
     skeleton.check_tokenizer(home, options.trust_remote_code)
+
+
+def refuse_too_little_memory(drawn: Blueprint, devices: Sequence[Device]) -> None:
+    """Refuse to load a model of which not even a layer at a time fits the memory that this process may take.
+
+    Raises:
+        NotEnoughMemoryError: it does not; else the system would end the process in the first pass, without a word.
+    """
+    costs = unit_costs(drawn.model, drawn.sources, drawn.experts)
+    costs = [cost for cost in costs if any(placed.unit == cost.name for placed in drawn.placement.units)]
+    for device in devices:
+        least, unit = least_bytes(costs, drawn.placement, device.name)
+        free = device.free_bytes() if device.shares_host_memory else least
+        if least and least + FIXED_BYTES > free:
+            raise NotEnoughMemoryError(
+                f"A pass takes at least {size(least + FIXED_BYTES)} of memory"
+                f"{f' (its largest unit is {unit})' if unit else ''}; this process may take {size(free)}.",
+                "Compress more, end other processes, or raise the limit of the container or of `ulimit -v`.",
+            )
 
 
 def only_a_part(

@@ -1,4 +1,5 @@
-"""How much memory this process may still take: what the system has free, less what its control groups forbid.
+"""How much memory this process may still take: what the system has free, less what its control groups and limits
+forbid.
 
 A container's or a notebook's limit is that of a control group, which free memory of the machine does not show; groups
 lie in each other, and each may have a limit. Knows no models.
@@ -25,7 +26,7 @@ class GroupLimit:
     Attributes:
         version: of control groups, 1 or 2.
         folder: where its files are.
-        limit: bytes that all processes in it may take.
+        limit: bytes that all processes in it may take, or above which they are throttled (`memory.high`).
         room: what is left of them.
     """
 
@@ -36,10 +37,27 @@ class GroupLimit:
 
 
 def available_ram() -> int:
-    """Bytes this process may still take of the machine, and of every control group that it is in."""
+    """Bytes this process may still take of the machine, of every control group that it is in, and of its own limits."""
     import psutil
 
-    return min([int(psutil.virtual_memory().available), *_rooms_of_groups()])
+    return min([int(psutil.virtual_memory().available), *_rooms_of_groups(), *_rooms_of_limits()])
+
+
+def _rooms_of_limits(root: Path = Path("/")) -> list[int]:
+    """What RLIMIT_AS and RLIMIT_DATA of this process leave (Linux, getrlimit(2)).
+
+    Of the first, files that will be mapped are not taken off: what they need is not known here.
+    """
+    if sys.platform != "linux":
+        return []
+    import resource
+
+    rooms = []
+    for kind, field in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        limit = resource.getrlimit(kind)[0]
+        if limit != resource.RLIM_INFINITY:
+            rooms.append(max(limit - _status_bytes(root, field), 0))
+    return rooms
 
 
 def untouched_bytes(memory: memoryview) -> int:
@@ -83,6 +101,11 @@ def group_limits(root: Path = Path("/")) -> list[GroupLimit]:
     for folder, limit_name, kinds in _groups(root):
         try:
             limit = (folder / limit_name).read_text().strip()
+            high = folder / "memory.high"
+            if limit_name == "memory.max" and high.exists():
+                limit = min(
+                    limit, high.read_text().strip(), key=lambda said: int(said) if said.isdigit() else _NO_LIMIT
+                )
             lines = (folder / "memory.stat").read_text().splitlines()
             used = {key: int(nbytes) for key, nbytes in map(str.split, lines)}
         except (OSError, ValueError):
@@ -123,9 +146,14 @@ def _upwards(path: str) -> Iterator[PurePosixPath]:
 
 def _mapped_bytes(root: Path) -> int:
     """Pages of files, in memory, that this process maps."""
+    return _status_bytes(root, "RssFile")
+
+
+def _status_bytes(root: Path, field: str) -> int:
+    """A size that the system tells of this process (proc_pid_status(5)); 0 where it does not."""
     try:
         for line in (root / "proc/self/status").read_text().splitlines():
-            if line.startswith("RssFile:"):
+            if line.startswith(f"{field}:"):
                 return int(line.split()[1]) << 10
     except (OSError, ValueError):
         pass

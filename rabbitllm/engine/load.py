@@ -13,7 +13,7 @@ from accelerate.utils import send_to_device
 from torch import nn
 
 from rabbitllm.engine import published, skeleton
-from rabbitllm.engine.blueprint import SCALES_IN_PLACE, blueprint, only_a_part
+from rabbitllm.engine.blueprint import SCALES_IN_PLACE, blueprint, only_a_part, refuse_too_little_memory
 from rabbitllm.engine.costs import cache_room, held_bytes
 from rabbitllm.engine.devices import Device, resolve_devices
 from rabbitllm.engine.embedding_rows import can_bring_rows
@@ -72,6 +72,7 @@ def load_model(
         IncompleteSplitError: a tensor is missing or damaged; each is named.
         UnknownArchitectureError: transformers does not know the model.
         DeviceError: the device does not exist.
+        NotEnoughMemoryError: not even one layer at a time fits the memory that this process may take.
         MissingPackageError: the layers are compressed and bitsandbytes is not installed, or they are published
             quantised in a way that needs a package which is not.
     """
@@ -86,6 +87,7 @@ def load_model(
     drawn = blueprint(store, options, home, chosen)
     if share is not None:
         drawn = only_a_part(drawn, share, store, chosen, options)
+    refuse_too_little_memory(drawn, chosen)
     model, weights, sources, placement = drawn.model, drawn.weights, drawn.sources, drawn.placement
     by_name = {device.name: device for device in chosen}
     skeleton.materialise_buffers(model, _device_finder(placement, by_name), weights.absent)

@@ -239,6 +239,22 @@ def _kept_bytes(cost: UnitCost, budget: Budget) -> int:
     return cost.stored + (cost.scales if budget.is_host and cost.is_view else 0)
 
 
+def least_bytes(costs: Sequence[UnitCost], placement: Placement, device: str) -> tuple[int, str]:
+    """Bytes that a pass takes on a device at least, with nothing kept that can be streamed; and its largest unit.
+
+    These are the buffers of the largest unit that is streamed, what is made of it, and what has to stay.
+    """
+    there = {placed.unit for placed in placement.units if placed.device == device and placed.tier is Tier.STREAMED}
+    streamed = [cost for cost in costs if cost.name in there]
+    scratch = max((cost.ready for cost in streamed if not cost.is_view), default=0)
+    stays = ready_once(
+        cost for cost in costs if cost.must_stay and not cost.is_view and placement.of(cost.name).device == device
+    )
+    transit = sum(pool.transit * pool.slot for pool in placement.pools if pool.device == device)
+    largest = max(streamed, key=lambda cost: cost.stored + cost.ready, default=None)
+    return _slots(streamed) + scratch + stays + transit, largest.name if largest is not None else ""
+
+
 def _slots(costs: Sequence[UnitCost]) -> int:
     """Of the buffers, if these units are streamed."""
     return SLOTS * max((cost.stored + cost.scales for cost in costs), default=0)

@@ -17,7 +17,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
-from rabbitllm.ask.template import has_template
+from rabbitllm.ask.template import bounded_template, has_template
 from rabbitllm.chat.rendering import PLAIN_END, plain_text
 from rabbitllm.serve.refusal import Refusal, bad
 
@@ -99,14 +99,15 @@ class Template:
             plain = [{"role": message["role"], "content": message["content"] or ""} for message in messages]
             return [int(token) for token in self.tokenizer(plain_text(plain))["input_ids"]]
         try:
-            made = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] or None,
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=True,
-                **more,
-            )
+            with bounded_template():
+                made = self.tokenizer.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tools=[dict(tool) for tool in tools] or None,
+                    add_generation_prompt=True,
+                    tokenize=True,
+                    return_dict=True,
+                    **more,
+                )
             return [int(token) for token in made["input_ids"]]
         except Exception as error:  # whatever a program of the model's authors raises
             raise refused_by_template(error) from error

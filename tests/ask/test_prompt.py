@@ -7,8 +7,11 @@ import sys
 
 import pytest
 
+from rabbitllm.ask import template
 from rabbitllm.ask.prompt import joined, prompt_ids
 from rabbitllm.errors import OptionError
+from rabbitllm.serve.refusal import Refusal
+from rabbitllm.serve.templates import Template
 from tests.support.builders import make_tokenizer
 
 
@@ -94,6 +97,31 @@ def test_a_template_that_fails(template: str, why: str) -> None:
     tokenizer.chat_template = template
     with pytest.raises(OptionError, match=f"chat template does not take this: .*{why}"):
         prompt_ids(tokenizer, "Hello")
+
+
+TWICE = "{% for i in range(99999) %}{% for j in range(99999) %}"
+ENDLESS = {
+    "it calls itself without end": "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    "it takes more than": TWICE + "{% endfor %}{% endfor %}",
+    "it makes a text of more than": TWICE + "xxxxxxxx{% endfor %}{% endfor %}",
+    "it makes a text": "{% set n = namespace(x='xx') %}{% for i in range(64) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "it makes a": "{% set x = ['x' * 9999] * 9999 %}{% for y in x %}{{ y }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("why", ENDLESS)
+def test_a_template_that_does_not_end(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "takes" in why:
+        monkeypatch.setattr(template, "TEMPLATE_SECONDS", 0.5)
+    else:
+        monkeypatch.setattr(template, "TEMPLATE_LETTERS", 1 << 20)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = ENDLESS[why]
+    with pytest.raises(OptionError, match=f"chat template does not take this: {why}"):
+        prompt_ids(tokenizer, "Hello")
+    with pytest.raises(Refusal, match="chat template does not take this conversation"):
+        Template(tokenizer).ids([{"role": "user", "content": "Hello"}], [], {})
+    assert sys.gettrace() is None
 
 
 def test_an_empty_template_is_none() -> None:

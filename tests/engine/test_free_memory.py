@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from rabbitllm import AutoModel
 from rabbitllm.engine import devices, free_memory
 from rabbitllm.engine.devices import CpuDevice
 from rabbitllm.engine.free_memory import available_ram
+from rabbitllm.errors import NotEnoughMemoryError
+from tests.support.builders import build_checkpoint
+from tests.support.tiny_models import split
 
 V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
 LIMIT_V1 = "memory.limit_in_bytes"
@@ -88,6 +93,16 @@ def test_this_machine() -> None:
             [9000 - 1000 - 500, 9000 - 1000 - 700],
             id="libraries that another group brought",
         ),
+        pytest.param(
+            {f"{V2}/memory.max": "max", f"{V2}/memory.high": "900\n", f"{V2}/memory.stat": "anon 300\n"},
+            [600],
+            id="high",
+        ),
+        pytest.param(
+            {f"{V2}/memory.max": "500", f"{V2}/memory.high": "max\n", f"{V2}/memory.stat": "anon 300\n"},
+            [200],
+            id="high without a limit",
+        ),
         pytest.param({f"{V2}/memory.max": "1000", f"{V2}/memory.stat": "what is this"}, [], id="not understood"),
         pytest.param({"proc/self/cgroup": "nothing here\n\n:", f"{V2}/memory.max": "max"}, [], id="no groups named"),
     ],
@@ -97,6 +112,43 @@ def test_the_limits_of_control_groups(tmp_path: Path, files: dict[str, str], roo
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert free_memory._rooms_of_groups(tmp_path) == rooms
+
+
+LIMITS = """
+import resource, sys
+from rabbitllm.engine import free_memory
+from pathlib import Path
+import psutil
+Path(sys.argv[1], "proc/self").mkdir(parents=True)
+Path(sys.argv[1], "proc/self/status").write_text("VmSize: 3 kB\\nVmData: 5 kB\\n")
+assert free_memory._rooms_of_limits(Path(sys.argv[1])) == []
+resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
+assert free_memory._rooms_of_limits(Path(sys.argv[1])) == [(3 << 30) - (3 << 10)]
+resource.setrlimit(resource.RLIMIT_DATA, (2 << 30, 2 << 30))
+assert free_memory._rooms_of_limits(Path(sys.argv[1])) == [(3 << 30) - (3 << 10), (2 << 30) - (5 << 10)]
+used = psutil.Process().memory_info().vms
+assert free_memory.available_ram() <= (3 << 30) - used + (64 << 20)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system cannot be asked")
+def test_the_limits_of_the_process_itself(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", LIMITS, str(tmp_path)], check=True)
+
+
+def test_memory_for_less_than_a_layer_is_refused_before_the_first_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = build_checkpoint(tmp_path / "model", "llama")
+    split(folder)
+    monkeypatch.setattr(devices, "available_ram", lambda: 1 << 20)
+    with pytest.raises(
+        NotEnoughMemoryError, match=r"A pass takes at least .* of memory .*may take 1\.00 MiB"
+    ) as refused:
+        AutoModel.from_pretrained(folder, device="cpu", max_memory={"cpu": 0})
+    assert "its largest unit is " in refused.value.problem
+    monkeypatch.setattr(devices, "available_ram", lambda: 64 << 20)
+    AutoModel.from_pretrained(folder, device="cpu", max_memory={"cpu": 0})
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system cannot be asked")
