@@ -344,3 +344,19 @@ def test_extras_that_are_installed_exist() -> None:
     asked = {extra for text in PAGES.values() for extra in re.findall(r"pip install ['\"]\S*\[(\w+)\]", text)}
     assert asked
     assert {extra for extra in asked if f'"{extra}": [' not in told} == set()
+
+
+def test_what_counts_as_a_command() -> None:
+    page = (
+        "```bash\nmake demo  # and more\nrabbitllm ls \\\n  .\n```\n\n"
+        "```text\nfirst$ rabbitllm show a\na\n$ pip install .\n```\n\n"
+        "`rabbitllm verify --repair`, `rabbitllm ls \\| head`, `sudo python -m\nbenchmarks.moe`, "
+        "`rabbitllm … fails`, `make`\n"
+    )
+    found = list(shown_in("page", page))
+    assert [one.text for one in found] == [
+        *("make demo", "rabbitllm ls .", "rabbitllm show a", "pip install ."),
+        *("rabbitllm verify --repair", "rabbitllm ls | head", "sudo python -m benchmarks.moe"),
+    ]
+    assert [one.output.strip() for one in found if one.output.strip()] == ["a"]
+    assert [one.text for one in found if is_part(one)] == ["rabbitllm verify --repair"]
