@@ -199,8 +199,8 @@ def notes(runs: Sequence[LazyRun], rows: Sequence[str], nbytes: Mapping[str, int
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, write; not 0 if the bits differ."""
-    ours = [row for row in ROWS if row != "torchhacks"]
-    options = command_line.parsed(command_line.parser(__doc__, 7, ROWS), arguments, only=ours)
+    smallest = [OURS_TORCH, OURS_SAFETENSORS, "safe_open"]
+    options = command_line.parsed(command_line.parser(__doc__, 7, ROWS), arguments, only=smallest)
     command_line.settle(options, "lazy_load")
     rows = list(options.only)
     packages, failed = install_torchhacks(options.work_dir) if "torchhacks" in rows else ([], None)

@@ -276,7 +276,7 @@ def ask(port: str, server: subprocess.Popen[str]) -> None:
 
 
 def labels(text: str) -> list[str]:
-    """What lines begin with, as far as no figure and no width matters."""
+    """What lines of a page begin with, as far as no figure and no width matters."""
     found = [re.split(r"  |: |\d", line.strip())[0].strip() for line in text.splitlines() if LABEL.match(line)]
     return [label for label in found if label and label not in NO_LABELS]
 
@@ -307,7 +307,9 @@ def test_command(text: str, scene: Scene, local_hub: LocalHub, tmp_path: Path) -
         return
     said = started(shown, scene, tmp_path / "hub")
     if text not in ON_A_TERMINAL:
-        assert [label for label in labels(shown.output) if label not in labels(said)] == [], said
+        assert [label for label in labels(shown.output) if not re.search(rf"(?<!\S){re.escape(label)}", said)] == [], (
+            said
+        )
 
 
 @pytest.mark.parametrize("text", OF_BENCHMARKS, ids=OF_BENCHMARKS)
@@ -342,3 +344,19 @@ def test_extras_that_are_installed_exist() -> None:
     asked = {extra for text in PAGES.values() for extra in re.findall(r"pip install ['\"]\S*\[(\w+)\]", text)}
     assert asked
     assert {extra for extra in asked if f'"{extra}": [' not in told} == set()
+
+
+def test_what_counts_as_a_command() -> None:
+    page = (
+        "```bash\nmake demo  # and more\nrabbitllm ls \\\n  .\n```\n\n"
+        "```text\nfirst$ rabbitllm show a\na\n$ pip install .\n```\n\n"
+        "`rabbitllm verify --repair`, `rabbitllm ls \\| head`, `sudo python -m\nbenchmarks.moe`, "
+        "`rabbitllm … fails`, `make`\n"
+    )
+    found = list(shown_in("page", page))
+    assert [one.text for one in found] == [
+        *("make demo", "rabbitllm ls .", "rabbitllm show a", "pip install ."),
+        *("rabbitllm verify --repair", "rabbitllm ls | head", "sudo python -m benchmarks.moe"),
+    ]
+    assert [one.output.strip() for one in found if one.output.strip()] == ["a"]
+    assert [one.text for one in found if is_part(one)] == ["rabbitllm verify --repair"]

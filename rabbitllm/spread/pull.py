@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rabbitllm.pull.make import Pulled, Wish, pull
+from rabbitllm.spread.batch import everywhere
 from rabbitllm.spread.cluster import connected, say
 from rabbitllm.spread.ray_hands import RayHands
 from rabbitllm.terminal import counted
@@ -23,4 +24,4 @@ def pull_on(address: str, wish: Wish, at_once: int | None = None) -> Pulled:
     with connected(address) as nodes:
         hands = RayHands(nodes, at_once, quantises=wish.compression is not None)
         say(f"{counted(len(nodes), 'machine')}, up to {counted(hands.at_once, 'shard')} at a time")
-        return pull(wish, hands)
+        return pull(everywhere(wish), hands)
