@@ -60,7 +60,7 @@ def assert_products(
 
 
 def assert_as_near(found: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, *, routed: bool = False) -> None:
-    """A model's numbers have at most twice the error of transformers' in the same dtype: they lose one bit more at most.
+    """A model's numbers have at most twice the error (one bit) of transformers' in the same dtype.
 
     Args:
         found: as the package computes them.
