@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from rabbitllm.layers import vectors
+from rabbitllm.layers.code_tables import PAIRS
 from tools import matrix
-from tools.matrix import Cell, InstructionSet, cpu_flags, environment_of, main, read_report
+from tools.matrix import SETS, Cell, InstructionSet, cpu_flags, environment_of, main, read_report, run_cell
 
 FLAGS = "processor\t: 0\nflags\t\t: fpu avx2 fma\n\nprocessor\t: 1\nflags\t\t: avx512f\n"
 KERNELS = "tests/layers/test_panel_products.py::test_what_is_not_a_number_stays_so"
@@ -19,6 +21,14 @@ def test_a_model_without_vectors_and_with_several_threads(capsys: pytest.Capture
     """The smallest part of the matrix: no kernel of the package, and torch's for SSE alone."""
     assert main(["--set", "sse4", "--threads", "2", CODES, KERNELS]) == 0
     assert capsys.readouterr().out == "sse4       2 threads      1 passed    0 failed\n"
+
+
+@pytest.mark.skipif(vectors.lanes() < 8, reason="emulated on AVX2")
+def test_kernels_for_pairs_of_bfloat16_run_here() -> None:
+    """By emulation: the smaller of the two, since the other takes minutes to compile."""
+    kernels = "tests/layers/test_packed_products.py::test_every_kernel_that_this_processor_can_run"
+    cell = run_cell(SETS[-1], 1, [f"{kernels}[4bit-{width}]" for width in (16, PAIRS)])
+    assert (cell.set_name, cell.passed, cell.failed) == ("emulated", 2, ())
 
 
 def test_what_fails_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from rabbitllm.serve.embeddings import MOST_TOKENS, Recipe, groups, recipe_in
 from tests.serve.serving import NAME, PATIENT, Running, running
 from tests.support.builders import build_checkpoint
+from tests.support.rounding import assert_as_near
 from tests.support.tiny_models import split
 
 TEXTS = ["the rain", "and then there was a longer one in the rain", "x"]
@@ -104,16 +105,21 @@ def states(checkpoint: Path, served: Running) -> list[torch.Tensor]:
         return [plain(**served.model.tokenizer(text, return_tensors="pt")).last_hidden_state[0] for text in TEXTS]
 
 
-def test_vectors_are_those_of_the_model_alone(served: Running, states: list[torch.Tensor]) -> None:
+def test_vectors_are_those_of_the_model_alone(checkpoint: Path, served: Running, states: list[torch.Tensor]) -> None:
     client = served.openai()
     wanted = [torch.nn.functional.normalize(state[-1], dim=0).tolist() for state in states]
+    plain = transformers.AutoModel.from_pretrained(checkpoint, dtype=torch.float64).eval()
+    with torch.inference_mode():
+        given = [served.model.tokenizer(text, return_tensors="pt") for text in TEXTS]
+        exact = torch.stack([plain(**one).last_hidden_state[0, -1] for one in given])
+    exact = torch.nn.functional.normalize(exact, dim=-1)
     alone = [
         client.embeddings.create(model=NAME, input=text, encoding_format="float").data[0].embedding for text in TEXTS
     ]
     assert alone == wanted
     found = client.embeddings.create(model=NAME, input=TEXTS, encoding_format="float")
     together = [one.embedding for one in found.data]
-    assert np.allclose(together, wanted, atol=1e-6, rtol=0)
+    assert_as_near(torch.tensor(together), torch.tensor(wanted), exact)
     assert [one.index for one in found.data] == [0, 1, 2]
     assert found.usage.prompt_tokens == sum(map(len, states))
     coded = client.embeddings.create(model=NAME, input=TEXTS)  # as base64, unless one says otherwise

@@ -1,8 +1,8 @@
 """The kernels for AVX-512, with and without its products of bfloat16, on a processor that has neither.
 
-LLVM makes two vectors of a processor's own of one of 16 lanes. Only instructions that the kernels ask for by name are
-written out here, of the same arithmetic: what a permutation gives, and VDPBF16PS, which adds the product of the odd
-ones of two pairs before that of the even ones, in float32. The rest is the kernels' own code, loops and tables.
+LLVM compiles a vector of 16 lanes to two vectors of 8. Only the instructions that the kernels name themselves are
+emulated here: permutations, and VDPBF16PS, which adds the product of the odd elements of two pairs before that of the
+even ones, in float32. The rest is the code, loops and tables of the kernels.
 
 Machine code that was made with this must not be kept with the package's own: NUMBA_CACHE_DIR says where else.
 """
@@ -56,7 +56,7 @@ def _defined(emit: Emitter, name: str, body: Callable[..., Any], result: ir.Type
 
 
 def _permuted(b: Any, table: Any, indices: Any, bits: int) -> Any:
-    """table[indices & bits], lane by lane, from a copy in memory: LLVM would write it there anew for each lane."""
+    """table[indices & bits], lane by lane, from a copy in memory: LLVM would write it there again for each lane."""
     kept = b.alloca(table.type)
     b.store(table, kept)
     first = b.bitcast(kept, table.type.element.as_pointer())
