@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from rabbitllm import AutoModel
+from rabbitllm.engine.devices import _warn_of_no_cuda
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import (
     IncompleteSplitError,
@@ -175,8 +176,12 @@ def test_the_default_device_falls_back_to_the_cpu(
     checkpoint: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    _warn_of_no_cuda.cache_clear()
     with caplog.at_level(logging.WARNING, "rabbitllm"):
         model = AutoModel.from_pretrained(checkpoint)
+    assert warnings_of(caplog) == []  # no GPU was asked for
+    with caplog.at_level(logging.WARNING, "rabbitllm"):
+        AutoModel.from_pretrained(checkpoint, device="cuda:0")
     assert warnings_of(caplog) == ["CUDA is not available on this machine; the model runs on the CPU."]
     assert model.device == torch.device("cpu")
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from rabbitllm.ask.answer import END, INTERRUPTED, Answer
 from rabbitllm.profiling.passes import PROMPT, PassSums
 from rabbitllm.profiling.totals import COMPUTE, DEQUANTISE, NOTHING, READ_WAIT, UPLOAD_WAIT
-from rabbitllm.terminal import counted, put_fact
+from rabbitllm.terminal import counted, put_fact, size
 
 _STAGES = {READ_WAIT: "waiting for the disk", UPLOAD_WAIT: "waiting for copies", DEQUANTISE: "dequantising"}
 _NAMES = {True: "prompt", False: "each token"}
@@ -40,8 +40,7 @@ def _where(total: PassSums) -> str:
     rest = 1 - sum(parts.values()) / total.wall
     shares += [f"between layers {rest:.0%}"] if rest >= 0.005 else []
     read = total.disk_bytes / total.passes
-    amount = f", {read / 1e9:.2f} GB" if read >= 1e7 else f", {read / 1e6:.2f} MB"
-    return f"{mean:.3f} s: {', '.join(shares)}{amount if read else ', nothing'} read"
+    return f"{mean:.3f} s: {', '.join(shares)}, {size(round(read)) if read else 'nothing'} read"
 
 
 def how_it_ended(answer: Answer, most_tokens: int, *, raw: bool = False) -> Text | None:

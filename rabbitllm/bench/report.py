@@ -10,7 +10,7 @@ from rich.text import Text
 from rabbitllm.bench.measure import Measured
 from rabbitllm.profiling.passes import FURTHER, PassSums
 from rabbitllm.profiling.totals import COMPUTE, DEQUANTISE, NOTHING, READ, READ_WAIT, UPLOAD_WAIT, copies_of
-from rabbitllm.terminal import counted, harmless, put, put_fact
+from rabbitllm.terminal import counted, harmless, put, put_fact, size
 
 BAR = 36
 """Columns of a whole."""
@@ -75,7 +75,7 @@ def _facts(measured: Measured) -> Iterator[tuple[str, str]]:
     yield "overlap", f"{further.overlap:.0%} (the longer of moving and computing, of the wall time)"
     yield "limit", further.bottleneck or "none"
     if measured.peak is not None:
-        yield "peak memory", f"{measured.peak / 1e9:.2f} GB, pages of mapped files included"
+        yield "peak memory", f"{size(measured.peak)}, pages of mapped files included"
 
 
 def _turns(measured: Measured) -> str:
@@ -85,16 +85,12 @@ def _turns(measured: Measured) -> str:
 def _bytes(measured: Measured, further: PassSums) -> Iterator[str]:
     read, copied = further.stages.get(READ, NOTHING), copies_of(further.stages)
     if read.nbytes:
-        yield f"{_gb(measured.per_token(read.nbytes))} from the disk at {_rate(read.nbytes, read.busy_seconds)}"
+        yield f"{size(round(measured.per_token(read.nbytes)))} from the disk at {_rate(read.nbytes, read.busy_seconds)}"
     if copied.nbytes:
-        yield f"{_gb(measured.per_token(copied.nbytes))} copied at {_rate(copied.nbytes, copied.busy_seconds)}"
+        yield f"{size(round(measured.per_token(copied.nbytes)))} copied at {_rate(copied.nbytes, copied.busy_seconds)}"
     for where, nbytes in measured.in_place.items():
-        yield f"{_gb(nbytes / measured.request.batch)} in memory ({where})"
-
-
-def _gb(nbytes: float) -> str:
-    return f"{nbytes / 1e9:.3f} GB" if nbytes < 1e10 else f"{nbytes / 1e9:.1f} GB"
+        yield f"{size(round(nbytes / measured.request.batch))} in memory ({where})"
 
 
 def _rate(nbytes: int, seconds: float) -> str:
-    return f"{nbytes / seconds / 1e9:.2f} GB/s"
+    return f"{size(round(nbytes / seconds))}/s"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -68,24 +70,31 @@ def root(
     """Options that come before a subcommand."""
 
 
+def _add(name: str, panel: str, function: Callable[..., None]) -> None:
+    """A command, with the paragraphs of its help in one line each, which the terminal's width then wraps."""
+    paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
+    shown = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    app.command(name=name, rich_help_panel=panel, help=shown)(function)
+
+
 USE, KEEP, LOOK = "Get and run", "What is here", "Look and measure"
-app.command(name="doctor", rich_help_panel=USE)(doctor_command)
-app.command(name="plan", rich_help_panel=USE)(plan_command)
-app.command(name="pull", rich_help_panel=USE)(pull_command)
-app.command(name="run", rich_help_panel=USE)(run_command)
-app.command(name="chat", rich_help_panel=USE)(chat_command)
-app.command(name="serve", rich_help_panel=USE)(serve_command)
-app.command(name="batch", rich_help_panel=USE)(batch_command)
-app.command(name="worker", rich_help_panel=USE)(worker_command)
-app.command(name="ls", rich_help_panel=KEEP)(ls_command)
-app.command(name="show", rich_help_panel=KEEP)(show_command)
-app.command(name="verify", rich_help_panel=KEEP)(verify_command)
-app.command(name="rm", rich_help_panel=KEEP)(rm_command)
-app.command(name="inspect", rich_help_panel=LOOK)(inspect_command)
-app.command(name="convert", rich_help_panel=LOOK)(convert_command)
-app.command(name="bench", rich_help_panel=LOOK)(bench_command)
-app.command(name="quality", rich_help_panel=LOOK)(quality_command)
-app.command(name="demo", rich_help_panel=LOOK)(demo)
+_add("doctor", USE, doctor_command)
+_add("plan", USE, plan_command)
+_add("pull", USE, pull_command)
+_add("run", USE, run_command)
+_add("chat", USE, chat_command)
+_add("serve", USE, serve_command)
+_add("batch", USE, batch_command)
+_add("worker", USE, worker_command)
+_add("ls", KEEP, ls_command)
+_add("show", KEEP, show_command)
+_add("verify", KEEP, verify_command)
+_add("rm", KEEP, rm_command)
+_add("inspect", LOOK, inspect_command)
+_add("convert", LOOK, convert_command)
+_add("bench", LOOK, bench_command)
+_add("quality", LOOK, quality_command)
+_add("demo", LOOK, demo)
 
 
 def main() -> None:

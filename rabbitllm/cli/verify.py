@@ -11,6 +11,7 @@ import typer
 from rabbitllm.cli.arguments import FolderOption, JsonOption, ModelArgument, WhichSplitOption, put_json
 from rabbitllm.layers.layer_store import Manifest
 from rabbitllm.layers.verify import Verification, verify
+from rabbitllm.terminal import size
 
 
 def verify_command(
@@ -68,7 +69,7 @@ def _verify_and_show(folder: Path) -> Verification:
 
 
 def _report(found: Verification, seconds: float) -> str:
-    rate = f"{found.nbytes / 1e9:.2f} GB read in {seconds:.1f} s"
+    rate = f"{size(found.nbytes)} read in {seconds:.1f} s"
     if found.manifest is None:
         head = f"{found.folder}: {found.files} layers of RabbitLLM 1.1, which wrote no checksums"
         sound = "sound as far as headers and shapes tell"

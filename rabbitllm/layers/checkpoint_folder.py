@@ -36,6 +36,7 @@ from rabbitllm.formats.safetensors_file import Placed, encode_header
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME
 from rabbitllm.layers.order import TENSOR_ALIGNMENT
+from rabbitllm.terminal import size
 
 WORK_NAME = ".saving"
 """The folder of ours inside the target."""
@@ -182,8 +183,8 @@ def _require_room(folder: Path, shards: Sequence[Shard], beside: Mapping[str, by
     free = shutil.disk_usage(at).free
     if need > free:
         raise NotEnoughSpaceException(
-            f"Saving into {folder} takes {need / 1e9:.2f} GB; {free / 1e9:.2f} GB are free on the disk of {at}.",
-            f"Free {(need - free) / 1e9:.2f} GB there, or name a folder on another disk.",
+            f"Saving into {folder} takes {size(need)}; {size(free)} are free on the disk of {at}.",
+            f"Free {size(need - free)} there, or name a folder on another disk.",
         )
 
 

@@ -19,7 +19,7 @@ from rabbitllm.planning.mixture_report import show_mixture
 from rabbitllm.splitter.anatomy import Anatomy, Group
 from rabbitllm.splitter.forecast import Forecast, Outlook, Rate, Route, least, missing_bytes
 from rabbitllm.splitter.plan import gib, gib_rounded_up
-from rabbitllm.terminal import counted, large, put, put_fact
+from rabbitllm.terminal import counted, large, put, put_fact, size
 
 GROUPS_SHOWN = 3
 _ROUTES: Mapping[str, str] = {
@@ -99,7 +99,7 @@ def _facts(forecast: Forecast) -> Iterator[tuple[str, str]]:
         yield "free disk", f"{gib(disk.free_bytes)} at {disk.folder}{stays}"
     if forecast.max_disk is not None:
         yield "max_disk", f"{gib(forecast.max_disk)} for all that the split creates"
-    yield "memory", f"the split itself takes at most {forecast.memory_bytes / 1e6:.0f} MB"
+    yield "memory", f"the split itself takes at most {size(forecast.memory_bytes)}"
 
 
 def _of_anatomy(anatomy: Anatomy) -> Iterator[tuple[str, str]]:

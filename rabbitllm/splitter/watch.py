@@ -21,10 +21,10 @@ from typing import Any
 
 from rabbitllm.errors import FULL_ERRORS, DiskFullError
 from rabbitllm.progress import DiskSampled, tell
+from rabbitllm.terminal import size
 
 DISK_SHARE = 0.01
 """Part of a core that may go into summing the folder's files; with very many of them that is done less often."""
-GB = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +93,8 @@ class Watch:
         if self._lowest_free >= self._min_free:
             return
         raise DiskFullError(
-            f"Only {self._lowest_free / GB:.2f} GB were free at {self._folder}, less than min_free_disk "
-            f"({self._min_free / GB:.2f} GB). The split stopped; everything done so far is safe.",
+            f"Only {size(self._lowest_free)} were free at {self._folder}, less than min_free_disk "
+            f"({size(self._min_free)}). The split stopped; everything done so far is safe.",
             "Free some space and make the same call again: it goes on where it stopped. Or lower min_free_disk.",
         )
 

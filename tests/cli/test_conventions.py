@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,16 @@ def test_the_example_of_each_command_is_one(name: str) -> None:
         given = [parameter for parameter in command.params if context.params[parameter.name] != parameter.default]
     assert len(given) >= min(1, len(arguments))
     assert example[1] in help_of(name)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_wrapped_at_the_width_of_the_terminal(name: str) -> None:
+    """And nowhere else: a line of a paragraph is ended by the width, or by the paragraph's end."""
+    shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "80"}).stdout
+    told = [line.strip() for line in shown.partition("╭")[0].splitlines()]
+    for line, following in pairwise(told):
+        if line and following:
+            assert len(f"{line} {following.split()[0]}") > 78, (line, following)
 
 
 def test_every_model_is_named_in_the_same_way() -> None:

@@ -81,7 +81,8 @@ def test_statistics_are_on_stderr(checkpoint: Path) -> None:
     assert result.stdout.rstrip("\n") == expected(checkpoint, PROMPT).rstrip("\n")
     for fact in ("load", "prompt", "first token", "answer", "each token"):
         assert re.search(rf"^{fact} +\S", result.stderr, re.MULTILINE), fact
-    assert re.search(r"^each token +[\d.]+ s: .*computing \d+%.*, [\d.]+ MB read", result.stderr, re.MULTILINE)
+    said = r"^each token +[\d.]+ s: .*computing \d+%.*, [\d.,]+ (MiB|bytes) read"
+    assert re.search(said, result.stderr, re.MULTILINE)
     assert "dequantising" not in result.stderr
     packed = run(str(checkpoint), PROMPT, "--raw", *SHORT, *streamed, "--compression", "4bit")
     assert "dequantising" in packed.stderr

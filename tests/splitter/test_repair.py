@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,7 @@ def test_command_on_a_sound_directory(made: Path, local_hub: LocalHub) -> None:
     assert code == 0
     assert "9 layers, 4bit, of acme/tiny at " in text
     assert "sound: every checksum, shape and tensor is as written" in text
+    assert re.search(r"\([\d.,]+ (MiB|bytes) read in [\d.]+ s\)", text)
     assert local_hub.requests == []
 
 

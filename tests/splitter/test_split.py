@@ -869,7 +869,7 @@ def test_disk_that_others_fill_stops_the_split_before_it_is_full(
             for _ in range(2):  # with the second look the watch has seen what came of the first one
                 assert looks.acquire(timeout=60)
 
-    with progress.listening(fill), pytest.raises(DiskFullError, match=r"Only 1.00 GB were free") as stopped:
+    with progress.listening(fill), pytest.raises(DiskFullError, match=r"Only 953.67 MiB were free") as stopped:
         split(model)
     assert "Free some space and make the same call again" in stopped.value.remedy
     assert names_in(model, "*.safetensors") == list(SHARDS[1:])

@@ -16,6 +16,7 @@ import pytest
 from rabbitllm.errors import DiskFullError, SplitError
 from rabbitllm.splitter import watch as watch_module
 from rabbitllm.splitter.watch import DISK_SHARE, Watch, disk_bytes
+from rabbitllm.terminal import size
 
 MB = 1 << 20
 SHORT = 0.01
@@ -55,7 +56,7 @@ def test_too_little_free_space_is_seen_at_once(tmp_path: Path) -> None:
     assert isinstance(full.value, SplitError)
     found = watch.peaks.lowest_free_bytes
     assert full.value.problem == (
-        f"Only {found / 1e9:.2f} GB were free at {tmp_path}, less than min_free_disk ({wanted / 1e9:.2f} GB). "
+        f"Only {size(found)} were free at {tmp_path}, less than min_free_disk ({size(wanted)}). "
         "The split stopped; everything done so far is safe."
     )
     assert full.value.remedy == (
