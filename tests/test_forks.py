@@ -10,7 +10,7 @@ import pytest
 
 from rabbitllm.errors import ForkedError
 from rabbitllm.forks import Origin, Workers, direct_read, own_lock
-from tests.engine.test_in_forks import PATIENCE, in_a_fork
+from tests.support.forked import PATIENCE, in_a_fork
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 

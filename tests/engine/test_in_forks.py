@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from rabbitllm.layers.layer_store import LayerStore
 from rabbitllm.options import StreamOptions
 from tests.support.builders import FAMILIES, build_checkpoint
 from tests.support.fake_gpu import FakeGpu
+from tests.support.forked import PATIENCE, in_a_fork
 from tests.support.one_tiny_model import checkpoint, split_folder
 from tests.support.tiny_models import INPUT, budget_that_keeps, load, split
 
@@ -34,32 +33,6 @@ __all__ = ["checkpoint", "split_folder"]
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 
 STREAMED = 60_000
-PATIENCE = 60
-"""Seconds after which a child that hangs is ended."""
-
-
-def in_a_fork(work: Callable[[], Any]) -> Any:
-    """What `work` returns or raises in a forked child."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(PATIENCE)
-        try:
-            result: Any = work()
-        except BaseException as error:
-            result = error
-        with os.fdopen(writing, "wb") as out:
-            pickle.dump(result, out)
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as found:
-        data = found.read()
-    assert os.waitpid(child, 0)[1] == 0, "the child hung, or died"
-    result = pickle.loads(data)
-    if isinstance(result, BaseException):
-        raise result
-    return result
 
 
 def logits(model: Any) -> list[Any]:

@@ -17,10 +17,11 @@ from transformers import DynamicCache
 
 from rabbitllm.batching.batch import Batch
 from rabbitllm.engine.placement import READY, Tier
-from rabbitllm.errors import HostGoneError, HostsError, OptionError
+from rabbitllm.errors import ForkedError, HostGoneError, HostsError, OptionError
 from rabbitllm.options import Hosts
 from rabbitllm.pipeline.spans import Span
 from tests.support.builders import build_checkpoint
+from tests.support.forked import in_a_fork
 from tests.support.spread_models import Crew, load_part, spread
 from tests.support.tiny_models import INPUT, load, plain_model, split
 
@@ -229,6 +230,13 @@ def test_an_error_in_a_worker_is_the_callers_and_the_next_pass_is_sound(
             model(INPUT)
     with torch.inference_mode():
         assert same(model(INPUT).logits, plain(INPUT).logits)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_is_refused(model: Any, plain: Any) -> None:
+    with pytest.raises(ForkedError, match="A model whose layers are on several hosts belongs to process"):
+        in_a_fork(lambda: model(INPUT).logits.tolist())
+    assert same(model(INPUT).logits, plain(INPUT).logits)
 
 
 def test_a_batch_of_requests_is_refused(model: Any) -> None:
