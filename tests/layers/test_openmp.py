@@ -15,7 +15,7 @@ import torch
 from numba import types
 
 from rabbitllm.layers.openmp import torchs_team
-from rabbitllm.layers.vectors import asked
+from rabbitllm.layers.vectors import asked, lanes
 
 pytestmark = pytest.mark.skipif(torchs_team() is None, reason="torch has no libgomp here")
 
@@ -40,6 +40,7 @@ def test_every_thread_of_the_team_runs_it_once(threads: int) -> None:
         assert data[1:].tolist() == [1] * threads + [0] * (8 - threads)
 
 
+@pytest.mark.skipif(not lanes(), reason="no vectors of a kind that is used here")
 @pytest.mark.parametrize("limit", [3, pytest.param(1, marks=pytest.mark.long)])
 def test_a_team_of_fewer_threads_than_asked_for_does_all_of_the_work(limit: int) -> None:
     """As where the number of threads is limited: in a process of its own, since libgomp reads that once."""

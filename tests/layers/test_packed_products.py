@@ -262,6 +262,7 @@ def test_codes_that_mean_what_no_kernel_has_are_dequantised() -> None:
     assert not result[5].any()
 
 
+@needs_kernel
 def test_several_threads_of_python_at_a_time() -> None:
     parts = Matrix(*matrix("4bit", 512, 1024))
     batches = [inputs(count, 1024) for count in (1, 2, 3, 4, 5, 6, 7, 8)]
