@@ -162,8 +162,9 @@ def refuse_too_little_memory(drawn: Blueprint, devices: Sequence[Device]) -> Non
     costs = unit_costs(drawn.model, drawn.sources, drawn.experts)
     costs = [cost for cost in costs if any(placed.unit == cost.name for placed in drawn.placement.units)]
     for device in devices:
-        least, unit = least_bytes(costs, drawn.placement, device.name)
-        free = device.free_bytes() if device.shares_host_memory else least
+        if not device.shares_host_memory:  # a GPU says by itself that it is full, and its process goes on
+            continue
+        (least, unit), free = least_bytes(costs, drawn.placement, device.name), device.free_bytes()
         if least and least + FIXED_BYTES > free:
             raise NotEnoughMemoryError(
                 f"A pass takes at least {size(least + FIXED_BYTES)} of memory"
