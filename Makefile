@@ -45,9 +45,10 @@ fuzz: $(VENV)/.fuzz
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/mypy --platform win32 --no-warn-unreachable --cache-dir .mypy_cache/win32
-	$(BIN)/mypy --platform darwin --no-warn-unreachable --cache-dir .mypy_cache/darwin
+	$(BIN)/mypy & first=$$!; \
+	$(BIN)/mypy --platform win32 --no-warn-unreachable --cache-dir .mypy_cache/win32 & second=$$!; \
+	$(BIN)/mypy --platform darwin --no-warn-unreachable --cache-dir .mypy_cache/darwin & third=$$!; \
+	wait $$first && wait $$second && wait $$third
 
 clean:
 	rm -rf $(VENV) build demo-work *.egg-info
