@@ -36,6 +36,14 @@ settings.load_profile("ci")
 if os.environ.get("RABBITLLM_TEST_VECTORS") == "emulated":
     emulated_vectors.install()
 
+if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+    # without fused multiply-add, bitsandbytes' 8bit table has other last bits than everywhere else (`int8_code`)
+    import bitsandbytes.functional
+
+    from rabbitllm.layers.compression.library import int8_table
+
+    bitsandbytes.functional.name2qmap["dynamic"] = int8_table(torch.device("cpu"))
+
 BITS = (
     *("ask/test_answer.py", "test_auto_model.py", "bulk/test_generation.py", "bulk/test_likelihoods.py"),
     *(f"batching/test_{name}.py" for name in ("batch", "caches", "families", "packed", "row_products", "rows")),

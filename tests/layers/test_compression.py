@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import sys
@@ -35,6 +36,7 @@ from rabbitllm.layers.compression import (
     schemes,
     stored_form,
 )
+from rabbitllm.layers.compression.library import int8_code
 from tests.support.builders import read_tensors
 from tests.support.one_thread import one_thread as one_thread
 
@@ -396,3 +398,10 @@ def test_state_of_another_shape() -> None:
             read_state("w", "4bit", parts, json.dumps(state | {"shape": shape}).encode())
     assert read_state("w", "4bit", parts, json.dumps(state | {"shape": [67, 65]}).encode()).shape == (67, 65)
     assert math.prod((67, 65)) == 4355
+
+
+def test_the_8bit_table_is_that_of_bitsandbytes_with_fused_multiply_add() -> None:
+    digest = "e732639a65f4"  # of create_dynamic_map on AVX2; dad4c269c324 without fused multiply-add
+    assert hashlib.sha256(int8_code()).hexdigest().startswith(digest)
+    if torch.backends.cpu.get_cpu_capability() != "DEFAULT":
+        assert bytes(functional.create_dynamic_map().numpy()) == int8_code()

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rabbitllm.errors import MissingPackageError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @functools.cache
@@ -43,5 +47,30 @@ def nf4_map() -> bytes:
 
 @functools.cache
 def int8_code() -> bytes:
-    """What the 256 codes of 8bit, and of scales that are quantised themselves, mean, float32, rising."""
-    return bytes(functional().create_dynamic_map().numpy())
+    """What the 256 codes of 8bit, and of scales that are quantised themselves, mean, float32, rising.
+
+    The values of bitsandbytes' `create_dynamic_map`. That one uses `torch.linspace`, whose last bits differ where a
+    processor has no fused multiply-add. These are the same on every machine: those of a processor that has it.
+    """
+    import numpy as np
+
+    tenth, one = np.float32(0.1), np.float32(1)
+    values = [np.float32(0), one]
+    for exponent in range(-6, 1):
+        parts = 2 ** (exponent + 6)
+        step = float((one - tenth) / np.float32(parts))
+        edges = [
+            np.float32(float(tenth) + step * k if k < (parts + 1) // 2 else 1 - step * (parts - k))
+            for k in range(parts + 1)
+        ]
+        for low, high in itertools.pairwise(edges):
+            value = np.float32(10.0**exponent) * ((low + high) / np.float32(2))
+            values += [value, -value]
+    return np.sort(np.array(values, np.float32)).tobytes()
+
+
+def int8_table(device: torch.device) -> torch.Tensor:
+    """`int8_code` as a tensor, float32 (256,)."""
+    import torch
+
+    return torch.frombuffer(bytearray(int8_code()), dtype=torch.float32).to(device)

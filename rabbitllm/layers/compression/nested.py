@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
 from rabbitllm.layers.compression.forms import Settling
-from rabbitllm.layers.compression.library import functional
+from rabbitllm.layers.compression.library import functional, int8_table
 from rabbitllm.layers.compression.schemes import NESTED_BLOCK, NF4_BLOCK, SCALE_BYTES
 from rabbitllm.layers.compression.states import Quantised, nested_state
 
@@ -50,7 +50,7 @@ def settled(form: Settling, read: ReadScales) -> Iterator[tuple[int, int, memory
     for first, length in _runs(count):
         with np.errstate(invalid="ignore"):  # of weights that are infinite
             values = torch.from_numpy(read(first, length) - offset)
-        codes, state = functional().quantize_blockwise(values, blocksize=NESTED_BLOCK)
+        codes, state = functional().quantize_blockwise(values, int8_table(values.device), blocksize=NESTED_BLOCK)
         yield 0, first, codes.numpy().data.cast("B")
         yield 1, first // NESTED_BLOCK * SCALE_BYTES, state.absmax.numpy().data.cast("B")
     yield 2, 0, memoryview(nested_state(form.of.dtype, form.of.shape, float(offset)))

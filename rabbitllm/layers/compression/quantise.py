@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rabbitllm.formats.tensor_spec import torch_dtype
 from rabbitllm.layers.compression.fitting import quantise_fitted
-from rabbitllm.layers.compression.library import functional, int8_code, nf4_map
+from rabbitllm.layers.compression.library import functional, int8_code, int8_table, nf4_map
 from rabbitllm.layers.compression.schemes import CODES, INT8_BLOCK, NF4_BLOCK
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def _quantise_with_bitsandbytes(
     if scheme == "4bit":
         codes, state = functional().quantize_4bit(values, blocksize=NF4_BLOCK, quant_type="nf4")
     else:
-        codes, state = functional().quantize_blockwise(values, blocksize=INT8_BLOCK)
+        codes, state = functional().quantize_blockwise(values, int8_table(values.device), blocksize=INT8_BLOCK)
     return _bytes_of(codes), _bytes_of(state.absmax)
 
 
