@@ -66,7 +66,7 @@ def _telling_at_signals(folder: Path) -> Iterator[None]:
             with contextlib.suppress(OSError):  # the terminal may be gone; a print could be under way, so no print
                 os.write(2, f"\n{_state(folder)}\n{_way_on()}\n".encode())
         signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+        signal.raise_signal(number)
 
     names = ("SIGTERM", "SIGHUP")
     ours = [n for n in (getattr(signal, name, None) for name in names) if n and signal.getsignal(n) == signal.SIG_DFL]

@@ -164,7 +164,8 @@ def test_what_is_said_of_it(model: Any) -> None:
     assert "a second after the first" in text
     assert "each token" in text
     assert "computing" in text
-    assert how_it_ended(Answer("", (2,), 1, END, 0.1, 0.1), 5) is None
+    assert how_it_ended(Answer("2", (5, 2), 1, END, 0.1, 0.1), 5) is None
+    assert "the answer is empty" in str(how_it_ended(Answer("", (2,), 1, END, 0.1, 0.1), 5))
     assert "cut off after 12 tokens" in str(how_it_ended(found, TOKENS))
     assert "interrupted after 1 token" in str(how_it_ended(Answer("", (5,), 1, INTERRUPTED, 0.1, 0.1), 5))
     record = answer_record("m", found, 1.5, {"device": "cpu"})

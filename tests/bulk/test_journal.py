@@ -221,6 +221,7 @@ def test_a_second_process_is_kept_off(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     code = f"""
 from pathlib import Path
+from rabbitllm.bulk.journal import opened
 with opened(Path({str(out)!r}), {LINES}, {HEAD!r}):
     pass
 """

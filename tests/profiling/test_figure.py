@@ -18,5 +18,5 @@ def test_another_ending_is_refused_before_anything(tmp_path: Path) -> None:
 
 def test_without_matplotlib_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingPackageError, match="pip install matplotlib"):
+    with pytest.raises(MissingPackageError, match=r'pip install "\.\[plot\]"'):
         check_picture("time.png")

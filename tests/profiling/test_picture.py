@@ -45,7 +45,7 @@ def test_the_picture_names_lanes_layers_and_stages(
     path = tmp_path / "time.svg"
     draw(trace, path, "a model", "its figures")
     words = {"".join(element.itertext()).strip() for element in ElementTree.parse(path).iter() if element.text}
-    assert {"disk", "caller", "wait for weights", COMPUTE, DEQUANTISE} <= words
+    assert {"disk", "caller", "wait for weights", COMPUTE} <= words
     assert {"embed_tokens", "layers.0", "layers.1", "layers.2", "norm", "lm_head"} <= words
     assert {"a model", "its figures"} <= words
 

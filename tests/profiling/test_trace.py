@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rabbitllm.errors import OptionError
-from rabbitllm.profiler import COMPUTE, DEQUANTISE, READ, READ_WAIT, Profiler
+from rabbitllm.profiler import COMPUTE, READ, READ_WAIT, Profiler
 from rabbitllm.profiling.passes import Entry
 from rabbitllm.profiling.trace import Event, Trace
 from tests.support.builders import build_checkpoint
@@ -56,7 +56,7 @@ def test_events_are_complete_and_threads_have_names(record: Mapping[str, Any]) -
     assert set(names) == {event["tid"] for event in events}
     assert sorted(names.values()) == ["MainThread", "read-cpu_0"]
     by_thread = {names[tid]: {e["cat"] for e in events if e["tid"] == tid} for tid in names}
-    assert by_thread == {"MainThread": {"pass", READ_WAIT, DEQUANTISE, COMPUTE}, "read-cpu_0": {READ}}
+    assert by_thread == {"MainThread": {"pass", READ_WAIT, COMPUTE}, "read-cpu_0": {READ}}
     assert record["otherData"] == {"dropped_events": 0}
 
 
