@@ -25,8 +25,8 @@ from rabbitllm.errors import CheckpointNotFoundError, NotEnoughSpaceException, O
 from rabbitllm.planning.report import duration, show
 from rabbitllm.splitter.disk_use import on_disk
 from rabbitllm.splitter.forecast import ROUTES, Forecast, Outlook, Route
-from rabbitllm.splitter.plan import gib, gib_rounded_up
 from rabbitllm.splitter.rates import FETCHED_BYTES
+from rabbitllm.terminal import size, size_rounded_up
 from tests.splitter.test_split import LARGE
 from tests.support import quantised
 from tests.support.builders import SINGLE_NAME, build_checkpoint, cut, llama_tensors, write_shards
@@ -114,9 +114,9 @@ def test_folder_as_text(folder: Path) -> None:
     text = run(str(folder), "--bandwidth", "100MB")
     assert everything(folder) == before
     total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    assert re.search(rf"checkpoint +{re.escape(gib(total))} in {SHARDS} shards", text)
+    assert re.search(rf"checkpoint +{re.escape(size(total))} in {SHARDS} shards", text)
     assert re.search(r"layers +8, the largest layers\.\d with", text)
-    assert "100 MB/s (as given) from this disk" in text
+    assert "95.4 MiB/s (as given) from this disk" in text
     assert "Times are estimates" in text
     assert text.count("fits") == len(COMPRESSIONS) * 2 + 1
     assert f'model = AutoModel.from_pretrained("{folder}")' in text.replace("\n    ", "").replace(",\n)", ")")
@@ -168,8 +168,8 @@ def test_repository_asks_for_headers_and_one_sample(
     sizes = {path.name: path.stat().st_size for path in repository.glob("*.safetensors")}
     assert min(sizes.values()) > 8 * FIRST_READ_BYTES
     first = min(sizes)
-    for name, size in sizes.items():
-        sample = min(size, FETCHED_BYTES) if name == first else 0
+    for name, nbytes in sizes.items():
+        sample = min(nbytes, FETCHED_BYTES) if name == first else 0
         assert 0 < local_hub.body_bytes(name) <= FIRST_READ_BYTES + sample
     whole = [request.range for request in local_hub.requests if request.file in sizes and request.method == "GET"]
     assert whole.count(f"bytes=0-{min(sizes[first], FETCHED_BYTES) - 1}") == 1
@@ -186,7 +186,7 @@ def test_given_bandwidth_is_not_measured(
     repository: Path, hub_environment: HubEnvironment, local_hub: LocalHub
 ) -> None:
     text = run(REPO, "--bandwidth", "2MB")
-    assert "2.00 MB/s (as given) from the hub" in text
+    assert "1.91 MiB/s (as given) from the hub" in text
     assert local_hub.body_bytes(".safetensors") == SHARDS * FIRST_READ_BYTES
     found = plan(REPO, bandwidth="2MB")
     assert found.rates.read is None
@@ -278,7 +278,7 @@ def test_what_does_not_fit_is_refused_alike(
     assert lacking is not None
     assert (lacking.need, lacking.have) == (need, need - 1)
     call = call_on(name, named, compression)
-    with pytest.raises(NotEnoughSpaceException, match=f"needs {re.escape(gib_rounded_up(need))} ") as refused:
+    with pytest.raises(NotEnoughSpaceException, match=f"needs {re.escape(size_rounded_up(need))} ") as refused:
         dataclasses.replace(call, max_disk=need - 1).make()
     assert lacking.where in str(refused.value)
     made = dataclasses.replace(call, max_disk=need).make()
