@@ -115,8 +115,8 @@ def test_report_marks_the_bottleneck() -> None:
     assert (title, limit) == ("Split of x, by stage", "Bottleneck: write (2.000 s)")
     assert head.split("  ")[0] == "stage"
     assert [row.split()[0] for row in rows] == ["wait", "write", "read"]
-    assert rows[1].split() == ["write", "2.000", "1", "1", "2000.00", "0.50", "<--", "BOTTLENECK"]
-    assert rows[2].split() == ["read", "0.500", "1", "1", "500.00", "2.00"]
+    assert rows[1].split() == ["write", "2.000", "1", "1", "2000.00", "477", "MiB/s", "<--", "BOTTLENECK"]
+    assert rows[2].split() == ["read", "0.500", "1", "1", "500.00", "1.86", "GiB/s"]
 
 
 def test_report_has_core_seconds_where_they_were_measured() -> None:

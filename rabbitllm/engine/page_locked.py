@@ -52,9 +52,7 @@ class HostBuffers:
         try:
             return self.take(nbytes)
         except REFUSALS as error:
-            logger.warning(
-                "%s bytes of host memory could not be page-locked (%s): copies are slower.", f"{nbytes:,}", error
-            )
+            logger.warning("%s of host memory could not be page-locked (%s): copies are slower.", size(nbytes), error)
             return aligned_host(nbytes)
 
 
