@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rabbitllm.live.words import speed
+from rabbitllm.live.words import amount, speed
 from rabbitllm.profiling.passes import PROMPT, Pass, PassSums, median_of
 from rabbitllm.profiling.totals import CALLER_STAGES, EXPERT_TIERS, EXPERTS_READ, NOTHING, Total, limit_of
-from rabbitllm.terminal import size
 
 SLOWEST = 3
 _NAMES = {True: "first token", False: "further tokens"}
@@ -53,8 +52,8 @@ def pass_table(sums: Mapping[str, PassSums], passes: Sequence[Pass]) -> list[str
                 f"{median_of(passes, kind):.3f}",
                 f"{total.tokens / total.passes:.1f}",
                 "" if made is None else f"{made:.2f}",
-                size(round(total.disk_bytes / total.passes)),
-                size(round(total.copied_bytes / total.passes)),
+                amount(total.disk_bytes / total.passes),
+                amount(total.copied_bytes / total.passes),
                 f"{total.overlap:.0%}",
                 total.bottleneck or "",
             )
@@ -71,7 +70,7 @@ def expert_table(sums: Mapping[str, PassSums]) -> list[str]:
         used = sum(one.count for one in found)
         if used:
             shares = [f"{one.count / used:.0%}" for one in found]
-            read = size(round(found[EXPERT_TIERS.index(EXPERTS_READ)].nbytes / total.passes))
+            read = amount(found[EXPERT_TIERS.index(EXPERTS_READ)].nbytes / total.passes)
             rows.append((_NAMES[kind == PROMPT], f"{used / total.passes:.1f}", *shares, read))
     return _aligned(rows) if rows[1:] else []
 
