@@ -42,7 +42,7 @@ def pass_table(sums: Mapping[str, PassSums], passes: Sequence[Pass]) -> list[str
         sums: of all passes.
         passes: those that are still there one by one, for the median.
     """
-    rows = [("passes", "n", "median s", "tokens in", "made", "read", "copied", "overlap", "limit")]
+    rows = [("passes", "n", "median s", "tokens", "made", "read", "copied", "overlap", "limit")]
     for kind, total in sums.items():
         made = total.made_per_pass
         rows.append(
