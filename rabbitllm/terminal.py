@@ -65,11 +65,24 @@ def large(count: int) -> str:
     return f"{count:,}"
 
 
+def unit_of(nbytes: float) -> tuple[int, str]:
+    """The unit that a size is shown in, and its name: GiB from one GiB on, else MiB."""
+    return (1 << 30, "GiB") if abs(nbytes) >= 1 << 30 else (1 << 20, "MiB")
+
+
 def size(nbytes: int) -> str:
-    """Bytes as people read them: to the byte below 1 MiB, then in MiB or GiB."""
-    if nbytes < 1 << 20:
+    """Bytes as people read them: in MiB or GiB, with two decimals; to the byte where those would show one digit."""
+    if abs(nbytes) < 100_000:
         return counted(nbytes, "byte")
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:.2f} MiB"
+    scale, unit = unit_of(nbytes)
+    return f"{nbytes / scale:.2f} {unit}"
+
+
+def size_rounded_up(nbytes: int) -> str:
+    """In MiB or GiB, rounded up: parsed again, the text is never less than `nbytes`."""
+    scale, unit = unit_of(nbytes)
+    whole, hundredths = divmod(-(-nbytes * 100 // scale), 100)
+    return f"{whole}.{hundredths:02} {unit}"
 
 
 def put(console: Console, text: Text) -> None:

@@ -43,8 +43,8 @@ PUBLIC = {
 FLOORS = (
     ("version", "errors"),
     ("forks",),
-    ("page_cache", "open_files"),
-    ("durable", "progress", "collection", "terminal", "plain_json", "live", "logs", "allocator"),
+    ("page_cache", "open_files", "terminal"),
+    ("durable", "progress", "collection", "plain_json", "live", "logs", "allocator"),
     ("options", "profiling", "generation_stream", "folder_lock"),
     ("profiler",),
     ("formats",),

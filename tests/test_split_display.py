@@ -27,16 +27,16 @@ from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.screen import TerminalStream
 from tests.support.splitting import split
 
-GB = 1_000_000_000
+MIB, GIB = 1 << 20, 1 << 30
 FACTS = Facts(
     doing="splitting",
     label="org/model",
-    done_bytes=60 * GB,
-    total_bytes=145 * GB,
-    rates=Rates(118e6, 121e6, 118e6, 33e6),
+    done_bytes=60 * GIB,
+    total_bytes=145 * GIB,
+    rates=Rates(118 * MIB, 121 * MIB, 118 * MIB, 33 * MIB),
     seconds_left=724,
-    disk_bytes=21 * GB,
-    limit_bytes=57 * GB,
+    disk_bytes=21 * GIB,
+    limit_bytes=57 * GIB,
     shard=13,
     shards=37,
     shard_here=0.64,
@@ -44,17 +44,17 @@ FACTS = Facts(
     layers_done=26,
     layers=83,
 )
-SPLIT = SplitStarted("m", ("a", "b"), 10 * GB, 3 * GB, 0, 0, (5 * GB, 5 * GB), 8)
+SPLIT = SplitStarted("m", ("a", "b"), 10 * GIB, 3 * GIB, 0, 0, (5 * GIB, 5 * GIB), 8)
 
 
 def test_rows_of_a_terminal() -> None:
     rows = [text_of(row) for row in rows_of(FACTS, 79)]
     assert rows[0].startswith("splitting ━━━")
-    assert rows[0].endswith("─ 41 % · 118 MB/s · 12 min left")
+    assert rows[0].endswith("─ 41 % · 118 MiB/s · 12 min left")
     assert rows[1:] == [
-        "60.0 of 145.0 GB · shard 13 of 37 · 64 % of it here · layers.27 · 26 of 83 layers"[:79].rpartition(" · ")[0],
-        "disk in use 21.0 of 57.0 GB",
-        "fetch 121 MB/s · quantise 118 MB/s · write 33.0 MB/s",
+        "60.0 of 145.0 GiB · shard 13 of 37 · 64 % of it here · layers.27 · 26 of 83 layers"[:79].rpartition(" · ")[0],
+        "disk in use 21.0 of 57.0 GiB",
+        "fetch 121 MiB/s · quantise 118 MiB/s · write 33.0 MiB/s",
     ]
 
 
@@ -64,21 +64,21 @@ def test_rows_fit_and_say_what_matters_most(width: int) -> None:
     assert len(rows) <= 4
     assert max(map(len, rows)) <= width
     text = "\n".join(rows)
-    for fact in ("41 %", "12 min left", "60.0 of 145.0 GB", "disk in use 21.0 of 57.0 GB", "fetch 121 MB/s"):
+    for fact in ("41 %", "12 min left", "60.0 of 145.0 GiB", "disk in use 21.0 of 57.0 GiB", "fetch 121 MiB/s"):
         assert fact in text
 
 
 def test_a_line_has_all_of_it() -> None:
     assert line_of(FACTS) == (
-        "splitting 41 %, 118 MB/s, 12 min left, 60.0 of 145.0 GB, shard 13 of 37, 64 % of it here, layers.27, "
-        "26 of 83 layers, disk in use 21.0 of 57.0 GB, fetch 121 MB/s, quantise 118 MB/s, write 33.0 MB/s"
+        "splitting 41 %, 118 MiB/s, 12 min left, 60.0 of 145.0 GiB, shard 13 of 37, 64 % of it here, layers.27, "
+        "26 of 83 layers, disk in use 21.0 of 57.0 GiB, fetch 121 MiB/s, quantise 118 MiB/s, write 33.0 MiB/s"
     )
 
 
 def test_before_anything_is_known() -> None:
-    assert line_of(Facts(total_bytes=GB)) == "splitting 0 %, 0.00 of 1.00 GB"
-    stalled = Facts(total_bytes=GB, rates=Rates(0.0, 0.0, None, 0.0))
-    assert line_of(stalled) == "splitting 0 %, waiting, 0.00 of 1.00 GB, fetch 0 MB/s, write 0 MB/s"
+    assert line_of(Facts(total_bytes=GIB)) == "splitting 0 %, 0.00 of 1.00 GiB"
+    stalled = Facts(total_bytes=GIB, rates=Rates(0.0, 0.0, None, 0.0))
+    assert line_of(stalled) == "splitting 0 %, waiting, 0.00 of 1.00 GiB, fetch 0 MiB/s, write 0 MiB/s"
 
 
 def test_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,21 +88,21 @@ def test_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
     with shown():
-        tell(DownloadStarted("m", 2, 4 * GB))
-        tell(BytesFetched("a", 3 * GB))
-        wait_for(terminal, "3.00 of 4.00 GB")
+        tell(DownloadStarted("m", 2, 4 * GIB))
+        tell(BytesFetched("a", 3 * GIB))
+        wait_for(terminal, "3.00 of 4.00 GiB")
         assert terminal.screen(80)[0].startswith("downloading ━━")
-        tell(DiskSampled(GB, 57 * GB))
+        tell(DiskSampled(GIB, 57 * GIB))
         tell(SPLIT)
         tell(ShardStarted("a", 1, 2))
-        tell(BytesDone("a", 2 * GB, "layers.3"))
+        tell(BytesDone("a", 2 * GIB, "layers.3"))
         wait_for(terminal, "20 %")
         rows = terminal.screen(80)
         assert len(rows) == 3 + ("fetch" in rows[-1])
-        assert rows[1].startswith("2.0 of 10.0 GB · shard 1 of 2 · ")
-        assert rows[2] == "disk in use 1.0 of 57.0 GB"
-        tell(SplitDone("there", 8, 3 * GB, 61.0, 4 * GB))
-    assert terminal.screen(80) == ["split into 8 layers, 3.00 GB, in 1 min 01 s; peak disk 4.00 GB"]
+        assert rows[1].startswith("2.0 of 10.0 GiB · shard 1 of 2 · ")
+        assert rows[2] == "disk in use 1.0 of 57.0 GiB"
+        tell(SplitDone("there", 8, 3 * GIB, 61.0, 4 * GIB))
+    assert terminal.screen(80) == ["split into 8 layers, 3.00 GiB, in 1 min 01 s; peak disk 4.00 GiB"]
 
 
 def wait_for(terminal: TerminalStream, text: str) -> None:
@@ -145,19 +145,19 @@ def test_lines_every_few_seconds_without_a_terminal(
     monkeypatch.setattr(region, "LINE_SECONDS", 0.02)
     with shown():
         tell(SPLIT)
-        tell(BytesDone("a", 2 * GB, "layers.3"))
+        tell(BytesDone("a", 2 * GIB, "layers.3"))
         end = time.monotonic() + 60
         lines: list[str] = []
         while len(lines) < 3 and time.monotonic() < end:
             lines += capsys.readouterr().err.splitlines()
     assert len(lines) >= 3
-    assert all(line.startswith("splitting 20 %, ") and "2.0 of 10.0 GB, shard 1 of 2" in line for line in lines)
+    assert all(line.startswith("splitting 20 %, ") and "2.0 of 10.0 GiB, shard 1 of 2" in line for line in lines)
 
 
 def test_what_is_whole_already_shows_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with shown():
-        tell(SplitStarted("m", (), GB, GB, 0, 2))
-        tell(SplitDone("there", 8, GB, 0.1))
+        tell(SplitStarted("m", (), GIB, GIB, 0, 2))
+        tell(SplitDone("there", 8, GIB, 0.1))
     assert capsys.readouterr().err == ""
 
 

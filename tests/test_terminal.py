@@ -110,6 +110,6 @@ def test_numbers_in_words() -> None:
         "1.50 million",
         "2.00 trillion",
     ]
-    sizes = [size(nbytes) for nbytes in (0, 1, 1_048_575, 1 << 20, 13_476_929_273)]
-    assert sizes == ["0 bytes", "1 byte", "1,048,575 bytes", "1.00 MiB", "12.55 GiB"]
+    sizes = [size(nbytes) for nbytes in (0, 1, 99_999, 471_859, 1 << 20, 13_476_929_273, -(1 << 20))]
+    assert sizes == ["0 bytes", "1 byte", "99,999 bytes", "0.45 MiB", "1.00 MiB", "12.55 GiB", "-1.00 MiB"]
     assert (counted(1, "shard"), counted(1234, "shard")) == ("1 shard", "1,234 shards")

@@ -8,6 +8,7 @@ from rabbitllm.ask.answer import context_of
 from rabbitllm.batching.cache_memory import CacheMemory
 from rabbitllm.batching.request import Request
 from rabbitllm.errors import OptionError
+from rabbitllm.terminal import size
 
 
 def check_answerable(request: Request, model: Any, memory: CacheMemory) -> None:
@@ -24,9 +25,9 @@ def check_answerable(request: Request, model: Any, memory: CacheMemory) -> None:
     tokens = len(request.prompt)
     if not tokens or request.max_new_tokens < 1:
         raise OptionError("An empty prompt, or no token to generate.", "Give at least one of each.")
-    size = model.get_input_embeddings().num_embeddings
-    if not all(0 <= token < size for token in request.prompt):
-        raise OptionError(f"The prompt has a token that the model does not know; it has {size:,}.")
+    known = model.get_input_embeddings().num_embeddings
+    if not all(0 <= token < known for token in request.prompt):
+        raise OptionError(f"The prompt has a token that the model does not know; it has {known:,}.")
     context = context_of(model)
     if context is not None and tokens + request.max_new_tokens > context:
         raise OptionError(
@@ -37,6 +38,6 @@ def check_answerable(request: Request, model: Any, memory: CacheMemory) -> None:
     needed = memory.bytes_for(tokens + 1)
     if needed > memory.limit:
         raise OptionError(
-            f"The prompt's keys and values need {needed:,} bytes; {memory.limit:,} may be used.",
+            f"The prompt's keys and values need {size(needed)}; {size(memory.limit)} may be used.",
             "Shorten the prompt, or give the server more memory for them.",
         )

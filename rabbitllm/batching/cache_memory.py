@@ -10,6 +10,7 @@ from rabbitllm.batching.cache_file import TAIL_TOKENS
 from rabbitllm.batching.pass_cost import cost_of_a_pass
 from rabbitllm.batching.picking import Text
 from rabbitllm.errors import OptionError
+from rabbitllm.terminal import size
 
 AHEAD_SHARE = 8
 """One part in so many of the limit is for what is brought from a file before its attention comes."""
@@ -49,7 +50,7 @@ class CacheMemory:
         self.limit = cache_bytes if cache_bytes is not None else free // 2
         if cache_bytes is None and self.limit < self.bytes_for(LEAST_TOKENS):
             raise OptionError(
-                f"Beside the weights {free:,} bytes are free, which is too little to answer anybody.",
+                f"Beside the weights {size(free)} are free, which is too little to answer anybody.",
                 "Give the weights less (--max-memory), or the machine fewer other things to do.",
             )
         left = max(free - self.limit, 0)  # both are there at once
@@ -63,8 +64,8 @@ class CacheMemory:
             return
         if cache_bytes is not None and left < cost.least():
             raise OptionError(
-                f"Keys and values may take {cache_bytes:,} bytes, and a pass computes in {cost.least():,} more; beside "
-                f"the weights {free:,} are free.",
+                f"Keys and values may take {size(cache_bytes)}, and a pass computes in {size(cost.least())} more; "
+                f"beside the weights {size(free)} are free.",
                 "Give keys and values less (--cache-memory), or the weights (--max-memory).",
             )
         left -= left // UNUSED_SHARE

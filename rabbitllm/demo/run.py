@@ -22,6 +22,7 @@ from rich.table import Table
 
 from rabbitllm import progress
 from rabbitllm.demo.tasks import KINDS, Problem, exact_match, held_out
+from rabbitllm.live.words import amount
 from rabbitllm.profiling.disk_picture import pictured
 from rabbitllm.splitter.interrupted import starting_afresh
 
@@ -33,7 +34,7 @@ BATCH = 50
 BAR_WIDTH = 24
 SAMPLE_SECONDS = 0.005
 CHECKPOINT = "rabbitllm-demo-model"
-MB = 1e6
+MIB = 1 << 20
 
 
 @dataclass
@@ -92,8 +93,8 @@ class ShardTable:
             standard = event.disk_bytes + self._source
             self.standard_peak = max(self.standard_peak, standard)
             self._console.print(
-                f"{event.number:>2}/{event.of:<3} [green]{self._bar(now)}[/] {now / MB:5.1f} MB  "
-                f"[yellow]{self._bar(standard)}[/] {standard / MB:5.1f} MB",
+                f"{event.number:>2}/{event.of:<3} [green]{self._bar(now)}[/] {now / MIB:5.1f} MiB  "
+                f"[yellow]{self._bar(standard)}[/] {standard / MIB:5.1f} MiB",
                 highlight=False,
             )
 
@@ -173,7 +174,7 @@ def run(folder: Path, problems: int, plot: Path | None = None, console: Console 
     shards = sorted(path.name for path in checkpoint.glob("*.safetensors"))
     size = sum((checkpoint / name).stat().st_size for name in shards)
     console.print(
-        f"\n[bold]RabbitLLM[/] splits its bundled model ({size / MB:.1f} MB in {len(shards)} shards) at {COMPRESSION}\n"
+        f"\n[bold]RabbitLLM[/] splits its bundled model ({amount(size)} in {len(shards)} shards) at {COMPRESSION}\n"
         "and deletes each shard as soon as it is used up.\n",
         highlight=False,
     )
@@ -249,12 +250,12 @@ def _answer_all(model: Any, problems: list[Problem]) -> Iterator[tuple[str, Prob
 
 
 def _sum_up(console: Console, outcome: Outcome) -> None:
-    disk, standard = outcome.peak_disk_bytes / MB, outcome.standard_peak_disk_bytes / MB
-    memory, before = outcome.peak_memory_bytes / MB, outcome.memory_before_bytes / MB
+    disk, standard = amount(outcome.peak_disk_bytes), amount(outcome.standard_peak_disk_bytes)
+    memory, before = amount(outcome.peak_memory_bytes), amount(outcome.memory_before_bytes)
     score, recorded = 100 * outcome.exact_match, 100 * outcome.recorded_exact_match
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_row("peak disk", f"{disk:.1f} MB", f"{standard:.1f} MB on the standard route")
-    table.add_row("peak RAM", f"{memory:.0f} MB", f"{before:.0f} MB before torch was imported")
+    table.add_row("peak disk", disk, f"{standard} on the standard route")
+    table.add_row("peak RAM", memory, f"{before} before torch was imported")
     table.add_row("speed", f"{outcome.tokens_per_second:.0f} tokens/s", "one question at a time")
     table.add_row("exact match", f"{score:.1f} %", f"of {outcome.problems} problems; {recorded:.1f} % recorded")
     table.add_row("shards left", str(len(outcome.shards_left)), ", ".join(outcome.shards_left))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from rabbitllm.doctor.facts import Advice, Folder, Machine, Package
 from rabbitllm.doctor.places import SPLITS
+from rabbitllm.live.words import speed
 from rabbitllm.terminal import size
 
 LEAST_MEMORY = 1 << 30
@@ -136,5 +137,5 @@ def _of_hub(machine: Machine) -> Iterator[Advice]:
 def _of_rates(machine: Machine) -> Iterator[Advice]:
     reading = [rate.bytes_per_second for rate in machine.rates if rate.what.startswith("reading")]
     if reading and max(reading) < SLOW_DISK:
-        text = f"The disk is read at {max(reading) / 1e6:,.0f} MB/s: a model that does not fit in memory waits for it"
+        text = f"The disk is read at {speed(max(reading))}: a model that does not fit in memory waits for it"
         yield Advice(False, f"{text}. Put layers on a local SSD (RABBITLLM_HOME), or use 4bit.")

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from rabbitllm.doctor.facts import AtCompression, Folder, Hub, Machine, Memory, ModelOutlook, Package, Processor, Report
 from rabbitllm.layers.compression import COMPRESSIONS
+from rabbitllm.live.words import speed
 from rabbitllm.planning.generation_report import moment
 from rabbitllm.terminal import counted, harmless, large, put, put_fact, shortened, size
 
@@ -73,8 +74,7 @@ def _facts(machine: Machine) -> Iterator[tuple[str, str]]:
     if machine.packages:
         yield "packages", _packages(machine.packages)
     for number, rate in enumerate(machine.rates):
-        speed = rate.bytes_per_second / 1e9
-        yield "" if number else "measured", f"{speed:.1f} GB/s {rate.what}"
+        yield "" if number else "measured", f"{speed(rate.bytes_per_second)} {rate.what}"
 
 
 def _memory(memory: Memory) -> str:

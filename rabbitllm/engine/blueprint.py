@@ -116,7 +116,7 @@ def blueprint(store: WeightFiles, options: StreamOptions, home: Path, devices: S
     if config.model_type in SCALES_IN_PLACE and not placement.is_resident:
         raise RabbitLLMError(
             f"{config.model_type} rescales its weights in place, so all of them must stay; they need "
-            f"{ready_once(unit_costs(model, sources)):,} bytes, more than the limits allow.",
+            f"{size(ready_once(unit_costs(model, sources)))}, more than the limits allow.",
             "Allow more with max_memory.",
         )
     return Blueprint(model, weights, sources, tuple(experts), placement, quantiser)

@@ -20,6 +20,7 @@ from rabbitllm.engine.span_reader import SpanReader, Way
 from rabbitllm.engine.unit_source import UnitSource
 from rabbitllm.forks import Origin
 from rabbitllm.layers.layer_store import WeightFiles
+from rabbitllm.terminal import size
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +52,7 @@ class HostBuffers:
         try:
             return self.take(nbytes)
         except REFUSALS as error:
-            logger.warning(
-                "%s bytes of host memory could not be page-locked (%s): copies are slower.", f"{nbytes:,}", error
-            )
+            logger.warning("%s of host memory could not be page-locked (%s): copies are slower.", size(nbytes), error)
             return aligned_host(nbytes)
 
 
@@ -103,12 +102,12 @@ def keep_units(
         except REFUSALS as error:
             refused = wanted[at:]
             logger.warning(
-                "No more than %.2f GB of host memory can be page-locked (%s); %d layers of %.2f GB that were to be "
+                "No more than %s of host memory can be page-locked (%s); %d layers of %s that were to be "
                 "kept there are read from the disk for each pass.",
-                sum(done.stored for done in wanted[:at]) / 1e9,
+                size(sum(done.stored for done in wanted[:at])),
                 error,
                 len(refused),
-                sum(left.stored for left in refused) / 1e9,
+                size(sum(left.stored for left in refused)),
             )
             placement = placement.changed({left.unit: Tier.STREAMED for left in refused})
             break

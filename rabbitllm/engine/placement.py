@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rabbitllm.terminal import size
+
 SLOTS = 2
 """Buffers of a device for streamed units: one that computes and one that is being filled."""
 EXPERT_STAGING = 8
@@ -241,14 +243,14 @@ class Placement:
         return sum(p.stored for p in self.units if p.device == budget.device and p.tier in moves)
 
     def __str__(self) -> str:
-        rows = [("device", "tier", "units", "GB")]
+        rows = [("device", "tier", "units", "size")]
         for budget in self.budgets:
             for tier in Tier:
                 for what, units in (("", self.units), ("experts, ", self.experts)):
                     chosen = [p for p in units if p.device == budget.device and p.tier is tier]
                     if chosen:
-                        size = f"{sum(p.counted for p in chosen) / 1e9:.2f}"
-                        rows.append((budget.device, what + tier.value, str(len(chosen)), size))
+                        nbytes = sum(p.counted for p in chosen)
+                        rows.append((budget.device, what + tier.value, str(len(chosen)), size(nbytes)))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = []
         for row in rows:
@@ -264,12 +266,12 @@ class Placement:
     def _traffic(self) -> list[str]:
         """What a pass moves, where it moves anything."""
         links = [(budget.device, self._uploaded(budget)) for budget in self.budgets]
-        moved = [f"{nbytes / 1e9:.2f} GB are copied to {device}" for device, nbytes in links if nbytes]
+        moved = [f"{size(nbytes)} are copied to {device}" for device, nbytes in links if nbytes]
         if self.streamed_bytes:
-            moved.append(f"{self.streamed_bytes / 1e9:.2f} GB are read from the disk")
+            moved.append(f"{size(self.streamed_bytes)} are read from the disk")
         return ["each pass: " + ", ".join(moved)] if moved else []
 
 
 def _in_words(pool: Pool) -> str:
-    kept = f"{pool.slots * pool.slot / 1e9:.2f} GB of experts are kept on {pool.device}"
-    return kept + (f", {pool.host_slots * pool.slot / 1e9:.2f} GB in page-locked RAM" if pool.host_slots else "")
+    kept = f"{size(pool.slots * pool.slot)} of experts are kept on {pool.device}"
+    return kept + (f", {size(pool.host_slots * pool.slot)} in page-locked RAM" if pool.host_slots else "")

@@ -15,6 +15,7 @@ from typing import Any
 
 from rabbitllm.engine.placement import Placed, Placement, Tier
 from rabbitllm.profiling.figure import blank, check_picture, unframed, write
+from rabbitllm.terminal import unit_of
 
 READY, STORED = "on the GPU, ready", "on the GPU, as stored"
 MAPPED, CODES = "in RAM", "in RAM, as stored"
@@ -55,7 +56,6 @@ _WIDTH = 8.5
 _AXIS, _LETTER, _GAP = 7.0, 0.085, 0.12
 """Inches: of the axis of units, of a letter below it, and between two names there."""
 _MOST_LABELS = 14
-_SCALES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _SEEN = 0.0005
 """Of all bytes: less is not seen, and not explained."""
 
@@ -145,7 +145,7 @@ def _drawn(placement: Placement, title: str, note: str) -> Any:
     below = 0.34 * len(there) + 0.45
     figure = blank(_WIDTH, 3.4 + below + 0.25 * rows)
     upper, lower = figure.subplots(2, 1, height_ratios=(3.0, below))
-    scale = next((one for one in _SCALES if sum(sums.values()) >= one[0]), _SCALES[-1])
+    scale = unit_of(sum(sums.values()))
     _units(upper, shown, *scale)
     _totals(lower, placement, there, *scale)
     handles = [Patch(facecolor=COLOURS[word], edgecolor="white", label=word) for word in words]

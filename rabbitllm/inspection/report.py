@@ -55,7 +55,7 @@ def show(found: Inspection, choice: Choice, console: Console) -> None:
 def _facts(found: Inspection) -> Iterator[tuple[str, str]]:
     yield "format", found.format
     files = f" in {counted(len(found.shards), 'file')}" if found.shards else ""
-    exactly = f" ({found.size:,} bytes)" if found.size >= 1 << 20 else ""
+    exactly = f" ({found.size:,} bytes)" if "byte" not in size(found.size) else ""
     yield "size", f"{size(found.size)}{exactly}{files}"
     if found.absent:
         yield "missing", f"{counted(len(found.absent), 'shard')}: {_some(found.absent)}"

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-GB = 1e9
-MB = 1e6
+from rabbitllm.terminal import unit_of
 
 Span: TypeAlias = tuple[str, str]
 """Text and its style: "" or one of `STYLES`."""
@@ -22,21 +21,22 @@ PLAIN_LETTERS = str.maketrans({"·": "|", FULL: "=", HALF: "-", EMPTY: "."})
 
 
 def amount(nbytes: float, decimals: int | None = None) -> str:
-    """Bytes in GB (a thousand million), or in MB below 1 GB; as many decimals as three digits leave, or as asked."""
-    value, unit = (nbytes / GB, "GB") if abs(nbytes) >= GB else (nbytes / MB, "MB")
+    """Bytes in GiB, or in MiB below one GiB; as many decimals as three digits leave, or as asked."""
+    scale, unit = unit_of(nbytes)
+    value = nbytes / scale
     return f"{_digits(value) if decimals is None else f'{value:.{decimals}f}'} {unit}"
 
 
 def part(nbytes: float, of: float) -> str:
-    """`12.3 of 57.0 GB`: both in the unit of the second."""
-    scale, unit = (GB, "GB") if of >= GB else (MB, "MB")
+    """`12.3 of 57.0 GiB`: both in the unit of the second."""
+    scale, unit = unit_of(of)
     decimals = 1 if of / scale >= 10 else 2
     return f"{nbytes / scale:.{decimals}f} of {of / scale:.{decimals}f} {unit}"
 
 
 def speed(bytes_per_second: float) -> str:
-    """`118 MB/s`, `2.31 GB/s`."""
-    return f"{amount(bytes_per_second)}/s" if bytes_per_second else "0 MB/s"
+    """`118 MiB/s`, `2.31 GiB/s`."""
+    return f"{amount(bytes_per_second)}/s" if bytes_per_second else "0 MiB/s"
 
 
 def duration(seconds: float) -> str:

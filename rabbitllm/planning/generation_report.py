@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.text import Text
 
 from rabbitllm.engine.placement import Tier
+from rabbitllm.live.words import speed
 from rabbitllm.planning.generation import Experts, Generation, Plan
-from rabbitllm.splitter.plan import gib
-from rabbitllm.terminal import put
+from rabbitllm.terminal import put, size
 
 NAME_WIDTH = 19
 """Of the first column."""
@@ -48,12 +48,12 @@ def _columns(name: str, stays: str, read: str, first: str, token: str) -> str:
 
 def _show(console: Console, plan: Plan, found: Generation) -> None:
     source = "disk" if found.from_the_disk else "cached"
-    read = f"{gib(found.read_bytes)}, {source}" if found.read_bytes else "nothing"
+    read = f"{size(found.read_bytes)}, {source}" if found.read_bytes else "nothing"
     times = (moment(found.first_token_seconds), moment(found.token_seconds))
     name = plan.called(found.compression)
-    put(console, Text(_columns(f"  {name}", gib(found.stays_bytes), read, *times)))
+    put(console, Text(_columns(f"  {name}", size(found.stays_bytes), read, *times)))
     if found.copied_bytes:
-        copied = f"    {gib(found.copied_bytes)} are copied from host memory for each token"
+        copied = f"    {size(found.copied_bytes)} are copied from host memory for each token"
         put(console, Text(copied, "dim"))
     for line in _of_experts(found):
         put(console, Text(f"    {line}", "dim"))
@@ -63,7 +63,7 @@ def _show(console: Console, plan: Plan, found: Generation) -> None:
             kept[held.device] += held.stored_bytes if held.tier in ("resident", "packed") else 0
         for own in found.experts:
             kept[own.device] += own.kept_bytes
-        put(console, Text("    " + ", ".join(f"{gib(nbytes)} on {device}" for device, nbytes in kept.items()), "dim"))
+        put(console, Text("    " + ", ".join(f"{size(nbytes)} on {device}" for device, nbytes in kept.items()), "dim"))
 
 
 def _of_experts(found: Generation) -> Iterator[str]:
@@ -74,10 +74,10 @@ def _of_experts(found: Generation) -> Iterator[str]:
     kept, beside, stored, used = (
         sum(getattr(own, name) for own in coming) for name in ("kept_bytes", "host_bytes", "stored_bytes", "used_bytes")
     )
-    places = gib(kept) + (f" and {gib(beside)} in page-locked RAM" if beside else "")
-    yield f"of {gib(stored)} of experts {places} are kept"
+    places = size(kept) + (f" and {size(beside)} in page-locked RAM" if beside else "")
+    yield f"of {size(stored)} of experts {places} are kept"
     near = f"; {moment(found.found_token_seconds)} if all of them are there" if kept else ""
-    yield f"a token uses {gib(used)} of them{near}"
+    yield f"a token uses {size(used)} of them{near}"
 
 
 def _legend_of_experts(known: Sequence[Experts]) -> Iterator[str]:
@@ -104,9 +104,9 @@ def generation_basis(plan: Plan) -> str | None:
     """What the times of tokens rest on; None where there are none."""
     found: dict[str, float] = {}
     for generation in plan.generations:
-        for speed in generation.speeds:
-            found.setdefault(speed.what, speed.bytes_per_second)
+        for one in generation.speeds:
+            found.setdefault(one.what, one.bytes_per_second)
     if not found:
         return None
-    said = ", ".join(f"{what} {rate / 1e9:.1f} GB/s" for what, rate in found.items())
+    said = ", ".join(f"{what} {speed(rate)}" for what, rate in found.items())
     return f"Tokens are estimates too, from what was measured here just now: {said}."

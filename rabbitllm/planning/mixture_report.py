@@ -7,8 +7,7 @@ from rich.text import Text
 
 from rabbitllm.layers.compression import COMPRESSIONS
 from rabbitllm.splitter.choosing import Mixture
-from rabbitllm.splitter.plan import gib
-from rabbitllm.terminal import put
+from rabbitllm.terminal import put, size
 
 _ROLE_WIDTH = 22
 
@@ -20,7 +19,7 @@ def show_mixture(console: Console, mixture: Mixture) -> None:
     put(console, Text(f"  {'bits chosen':<{_ROLE_WIDTH}}{heads}", "dim"))
     found = {(share.role, share.scheme): share.nbytes for share in mixture.shares}
     for role in dict.fromkeys(share.role for share in mixture.shares):
-        cells = "".join(f"{gib(found[role, s]) if (role, s) in found else '-':>13}" for s in schemes)
+        cells = "".join(f"{size(found[role, s]) if (role, s) in found else '-':>13}" for s in schemes)
         put(console, Text(f"  {role:<{_ROLE_WIDTH}}{cells}"))
     uniform = {scheme: loss for scheme, loss in mixture.uniform.items() if mixture.fitted or scheme != "4bit"}
     others = ", ".join(f"{_times(loss)} at {scheme}" for scheme, loss in uniform.items())
@@ -37,6 +36,6 @@ def _times(loss: float) -> str:
 
 def _limits(mixture: Mixture) -> str:
     if mixture.memory is not None:
-        return f"all of it stays in {gib(mixture.memory)} of memory, so nothing is read for a token"
+        return f"all of it stays in {size(mixture.memory)} of memory, so nothing is read for a token"
     place = "max_disk" if mixture.max_disk is not None else "the free disk"
     return f"too large for memory at any bits: {place} is the limit, and no more than 8bit is taken of what is free"

@@ -13,13 +13,14 @@ from rich.text import Text
 
 from rabbitllm.engine.tier_picture import draw_placement
 from rabbitllm.errors import OptionError
+from rabbitllm.live.words import speed
+from rabbitllm.options import BIG_LAYER_BYTES
 from rabbitllm.planning.generation import Plan
 from rabbitllm.planning.generation_report import generation_basis, moment, show_generations
 from rabbitllm.planning.mixture_report import show_mixture
 from rabbitllm.splitter.anatomy import Anatomy, Group
 from rabbitllm.splitter.forecast import Forecast, Outlook, Rate, Route, least, missing_bytes
-from rabbitllm.splitter.plan import gib, gib_rounded_up
-from rabbitllm.terminal import counted, large, put, put_fact, size
+from rabbitllm.terminal import counted, large, put, put_fact, size, size_rounded_up
 
 GROUPS_SHOWN = 3
 _ROUTES: Mapping[str, str] = {
@@ -93,20 +94,21 @@ def _facts(forecast: Forecast) -> Iterator[tuple[str, str]]:
         yield from _of_anatomy(forecast.anatomy)
     asked = forecast.at(forecast.compression)
     if asked is not None and (big := asked.layers_above_10_gb):
-        yield "large layers", f"{len(big)} above 10 GB ({_some(big)}); streaming one needs that much memory"
+        above = f"{len(big)} above {size(BIG_LAYER_BYTES)} ({_some(big)})"
+        yield "large layers", f"{above}; streaming one needs that much memory"
     for disk in forecast.disks:
-        stays = f", of which {gib(forecast.min_free_disk)} stay free" if forecast.min_free_disk else ""
-        yield "free disk", f"{gib(disk.free_bytes)} at {disk.folder}{stays}"
+        stays = f", of which {size(forecast.min_free_disk)} stay free" if forecast.min_free_disk else ""
+        yield "free disk", f"{size(disk.free_bytes)} at {disk.folder}{stays}"
     if forecast.max_disk is not None:
-        yield "max_disk", f"{gib(forecast.max_disk)} for all that the split creates"
+        yield "max_disk", f"{size(forecast.max_disk)} for all that the split creates"
     yield "memory", f"the split itself takes at most {size(forecast.memory_bytes)}"
 
 
 def _of_anatomy(anatomy: Anatomy) -> Iterator[tuple[str, str]]:
     shards = counted(anatomy.shards, "shard")
-    yield "checkpoint", f"{gib(anatomy.total_bytes)} in {shards}, the largest {gib(anatomy.largest_shard_bytes)}"
+    yield "checkpoint", f"{size(anatomy.total_bytes)} in {shards}, the largest {size(anatomy.largest_shard_bytes)}"
     yield "parameters", f"{large(anatomy.parameters)} in {counted(anatomy.tensors, 'tensor')}"
-    largest = f"the largest {anatomy.largest_layer} with {gib(anatomy.largest_layer_bytes)}"
+    largest = f"the largest {anatomy.largest_layer} with {size(anatomy.largest_layer_bytes)}"
     spread = f"{anatomy.layers_over_shards} in several shards (at most {anatomy.most_shards_of_a_layer})"
     yield "layers", f"{anatomy.layers:,}, {largest}" + (f"; {spread}" if anatomy.layers_over_shards else "")
     yield "embeddings", _HEADS[anatomy.tied_embeddings]
@@ -123,7 +125,7 @@ def _of_anatomy(anatomy: Anatomy) -> Iterator[tuple[str, str]]:
 
 def _groups(groups: Iterable[Group]) -> str:
     found = list(groups)
-    shown = [f"{group.what} ({counted(group.count, 'tensor')}, {gib(group.total_bytes)})" for group in found]
+    shown = [f"{group.what} ({counted(group.count, 'tensor')}, {size(group.total_bytes)})" for group in found]
     more = sum(group.count for group in found[GROUPS_SHOWN:])
     return "; ".join(shown[:GROUPS_SHOWN] + ([f"{more:,} of other kinds"] if more else []))
 
@@ -135,7 +137,7 @@ def _columns(route: str, disk: str, created: str) -> str:
 def _show_outlook(console: Console, forecast: Forecast, outlook: Outlook) -> None:
     head = Text(forecast.called(outlook.compression), "bold")
     if outlook.output_bytes is not None:
-        head.append(f", {gib(outlook.output_bytes)} of layer files", "not bold")
+        head.append(f", {size(outlook.output_bytes)} of layer files", "not bold")
     if outlook.finished and outlook.finished_at is not None:
         head.append(f": finished {outlook.finished_at[:16].replace('T', ' ')} in {outlook.folder}", "not bold green")
     elif outlook.state == "unfinished":
@@ -151,10 +153,12 @@ def _show_outlook(console: Console, forecast: Forecast, outlook: Outlook) -> Non
 
 
 def _row(forecast: Forecast, outlook: Outlook, route: Route) -> Text:
-    lacks = f"no, {gib_rounded_up(missing_bytes(route))} {'over' if _is_limited(route) else 'short'}"
+    lacks = f"no, {size_rounded_up(missing_bytes(route))} {'over' if _is_limited(route) else 'short'}"
     verdict, style = ("fits", "green") if route.fits else (lacks, "red")
     time = "?" if route.seconds is None else duration(route.seconds)
-    lead = _columns(_route_name(outlook, route), gib_rounded_up(route.disk_bytes), gib_rounded_up(route.created_bytes))
+    lead = _columns(
+        _route_name(outlook, route), size_rounded_up(route.disk_bytes), size_rounded_up(route.created_bytes)
+    )
     return Text.assemble(lead, (f"{verdict:<20}", style), f"{time:>11}")
 
 
@@ -218,7 +222,7 @@ def _nothing_fits(forecast: Forecast) -> str:
     lacking = route.lacking
     return (
         f"Nothing fits. Nearest is {forecast.called(outlook.compression)}, {_route_name(outlook, route)}: it needs "
-        f"{lacking.needed} at its peak; {gib(lacking.have)} is {lacking.where}. {more}, or name another disk "
+        f"{lacking.needed} at its peak; {size(lacking.have)} is {lacking.where}. {more}, or name another disk "
         "(--dir, layer_shards_saving_path)."
     )
 
@@ -237,16 +241,13 @@ def _basis(forecast: Forecast) -> Iterator[str]:
         yield f"{_rate(rates.read)} from this disk"
     where = f"on {rates.threads} CPU threads" if rates.quantise_on == "cpu" else f"on {rates.quantise_on}"
     if rates.quantise:
-        found = " and ".join(
-            f"{scheme} {rate.bytes_per_second / 1e6:,.0f} MB/s" for scheme, rate in rates.quantise.items()
-        )
+        found = " and ".join(f"{scheme} {speed(rate.bytes_per_second)}" for scheme, rate in rates.quantise.items())
         yield f"quantising {found} (measured {where})"
 
 
 def _rate(rate: Rate) -> str:
-    how = f"measured over {gib(rate.measured_bytes)}" if rate.measured_bytes else "as given"
-    speed = rate.bytes_per_second / 1e6
-    return f"{speed:,.0f} MB/s ({how})" if speed >= 10 else f"{speed:,.2f} MB/s ({how})"
+    how = f"measured over {size(rate.measured_bytes)}" if rate.measured_bytes else "as given"
+    return f"{speed(rate.bytes_per_second)} ({how})"
 
 
 def _some(names: Iterable[str]) -> str:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm import progress
-from rabbitllm.live.words import GB, MB, amount, duration
+from rabbitllm.live.words import amount, duration
 from rabbitllm.profiling.figure import blank, check_picture, unframed, write
+from rabbitllm.terminal import unit_of
 
 MOST_POINTS = 4_000
 """More are thinned out to half as many: of two neighbours the higher one stays, so that no peak is lost."""
@@ -172,7 +173,7 @@ def _drawn(record: DiskRecord) -> Any:
     figure = blank(_WIDTH, _HEIGHT)
     axes = figure.subplots()
     most = max(peak.total, record.source_bytes)
-    scale, unit = (GB, "GB") if most >= GB else (MB, "MB")
+    scale, unit = unit_of(most)
     per, time_unit = _time_unit(points[-1].seconds)
     times = [point.seconds / per for point in points]
     split = [point.disk_bytes / scale for point in points]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from rabbitllm.live.words import amount, speed
 from rabbitllm.profiling.passes import PROMPT, Pass, PassSums, median_of
 from rabbitllm.profiling.totals import CALLER_STAGES, EXPERT_TIERS, EXPERTS_READ, NOTHING, Total, limit_of
 
@@ -17,11 +18,11 @@ _NAMES = {True: "first token", False: "further tokens"}
 def stage_table(stages: Mapping[str, Total], title: str) -> list[str]:
     """A line for each stage, the bottleneck marked, and the bottleneck."""
     limit = limit_of(stages)
-    rows = [("stage", "busy s", "threads", "core s", "records", "mean ms", "GB/s", "")]
+    rows = [("stage", "busy s", "threads", "core s", "records", "mean ms", "rate", "")]
     for name, total in stages.items():
         if name in EXPERT_TIERS:
             continue  # counts, which have a table of their own
-        rate = f"{total.nbytes / total.busy_seconds / 1e9:.2f}" if total.nbytes and total.seconds else ""
+        rate = speed(total.nbytes / total.busy_seconds) if total.nbytes and total.seconds else ""
         mark = "<-- BOTTLENECK" if name == limit else ""
         mean = total.seconds / total.count * 1e3
         cores = f"{total.cpu_seconds:.3f}" if total.cpu_seconds else ""
@@ -41,7 +42,7 @@ def pass_table(sums: Mapping[str, PassSums], passes: Sequence[Pass]) -> list[str
         sums: of all passes.
         passes: those that are still there one by one, for the median.
     """
-    rows = [("passes", "n", "median s", "tokens in", "made", "GB read", "copied", "overlap", "limit")]
+    rows = [("passes", "n", "median s", "tokens", "made", "read", "copied", "overlap", "limit")]
     for kind, total in sums.items():
         made = total.made_per_pass
         rows.append(
@@ -51,8 +52,8 @@ def pass_table(sums: Mapping[str, PassSums], passes: Sequence[Pass]) -> list[str
                 f"{median_of(passes, kind):.3f}",
                 f"{total.tokens / total.passes:.1f}",
                 "" if made is None else f"{made:.2f}",
-                f"{total.disk_bytes / total.passes / 1e9:.3f}",
-                f"{total.copied_bytes / total.passes / 1e9:.3f}",
+                amount(total.disk_bytes / total.passes),
+                amount(total.copied_bytes / total.passes),
                 f"{total.overlap:.0%}",
                 total.bottleneck or "",
             )
@@ -69,7 +70,7 @@ def expert_table(sums: Mapping[str, PassSums]) -> list[str]:
         used = sum(one.count for one in found)
         if used:
             shares = [f"{one.count / used:.0%}" for one in found]
-            read = f"{found[EXPERT_TIERS.index(EXPERTS_READ)].nbytes / total.passes / 1e9:.3f} GB"
+            read = amount(found[EXPERT_TIERS.index(EXPERTS_READ)].nbytes / total.passes)
             rows.append((_NAMES[kind == PROMPT], f"{used / total.passes:.1f}", *shares, read))
     return _aligned(rows) if rows[1:] else []
 

@@ -9,8 +9,7 @@ from rich.text import Text
 
 from rabbitllm.pull.make import DryRun, Pulled, Shards, Wish
 from rabbitllm.splitter.forecast import STANDARD
-from rabbitllm.splitter.plan import gib_rounded_up
-from rabbitllm.terminal import counted, put, put_fact, size
+from rabbitllm.terminal import counted, put, put_fact, size, size_rounded_up
 
 
 def show_pulled(pulled: Pulled, wish: Wish, console: Console) -> None:
@@ -69,8 +68,8 @@ def show_dry_run(found: DryRun, wish: Wish, console: Console) -> None:
         put_fact(console, "begun", f"{used}; pull goes on from there")
     route = found.route or (found.routes[-1] if found.routes else None)
     if route is not None:
-        put_fact(console, "on the disk", f"at most {gib_rounded_up(route.disk_bytes)} more than now")
-        created = f"{gib_rounded_up(route.created_bytes)} ({route.created_bytes:,} bytes)"
+        put_fact(console, "on the disk", f"at most {size_rounded_up(route.disk_bytes)} more than now")
+        created = f"{size_rounded_up(route.created_bytes)} ({route.created_bytes:,} bytes)"
         put_fact(console, "it creates", f"at most {created}; --max-disk limits this")
         put_fact(console, "shards", _of_the_shards(found, wish))
     put(console, _verdict(found))

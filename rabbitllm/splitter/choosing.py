@@ -21,9 +21,10 @@ from rabbitllm.layers.compression import COMPRESSIONS, DOUBLE
 from rabbitllm.options import SplitOptions
 from rabbitllm.splitter.allocation import Offer, allocate
 from rabbitllm.splitter.choices import Choice, Choices
-from rabbitllm.splitter.plan import SplitPlan, gib, gib_rounded_up, recompressed
+from rabbitllm.splitter.plan import SplitPlan, recompressed
 from rabbitllm.splitter.sensitivity import Group, groups
 from rabbitllm.splitter.space import Ground, Shortage, candidates, shortage
+from rabbitllm.terminal import size, size_rounded_up
 
 WORTH_LESS_BITS = 0.75
 """Of the loss that is expected where no tensor has less than 8bit: what must be expected of fewer bits for some."""
@@ -124,11 +125,11 @@ def _nothing_fits(limits: _Limits, least: Choice) -> NotEnoughSpaceException:
     if short.limited:
         remedy = f"max_disk={short.need} is the least that would do."
     else:
-        missing = gib_rounded_up(short.need - short.have)
+        missing = size_rounded_up(short.need - short.have)
         remedy = f"Free {missing} there, or name another place with layer_shards_saving_path."
     return NotEnoughSpaceException(
         f"compression='auto' finds no choice of bits for {limits.bare.source.name} in {limits.ground.folder}: the "
-        f"fewest need {short.needed} at the peak; {gib(short.have)} is {short.where}.",
+        f"fewest need {short.needed} at the peak; {size(short.have)} is {short.where}.",
         remedy,
     )
 
@@ -141,7 +142,7 @@ def other_budget(chosen: Chosen | None, options: SplitOptions) -> str | None:
     if not disk and not (options.memory_is_said and options.memory != chosen.memory):
         return None
     limits = [("max_disk", chosen.max_disk), ("memory", chosen.memory)]
-    said = " and ".join(f"{name} {gib(nbytes)}" for name, nbytes in limits if nbytes is not None)
+    said = " and ".join(f"{name} {size(nbytes)}" for name, nbytes in limits if nbytes is not None)
     return f"for {said}" if said else "for what was free"
 
 

@@ -210,15 +210,3 @@ def recompressed(plan: SplitPlan, compression: str | None, chosen: Chosen | None
     if plan.compression is None and compression == AUTO and not (chosen and chosen.schemes):  # all stay as they are
         return dataclasses.replace(plan, compression=AUTO, chosen=chosen or Chosen({}))
     return _plan_with(plan.source, plan.shards, plan.layer_map, compression, plan.format_version, chosen)
-
-
-def gib(nbytes: int) -> str:
-    """Bytes as people read them: GiB from one GiB on, else MiB."""
-    return f"{nbytes / 2**30:.2f} GiB" if abs(nbytes) >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
-
-
-def gib_rounded_up(nbytes: int) -> str:
-    """As `gib`, rounded up: parsed again, the text is never less than `nbytes`."""
-    unit, name = (2**30, "GiB") if nbytes >= 2**30 else (2**20, "MiB")
-    whole, hundredths = divmod(-(-nbytes * 100 // unit), 100)
-    return f"{whole}.{hundredths:02} {name}"

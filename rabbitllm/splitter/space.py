@@ -17,8 +17,9 @@ from rabbitllm.layers.compression import COMPRESSIONS
 from rabbitllm.options import SplitOptions
 from rabbitllm.splitter.at_once import disk_use_at_once
 from rabbitllm.splitter.disk_use import Arrival, DiskUse, Sizes
-from rabbitllm.splitter.plan import SplitPlan, gib, gib_rounded_up, recompressed
+from rabbitllm.splitter.plan import SplitPlan, recompressed
 from rabbitllm.splitter.watch import existing
+from rabbitllm.terminal import size, size_rounded_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Shortage:
     @property
     def needed(self) -> str:
         """The need in words, rounded up: a limit with this value is large enough."""
-        return f"{gib_rounded_up(self.need)} ({self.need:,} bytes) of {'max_disk' if self.limited else 'free disk'}"
+        return f"{size_rounded_up(self.need)} ({self.need:,} bytes) of {'max_disk' if self.limited else 'free disk'}"
 
 
 def candidates(plan: SplitPlan, transfer: str) -> tuple[Arrival, ...]:
@@ -132,7 +133,7 @@ def choose_way(
     assert short is not None
     raise NotEnoughSpaceException(
         f"Splitting {plan.source.name} into {ground.folder} needs {short.needed} at its peak; "
-        f"{gib(short.have)} is {short.where}.",
+        f"{size(short.have)} is {short.where}.",
         _what_would_fit(plan, ground, options, short),
     )
 
@@ -159,7 +160,7 @@ def shortage(plan: Sizes, ground: Ground, options: SplitOptions, arrival: Arriva
     for place, need in _by_disk([(ground.folder, use.added), *ground.downloads]):
         free = shutil.disk_usage(place).free + (ground.lock_bytes if place == existing(ground.folder) else 0)
         if need and need + options.min_free > free:
-            reserve = f", less {gib(options.min_free)} that stay free (min_free_disk)" if options.min_free else ""
+            reserve = f", less {size(options.min_free)} that stay free (min_free_disk)" if options.min_free else ""
             return Shortage(need, max(free - options.min_free, 0), f"free on the disk of {place}{reserve}")
     return None
 
@@ -185,7 +186,7 @@ def _what_would_fit(plan: SplitPlan, ground: Ground, options: SplitOptions, shor
     for compression in () if ground.used else smaller:
         if shortage(recompressed(plan, compression), ground, options, way) is None:
             return f"compression='{compression}' would fit."
-    missing = gib_rounded_up(short.need - short.have)
+    missing = size_rounded_up(short.need - short.have)
     place = f"allow max_disk={short.need}" if short.limited else f"free {missing} there"
     return (
         f"{place[0].upper()}{place[1:]}, or name another place with layer_shards_saving_path. No other compression "

@@ -25,7 +25,7 @@ from rabbitllm.splitter import journal
 from rabbitllm.splitter.choosing import other_budget
 from rabbitllm.splitter.disk_use import Arrival
 from rabbitllm.splitter.finish import STAGING_NAME, finish, manifest_of
-from rabbitllm.splitter.plan import SplitPlan, gib
+from rabbitllm.splitter.plan import SplitPlan
 from rabbitllm.splitter.planned_files import PlannedFiles
 from rabbitllm.splitter.request import (
     Request,
@@ -43,6 +43,7 @@ from rabbitllm.splitter.space import Ground, choose_arrival, choose_at_once, use
 from rabbitllm.splitter.sums import TensorSums
 from rabbitllm.splitter.watch import Watch
 from rabbitllm.splitter.work import Work
+from rabbitllm.terminal import size
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ def split(request: Request) -> Profiler:
         finish(request, manifest)
     peaks = watch.peaks
     logger.info(
-        "Peaks: %s of disk in %s, %s of memory.", gib(peaks.disk_bytes), request.folder, gib(peaks.anonymous_bytes)
+        "Peaks: %s of disk in %s, %s of memory.", size(peaks.disk_bytes), request.folder, size(peaks.anonymous_bytes)
     )
     done = SplitDone(
         str(request.folder),
@@ -208,7 +209,7 @@ def _require_begun_layers(folder: Path, earlier: journal.Replay) -> None:
 def _warn_of_big_layers(plan: SplitPlan) -> None:
     for layer, layout in plan.layouts.items():
         if layout.size > BIG_LAYER_BYTES:
-            logger.warning("Layer %s has %s; streaming it needs that much memory at once.", layer, gib(layout.size))
+            logger.warning("Layer %s has %s; streaming it needs that much memory at once.", layer, size(layout.size))
 
 
 def _copy_sidecars(request: Request) -> list[Path]:

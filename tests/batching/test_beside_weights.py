@@ -11,6 +11,7 @@ from rabbitllm.batching.beside_weights import left_to_requests
 from rabbitllm.batching.pass_cost import LEAST_TOKENS, cost_of_a_pass
 from rabbitllm.batching.request import Request
 from rabbitllm.errors import OptionError
+from rabbitllm.terminal import size
 from tests.batching.asking import alone, asked
 from tests.support.tiny_models import load
 
@@ -52,7 +53,8 @@ def test_in_bulk_keys_and_values_leave_room_for_the_smallest_pass(
     least = cost_of_a_pass(model.config, 4).least()
     (lane,) = model.streamer.lanes.values()
     monkeypatch.setattr(lane.device, "free_bytes", lambda: 300_000 + least)
-    with pytest.raises(OptionError, match=rf"computes in {least:,} more; beside the weights {300_000 + least:,} are"):
+    said = f"computes in {size(least)} more; beside the weights {size(300_000 + least)} are"
+    with pytest.raises(OptionError, match=said):
         Batch(model, Limits(cache_bytes=300_001, in_bulk=True))
     with Batch(model, Limits(cache_bytes=300_000, in_bulk=True)) as batch:
         request = Request(tuple(range(3, 40)), 3)

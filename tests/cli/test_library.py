@@ -185,7 +185,7 @@ def test_a_picture_of_the_disk_comes_with_a_split_and_not_without_one(folder: Pa
     picture = tmp_path / "disk.svg"
     run("pull", folder, "--plot", picture)
     assert "whole" in run("show", folder).stdout
-    assert "MB on the disk" in picture.read_text()
+    assert "MiB on the disk" in picture.read_text()
     picture.unlink()
     run("pull", folder, "--plot", picture)
     assert not picture.exists()

@@ -125,7 +125,7 @@ def test_the_kernel_for_bfloat16_is_named_where_it_is_used(
         ({"hub": hub(offline=True, reachable=None)}, False, "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"),
         ({"hub": hub(reachable=False, problem="refused")}, False, "does not answer at https://hub (refused)", None),
         ({"hub": hub(token=False)}, False, "gated models", "hf auth login"),
-        ({"rates": (Speed("reading the disk", 9e7),)}, False, "read at 90 MB/s", None),
+        ({"rates": (Speed("reading the disk", 9e7),)}, False, "read at 85.8 MiB/s", None),
     ],
 )
 def test_what_is_wrong_is_said_once_with_what_to_do(

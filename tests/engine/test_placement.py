@@ -271,7 +271,7 @@ def test_what_tied_units_share_is_counted_at_one_of_them(
     assert {name: found[name] for name in counted} == counted
     assert sum(placed.counted for placed in placement.units) == 1600
     table = [line.split() for line in str(placement).splitlines()[1:] if not line.startswith("each pass")]
-    assert sum(int(row[-2]) for row in table) == 5
+    assert sum(int(row[-3]) for row in table) == 5
 
 
 def test_page_locked_memory_is_each_units_own() -> None:
@@ -397,28 +397,31 @@ def test_more_host_memory_never_reads_more(layers: int, room: int, more: int) ->
     assert read[1] <= read[0]
 
 
+GIB = 1 << 30
+
+
 def test_prints_as_a_table() -> None:
-    costs = [layer(f"layers.{i}", 1_000_000_000) for i in range(6)]
-    placement = place(costs, [Budget("cuda:0", 3_000_000_000, False), Budget("cuda:1", 4_000_000_000, False)])
+    costs = [layer(f"layers.{i}", GIB) for i in range(6)]
+    placement = place(costs, [Budget("cuda:0", 3 * GIB, False), Budget("cuda:1", 4 * GIB, False)])
     assert str(placement).splitlines() == [
-        "device  tier      units    GB",
-        "cuda:0  resident      3  3.00",
-        "cuda:1  resident      3  3.00",
+        "device  tier      units      size",
+        "cuda:0  resident      3  3.00 GiB",
+        "cuda:1  resident      3  3.00 GiB",
     ]
 
 
 def test_prints_what_each_pass_moves() -> None:
-    costs = [layer(f"layers.{i}", 1_000_000_000) for i in range(12)]
-    budgets = [Budget("cuda:0", 4_000_000_000, False), Budget("cuda:1", 4_000_000_000, False)]
-    assert str(place(costs, budgets, host_bytes=6_000_000_000)).splitlines() == [
-        "device  tier             units    GB",
-        "cuda:0  resident             2  2.00",
-        "cuda:0  page-locked RAM      1  1.00",
-        "cuda:0  streamed             3  3.00",
-        "cuda:1  resident             2  2.00",
-        "cuda:1  page-locked RAM      1  1.00",
-        "cuda:1  streamed             3  3.00",
-        "each pass: 4.00 GB are copied to cuda:0, 4.00 GB are copied to cuda:1, 6.00 GB are read from the disk",
+    costs = [layer(f"layers.{i}", GIB) for i in range(12)]
+    budgets = [Budget("cuda:0", 4 * GIB, False), Budget("cuda:1", 4 * GIB, False)]
+    assert str(place(costs, budgets, host_bytes=6 * GIB)).splitlines() == [
+        "device  tier             units      size",
+        "cuda:0  resident             2  2.00 GiB",
+        "cuda:0  page-locked RAM      1  1.00 GiB",
+        "cuda:0  streamed             3  3.00 GiB",
+        "cuda:1  resident             2  2.00 GiB",
+        "cuda:1  page-locked RAM      1  1.00 GiB",
+        "cuda:1  streamed             3  3.00 GiB",
+        "each pass: 4.00 GiB are copied to cuda:0, 4.00 GiB are copied to cuda:1, 6.00 GiB are read from the disk",
     ]
-    on_host = str(place(costs, [Budget("cpu", 4_000_000_000, True)]))
-    assert on_host.splitlines()[-1] == "each pass: 10.00 GB are read from the disk"
+    on_host = str(place(costs, [Budget("cpu", 4 * GIB, True)]))
+    assert on_host.splitlines()[-1] == "each pass: 10.00 GiB are read from the disk"

@@ -156,4 +156,4 @@ def test_printing_the_profile(model: Any, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_placement_prints(model: Any) -> None:
-    assert str(model.placement).splitlines()[0].split() == ["device", "tier", "units", "GB"]
+    assert str(model.placement).splitlines()[0].split() == ["device", "tier", "units", "size"]

@@ -92,7 +92,7 @@ def test_many_layers_on_two_gpus(words_of: Any) -> None:
     assert any(word.startswith("many layers") for word in words)
     assert sum(word.isdigit() for word in words) < 30  # not every layer's number, which nobody could read
     total = sum(placed.stored for placed in placement.units if placed.tier is Tier.STREAMED)
-    assert f"{(total + 700_000_000) / 1e9:,.2f} GB" in words
+    assert f"{(total + 700_000_000) / 2**30:,.2f} GiB" in words
 
 
 @pytest.mark.parametrize("compression", [None, "4bit"])

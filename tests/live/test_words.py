@@ -8,16 +8,19 @@ from hypothesis import strategies as st
 
 from rabbitllm.live.words import Piece, amount, bar, duration, fitting, part, speed, text_of
 
+MIB, GIB = 1 << 20, 1 << 30
+
 
 @pytest.mark.parametrize(
     ("nbytes", "text"),
     [
-        (0, "0.00 MB"),
-        (9_994_000, "9.99 MB"),
-        (9_996_000, "10.0 MB"),
-        (999_000_000, "999 MB"),
-        (1e9, "1.00 GB"),
-        (145.4e9, "145 GB"),
+        (0, "0.00 MiB"),
+        (450_000, "0.43 MiB"),
+        (9.994 * MIB, "9.99 MiB"),
+        (9.996 * MIB, "10.0 MiB"),
+        (1e9, "954 MiB"),
+        (GIB, "1.00 GiB"),
+        (145.4 * GIB, "145 GiB"),
     ],
 )
 def test_amounts(nbytes: float, text: str) -> None:
@@ -25,14 +28,14 @@ def test_amounts(nbytes: float, text: str) -> None:
 
 
 def test_parts_have_one_unit() -> None:
-    assert part(1e6, 57e9) == "0.0 of 57.0 GB"
-    assert part(5e8, 4e9) == "0.50 of 4.00 GB"
-    assert part(5e6, 600e6) == "5.0 of 600.0 MB"
+    assert part(MIB, 57 * GIB) == "0.0 of 57.0 GiB"
+    assert part(GIB / 2, 4 * GIB) == "0.50 of 4.00 GiB"
+    assert part(5 * MIB, 600 * MIB) == "5.0 of 600.0 MiB"
 
 
 def test_speeds() -> None:
-    assert speed(118.2e6) == "118 MB/s"
-    assert speed(0) == "0 MB/s"
+    assert speed(118.2 * MIB) == "118 MiB/s"
+    assert speed(0) == "0 MiB/s"
 
 
 @pytest.mark.parametrize(

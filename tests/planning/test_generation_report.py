@@ -118,5 +118,5 @@ def test_moments(seconds: float | None, said: str) -> None:
 def test_basis_names_each_rate_once() -> None:
     said = generation_basis(plan_of(LARGE, SMALL))
     assert said is not None
-    assert said.count("bfloat16 on cpu 28.0 GB/s") == said.count("past the page cache 3.5 GB/s") == 1
+    assert said.count("bfloat16 on cpu 26.1 GiB/s") == said.count("past the page cache 3.26 GiB/s") == 1
     assert generation_basis(plan_of(Generation(None, "no"))) is None

@@ -361,7 +361,7 @@ def test_numbers_as_people_read_them(modules: Path) -> None:
         """
         return [took({ tokens: 11, first: 2, seconds: 7 }),
                 took({ tokens: 1, about: true, first: 75.2, seconds: 75.2 }),
-                duration(3723), duration(0.25), duration(12.4), size(3 << 20), size(17)];
+                duration(3723), duration(0.25), duration(12.4), size(3 << 20), size(471859), size(17)];
         """,
     )
     assert found == [
@@ -371,5 +371,6 @@ def test_numbers_as_people_read_them(modules: Path) -> None:
         "250 ms",
         "12 s",
         "3.00 MiB",
+        "0.45 MiB",
         "17 bytes",
     ]

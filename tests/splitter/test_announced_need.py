@@ -23,7 +23,7 @@ from rabbitllm.progress import listening
 from rabbitllm.pull.make import Wish, dry_run, pull
 from rabbitllm.pull.report import show_dry_run
 from rabbitllm.splitter.disk_use import on_disk
-from rabbitllm.splitter.plan import gib_rounded_up
+from rabbitllm.terminal import size_rounded_up
 from tests.support.builders import build_checkpoint
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.peak import Peak
@@ -145,7 +145,7 @@ def check_free_disk(wish: Wish, disk: SmallDisk, folder: Path) -> None:
     need = dry_run(wish).routes[-1].disk_bytes
     disk.leave(on_disk(need) - 4096)
     disk_error = refused(wish, folder)
-    assert f"needs {gib_rounded_up(need)} ({need:,} bytes) of free disk" in disk_error
+    assert f"needs {size_rounded_up(need)} ({need:,} bytes) of free disk" in disk_error
     disk.leave(on_disk(need))
     assert dry_run(wish).fits
     pull(wish)

@@ -12,7 +12,7 @@ from rabbitllm.checkpoints.index import index_of
 from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.safetensors_file import Header
-from rabbitllm.splitter.plan import PlannedShard, gib, recompressed, tensors_by_shard
+from rabbitllm.splitter.plan import PlannedShard, recompressed, tensors_by_shard
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.plans import MIB, even, plan_of, shard_of
 from tests.support.splitting import split
@@ -52,20 +52,6 @@ def test_recompressed_plan_is_the_plan_at_that_compression() -> None:
     shards = even(3, MIB)
     assert recompressed(plan_of(shards), "4bit") == plan_of(shards, "4bit")
     assert recompressed(plan_of(shards, "4bit"), None) == plan_of(shards)
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [
-        (0, "0.00 MiB"),
-        (3 * MIB // 2, "1.50 MiB"),
-        (1 << 30, "1.00 GiB"),
-        (150 * 10**9, "139.70 GiB"),
-        (-MIB, "-1.00 MiB"),
-    ],
-)
-def test_sizes_as_people_read_them(nbytes: int, text: str) -> None:
-    assert gib(nbytes) == text
 
 
 def test_plan_of_a_real_checkpoint_counts_its_files(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.options import SplitOptions
 from rabbitllm.splitter.at_once import disk_use_at_once
 from rabbitllm.splitter.disk_use import Arrival, disk_use
-from rabbitllm.splitter.plan import SplitPlan, gib_rounded_up
+from rabbitllm.splitter.plan import SplitPlan
 from rabbitllm.splitter.space import Ground, choose_arrival, choose_at_once
+from rabbitllm.terminal import size_rounded_up
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.plans import MIB, all_freed, even, plan_of
 from tests.support.splitting import names_in, split
@@ -74,7 +75,7 @@ def test_too_little_is_free(tmp_path: Path, free: list[int]) -> None:
     free[0] = 1 << 20
     with pytest.raises(NotEnoughSpaceException) as refused:
         choose(plan, folder, None, deletes=False)
-    assert f"Free {gib_rounded_up(need - MIB)} there, or name another place with layer_shards_saving_path" in str(
+    assert f"Free {size_rounded_up(need - MIB)} there, or name another place with layer_shards_saving_path" in str(
         refused.value
     )
     assert "No other compression fits as it is." in str(refused.value)
@@ -181,7 +182,7 @@ def test_shards_that_must_be_whole_are_never_streamed(tmp_path: Path, free: list
             assert choose(plan, tmp_path, None, deletes=True, transfer=transfer) is way
     free[0] -= 1
     for transfer in ("auto", "file"):
-        with pytest.raises(NotEnoughSpaceException, match=re.escape(gib_rounded_up(needs[Arrival.FILE]))) as short:
+        with pytest.raises(NotEnoughSpaceException, match=re.escape(size_rounded_up(needs[Arrival.FILE]))) as short:
             choose(plan, tmp_path, None, deletes=True, transfer=transfer)
         assert "stream" not in short.value.remedy
     with pytest.raises(OptionError, match=r"shard_transfer='stream' is not possible for m: shard-0 is a file of torch"):
@@ -210,7 +211,7 @@ def test_download_counts_on_its_own_disk(tmp_path: Path, free: list[int], monkey
     need = disk_use(plan).added
     free[0] = need + 10 * MIB
     choose(plan, tmp_path / "split", None, deletes=False, downloads=((tmp_path / "cache", 10 * MIB),))
-    with pytest.raises(NotEnoughSpaceException, match=re.escape(gib_rounded_up(need + 10 * MIB + 1))):
+    with pytest.raises(NotEnoughSpaceException, match=re.escape(size_rounded_up(need + 10 * MIB + 1))):
         choose(plan, tmp_path / "split", None, deletes=False, downloads=((tmp_path / "cache", 10 * MIB + 1),))
 
 

@@ -39,7 +39,7 @@ export function percentages(parts) {
 }
 
 export function size(bytes) {
-  if (bytes < 1 << 20) return `${bytes.toLocaleString("en")} bytes`;
+  if (bytes < 100000) return `${bytes.toLocaleString("en")} bytes`;
   return bytes >= 2 ** 30 ? `${(bytes / 2 ** 30).toFixed(2)} GiB` : `${(bytes / 2 ** 20).toFixed(2)} MiB`;
 }
 
