@@ -127,6 +127,7 @@ except rabbitllm.errors.RabbitLLMError as error:
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_limit_of_the_address_space(model: Path, tmp_path: Path) -> None:
     other = shutil.copytree(model, tmp_path / "other")

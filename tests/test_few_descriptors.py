@@ -57,6 +57,7 @@ def test_it_is_verified_and_repaired(folder: Path) -> None:
     assert status_of(verify_and_repair, folder) == 0
 
 
+@pytest.mark.long
 def test_it_is_converted_used_unsplit_and_opened_lazily(folder: Path) -> None:
     assert status_of(convert_it, folder) == 0
 

@@ -17,6 +17,7 @@ KERNELS = "tests/layers/test_panel_products.py::test_what_is_not_a_number_stays_
 CODES = "tests/engine/test_double.py::test_products_from_codes"
 
 
+@pytest.mark.long
 def test_a_model_without_vectors_and_with_several_threads(capsys: pytest.CaptureFixture[str]) -> None:
     """The smallest part of the matrix: no kernel of the package, and torch's for SSE alone."""
     assert main(["--set", "sse4", "--threads", "2", CODES, KERNELS]) == 0

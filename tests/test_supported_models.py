@@ -49,6 +49,7 @@ def test_other_class(tmp_path: Path, case: Case) -> None:
 # Results of the tool
 
 
+@pytest.mark.long
 def test_row_of_a_process_of_its_own() -> None:
     row = row_of(LLAMA)
     assert (row.result, row.why, row.inputs, row.blocks, row.files, row.warnings) == (OK, "", ("text",), 3, 6, ())

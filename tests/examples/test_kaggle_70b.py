@@ -105,6 +105,7 @@ def made(layers: Path) -> dict[str, tuple[int, int]]:
     return {file.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in found}
 
 
+@pytest.mark.long
 def test_killed_and_run_again(machine: Path, repository: Path, local_hub: LocalHub) -> None:
     layers = machine / "kaggle/tmp/rabbitllm"
     local_hub.faults.delay_per_mib = 0.6

@@ -254,6 +254,7 @@ def test_nothing_is_repaired_while_a_model_is_loaded(folder: Path, damaged: Path
     assert not verify(damaged).damaged
 
 
+@pytest.mark.long
 def test_removing_a_split_whose_model_is_loaded(folder: Path) -> None:
     made = Call(str(folder), sequential=False).make()
     before = contents(folder)
@@ -282,6 +283,7 @@ def test_a_model_holds_its_split_as_long_as_it_is_there(folder: Path) -> None:
     assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0
 
 
+@pytest.mark.long
 def test_reading_leaves_nothing_behind(folder: Path) -> None:
     Call(str(folder), sequential=False).make()
     before = contents(folder)
