@@ -135,6 +135,8 @@ def answer(
             eos_token_id=ends or None,
             pad_token_id=pad,
             streamer=stream,
+            num_beams=1,  # which a checkpoint may recommend otherwise, and which cannot be streamed
+            tokenizer=model.tokenizer,  # for texts that the checkpoint's settings end at
             **sampling.arguments(),
         )
     except KeyboardInterrupt:
