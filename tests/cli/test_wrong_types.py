@@ -146,3 +146,17 @@ def test_generation_settings_that_a_checkpoint_may_have_do_not_end_a_run(sound: 
         assert outcome("run", str(split), "12+3=", "--max-new-tokens", "2", "--device", "cpu") == "exit 0"
     finally:
         path.write_text(before)
+
+
+def test_batch_refuses_a_tokenizer_that_cannot_be_read(sound: Path, tmp_path: Path) -> None:
+    (split,) = sound.glob("splitted_model*")
+    path, lines = split / "tokenizer_config.json", tmp_path / "lines.jsonl"
+    lines.write_text('{"prompt": "12+3="}\n')
+    before = path.read_text()
+    try:
+        path.write_text(json.dumps({**json.loads(before), "padding_side": "x"}))
+        assert (
+            outcome("batch", str(split), str(lines), "-o", str(tmp_path / "out.jsonl"), "--device", "cpu") == "refused"
+        )
+    finally:
+        path.write_text(before)
