@@ -29,6 +29,7 @@ from rabbitllm.options import (
 if TYPE_CHECKING:
     from rabbitllm.engine.devices import Device
     from rabbitllm.layers.layer_store import WeightFiles
+    from rabbitllm.prepare.acceptance import TooLittle
 
 logger = logging.getLogger(__name__)
 
@@ -221,7 +222,7 @@ def _load_unsplit(sought: prepare.Sought, stream_options: StreamOptions, hosts: 
         with prepare.read_lock(source.split_folder) as lock:
             return _locked(_model(source.split_folder, stream_options, source.config_folder, devices, hosts), lock)
     with split_display.shown(stream_options.show_progress):
-        with prepare.acceptance(source, stream_options, devices) as accept:
+        with prepare.acceptance(source, stream_options, devices, too_little=_too_little(hosts)) as accept:
             prepare.check_before_fetching(source, accept)
         checkpoint, lock = prepare.whole_checkpoint(source)
     with lock:
@@ -236,13 +237,18 @@ def _load(
     split_options = prepare.with_memory(split_options, stream_options, devices)
     with (
         split_display.shown(stream_options.show_progress),
-        prepare.acceptance(source, stream_options, devices) as accept,
+        prepare.acceptance(source, stream_options, devices, too_little=_too_little(hosts)) as accept,
     ):
         profile = prepare.ensure_split(source, split_options, prepare.quantize_on(devices), accept=accept)
     if profile.enabled and profile.stages:
         print(profile.report())
     with prepare.read_lock(source.split_folder) as lock:
         return _locked(_model(source.split_folder, stream_options, source.config_folder, devices, hosts), lock)
+
+
+def _too_little(hosts: Hosts | None) -> TooLittle:
+    """Of several processes each loads a part, and knows its size only then."""
+    return "refuse" if hosts is None else "ignore"
 
 
 def _locked(model: Any, lock: FolderLock) -> Any:

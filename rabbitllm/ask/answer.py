@@ -135,6 +135,8 @@ def answer(
             eos_token_id=ends or None,
             pad_token_id=pad,
             streamer=stream,
+            num_beams=1,  # which a checkpoint may recommend otherwise, and which cannot be streamed
+            tokenizer=model.tokenizer,  # for texts that the checkpoint's settings end at
             **sampling.arguments(),
         )
     except KeyboardInterrupt:
@@ -165,7 +167,16 @@ def check_generates(model: Any) -> None:
 
 
 def end_tokens(model: Any) -> list[int]:
-    """The tokens that end a text: those of the model's generation config, and its tokenizer's own."""
+    """The tokens that end a text: those of the model's generation config, and its tokenizer's own.
+
+    Raises:
+        OptionError: the model has no tokenizer, or none that could be read.
+    """
+    if model.tokenizer is None:
+        raise OptionError(
+            "This model has no tokenizer beside its weights, so text cannot be made of it.",
+            "Put its tokenizer files into the folder that has its config.json.",
+        )
     said = model.generation_config.eos_token_id if model.can_generate() else None
     ends = [] if said is None else [said] if isinstance(said, int) else [*said]
     own = model.tokenizer.eos_token_id

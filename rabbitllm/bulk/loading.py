@@ -24,6 +24,7 @@ from rabbitllm.bulk.survey import Survey
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.engine.devices import resolve_devices
+from rabbitllm.engine.skeleton import read_config
 from rabbitllm.library.find import compression_here
 from rabbitllm.pull.loaded import load, pulled
 from rabbitllm.pull.make import Wish
@@ -98,7 +99,7 @@ def loaded(
     if found is not None and wish.max_memory is None:
         lengths = [length for length, kind in zip(survey.lengths, survey.kinds, strict=True) if kind == GENERATIONS]
         free = sum(device.free_bytes() for device in resolve_devices(wish.where, None))
-        config = _config_in(found.config_folder)
+        config = read_config(found.config_folder, wish.trust_remote_code)
         if cache_bytes is None:
             cache_bytes = min(needed_bytes(config, lengths, sequences, dtype), free // CACHE_SHARE) or None
         pass_bytes = min(good_pass_bytes(config, min(len(lengths), sequences), dtype), free // MOST_PASS_SHARE)
@@ -165,9 +166,3 @@ def _dtype_of(config: Any, dtype: str | None) -> Any:
     import torch
 
     return getattr(torch, dtype) if dtype is not None else getattr(config, "dtype", None) or torch.bfloat16
-
-
-def _config_in(folder: Path) -> Any:
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(folder)

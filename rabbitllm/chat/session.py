@@ -242,6 +242,7 @@ class Session:
         given: dict[str, Any] = {
             "max_new_tokens": room,
             "num_beams": 1,
+            "tokenizer": self._tokenizer,
             "use_cache": True,
             "return_dict_in_generate": False,
             "eos_token_id": self._ends or None,

@@ -85,8 +85,10 @@ def _of_memory(machine: Machine) -> Iterator[Advice]:
     memory = machine.memory
     if memory is None:
         return
-    tight = next((one for one in memory.groups if one.room == memory.usable), None)
-    why = f": the control group {tight.folder} allows {size(tight.limit)}" if tight is not None else ""
+    named = [(one.room, f"the control group {one.folder} allows {size(one.limit)}") for one in memory.groups]
+    named += [(one.room, f"{one.name} allows {size(one.limit)}") for one in memory.limits]
+    room, limit = min(named, default=(memory.free, ""))
+    why = f": {limit}" if room < memory.free else ""
     if memory.usable < LEAST_MEMORY:
         yield Advice(True, f"Only {size(memory.usable)} of RAM can be had{why}. End other programs, or allow more.")
     elif memory.usable < LITTLE_MEMORY:

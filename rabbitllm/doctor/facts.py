@@ -20,20 +20,31 @@ class GroupMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnLimit:
+    """A limit of the process itself: RLIMIT_AS or RLIMIT_DATA, what it allows and what is left of it, bytes."""
+
+    name: str
+    limit: int
+    room: int
+
+
+@dataclass(frozen=True, slots=True)
 class Memory:
     """The machine's memory, bytes.
 
     Attributes:
         total: of the machine.
         free: of the machine, what can be had without swapping.
-        usable: what this process may still take, control groups included.
+        usable: what this process may still take, control groups and its own limits included.
         groups: those with a limit, innermost first.
+        limits: of the process itself.
     """
 
     total: int
     free: int
     usable: int
     groups: tuple[GroupMemory, ...] = ()
+    limits: tuple[OwnLimit, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from rabbitllm.doctor.facts import Gpu, Gpus, GroupMemory, Memory, Processor
-from rabbitllm.engine.free_memory import available_ram, group_limits
+from rabbitllm.doctor.facts import Gpu, Gpus, GroupMemory, Memory, OwnLimit, Processor
+from rabbitllm.engine.free_memory import available_ram, group_limits, process_limits
 
 INSTRUCTIONS: Mapping[str, frozenset[str]] = {
     "AVX2": frozenset({"avx2"}),
@@ -29,13 +29,14 @@ _ARM = {
 
 
 def memory(root: Path = Path("/")) -> Memory:
-    """The machine's, and what control groups leave of it."""
+    """The machine's, and what control groups and limits of the process leave of it."""
     import psutil
 
     found = psutil.virtual_memory()
     groups = tuple(GroupMemory(one.version, one.folder, one.limit, one.room) for one in group_limits(root))
+    limits = tuple(OwnLimit(one.name, one.limit, one.room) for one in process_limits(root))
     # looked at twice, and others may have let go of some in between
-    return Memory(int(found.total), int(found.available), min(available_ram(), int(found.available)), groups)
+    return Memory(int(found.total), int(found.available), min(available_ram(), int(found.available)), groups, limits)
 
 
 def processor(root: Path = Path("/")) -> Processor:

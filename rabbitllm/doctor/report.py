@@ -79,8 +79,11 @@ def _facts(machine: Machine) -> Iterator[tuple[str, str]]:
 
 def _memory(memory: Memory) -> str:
     said = f"{size(memory.total)}, {size(memory.free)} free"
-    for group in memory.groups:
-        said += f"; a control group (v{group.version}) allows {size(group.limit)}, of which {size(group.room)} are left"
+    named = [(f"a control group (v{one.version})", one.limit, one.room) for one in memory.groups]
+    named += [(one.name, one.limit, one.room) for one in memory.limits]
+    for name, limit, room in named:
+        if limit < memory.total:
+            said += f"; {name} allows {size(limit)}, of which {size(room)} are left"
     return said
 
 

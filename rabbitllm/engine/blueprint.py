@@ -6,7 +6,7 @@ Reads no weights; those that are only planned do as well.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -136,7 +136,13 @@ def check(config_folder: Path, options: StreamOptions, devices: Sequence[Device]
     skeleton.build_skeleton(config_folder, config, dtype, attention, options.trust_remote_code, quantiser)
 
 
-def accept(store: WeightFiles, options: StreamOptions, home: Path, devices: Sequence[Device]) -> None:
+def accept(
+    store: WeightFiles,
+    options: StreamOptions,
+    home: Path,
+    devices: Sequence[Device],
+    too_little: Callable[[Blueprint, Sequence[Device]], None] | None = None,
+) -> None:
     """Refuse what `load_model` would refuse: before the first shard is deleted, and before the last one is.
 
     Args:
@@ -144,13 +150,17 @@ def accept(store: WeightFiles, options: StreamOptions, home: Path, devices: Sequ
         options: how the model will be run.
         home: where config and tokenizer are.
         devices: where it will compute.
+        too_little: `refuse_too_little_memory` for a model that this process will load, `warn_of_too_little_memory` for
+            one that may be for another machine; None for one that several processes will load.
 
     Raises:
-        RabbitLLMError: as `blueprint` does.
+        RabbitLLMError: as `blueprint` and `too_little` do.
         CorruptVocabularyError: the tokenizer's files are malformed.
     """
-    blueprint(store, options, home, devices)
+    drawn = blueprint(store, options, home, devices)
     skeleton.check_tokenizer(home, options.trust_remote_code)
+    if too_little is not None:
+        too_little(drawn, devices)
 
 
 def refuse_too_little_memory(drawn: Blueprint, devices: Sequence[Device]) -> None:
@@ -171,6 +181,21 @@ def refuse_too_little_memory(drawn: Blueprint, devices: Sequence[Device]) -> Non
                 f"{f' (its largest unit is {unit})' if unit else ''}; this process may take {size(free)}.",
                 "Compress more, end other processes, or raise the limit of the container or of `ulimit -v`.",
             )
+
+
+def warn_of_too_little_memory(drawn: Blueprint, devices: Sequence[Device]) -> None:
+    """Log as a warning what `refuse_too_little_memory` would raise."""
+    if (problem := too_little_memory(drawn, devices)) is not None:
+        logger.warning("Loading the model here would be refused: %s", problem)
+
+
+def too_little_memory(drawn: Blueprint, devices: Sequence[Device]) -> str | None:
+    """What a pass takes at least and what this process may take, as a sentence; None where it is enough."""
+    try:
+        refuse_too_little_memory(drawn, devices)
+    except NotEnoughMemoryError as error:
+        return error.problem
+    return None
 
 
 def only_a_part(

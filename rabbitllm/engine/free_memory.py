@@ -36,6 +36,15 @@ class GroupLimit:
     room: int
 
 
+@dataclass(frozen=True, slots=True)
+class ProcessLimit:
+    """A limit of this process itself: its name in getrlimit(2), bytes that it allows, and what is left of them."""
+
+    name: str
+    limit: int
+    room: int
+
+
 def available_ram() -> int:
     """Bytes this process may still take of the machine, of every control group that it is in, and of its own limits."""
     import psutil
@@ -44,7 +53,11 @@ def available_ram() -> int:
 
 
 def _rooms_of_limits(root: Path = Path("/")) -> list[int]:
-    """What RLIMIT_AS and RLIMIT_DATA of this process leave (Linux, getrlimit(2)).
+    return [found.room for found in process_limits(root)]
+
+
+def process_limits(root: Path = Path("/")) -> list[ProcessLimit]:
+    """RLIMIT_AS and RLIMIT_DATA of this process, where they are set (Linux, getrlimit(2)).
 
     Of the first, files that will be mapped are not taken off: what they need is not known here.
     """
@@ -52,12 +65,12 @@ def _rooms_of_limits(root: Path = Path("/")) -> list[int]:
         return []
     import resource
 
-    rooms = []
-    for kind, field in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
-        limit = resource.getrlimit(kind)[0]
+    found = []
+    for name, field in (("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")):
+        limit = resource.getrlimit(getattr(resource, name))[0]
         if limit != resource.RLIM_INFINITY:
-            rooms.append(max(limit - _status_bytes(root, field), 0))
-    return rooms
+            found.append(ProcessLimit(name, limit, max(limit - _status_bytes(root, field), 0)))
+    return found
 
 
 def untouched_bytes(memory: memoryview) -> int:

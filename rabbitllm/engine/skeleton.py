@@ -8,6 +8,7 @@ computed from configs, such as rotary frequencies, is bit-equal to its result. K
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -241,6 +242,57 @@ def _apply_dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> None:
             module._buffers[leaf] = empty
 
 
+_TOKEN_SETTINGS = (
+    *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id"),
+    *("forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"),
+)
+_NUMBER_SETTINGS = (
+    *("temperature", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "length_penalty"),
+    *("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "max_time"),
+)
+_COUNT_SETTINGS = (
+    *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "top_k", "num_beams", "num_return_sequences"),
+    *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
+)
+_PENALTIES = ("repetition_penalty", "encoder_repetition_penalty")
+
+
+def _check_generation(settings: Mapping[str, Any]) -> None:
+    """Refuse generation settings of types that transformers accepts when it reads them and fails on in a generation.
+
+    Raises:
+        ValueError: names the setting.
+    """
+
+    def refuse(name: str, expected: str) -> None:
+        raise ValueError(f"{name} is {str(settings[name])[:80]!r}; expected {expected}")
+
+    given = {name: value for name, value in settings.items() if value is not None}
+    for name in filter(given.__contains__, _TOKEN_SETTINGS):
+        ids = given[name] if isinstance(given[name], list) else [given[name]]
+        if not all(type(one) is int and abs(one) < 1 << 63 for one in ids):
+            refuse(name, "token ids")
+    for name in filter(given.__contains__, (*_NUMBER_SETTINGS, *_COUNT_SETTINGS)):
+        value = given[name]
+        if type(value) not in (int, float) or (name in _COUNT_SETTINGS and abs(value) >= 1 << 63):
+            refuse(name, "a number")
+        if name in _COUNT_SETTINGS and value != int(value):
+            refuse(name, "a whole number")
+    for name in filter(given.__contains__, _PENALTIES):
+        if not given[name] > 0 or (type(given[name]) is int and given[name] != 1):
+            refuse(name, "a number above 0 with a decimal point")  # as transformers' own check has it
+    texts = given.get("stop_strings", [])
+    if not all(isinstance(text, str) for text in (texts if isinstance(texts, list) else [texts])):
+        refuse("stop_strings", "texts")
+    words = given.get("bad_words_ids", [[0]])
+    if not isinstance(words, list) or not words or not all(_are_words(word) for word in words):
+        refuse("bad_words_ids", "lists of token ids")
+
+
+def _are_words(word: object) -> bool:
+    return isinstance(word, list) and bool(word) and all(type(one) is int and 0 <= one < 1 << 63 for one in word)
+
+
 def _read_generation_config(model: PreTrainedModel, folder: Path) -> None:
     from transformers import GenerationConfig
 
@@ -252,6 +304,7 @@ def _read_generation_config(model: PreTrainedModel, folder: Path) -> None:
         name, options = "config.json", {"config_file_name": "config.json", "_from_model_config": True}
     try:
         model.generation_config = GenerationConfig.from_pretrained(folder, **options)
+        _check_generation(vars(model.generation_config))
     except Exception as error:  # values of unexpected types make transformers raise anything
         raise UnknownArchitectureError(
             f"transformers cannot read the generation settings in {folder / name}: {_first_line(error)}",

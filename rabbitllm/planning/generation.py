@@ -81,6 +81,8 @@ class Generation:
         found_token_seconds: a token after the first all of whose experts are where they compute; that of any token
             where there are none that come and go.
         placement: where each unit will be.
+        too_little_memory: what a pass takes at least and what this process may take, where that is less: loading it
+            here would be refused; None where it is enough.
     """
 
     compression: str | None
@@ -97,6 +99,7 @@ class Generation:
     found_token_seconds: float | None = None
     placement: Placement | None = None
     refused: bool = False
+    too_little_memory: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

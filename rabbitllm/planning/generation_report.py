@@ -34,6 +34,9 @@ def show_generations(console: Console, plan: Plan) -> None:
         put(console, Text(_columns(title, "stays there", "read a token", "first token", "a token"), "dim"))
         for found in known:
             _show(console, plan, found)
+        for problem in dict.fromkeys(one.too_little_memory for one in known if one.too_little_memory is not None):
+            refused = ", ".join(plan.called(one.compression) for one in known if one.too_little_memory == problem)
+            put(console, Text(f"{refused} would be refused here: {problem}", "yellow"))
         legend = f"first token: after a prompt of {plan.prompt_tokens}, nothing of the model in memory before"
         put(console, Text(legend, "dim"))
         for line in _legend_of_experts([own for found in known for own in found.experts]):

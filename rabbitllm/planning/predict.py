@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rabbitllm import prepare
-from rabbitllm.engine.blueprint import Blueprint, blueprint
+from rabbitllm.engine.blueprint import Blueprint, blueprint, too_little_memory
 from rabbitllm.engine.devices import resolve_devices
 from rabbitllm.engine.placement import Placement, Tier
 from rabbitllm.errors import RabbitLLMError
@@ -103,6 +103,7 @@ def foretell(
         read_bytes=sum(unit.streamed for unit in work if not unit.once) + sum(own.read_bytes for own in experts),
         experts=experts,
         placement=drawn.placement,
+        too_little_memory=too_little_memory(drawn, machine.devices),
     )
     with machine.something_to_read(folder, readable) as files:
         pace = Reckoning(drawn, work, routed, machine, files).pace()

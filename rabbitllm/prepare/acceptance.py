@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME
 from rabbitllm.options import StreamOptions
@@ -16,9 +16,18 @@ if TYPE_CHECKING:
     from rabbitllm.layers.layer_store import WeightFiles
     from rabbitllm.splitter.request import Acceptance
 
+TooLittle: TypeAlias = Literal["refuse", "warn", "ignore"]
+"""What to do if this process may not take the memory that one layer needs."""
+
 
 @contextlib.contextmanager
-def acceptance(source: Source, options: StreamOptions, devices: Sequence[Device] | None = None) -> Iterator[Acceptance]:
+def acceptance(
+    source: Source,
+    options: StreamOptions,
+    devices: Sequence[Device] | None = None,
+    *,
+    too_little: TooLittle = "warn",
+) -> Iterator[Acceptance]:
     """The check that refuses what loading would refuse: of planned layer files, and of finished ones.
 
     `from_pretrained`, `pull`, `convert` and RabbitLLM 1.1's functions give it to `ensure_split`, which calls it
@@ -28,6 +37,9 @@ def acceptance(source: Source, options: StreamOptions, devices: Sequence[Device]
         source: what is split.
         options: how it will be run.
         devices: to run it on; by default those that the options name.
+        too_little: what to do if this process may not take the memory that one layer needs: "refuse" where it will
+            load the model itself, "warn" (once) where the split may be for another machine, "ignore" where several
+            processes will load it.
     """
     from rabbitllm.engine import blueprint  # with torch
     from rabbitllm.engine.devices import resolve_devices
@@ -37,9 +49,14 @@ def acceptance(source: Source, options: StreamOptions, devices: Sequence[Device]
     with config_folder(source) as folder:
         blueprint.check(folder, options, devices)
 
+        judges = {"refuse": blueprint.refuse_too_little_memory, "warn": blueprint.warn_of_too_little_memory}
+        judge = judges.get(too_little)
+
         def accept(store: WeightFiles) -> None:
+            nonlocal judge
             home = store.folder if (store.folder / CONFIG_NAME).exists() else folder
-            blueprint.accept(store, options, home, devices)
+            blueprint.accept(store, options, home, devices, judge)
+            judge = judge if too_little == "refuse" else None  # a warning is said once
 
         yield accept
 

@@ -31,13 +31,13 @@ def loaded_model(
 
 
 def pulled(wish: Wish) -> Pulled:
-    """Split it unless that is done, with its progress.
+    """Split it unless that is done, with its progress; for this process to load.
 
     Raises:
         RabbitLLMError: as `pull` does.
     """
     with shown():
-        return pull(wish)
+        return pull(wish, loads=True)
 
 
 def load(wish: Wish, found: Pulled | None, console: Console, **more: Any) -> Any:

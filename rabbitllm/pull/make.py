@@ -21,6 +21,7 @@ from rabbitllm.layers.chosen import AUTO, check_split
 from rabbitllm.layers.compression import check_fitting
 from rabbitllm.library.entry import Entry, as_record, look
 from rabbitllm.options import Hosts, SplitOptions, StreamOptions, check_transfer, expand, parse_max_memory, parse_size
+from rabbitllm.prepare.acceptance import TooLittle
 from rabbitllm.splitter.forecast import STANDARD, Outlook, Rates, Route
 from rabbitllm.splitter.hands import Hands
 from rabbitllm.splitter.planned_files import PlannedFiles
@@ -101,6 +102,13 @@ class Wish:
             verify_source=self.verify_source,
         )
 
+    def too_little(self, *, loads: bool = False) -> TooLittle:
+        """What to do if one layer does not fit the memory of this process: a split may be for another machine, unless
+        this process `loads` it or the wish says where to run it."""
+        if self.hosts is not None:
+            return "ignore"
+        return "refuse" if loads or self.device is not None or self.max_memory is not None else "warn"
+
     @property
     def where(self) -> str:
         """The device to generate on."""
@@ -169,12 +177,14 @@ class DryRun:
 
 
 @system_errors_by_name()
-def pull(wish: Wish, hands: Hands | None = None) -> Pulled:
+def pull(wish: Wish, hands: Hands | None = None, *, loads: bool = False) -> Pulled:
     """Find a model, split it unless that is done, and say what is where.
 
     Args:
         wish: what, and how.
         hands: who fills layer files elsewhere, quantising on the CPU; None for this process.
+        loads: this process will load the model; without, too little memory for a layer is a warning only, unless the
+            wish has a device or limits.
 
     Raises:
         RabbitLLMError: as `AutoModel.from_pretrained` does; whatever can be refused is refused before the split.
@@ -191,7 +201,8 @@ def pull(wish: Wish, hands: Hands | None = None) -> Pulled:
             done.append(event)
 
     with progress.listening(note, shows=False):
-        _split(source, options, wish.stream_options(), hands)
+        too_little = wish.too_little(loads=loads) if hands is None else "ignore"
+        _split(source, options, wish.stream_options(), hands, too_little)
     entry = look(source.split_folder)
     if entry is None:
         raise IncompleteSplitError(f"{source.split_folder} went while it was made.", "Make the same call again.")
@@ -201,7 +212,13 @@ def pull(wish: Wish, hands: Hands | None = None) -> Pulled:
     return Pulled(source.name, entry, own_config, before, time.perf_counter() - start, shards, at, peak)
 
 
-def _split(source: prepare.Source, options: SplitOptions, stream_options: StreamOptions, hands: Hands | None) -> None:
+def _split(
+    source: prepare.Source,
+    options: SplitOptions,
+    stream_options: StreamOptions,
+    hands: Hands | None,
+    too_little: TooLittle,
+) -> None:
     from rabbitllm.engine.devices import resolve_devices  # with torch
 
     if source.finished:
@@ -209,7 +226,7 @@ def _split(source: prepare.Source, options: SplitOptions, stream_options: Stream
         return
     devices = resolve_devices(stream_options.device, stream_options.max_memory, stream_options.pin_memory)
     where = "cpu" if hands is not None else prepare.quantize_on(devices)
-    with prepare.acceptance(source, stream_options, devices) as accept:
+    with prepare.acceptance(source, stream_options, devices, too_little=too_little) as accept:
         prepare.ensure_split(source, options, where, hands=hands, accept=accept)
 
 
@@ -246,7 +263,7 @@ def dry_run(wish: Wish) -> DryRun:
     compression = options.compression if options.compression in survey.folders else next(iter(survey.folders))
     if compression in survey.plans and compression not in survey.manifests:
         try:
-            with prepare.acceptance(source, wish.stream_options()) as accept:
+            with prepare.acceptance(source, wish.stream_options(), too_little=wish.too_little()) as accept:
                 accept(PlannedFiles(survey.plans[compression], survey.folders[compression]))
         except RabbitLLMError as error:
             survey.refused[compression] = error.problem

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,9 @@ from typing import Any
 
 import torch
 
+from rabbitllm.checkpoints.json_file import read_json
+from rabbitllm.errors import InvalidIndexError
+from rabbitllm.formats.json_text import decode_json
 from rabbitllm.profiling.passes import Entry
 from rabbitllm.serve.completion_requests import listed, token_ids
 from rabbitllm.serve.refusal import bad
@@ -71,15 +73,15 @@ def recipe_in(folder: Path) -> Recipe | None:
         folder: of config and tokenizer.
     """
     try:
-        modules = json.loads((folder / MODULES).read_bytes())
+        modules = decode_json((folder / MODULES).read_bytes())
         kinds = [str(module["type"]).rpartition(".")[2] for module in modules]
         if kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):
             return None
         place = str(modules[1]["path"])
         if not place.replace("_", "").isalnum():  # a name is never a path
             return None
-        said = json.loads((folder / place / "config.json").read_bytes())
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        said = read_json(folder / place / "config.json")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, InvalidIndexError):
         return None
     chosen = [name for name, value in said.items() if name.startswith("pooling_mode_") and value is True]
     if len(chosen) != 1 or chosen[0] not in POOLINGS:

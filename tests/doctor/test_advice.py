@@ -18,6 +18,7 @@ from rabbitllm.doctor.facts import (
     Hub,
     Machine,
     Memory,
+    OwnLimit,
     Package,
     Processor,
 )
@@ -120,6 +121,12 @@ def test_the_kernel_for_bfloat16_is_named_where_it_is_used(
         ({"folders": (folder(filesystem="tmpfs"),)}, False, "layers there take RAM", None),
         ({"memory": Memory(8 * GIB, 8 * GIB, GIB // 2)}, True, "Only 512.00 MiB of RAM", None),
         ({"memory": Memory(8 * GIB, 8 * GIB, GIB, (LIMIT,))}, False, "/sys/fs/cgroup allows 2.00 GiB", None),
+        (
+            {"memory": Memory(8 * GIB, 8 * GIB, GIB, (), (OwnLimit("RLIMIT_AS", 3 * GIB, GIB),))},
+            False,
+            "RLIMIT_AS allows 3.00 GiB",
+            None,
+        ),
         ({"gpus": gpu(3)}, False, "12.00 GiB of 15.00 GiB are taken", "nvidia-smi"),
         ({"gpus": Gpus((), True, "2.13+cpu")}, False, "torch 2.13+cpu finds no GPU", "pip install"),
         ({"hub": hub(offline=True, reachable=None)}, False, "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"),

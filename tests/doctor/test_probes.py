@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -32,6 +34,25 @@ def test_memory_of_this_machine_and_of_a_control_group(tmp_path: Path) -> None:
     root = write(tmp_path, {f"{V2}/memory.max": "5000\n", f"{V2}/memory.stat": "anon 2000\n"})
     (group,) = hardware.memory(root).groups
     assert (group.version, group.limit, group.room) == (2, 5000, 3000)
+
+
+LIMITED = """
+import resource
+resource.setrlimit(resource.RLIMIT_AS, (40 << 30, 40 << 30))
+import dataclasses
+from rabbitllm.doctor import hardware, report
+found = dataclasses.replace(hardware.memory(), total=64 << 30, groups=())
+(limit,) = found.limits
+assert (limit.name, limit.limit) == ("RLIMIT_AS", 40 << 30) and 0 < limit.room < limit.limit
+assert found.usable <= limit.room + (64 << 20)
+assert "; RLIMIT_AS allows 40.00 GiB, of which " in report._memory(found)
+assert "RLIMIT" not in report._memory(dataclasses.replace(found, total=40 << 30))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system cannot be asked")
+def test_a_limit_of_the_process_itself_is_named_if_the_machine_has_more() -> None:
+    subprocess.run([sys.executable, "-c", LIMITED], check=True)
 
 
 CPUINFO = "processor\t: 0\nmodel name\t: A Chip\nflags\t\t: sse avx2 avx512f avx512_vnni\n"

@@ -39,11 +39,11 @@ def plan_of(*generations: Generation, devices: tuple[str, ...] = ("cpu",)) -> Pl
     )
 
 
-def text(plan: Plan) -> list[str]:
+def text(plan: Plan, most: int = 80) -> list[str]:
     out = io.StringIO()
     show_generations(Console(file=out, width=80, highlight=False), plan)
     lines = out.getvalue().splitlines()
-    assert all(len(line) <= 80 for line in lines)
+    assert all(len(line) <= most for line in lines)
     return lines
 
 
@@ -55,6 +55,14 @@ def test_a_line_for_each_compression() -> None:
     assert " ".join(four.split()) == "4bit 1.00 GiB nothing 400 ms 17 ms"
     assert "16" in legend
     assert empty == ""
+
+
+def test_too_little_memory_is_said_of_the_compressions_that_it_is_too_little_for() -> None:
+    problem = "A pass takes at least 9.00 GiB of memory; this process may take 1.00 GiB."
+    small = dataclasses.replace(LARGE, too_little_memory=problem)
+    small_too = dataclasses.replace(CACHED, too_little_memory=problem)
+    lines = text(plan_of(small, small_too, SMALL), most=200)  # a sentence is one line where there is no terminal
+    assert lines[4] == f"uncompressed, 8bit would be refused here: {problem}"
 
 
 def test_several_devices_say_what_each_keeps() -> None:

@@ -6,6 +6,7 @@ it by the same check.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -21,11 +22,13 @@ import rabbitllm
 from rabbitllm import prepare
 from rabbitllm.auto_model import AutoModel
 from rabbitllm.convert.convert import convert
+from rabbitllm.engine import devices
 from rabbitllm.errors import (
     CheckpointError,
     CorruptVocabularyError,
     IncompleteCheckpointError,
     IncompleteSplitError,
+    NotEnoughMemoryError,
     RabbitLLMError,
     UnknownArchitectureError,
 )
@@ -330,3 +333,51 @@ def test_shards_that_disagree_with_the_index_are_refused(checkpoint: Path) -> No
         with pytest.raises(CheckpointError):
             call()
         assert contents(checkpoint) == before, name
+
+
+def memory_for_no_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "available_ram", lambda: 1 << 16)
+
+
+@pytest.mark.parametrize("how", ["from_pretrained", "pull for a device", "pull to load"])
+def test_too_little_memory_is_said_before_the_first_shard_goes(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    before = contents(checkpoint)
+    memory_for_no_layer(monkeypatch)
+    wish = Wish(str(checkpoint), sequential=True)
+    calls: dict[str, Callable[[], object]] = {
+        "from_pretrained": lambda: AutoModel.from_pretrained(checkpoint, sequential_shard_processing=True, **LOAD),
+        "pull for a device": lambda: pull(dataclasses.replace(wish, device="cpu")),
+        "pull to load": lambda: pull(wish, loads=True),
+    }
+    with pytest.raises(NotEnoughMemoryError, match=r"A pass takes at least .*may take 65,536 bytes"):
+        calls[how]()
+    assert contents(checkpoint) == before
+    monkeypatch.undo()
+    AutoModel.from_pretrained(checkpoint, sequential_shard_processing=True, **LOAD)
+
+
+def test_too_little_memory_here_is_a_warning_for_a_split_that_may_be_for_another_machine(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    memory_for_no_layer(monkeypatch)
+    copy = shutil.copytree(checkpoint, tmp_path / "copy")
+    assert dry_run(Wish(str(checkpoint), sequential=True)).fits
+    assert not dry_run(Wish(str(checkpoint), sequential=True, device="cpu")).fits
+    caplog.clear()
+    pull(Wish(str(checkpoint), sequential=True))
+    convert(copy, tmp_path / "converted", sequential=True)
+    for folder in (checkpoint, copy):
+        assert not list(folder.glob("model-*.safetensors"))
+    said = [record.message for record in caplog.records if "A pass takes at least" in record.message]
+    assert len(said) == 2
+    assert all(text.startswith("Loading the model here would be refused: A pass") for text in said)
+
+
+def test_plan_says_where_memory_is_too_little(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rabbitllm.plan(checkpoint, device="cpu").generations[0].too_little_memory is None
+    memory_for_no_layer(monkeypatch)
+    said = rabbitllm.plan(checkpoint, device="cpu", max_memory={"cpu": 0}).generations[0].too_little_memory
+    assert said is not None
+    assert "its largest unit is" in said

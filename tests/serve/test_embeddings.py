@@ -204,3 +204,14 @@ def test_recipes(tmp_path: Path) -> None:
     assert recipe_in(tmp_path) is None
     (tmp_path / "modules.json").write_text("{")
     assert recipe_in(tmp_path) is None
+
+
+def test_damaged_files_of_a_recipe_are_none(tmp_path: Path) -> None:
+    deep = "[" * 100_000
+    for modules, pooling in ((deep, "{}"), (None, deep), (None, "[1]"), (None, "null")):
+        write_recipe(tmp_path, "mean_tokens")
+        assert recipe_in(tmp_path) is not None
+        if modules is not None:
+            (tmp_path / "modules.json").write_text(modules)
+        (tmp_path / "1_Pooling" / "config.json").write_text(pooling)
+        assert recipe_in(tmp_path) is None

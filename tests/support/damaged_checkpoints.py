@@ -92,17 +92,17 @@ def _product(shape: list[int]) -> int:
     return made
 
 
-def _places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Every place of a JSON value that holds another one, long lists by their first entries."""
     pairs = value.items() if isinstance(value, dict) else enumerate(value[:4]) if isinstance(value, list) else ()
     for key, inner in pairs:
         yield (*at, key)
-        yield from _places(inner, (*at, key))
+        yield from places(inner, (*at, key))
 
 
 def _damage_json(path: Path, random: Random) -> str:
     content = json.loads(path.read_text())
-    place = random.choice([at for at in _places(content) if len(at) < 5])
+    place = random.choice([at for at in places(content) if len(at) < 5])
     inside = content
     for key in place[:-1]:
         inside = inside[key]

@@ -1,0 +1,162 @@
+"""No value of a wrong type in a config or a tokenizer's file ends a command in anything but an error of ours.
+
+Copies of the demo's model with one value changed, as they are or beside their split, and the commands in this process.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import rabbitllm
+from rabbitllm.cli.main import app
+from rabbitllm.errors import RabbitLLMError
+from tests.support.damaged_checkpoints import ODD, places
+from tests.support.quick_measuring import quick_measuring  # noqa: F401  a fixture that applies by itself
+from tests.support.tiny_models import one_thread  # noqa: F401  a fixture that applies by itself
+
+FILES = ("config.json", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+TEXTS = (
+    *("[" * 100_000, '{"a":' * 5_000, "1" * 5_000, "", "\0", "null", "{}", '{"a": 1, "a": 2}'),
+    *('{"hidden_size": ' + "1" * 5_000 + "}", '{"model_type": 1e999}'),
+)
+MORE = (10**30, -(2**63), float("nan"), 1e308, "\ud800", "a\0b\x1b[31m", "x" * 5_000, [None], [[1]], [[[[[[1]]]]]])
+LOOKS = ("plan", "inspect", "show", "ls", "verify", "pull", "convert", "rm")
+GENERATION: dict[str, tuple[Any, ...]] = {
+    "eos_token_id": ("x", 2.5, 10**30, ["x"], {"x": 1}),
+    "bos_token_id": ("x",),
+    "suppress_tokens": ("x", [2.5]),
+    "repetition_penalty": ("x", -1, 10**30, []),
+    "no_repeat_ngram_size": ("x",),
+    "top_k": ([], 2.5),
+    "max_length": ("x", 10**30),
+    "stop_strings": (1, [None]),
+    "bad_words_ids": ("x", [], [[]], [["x"]]),
+}
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's model beside its split."""
+    demo = Path(rabbitllm.__file__).parent / "demo" / "model"
+    folder = shutil.copytree(demo, tmp_path_factory.mktemp("sound") / "model")
+    outcome("pull", str(folder))
+    return folder
+
+
+def outcome(*arguments: str, typed: str | None = None) -> str:
+    """What became of a command: an exit code that the page of the command line names, or an error of ours."""
+    result = CliRunner().invoke(app, arguments, input=typed)
+    if result.exception is None or isinstance(result.exception, SystemExit):
+        assert result.exit_code in (0, 1), result.output
+        return f"exit {result.exit_code}"
+    if not isinstance(result.exception, RabbitLLMError):
+        raise result.exception
+    assert result.exception.problem
+    return "refused"
+
+
+def change(path: Path, random: Random) -> str:
+    """Put a value of another type somewhere, or another text in the place of all of it; returns what was done."""
+    if random.random() < 0.15:
+        text = random.choice(TEXTS)
+        path.write_text(text)
+        return f"{path.name} = {text[:30]!r}"
+    content = json.loads(path.read_text())
+    place = random.choice([at for at in places(content) if len(at) < 5])
+    inside = content
+    for key in place[:-1]:
+        inside = inside[key]
+    inside[place[-1]] = random.choice((*ODD, *MORE))
+    path.write_text(json.dumps(content))
+    return f"{path.name}: {place} = {str(inside[place[-1]])[:30]!r}"
+
+
+def calls(folder: Path, *, runs: bool) -> Iterator[tuple[str, ...]]:
+    for name in LOOKS:
+        more = {"pull": ("--dry-run",), "convert": ("-o", str(folder.parent / "converted")), "rm": ("--yes",)}
+        yield name, str(folder), *more.get(name, ())
+    if runs:  # what `rm` has left
+        lines = folder.parent / "lines.jsonl"
+        lines.write_text('{"prompt": "12+3="}\n')
+        yield "run", str(folder), "12+3=", "--max-new-tokens", "2", "--device", "cpu"
+        yield "chat", str(folder), "--max-new-tokens", "2", "--device", "cpu"
+        yield "batch", str(folder), str(lines), "-o", str(folder.parent / "answers.jsonl"), "--device", "cpu"
+
+
+@pytest.mark.parametrize(
+    ("first", "count", "runs"),
+    [
+        (0, 4, False),
+        (100, 2, True),
+        *(pytest.param(1_000 + 50 * part, 50, True, marks=pytest.mark.long) for part in range(3)),
+    ],
+)
+def test_every_command_refuses_or_does_without(
+    sound: Path, tmp_path: Path, first: int, count: int, *, runs: bool
+) -> None:
+    seen = set()
+    for seed in range(first, first + count):
+        random = Random(seed)
+        folder = shutil.copytree(sound, tmp_path / str(seed) / "model")
+        (split,) = folder.glob("splitted_model*")
+        kind = random.choice(("the split's", "the checkpoint's", "the checkpoint's, alone"))
+        changed = change((split if kind == "the split's" else folder) / random.choice(FILES), random)
+        if kind == "the checkpoint's, alone":
+            shutil.rmtree(split)
+        for call in calls(folder, runs=runs):
+            try:
+                seen.add(outcome(*call, typed="hello\n/exit\n" if call[0] == "chat" else None))
+            except Exception as error:
+                raise AssertionError(f"{call[0]} after {kind} {changed} (seed {seed})") from error
+        shutil.rmtree(folder.parent)
+    assert "exit 0" in seen  # or nothing was tried
+    assert count < 10 or "refused" in seen
+
+
+@pytest.mark.parametrize("name", GENERATION)
+def test_generation_settings_that_no_generation_could_use_are_refused_when_they_are_read(
+    sound: Path, name: str
+) -> None:
+    (split,) = sound.glob("splitted_model*")
+    path = split / "generation_config.json"
+    before = path.read_text()
+    try:
+        for value in GENERATION[name]:
+            path.write_text(json.dumps({**json.loads(before), name: value}))
+            assert outcome("run", str(split), "12+3=", "--max-new-tokens", "2", "--device", "cpu") == "refused", value
+    finally:
+        path.write_text(before)
+
+
+@pytest.mark.parametrize("settings", [{"num_beams": 4}, {"stop_strings": ["7"]}, {"max_length": 4096.0, "top_k": 0}])
+def test_generation_settings_that_a_checkpoint_may_have_do_not_end_a_run(sound: Path, settings: dict[str, Any]) -> None:
+    (split,) = sound.glob("splitted_model*")
+    path = split / "generation_config.json"
+    before = path.read_text()
+    try:
+        path.write_text(json.dumps({**json.loads(before), **settings}))
+        assert outcome("run", str(split), "12+3=", "--max-new-tokens", "2", "--device", "cpu") == "exit 0"
+    finally:
+        path.write_text(before)
+
+
+def test_batch_refuses_a_tokenizer_that_cannot_be_read(sound: Path, tmp_path: Path) -> None:
+    (split,) = sound.glob("splitted_model*")
+    path, lines = split / "tokenizer_config.json", tmp_path / "lines.jsonl"
+    lines.write_text('{"prompt": "12+3="}\n')
+    before = path.read_text()
+    try:
+        path.write_text(json.dumps({**json.loads(before), "padding_side": "x"}))
+        assert (
+            outcome("batch", str(split), str(lines), "-o", str(tmp_path / "out.jsonl"), "--device", "cpu") == "refused"
+        )
+    finally:
+        path.write_text(before)
