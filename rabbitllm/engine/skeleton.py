@@ -298,12 +298,16 @@ def _read_generation_config(model: PreTrainedModel, folder: Path) -> None:
 
     if not model.can_generate():
         return
+    # DiffusionGemma and the like have a class of their own for these settings
+    settings = getattr(model, "generation_config_class", GenerationConfig)
     name, options = "generation_config.json", {}
     if not (folder / name).is_file():
+        if settings is not GenerationConfig:
+            return
         # older models have such settings (beams, forced tokens) in config.json, and a config object drops them
         name, options = "config.json", {"config_file_name": "config.json", "_from_model_config": True}
     try:
-        model.generation_config = GenerationConfig.from_pretrained(folder, **options)
+        model.generation_config = settings.from_pretrained(folder, **options)
         _check_generation(vars(model.generation_config))
     except Exception as error:  # values of unexpected types make transformers raise anything
         raise UnknownArchitectureError(
