@@ -16,10 +16,9 @@ $(VENV)/.installed: setup.py constraints.txt
 demo: $(VENV)/.installed
 	$(BIN)/rabbitllm demo
 
-# a process a core and one more, since some wait; each has whole files of tests, in the order that tests/conftest.py gives
-PROCESSES := $(shell $(PYTHON) -c "import os; print(min(os.cpu_count(), 4) + 1)")
+# a process a core, each with whole files of tests, in the order that tests/conftest.py gives them
 test: $(VENV)/.installed lint
-	$(BIN)/python -m pytest -m "not long" -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not long" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # the libraries that the ecosystem's tests are about, half a gigabyte of them; `make test` leaves those tests out
 $(VENV)/.ecosystem: $(VENV)/.installed

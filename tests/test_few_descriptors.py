@@ -51,6 +51,7 @@ def test_it_is_split_sequentially_after_a_kill_and_loaded(folder: Path) -> None:
     assert status_of(split_and_load, folder) == 0
 
 
+@pytest.mark.long
 def test_it_is_verified_and_repaired(folder: Path) -> None:
     if not (folder / "model" / "splitted_model" / "split.json").exists():
         assert status_of(split_and_load, folder) == 0

@@ -56,6 +56,7 @@ def test_row_of_a_process_of_its_own() -> None:
     assert row.seconds > 0
 
 
+@pytest.mark.long
 def test_process_that_takes_too_long() -> None:
     row = row_of(LLAMA, seconds=0)
     assert (row.result, row.why) == (DIED, "it was not through after 0 s")

@@ -54,6 +54,7 @@ def piped(folder: Path, lines: str, *options: str) -> subprocess.CompletedProces
     return subprocess.run(command, input=lines.encode(), capture_output=True, timeout=PATIENCE, check=False)
 
 
+@pytest.mark.long
 def test_lines_over_a_pipe(demo: Path, tmp_path: Path) -> None:
     """Answers alone are on stdout; what went wrong is in the exit code, and the talk went on after it."""
     talk = tmp_path / "talk.json"

@@ -94,8 +94,8 @@ def calls(folder: Path, *, runs: bool) -> Iterator[tuple[str, ...]]:
 @pytest.mark.parametrize(
     ("first", "count", "runs"),
     [
-        (0, 4, False),
-        (100, 2, True),
+        (0, 2, False),
+        (100, 1, True),
         *(pytest.param(1_000 + 50 * part, 50, True, marks=pytest.mark.long) for part in range(3)),
     ],
 )

@@ -242,6 +242,7 @@ def test_a_repair_that_was_killed_is_said(folder: Path, damaged: Path) -> None:
     assert not verify(damaged).damaged
 
 
+@pytest.mark.long
 def test_nothing_is_repaired_while_a_model_is_loaded(folder: Path, damaged: Path) -> None:
     manifest = read_manifest(damaged)
     assert manifest is not None
