@@ -36,7 +36,7 @@ DEQUANTISED = ("fp8", "mxfp8", "mxfp4", _COMPRESSED_TENSORS, *_INTEGERS)
 """Methods of which each layer is dequantised when it is used."""
 _WRAPPED = ("WrapAgain", "Bnb8bitDeserialize")
 """Operations of transformers that make a parameter around the stored bytes, without copying them."""
-BY_MATRIX = frozenset({"QuickFp8", "QuickMxfp4", "DecompressExperts", "Dequantise"})
+BY_MATRIX = frozenset({"QuickFp8", "QuickMxfp4", "ExpertMatrices", "Dequantise"})
 """Operations that make each matrix of its own parts, so that one expert is made like all."""
 
 
@@ -221,7 +221,7 @@ def loads(converter: Any, quantiser: Any) -> bool:
 
 def for_many_passes(converter: Any) -> Any:
     """The same conversion, for one target that is made anew for each pass."""
-    from rabbitllm.engine.quick_dequantise import DecompressExperts, QuickFp8, QuickMxfp4
+    from rabbitllm.engine.quick_dequantise import QuickFp8, QuickMxfp4
     from rabbitllm.engine.wrapped_codes import WrapAgain
 
     first, *others = converter.operations
@@ -233,7 +233,9 @@ def for_many_passes(converter: Any) -> Any:
     elif kind == "Mxfp4Dequantize":
         first = QuickMxfp4(first.hf_quantizer)
     elif kind == "CompressedTensorsDequantize":
-        first = DecompressExperts(first.hf_quantizer, first.scheme)
+        from rabbitllm.engine.expert_matrices import ExpertMatrices  # not in every transformers that is supported
+
+        first = ExpertMatrices(first.hf_quantizer, first.scheme)
     made = copy.copy(converter)
     made.operations = [first, *others]
     return made

@@ -15,7 +15,7 @@ from rabbitllm.layers.layer_store import StoredTensor
 if TYPE_CHECKING:
     import torch
 
-_OPAQUE = ("WrapAgain", "DecompressExperts")
+_OPAQUE = ("WrapAgain", "ExpertMatrices")
 """Operations of transformers that read some of their tensors: what they make depends on more than shapes."""
 _STATE = ".quant_state.bitsandbytes__"
 _FETCH_AGAIN = "The checkpoint is incomplete: fetch it again, its config.json and every file that its index names."
