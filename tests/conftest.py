@@ -44,27 +44,59 @@ if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
 
     bitsandbytes.functional.name2qmap["dynamic"] = int8_table(torch.device("cpu"))
 
-BITS = (
-    *("ask/test_answer.py", "test_auto_model.py", "bulk/test_generation.py", "bulk/test_likelihoods.py"),
-    *(f"batching/test_{name}.py" for name in ("batch", "caches", "families", "packed", "row_products", "rows")),
-    *(
+BITS = frozenset(
+    [
+        "ask/test_answer.py",
+        "batching/test_batch.py",
+        "batching/test_caches.py",
+        "batching/test_families.py",
+        "batching/test_packed.py",
+        "batching/test_row_products.py",
+        "batching/test_rows.py",
+        "bulk/test_generation.py",
+        "bulk/test_likelihoods.py",
         "chat/test_kept_cache.py",
         "chat/test_session.py",
         "comparison/test_compare.py",
         "comparison/test_every_family.py",
-    ),
-    *(
-        f"engine/test_{name}.py"
-        for name in ("around_the_weights", "double", "embedding_rows", "expert_stack", "experts")
-    ),
-    *(f"engine/test_{name}.py" for name in ("fake_gpu", "families", "hybrid_caches", "llama4_experts", "meta_logits")),
-    *(f"engine/test_{name}.py" for name in ("packed_integers", "packed_weight", "published", "quick_dequantise")),
-    *(f"engine/test_{name}.py" for name in ("reading", "row_products", "streamer")),
-    *(f"layers/test_{name}.py" for name in ("bfloat_products", "code_tables", "compression", "cpu_kernels", "fitting")),
-    *(f"layers/test_{name}.py" for name in ("fused_products", "kernel_trial", "nested_scales", "openmp")),
-    *(f"layers/test_{name}.py" for name in ("packed_products", "panel_products")),
-    *("pipeline/test_families.py", "pipeline/test_spread.py", "prepare/test_mixed.py", "scoring/test_every_family.py"),
-    *("scoring/test_parking.py", "scoring/test_score.py", "serve/test_embeddings.py", "serve/test_openai_client.py"),
+        "engine/test_around_the_weights.py",
+        "engine/test_double.py",
+        "engine/test_embedding_rows.py",
+        "engine/test_expert_stack.py",
+        "engine/test_experts.py",
+        "engine/test_fake_gpu.py",
+        "engine/test_families.py",
+        "engine/test_hybrid_caches.py",
+        "engine/test_llama4_experts.py",
+        "engine/test_meta_logits.py",
+        "engine/test_packed_integers.py",
+        "engine/test_packed_weight.py",
+        "engine/test_published.py",
+        "engine/test_quick_dequantise.py",
+        "engine/test_reading.py",
+        "engine/test_row_products.py",
+        "engine/test_streamer.py",
+        "layers/test_bfloat_products.py",
+        "layers/test_code_tables.py",
+        "layers/test_compression.py",
+        "layers/test_cpu_kernels.py",
+        "layers/test_fitting.py",
+        "layers/test_fused_products.py",
+        "layers/test_kernel_trial.py",
+        "layers/test_nested_scales.py",
+        "layers/test_openmp.py",
+        "layers/test_packed_products.py",
+        "layers/test_panel_products.py",
+        "pipeline/test_families.py",
+        "pipeline/test_spread.py",
+        "prepare/test_mixed.py",
+        "scoring/test_every_family.py",
+        "scoring/test_parking.py",
+        "scoring/test_score.py",
+        "serve/test_embeddings.py",
+        "serve/test_openai_client.py",
+        "test_auto_model.py",
+    ]
 )
 """Files whose tests compare bits, tokens or products; they are marked `bits`, and `tools/matrix.py` runs them."""
 
