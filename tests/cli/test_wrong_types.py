@@ -85,7 +85,7 @@ def calls(folder: Path, *, runs: bool) -> Iterator[tuple[str, ...]]:
         yield name, str(folder), *more.get(name, ())
     if runs:  # what `rm` has left
         lines = folder.parent / "lines.jsonl"
-        lines.write_text('{"prompt": "12+3="}\n')
+        lines.write_text('{"prompt": "12+3=", "max_tokens": 2}\n')
         yield "run", str(folder), "12+3=", "--max-new-tokens", "2", "--device", "cpu"
         yield "chat", str(folder), "--max-new-tokens", "2", "--device", "cpu"
         yield "batch", str(folder), str(lines), "-o", str(folder.parent / "answers.jsonl"), "--device", "cpu"
@@ -148,15 +148,40 @@ def test_generation_settings_that_a_checkpoint_may_have_do_not_end_a_run(sound: 
         path.write_text(before)
 
 
-def test_batch_refuses_a_tokenizer_that_cannot_be_read(sound: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [{"padding_side": "x"}, {"model_max_length": []}, {"model_max_length": "x"}, {"unk_token": ""}],
+    ids=lambda settings: " ".join(settings),
+)
+def test_a_tokenizer_that_cannot_be_used_is_refused(sound: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
     (split,) = sound.glob("splitted_model*")
-    path, lines = split / "tokenizer_config.json", tmp_path / "lines.jsonl"
-    lines.write_text('{"prompt": "12+3="}\n')
+    path, lines, few = split / "tokenizer_config.json", tmp_path / "lines.jsonl", ("--device", "cpu")
+    lines.write_text('{"prompt": "12+3=", "max_tokens": 2}\n')
     before = path.read_text()
     try:
-        path.write_text(json.dumps({**json.loads(before), "padding_side": "x"}))
-        assert (
-            outcome("batch", str(split), str(lines), "-o", str(tmp_path / "out.jsonl"), "--device", "cpu") == "refused"
-        )
+        path.write_text(json.dumps({**json.loads(before), **settings}))
+        assert outcome("run", str(split), "12+3=", *few) == "refused"
+        assert outcome("chat", str(split), *few, typed="12+3=\n/exit\n") == "refused"
+        assert outcome("batch", str(split), str(lines), "-o", str(tmp_path / "out.jsonl"), *few) == "refused"
     finally:
         path.write_text(before)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model_max_length": []},
+        {"unk_token": ""},
+        {"chat_template": 5},
+        {"chat_template": [{"name": "a", "template": 5}]},
+    ],
+    ids=lambda settings: " ".join(settings),
+)
+def test_a_tokenizer_that_cannot_be_used_is_refused_before_a_split(
+    sound: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    folder = shutil.copytree(sound, tmp_path / "model", ignore=shutil.ignore_patterns("splitted_model*", "*.jinja"))
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+    assert outcome("pull", str(folder)) == "refused"
+    assert not [*folder.glob("splitted_model*/*.safetensors")]
