@@ -6,10 +6,7 @@ Knows tokenizers; knows no model, and not what becomes of the ids.
 from __future__ import annotations
 
 import contextlib
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
 from typing import Any
 
 from rabbitllm.errors import RabbitLLMError
@@ -18,42 +15,21 @@ from rabbitllm.terminal import harmless
 TEMPLATE_SECONDS = 30.0
 """That a template may compute; conversations that fill a context take a second."""
 TEMPLATE_LETTERS = 64 << 20
-"""That a template may make, or hold in one variable; a context of a million tokens has 4 million."""
+"""That one operation of a template may make; a context of a million tokens has 4 million."""
 
 
 @contextlib.contextmanager
 def bounded_template() -> Iterator[None]:
-    """End a chat template that does not end by itself, in this thread, while the context is open.
-
-    Jinja has no limits of its own. Each line of a template's code is watched; what one operation makes is not.
+    """Bound the chat template that this thread runs while the context is open: in time, and in what it makes.
 
     Raises:
         ValueError: a template took too long, made too much, or calls itself without end.
     """
-    from jinja2.utils import Namespace
+    from rabbitllm.ask import template_limits  # with jinja
 
-    deadline = time.monotonic() + TEMPLATE_SECONDS
-    made = 0
-
-    def watched(frame: FrameType, event: str, value: Any) -> Any:
-        nonlocal made
-        if event == "return" and isinstance(value, str):
-            made += len(value)
-        held = [*frame.f_locals.values()]
-        held += [one for space in held if isinstance(space, Namespace) for one in space._Namespace__attrs.values()]
-        held += [one for space in held if isinstance(space, dict) for one in space.values()]
-        largest = max((len(one) for one in held if isinstance(one, str | list)), default=0)
-        if made > TEMPLATE_LETTERS or largest > TEMPLATE_LETTERS:
-            raise ValueError(f"it makes a text of more than {TEMPLATE_LETTERS:,} letters")
-        if time.monotonic() > deadline:
-            raise ValueError(f"it takes more than {TEMPLATE_SECONDS:.0f} s")
-        return watched
-
-    def called(frame: FrameType, event: str, value: Any) -> Any:
-        return watched if frame.f_code.co_filename == "<template>" else None
-
-    before = sys.gettrace()
-    sys.settrace(called)
+    template_limits.install()
+    mine = template_limits.MINE
+    before, mine.budget = mine.budget, template_limits.Budget(TEMPLATE_LETTERS, TEMPLATE_SECONDS)
     try:
         yield
     except RecursionError as error:
@@ -61,7 +37,7 @@ def bounded_template() -> Iterator[None]:
     except MemoryError as error:
         raise ValueError("it takes all memory") from error
     finally:
-        sys.settrace(before)
+        mine.budget = before
 
 
 def has_template(tokenizer: Any) -> bool:

@@ -346,13 +346,31 @@ def materialise_buffers(model: PreTrainedModel, device_of: Any, absent: frozense
 
 def read_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     """The tokenizer in a folder, or None where there is none or it cannot be read (said in a warning)."""
-    from transformers import AutoTokenizer
-
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        return _tokenizer(folder, trust_remote_code)
     except Exception as error:  # malformed files make transformers and tokenizers raise anything
         logger.warning("No tokenizer could be read from %s (%s); model.tokenizer is None.", folder, _first_line(error))
         return None
+
+
+def _tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+    """The tokenizer in a folder; raises whatever transformers does, and a TypeError for settings that it takes
+    unchecked and that make the first use of the tokenizer fail."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    longest = getattr(tokenizer, "model_max_length", 0)
+    if not isinstance(longest, int | float):
+        raise TypeError(f"model_max_length is {longest!r:.40}, and must be a number.")
+    template = getattr(tokenizer, "chat_template", None)
+    texts = [*template, *template.values()] if isinstance(template, dict) else [template or ""]
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"chat_template is {template!r:.40}, and must be a text, or texts by their names.")
+    try:
+        tokenizer.all_special_ids  # noqa: B018  a property that looks each token up
+    except RecursionError as error:  # the unknown token is itself looked up as an unknown token
+        raise TypeError(f"unk_token is {tokenizer.unk_token!r:.40}, which the vocabulary does not have.") from error
+    return tokenizer
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
@@ -362,14 +380,12 @@ def check_tokenizer(folder: Path, trust_remote_code: bool = False) -> None:
     """Refuse a tokenizer whose files are there and malformed. One that needs a package or code is no error here.
 
     Raises:
-        CorruptVocabularyError: transformers cannot read it.
+        CorruptVocabularyError: transformers cannot read it, or could not use it.
     """
-    from transformers import AutoTokenizer
-
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return
     try:
-        AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        _tokenizer(folder, trust_remote_code)
     except (ImportError, OSError):
         return
     except Exception as error:

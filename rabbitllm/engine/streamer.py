@@ -233,7 +233,7 @@ class Streamer:
         """Make ready for a pass.
 
         Raises:
-            ForkedError: the model is on a GPU, and this process was forked from the one that loaded it.
+            ForkedError: as `_come_home` does.
         """
         self._come_home()
         self._let_go()
@@ -243,15 +243,21 @@ class Streamer:
             lane.boundary.forget()
 
     def _come_home(self) -> None:
-        """In a forked process, before its first pass: leave what the parent's threads were at."""
+        """In a forked process, before its first pass: leave what the parent's threads were at.
+
+        Raises:
+            ForkedError: the model is on a GPU, or another thread of the parent was in a pass.
+        """
         if self._home.is_here:
             return
         if not all(lane.device.shares_host_memory for lane in self.lanes.values()):
             remedy = "Load the model in the process that uses it: a CUDA context does not survive a fork."
             self._home.refuse("A model on a GPU", remedy)
+        if self._has_turn:  # libraries may hold locks of their own here, which nothing in this process lets go
+            remedy = "Fork while no thread computes, or load the model in the process that uses it."
+            self._home.refuse("A pass that another thread had begun", remedy)
         self._home.settle()
         compute_on_one_thread()
-        self._has_turn = False
         for lane in self.lanes.values():
             lane.loader.reset()
 

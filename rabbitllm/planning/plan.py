@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rabbitllm import prepare
@@ -100,6 +100,7 @@ def plan(
     survey.refused |= {one.compression: one.obstacle for one in foretold if one.refused and one.obstacle}
     measured = _measure(survey, said)
     outlooks = tuple(outlook_at(survey, choice, measured) for choice in survey.folders)
+    too_heavy = {one.compression for one in foretold if one.too_little_memory is not None}
     anatomy = anatomy_of(survey.base, survey.config) if survey.base is not None else None
     arguments = {
         "layer_shards_saving_path": str(layer_shards_saving_path) if saving_path is not None else None,
@@ -124,7 +125,7 @@ def plan(
         outlooks=outlooks,
         memory_bytes=forecast.memory_bytes(anatomy.tensors if anatomy is not None else 0),
         rates=measured,
-        choice=_choice(survey, outlooks, compression, arguments),
+        choice=_choice(survey, outlooks, compression, too_heavy, arguments),
         warnings=survey.warnings,
         devices=devices,
         generations=tuple(foretold),
@@ -260,9 +261,13 @@ def _of_different_disks(places: Iterable[Path]) -> tuple[Path, ...]:
 
 
 def _choice(
-    survey: Survey, outlooks: Sequence[Outlook], asked: str | None, given: Mapping[str, object]
+    survey: Survey,
+    outlooks: Sequence[Outlook],
+    asked: str | None,
+    refused: Collection[str | None],
+    given: Mapping[str, object],
 ) -> Choice | None:
-    found = forecast.best(outlooks, asked)
+    found = forecast.best(outlooks, asked, refused)
     if found is None:
         return None
     outlook, route = found

@@ -19,7 +19,7 @@ from rabbitllm.planning.generation import Plan
 from rabbitllm.planning.generation_report import generation_basis, moment, show_generations
 from rabbitllm.planning.mixture_report import show_mixture
 from rabbitllm.splitter.anatomy import Anatomy, Group
-from rabbitllm.splitter.forecast import Forecast, Outlook, Rate, Route, least, missing_bytes
+from rabbitllm.splitter.forecast import Forecast, Outlook, Rate, Route, best, least, missing_bytes
 from rabbitllm.terminal import counted, large, put, put_fact, size, size_rounded_up
 
 GROUPS_SHOWN = 3
@@ -186,7 +186,7 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60:02} min"
 
 
-def _show_choice(console: Console, forecast: Forecast) -> None:
+def _show_choice(console: Console, forecast: Plan) -> None:
     choice = forecast.choice
     if choice is None:
         put(console, Text(_nothing_fits(forecast), "bold red"))
@@ -195,6 +195,8 @@ def _show_choice(console: Console, forecast: Forecast) -> None:
     assert chosen is not None
     if asked is not None and asked is not chosen:
         why = "fits on no route" if asked.routes else "is not possible"
+        if asked.compression in _too_heavy(forecast):
+            why = "needs more memory than this process may take"
         put(console, Text(f"{_capitalised(forecast, asked)} {why}.", "bold red"))
     if choice.route is None:
         verdict = "is finished. This loads it"
@@ -212,7 +214,16 @@ def _capitalised(forecast: Forecast, outlook: Outlook) -> str:
     return name[0].upper() + name[1:]
 
 
-def _nothing_fits(forecast: Forecast) -> str:
+def _too_heavy(forecast: Plan) -> dict[str | None, str]:
+    """Why loading would be refused for want of memory, by compression."""
+    known = {one.compression: one.too_little_memory for one in forecast.generations}
+    return {compression: problem for compression, problem in known.items() if problem is not None}
+
+
+def _nothing_fits(forecast: Plan) -> str:
+    too_heavy = _too_heavy(forecast)
+    if best([one for one in forecast.outlooks if one.compression in too_heavy], forecast.compression) is not None:
+        return f"There is disk space for it, and too little memory. {[*too_heavy.values()][-1]}"
     nearest = least(forecast.outlooks)
     if nearest is None:
         return "Nothing can be split or loaded here."

@@ -6,7 +6,7 @@ Pure: plans, sizes of disks and measured rates come from the caller. Reads no fi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -266,12 +266,15 @@ def route_of(name: str, plan: SplitPlan, ground: Ground, lacking: Shortage | Non
     return Route(name, use.added + cache_bytes, ground.created(use), cache_bytes, lacking, seconds)
 
 
-def best(outlooks: Sequence[Outlook], asked: str | None) -> tuple[Outlook, Route | None] | None:
+def best(
+    outlooks: Sequence[Outlook], asked: str | None, refused: Collection[str | None] = ()
+) -> tuple[Outlook, Route | None] | None:
     """The compression and route to take: the compression asked for if it fits, else the least compressed that does.
 
     Of its routes the first that fits, in their own order; None as a route means that the split is finished. None if
-    nothing fits.
+    nothing fits. Compressions that are `refused` are left out: they could not be loaded here.
     """
+    outlooks = [outlook for outlook in outlooks if outlook.compression not in refused]
     for outlook in sorted(outlooks, key=lambda outlook: outlook.compression != asked):
         if outlook.finished:
             return outlook, None

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers.utils import chat_template_utils
 
 from rabbitllm.ask import template
 from rabbitllm.ask.prompt import joined, prompt_ids
@@ -121,7 +125,59 @@ def test_a_template_that_does_not_end(why: str, monkeypatch: pytest.MonkeyPatch)
         prompt_ids(tokenizer, "Hello")
     with pytest.raises(Refusal, match="chat template does not take this conversation"):
         Template(tokenizer).ids([{"role": "user", "content": "Hello"}], [], {})
-    assert sys.gettrace() is None
+    assert Template(make_tokenizer()).ids([{"role": "user", "content": "Hello"}], [], {})
+
+
+HUGE = (Path(__file__).parent / "templates_that_make_too_much.txt").read_text().splitlines()
+
+ONE_BY_ONE = """
+import resource, sys
+from tests.ask.test_prompt import HUGE
+from rabbitllm.ask import template
+from rabbitllm.ask.prompt import prompt_ids
+from tests.support.builders import make_tokenizer
+
+template.TEMPLATE_SECONDS = 2.0
+tokenizer = make_tokenizer()
+prompt_ids(tokenizer, "Hello")
+(used,) = [int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmSize")]
+resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 30), resource.RLIM_INFINITY))
+for tokenizer.chat_template in HUGE:
+    try:
+        prompt_ids(tokenizer, "Hello")
+        print("done", flush=True)
+    except Exception as error:
+        print(type(error).__name__, getattr(error, "problem", error), flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process as Linux does")
+def test_an_operation_of_a_template_that_makes_too_much() -> None:
+    """In a process of its own, which may not take the memory."""
+    ran = subprocess.run([sys.executable, "-c", ONE_BY_ONE], capture_output=True, text=True, check=False, timeout=600)
+    said = ran.stdout.splitlines()
+    for made, why in zip(HUGE, [*said, *[ran.stderr[-300:]] * 99], strict=False):
+        assert re.match("OptionError .*: it (makes a text of|computes with integers of|takes) more than", why), made
+
+
+SANE = (Path(__file__).parent / "templates_within_limits.txt").read_text().splitlines()
+
+
+def test_a_template_within_the_limits_gives_what_transformers_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = make_tokenizer()
+    chat = [{"role": role, "content": f" Hello <{role}>\n world "} for role in ("system", "user", "assistant", "user")]
+
+    def texts() -> list[str]:
+        chat_template_utils._compile_jinja_template.cache_clear()
+        return [tokenizer.apply_chat_template(chat, chat_template=one, tokenize=False) for one in SANE]
+
+    with template.bounded_template():
+        bounded = texts()
+    monkeypatch.setattr(chat_template_utils, "ImmutableSandboxedEnvironment", ImmutableSandboxedEnvironment)
+    plain = texts()
+    chat_template_utils._compile_jinja_template.cache_clear()
+    assert bounded == plain
+    assert all(bounded)
 
 
 def test_an_empty_template_is_none() -> None:

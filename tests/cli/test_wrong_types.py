@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
 import rabbitllm
 from rabbitllm.cli.main import app
 from rabbitllm.errors import RabbitLLMError
+from rabbitllm.serve.address import address_of
+from rabbitllm.serve.server import in_a_thread
+from rabbitllm.serve.service import Service
 from tests.support.damaged_checkpoints import ODD, places
 from tests.support.quick_measuring import quick_measuring  # noqa: F401  a fixture that applies by itself
 from tests.support.tiny_models import one_thread  # noqa: F401  a fixture that applies by itself
@@ -29,6 +34,12 @@ TEXTS = (
 )
 MORE = (10**30, -(2**63), float("nan"), 1e308, "\ud800", "a\0b\x1b[31m", "x" * 5_000, [None], [[1]], [[[[[[1]]]]]])
 LOOKS = ("plan", "inspect", "show", "ls", "verify", "pull", "convert", "rm")
+CHAT = [{"role": "user", "content": "12+3="}]
+REQUESTS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"model": "model", "max_tokens": 2, "messages": CHAT},
+    "/v1/completions": {"model": "model", "max_tokens": 2, "prompt": "12+3="},
+    "/v1/embeddings": {"model": "model", "input": "12+3="},
+}
 GENERATION: dict[str, tuple[Any, ...]] = {
     "eos_token_id": ("x", 2.5, 10**30, ["x"], {"x": 1}),
     "bos_token_id": ("x",),
@@ -49,6 +60,22 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = shutil.copytree(demo, tmp_path_factory.mktemp("sound") / "model")
     outcome("pull", str(folder))
     return folder
+
+
+@pytest.fixture(autouse=True)
+def served_until_all_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server answers one request of each kind, where else it would wait for a signal."""
+    monkeypatch.setattr("rabbitllm.serve.start.serve", answered)
+
+
+def answered(service: Service, listening: socket.socket, grace: float | None, started: Callable[[], None]) -> bool:
+    """In the place of `serve`: no request may find a failure that is not named."""
+    with in_a_thread(service, listening, grace):
+        started()
+        for path, body in REQUESTS.items():
+            answer = httpx.post(address_of(listening) + path, json=body, timeout=60, trust_env=False)
+            assert answer.status_code < 500, (path, answer.text)
+    return False
 
 
 def outcome(*arguments: str, typed: str | None = None) -> str:
@@ -84,8 +111,11 @@ def calls(folder: Path, *, runs: bool) -> Iterator[tuple[str, ...]]:
         more = {"pull": ("--dry-run",), "convert": ("-o", str(folder.parent / "converted")), "rm": ("--yes",)}
         yield name, str(folder), *more.get(name, ())
     if runs:  # what `rm` has left
+        few = ("--tokens", "16", "--window", "16", "--problems", "0", "--device", "cpu")
+        yield "quality", str(folder), "--compression", "8bit", *few
+        yield "serve", str(folder), "--port", "0", "--device", "cpu"
         lines = folder.parent / "lines.jsonl"
-        lines.write_text('{"prompt": "12+3="}\n')
+        lines.write_text('{"prompt": "12+3=", "max_tokens": 2}\n')
         yield "run", str(folder), "12+3=", "--max-new-tokens", "2", "--device", "cpu"
         yield "chat", str(folder), "--max-new-tokens", "2", "--device", "cpu"
         yield "batch", str(folder), str(lines), "-o", str(folder.parent / "answers.jsonl"), "--device", "cpu"
@@ -148,15 +178,40 @@ def test_generation_settings_that_a_checkpoint_may_have_do_not_end_a_run(sound: 
         path.write_text(before)
 
 
-def test_batch_refuses_a_tokenizer_that_cannot_be_read(sound: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [{"padding_side": "x"}, {"model_max_length": []}, {"model_max_length": "x"}, {"unk_token": ""}],
+    ids=lambda settings: " ".join(settings),
+)
+def test_a_tokenizer_that_cannot_be_used_is_refused(sound: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
     (split,) = sound.glob("splitted_model*")
-    path, lines = split / "tokenizer_config.json", tmp_path / "lines.jsonl"
-    lines.write_text('{"prompt": "12+3="}\n')
+    path, lines, few = split / "tokenizer_config.json", tmp_path / "lines.jsonl", ("--device", "cpu")
+    lines.write_text('{"prompt": "12+3=", "max_tokens": 2}\n')
     before = path.read_text()
     try:
-        path.write_text(json.dumps({**json.loads(before), "padding_side": "x"}))
-        assert (
-            outcome("batch", str(split), str(lines), "-o", str(tmp_path / "out.jsonl"), "--device", "cpu") == "refused"
-        )
+        path.write_text(json.dumps({**json.loads(before), **settings}))
+        assert outcome("run", str(split), "12+3=", *few) == "refused"
+        assert outcome("chat", str(split), *few, typed="12+3=\n/exit\n") == "refused"
+        assert outcome("batch", str(split), str(lines), "-o", str(tmp_path / "out.jsonl"), *few) == "refused"
     finally:
         path.write_text(before)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model_max_length": []},
+        {"unk_token": ""},
+        {"chat_template": 5},
+        {"chat_template": [{"name": "a", "template": 5}]},
+    ],
+    ids=lambda settings: " ".join(settings),
+)
+def test_a_tokenizer_that_cannot_be_used_is_refused_before_a_split(
+    sound: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    folder = shutil.copytree(sound, tmp_path / "model", ignore=shutil.ignore_patterns("splitted_model*", "*.jinja"))
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+    assert outcome("pull", str(folder)) == "refused"
+    assert not [*folder.glob("splitted_model*/*.safetensors")]

@@ -63,7 +63,7 @@ def test_a_child_computes_without_the_team_of_threads_of_its_parent(split_folder
     assert torch.get_num_threads() == 2
 
 
-def test_a_child_that_is_forked_in_the_middle_of_a_pass(split_folder: Path) -> None:
+def test_a_child_that_is_forked_while_another_thread_computes_is_refused(split_folder: Path) -> None:
     model = load(split_folder, STREAMED, dtype="float32")
     expected = logits(model)
     inside, go_on = threading.Event(), threading.Event()
@@ -82,10 +82,15 @@ def test_a_child_that_is_forked_in_the_middle_of_a_pass(split_folder: Path) -> N
         return logits(model)
 
     try:
-        assert in_a_fork(work) == expected
+        for _ in range(2):
+            with pytest.raises(ForkedError, match=r"A pass that another thread had begun belongs to process \d+"):
+                in_a_fork(work)
+        assert in_a_fork(lambda: model.tokenizer("12")["input_ids"])
     finally:
         go_on.set()
         thread.join()
+    handle.remove()
+    assert in_a_fork(work) == expected
 
 
 def test_a_child_of_a_child(split_folder: Path) -> None:

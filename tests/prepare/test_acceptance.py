@@ -7,7 +7,9 @@ it by the same check.
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import rabbitllm
@@ -34,6 +37,7 @@ from rabbitllm.errors import (
 )
 from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME, LayerStore, WeightFiles
 from rabbitllm.options import SplitOptions, StreamOptions
+from rabbitllm.planning.report import show
 from rabbitllm.pull.make import Wish, dry_run, pull
 from rabbitllm.rabbitllm_1_names import split_and_save_layers
 from tests.support.builders import INDEX_NAME, build_checkpoint, read_tensors, reshard
@@ -381,3 +385,24 @@ def test_plan_says_where_memory_is_too_little(checkpoint: Path, monkeypatch: pyt
     said = rabbitllm.plan(checkpoint, device="cpu", max_memory={"cpu": 0}).generations[0].too_little_memory
     assert said is not None
     assert "its largest unit is" in said
+
+
+def test_plan_proposes_no_compression_that_loading_would_refuse(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def proposed(nbytes: int) -> tuple[str | None, str]:
+        monkeypatch.setattr(devices, "available_ram", lambda: nbytes)
+        found = rabbitllm.plan(checkpoint, device="cpu", max_memory={"cpu": 0})
+        written = io.StringIO()
+        show(found, Console(file=written, width=200))
+        return None if found.choice is None else found.choice.call, " ".join(written.getvalue().split())
+
+    least = [float(text) for text in re.findall(r"A pass takes at least ([\d.]+) MiB", proposed(1 << 16)[1])]
+    assert least[0] > least[1]  # uncompressed, 8bit
+    call, said = proposed(int((least[0] + least[1]) / 2 * (1 << 20)))
+    assert call is not None
+    assert "compression='8bit'" in call or 'compression="8bit"' in call
+    assert "ncompressed needs more memory than this process may take. 8bit fits" in said
+    call, said = proposed(1 << 16)
+    assert call is None
+    assert "There is disk space for it, and too little memory. A pass takes at least" in said
