@@ -185,7 +185,7 @@ class Checkpoint(Protocol):
         ...
 
     def stages(self, shard: str) -> bool:
-        """Whether `acquire` fetches the shard into a folder of ours, which `release` then freed_bytes."""
+        """Whether `acquire` fetches the shard into a folder of ours, which `release` then frees."""
         ...
 
     def facts(self, shard: str) -> ShardFacts | None:
