@@ -50,7 +50,7 @@ _CHECK_THE_SOURCE = (
     "Fetch the checkpoint again, its config.json and every file that its index names; undo changes of config.json."
 )
 FIXED_BYTES = 16 << 20
-"""That a pass of one token takes beside weights and buffers, at least: activations, tables, threads."""
+"""Memory that a pass of one token takes at least, without weights and buffers: activations, tables, threads."""
 SCALES_IN_PLACE = frozenset({"rwkv"})
 """Model types whose forward changes weights, which a unit that is let go of would forget."""
 
