@@ -290,6 +290,13 @@ def _samples(header: Header, size: int) -> Iterator[tuple[int, int]]:
         yield tensor.offset + (tensor.extent - length) // 2, length
 
 
+def sidecars_in(folder: Path) -> dict[str, Path]:
+    """The files below a folder that are sidecars: name -> path, in the order of names."""
+    found = (path for pattern in SIDECAR_PATTERNS for path in folder.glob(pattern) if path.is_file())
+    named = {path.relative_to(folder).as_posix(): path for path in found}
+    return {name: path for name, path in sorted(named.items()) if is_sidecar(name, path.stat().st_size)}
+
+
 def is_sidecar(name: str, size: int) -> bool:
     """Whether a file of a checkpoint belongs into the split directory beside the layers."""
     import fnmatch
