@@ -38,7 +38,6 @@ from rabbitllm.layers.layer_store import (
 from rabbitllm.options import SplitOptions, check_transfer, expand, parse_size
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME, locked
-from rabbitllm.splitter.watch import reporting_full_disk
 
 WORK_NAME = ".converting"
 """The folder of ours inside the new one, for as long as that is not whole."""
@@ -123,7 +122,7 @@ def convert(
         return _join_split(made, expand(path_or_repo_id), target)
     work = target / WORK_NAME
     split_folder = work / directory_name(None)
-    with reporting_full_disk(target), locked(target):
+    with system_errors_by_name(target), locked(target):
         if (target / INDEX_NAME).exists():
             known = origin_of(target)
             require_same(known, input_of(str(path_or_repo_id), access, work), target)
