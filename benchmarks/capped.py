@@ -226,7 +226,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command_line.settle(options, "capped")
     command_line.check_tokens(options)
     work = options.work_dir
-    checkpoints = {kind: make_checkpoint(work, options.scale, kind) for kind in (LLAMA, QWEN2)}
+    kinds = dict.fromkeys((LLAMA, *(TWINS.get(row, LLAMA) for row in options.only)))
+    checkpoints = {kind: make_checkpoint(work, options.scale, kind) for kind in kinds}
     _for_ollm(checkpoints[LLAMA])
     weights = weight_bytes(checkpoints[LLAMA])
     workload = Workload(checkpoints, weights, work / "capped-run", prompt_for(options.scale), options.tokens)

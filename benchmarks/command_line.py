@@ -15,6 +15,8 @@ from typing import Any
 from benchmarks.checkpoint import SCALES
 
 _HERE = Path(__file__).resolve().parent
+SMALLEST = "RABBITLLM_BENCHMARK_SMALLEST"
+"""Variable of the environment that is set at the smallest size, for every process of a benchmark."""
 NEEDED_BYTES: Mapping[str, int] = {"full": 10 * 1000**3, "medium": 2 * 1000**3, "tiny": 100 * 1000**2}
 """For checkpoints and splits; environments come on top."""
 
@@ -35,6 +37,9 @@ def parser(description: str | None, turns: int, rows: Sequence[str]) -> argparse
 def parsed(made: argparse.ArgumentParser, arguments: Sequence[str] | None, **smallest: Any) -> argparse.Namespace:
     """Parse a command line that may also say `--smallest`: the size of every benchmark that only shows that it runs.
 
+    It is to take at most 20 s of processor time, most of which goes into imports: then layer files are made in the
+    process of the benchmark itself, and workers import fewer libraries beforehand.
+
     Args:
         made: the parser, without `--smallest`.
         arguments: None for those of the process.
@@ -49,6 +54,7 @@ def parsed(made: argparse.ArgumentParser, arguments: Sequence[str] | None, **sma
     print("Smallest size: the figures mean nothing, and what is written is deleted at the end.", flush=True)
     work = Path(tempfile.mkdtemp(prefix="rabbitllm-benchmark-"))
     atexit.register(shutil.rmtree, work, ignore_errors=True)
+    os.environ[SMALLEST] = "1"
     os.environ["OMP_NUM_THREADS"] = "1"  # of matrices as small as these several threads only wait for each other
     given = vars(options)
     folders = {"work_dir": work, "work": work / "work", "results": work / "figures"}

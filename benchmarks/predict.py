@@ -173,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line.parser(__doc__, 3, list(ROWS))
     parser.add_argument("--tokens", type=int, default=16, help="to generate, at least 2 (default: %(default)s)")
     parser.add_argument("--experts", action="store_true", help="a mixture of experts, all used alike")
-    options = command_line.parsed(parser, arguments, only=["4bit half"], tokens=3)
+    options = command_line.parsed(parser, arguments, only=["none half"], tokens=3)
     command_line.settle(options, "predict-experts" if options.experts else "predict")
     command_line.check_tokens(options)
     work = options.work_dir

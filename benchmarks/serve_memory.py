@@ -25,8 +25,10 @@ from typing import Any
 
 import httpx
 
+from benchmarks import command_line
 from benchmarks.checkpoint import SCALES, make_checkpoint
 from benchmarks.serve_clients import level
+from benchmarks.server_process import free_port
 
 SETTLE_SECONDS = 25.0
 """After a load: free memory is given back every ten seconds."""
@@ -113,12 +115,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made.add_argument("--settle", type=float, default=SETTLE_SECONDS)
     made.add_argument("--seconds", type=float, default=600.0, help="for a load, at most")
     made.add_argument("--work-dir", type=Path, default=Path(__file__).resolve().parent / "work")
-    made.add_argument("--port", type=int, default=8765)
-    options = made.parse_args(arguments)
-    model = make_checkpoint(options.work_dir, options.scale, "LlamaConfig")
-    command = [sys.executable, "-m", "rabbitllm", "serve", str(model), "--port", str(options.port), "--device", "cpu"]
+    made.add_argument("--port", type=int, help="default: one that is free")
+    smallest = {"loads": 1, "clients": 2, "prompt_tokens": 8, "tokens": 2, "settle": 0.0}
+    options = command_line.parsed(made, arguments, **smallest)
+    model, port = make_checkpoint(options.work_dir, options.scale, "LlamaConfig"), options.port or free_port()
+    command = [sys.executable, "-m", "rabbitllm", "serve", str(model), "--port", str(port), "--device", "cpu"]
     command += ["--max-memory", "cpu=0", "--cache-memory", options.cache_memory]
-    url = f"http://127.0.0.1:{options.port}"
+    url = f"http://127.0.0.1:{port}"
     log = options.work_dir / "serve-memory.log"
     with log.open("wb") as said, subprocess.Popen(command, stdout=said, stderr=said, env=dict(os.environ)) as server:
         try:

@@ -38,8 +38,13 @@ _SPLITTERS = ("rabbitllm", "airllm")
 
 
 def import_libraries(package: str) -> dict[str, str]:
-    """Import what any of the implementations imports sooner or later, so that all are idle alike; return versions."""
-    for library in ("torch", "transformers", "accelerate", "bitsandbytes"):
+    """Import what any of the implementations imports sooner or later, so that all are idle alike; return versions.
+
+    At the smallest size, whose figures mean nothing, only those that every model needs.
+    """
+    is_smallest = "RABBITLLM_BENCHMARK_SMALLEST" in os.environ
+    others = ("transformers.modeling_utils",) if is_smallest else ("accelerate", "bitsandbytes")
+    for library in ("torch", "transformers", *others):
         with contextlib.suppress(ImportError):
             importlib.import_module(library)
     module = importlib.import_module(package)

@@ -54,6 +54,7 @@ import contextlib
 import errno
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 
 class RabbitLLMError(Exception):
@@ -254,7 +255,7 @@ def _numbers(*names: str) -> frozenset[int]:
     return frozenset(getattr(errno, name) for name in names if hasattr(errno, name))
 
 
-FULL_ERRORS = _numbers("ENOSPC", "EDQUOT")
+_FULL_ERRORS = _numbers("ENOSPC", "EDQUOT")
 """Errors of a write without space: on the disk, in its inode table, or in a quota."""
 _IN_THE_WAY = "A file, or a link that leads nowhere, is where a folder is needed: name another path, or move it away."
 _REMEDIES = (
@@ -279,10 +280,13 @@ _NO_MEMORY = re.compile(
 
 
 @contextlib.contextmanager
-def system_errors_by_name() -> Iterator[None]:
+def system_errors_by_name(prepared: str | Path | None = None) -> Iterator[None]:
     """While the context is open, turn errors of the operating system into errors of this package, as their cause.
 
     Errors that are no fault of a disk or of memory (of the caller, of the network, an interrupt) stay what they are.
+
+    Args:
+        prepared: the split directory, or the source, that is being prepared; the error for a full disk names it.
 
     Raises:
         DiskFullError: no space, no inodes or no quota left.
@@ -292,19 +296,19 @@ def system_errors_by_name() -> Iterator[None]:
     try:
         yield
     except (OSError, MemoryError, RuntimeError) as error:
-        named = _named(error)
+        named = _named(error, prepared)
         if named is None:
             raise
         raise named from error
 
 
-def _named(error: BaseException) -> RabbitLLMError | None:
+def _named(error: BaseException, prepared: str | Path | None) -> RabbitLLMError | None:
     """The error of ours for one of the system; None for any other."""
     if isinstance(error, RabbitLLMError):
         return None
     is_memory = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
     if not is_memory and isinstance(error, OSError) and error.errno is not None:
-        return _of_storage(error)
+        return _of_storage(error, prepared)
     if not is_memory and not any(_NO_MEMORY.search(str(one)) for one in (error, error.__context__)):
         return None
     said = str(error).strip().partition("\n")[0]
@@ -315,13 +319,18 @@ def _named(error: BaseException) -> RabbitLLMError | None:
     )
 
 
-def _of_storage(error: OSError) -> RabbitLLMError | None:
+def _of_storage(error: OSError, prepared: str | Path | None) -> RabbitLLMError | None:
     names = [str(name) for name in (error.filename, error.filename2) if name is not None]
     where = " -> ".join(names) or "A file or folder"
-    if error.errno in FULL_ERRORS:
+    if error.errno in _FULL_ERRORS:
+        why = f"{where}: {error.strerror}" if names else error.strerror
+        what_to_do = "Free some space, or inodes if space is left (`df -i`), and make the same call again"
+        if prepared is None:
+            return DiskFullError(f"A disk is full ({why}).", f"{what_to_do}.")
         return DiskFullError(
-            f"A disk is full ({where}: {error.strerror}).",
-            "Free some space, or inodes if space is left (`df -i`), and make the same call again.",
+            f"A disk became full while {prepared} was prepared ({why}). The split stopped; everything done so far is "
+            "safe.",
+            f"{what_to_do}: it goes on where it stopped.",
         )
     remedy = next((said for numbers, said in _REMEDIES if error.errno in numbers), None)
     if remedy is None:

@@ -23,6 +23,7 @@ from datetime import datetime
 from pathlib import Path
 
 from rabbitllm.errors import InUseError, SplitError
+from rabbitllm.forks import ForkGuard
 
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 """Errors of flock on a file system without locks (Lustre mounted without them, some FUSE file systems)."""
@@ -50,7 +51,7 @@ class FolderLock:
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
-        self._end = weakref.finalize(self, _release, descriptor, os.getpid()) if descriptor is not None else None
+        self._end = weakref.finalize(self, _release, descriptor, ForkGuard()) if descriptor is not None else None
         self._kept = False
 
     def close(self) -> None:
@@ -135,8 +136,8 @@ def lock_failure(folder: Path, error: OSError) -> SplitError:
     )
 
 
-def _release(descriptor: int, process: int) -> None:
-    if sys.platform == "win32" or os.getpid() != process:  # a forked child shares the lock and must not release it
+def _release(descriptor: int, guard: ForkGuard) -> None:
+    if sys.platform == "win32" or not guard.is_here:  # a forked child shares the lock and must not release it
         os.close(descriptor)
         return
     import fcntl

@@ -40,7 +40,7 @@ def in_child(method: Callable[[], object]) -> None:
     _IN_CHILD.append(weakref.WeakMethod(method))
 
 
-class Origin:
+class ForkGuard:
     """Remembers the process that made it."""
 
     def __init__(self) -> None:

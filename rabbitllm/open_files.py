@@ -111,7 +111,7 @@ class OpenFiles:
             self._changed.notify_all()
 
     def _close_dropped(self) -> None:
-        """Close dropped files that are not in use. If the lock is taken, whoever has it does this afterwards."""
+        """Close dropped files that are not in use. If the lock is taken, its holder does this afterwards."""
         while self._dropped and self._lock.acquire(blocking=False):
             try:
                 file = self._dropped.popleft()

@@ -11,6 +11,7 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,9 @@ from tests.support import emulated_vectors
 from tests.support.one_thread import THREADS
 from tests.support.parts import chosen, relative
 from tests.support.sweeps import leave_the_rest_to_the_long_run
+
+PROCESSOR_SECONDS = "processor seconds"
+"""Property of a test: what the processes that it started took together; shown at the end of the test run."""
 
 pytest_plugins = ["tests.support.hub_fixtures"]
 
@@ -151,6 +155,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if relative(item.path) not in files])
         items[:] = [item for item in items if relative(item.path) in files]
     put_in_order(items)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Show the recorded processor times, the longest first."""
+    reports = [report for outcome in ("passed", "failed") for report in terminalreporter.stats.get(outcome, [])]
+    found = [(dict(getattr(report, "user_properties", ())).get(PROCESSOR_SECONDS), report) for report in reports]
+    taken = sorted(((seconds, report.nodeid) for seconds, report in found if seconds is not None), reverse=True)
+    if taken:
+        terminalreporter.section(PROCESSOR_SECONDS)
+    for seconds, name in taken:
+        terminalreporter.line(f"{seconds:8.1f}  {name}")
 
 
 def put_in_order(items: list[pytest.Item]) -> None:

@@ -84,6 +84,15 @@ def test_a_disk_that_fails_at_any_step(model: Path, tmp_path: Path, entry: str, 
     assert {path: path.read_bytes() for path in before} == before
 
 
+@pytest.mark.parametrize("place", [(), ("/a/layer",)], ids=["unknown file", "known file"])
+def test_a_full_disk_says_what_was_prepared_and_that_the_call_goes_on(place: tuple[str, ...]) -> None:
+    with pytest.raises(DiskFullError) as caught, system_errors_by_name(), system_errors_by_name("org/model"):
+        raise OSError(errno.ENOSPC, "No space", *place)
+    why = "/a/layer: No space" if place else "No space"
+    assert caught.value.problem.startswith(f"A disk became full while org/model was prepared ({why}). The split ")
+    assert caught.value.remedy.endswith("make the same call again: it goes on where it stopped.")
+
+
 def test_what_is_no_fault_of_the_system_stays_what_it_is() -> None:
     gone = BrokenPipeError(errno.EPIPE, "x")
     for error in (TypeError("x"), KeyboardInterrupt(), RuntimeError("x"), gone, OSError("x")):

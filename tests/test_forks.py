@@ -9,7 +9,7 @@ import time
 import pytest
 
 from rabbitllm.errors import ForkedError
-from rabbitllm.forks import Origin, Workers, direct_read, own_lock
+from rabbitllm.forks import ForkGuard, Workers, direct_read, own_lock
 from tests.support.forked import PATIENCE, in_a_fork
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
@@ -85,14 +85,14 @@ def test_a_fork_waits_for_reads_past_the_page_cache() -> None:
         pass
 
 
-def test_an_origin_knows_its_process() -> None:
-    origin = Origin()
-    origin.refuse("It", "Nothing.")
+def test_a_guard_knows_its_process() -> None:
+    guard = ForkGuard()
+    guard.refuse("It", "Nothing.")
     with pytest.raises(ForkedError, match=f"It belongs to process {os.getpid()}, and this process"):
-        in_a_fork(lambda: origin.refuse("It", "Nothing."))
+        in_a_fork(lambda: guard.refuse("It", "Nothing."))
 
     def settle() -> bool:
-        origin.settle()
-        return origin.is_here
+        guard.settle()
+        return guard.is_here
 
     assert in_a_fork(settle)

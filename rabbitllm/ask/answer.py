@@ -174,7 +174,7 @@ def end_tokens(model: Any) -> list[int]:
     """
     if model.tokenizer is None:
         raise OptionError(
-            "This model has no tokenizer beside its weights, so text cannot be made of it.",
+            "This model has no tokenizer, so text cannot be made of it.",
             "Put its tokenizer files into the folder that has its config.json.",
         )
     said = model.generation_config.eos_token_id if model.can_generate() else None

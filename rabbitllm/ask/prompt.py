@@ -68,7 +68,7 @@ def prompt_ids(tokenizer: Any, prompt: str, system: str | None = None, *, raw: b
     """
     if tokenizer is None:
         raise OptionError(
-            "This model has no tokenizer beside its weights, so text cannot be made of it.",
+            "This model has no tokenizer, so text cannot be made of it.",
             "Put its tokenizer files into the folder that has its config.json.",
         )
     if raw or not has_template(tokenizer):

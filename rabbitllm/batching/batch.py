@@ -32,7 +32,7 @@ from rabbitllm.batching.request import Ended, Event, Facts, Request
 from rabbitllm.batching.text_caches import TextCaches
 from rabbitllm.batching.ticket import Ticket
 from rabbitllm.errors import BatchError, OptionError
-from rabbitllm.forks import Origin
+from rabbitllm.forks import ForkGuard
 
 __all__ = ["FAILED", "Batch", "Limits", "Ticket"]
 
@@ -91,7 +91,7 @@ class Batch:
         self._passes = JointPasses(
             model, exact=limits.exact, most_rows=self._caches.memory.rows, file=self._caches.file
         )
-        self._home = Origin()
+        self._home = ForkGuard()
         self._thread = threading.Thread(target=self._work, name="rabbitllm-batch", daemon=True)
         self._thread.start()
 

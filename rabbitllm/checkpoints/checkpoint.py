@@ -185,7 +185,7 @@ class Checkpoint(Protocol):
         ...
 
     def stages(self, shard: str) -> bool:
-        """Whether `acquire` fetches the shard into a folder of ours, which `release` then freed_bytes."""
+        """Whether `acquire` fetches the shard into a folder of ours, which `release` then frees."""
         ...
 
     def facts(self, shard: str) -> ShardFacts | None:
@@ -288,6 +288,13 @@ def _samples(header: Header, size: int) -> Iterator[tuple[int, int]]:
     for tensor in header.tensors[::step]:
         length = min(SAMPLE_BYTES, tensor.extent)
         yield tensor.offset + (tensor.extent - length) // 2, length
+
+
+def sidecars_in(folder: Path) -> dict[str, Path]:
+    """The files below a folder that are sidecars: name -> path, in the order of names."""
+    found = (path for pattern in SIDECAR_PATTERNS for path in folder.glob(pattern) if path.is_file())
+    named = {path.relative_to(folder).as_posix(): path for path in found}
+    return {name: path for name, path in sorted(named.items()) if is_sidecar(name, path.stat().st_size)}
 
 
 def is_sidecar(name: str, size: int) -> bool:

@@ -16,15 +16,14 @@ from pathlib import Path
 from rabbitllm import durable
 from rabbitllm.checkpoints import hub_cache
 from rabbitllm.checkpoints.checkpoint import (
-    SIDECAR_PATTERNS,
     Disposal,
     Release,
     ShardFacts,
     SourceIdentity,
     file_stat,
     ignore_progress,
-    is_sidecar,
     sampled_fingerprint,
+    sidecars_in,
 )
 from rabbitllm.checkpoints.freed_space import bytes_freed_by_deleting
 from rabbitllm.checkpoints.hub import HubRepository
@@ -232,9 +231,7 @@ class LocalCheckpoint:
         return [index]
 
     def sidecars(self) -> Mapping[str, Path]:
-        found = (path for pattern in SIDECAR_PATTERNS for path in self.folder.glob(pattern) if path.is_file())
-        named = {path.relative_to(self.folder).as_posix(): path for path in found}
-        chosen = {name: path for name, path in sorted(named.items()) if is_sidecar(name, path.stat().st_size)}
+        chosen = sidecars_in(self.folder)
         for name in chosen:
             self._check(name)
         return chosen

@@ -10,7 +10,7 @@ from typing import Any
 
 BITSANDBYTES = "bitsandbytes"
 LEFTOVER = "gguf"
-"""A method that transformers leaves in the config of a model that it dequantized: the weights beside it are plain."""
+"""A method that transformers leaves in the config of a model that it dequantized: its weights are plain."""
 
 
 def settings_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -2,7 +2,9 @@
 
 An uncompressed split has all that is hard: each byte is moved once, in bounded memory, within a disk peak known before,
 and a crash loses nothing. So one is made in a folder of ours inside the new one; then its layer files get the names of
-shards, and an index is written beside them. Knows the source and the split directory, no models and no tensors' bytes.
+shards, and an index is written with them. Of a finished split, whose original may be gone, the layer files are joined:
+uncompressed tensors keep their bits; those at 4bit and 8bit are dequantized, a few megabytes at a time; published
+quantized weights stay as they are. Knows no models.
 
 Invariants: until the index is there, the folder of ours is, and the same call goes on; the index is written when all
 that it names is durable; a folder with anything else in it is left as it is.
@@ -10,6 +12,8 @@ that it names is durable; a folder with anything else in it is left as it is.
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
 
 from rabbitllm import durable
@@ -17,20 +21,50 @@ from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.index import INDEX_NAME, read_index
 from rabbitllm.checkpoints.json_file import read_json
-from rabbitllm.convert.from_split import Conversion, join_split
+from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME
 from rabbitllm.convert.inputs import finished_split_of, input_of, require_same
-from rabbitllm.convert.publish import origin_of, publish
-from rabbitllm.errors import IncompleteSplitError, OptionError, system_errors_by_name
-from rabbitllm.layers.layer_store import MANIFEST_NAME, Manifest, directory_name, read_manifest
+from rabbitllm.convert.publish import converted_from, origin_of, publish, sidecars_of
+from rabbitllm.errors import IncompleteSplitError, OptionError, SplitMismatchError, system_errors_by_name
+from rabbitllm.formats.tensor_spec import DTYPES
+from rabbitllm.layers.checkpoint_folder import plan_shards, write_checkpoint
+from rabbitllm.layers.layer_store import (
+    MANIFEST_NAME,
+    LayerStore,
+    Manifest,
+    StoredTensor,
+    directory_name,
+    read_manifest,
+)
 from rabbitllm.options import SplitOptions, check_transfer, expand, parse_size
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME, locked
-from rabbitllm.splitter.watch import reporting_full_disk
 
 WORK_NAME = ".converting"
 """The folder of ours inside the new one, for as long as that is not whole."""
 _READY_NAME = "split.is.whole"
 """In that folder: the split is whole and cleared away, so that its files may be moved."""
+SHARD_BYTES = 5_000_000_000
+"""Of a shard that layer files of a finished split are joined into, at most, unless one tensor is larger."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What was made.
+
+    Attributes:
+        folder: where it is.
+        shards, tensors: how many.
+        nbytes: of all tensors.
+        beside: config, tokenizer and the like that were copied, by name.
+        before: it was whole already.
+    """
+
+    folder: Path
+    shards: int
+    tensors: int
+    nbytes: int
+    beside: tuple[str, ...]
+    before: bool = False
 
 
 @system_errors_by_name()
@@ -85,10 +119,10 @@ def convert(
                 f"{made} is a split directory; sequential and delete_original are for checkpoints.",
                 "Leave them out; `rabbitllm rm` removes a split.",
             )
-        return join_split(made, expand(path_or_repo_id), target)
+        return _join_split(made, expand(path_or_repo_id), target)
     work = target / WORK_NAME
     split_folder = work / directory_name(None)
-    with reporting_full_disk(target), locked(target):
+    with system_errors_by_name(target), locked(target):
         if (target / INDEX_NAME).exists():
             known = origin_of(target)
             require_same(known, input_of(str(path_or_repo_id), access, work), target)
@@ -156,3 +190,70 @@ def _made(folder: Path, *, before: bool = False) -> Conversion:
     size = read_json(folder / INDEX_NAME)["metadata"]["total_size"]
     beside = tuple(name for name in others if name not in known)
     return Conversion(folder, len(index.shards), len(index.weight_map), size, beside, before)
+
+
+def _join_split(split_folder: Path, named: Path, folder: Path) -> Conversion:
+    """Write the checkpoint that a split was made from, as far as the split has its bits.
+
+    Args:
+        split_folder: a finished split directory, of RabbitLLM 1.1 too.
+        named: the folder that the user named; config and tokenizer are taken from there if the split has none.
+        folder: where to, empty or not there yet.
+
+    Raises:
+        OptionError: the folder has weights in it.
+        SplitMismatchError: they are a conversion of something else.
+        IncompleteSplitError: a layer file is missing or damaged.
+        NotEnoughSpaceException: it does not fit.
+    """
+    from rabbitllm.layers.plain_tensors import PlainReader, plain  # with torch
+
+    store = LayerStore(split_folder)
+    home = split_folder if (split_folder / CONFIG_NAME).exists() else named
+    identity = _identity_of(store)
+    beside = {name: path.read_bytes() for name, path in sidecars_of(home).items()}
+    tensors = {name: plain(stored, _dtype_of(stored, home)) for name, stored in store.tensors.items()}
+    shards = plan_shards((tensor.placed for tensor in tensors.values()), SHARD_BYTES)
+    before = (folder / INDEX_NAME).exists()
+    if before:
+        if (why := origin_of(folder).differs_from(identity)) is not None:
+            raise SplitMismatchError(
+                f"{folder} is a conversion of something else than {split_folder}: {why}.",
+                "Convert into another folder, or delete that one if it is not needed.",
+            )
+    else:
+        with PlainReader(store) as reader:
+            write_checkpoint(
+                folder,
+                shards,
+                beside,
+                lambda name: reader.chunks(tensors[name]),
+                source=json.dumps(dict(identity.fingerprints)),
+                metadata=converted_from(identity),
+            )
+    nbytes = sum(tensor.placed.nbytes for tensor in tensors.values())
+    return Conversion(folder, len(shards), len(tensors), nbytes, tuple(sorted(beside)), before)
+
+
+def _identity_of(store: LayerStore) -> SourceIdentity:
+    """A split by the checksums of its layer files; by their sizes where RabbitLLM 1.1 made them."""
+    if store.manifest is not None:
+        marks = {record.file: f"crc32:{record.crc32:08x}" for record in store.manifest.layers}
+    else:
+        files = {part.file for stored in store.tensors.values() for part in stored.parts}
+        marks = {file: f"size:{store.path(file).stat().st_size}" for file in sorted(files)}
+    return SourceIdentity("split", store.folder.name, None, marks)
+
+
+def _dtype_of(stored: StoredTensor, home: Path) -> str:
+    """What a compressed tensor is dequantized to: the dtype that it had, else the config's, else float32."""
+    names = {entry.torch_name: name for name, entry in DTYPES.items() if entry.quantisable}
+    if stored.quantised is not None and stored.quantised.dtype is not None:
+        return names[stored.quantised.dtype]
+    config = read_json(home / CONFIG_NAME) if (home / CONFIG_NAME).exists() else {}
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        said = part.get("dtype", part.get("torch_dtype"))
+        if isinstance(said, str) and said in names:
+            return names[said]
+    return "F32"

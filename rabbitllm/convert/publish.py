@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm import durable
-from rabbitllm.checkpoints.checkpoint import SourceIdentity
+from rabbitllm.checkpoints.checkpoint import SourceIdentity, sidecars_in
 from rabbitllm.checkpoints.index import INDEX_NAME, shard_names
 from rabbitllm.checkpoints.json_file import read_json
 from rabbitllm.errors import IncompleteSplitError, InvalidIndexError, OptionError
 from rabbitllm.formats.safetensors_file import read_header
 from rabbitllm.layers.checkpoint_folder import index_of_files
-from rabbitllm.layers.layer_file import DONE_SUFFIX
-from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME, Manifest
-from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME
+from rabbitllm.layers.layer_store import MANIFEST_NAME, Manifest
 
 
 def publish(folder: Path, split_folder: Path, manifest: Manifest) -> None:
@@ -40,9 +38,9 @@ def publish(folder: Path, split_folder: Path, manifest: Manifest) -> None:
                 f"{folder / name}, with layer {record.id}, is missing or has not its {record.size:,} bytes.",
                 "Put it back, or convert the checkpoint again into another folder.",
             )
-    for name in _sidecars_in(split_folder):
+    for name, path in sidecars_of(split_folder).items():
         durable.make_folder((folder / name).parent)
-        _move(split_folder / name, folder / name)
+        _move(path, folder / name)
         durable.sync_folder((folder / name).parent)
     durable.sync_folder(folder)
     durable.write_whole(folder / INDEX_NAME, _index(folder, names, manifest.source))
@@ -54,12 +52,9 @@ def _move(path: Path, to: Path) -> None:
         durable.rename(path, to)
 
 
-def _sidecars_in(split_folder: Path) -> tuple[str, ...]:
-    """Config, tokenizer and the like: what is neither a layer nor only the split's."""
-    ours = (MANIFEST_NAME, JOURNAL_NAME, LOCK_NAME, HOLDER_NAME)
-    files = (path for path in sorted(split_folder.rglob("*")) if path.is_file() and path.name not in ours)
-    kept = (path for path in files if not path.name.endswith((DONE_SUFFIX, durable.PART_SUFFIX)))
-    return tuple(path.relative_to(split_folder).as_posix() for path in kept)
+def sidecars_of(folder: Path) -> dict[str, Path]:
+    """Config, tokenizer and the like of a split directory, or of the folder that it is in: name -> path."""
+    return {name: path for name, path in sidecars_in(folder).items() if name != MANIFEST_NAME}
 
 
 def _index(folder: Path, names: Iterable[str], source: SourceIdentity) -> bytes:

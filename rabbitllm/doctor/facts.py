@@ -6,26 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rabbitllm.engine.free_memory import GroupLimit, ProcessLimit
 from rabbitllm.planning.generation import Generation, Speed
-
-
-@dataclass(frozen=True, slots=True)
-class GroupMemory:
-    """A control group that limits this process: its version, its folder, its limit and what is left of it, bytes."""
-
-    version: int
-    folder: Path
-    limit: int
-    room: int
-
-
-@dataclass(frozen=True, slots=True)
-class OwnLimit:
-    """A limit of the process itself: RLIMIT_AS or RLIMIT_DATA, what it allows and what is left of it, bytes."""
-
-    name: str
-    limit: int
-    room: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +25,8 @@ class Memory:
     total: int
     free: int
     usable: int
-    groups: tuple[GroupMemory, ...] = ()
-    limits: tuple[OwnLimit, ...] = ()
+    groups: tuple[GroupLimit, ...] = ()
+    limits: tuple[ProcessLimit, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

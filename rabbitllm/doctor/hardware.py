@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from rabbitllm.doctor.facts import Gpu, Gpus, GroupMemory, Memory, OwnLimit, Processor
+from rabbitllm.doctor.facts import Gpu, Gpus, Memory, Processor
 from rabbitllm.engine.free_memory import available_ram, group_limits, process_limits
 
 INSTRUCTIONS: Mapping[str, frozenset[str]] = {
@@ -33,8 +33,7 @@ def memory(root: Path = Path("/")) -> Memory:
     import psutil
 
     found = psutil.virtual_memory()
-    groups = tuple(GroupMemory(one.version, one.folder, one.limit, one.room) for one in group_limits(root))
-    limits = tuple(OwnLimit(one.name, one.limit, one.room) for one in process_limits(root))
+    groups, limits = tuple(group_limits(root)), tuple(process_limits(root))
     # looked at twice, and others may have let go of some in between
     return Memory(int(found.total), int(found.available), min(available_ram(), int(found.available)), groups, limits)
 

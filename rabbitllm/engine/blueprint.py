@@ -50,7 +50,7 @@ _CHECK_THE_SOURCE = (
     "Fetch the checkpoint again, its config.json and every file that its index names; undo changes of config.json."
 )
 FIXED_BYTES = 16 << 20
-"""That a pass of one token takes beside weights and buffers, at least: activations, tables, threads."""
+"""Memory that a pass of one token takes at least, without weights and buffers: activations, tables, threads."""
 SCALES_IN_PLACE = frozenset({"rwkv"})
 """Model types whose forward changes weights, which a unit that is let go of would forget."""
 
@@ -163,39 +163,42 @@ def accept(
         too_little(drawn, devices)
 
 
-def refuse_too_little_memory(drawn: Blueprint, devices: Sequence[Device]) -> None:
-    """Refuse to load a model of which not even a layer at a time fits the memory that this process may take.
+def too_little_memory(drawn: Blueprint, devices: Sequence[Device]) -> NotEnoughMemoryError | None:
+    """The error for a model of which not even one layer at a time fits the memory that this process may take.
 
-    Raises:
-        NotEnoughMemoryError: it does not; else the system would end the process in the first pass, without a word.
+    Returns:
+        With what a pass takes at least and what this process may take; None where it is enough.
     """
-    costs = unit_costs(drawn.model, drawn.sources, drawn.experts)
-    costs = [cost for cost in costs if any(placed.unit == cost.name for placed in drawn.placement.units)]
+    used = {placed.unit for placed in drawn.placement.units}
+    costs = [cost for cost in unit_costs(drawn.model, drawn.sources, drawn.experts) if cost.name in used]
     for device in devices:
         if not device.shares_host_memory:  # a GPU says by itself that it is full, and its process goes on
             continue
         (least, unit), free = least_bytes(costs, drawn.placement, device.name), device.free_bytes()
         if least and least + FIXED_BYTES > free:
-            raise NotEnoughMemoryError(
+            return NotEnoughMemoryError(
                 f"A pass takes at least {size(least + FIXED_BYTES)} of memory"
                 f"{f' (its largest unit is {unit})' if unit else ''}; this process may take {size(free)}.",
                 "Compress more, end other processes, or raise the limit of the container or of `ulimit -v`.",
             )
+    return None
+
+
+def refuse_too_little_memory(drawn: Blueprint, devices: Sequence[Device]) -> None:
+    """Refuse to load a model that needs more memory than this process may take.
+
+    Raises:
+        NotEnoughMemoryError: else the system would end the process in the first pass, without a message.
+    """
+    if (error := too_little_memory(drawn, devices)) is not None:
+        raise error
 
 
 def warn_of_too_little_memory(drawn: Blueprint, devices: Sequence[Device]) -> None:
     """Log as a warning what `refuse_too_little_memory` would raise."""
-    if (problem := too_little_memory(drawn, devices)) is not None:
+    if (error := too_little_memory(drawn, devices)) is not None:
+        problem = error.problem
         logger.warning("Loading the model here would be refused: %s", problem)
-
-
-def too_little_memory(drawn: Blueprint, devices: Sequence[Device]) -> str | None:
-    """What a pass takes at least and what this process may take, as a sentence; None where it is enough."""
-    try:
-        refuse_too_little_memory(drawn, devices)
-    except NotEnoughMemoryError as error:
-        return error.problem
-    return None
 
 
 def only_a_part(

@@ -18,7 +18,7 @@ from rabbitllm.engine.loader import bytes_of
 from rabbitllm.engine.placement import Placement, Tier
 from rabbitllm.engine.span_reader import SpanReader, Way
 from rabbitllm.engine.unit_source import UnitSource
-from rabbitllm.forks import Origin
+from rabbitllm.forks import ForkGuard
 from rabbitllm.layers.layer_store import WeightFiles
 from rabbitllm.terminal import size
 
@@ -34,7 +34,7 @@ class HostBuffers:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._locked: list[torch.Tensor] = []
-        release = weakref.finalize(self, _release, device, self._locked, Origin())
+        release = weakref.finalize(self, _release, device, self._locked, ForkGuard())
         release.atexit = False  # by then the driver may be gone, and the system takes everything back anyway
 
     def take(self, nbytes: int) -> torch.Tensor:
@@ -56,8 +56,8 @@ class HostBuffers:
             return aligned_host(nbytes)
 
 
-def _release(device: Device, buffers: list[torch.Tensor], origin: Origin) -> None:
-    if not origin.is_here:  # a forked process has no driver, and the pages are locked for its parent
+def _release(device: Device, buffers: list[torch.Tensor], guard: ForkGuard) -> None:
+    if not guard.is_here:  # a forked process has no driver, and the pages are locked for its parent
         return
     device.synchronise()  # a copy may be under way
     for buffer in buffers:

@@ -197,7 +197,7 @@ def ready_once(costs: Iterable[UnitCost]) -> int:
 
 
 def _kept_once(costs: Iterable[UnitCost], budget: Budget, kept: set[str]) -> int:
-    """Memory that units take as they are stored beside the tensors in `kept`, to which theirs are added.
+    """Memory that units as stored take in addition to the tensors in `kept`, to which theirs are added.
 
     In a mapped file a tensor is there once, and on a device one that is ready; as stored each unit there has its own.
     """

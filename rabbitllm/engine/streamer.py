@@ -41,7 +41,7 @@ from rabbitllm.engine.units import Place
 from rabbitllm.engine.unwritable import called_by, untrainable
 from rabbitllm.engine.uploader import Uploader
 from rabbitllm.errors import AbsentWeightError
-from rabbitllm.forks import Origin, compute_on_one_thread, own_lock
+from rabbitllm.forks import ForkGuard, compute_on_one_thread, own_lock
 from rabbitllm.layers.layer_store import WeightFiles
 from rabbitllm.profiler import COMPUTE, DEQUANTISE, Profiler
 
@@ -118,7 +118,7 @@ class Streamer:
         self._memos: dict[str, Memo] = {name: {} for name in devices}
         self._started: dict[str, float] = {}
         self.turn = own_lock(threading.RLock())
-        self._home = Origin()
+        self._home = ForkGuard()
         self._has_turn = False
         self._brought: dict[str, dict[str, torch.Tensor]] = {}
         self._brought_memos: dict[str, Memo] = {name: {} for name in devices}

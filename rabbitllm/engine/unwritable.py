@@ -1,7 +1,7 @@
 """Weights that cannot be written to, and what stands for a weight while it is not in memory.
 
 Merging an adapter, loading other weights or initialising anew would be lost with the next pass, or not happen at all,
-and nobody would notice. So writing is refused, by name; and reading a weight that is not in memory brings the weight
+without any sign of it. So writing is refused, by name; and reading a weight that is not in memory brings the weight
 itself, or is refused too. Knows no files.
 """
 

@@ -252,7 +252,7 @@ def _recipe(
 
 
 _SCALES = re.compile(r"(?:\.|_)(?:weight_scale(?:_inv|_2)?|scale(?:_inv|_weight)?|scales|input_scale)$")
-"""How scales of codes are named beside their weight."""
+"""The ends of names of scales, which stand next to the codes of their weight."""
 
 
 def _check_kind(recipe: Recipe, stored: Mapping[str, StoredTensor], expected: Mapping[str, torch.Tensor]) -> None:

@@ -260,7 +260,7 @@ class _Blocks:
             for begin, end in self._waiting(offset, offset + nbytes):
                 low, high, written = self._starts[begin], self._starts[end], self._expected(begin, end)
                 # what stays mapped may have been written to, and is a copy then
-                if self._crc(low, high, given) != written and self._crc(low, high, given, anew=True) != written:
+                if self._crc(low, high, given) != written and self._crc(low, high, given, reread=True) != written:
                     raise self._damaged(begin, end, given)
                 self._state.mark(begin, end)
 
@@ -281,23 +281,23 @@ class _Blocks:
         lengths = lengths_of(self._starts[begin:end], self._starts[end])
         return combine_all(zip(self._sums[begin:end], lengths, strict=True))
 
-    def _crc(self, begin: int, end: int, given: Given | None, *, anew: bool = False) -> int:
-        """Of a range of the file: the bytes that were read, and those around them as mapped, or mapped anew."""
+    def _crc(self, begin: int, end: int, given: Given | None, *, reread: bool = False) -> int:
+        """Of a range of the file: the bytes that were read; those around them as mapped, or as the file has them."""
         offset, data = given if given is not None else (end, memoryview(b""))
         low, high = max(begin, offset), min(end, offset + len(data))
         if low >= high:
-            return self._crc_around(begin, end, 0, anew)
-        crc = crc32(data[low - offset : high - offset], self._crc_around(begin, low, 0, anew))
-        return self._crc_around(high, end, crc, anew)
+            return self._crc_around(begin, end, 0, reread)
+        crc = crc32(data[low - offset : high - offset], self._crc_around(begin, low, 0, reread))
+        return self._crc_around(high, end, crc, reread)
 
-    def _crc_around(self, begin: int, end: int, crc: int, anew: bool) -> int:
-        return _crc_of_file(self._path, begin, end, crc) if anew else _crc_of_mapped(self._mapped(), begin, end, crc)
+    def _crc_around(self, begin: int, end: int, crc: int, reread: bool) -> int:
+        return _crc_of_file(self._path, begin, end, crc) if reread else _crc_of_mapped(self._mapped(), begin, end, crc)
 
     def _damaged(self, begin: int, end: int, given: Given | None) -> IncompleteSplitError:
         """Names the first of these blocks that is not what was written, and what lies in it."""
         for block in range(begin, end):
             low, high = self._starts[block], self._starts[block + 1]
-            crc, written = self._crc(low, high, given, anew=True), self._sums[block]
+            crc, written = self._crc(low, high, given, reread=True), self._sums[block]
             if crc != written:
                 names = [
                     part.name for part in self._header.tensors if part.offset < high and part.offset + part.nbytes > low

@@ -24,7 +24,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from rabbitllm.errors import HostGoneError, HostsError
-from rabbitllm.forks import Origin
+from rabbitllm.forks import ForkGuard
 from rabbitllm.pipeline.arguments import Packer
 from rabbitllm.pipeline.caches import Ledger, lengths_of, stand_in
 from rabbitllm.pipeline.frames import Frame, Word
@@ -76,7 +76,7 @@ class Driver:
         self._ledger = Ledger(away)
         self._pass: _Pass | None = None
         self._number = 0
-        self._home = Origin()
+        self._home = ForkGuard()
         self._errands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         for number, unit in enumerate(stack.units):
             if number >= self._first:

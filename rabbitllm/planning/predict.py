@@ -93,7 +93,7 @@ def foretell(
         readable: files that may be on the disk that the layer files are on, or will be.
     """
     work, routed = work_of(drawn), routed_work(drawn)
-    experts = experts_of(routed)
+    experts, refusal = experts_of(routed), too_little_memory(drawn, machine.devices)
     stays = sum(p.counted for p in drawn.placement.units if p.tier in STAYING)
     found = Generation(
         compression,
@@ -103,7 +103,7 @@ def foretell(
         read_bytes=sum(unit.streamed for unit in work if not unit.once) + sum(own.read_bytes for own in experts),
         experts=experts,
         placement=drawn.placement,
-        too_little_memory=too_little_memory(drawn, machine.devices),
+        too_little_memory=None if refusal is None else refusal.problem,
     )
     with machine.something_to_read(folder, readable) as files:
         pace = Reckoning(drawn, work, routed, machine, files).pace()

@@ -22,6 +22,7 @@ from rabbitllm.errors import (
     IncompleteSplitError,
     MissingShardError,
     SplitMismatchError,
+    system_errors_by_name,
 )
 from rabbitllm.folder_lock import FolderKind
 from rabbitllm.layers.layer_store import (
@@ -41,7 +42,6 @@ from rabbitllm.prepare.weights import open_folder
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.finish import STAGING_NAME
 from rabbitllm.splitter.lock import locked
-from rabbitllm.splitter.watch import reporting_full_disk
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def find(sought: Sought) -> Source:
     """
     sought = dataclasses.replace(sought, name=meant(sought.name))
     folder = expand(sought.name)
-    with reporting_full_disk(sought.name):
+    with system_errors_by_name(sought.name):
         if sought.name and folder.is_dir():  # an empty name would be the current folder
             return _find_local(folder, sought)
         return _find_elsewhere(sought)

@@ -19,7 +19,7 @@ from rabbitllm.checkpoints.index import WEIGHT_SUFFIXES
 from rabbitllm.checkpoints.local import LocalCheckpoint, is_writable
 from rabbitllm.checkpoints.naming import LayerNaming
 from rabbitllm.checkpoints.quantised import quantised_as
-from rabbitllm.errors import IncompleteSplitError, MissingShardError, OptionError
+from rabbitllm.errors import IncompleteSplitError, MissingShardError, OptionError, system_errors_by_name
 from rabbitllm.folder_lock import FolderKind, FolderLock
 from rabbitllm.layers.chosen import SPLITS, Chosen
 from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME, Manifest, directory_name, is_finished, is_fitted
@@ -38,7 +38,6 @@ from rabbitllm.splitter.planned_files import PlannedFiles
 from rabbitllm.splitter.repair import repair, shards_for
 from rabbitllm.splitter.request import Acceptance, Request, check_before_download, plan_split
 from rabbitllm.splitter.split import split
-from rabbitllm.splitter.watch import reporting_full_disk
 
 
 def ensure_split(
@@ -72,7 +71,7 @@ def ensure_split(
             if is_finished(folder) and not has_work_left(folder, options):
                 check_finished(source, options, accept)
                 return Profiler(enabled=options.profiling)
-    with reporting_full_disk(folder), locked(folder), telling_how_to_go_on(folder), contextlib.ExitStack() as locks:
+    with system_errors_by_name(folder), locked(folder), telling_how_to_go_on(folder), contextlib.ExitStack() as locks:
         lease.revoke(source.split_folder)  # of a run that died, and whose workers may not know it yet
         if is_finished(source.split_folder):  # asked anew: whoever had the lock before may have done it
             if options.delete_original:
@@ -248,7 +247,7 @@ def repair_split(folder: Path, manifest: Manifest, layers: Collection[str], orig
     options = SplitOptions(compression=manifest.compression, sequential=original is None, fit_scales=fitted)
     source = Source(known.name, folder, folder, finished=False, repository=repository, local=original)
     with (
-        reporting_full_disk(folder),
+        system_errors_by_name(folder),
         locked(folder, excluding_readers=True),
         telling_how_to_go_on(folder),
         lock_source(source, options),

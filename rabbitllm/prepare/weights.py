@@ -14,12 +14,11 @@ from rabbitllm.checkpoints.hub import HubRepository, download_all
 from rabbitllm.checkpoints.hub_checkpoint import HubCheckpoint
 from rabbitllm.checkpoints.index import index_of
 from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any
-from rabbitllm.errors import CheckpointError, CheckpointNotFoundError, MissingShardError
+from rabbitllm.errors import CheckpointError, CheckpointNotFoundError, MissingShardError, system_errors_by_name
 from rabbitllm.folder_lock import FolderKind, FolderLock
 from rabbitllm.layers.layer_store import is_finished
 from rabbitllm.prepare.source import Source
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.watch import reporting_full_disk
 
 
 def open_weights(source: Source, folders: Iterable[Path]) -> Checkpoint | None:
@@ -63,7 +62,7 @@ def whole_checkpoint(source: Source) -> tuple[LocalCheckpoint, FolderLock]:
         DiskFullError: the disk of the hub cache is full.
     """
     if source.repository is not None:
-        with reporting_full_disk(source.name):
+        with system_errors_by_name(source.name):
             folder = download_all(source.repository, HubCheckpoint(source.repository).index)
     elif source.local is not None:
         folder = source.local

@@ -70,7 +70,7 @@ def is_local(made: socket.socket) -> bool:
 
 
 def hosts_of(made: socket.socket, host: str, allowed: Sequence[str] = ()) -> tuple[str, ...] | None:
-    """Names by which requests may call a server, beside every address; None for any name.
+    """Names by which requests may call a server, in addition to every address; None for any name.
 
     Args:
         made: where it listens.

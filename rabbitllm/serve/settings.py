@@ -13,7 +13,7 @@ class Settings:
         name: of the model, in answers; requests that name another one are refused.
         api_key: that requests must bring; None for none.
         origins: of pages on other hosts that may ask; "*" for all.
-        hosts: names in lower case by which the server may be called, beside addresses; None for any.
+        hosts: names in lower case by which the server may be called, in addition to addresses; None for any.
         body_bytes: of a request's body, at most.
         body_seconds: until it is there, at most.
         seconds: from a request's submission to its end, at most; None for no limit.

@@ -183,7 +183,7 @@ class _NoLocksError(Exception):
 
 
 def _try(path: Path, descriptor: int) -> BaseFileLock | None:
-    """The lock on the file that `path` names and `descriptor` has open; None if somebody holds it.
+    """The lock on the file that `path` names and `descriptor` has open; None if it is held already.
 
     Raises:
         _Unlinked, _NoLocksError: see there.

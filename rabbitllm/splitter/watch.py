@@ -13,13 +13,12 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rabbitllm.errors import FULL_ERRORS, DiskFullError
+from rabbitllm.errors import DiskFullError
 from rabbitllm.progress import DiskSampled, tell
 from rabbitllm.terminal import size
 
@@ -130,29 +129,6 @@ class Watch:
         self._next_disk = end + max((time.thread_time() - cpu_start) / DISK_SHARE, end - start)
         limit = in_use + max(free - self._min_free, 0)
         return DiskSampled(in_use, limit if self._max_disk is None else min(limit, self._max_disk))
-
-
-@contextlib.contextmanager
-def reporting_full_disk(name: str | Path) -> Iterator[None]:
-    """Turn the system's error for a full disk into `DiskFullError` while the context is open.
-
-    Args:
-        name: the split directory, or the source, for the message.
-
-    Raises:
-        DiskFullError: a write failed for lack of space.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in FULL_ERRORS:
-            raise
-        why = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-        raise DiskFullError(
-            f"A disk became full while {name} was prepared ({why}). The split stopped; everything done so far is safe.",
-            "Free some space, or inodes if space is left (`df -i`), and make the same call again: it goes on where it "
-            "stopped.",
-        ) from error
 
 
 def anonymous_bytes(process: Any) -> int:

@@ -12,9 +12,8 @@ import transformers
 from rabbitllm.batching.packed_families import PACKABLE, WITH_IMAGES, can_be_packed
 from tests.batching.together import LENGTHS, alone, assert_alike, forwards, prompts, together
 from tests.engine.test_every_architecture import build
-from tests.support.builders import FAMILIES, Family, build_checkpoint
-from tests.support.hybrid_families import HYBRIDS, WINDOW
-from tests.support.tiny_configs import SMALL
+from tests.support.builders import FAMILIES, SMALL, WINDOW, Family, build_checkpoint
+from tests.support.hybrid_families import HYBRIDS
 from tests.support.tiny_models import load, split
 
 ALONE = PACKABLE - {name + "_text" for name in WITH_IMAGES if name.startswith("qwen")}

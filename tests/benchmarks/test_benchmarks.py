@@ -44,6 +44,7 @@ from benchmarks.measure import (
     spread,
 )
 from benchmarks.work_folder import fresh_folder
+from tests.support.builders import build_checkpoint
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the benchmarks read /proc")
 
@@ -288,6 +289,16 @@ def test_layer_files_that_failed_are_not_taken_for_made(monkeypatch: pytest.Monk
     with pytest.raises(peers.PeerError, match="last said: full"):
         peers.make_layer_files(peers.THIS, "rabbitllm", tmp_path, tmp_path / "layers", None, tmp_path, "stub")
     assert not (tmp_path / "layers").exists()
+
+
+def test_at_the_smallest_size_layer_files_need_no_other_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stub_worker(monkeypatch, tmp_path, "os._exit(1)")
+    monkeypatch.setenv(command_line.SMALLEST, "1")
+    model = build_checkpoint(tmp_path / "model", "llama")
+    peers.make_layer_files(peers.THIS, "rabbitllm", model, tmp_path / "layers", None, tmp_path, "stub")
+    assert (tmp_path / "layers" / "splitted_model" / "split.json").exists()
 
 
 def test_layer_files_are_made_once_and_for_layered_rows_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

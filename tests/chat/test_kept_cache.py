@@ -11,8 +11,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from rabbitllm.chat.kept_cache import CONTINUING, KeptCache, keeps
 from tests.chat.talkers import family_of
-from tests.support.builders import build_checkpoint
-from tests.support.hybrid_families import HYBRIDS, WINDOW
+from tests.support.builders import WINDOW, build_checkpoint
+from tests.support.hybrid_families import HYBRIDS
 from tests.support.tiny_models import one_thread, plain_model  # noqa: F401  a fixture that applies by itself
 
 IDS = torch.randint(3, 270, (40,), generator=torch.Generator().manual_seed(1)).tolist()

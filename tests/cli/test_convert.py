@@ -301,7 +301,7 @@ def test_an_uncompressed_split_gives_the_very_checkpoint(tmp_path: Path, named: 
     split_folder = split(folder, folder, sequential=True)
     assert not list(folder.glob("*.safetensors"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rabbitllm.convert.from_split.SHARD_BYTES", 1 << 40 if shards == 1 else 60_000)
+        patch.setattr("rabbitllm.convert.convert.SHARD_BYTES", 1 << 40 if shards == 1 else 60_000)
         made = convert(split_folder if named == "the split" else folder, tmp_path / "new")
         again = convert(split_folder, tmp_path / "new")
     assert (made.shards == 1) is (shards == 1)

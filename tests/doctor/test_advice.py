@@ -8,21 +8,9 @@ from typing import Any
 import pytest
 
 from rabbitllm.doctor.advice import advise
-from rabbitllm.doctor.facts import (
-    Advice,
-    Folder,
-    Gpu,
-    Gpus,
-    GroupMemory,
-    Host,
-    Hub,
-    Machine,
-    Memory,
-    OwnLimit,
-    Package,
-    Processor,
-)
+from rabbitllm.doctor.facts import Advice, Folder, Gpu, Gpus, Host, Hub, Machine, Memory, Package, Processor
 from rabbitllm.doctor.places import HERE, SPLITS
+from rabbitllm.engine.free_memory import GroupLimit, ProcessLimit
 from rabbitllm.planning.generation import Speed
 
 GIB = 1 << 30
@@ -57,7 +45,7 @@ SOUND: dict[str, Any] = {
     "gpus": gpu(15),
     "rates": (Speed("reading the disk", 2e9),),
 }
-LIMIT = GroupMemory(2, Path("/sys/fs/cgroup"), 2 * GIB, GIB)
+LIMIT = GroupLimit(2, Path("/sys/fs/cgroup"), 2 * GIB, GIB)
 SMALL = folder(free=0)
 ROOMY = folder(HERE, 100)
 
@@ -122,7 +110,7 @@ def test_the_kernel_for_bfloat16_is_named_where_it_is_used(
         ({"memory": Memory(8 * GIB, 8 * GIB, GIB // 2)}, True, "Only 512.00 MiB of RAM", None),
         ({"memory": Memory(8 * GIB, 8 * GIB, GIB, (LIMIT,))}, False, "/sys/fs/cgroup allows 2.00 GiB", None),
         (
-            {"memory": Memory(8 * GIB, 8 * GIB, GIB, (), (OwnLimit("RLIMIT_AS", 3 * GIB, GIB),))},
+            {"memory": Memory(8 * GIB, 8 * GIB, GIB, (), (ProcessLimit("RLIMIT_AS", 3 * GIB, GIB),))},
             False,
             "RLIMIT_AS allows 3.00 GiB",
             None,

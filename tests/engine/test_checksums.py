@@ -204,7 +204,7 @@ def test_a_model_that_is_loaded_again_compares_nothing_again(dense: Path, monkey
     for budget in (ALL, 0):
         logits(load(dense, budget))
     read: list[int] = []
-    monkeypatch.setattr(checksums._Blocks, "_crc", lambda self, begin, *more, **anew: read.append(begin) or 0)
+    monkeypatch.setattr(checksums._Blocks, "_crc", lambda self, begin, *more, **options: read.append(begin) or 0)
     logits(load(dense))
     assert read == []
     monkeypatch.undo()

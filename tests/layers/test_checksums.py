@@ -40,12 +40,12 @@ def read_again(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
             found.append((begin, end))
         return of_mapped(mapped, begin, end, crc)
 
-    def noted_anew(path: Path, begin: int, end: int, crc: int = 0) -> int:
+    def noted_of_file(path: Path, begin: int, end: int, crc: int = 0) -> int:
         found.append((begin, end))
         return of_file(path, begin, end, crc)
 
     monkeypatch.setattr(checksums, "_crc_of_mapped", noted)
-    monkeypatch.setattr(checksums, "_crc_of_file", noted_anew)
+    monkeypatch.setattr(checksums, "_crc_of_file", noted_of_file)
     return found
 
 

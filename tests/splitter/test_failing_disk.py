@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from rabbitllm.errors import DiskFullError
+from rabbitllm.errors import DiskFullError, StorageError
 from rabbitllm.layers.layer_store import JOURNAL_NAME
 from tests.splitter.conftest import MakeScene
 from tests.support.failing_disk import FAULTS, Fault, room_for, short_writes
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.usefixtures("swift_disk")
 
 
 def error_of(fault: Fault) -> type[Exception]:
-    """What a call raises: an error of ours where the disk is full, else what the system said."""
-    return DiskFullError if fault.code == errno.ENOSPC else OSError
+    """What a call raises: an error of ours."""
+    return DiskFullError if fault.code == errno.ENOSPC else StorageError
 
 
 def causes_of(error: BaseException) -> list[BaseException]:

@@ -474,7 +474,7 @@ def folder_scenes(tmp_path: Path) -> dict[Route, Scene]:
 def test_folder(folder_scenes: Mapping[Route, Scene]) -> None:
     ends = run(FolderMachine, 16, 12, scenes=folder_scenes)
     assert ends["dies: died"] > 5
-    assert sum(number for end, number in ends.items() if "OSError" in end) > 5
+    assert sum(number for end, number in ends.items() if "StorageError" in end) > 5
 
 
 @pytest.mark.long

@@ -9,6 +9,7 @@ Knows transformers, safetensors and tokenizers; knows nothing of rabbitllm.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +41,7 @@ _CHAT_TEMPLATE = (
 )
 
 # Some matrices above 4096 elements and some below; every row a multiple of 16 bytes, in 16 bit too.
-_COMMON: Mapping[str, object] = {
+SMALL: Mapping[str, Any] = {
     "vocab_size": VOCABULARY_SIZE,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -51,11 +52,36 @@ _COMMON: Mapping[str, object] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    # Larger than usual, so that logits differ enough for a wrong weight to change the chosen token.
-    "initializer_range": 0.08,
 }
-_EXPERTS: Mapping[str, object] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 80}
-_SLIDING_THEN_FULL = ["sliding_attention", "full_attention", "sliding_attention"]
+"""Settings of nearly every decoder."""
+# The range is larger than usual, so that logits differ enough for a wrong weight to change the chosen token.
+COMMON: Mapping[str, Any] = {**SMALL, "initializer_range": 0.08}
+EXPERTS: Mapping[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 80}
+ROUTED: Mapping[str, Any] = {"n_routed_experts": 4, "n_shared_experts": 1, "topk_group": 1}
+LATENT: Mapping[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+"""Keys and values of every head are made from one vector."""
+DELTA: Mapping[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+WINDOW = 8
+"""Tokens that a sliding window has room for; prompts and what is generated are longer."""
+SLIDING: Mapping[str, Any] = {
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 
 
 @dataclass(frozen=True)
@@ -71,7 +97,8 @@ class Family:
     def config(self, tied: bool, **settings: object) -> Any:
         if tied not in self.ties:
             raise ValueError(f"{self.model_type} cannot be built with tied={tied}")
-        values = {**_COMMON, **self.settings, "tie_word_embeddings": tied, **settings}
+        # a config keeps the lists that it is given, and a few change them
+        values = copy.deepcopy({**COMMON, **self.settings, "tie_word_embeddings": tied, **settings})
         return transformers.AutoConfig.for_model(self.model_type, **values)
 
     @property
@@ -86,58 +113,32 @@ def _auto_class(encoder_decoder: bool) -> Any:
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("llama"),
-    "mistral": Family("mistral", {"sliding_window": 8}),
+    "mistral": Family("mistral", {"sliding_window": WINDOW}),
     "qwen2": Family("qwen2"),
     "qwen3": Family("qwen3", {"head_dim": 16}),
-    "gemma2": Family("gemma2", {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8}),
-    "gemma3": Family(
-        "gemma3_text",
-        {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8, "layer_types": _SLIDING_THEN_FULL},
-    ),
+    "gemma2": Family("gemma2", {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": WINDOW}),
+    "gemma3": Family("gemma3_text", {**SLIDING, "head_dim": 16, "query_pre_attn_scalar": 16}),
     "phi3": Family("phi3"),
     "gpt_oss": Family(
         "gpt_oss",
-        {
-            "head_dim": 16,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "sliding_window": 8,
-            "layer_types": _SLIDING_THEN_FULL,
-        },
+        {**SLIDING, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
-    "qwen3_moe": Family("qwen3_moe", {**_EXPERTS, "head_dim": 16, "decoder_sparse_step": 1}),
+    "qwen3_moe": Family("qwen3_moe", {**EXPERTS, "head_dim": 16, "decoder_sparse_step": 1}),
     "mixtral": Family("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "deepseek_v3": Family(
         "deepseek_v3",
         {
-            "num_key_value_heads": 4,
-            "n_routed_experts": 4,
+            **LATENT,
+            **ROUTED,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 80,
-            "n_shared_experts": 1,
             "n_group": 2,
-            "topk_group": 1,
             "first_k_dense_replace": 1,
-            "q_lora_rank": 32,
-            "kv_lora_rank": 32,
-            "qk_rope_head_dim": 16,
-            "qk_nope_head_dim": 16,
-            "v_head_dim": 16,
         },
     ),
     "qwen3_next": Family(
         "qwen3_next",
-        {
-            **_EXPERTS,
-            "num_hidden_layers": 4,
-            "head_dim": 16,
-            "shared_expert_intermediate_size": 32,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-            "linear_conv_kernel_dim": 4,
-        },
+        {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 32},
     ),
     "opt": Family("opt", {"ffn_dim": 128, "word_embed_proj_dim": 64}),
     "gpt2": Family("gpt2"),

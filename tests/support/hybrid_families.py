@@ -8,52 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tests.support.builders import FAMILIES, VOCABULARY_SIZE, Family
+from tests.support.builders import DELTA, EXPERTS, FAMILIES, LATENT, ROUTED, SLIDING, VOCABULARY_SIZE, WINDOW, Family
 
-WINDOW = 8
-"""Tokens that a sliding window has room for; prompts and what is generated are longer."""
-
-_SLIDING: Mapping[str, object] = {
-    "sliding_window": WINDOW,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-}
 _MOE: Mapping[str, object] = {
-    "num_experts": 4,
+    **EXPERTS,
+    **ROUTED,
     "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 80,
-    "n_shared_experts": 1,
     "num_shared_experts": 1,
     "shared_expert_intermediate_size": 32,
     "n_group": 1,
-    "topk_group": 1,
-}
-_LATENT: Mapping[str, object] = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
 }
 _INDEXED: Mapping[str, object] = {
     **_MOE,
-    **_LATENT,
+    **LATENT,
     "head_dim": 16,
     "index_topk": WINDOW,
     "index_head_dim": 16,
     "index_n_heads": 4,
     "mlp_layer_types": ["dense", "sparse", "sparse"],
-}
-_DELTA: Mapping[str, object] = {
-    "num_hidden_layers": 4,
-    "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_conv_kernel_dim": 4,
 }
 _STATE_SPACE: Mapping[str, object] = {
     "num_hidden_layers": 4,
@@ -76,19 +48,19 @@ _RELATIVE: Mapping[str, object] = {
     "conv_kernel_size": 4,
     "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
 }
-_NARROW: Mapping[str, object] = {"head_dim": 16, **_SLIDING}
+_NARROW: Mapping[str, object] = {"head_dim": 16, **SLIDING}
 _ATTENDING = ["linear_attention", "full_attention", "linear_attention"]
 
 HYBRIDS: Mapping[str, Family] = {
     # windows
     "afmoe": Family("afmoe", {**_NARROW, **_MOE}),
     "beam": Family("beam", {**_NARROW, **_MOE, "mlp_layer_types": ["dense", "sparse", "sparse"]}),
-    "cohere2": Family("cohere2", _SLIDING),
+    "cohere2": Family("cohere2", SLIDING),
     "cohere2_moe": Family("cohere2_moe", {**_NARROW, **_MOE}),
     "cwm": Family("cwm", _NARROW),
     "dots1": Family("dots1", {**_NARROW, **_MOE, "first_k_dense_replace": 1}),
-    "exaone4": Family("exaone4", _SLIDING),
-    "exaone_moe": Family("exaone_moe", {**_SLIDING, **_MOE, "mlp_layer_types": ["dense", "sparse", "sparse"]}),
+    "exaone4": Family("exaone4", SLIDING),
+    "exaone_moe": Family("exaone_moe", {**SLIDING, **_MOE, "mlp_layer_types": ["dense", "sparse", "sparse"]}),
     "flint": Family("flint", {**_NARROW, **_MOE}),
     "gemma2": FAMILIES["gemma2"],
     "gemma3": FAMILIES["gemma3"],
@@ -130,8 +102,8 @@ HYBRIDS: Mapping[str, Family] = {
         },
     ),
     "gpt_oss": FAMILIES["gpt_oss"],
-    "granite_swa": Family("granite_swa", _SLIDING),
-    "granitemoe_swa": Family("granitemoe_swa", {**_SLIDING, **_MOE}),
+    "granite_swa": Family("granite_swa", SLIDING),
+    "granitemoe_swa": Family("granitemoe_swa", {**SLIDING, **_MOE}),
     "kolibri1": Family("kolibri1", {**_NARROW, **_MOE}),
     "laguna": Family("laguna", {**_NARROW, **_MOE}),
     "llama4": Family(
@@ -154,9 +126,9 @@ HYBRIDS: Mapping[str, Family] = {
     "mixtral": Family("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
     "modernbert_decoder": Family(
         "modernbert-decoder",
-        {"num_key_value_heads": 4, "local_attention": WINDOW, "layer_types": _SLIDING["layer_types"]},
+        {"num_key_value_heads": 4, "local_attention": WINDOW, "layer_types": SLIDING["layer_types"]},
     ),
-    "olmo3": Family("olmo3", _SLIDING),
+    "olmo3": Family("olmo3", SLIDING),
     "phi3": Family("phi3", {"sliding_window": WINDOW}),
     "phimoe": Family("phimoe", {"num_local_experts": 4, "sliding_window": WINDOW}),
     "qwen2": Family("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": WINDOW}),
@@ -165,7 +137,7 @@ HYBRIDS: Mapping[str, Family] = {
     ),
     "qwen3": Family("qwen3", {**_NARROW, "use_sliding_window": True, "max_window_layers": 1}),
     "qwen3_moe": Family("qwen3_moe", {**_MOE, "head_dim": 16, "use_sliding_window": True, "sliding_window": WINDOW}),
-    "smollm3": Family("smollm3", {**_SLIDING, "use_sliding_window": True}),
+    "smollm3": Family("smollm3", {**SLIDING, "use_sliding_window": True}),
     "starcoder2": Family("starcoder2", {"sliding_window": WINDOW}),
     "vaultgemma": Family("vaultgemma", {**_NARROW, "query_pre_attn_scalar": 16}),
     # tokens chosen by an index
@@ -214,7 +186,7 @@ HYBRIDS: Mapping[str, Family] = {
     "hy_v4": Family("hy_v4", _INDEXED),
     # states
     "bailing_hybrid": Family(
-        "bailing_hybrid", {**_MOE, **_LATENT, "head_dim": 16, "layer_types": _ATTENDING, "num_mtp_layers": 0}
+        "bailing_hybrid", {**_MOE, **LATENT, "head_dim": 16, "layer_types": _ATTENDING, "num_mtp_layers": 0}
     ),
     "bamba": Family("bamba", {**_STATE_SPACE, "attn_layer_indices": [1, 3]}),
     "falcon_h1": Family("falcon_h1", {**_STATE_SPACE, "mamba_d_ssm": 128}),
@@ -230,7 +202,7 @@ HYBRIDS: Mapping[str, Family] = {
         "kimi_linear",
         {
             **_MOE,
-            **_LATENT,
+            **LATENT,
             "q_lora_rank": None,
             "linear_head_dim": 16,
             "linear_num_heads": 4,
@@ -260,15 +232,15 @@ HYBRIDS: Mapping[str, Family] = {
             "use_mamba_kernels": False,
         },
     ),
-    "olmo_hybrid": Family("olmo_hybrid", {**_DELTA, "num_hidden_layers": 3, "layer_types": _ATTENDING}),
-    "qwen3_5": Family("qwen3_5_text", _DELTA),
-    "qwen3_5_moe": Family("qwen3_5_moe_text", {**_MOE, **_DELTA}),
+    "olmo_hybrid": Family("olmo_hybrid", {**DELTA, "num_hidden_layers": 3, "layer_types": _ATTENDING}),
+    "qwen3_5": Family("qwen3_5_text", DELTA),
+    "qwen3_5_moe": Family("qwen3_5_moe_text", {**_MOE, **DELTA}),
     "qwen3_next": FAMILIES["qwen3_next"],
     "qwen4_exp": Family(
         "qwen4_exp_text",
         {
             **_MOE,
-            **_DELTA,
+            **DELTA,
             "hc_lowrank": 16,
             "ple_layer_ids": [1],
             "ple_embed_dim": 64,

@@ -6,6 +6,7 @@ checkpoints.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -14,24 +15,12 @@ from typing import Any
 import torch
 import transformers
 
-from tests.support.builders import VOCABULARY_SIZE, Family
+from tests.support.builders import COMMON, VOCABULARY_SIZE, Family
 
 TOKEN = 250
 """Stands for a piece of an image or a sound."""
 
-_TEXT: Mapping[str, Any] = {
-    "vocab_size": VOCABULARY_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "initializer_range": 0.08,
-}
+_TEXT: Mapping[str, Any] = {**COMMON, "num_hidden_layers": 2, "max_position_embeddings": 512}
 _TOWER: Mapping[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -49,7 +38,7 @@ class Reading(Family):
     inputs: Callable[[torch.Generator], dict[str, torch.Tensor]] = lambda random: {}
 
     def config(self, tied: bool, **settings: object) -> Any:
-        return transformers.AutoConfig.for_model(self.model_type, **{**self.settings, **settings})
+        return transformers.AutoConfig.for_model(self.model_type, **copy.deepcopy({**self.settings, **settings}))
 
     @property
     def model_class(self) -> Any:

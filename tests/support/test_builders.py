@@ -15,6 +15,7 @@ from tests.support.builders import (
     FAMILIES,
     INDEX_NAME,
     SINGLE_NAME,
+    SLIDING,
     build_checkpoint,
     make_tokenizer,
     read_tensors,
@@ -22,6 +23,7 @@ from tests.support.builders import (
     reshard,
 )
 from tests.support.hub_fixtures import HubEnvironment
+from tests.support.hybrid_families import HYBRIDS
 from tests.support.local_hub import LocalHub
 from tests.support.one_thread import one_thread as one_thread
 
@@ -251,3 +253,10 @@ def test_transformers_loads_it_from_the_local_hub(
     assert auto.from_pretrained("acme/built").bos_token_id == 1
     assert local_hub.body_bytes(".safetensors") == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     assert (hub_environment.cache / "models--acme--built").is_dir()
+
+
+def test_a_config_that_changes_its_lists_leaves_those_of_other_families_alone() -> None:
+    """Gemma 4's makes the last layer one of full attention."""
+    assert HYBRIDS["gemma4_unified"].config(tied=False).layer_types[-1] == "full_attention"
+    assert HYBRIDS["gpt_oss"].config(tied=False).layer_types == SLIDING["layer_types"]
+    assert SLIDING["layer_types"][-1] == "sliding_attention"

@@ -14,26 +14,13 @@ from typing import Any
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
+from tests.support.builders import VOCABULARY_SIZE
+
 LARGEST = 50_000_000
 """Parameters above which a model is not small."""
-VOCABULARY = 272
 FIRST_TOKEN, LAST_TOKEN = 100, 199
 """Of texts; ids of special tokens lie outside."""
 END_TOKEN = 2
-
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-"""Settings of nearly every decoder."""
 
 FEWER: dict[str, Any] = {
     **dict.fromkeys(
@@ -41,7 +28,7 @@ FEWER: dict[str, Any] = {
             *("vocab_size", "text_vocab_size", "vocab_size_per_layer_input", "entity_vocab_size"),
             *("pronunciation_vocab_size", "shape_vocab_size", "n_vocab"),
         ),
-        VOCABULARY,
+        VOCABULARY_SIZE,
     ),
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 3),
     **dict.fromkeys(
