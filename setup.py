@@ -19,10 +19,10 @@ setup(
     packages=find_packages(include=["rabbitllm", "rabbitllm.*"]),
     package_data={
         "rabbitllm": ["py.typed"],
-        "rabbitllm.comparison": ["text.txt"],
+        "rabbitllm.evaluation": ["text.txt"],
         "rabbitllm.demo": ["score.json", "model/*"],
-        "rabbitllm.doctor": ["models.json"],
-        "rabbitllm.serve": ["static/*"],
+        "rabbitllm.estimate.doctor": ["models.json"],
+        "rabbitllm.server": ["static/*"],
     },
     # the lowest versions with which the tests pass, all of them together (Python 3.11)
     install_requires=[

@@ -85,9 +85,9 @@ def alone(model: Any, prompt: Sequence[int], tokens: int) -> list[int]:
 
 def together(model: Any, given: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
     """What they get when all are there at once."""
-    from rabbitllm.ask.answer import Sampling
-    from rabbitllm.batching.batch import Batch, Limits
-    from rabbitllm.batching.request import Piece, Request
+    from rabbitllm.generation.answer import Sampling
+    from rabbitllm.generation.batch import Batch, Limits
+    from rabbitllm.generation.request import Piece, Request
 
     found: list[list[int]] = [[] for _ in given]
     over = threading.Semaphore(0)

@@ -25,9 +25,9 @@ from benchmarks import command_line, report
 from benchmarks.checkpoint import SCALES, make_checkpoint
 from benchmarks.worker_batch import prompt
 from rabbitllm import AutoModel
-from rabbitllm.bulk.answering import answered
-from rabbitllm.bulk.items import Generate, Item, Limits
-from rabbitllm.options import parse_size
+from rabbitllm.base.options import parse_size
+from rabbitllm.batch_jobs.answering import answered
+from rabbitllm.batch_jobs.items import Generate, Item, Limits
 
 ROOM_FOR_ALL = 1 << 30
 

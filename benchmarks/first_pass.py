@@ -53,9 +53,9 @@ def run(folder: Path, row: Row, *, checked: bool) -> Seconds:
     """Load and pass once."""
     import torch
 
+    from rabbitllm.base.options import StreamOptions
     from rabbitllm.engine.load import load_model
-    from rabbitllm.layers import checksums
-    from rabbitllm.options import StreamOptions
+    from rabbitllm.store import checksums
 
     gc.collect()
     checksums._STATES.clear()
@@ -116,7 +116,7 @@ def main() -> None:
 def split(checkpoint: Path, compression: str | None) -> Path:
     """The split directory beside a checkpoint, made unless it is there."""
     from rabbitllm import prepare
-    from rabbitllm.options import SplitOptions
+    from rabbitllm.base.options import SplitOptions
 
     source = prepare.find(prepare.Sought(str(checkpoint), compression))
     prepare.ensure_split(source, SplitOptions(compression))

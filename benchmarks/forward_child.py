@@ -28,8 +28,8 @@ def run(folder: Path) -> dict[str, Any]:
     """Load, and pass one token through all layers."""
     import torch
 
+    from rabbitllm.base.options import StreamOptions
     from rabbitllm.engine.load import load_model
-    from rabbitllm.options import StreamOptions
 
     begun, read = time.perf_counter(), read_from_disk()
     model = load_model(folder, StreamOptions(device="cpu", show_progress=False))
@@ -69,9 +69,9 @@ def main() -> None:
     import transformers  # noqa: F401
 
     import rabbitllm.engine.load
-    import rabbitllm.layers.compression
+    import rabbitllm.quant.compression
 
-    rabbitllm.layers.compression.check_compression("4bit")  # imports bitsandbytes
+    rabbitllm.quant.compression.check_compression("4bit")  # imports bitsandbytes
     print(json.dumps({"ready": True}), flush=True)
     if sys.stdin.readline():
         print(json.dumps(run(Path(json.loads(sys.argv[1])["folder"]))), flush=True)

@@ -30,6 +30,7 @@ from benchmarks import command_line, qwen3_next
 from benchmarks.models import MODELS
 from benchmarks.published import Model, checkpoint
 from benchmarks.report import Table, describe_machine
+from rabbitllm.base.options import StreamOptions
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.naming import assign_layers
 from rabbitllm.engine.blueprint import Blueprint, blueprint
@@ -38,12 +39,11 @@ from rabbitllm.engine.devices import CpuDevice, Device
 from rabbitllm.engine.experts import expert_costs
 from rabbitllm.engine.placement import Budget
 from rabbitllm.engine.placing import place
+from rabbitllm.estimate.generation import PROMPT_TOKENS, Experts
+from rabbitllm.estimate.predict import experts_of
+from rabbitllm.estimate.routing import RoutedWork, routed_work
+from rabbitllm.estimate.work import UnitWork, work_of
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.options import StreamOptions
-from rabbitllm.planning.generation import PROMPT_TOKENS, Experts
-from rabbitllm.planning.predict import experts_of
-from rabbitllm.planning.routing import RoutedWork, routed_work
-from rabbitllm.planning.work import UnitWork, work_of
 from rabbitllm.splitter.disk_use import Arrival, disk_use
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan
 from rabbitllm.splitter.planned_files import PlannedFiles

@@ -35,14 +35,14 @@ from benchmarks.peers import PeerError
 from benchmarks.scatter import Point, draw
 from benchmarks.work_folder import fresh_folder
 from rabbitllm import AutoModel
-from rabbitllm.comparison.compare import compare
-from rabbitllm.comparison.divergence import Summary, at_positions, summary_of
-from rabbitllm.comparison.report import number
-from rabbitllm.comparison.texts import answers_of, text_of, windows
 from rabbitllm.demo.prose import held_out_prose
 from rabbitllm.demo.tasks import held_out
 from rabbitllm.errors import RabbitLLMError
-from rabbitllm.scoring import ScoredText
+from rabbitllm.evaluation.compare import compare
+from rabbitllm.evaluation.divergence import Summary, at_positions, summary_of
+from rabbitllm.evaluation.report import number
+from rabbitllm.evaluation.texts import answers_of, text_of, windows
+from rabbitllm.generation.scoring import ScoredText
 
 WINDOW, TOKENS, PROBLEMS = 128, 4096, 400
 ASKED = 32

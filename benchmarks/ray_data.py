@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import command_line
-from rabbitllm.bulk.items import Answer, Generate, Item, Limits
-from rabbitllm.pull.make import Wish
-from rabbitllm.spread.answerer import About, Job
-from rabbitllm.spread.chunks import Staff
-from rabbitllm.spread.ray_answers import RayAnswers
+from rabbitllm.batch_jobs.items import Answer, Generate, Item, Limits
+from rabbitllm.models.pull.make import Wish
+from rabbitllm.ray.answerer import About, Job
+from rabbitllm.ray.chunks import Staff
+from rabbitllm.ray.ray_answers import RayAnswers
 
 LINES, AT_A_TIME, WORKERS = 64, 8, 4
 SECONDS_A_LINE = 0.25

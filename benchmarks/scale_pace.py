@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 from benchmarks.scale_facts import Host
 from benchmarks.scale_shape import TWO_BYTES, Drawn, Shape, Unit, fits_disk
-from rabbitllm.planning.pace import Step, pass_seconds
-from rabbitllm.planning.routing import RoutedWork
+from rabbitllm.estimate.pace import Step, pass_seconds
+from rabbitllm.estimate.routing import RoutedWork
 
 PROMPT, ANSWER = 512, 32
 """Tokens of each sequence: what is asked, and what is made."""

@@ -20,21 +20,21 @@ import torch
 
 from benchmarks.plan_coder_next import PaperGpu
 from benchmarks.scale_facts import Host
-from rabbitllm.batching.cache_cost import CacheCost, cost_by_config
-from rabbitllm.doctor.models import published
+from rabbitllm.base.options import StreamOptions
 from rabbitllm.engine.blueprint import Blueprint, blueprint
 from rabbitllm.engine.costs import unit_costs
 from rabbitllm.engine.devices import CpuDevice, Device
 from rabbitllm.engine.experts import expert_costs
 from rabbitllm.engine.placement import SLOTS, Budget, ExpertCost, UnitCost
 from rabbitllm.engine.placing import place
-from rabbitllm.options import StreamOptions
-from rabbitllm.planning.machine import Machine
-from rabbitllm.planning.outline import Outline
-from rabbitllm.planning.outline_families import outline_of
-from rabbitllm.planning.routing import RoutedWork, by_unit, routed_work
-from rabbitllm.planning.stretched import stretched
-from rabbitllm.planning.work import Product, UnitWork, work_of
+from rabbitllm.estimate.doctor.models import published
+from rabbitllm.estimate.machine import Machine
+from rabbitllm.estimate.outline import Outline
+from rabbitllm.estimate.outline_families import outline_of
+from rabbitllm.estimate.routing import RoutedWork, by_unit, routed_work
+from rabbitllm.estimate.stretched import stretched
+from rabbitllm.estimate.work import Product, UnitWork, work_of
+from rabbitllm.generation.cache_cost import CacheCost, cost_by_config
 from rabbitllm.splitter.planned_files import PlannedFiles
 
 DENSE, MIXTURE = "Qwen/Qwen2.5-72B-Instruct", "Qwen/Qwen3-Coder-Next"

@@ -11,10 +11,11 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from rabbitllm import prepare, progress
-from rabbitllm.options import SplitOptions
+from rabbitllm import prepare
+from rabbitllm.base import progress
+from rabbitllm.base.options import SplitOptions
 
-LIBRARIES = ("torch", "bitsandbytes.functional", "rabbitllm.layers.cpu_kernels")
+LIBRARIES = ("torch", "bitsandbytes.functional", "rabbitllm.quant.cpu_kernels")
 TOLD = (progress.SplitStarted, progress.ShardDone, progress.SplitDone)
 
 

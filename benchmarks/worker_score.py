@@ -26,10 +26,10 @@ class Score:
         self.tasks = {"score": self.score, "score-plain": self.score_plain}
 
     def score(self, job: dict[str, Any]) -> dict[str, Any]:
-        """All texts, by `rabbitllm.scoring`; then what reading the weights once takes when nothing computes."""
+        """All texts, by `rabbitllm.generation.scoring`; then what reading the weights once takes when nothing computes."""
         import torch
 
-        from rabbitllm.scoring import Room, ScoredText, score  # type: ignore[import-not-found,unused-ignore]
+        from rabbitllm.generation.scoring import Room, ScoredText, score  # type: ignore[import-not-found,unused-ignore]
 
         start = time.perf_counter()
         model = self.worker["LOADERS"][job["loader"]](job)

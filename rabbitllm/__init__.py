@@ -17,11 +17,11 @@ from rabbitllm.version import __version__
 
 _HOME = {
     "AutoModel": "rabbitllm.auto_model",
-    "batch": "rabbitllm.bulk.api",
-    "Hosts": "rabbitllm.options",
+    "batch": "rabbitllm.batch_jobs.api",
+    "Hosts": "rabbitllm.base.options",
     "lazy_load": "rabbitllm.lazy.load",
-    "plan": "rabbitllm.planning.plan",
-    "quality": "rabbitllm.comparison.quality",
+    "plan": "rabbitllm.estimate.plan",
+    "quality": "rabbitllm.evaluation.quality",
     "register_layer_naming": "rabbitllm.checkpoints.naming",
     "RabbitLLMError": "rabbitllm.errors",
     "NotEnoughSpaceException": "rabbitllm.errors",
@@ -49,7 +49,7 @@ __all__ = ["__version__", *_HOME]
 
 
 if os.environ.get("RABBITLLM_LOG"):
-    importlib.import_module("rabbitllm.logs").set_up(os.environ["RABBITLLM_LOG"])
+    importlib.import_module("rabbitllm.base.logs").set_up(os.environ["RABBITLLM_LOG"])
 
 
 def __getattr__(name: str) -> Any:

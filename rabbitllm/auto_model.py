@@ -8,13 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rabbitllm import prepare, split_display
-from rabbitllm.checkpoints.hub import HubAccess
-from rabbitllm.errors import OptionError, system_errors_by_name
-from rabbitllm.folder_lock import FolderLock
-from rabbitllm.layers.chosen import check_split
-from rabbitllm.layers.compression import check_fitting
-from rabbitllm.options import (
+from rabbitllm import prepare
+from rabbitllm.base.options import (
     FIRST_GPU,
     Hosts,
     SplitOptions,
@@ -25,11 +20,17 @@ from rabbitllm.options import (
     parse_size,
     reject_unknown,
 )
+from rabbitllm.checkpoints.hub import HubAccess
+from rabbitllm.display import split_display
+from rabbitllm.errors import OptionError, system_errors_by_name
+from rabbitllm.quant.compression import check_fitting
+from rabbitllm.storage.folder_lock import FolderLock
+from rabbitllm.store.chosen import check_split
 
 if TYPE_CHECKING:
     from rabbitllm.engine.devices import Device
-    from rabbitllm.layers.layer_store import WeightFiles
     from rabbitllm.prepare.acceptance import TooLittle
+    from rabbitllm.store.layer_store import WeightFiles
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +215,7 @@ def _check_unsplit(options: SplitOptions) -> None:
 
 
 def _load_unsplit(sought: prepare.Sought, stream_options: StreamOptions, hosts: Hosts | None) -> Any:
-    from rabbitllm.layers.unsplit import UnsplitStore
+    from rabbitllm.store.unsplit import UnsplitStore
 
     devices = _devices(stream_options)
     source = prepare.find(sought)

@@ -15,14 +15,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rabbitllm import durable
+from rabbitllm.base.options import expand
+from rabbitllm.base.terminal import size
 from rabbitllm.checkpoints.hub_cache import folder_name
 from rabbitllm.checkpoints.index import ENTRY_NAMES, META_PARAMETERS
-from rabbitllm.layers.layer_store import MANIFEST_NAME
-from rabbitllm.locations import HOME_VARIABLE, LOCAL_FOLDER, home, local_folder_name
-from rabbitllm.options import expand
+from rabbitllm.prepare.locations import HOME_VARIABLE, LOCAL_FOLDER, home, local_folder_name
 from rabbitllm.splitter.watch import disk_bytes
-from rabbitllm.terminal import size
+from rabbitllm.storage import durable
+from rabbitllm.store.layer_store import MANIFEST_NAME
 
 logger = logging.getLogger(__name__)
 

@@ -10,13 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rabbitllm import prepare, split_display
+from rabbitllm import prepare
 from rabbitllm.auto_model import AutoModel
+from rabbitllm.base.options import SplitOptions, StreamOptions, expand
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.naming import LayerNaming, naming
+from rabbitllm.display import split_display
 from rabbitllm.errors import system_errors_by_name
 from rabbitllm.formats.tensor_spec import TensorSpec, dtype_name
-from rabbitllm.layers.compression import (
+from rabbitllm.quant.compression import (
     DOUBLE,
     StoredForm,
     check_compression,
@@ -32,8 +34,7 @@ from rabbitllm.layers.compression import (
     state_key,
     stored_form,
 )
-from rabbitllm.layers.layer_store import SPLIT_DIRECTORY
-from rabbitllm.options import SplitOptions, StreamOptions, expand
+from rabbitllm.store.layer_store import SPLIT_DIRECTORY
 
 if TYPE_CHECKING:
     import torch

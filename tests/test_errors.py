@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 
 import rabbitllm
-from rabbitllm import durable
-from rabbitllm.convert.convert import convert
 from rabbitllm.errors import (
     DiskFullError,
     NotEnoughMemoryError,
@@ -23,6 +21,8 @@ from rabbitllm.errors import (
     StorageError,
     system_errors_by_name,
 )
+from rabbitllm.models.convert.convert import convert
+from rabbitllm.storage import durable
 from tests.support.builders import build_checkpoint
 
 ENTRIES: dict[str, Callable[[Path, Path], Any]] = {

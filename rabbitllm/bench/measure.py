@@ -19,8 +19,8 @@ import torch
 
 from rabbitllm.auto_model import AutoModel
 from rabbitllm.bench.memory import peak_memory
-from rabbitllm.profiling.passes import FURTHER, Pass, PassSums
-from rabbitllm.profiling.trace import Trace
+from rabbitllm.telemetry.passes import FURTHER, Pass, PassSums
+from rabbitllm.telemetry.trace import Trace
 
 SEED = 0
 
@@ -68,7 +68,7 @@ class Measured:
         first_after_load: seconds of the very first token.
         turns: with the profiler off.
         sums: kind of pass -> sums, of the turn with the profiler on.
-        profile: that turn's, see `rabbitllm.profiling.record`.
+        profile: that turn's, see `rabbitllm.telemetry.record`.
         passes: that turn's.
         in_place: "device tier" -> stored bytes that each pass uses where they are.
         trace: that turn's.

@@ -14,7 +14,7 @@ overlap                            max(moving, computing) / wall, of the further
 bottleneck                         the stage that further passes wait for longest
 peak_memory_bytes                  of the process, mapped files included, or null
 placement                          a list of device, tier, units, bytes
-profile                            see `rabbitllm/profiling/record.py`; of one more turn, with the profiler on
+profile                            see `rabbitllm/telemetry/record.py`; of one more turn, with the profiler on
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from __future__ import annotations
 from typing import Any
 
 from rabbitllm.bench.measure import Measured
-from rabbitllm.profiling.passes import FURTHER
+from rabbitllm.telemetry.passes import FURTHER
 
 
 def as_record(measured: Measured) -> dict[str, Any]:

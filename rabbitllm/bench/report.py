@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
+from rabbitllm.base.terminal import counted, harmless, put, put_fact, size
 from rabbitllm.bench.measure import Measured
-from rabbitllm.profiling.passes import FURTHER, PassSums
-from rabbitllm.profiling.totals import COMPUTE, DEQUANTISE, NOTHING, READ, READ_WAIT, UPLOAD_WAIT, copies_of
-from rabbitllm.terminal import counted, harmless, put, put_fact, size
+from rabbitllm.telemetry.passes import FURTHER, PassSums
+from rabbitllm.telemetry.totals import COMPUTE, DEQUANTISE, NOTHING, READ, READ_WAIT, UPLOAD_WAIT, copies_of
 
 BAR = 36
 """Columns of a whole."""

@@ -24,11 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rabbitllm import durable
-from rabbitllm.chat.conversation import ASSISTANT, SYSTEM, USER, Conversation, Exchange
+from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import ChatFileError
 from rabbitllm.formats.json_text import decode_json
-from rabbitllm.terminal import harmless
+from rabbitllm.generation.conversation import ASSISTANT, SYSTEM, USER, Conversation, Exchange
+from rabbitllm.storage import durable
 
 FORMAT = "rabbitllm chat"
 VERSION = 1

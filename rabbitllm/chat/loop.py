@@ -19,16 +19,16 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
+from rabbitllm.base.terminal import counted, harmless, put_fact
 from rabbitllm.chat import chat_file
 from rabbitllm.chat.chat_file import SavedChat
 from rabbitllm.chat.commands import COMMANDS, QUOTES, Command, command_of, count_of
-from rabbitllm.chat.conversation import Conversation, Exchange
 from rabbitllm.chat.reading import read_message
 from rabbitllm.chat.report import CacheState, Totals, show_stats
-from rabbitllm.chat.session import BY_THE_CONTEXT, BY_THE_LIMIT, BY_THE_USER, Answer, Session
 from rabbitllm.errors import RabbitLLMError
-from rabbitllm.generation_stream import print_text
-from rabbitllm.terminal import counted, harmless, put_fact
+from rabbitllm.generation.conversation import Conversation, Exchange
+from rabbitllm.generation.generation_stream import print_text
+from rabbitllm.generation.session import BY_THE_CONTEXT, BY_THE_LIMIT, BY_THE_USER, Answer, Session
 
 PATIENCE = 0.4
 """Seconds until it is shown what an answer waits for."""

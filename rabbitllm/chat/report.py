@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.text import Text
 
-from rabbitllm.chat.session import Answer
-from rabbitllm.chat.work import PLACES, Work
-from rabbitllm.terminal import counted, put_fact, size
+from rabbitllm.base.terminal import counted, put_fact, size
+from rabbitllm.generation.session import Answer
+from rabbitllm.generation.work import PLACES, Work
 
 
 @dataclass(frozen=True, slots=True)

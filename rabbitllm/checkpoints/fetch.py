@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rabbitllm import durable
 from rabbitllm.checkpoints import raw_body
 from rabbitllm.errors import HubError
+from rabbitllm.storage import durable
 
 logger = logging.getLogger(__name__)
 

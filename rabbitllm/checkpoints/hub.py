@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rabbitllm import durable
+from rabbitllm.base.progress import BytesFetched, DownloadStarted, tell
+from rabbitllm.base.terminal import harmless
 from rabbitllm.checkpoints import fetch, hub_cache
 from rabbitllm.checkpoints.checkpoint import (
     Disposal,
@@ -39,8 +40,7 @@ from rabbitllm.errors import (
 )
 from rabbitllm.formats.safetensors_file import Header
 from rabbitllm.formats.shard_header import read_shard_header
-from rabbitllm.progress import BytesFetched, DownloadStarted, tell
-from rabbitllm.terminal import harmless
+from rabbitllm.storage import durable
 
 DOWNLOAD_THREADS = 8
 """Files that the standard route downloads at the same time; huggingface_hub's own number."""

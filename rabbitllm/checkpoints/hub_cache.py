@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rabbitllm import durable
 from rabbitllm.checkpoints.checkpoint import Disposal, Release
 from rabbitllm.checkpoints.freed_space import bytes_freed_by_deleting
 from rabbitllm.errors import UnsafePathError
+from rabbitllm.storage import durable
 
 DAMAGED = (
     "Delete that link and the file it leads to, and call again: it is fetched anew, and layers that are finished are "

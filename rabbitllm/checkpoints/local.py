@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from pathlib import Path
 
-from rabbitllm import durable
 from rabbitllm.checkpoints import hub_cache
 from rabbitllm.checkpoints.checkpoint import (
     Disposal,
@@ -49,6 +48,7 @@ from rabbitllm.checkpoints.meta_checkpoint import (
 from rabbitllm.errors import CheckpointNotFoundError, CorruptShardError, MissingShardError
 from rabbitllm.formats.safetensors_file import Header
 from rabbitllm.formats.shard_header import read_shard_header
+from rabbitllm.storage import durable
 
 logger = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from rabbitllm.options import Hosts
-    from rabbitllm.pull.make import Wish
+    from rabbitllm.base.options import Hosts
+    from rabbitllm.models.pull.make import Wish
 
 
 def complete_model(incomplete: str) -> list[str]:
     """What a shell may go on with: models that are split here, and paths."""
-    from rabbitllm import locations
+    from rabbitllm.prepare import locations
 
     known = [name for name in locations.known_names() if name.lower().startswith(incomplete.lower())]
     path = Path(incomplete)
@@ -152,10 +152,10 @@ def wish_to_run(
     Raises:
         OptionError: a limit that names no device.
     """
+    from rabbitllm.base.options import expand
     from rabbitllm.checkpoints.hub import HubAccess
-    from rabbitllm.library.find import compression_here
-    from rabbitllm.options import expand
-    from rabbitllm.pull.make import Wish
+    from rabbitllm.models.library.find import compression_here
+    from rabbitllm.models.pull.make import Wish
 
     place = expand(folder) if folder is not None else None
     if compression is None:

@@ -92,19 +92,19 @@ def batch_command(
 
     Example: rabbitllm batch Qwen/Qwen2.5-7B-Instruct questions.jsonl -o answers.jsonl --compression 4bit
     """
-    from rabbitllm.bulk.installed import check_installed
+    from rabbitllm.batch_jobs.installed import check_installed
 
     check_installed()
 
     from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console
 
-    from rabbitllm.bulk.display import put_end, record, said_when_interrupted
-    from rabbitllm.bulk.items import Defaults, Limits
-    from rabbitllm.bulk.lines import pooling_of
-    from rabbitllm.bulk.spool import STDIN, columns_of
-    from rabbitllm.bulk.work import Batch, loading, settings_of, work
-    from rabbitllm.options import expand, parse_size
+    from rabbitllm.base.options import expand, parse_size
+    from rabbitllm.batch_jobs.display import put_end, record, said_when_interrupted
+    from rabbitllm.batch_jobs.items import Defaults, Limits
+    from rabbitllm.batch_jobs.lines import pooling_of
+    from rabbitllm.batch_jobs.spool import STDIN, columns_of
+    from rabbitllm.batch_jobs.work import Batch, loading, settings_of, work
 
     wish = wish_to_run(
         model,
@@ -136,7 +136,7 @@ def batch_command(
         overwrite=overwrite,
     )
     if ray is not None:
-        from rabbitllm.spread.batch import answering_on
+        from rabbitllm.ray.batch import answering_on
 
         elsewhere = answering_on(ray, wish, model, limits, workers=ray_workers, split=not no_split, dtype=dtype)
         task = replace(task, elsewhere=elsewhere)

@@ -58,9 +58,9 @@ def bench_command(
     from rabbitllm.bench.measure import Request, measure
     from rabbitllm.bench.record import as_record
     from rabbitllm.bench.report import headline, show, summary
+    from rabbitllm.display.figure import check_picture
+    from rabbitllm.display.picture import draw
     from rabbitllm.engine.tier_picture import draw_placement
-    from rabbitllm.profiling.figure import check_picture
-    from rabbitllm.profiling.picture import draw
 
     for picture in filter(None, (plot, plot_tiers)):
         check_picture(picture)

@@ -58,9 +58,9 @@ def chat_command(
     from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console
 
-    from rabbitllm.ask.answer import Sampling
-    from rabbitllm.ask.together import called_together
-    from rabbitllm.pull.loaded import loaded_model
+    from rabbitllm.generation.answer import Sampling
+    from rabbitllm.models.pull.loaded import loaded_model
+    from rabbitllm.run.together import called_together
 
     sampling = Sampling(temperature, top_p, seed)
     errors = Console(stderr=True, highlight=False)
@@ -82,9 +82,9 @@ def chat_command(
 
     from transformers import logging
 
-    from rabbitllm.chat.conversation import Conversation
     from rabbitllm.chat.loop import Chat, standard_surface
-    from rabbitllm.chat.session import Choices, Session
+    from rabbitllm.generation.conversation import Conversation
+    from rabbitllm.generation.session import Choices, Session
 
     logging.set_verbosity_error()  # which of its kernels a model lacks is nothing to read amid an answer
     chat = Chat(

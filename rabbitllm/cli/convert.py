@@ -43,10 +43,10 @@ def convert_command(
     from rich.console import Console
     from rich.text import Text
 
-    from rabbitllm.convert.convert import convert
-    from rabbitllm.profiling.disk_picture import pictured
-    from rabbitllm.split_display import shown
-    from rabbitllm.terminal import counted, harmless, put, put_fact, size
+    from rabbitllm.base.terminal import counted, harmless, put, put_fact, size
+    from rabbitllm.display.disk_picture import pictured
+    from rabbitllm.display.split_display import shown
+    from rabbitllm.models.convert.convert import convert
 
     start = time.perf_counter()
     with pictured(plot) as disk, shown():

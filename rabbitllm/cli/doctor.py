@@ -27,9 +27,9 @@ def doctor_command(
     """
     from rich.console import Console
 
-    from rabbitllm.doctor.examine import examine
-    from rabbitllm.doctor.record import as_record
-    from rabbitllm.doctor.report import show
+    from rabbitllm.estimate.doctor.examine import examine
+    from rabbitllm.estimate.doctor.record import as_record
+    from rabbitllm.estimate.doctor.report import show
 
     with Console(stderr=True).status("looking …") as status:
         report = examine(quick=quick, every=every, say=lambda what: status.update(f"looking at {what} …"))

@@ -35,10 +35,10 @@ def inspect_command(
     from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console
 
-    from rabbitllm.inspection.choice import Choice
-    from rabbitllm.inspection.look import look
-    from rabbitllm.inspection.record import as_record
-    from rabbitllm.inspection.report import ON_A_TERMINAL, show
+    from rabbitllm.models.inspection.choice import Choice
+    from rabbitllm.models.inspection.look import look
+    from rabbitllm.models.inspection.record import as_record
+    from rabbitllm.models.inspection.report import ON_A_TERMINAL, show
 
     disable_progress_bars()  # an index or a config is fetched at most
     if isinstance(sys.stdout, io.TextIOWrapper):  # a piece that the terminal has no letters for is shown as an escape

@@ -51,9 +51,9 @@ def plan_command(
     from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console
 
-    from rabbitllm.planning.plan import plan
-    from rabbitllm.planning.report import draw_plan, show
-    from rabbitllm.profiling.figure import check_picture
+    from rabbitllm.display.figure import check_picture
+    from rabbitllm.estimate.plan import plan
+    from rabbitllm.estimate.report import draw_plan, show
     from rabbitllm.splitter.forecast import as_json as as_record
 
     if plot is not None:

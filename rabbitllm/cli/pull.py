@@ -75,10 +75,10 @@ def pull_command(
     from rich.console import Console
 
     from rabbitllm.checkpoints.hub import HubAccess
-    from rabbitllm.profiling.disk_picture import pictured
-    from rabbitllm.pull import make
-    from rabbitllm.pull.report import show_dry_run, show_pulled
-    from rabbitllm.split_display import shown
+    from rabbitllm.display.disk_picture import pictured
+    from rabbitllm.display.split_display import shown
+    from rabbitllm.models.pull import make
+    from rabbitllm.models.pull.report import show_dry_run, show_pulled
 
     disable_progress_bars()  # shards have a bar of ours, and what else is fetched is small
     wish = make.Wish(
@@ -111,7 +111,7 @@ def pull_command(
         if ray is None:
             pulled = make.pull(wish)
         else:
-            from rabbitllm.spread.pull import pull_on
+            from rabbitllm.ray.pull import pull_on
 
             pulled = pull_on(ray, wish, ray_tasks)
     if as_json:

@@ -59,8 +59,8 @@ def quality_command(
     """
     from rich.console import Console
 
-    from rabbitllm.comparison.quality import quality
-    from rabbitllm.comparison.report import show
+    from rabbitllm.evaluation.quality import quality
+    from rabbitllm.evaluation.report import show
 
     with Console(stderr=True).status("starting") as status:
         found = quality(

@@ -31,14 +31,14 @@ def rm_command(
     from rich.console import Console
     from rich.text import Text
 
+    from rabbitllm.base.options import expand
+    from rabbitllm.base.terminal import put, size
     from rabbitllm.errors import OptionError
-    from rabbitllm.library.find import one_of_model
-    from rabbitllm.library.original import original_of
-    from rabbitllm.library.remove import plan_removal, refuse_only_copy, remove
-    from rabbitllm.library.report import put_removal
-    from rabbitllm.model_name import meant
-    from rabbitllm.options import expand
-    from rabbitllm.terminal import put, size
+    from rabbitllm.models.library.find import one_of_model
+    from rabbitllm.models.library.original import original_of
+    from rabbitllm.models.library.remove import plan_removal, refuse_only_copy, remove
+    from rabbitllm.models.library.report import put_removal
+    from rabbitllm.prepare.model_name import meant
 
     plain = expand(model)
     entry = None if plain.is_symlink() else one_of_model(model, compression, expand(folder) if folder else None)

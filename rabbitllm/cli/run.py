@@ -74,7 +74,7 @@ def run_command(
 
     Example: rabbitllm run Qwen/Qwen2.5-7B-Instruct "What is a rabbit?" --compression 4bit
     """
-    from rabbitllm.ask.prompt import joined, piped_text
+    from rabbitllm.run.prompt import joined, piped_text
 
     try:
         text = joined(prompt, piped_text())
@@ -84,13 +84,13 @@ def run_command(
     from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console
 
-    from rabbitllm.ask.answer import INTERRUPTED, Sampling, answer, most_new_tokens
-    from rabbitllm.ask.prompt import prompt_ids
-    from rabbitllm.ask.report import answer_record, how_it_ended, put_statistics
-    from rabbitllm.ask.template import has_template
-    from rabbitllm.ask.together import called_together, own_device, work
-    from rabbitllm.generation_stream import print_text
-    from rabbitllm.pull.loaded import loaded_model
+    from rabbitllm.generation.answer import INTERRUPTED, Sampling, answer, most_new_tokens
+    from rabbitllm.generation.generation_stream import print_text
+    from rabbitllm.generation.template import has_template
+    from rabbitllm.models.pull.loaded import loaded_model
+    from rabbitllm.run.prompt import prompt_ids
+    from rabbitllm.run.report import answer_record, how_it_ended, put_statistics
+    from rabbitllm.run.together import called_together, own_device, work
 
     sampling = Sampling(temperature, top_p, seed)
     errors = Console(stderr=True, highlight=False)

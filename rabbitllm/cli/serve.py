@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from rabbitllm.base.options import expand
 from rabbitllm.cli import exit_codes
 from rabbitllm.cli.arguments import (
     CompressionHereOption,
@@ -26,7 +27,6 @@ from rabbitllm.cli.arguments import (
     TrustOption,
     wish_to_run,
 )
-from rabbitllm.options import expand
 
 
 def serve_command(
@@ -92,11 +92,11 @@ def serve_command(
 
     Example: rabbitllm serve Qwen/Qwen2.5-7B-Instruct --compression 4bit --port 8000
     """
-    from rabbitllm.serve.installed import check_installed
+    from rabbitllm.server.installed import check_installed
 
     check_installed()
 
-    from rabbitllm.serve.address import bound, check_guarded, hosts_of
+    from rabbitllm.server.address import bound, check_guarded, hosts_of
 
     listening = bound(host, port)  # now, not after an hour of splitting
     check_guarded(listening, api_key, insecure=insecure)
@@ -104,8 +104,8 @@ def serve_command(
     from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console
 
-    from rabbitllm import logs
-    from rabbitllm.options import parse_size
+    from rabbitllm.base import logs
+    from rabbitllm.base.options import parse_size
 
     body_bytes = parse_size(max_body, "--max-body")
     cache_bytes = None if cache_memory is None else parse_size(cache_memory, "--cache-memory")
@@ -125,13 +125,13 @@ def serve_command(
         no_verify_checksums=no_verify_checksums,
     )
     disable_progress_bars()  # shards have a bar of ours, and what else is fetched is small
-    logs.show("rabbitllm.serve")
+    logs.show("rabbitllm.server")
     console = Console(stderr=True, highlight=False)
 
-    from rabbitllm.batching.limits import Limits
-    from rabbitllm.serve.loading import served_name as name_of
-    from rabbitllm.serve.settings import Settings
-    from rabbitllm.serve.start import serve_wish
+    from rabbitllm.generation.limits import Limits
+    from rabbitllm.server.loading import served_name as name_of
+    from rabbitllm.server.settings import Settings
+    from rabbitllm.server.start import serve_wish
 
     limits = Limits(max_running, max_waiting, cache_bytes, chunk, exact, aside_bytes, aside_folder)
     settings = Settings(

@@ -44,8 +44,8 @@ def worker_command(
     from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console
 
-    from rabbitllm.ask.together import own_device, work
-    from rabbitllm.options import Hosts
+    from rabbitllm.base.options import Hosts
+    from rabbitllm.run.together import own_device, work
 
     hosts = Hosts(join)
     disable_progress_bars()  # shards have a bar of ours, and what else is fetched is small

@@ -20,10 +20,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from rabbitllm import progress
+from rabbitllm.base import progress
+from rabbitllm.base.words import amount
 from rabbitllm.demo.tasks import KINDS, Problem, exact_match, held_out
-from rabbitllm.live.words import amount
-from rabbitllm.profiling.disk_picture import pictured
+from rabbitllm.display.disk_picture import pictured
 from rabbitllm.splitter.interrupted import starting_afresh
 
 COMPRESSION = "4bit"

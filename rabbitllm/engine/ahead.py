@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rabbitllm.forks import Workers
+from rabbitllm.base.forks import Workers
 
 
 @dataclass(eq=False)

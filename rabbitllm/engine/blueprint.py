@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from rabbitllm.collection import uncollected
+from rabbitllm.base.collection import uncollected
+from rabbitllm.base.options import StreamOptions
+from rabbitllm.base.terminal import size
 from rabbitllm.engine import published, skeleton
 from rabbitllm.engine.budgets import budget_of, host_room
 from rabbitllm.engine.costs import unit_costs
@@ -38,11 +40,9 @@ from rabbitllm.errors import (
     RabbitLLMError,
 )
 from rabbitllm.formats.tensor_spec import torch_dtype
-from rabbitllm.layers.compression import Quantised
-from rabbitllm.layers.layer_store import WeightFiles
-from rabbitllm.layers.packed_products import Matrix, multiplies
-from rabbitllm.options import StreamOptions
-from rabbitllm.terminal import size
+from rabbitllm.quant.compression import Quantised
+from rabbitllm.quant.packed_products import Matrix, multiplies
+from rabbitllm.store.layer_store import WeightFiles
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rabbitllm.base.options import StreamOptions
 from rabbitllm.engine.devices import CpuDevice, Device
-from rabbitllm.options import StreamOptions
 
 HOST_MARGIN = 1 << 30
 DEVICE_MARGIN = 3 << 29

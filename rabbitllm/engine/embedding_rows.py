@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from rabbitllm.engine.unit_source import PartReader, UnitSource
-from rabbitllm.layers.checksums import LayerChecks
-from rabbitllm.layers.compression import BLOCKS, NESTED_BLOCK, Quantised, dequantise, scales_at
-from rabbitllm.layers.layer_store import StoredTensor
+from rabbitllm.quant.compression import BLOCKS, NESTED_BLOCK, Quantised, dequantise, scales_at
+from rabbitllm.store.checksums import LayerChecks
+from rabbitllm.store.layer_store import StoredTensor
 
 _BY_ROW = 2
 """Stored parts of which each row has its own run: values or codes, and scales."""

@@ -25,9 +25,9 @@ from rabbitllm.engine.unit_source import Packs
 from rabbitllm.engine.units import Place, Unit
 from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
-from rabbitllm.layers.compression import BLOCKS, NESTED_BLOCK, SCALE_BYTES, Quantised
-from rabbitllm.layers.layer_store import StoredTensor, WeightFiles
-from rabbitllm.layers.order import TENSOR_ALIGNMENT
+from rabbitllm.quant.compression import BLOCKS, NESTED_BLOCK, SCALE_BYTES, Quantised
+from rabbitllm.store.layer_store import StoredTensor, WeightFiles
+from rabbitllm.store.order import TENSOR_ALIGNMENT
 
 _EXPERT = re.compile(r"\.(\d+)(?=\.)")
 _WITHIN_AN_EXPERT = {"MergeModulelist": 0, "Concatenate": 1, "Interleave": 1, "Chunk": 1}

@@ -14,7 +14,7 @@ import torch
 
 from rabbitllm.engine.unit_source import typed
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
-from rabbitllm.layers.compression import Quantised, expand_scales
+from rabbitllm.quant.compression import Quantised, expand_scales
 
 BytesOf = Callable[["Part"], torch.Tensor]
 """A part of one expert -> its bytes, uint8 (nbytes,)."""

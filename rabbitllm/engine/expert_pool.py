@@ -29,7 +29,7 @@ from rabbitllm.engine.expert_slots import ExpertMemory, Shelf, Slot
 from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.page_locked import HostBuffers
 from rabbitllm.engine.span_reader import SpanReader
-from rabbitllm.profiler import EXPERTS_IN_HOST_MEMORY, EXPERTS_ON_DEVICE, EXPERTS_READ, READ_WAIT, Profiler
+from rabbitllm.telemetry.profiler import EXPERTS_IN_HOST_MEMORY, EXPERTS_ON_DEVICE, EXPERTS_READ, READ_WAIT, Profiler
 
 MOST_TRANSIT = 16
 TRANSIT_BYTES = 64 << 20

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
+from rabbitllm.base.forks import Workers
 from rabbitllm.engine.devices import Device
 from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.loader import bytes_of
 from rabbitllm.engine.page_locked import HostBuffers
 from rabbitllm.engine.placement import EXPERT_STAGING
 from rabbitllm.engine.span_reader import SpanReader
-from rabbitllm.forks import Workers
-from rabbitllm.profiler import READ, Profiler
+from rabbitllm.telemetry.profiler import READ, Profiler
 
 Whose = tuple[int, int]
 """A module's number, and an expert's."""

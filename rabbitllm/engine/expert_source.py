@@ -25,8 +25,8 @@ from rabbitllm.engine.units import Place
 from rabbitllm.engine.weights import Recipe
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.tensor_spec import TensorSpec, torch_dtype
-from rabbitllm.layers.compression import BLOCKS, dequantise
-from rabbitllm.layers.layer_store import WeightFiles
+from rabbitllm.quant.compression import BLOCKS, dequantise
+from rabbitllm.store.layer_store import WeightFiles
 
 
 @dataclass(frozen=True, eq=False)

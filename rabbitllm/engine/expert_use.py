@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from rabbitllm import durable
 from rabbitllm.engine.expert_cache import HALF_LIVES, Values
 from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.errors import OptionError
 from rabbitllm.formats.safetensors_file import MappedFile, Placed, encode_header
+from rabbitllm.storage import durable
 
 
 def write_uses(path: Path, uses: Mapping[str, Values]) -> None:

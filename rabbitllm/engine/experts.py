@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from transformers import PreTrainedModel
 
+from rabbitllm.base.forks import Workers
 from rabbitllm.engine.devices import Device
 from rabbitllm.engine.expert_pool import ExpertPool, PooledExperts, transit_slots
 from rabbitllm.engine.expert_source import ExpertSource, with_tables
@@ -19,9 +20,8 @@ from rabbitllm.engine.first_use import check_experts_before
 from rabbitllm.engine.page_locked import HostBuffers
 from rabbitllm.engine.placement import ExpertCost, Placement, Tier
 from rabbitllm.engine.span_reader import SpanReader, Way
-from rabbitllm.forks import Workers
-from rabbitllm.layers.layer_store import WeightFiles
-from rabbitllm.profiler import Profiler
+from rabbitllm.store.layer_store import WeightFiles
+from rabbitllm.telemetry.profiler import Profiler
 
 
 def expert_costs(sources: Sequence[ExpertSource]) -> list[ExpertCost]:

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from rabbitllm.base.forks import Workers
 from rabbitllm.engine.embedding_rows import check_rows
 from rabbitllm.engine.expert_pool import routed
 from rabbitllm.engine.expert_source import ExpertSource
-from rabbitllm.forks import Workers
-from rabbitllm.layers.checksums import LayerChecks
-from rabbitllm.layers.layer_store import StoredTensor
+from rabbitllm.store.checksums import LayerChecks
+from rabbitllm.store.layer_store import StoredTensor
 
 
 def wait_before(module: nn.Module, compared: Callable[[], None]) -> None:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 
 from rabbitllm.engine.devices import Device
-from rabbitllm.layers.compression import NF4_BLOCK, Quantised
-from rabbitllm.layers.fused_products import FusedMatrix, can_multiply
+from rabbitllm.quant.compression import NF4_BLOCK, Quantised
+from rabbitllm.quant.fused_products import FusedMatrix, can_multiply
 
 logger = logging.getLogger(__name__)
 

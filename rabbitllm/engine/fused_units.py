@@ -13,9 +13,9 @@ from rabbitllm.engine.packed_weight import StoredMatrix
 from rabbitllm.engine.placement import Placement, Tier
 from rabbitllm.engine.unit_source import Packs, UnitSource, source_of
 from rabbitllm.engine.weights import WeightMap
-from rabbitllm.layers.compression import Quantised
-from rabbitllm.layers.fused_products import FusedMatrix
-from rabbitllm.layers.layer_store import WeightFiles
+from rabbitllm.quant.compression import Quantised
+from rabbitllm.quant.fused_products import FusedMatrix
+from rabbitllm.store.layer_store import WeightFiles
 
 
 def fused_units(

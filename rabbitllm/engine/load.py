@@ -12,6 +12,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
+from rabbitllm.base.options import StreamOptions
 from rabbitllm.engine import published, skeleton
 from rabbitllm.engine.blueprint import SCALES_IN_PLACE, blueprint, only_a_part, refuse_too_little_memory
 from rabbitllm.engine.costs import cache_room, held_bytes
@@ -36,11 +37,10 @@ from rabbitllm.engine.unit_source import UnitSource
 from rabbitllm.engine.units import input_embedding
 from rabbitllm.engine.weights import check_unused
 from rabbitllm.errors import IncompleteSplitError
-from rabbitllm.layers.checksums import LayerChecks
-from rabbitllm.layers.compression import check_compression
-from rabbitllm.layers.layer_store import LayerStore, WeightFiles
-from rabbitllm.options import StreamOptions
-from rabbitllm.profiler import Profiler
+from rabbitllm.quant.compression import check_compression
+from rabbitllm.store.checksums import LayerChecks
+from rabbitllm.store.layer_store import LayerStore, WeightFiles
+from rabbitllm.telemetry.profiler import Profiler
 
 logger = logging.getLogger(__name__)
 

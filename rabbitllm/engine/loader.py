@@ -18,7 +18,7 @@ from rabbitllm.engine.ahead import Ahead, Loaded, Slot
 from rabbitllm.engine.devices import Device
 from rabbitllm.engine.span_reader import SpanReader
 from rabbitllm.engine.unit_source import UnitSource
-from rabbitllm.profiler import READ, READ_WAIT, Profiler
+from rabbitllm.telemetry.profiler import READ, READ_WAIT, Profiler
 
 
 class Loader:

@@ -23,7 +23,7 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.base import HfQuantizer
 
 from rabbitllm.errors import UnknownArchitectureError
-from rabbitllm.layers.published_kernels import integers
+from rabbitllm.quant.published_kernels import integers
 
 AWQ, GPTQ = "awq", "gptq"
 _CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from rabbitllm.engine.unwritable import reads_memory, refuse_writing
-from rabbitllm.layers.compression import Quantised
+from rabbitllm.quant.compression import Quantised
 
 _WHY = "it is there by its codes alone, at 4bit or 8bit"
 

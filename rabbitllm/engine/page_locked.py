@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
+from rabbitllm.base.forks import ForkGuard
+from rabbitllm.base.terminal import size
 from rabbitllm.engine.devices import Device, aligned_host
 from rabbitllm.engine.loader import bytes_of
 from rabbitllm.engine.placement import Placement, Tier
 from rabbitllm.engine.span_reader import SpanReader, Way
 from rabbitllm.engine.unit_source import UnitSource
-from rabbitllm.forks import ForkGuard
-from rabbitllm.layers.layer_store import WeightFiles
-from rabbitllm.terminal import size
+from rabbitllm.store.layer_store import WeightFiles
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from rabbitllm.engine.placement import Placed, Placement, Tier, UnitCost
 from rabbitllm.engine.unit_source import UnitSource
-from rabbitllm.layers.layer_store import WeightFiles
+from rabbitllm.store.layer_store import WeightFiles
 
 
 @dataclass(frozen=True, slots=True)

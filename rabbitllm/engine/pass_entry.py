@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rabbitllm.profiling.passes import Entry
+from rabbitllm.telemetry.passes import Entry
 
 _INPUTS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
 _CACHES = ("past_key_values", "cache_params")

@@ -10,7 +10,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from rabbitllm.profiling.passes import PROMPT, Entry
+from rabbitllm.telemetry.passes import PROMPT, Entry
 
 Waited: TypeAlias = tuple[float, float]
 """Seconds that callers have waited in all: for the disk, and for copies to a device."""

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import nn
 
+from rabbitllm.base.words import Piece, Row, duration, fitting
+from rabbitllm.display.region import THE_REGION, Claim, Pace
 from rabbitllm.engine.pass_facts import PassFacts, PassLedger, Waited
-from rabbitllm.live.region import THE_REGION, Claim, Pace
-from rabbitllm.live.words import Piece, Row, duration, fitting
-from rabbitllm.profiling.passes import Entry
+from rabbitllm.telemetry.passes import Entry
 
 SLOW_SECONDS = 2.0
 """A pass that is over sooner needs no line."""

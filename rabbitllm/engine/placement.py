@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rabbitllm.terminal import size
+from rabbitllm.base.terminal import size
 
 SLOTS = 2
 """Buffers of a device for streamed units: one that computes and one that is being filled."""

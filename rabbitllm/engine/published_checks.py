@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.tensor_spec import torch_dtype
-from rabbitllm.layers.layer_store import StoredTensor
+from rabbitllm.store.layer_store import StoredTensor
 
 if TYPE_CHECKING:
     import torch

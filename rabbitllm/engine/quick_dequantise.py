@@ -16,7 +16,7 @@ from transformers.integrations import mxfp4
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import Mxfp4Dequantize
 
-from rabbitllm.layers import published_kernels as kernels
+from rabbitllm.quant import published_kernels as kernels
 
 _BITS = {torch.bfloat16: np.uint16, torch.float16: np.uint16, torch.float32: np.uint32}
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -17,12 +17,12 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
+from rabbitllm.base.forks import fail_unfinished, in_child
+from rabbitllm.base.options import usable_cores
 from rabbitllm.engine.span_reader import Paths, Span
 from rabbitllm.errors import ForkedError
-from rabbitllm.forks import fail_unfinished, in_child
 from rabbitllm.formats.positional import PositionalFile
-from rabbitllm.layers.checksums import GROUP_BYTES, LayerChecks
-from rabbitllm.options import usable_cores
+from rabbitllm.store.checksums import GROUP_BYTES, LayerChecks
 
 PIECE_BYTES = 4 << 20
 

@@ -1,4 +1,4 @@
-"""Linear layers by the product of bfloat16 that is soonest here (`layers/bfloat_products.py`).
+"""Linear layers by the product of bfloat16 that is soonest here (`quant/bfloat_products.py`).
 
 Alone, a text goes through torch's own product, so that its logits have transformers' bits, unless `fast_bfloat16=True`
 asks for this one. Where passes are shared it is always taken: bits depend on torch's choice for so many rows anyway.
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rabbitllm.layers import bfloat_products
+from rabbitllm.quant import bfloat_products
 
 
 class RowProducts:

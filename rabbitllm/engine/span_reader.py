@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rabbitllm.forks import Workers, direct_read
+from rabbitllm.base.forks import Workers, direct_read
 from rabbitllm.formats.positional import PositionalFile, page_aligned
-from rabbitllm.layers.checksums import LayerChecks
+from rabbitllm.store.checksums import LayerChecks
 
 logger = logging.getLogger(__name__)
 

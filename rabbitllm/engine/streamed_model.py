@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
+from rabbitllm.base.options import expand
 from rabbitllm.engine.expert_use import read_uses, write_uses
 from rabbitllm.engine.pass_entry import entry_of
 from rabbitllm.engine.pass_line import PassLine
@@ -24,9 +25,8 @@ from rabbitllm.engine.saving import Origin, save
 from rabbitllm.engine.streamer import Streamer
 from rabbitllm.engine.unwritable import AbsentWeight, untrainable
 from rabbitllm.errors import CopyError
-from rabbitllm.options import expand
-from rabbitllm.profiler import Profiler
-from rabbitllm.profiling.passes import Entry
+from rabbitllm.telemetry.passes import Entry
+from rabbitllm.telemetry.profiler import Profiler
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class StreamedModel:
 
     @contextlib.contextmanager
     def joint_pass(self, entry: Entry) -> Iterator[None]:
-        """A pass of several callers is what happens inside the context; see `rabbitllm.batching`.
+        """A pass of several callers is what happens inside the context; see `rabbitllm.generation`.
 
         Args:
             entry: what goes in altogether.

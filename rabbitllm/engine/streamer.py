@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from rabbitllm.base.forks import ForkGuard, compute_on_one_thread, own_lock
 from rabbitllm.engine.ahead import Loaded
 from rabbitllm.engine.boundary import Boundary
 from rabbitllm.engine.devices import Device
@@ -41,9 +42,8 @@ from rabbitllm.engine.units import Place
 from rabbitllm.engine.unwritable import called_by, untrainable
 from rabbitllm.engine.uploader import Uploader
 from rabbitllm.errors import AbsentWeightError
-from rabbitllm.forks import ForkGuard, compute_on_one_thread, own_lock
-from rabbitllm.layers.layer_store import WeightFiles
-from rabbitllm.profiler import COMPUTE, DEQUANTISE, Profiler
+from rabbitllm.store.layer_store import WeightFiles
+from rabbitllm.telemetry.profiler import COMPUTE, DEQUANTISE, Profiler
 
 _calling: ContextVar[object] = ContextVar("whose model is being called", default=None)
 """In this thread and this greenlet: members of a joint pass are in calls of the model that go on by turns."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rabbitllm.base.terminal import unit_of
+from rabbitllm.display.figure import blank, check_picture, unframed, write
 from rabbitllm.engine.placement import Placed, Placement, Tier
-from rabbitllm.profiling.figure import blank, check_picture, unframed, write
-from rabbitllm.terminal import unit_of
 
 READY, STORED = "on the GPU, ready", "on the GPU, as stored"
 MAPPED, CODES = "in RAM", "in RAM, as stored"

@@ -19,9 +19,9 @@ from rabbitllm.engine.span_reader import BLOCK, Span
 from rabbitllm.engine.units import Place, Unit
 from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
-from rabbitllm.layers.compression import Quantised, dequantise, expanded_bytes, operands
-from rabbitllm.layers.layer_store import StoredTensor, WeightFiles
-from rabbitllm.layers.order import TENSOR_ALIGNMENT
+from rabbitllm.quant.compression import Quantised, dequantise, expanded_bytes, operands
+from rabbitllm.store.layer_store import StoredTensor, WeightFiles
+from rabbitllm.store.order import TENSOR_ALIGNMENT
 
 PartReader = Callable[[TensorSpec], torch.Tensor]
 """A stored part -> its tensor, on the device where the unit is made."""

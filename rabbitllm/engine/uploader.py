@@ -24,7 +24,7 @@ from rabbitllm.engine.page_locked import HostBuffers
 from rabbitllm.engine.placement import SLOTS, STAGING
 from rabbitllm.engine.span_reader import SpanReader
 from rabbitllm.engine.unit_source import UnitSource
-from rabbitllm.profiler import PINNED_UPLOAD, READ_WAIT, UPLOAD, UPLOAD_WAIT, Profiler
+from rabbitllm.telemetry.profiler import PINNED_UPLOAD, READ_WAIT, UPLOAD, UPLOAD_WAIT, Profiler
 
 
 class Uploader:

@@ -19,13 +19,13 @@ from rabbitllm.engine import published, published_checks
 from rabbitllm.engine.key_conversion import KeyRenaming, in_load_order
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.tensor_spec import torch_dtype
-from rabbitllm.layers.layer_store import StoredTensor
+from rabbitllm.store.layer_store import StoredTensor
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from rabbitllm.layers.layer_store import WeightFiles
+    from rabbitllm.store.layer_store import WeightFiles
 
 _DIFFERENT = "The config and the weights are of different models: check where each came from."
 

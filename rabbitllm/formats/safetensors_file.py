@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rabbitllm.collection import uncollected
+from rabbitllm.base.collection import uncollected
 from rabbitllm.errors import CorruptShardError
 from rabbitllm.formats.json_text import decode_json
 from rabbitllm.formats.positional import CAN_MAP_PRIVATELY, PositionalFile

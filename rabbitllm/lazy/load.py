@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from rabbitllm.base.collection import uncollected
 from rabbitllm.checkpoints import hub_cache
 from rabbitllm.checkpoints.index import META_PARAMETERS, is_index, is_meta, read_index
 from rabbitllm.checkpoints.local import check_place, entry_in
 from rabbitllm.checkpoints.meta_checkpoint import ranks_of, read_meta
-from rabbitllm.collection import uncollected
 from rabbitllm.errors import (
     CheckpointNotFoundError,
     InvalidIndexError,
@@ -24,10 +24,10 @@ from rabbitllm.errors import (
     system_errors_by_name,
 )
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.layers.checksums import LayerChecks
-from rabbitllm.layers.layer_store import LayerStore, is_legacy, read_manifest
 from rabbitllm.lazy.joined_files import JoinedFiles
 from rabbitllm.lazy.shard_file import ShardFile
+from rabbitllm.store.checksums import LayerChecks
+from rabbitllm.store.layer_store import LayerStore, is_legacy, read_manifest
 
 if TYPE_CHECKING:
     from rabbitllm.lazy.tensor import LazyTensor

@@ -22,15 +22,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rabbitllm.base.forks import own_lock
 from rabbitllm.errors import CheckpointError, ClosedCheckpointError, CorruptShardError
-from rabbitllm.forks import own_lock
 from rabbitllm.formats.positional import CAN_MAP_PRIVATELY, PositionalFile, identity_of
 from rabbitllm.formats.safetensors_file import Header, view_bytes
 from rabbitllm.formats.shard_header import read_shard_header
 from rabbitllm.formats.strided import Strided, read_row_major
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
-from rabbitllm.layers.checksums import LayerChecks
-from rabbitllm.open_files import OpenFiles
+from rabbitllm.storage.open_files import OpenFiles
+from rabbitllm.store.checksums import LayerChecks
 
 if TYPE_CHECKING:
     import torch

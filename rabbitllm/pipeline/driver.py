@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from rabbitllm.base.forks import ForkGuard
 from rabbitllm.errors import HostGoneError, HostsError
-from rabbitllm.forks import ForkGuard
 from rabbitllm.pipeline.arguments import Packer
 from rabbitllm.pipeline.caches import Ledger, lengths_of, stand_in
 from rabbitllm.pipeline.frames import Frame, Word

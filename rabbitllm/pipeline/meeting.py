@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
+from rabbitllm.base.options import Hosts
 from rabbitllm.errors import HostGoneError, HostsError
-from rabbitllm.options import Hosts
 from rabbitllm.pipeline.frames import Frame, from_bytes, to_bytes
 
 T = TypeVar("T")

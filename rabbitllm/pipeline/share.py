@@ -12,16 +12,16 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rabbitllm.base.options import Hosts, StreamOptions
 from rabbitllm.engine.part import Part
 from rabbitllm.engine.placement import UnitCost
 from rabbitllm.engine.placing import ready_once
 from rabbitllm.engine.unit_source import UnitSource
 from rabbitllm.errors import HostsError
-from rabbitllm.layers.layer_store import WeightFiles
-from rabbitllm.options import Hosts, StreamOptions
 from rabbitllm.pipeline.meeting import Link, Meeting
 from rabbitllm.pipeline.spans import Span, plan_spans
 from rabbitllm.pipeline.stack import Stack, find_stack
+from rabbitllm.store.layer_store import WeightFiles
 
 _SAMPLES, _SAMPLE_BYTES = 32, 4096
 

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+from rabbitllm.base.options import Hosts, StreamOptions
 from rabbitllm.errors import HostsError
-from rabbitllm.options import Hosts, StreamOptions
 from rabbitllm.pipeline.driver import Driver
 from rabbitllm.pipeline.frames import Frame, Word
 from rabbitllm.pipeline.meeting import Link

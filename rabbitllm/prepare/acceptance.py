@@ -6,15 +6,15 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from rabbitllm.base.options import StreamOptions
 from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME
-from rabbitllm.options import StreamOptions
 from rabbitllm.prepare.config import config_folder
 from rabbitllm.prepare.source import Source
 
 if TYPE_CHECKING:
     from rabbitllm.engine.devices import Device
-    from rabbitllm.layers.layer_store import WeightFiles
     from rabbitllm.splitter.request import Acceptance
+    from rabbitllm.store.layer_store import WeightFiles
 
 TooLittle: TypeAlias = Literal["refuse", "warn", "ignore"]
 """What to do if this process may not take the memory that one layer needs."""

@@ -9,7 +9,7 @@ import dataclasses
 import logging
 from pathlib import Path
 
-from rabbitllm import folder_lock, locations
+from rabbitllm.base.options import expand
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.hub import HubAccess, HubRepository, cached_snapshot, open_repository
 from rabbitllm.checkpoints.index import is_meta
@@ -24,8 +24,17 @@ from rabbitllm.errors import (
     SplitMismatchError,
     system_errors_by_name,
 )
-from rabbitllm.folder_lock import FolderKind
-from rabbitllm.layers.layer_store import (
+from rabbitllm.prepare import locations
+from rabbitllm.prepare.finished import refuse_another
+from rabbitllm.prepare.model_name import meant, with_near_names
+from rabbitllm.prepare.source import Sought, Source
+from rabbitllm.prepare.weights import open_folder
+from rabbitllm.splitter import journal
+from rabbitllm.splitter.finish import STAGING_NAME
+from rabbitllm.splitter.lock import locked
+from rabbitllm.storage import folder_lock
+from rabbitllm.storage.folder_lock import FolderKind
+from rabbitllm.store.layer_store import (
     JOURNAL_NAME,
     MANIFEST_NAME,
     Manifest,
@@ -34,14 +43,6 @@ from rabbitllm.layers.layer_store import (
     is_legacy,
     read_manifest,
 )
-from rabbitllm.model_name import meant, with_near_names
-from rabbitllm.options import expand
-from rabbitllm.prepare.finished import refuse_another
-from rabbitllm.prepare.source import Sought, Source
-from rabbitllm.prepare.weights import open_folder
-from rabbitllm.splitter import journal
-from rabbitllm.splitter.finish import STAGING_NAME
-from rabbitllm.splitter.lock import locked
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from rabbitllm import folder_lock
+from rabbitllm.base.options import SplitOptions
 from rabbitllm.checkpoints.checkpoint import Checkpoint
 from rabbitllm.checkpoints.hub import HubAccess, HubRepository, download_all, open_repository
 from rabbitllm.checkpoints.hub_checkpoint import HubCheckpoint
@@ -20,15 +20,10 @@ from rabbitllm.checkpoints.local import LocalCheckpoint, is_writable
 from rabbitllm.checkpoints.naming import LayerNaming
 from rabbitllm.checkpoints.quantised import quantised_as
 from rabbitllm.errors import IncompleteSplitError, MissingShardError, OptionError, system_errors_by_name
-from rabbitllm.folder_lock import FolderKind, FolderLock
-from rabbitllm.layers.chosen import SPLITS, Chosen
-from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME, Manifest, directory_name, is_finished, is_fitted
-from rabbitllm.options import SplitOptions
 from rabbitllm.prepare.config import config_of, experts_of, family_of
 from rabbitllm.prepare.finished import check_finished, has_work_left
 from rabbitllm.prepare.source import Source
 from rabbitllm.prepare.weights import open_folder
-from rabbitllm.profiler import Profiler
 from rabbitllm.splitter import lease
 from rabbitllm.splitter.finish import STAGING_NAME
 from rabbitllm.splitter.hands import Hands
@@ -38,6 +33,11 @@ from rabbitllm.splitter.planned_files import PlannedFiles
 from rabbitllm.splitter.repair import repair, shards_for
 from rabbitllm.splitter.request import Acceptance, Request, check_before_download, plan_split
 from rabbitllm.splitter.split import split
+from rabbitllm.storage import folder_lock
+from rabbitllm.storage.folder_lock import FolderKind, FolderLock
+from rabbitllm.store.chosen import SPLITS, Chosen
+from rabbitllm.store.layer_store import JOURNAL_NAME, MANIFEST_NAME, Manifest, directory_name, is_finished, is_fitted
+from rabbitllm.telemetry.profiler import Profiler
 
 
 def ensure_split(

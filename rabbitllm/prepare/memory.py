@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rabbitllm.layers.chosen import AUTO
-from rabbitllm.options import SplitOptions, StreamOptions
+from rabbitllm.base.options import SplitOptions, StreamOptions
+from rabbitllm.store.chosen import AUTO
 
 if TYPE_CHECKING:
     from rabbitllm.engine.devices import Device

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rabbitllm.base.options import BIG_LAYER_BYTES
 from rabbitllm.checkpoints.quantised import quantised_as
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec
-from rabbitllm.layers.compression import MAX_ROUTER_ROWS, MIN_ELEMENTS, is_compressible
-from rabbitllm.options import BIG_LAYER_BYTES
+from rabbitllm.quant.compression import MAX_ROUTER_ROWS, MIN_ELEMENTS, is_compressible
 from rabbitllm.splitter.plan import SplitPlan
 
 _HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output_layer)\.|^output\.")

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from rabbitllm.base.progress import BytesFetched, tell
 from rabbitllm.checkpoints.checkpoint import Checkpoint
-from rabbitllm.progress import BytesFetched, tell
 from rabbitllm.splitter.plan import PlannedShard
 
 LAST_CHUNK_SECONDS = 0.5

@@ -14,14 +14,14 @@ import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rabbitllm.base.collection import uncollected
 from rabbitllm.checkpoints.naming import LayerName
-from rabbitllm.collection import uncollected
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.layers.compression import DOUBLE, NF4_BLOCK, SCALE_BYTES, scheme_of
-from rabbitllm.layers.order import TENSOR_ALIGNMENT
+from rabbitllm.quant.compression import DOUBLE, NF4_BLOCK, SCALE_BYTES, scheme_of
 from rabbitllm.splitter.layer_map import LayerMap
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, layout_at
 from rabbitllm.splitter.sensitivity import Group
+from rabbitllm.store.order import TENSOR_ALIGNMENT
 
 _NUMBER = re.compile("[0-9]")
 

@@ -15,16 +15,16 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rabbitllm.base.options import SplitOptions
+from rabbitllm.base.terminal import size, size_rounded_up
 from rabbitllm.errors import NotEnoughSpaceException
-from rabbitllm.layers.chosen import AUTO, Chosen
-from rabbitllm.layers.compression import COMPRESSIONS, DOUBLE
-from rabbitllm.options import SplitOptions
+from rabbitllm.quant.compression import COMPRESSIONS, DOUBLE
 from rabbitllm.splitter.allocation import Offer, allocate
 from rabbitllm.splitter.choices import Choice, Choices
 from rabbitllm.splitter.plan import SplitPlan, recompressed
 from rabbitllm.splitter.sensitivity import Group, groups
 from rabbitllm.splitter.space import Ground, Shortage, candidates, shortage
-from rabbitllm.terminal import size, size_rounded_up
+from rabbitllm.store.chosen import AUTO, Chosen
 
 WORTH_LESS_BITS = 0.75
 """Of the loss that is expected where no tensor has less than 8bit: what must be expected of fewer bits for some."""

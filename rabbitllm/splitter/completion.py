@@ -13,16 +13,16 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from rabbitllm import durable
-from rabbitllm.layers.compression import constants
-from rabbitllm.layers.layer_file import DONE_SUFFIX, SCRATCH_SUFFIX, LayerLayout
-from rabbitllm.profiler import SHARD_WAIT, Profiler
-from rabbitllm.progress import LayerDone, tell
+from rabbitllm.base.progress import LayerDone, tell
+from rabbitllm.quant.compression import constants
 from rabbitllm.splitter.filler import Filler
 from rabbitllm.splitter.mover import Mover, Target
 from rabbitllm.splitter.moves import moves_of
 from rabbitllm.splitter.sums import PartSums, TensorSums
 from rabbitllm.splitter.work import Work
+from rabbitllm.storage import durable
+from rabbitllm.store.layer_file import DONE_SUFFIX, SCRATCH_SUFFIX, LayerLayout
+from rabbitllm.telemetry.profiler import SHARD_WAIT, Profiler
 
 logger = logging.getLogger(__name__)
 

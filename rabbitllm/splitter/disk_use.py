@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
-from rabbitllm.layers import checksums
 from rabbitllm.splitter.layer_map import LayerMap
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan
+from rabbitllm.store import checksums
 
 BLOCK_BYTES = 4096
 """What files occupy is a multiple of this."""

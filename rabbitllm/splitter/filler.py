@@ -11,14 +11,10 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from rabbitllm import durable
 from rabbitllm.errors import CorruptShardError, IncompleteSplitError
 from rabbitllm.formats.safetensors_file import LENGTH_BYTES, Header, header_length, parse_header
 from rabbitllm.formats.shard_header import parse_torch_header, read_shard_header
-from rabbitllm.layers.compression import StoredForm
-from rabbitllm.layers.layer_file import SCRATCH_SUFFIX, LayerLayout
-from rabbitllm.open_files import OpenFiles
-from rabbitllm.profiler import FETCH, Profiler
+from rabbitllm.quant.compression import StoredForm
 from rabbitllm.splitter.arrivals import Arriving, StartedOverError
 from rabbitllm.splitter.byte_stream import ByteStream
 from rabbitllm.splitter.disk_use import Arrival
@@ -27,6 +23,10 @@ from rabbitllm.splitter.mover import Mover, Target
 from rabbitllm.splitter.moves import moves
 from rabbitllm.splitter.plan import PlannedShard
 from rabbitllm.splitter.work import Work
+from rabbitllm.storage import durable
+from rabbitllm.storage.open_files import OpenFiles
+from rabbitllm.store.layer_file import SCRATCH_SUFFIX, LayerLayout
+from rabbitllm.telemetry.profiler import FETCH, Profiler
 
 
 class Filler:

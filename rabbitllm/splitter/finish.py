@@ -7,17 +7,17 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from rabbitllm import durable
 from rabbitllm.checkpoints.checkpoint import Checkpoint, Disposal
 from rabbitllm.checkpoints.index import natural_key
 from rabbitllm.formats.crc32 import combine_all
-from rabbitllm.layers.checksums import block_starts, block_sums, sums_of_file
-from rabbitllm.layers.compression import Settling, StoredForm, constants
-from rabbitllm.layers.layer_file import LayerLayout
-from rabbitllm.layers.layer_store import JOURNAL_NAME, LayerRecord, Manifest, read_manifest, write_manifest
+from rabbitllm.quant.compression import Settling, StoredForm, constants
 from rabbitllm.splitter.request import Request
 from rabbitllm.splitter.sums import PartSums, TensorSums, runs_of, sums_of, whole_sum
 from rabbitllm.splitter.work import Work
+from rabbitllm.storage import durable
+from rabbitllm.store.checksums import block_starts, block_sums, sums_of_file
+from rabbitllm.store.layer_file import LayerLayout
+from rabbitllm.store.layer_store import JOURNAL_NAME, LayerRecord, Manifest, read_manifest, write_manifest
 
 logger = logging.getLogger(__name__)
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rabbitllm.layers.chosen import AUTO
-from rabbitllm.layers.compression import CODES
-from rabbitllm.plain_json import plain
+from rabbitllm.base.plain_json import plain
+from rabbitllm.quant.compression import CODES
 from rabbitllm.splitter.anatomy import Anatomy
 from rabbitllm.splitter.choosing import Mixture
 from rabbitllm.splitter.disk_use import Arrival
 from rabbitllm.splitter.plan import SplitPlan
 from rabbitllm.splitter.space import Ground, Shortage, use_of
+from rabbitllm.store.chosen import AUTO
 
 MEMORY_BYTES = 200 * 1000**2
 """Anonymous memory that a split adds to its process at most, beside its plan (benchmarks/results: up to 187 MB)."""

@@ -17,19 +17,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rabbitllm import durable
+from rabbitllm.base.collection import uncollected
 from rabbitllm.checkpoints.checkpoint import FileStat, SourceIdentity
 from rabbitllm.checkpoints.naming import LayerName
-from rabbitllm.collection import uncollected
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.tensor_spec import Piece, TensorSpec
-from rabbitllm.layers import chosen
-from rabbitllm.layers.checksums import SUM_BYTES
-from rabbitllm.layers.chosen import AUTO
-from rabbitllm.layers.layer_store import JOURNAL_NAME
-from rabbitllm.layers.order import BY_NAME, FORMAT_VERSION
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan
 from rabbitllm.splitter.sums import PartSums, TensorSums, part_sums, whole_sum
+from rabbitllm.storage import durable
+from rabbitllm.store import chosen
+from rabbitllm.store.checksums import SUM_BYTES
+from rabbitllm.store.chosen import AUTO
+from rabbitllm.store.layer_store import JOURNAL_NAME
+from rabbitllm.store.order import BY_NAME, FORMAT_VERSION
 
 JOURNAL_VERSION = 2
 """Those of version 1 do not say which format version their layer files have; it was the first."""

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rabbitllm import durable
 from rabbitllm.errors import ClusterError
+from rabbitllm.storage import durable
 
 LEASE_NAME = ".lease"
 LOOK_SECONDS = 0.5

@@ -25,9 +25,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rabbitllm import durable, folder_lock
 from rabbitllm.errors import InUseError
-from rabbitllm.folder_lock import BROKEN_LOCKS, NO_LOCKS, FolderKind, FolderLock, lock_failure
+from rabbitllm.storage import durable, folder_lock
+from rabbitllm.storage.folder_lock import BROKEN_LOCKS, NO_LOCKS, FolderKind, FolderLock, lock_failure
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock

@@ -15,11 +15,11 @@ from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadP
 from dataclasses import dataclass
 from pathlib import Path
 
-from rabbitllm import durable
+from rabbitllm.base.progress import BytesDone, BytesFetched, tell
 from rabbitllm.errors import CorruptShardError
 from rabbitllm.formats.positional import PositionalFile, page_aligned
 from rabbitllm.formats.strided import read_run
-from rabbitllm.layers.compression import (
+from rabbitllm.quant.compression import (
     BLOCKS,
     CODES_A_BYTE,
     SCALE_BYTES,
@@ -28,15 +28,15 @@ from rabbitllm.layers.compression import (
     constants,
     quantise_blocks,
 )
-from rabbitllm.layers.layer_file import LayerLayout
-from rabbitllm.layers.order import TENSOR_ALIGNMENT
-from rabbitllm.page_cache import DIRECT_ALIGNMENT
-from rabbitllm.profiler import FETCH, QUANTISE, READ, SYNC, WRITE, Profiler
-from rabbitllm.progress import BytesDone, BytesFetched, tell
 from rabbitllm.splitter.byte_stream import ByteStream
 from rabbitllm.splitter.moves import CHUNK_BYTES, Move
 from rabbitllm.splitter.settling import settled_parts
 from rabbitllm.splitter.sums import Sums
+from rabbitllm.storage import durable
+from rabbitllm.storage.page_cache import DIRECT_ALIGNMENT
+from rabbitllm.store.layer_file import LayerLayout
+from rabbitllm.store.order import TENSOR_ALIGNMENT
+from rabbitllm.telemetry.profiler import FETCH, QUANTISE, READ, SYNC, WRITE, Profiler
 
 SPARE_BUFFERS = 2
 """Buffers of a stream beyond one a thread, so that the reader need not wait for the slowest."""

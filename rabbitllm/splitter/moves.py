@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from rabbitllm.formats.tensor_spec import DTYPES
-from rabbitllm.layers.compression import BLOCKS, StoredForm
+from rabbitllm.quant.compression import BLOCKS, StoredForm
 from rabbitllm.splitter.plan import SplitPlan
 
 CHUNK_BYTES = 4 << 20

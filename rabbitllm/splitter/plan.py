@@ -9,19 +9,19 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from rabbitllm.base.collection import uncollected
 from rabbitllm.checkpoints.checkpoint import FileStat, ShardFacts, SourceIdentity, has_digest
 from rabbitllm.checkpoints.index import CheckpointIndex
 from rabbitllm.checkpoints.naming import LayerName
-from rabbitllm.collection import uncollected
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.layers.chosen import AUTO, Chosen
-from rabbitllm.layers.compression import StoredForm, stored_form
-from rabbitllm.layers.layer_file import LayerLayout, lay_out
-from rabbitllm.layers.order import FORMAT_VERSION
-from rabbitllm.layers.pieces import join
+from rabbitllm.quant.compression import StoredForm, stored_form
 from rabbitllm.splitter.gaps import can_be_kept
 from rabbitllm.splitter.layer_map import LayerMap, build_layer_map
+from rabbitllm.store.chosen import AUTO, Chosen
+from rabbitllm.store.layer_file import LayerLayout, lay_out
+from rabbitllm.store.order import FORMAT_VERSION
+from rabbitllm.store.pieces import join
 
 
 @dataclass(frozen=True, slots=True)

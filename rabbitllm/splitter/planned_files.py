@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from rabbitllm.collection import uncollected
+from rabbitllm.base.collection import uncollected
 from rabbitllm.formats.safetensors_file import MappedFile
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, byte_size
-from rabbitllm.layers.checksums import LayerChecks
-from rabbitllm.layers.compression import DOUBLE, Quantised, StoredForm, form_in
-from rabbitllm.layers.layer_file import LayerLayout
-from rabbitllm.layers.layer_store import StoredTensor
+from rabbitllm.quant.compression import DOUBLE, Quantised, StoredForm, form_in
 from rabbitllm.splitter.plan import SplitPlan
+from rabbitllm.store.checksums import LayerChecks
+from rabbitllm.store.layer_file import LayerLayout
+from rabbitllm.store.layer_store import StoredTensor
 
 
 class PlannedFiles:

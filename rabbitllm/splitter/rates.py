@@ -17,7 +17,7 @@ from rabbitllm.checkpoints.hub import HubFile, HubRepository
 from rabbitllm.errors import MissingPackageError, RabbitLLMError
 from rabbitllm.formats.positional import PositionalFile, page_aligned
 from rabbitllm.formats.tensor_spec import DTYPES, torch_dtype
-from rabbitllm.layers.compression import quantise_blocks
+from rabbitllm.quant.compression import quantise_blocks
 from rabbitllm.splitter.forecast import Rate
 from rabbitllm.splitter.moves import CHUNK_BYTES
 

@@ -11,16 +11,16 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from rabbitllm import durable
 from rabbitllm.checkpoints.index import natural_key
 from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import SplitMismatchError
-from rabbitllm.layers.layer_file import DONE_SUFFIX
-from rabbitllm.layers.layer_store import MANIFEST_NAME, Manifest
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.plan import SplitPlan
 from rabbitllm.splitter.request import Request, plan_split, quantiser_of
 from rabbitllm.splitter.split import split
+from rabbitllm.storage import durable
+from rabbitllm.store.layer_file import DONE_SUFFIX
+from rabbitllm.store.layer_store import MANIFEST_NAME, Manifest
 
 logger = logging.getLogger(__name__)
 

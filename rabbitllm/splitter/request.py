@@ -11,14 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from rabbitllm.base.options import SplitOptions
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardFacts
 from rabbitllm.checkpoints.naming import LayerName, LayerNaming, assign_layers
 from rabbitllm.checkpoints.side_by_side import side_by_side
 from rabbitllm.errors import MissingShardError
-from rabbitllm.layers.chosen import AUTO, Chosen
-from rabbitllm.layers.layer_store import FITTED, WeightFiles
-from rabbitllm.layers.order import FORMAT_VERSION
-from rabbitllm.options import SplitOptions
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.choosing import with_choice
 from rabbitllm.splitter.disk_use import BLOCK_BYTES, in_hub_cache, on_disk, own_records_bytes
@@ -28,6 +25,9 @@ from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan, recompre
 from rabbitllm.splitter.planned_files import PlannedFiles
 from rabbitllm.splitter.space import Ground, choose_arrival
 from rabbitllm.splitter.watch import disk_bytes, existing, occupied
+from rabbitllm.store.chosen import AUTO, Chosen
+from rabbitllm.store.layer_store import FITTED, WeightFiles
+from rabbitllm.store.order import FORMAT_VERSION
 
 Acceptance = Callable[[WeightFiles], None]
 """Raises what loading a model from these files would raise; they may be planned only, or be there."""

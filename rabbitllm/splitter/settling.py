@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.positional import PositionalFile
-from rabbitllm.layers.compression import SCALE_BYTES, Settling, settled
+from rabbitllm.quant.compression import SCALE_BYTES, Settling, settled
 
 
 def settled_parts(form: Settling, scratch: Path) -> Generator[tuple[int, int, memoryview]]:

@@ -20,10 +20,9 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 
+from rabbitllm.base.progress import BytesDone, ShardDone, ShardStarted, SplitStarted, tell
 from rabbitllm.checkpoints.checkpoint import Disposal, Release
 from rabbitllm.errors import CorruptShardError
-from rabbitllm.profiler import Profiler
-from rabbitllm.progress import BytesDone, ShardDone, ShardStarted, SplitStarted, tell
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.arrivals import Arrivals, Arriving
 from rabbitllm.splitter.completion import Completion
@@ -35,6 +34,7 @@ from rabbitllm.splitter.source_check import require_unmodified, source_crc32
 from rabbitllm.splitter.sums import ShardChecksums, TensorSums
 from rabbitllm.splitter.watch import disk_bytes
 from rabbitllm.splitter.work import ROOM, Work
+from rabbitllm.telemetry.profiler import Profiler
 
 logger = logging.getLogger(__name__)
 

@@ -17,17 +17,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from rabbitllm import progress
+from rabbitllm.base import progress
 from rabbitllm.checkpoints.checkpoint import Checkpoint, FileStat, ShardFacts, file_stat, has_digest
+from rabbitllm.display.verify_display import shown_reading
 from rabbitllm.errors import CorruptShardError, SplitMismatchError
 from rabbitllm.formats.crc32 import combine
 from rabbitllm.formats.positional import PositionalFile
 from rabbitllm.formats.strided import read_run
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.layers.layer_store import MANIFEST_NAME, Manifest
 from rabbitllm.splitter.journal import Replay
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, tensors_by_shard
-from rabbitllm.verify_display import shown_reading
+from rabbitllm.store.layer_store import MANIFEST_NAME, Manifest
 
 logger = logging.getLogger(__name__)
 

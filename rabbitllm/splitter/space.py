@@ -11,15 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rabbitllm.base.options import SplitOptions
+from rabbitllm.base.terminal import size, size_rounded_up
 from rabbitllm.errors import NotEnoughSpaceException, OptionError
-from rabbitllm.layers.chosen import AUTO
-from rabbitllm.layers.compression import COMPRESSIONS
-from rabbitllm.options import SplitOptions
+from rabbitllm.quant.compression import COMPRESSIONS
 from rabbitllm.splitter.at_once import disk_use_at_once
 from rabbitllm.splitter.disk_use import Arrival, DiskUse, Sizes
 from rabbitllm.splitter.plan import SplitPlan, recompressed
 from rabbitllm.splitter.watch import existing
-from rabbitllm.terminal import size, size_rounded_up
+from rabbitllm.store.chosen import AUTO
 
 
 @dataclass(frozen=True, slots=True)

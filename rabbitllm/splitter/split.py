@@ -12,15 +12,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rabbitllm import durable
+from rabbitllm.base.options import BIG_LAYER_BYTES
+from rabbitllm.base.progress import SplitDone, tell
+from rabbitllm.base.terminal import size
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.index import natural_key
 from rabbitllm.errors import IncompleteSplitError, SplitMismatchError
-from rabbitllm.layers.layer_file import DONE_SUFFIX, SCRATCH_SUFFIX
-from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME, LayerStore, is_fitted
-from rabbitllm.options import BIG_LAYER_BYTES
-from rabbitllm.profiler import Profiler
-from rabbitllm.progress import SplitDone, tell
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.choosing import other_budget
 from rabbitllm.splitter.disk_use import Arrival
@@ -43,7 +40,10 @@ from rabbitllm.splitter.space import Ground, choose_arrival, choose_at_once, use
 from rabbitllm.splitter.sums import TensorSums
 from rabbitllm.splitter.watch import Watch
 from rabbitllm.splitter.work import Work
-from rabbitllm.terminal import size
+from rabbitllm.storage import durable
+from rabbitllm.store.layer_file import DONE_SUFFIX, SCRATCH_SUFFIX
+from rabbitllm.store.layer_store import JOURNAL_NAME, MANIFEST_NAME, LayerStore, is_fitted
+from rabbitllm.telemetry.profiler import Profiler
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """What has been written of each stored part, and its CRC-32 from those of its pieces in any order.
 
 Beside that of the whole part there is one for each run of it between the places where a layer file is cut into blocks
-(`layers/checksums.py`). Threads may add at the same time to tensors that were expected before. Knows no files.
+(`store/checksums.py`). Threads may add at the same time to tensors that were expected before. Knows no files.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from rabbitllm.formats.crc32 import combine, combine_all
 from rabbitllm.formats.safetensors_file import Placed
-from rabbitllm.layers.checksums import SUM_BYTES, is_cut, numbers, run_lengths, run_sums
-from rabbitllm.layers.compression import Settling, StoredForm
+from rabbitllm.quant.compression import Settling, StoredForm
+from rabbitllm.store.checksums import SUM_BYTES, is_cut, numbers, run_lengths, run_sums
 
 PartSums = bytes
 """The CRC-32 of a stored part, and behind it that of each of its runs where it has several; `SUM_BYTES` each."""

@@ -18,9 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rabbitllm.base.progress import DiskSampled, tell
+from rabbitllm.base.terminal import size
 from rabbitllm.errors import DiskFullError
-from rabbitllm.progress import DiskSampled, tell
-from rabbitllm.terminal import size
 
 DISK_SHARE = 0.01
 """Part of a core that may go into summing the folder's files; with very many of them that is done less often."""

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rabbitllm.base.options import SplitOptions
 from rabbitllm.checkpoints.checkpoint import Checkpoint
-from rabbitllm.options import SplitOptions
 from rabbitllm.splitter.disk_use import Arrival, DiskUse
 from rabbitllm.splitter.layer_map import LayerMap
 from rabbitllm.splitter.plan import SplitPlan

@@ -12,7 +12,7 @@ from bitsandbytes import functional
 import rabbitllm.demo
 from benchmarks import quality
 from benchmarks.scatter import Point, draw
-from rabbitllm.comparison.compare import compare
+from rabbitllm.evaluation.compare import compare
 from tests.support.tiny_models import load, one_thread, split  # noqa: F401  a fixture
 
 DEMO_MODEL = Path(rabbitllm.demo.__file__).parent / "model"

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rabbitllm import durable
 from rabbitllm.chat.chat_file import MAX_BYTES, SavedChat, decode, encode, read, write
-from rabbitllm.chat.conversation import Conversation, Exchange
 from rabbitllm.errors import ChatFileError
+from rabbitllm.generation.conversation import Conversation, Exchange
+from rabbitllm.storage import durable
 
 SAVED = SavedChat("a/model", Conversation("Be brief.", (Exchange("Größe?", "大きい\n\t🐇"), Exchange("", "x", True))))
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))

@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from rabbitllm.chat.chat_file import SavedChat, read
-from rabbitllm.chat.conversation import Conversation, Exchange
 from rabbitllm.chat.loop import Chat, Surface
-from rabbitllm.chat.session import Choices, Session
+from rabbitllm.generation.conversation import Conversation, Exchange
+from rabbitllm.generation.session import Choices, Session
 from tests.chat.talkers import parrot_folder, talker
 from tests.support.tiny_models import ALL, one_thread  # noqa: F401  a fixture that applies by itself
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from rabbitllm import durable
 from rabbitllm.checkpoints import fetch
 from rabbitllm.checkpoints.fetch import RemoteFile, read_range
 from rabbitllm.checkpoints.hub import translated
 from rabbitllm.errors import HubError
+from rabbitllm.storage import durable
 from tests.support.hub_fixtures import HubEnvironment, point_at
 from tests.support.local_hub import Faults, LocalHub
 

@@ -15,12 +15,13 @@ import pytest
 import torch
 from huggingface_hub import snapshot_download
 
-from rabbitllm import prepare, progress
+from rabbitllm import prepare
+from rabbitllm.base import progress
+from rabbitllm.base.options import SplitOptions
 from rabbitllm.checkpoints import fetch, hub, remote_header
 from rabbitllm.checkpoints.checkpoint import Disposal, SourceIdentity
 from rabbitllm.checkpoints.hub import HubAccess, HubRepository, cached_snapshot, download_all, open_repository
 from rabbitllm.checkpoints.hub_checkpoint import HubCheckpoint
-from rabbitllm.durable import Step, observe_steps
 from rabbitllm.errors import (
     CheckpointNotFoundError,
     CorruptShardError,
@@ -31,8 +32,8 @@ from rabbitllm.errors import (
     NotEnoughSpaceException,
     UnsafePathError,
 )
-from rabbitllm.options import SplitOptions
 from rabbitllm.splitter.disk_use import Arrival
+from rabbitllm.storage.durable import Step, observe_steps
 from tests.support.builders import INDEX_NAME, SINGLE_NAME, cut, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import Faults, LocalHub

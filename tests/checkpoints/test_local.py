@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from rabbitllm.checkpoints import checkpoint as records
 from rabbitllm.checkpoints.checkpoint import Disposal, SourceIdentity, sampled_fingerprint
 from rabbitllm.checkpoints.local import LocalCheckpoint
-from rabbitllm.durable import Step, observe_steps
 from rabbitllm.errors import (
     CheckpointNotFoundError,
     CorruptShardError,
@@ -27,6 +26,7 @@ from rabbitllm.errors import (
     UnsafePathError,
 )
 from rabbitllm.formats.safetensors_file import read_header
+from rabbitllm.storage.durable import Step, observe_steps
 from tests.support.builders import INDEX_NAME, SINGLE_NAME, cut, llama_tensors, write_shards
 from tests.support.splitting import contents, failing, names_in
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rabbitllm.bulk.journal import _answer_in
+from rabbitllm.batch_jobs.journal import _answer_in
 from rabbitllm.cli import exit_codes
 from tests.support.demo_models import endless_model
 

@@ -20,10 +20,10 @@ from rabbitllm.checkpoints.remote_header import FIRST_READ_BYTES
 from rabbitllm.cli import exit_codes
 from rabbitllm.cli.main import app
 from rabbitllm.errors import CheckpointNotFoundError, MissingShardError, OptionError, RabbitLLMError
-from rabbitllm.inspection.choice import Choice
-from rabbitllm.inspection.files import look_at_file
-from rabbitllm.inspection.look import look
-from rabbitllm.inspection.report import runs, show
+from rabbitllm.models.inspection.choice import Choice
+from rabbitllm.models.inspection.files import look_at_file
+from rabbitllm.models.inspection.look import look
+from rabbitllm.models.inspection.report import runs, show
 from tests.support.builders import INDEX_NAME, cut, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub

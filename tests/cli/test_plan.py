@@ -18,15 +18,15 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import rabbitllm
+from rabbitllm.base.terminal import size, size_rounded_up
 from rabbitllm.checkpoints import local
 from rabbitllm.checkpoints.remote_header import FIRST_READ_BYTES
 from rabbitllm.cli.main import app
 from rabbitllm.errors import CheckpointNotFoundError, NotEnoughSpaceException, OptionError
-from rabbitllm.planning.report import duration, show
+from rabbitllm.estimate.report import duration, show
 from rabbitllm.splitter.disk_use import on_disk
 from rabbitllm.splitter.forecast import ROUTES, Forecast, Outlook, Route
 from rabbitllm.splitter.rates import FETCHED_BYTES
-from rabbitllm.terminal import size, size_rounded_up
 from tests.splitter.test_split import LARGE
 from tests.support import quantised
 from tests.support.builders import SINGLE_NAME, build_checkpoint, cut, llama_tensors, write_shards

@@ -16,8 +16,8 @@ import torch
 from rich.console import Console
 
 from rabbitllm import AutoModel, Hosts
-from rabbitllm.ask.together import called_together, own_device
 from rabbitllm.errors import HostGoneError, OptionError
+from rabbitllm.run.together import called_together, own_device
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import INPUT, one_thread, plain_model, split  # noqa: F401  a fixture that applies by itself
 

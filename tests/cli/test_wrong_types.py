@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 import rabbitllm
 from rabbitllm.cli.main import app
 from rabbitllm.errors import RabbitLLMError
-from rabbitllm.serve.address import address_of
-from rabbitllm.serve.server import in_a_thread
-from rabbitllm.serve.service import Service
+from rabbitllm.server.address import address_of
+from rabbitllm.server.server import in_a_thread
+from rabbitllm.server.service import Service
 from tests.support.damaged_checkpoints import ODD, places
 from tests.support.quick_measuring import quick_measuring  # noqa: F401  a fixture that applies by itself
 from tests.support.tiny_models import one_thread  # noqa: F401  a fixture that applies by itself
@@ -65,7 +65,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def served_until_all_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server answers one request of each kind, where else it would wait for a signal."""
-    monkeypatch.setattr("rabbitllm.serve.start.serve", answered)
+    monkeypatch.setattr("rabbitllm.server.start.serve", answered)
 
 
 def answered(service: Service, listening: socket.socket, grace: float | None, started: Callable[[], None]) -> bool:

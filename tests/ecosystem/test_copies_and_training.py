@@ -18,7 +18,7 @@ from ray import cloudpickle
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from rabbitllm.errors import AbsentWeightError, CopyError
-from rabbitllm.layers import bfloat_products
+from rabbitllm.quant import bfloat_products
 from tests.support.builders import FAMILIES, build_checkpoint
 from tests.support.one_tiny_model import checkpoint, plain, split_folder
 from tests.support.tiny_models import ALL, INPUT, dequantised, load, split
@@ -144,7 +144,7 @@ def test_adapters_of_a_model_in_memory_have_the_gradients_of_transformers(
     tmp_path: Path, compression: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where products go through kernels that have no backward pass of their own."""
-    from rabbitllm.layers import vectors
+    from rabbitllm.quant import vectors
 
     for dtype, name in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16")):
         folder = build_checkpoint(tmp_path / name, FAMILIES["llama"], dtype=dtype)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rabbitllm.errors import OptionError
-from rabbitllm.scoring import Room
+from rabbitllm.generation.scoring import Room
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import ALL, dequantised, load, plain_model, split
 

@@ -15,14 +15,14 @@ import torch
 from typer.testing import CliRunner
 
 from rabbitllm import lazy_load
+from rabbitllm.base.options import StreamOptions
 from rabbitllm.cli.main import app
 from rabbitllm.engine.load import load_model
 from rabbitllm.errors import HostsError, IncompleteSplitError
-from rabbitllm.layers import checksums
-from rabbitllm.layers.layer_store import LayerStore
-from rabbitllm.options import StreamOptions
-from rabbitllm.scoring import ScoredText, score
-from tests.batching.together import prompts, together
+from rabbitllm.generation.scoring import ScoredText, score
+from rabbitllm.store import checksums
+from rabbitllm.store.layer_store import LayerStore
+from tests.generation.together import prompts, together
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu
 from tests.support.spread_models import spread

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from rabbitllm.base.options import StreamOptions
 from rabbitllm.engine import blueprint, budgets, devices
 from rabbitllm.engine.devices import CpuDevice, CudaDevice, _warn_of_no_cuda, resolve_devices, suits_bf16
 from rabbitllm.errors import DeviceError
-from rabbitllm.layers.layer_store import LayerStore
-from rabbitllm.options import StreamOptions
+from rabbitllm.store.layer_store import LayerStore
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import split
 

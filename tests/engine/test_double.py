@@ -11,8 +11,8 @@ import torch
 
 from rabbitllm.engine.packed_weight import PackedWeight
 from rabbitllm.engine.placement import Tier
-from rabbitllm.layers import vectors
-from rabbitllm.layers.layer_store import LayerStore
+from rabbitllm.quant import vectors
+from rabbitllm.store.layer_store import LayerStore
 from tests.engine.test_fake_gpu import load_on
 from tests.support.builders import build_checkpoint, reference_logits
 from tests.support.fake_gpu import FakeGpu, watched

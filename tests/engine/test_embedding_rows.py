@@ -108,8 +108,8 @@ def test_embeddings_given_by_the_caller(tmp_path: Path) -> None:
 
 
 def test_on_a_gpu_only_the_rows_are_copied(tmp_path: Path) -> None:
+    from rabbitllm.base.options import StreamOptions
     from rabbitllm.engine.load import load_model
-    from rabbitllm.options import StreamOptions
 
     folder = build_checkpoint(tmp_path / "model", "llama")
     gpu = FakeGpu(0)

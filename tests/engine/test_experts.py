@@ -17,7 +17,7 @@ from rabbitllm.engine.expert_pool import ExpertPool
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import SpanReader
 from rabbitllm.errors import CorruptShardError, OptionError
-from rabbitllm.profiler import EXPERTS_ON_DEVICE, EXPERTS_READ, READ
+from rabbitllm.telemetry.profiler import EXPERTS_ON_DEVICE, EXPERTS_READ, READ
 from tests.support.builders import build_checkpoint, reference_logits
 from tests.support.hybrid_families import HYBRIDS
 from tests.support.tiny_models import (

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 
+from rabbitllm.base.options import StreamOptions
 from rabbitllm.engine import expert_pool, fused_choice, streamer
 from rabbitllm.engine.ahead import Loaded
 from rabbitllm.engine.boundary import Boundary
@@ -20,10 +21,9 @@ from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import SLOTS, STAGING, Tier
 from rabbitllm.engine.span_reader import SpanReader
 from rabbitllm.engine.uploader import Uploader
-from rabbitllm.layers import fused_products
-from rabbitllm.options import StreamOptions
-from rabbitllm.profiler import EXPERTS_IN_HOST_MEMORY, EXPERTS_ON_DEVICE, PINNED_UPLOAD, READ, UPLOAD
-from rabbitllm.profiling.totals import EXPERT_TIERS
+from rabbitllm.quant import fused_products
+from rabbitllm.telemetry.profiler import EXPERTS_IN_HOST_MEMORY, EXPERTS_ON_DEVICE, PINNED_UPLOAD, READ, UPLOAD
+from rabbitllm.telemetry.totals import EXPERT_TIERS
 from tests.engine.test_loader import until
 from tests.support.builders import FAMILIES, Reference, build_checkpoint, reference_logits
 from tests.support.fake_gpu import FakeGpu, Race, WrongDevice, watched

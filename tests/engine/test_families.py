@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rabbitllm.engine.placement import Tier
-from rabbitllm.layers.layer_store import LayerStore
+from rabbitllm.store.layer_store import LayerStore
 from tests.support.builders import FAMILIES, build_checkpoint, read_tensors, reference_logits
 from tests.support.tiny_models import (
     ALL,

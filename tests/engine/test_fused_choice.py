@@ -10,8 +10,8 @@ import torch
 
 from rabbitllm.engine import fused_choice
 from rabbitllm.engine.fused_choice import MOST_ROWS, FusedChoice, is_near, is_sooner
-from rabbitllm.layers import fused_products
-from rabbitllm.layers.compression import Quantised
+from rabbitllm.quant import fused_products
+from rabbitllm.quant.compression import Quantised
 from tests.support.fake_gpu import FakeGpu
 
 FORM = Quantised("4bit", (96, 128), "bfloat16")

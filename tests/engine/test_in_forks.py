@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from rabbitllm.batching.batch import Batch
-from rabbitllm.batching.request import Request
+from rabbitllm.base.options import StreamOptions
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.read_ahead import ReadAhead
 from rabbitllm.engine.span_reader import Span
 from rabbitllm.errors import ForkedError, IncompleteSplitError
-from rabbitllm.layers.layer_store import LayerStore
-from rabbitllm.options import StreamOptions
+from rabbitllm.generation.batch import Batch
+from rabbitllm.generation.request import Request
+from rabbitllm.store.layer_store import LayerStore
 from tests.support.builders import FAMILIES, build_checkpoint
 from tests.support.fake_gpu import FakeGpu
 from tests.support.forked import PATIENCE, in_a_fork

@@ -14,7 +14,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
 from rabbitllm.engine.llama4_experts import route_llama4
 from rabbitllm.engine.placement import Tier
-from rabbitllm.profiler import EXPERTS_READ
+from rabbitllm.telemetry.profiler import EXPERTS_READ
 from tests.engine.test_expert_stack import Given
 from tests.support.builders import build_checkpoint
 from tests.support.hybrid_families import HYBRIDS

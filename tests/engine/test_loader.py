@@ -21,8 +21,8 @@ from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, SpanReader, Way
 from rabbitllm.engine.unit_source import UnitSource, source_of
 from rabbitllm.engine.units import find_units
 from rabbitllm.engine.weights import map_weights
-from rabbitllm.layers.layer_store import LayerStore
-from rabbitllm.profiler import READ, READ_WAIT, Profiler
+from rabbitllm.store.layer_store import LayerStore
+from rabbitllm.telemetry.profiler import READ, READ_WAIT, Profiler
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import split
 

@@ -14,10 +14,10 @@ import torch
 import transformers
 
 from rabbitllm import AutoModel
-from rabbitllm.ask.answer import Sampling, answer
-from rabbitllm.batching.batch import Batch
-from rabbitllm.chat.session import Session
 from rabbitllm.errors import OptionError, RabbitLLMError, UnknownArchitectureError
+from rabbitllm.generation.answer import Sampling, answer
+from rabbitllm.generation.batch import Batch
+from rabbitllm.generation.session import Session
 from tests.support.builders import build_checkpoint, make_tokenizer
 
 SMALL: dict[str, Any] = {

@@ -16,9 +16,9 @@ from rabbitllm.engine import unit_source
 from rabbitllm.engine.packed_weight import PackedWeight
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import AbsentWeightError
-from rabbitllm.layers import packed_products, vectors
-from rabbitllm.layers.packed_products import Matrix
-from tests.layers.test_packed_products import error, matrix, meant
+from rabbitllm.quant import packed_products, vectors
+from rabbitllm.quant.packed_products import Matrix
+from tests.quant.test_packed_products import error, matrix, meant
 from tests.support.builders import FAMILIES, build_checkpoint, reference_logits
 from tests.support.rounding import assert_greedy, assert_products
 from tests.support.tiny_models import ALL, INPUT, dequantised, load, plain_model, run, split, tiers

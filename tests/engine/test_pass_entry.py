@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, StaticCache
 
 from rabbitllm.engine.pass_entry import entry_of
-from rabbitllm.profiling.passes import Entry
+from rabbitllm.telemetry.passes import Entry
 
 IDS = torch.ones(3, 7, dtype=torch.long)
 CONFIG = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1, num_key_value_heads=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rabbitllm.engine.pass_facts import PassLedger
-from rabbitllm.profiling.passes import Entry
+from rabbitllm.telemetry.passes import Entry
 
 
 class Cache:

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+from rabbitllm.base.words import text_of
+from rabbitllm.display import region
 from rabbitllm.engine import pass_line
 from rabbitllm.engine.pass_line import PassLine
-from rabbitllm.live import region
-from rabbitllm.live.words import text_of
-from rabbitllm.profiling.passes import Entry
+from rabbitllm.telemetry.passes import Entry
 from tests.support.builders import build_checkpoint
 from tests.support.screen import TerminalStream
 from tests.support.tiny_models import ALL, INPUT, load, split

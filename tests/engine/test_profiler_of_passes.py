@@ -13,8 +13,8 @@ import torch
 
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import SpanReader
-from rabbitllm.profiler import COMPUTE, DEQUANTISE, READ, READ_WAIT, UPLOAD
-from rabbitllm.profiling.totals import copies_of
+from rabbitllm.telemetry.profiler import COMPUTE, DEQUANTISE, READ, READ_WAIT, UPLOAD
+from rabbitllm.telemetry.totals import copies_of
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu
 from tests.support.tiny_models import ALL, INPUT, NEW_TOKENS, load, run, split, tiers
@@ -115,8 +115,8 @@ def test_slow_dequantising_is_told_apart(checkpoint: Path, monkeypatch: pytest.M
 
 
 def test_copies_to_a_gpu_are_recorded(checkpoint: Path) -> None:
+    from rabbitllm.base.options import StreamOptions
     from rabbitllm.engine.load import load_model
-    from rabbitllm.options import StreamOptions
 
     gpu = FakeGpu(0)
     options = StreamOptions(max_memory={gpu.name: 0, "cpu": 0}, show_progress=False, profiling=True)
@@ -168,8 +168,8 @@ def test_passes_of_a_packed_model_move_nothing(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("host", [0, 1 << 30], ids=["from the disk", "from page-locked memory"])
 def test_passes_count_what_is_copied_to_a_gpu(checkpoint: Path, host: int) -> None:
+    from rabbitllm.base.options import StreamOptions
     from rabbitllm.engine.load import load_model
-    from rabbitllm.options import StreamOptions
 
     gpu = FakeGpu(0)
     options = StreamOptions(max_memory={gpu.name: 0, "cpu": host}, show_progress=False, profiling=True)

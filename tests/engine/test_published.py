@@ -18,7 +18,7 @@ import rabbitllm
 from rabbitllm import AutoModel
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import IncompleteSplitError, MissingPackageError, OptionError
-from rabbitllm.layers.layer_store import LayerStore
+from rabbitllm.store.layer_store import LayerStore
 from tests.engine.test_fake_gpu import run_on
 from tests.support import quantised, splitting
 from tests.support.builders import SINGLE_NAME, build_checkpoint, read_tensors, reference_logits

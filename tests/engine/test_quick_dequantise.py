@@ -13,7 +13,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, _dequantize
 from transformers.integrations.mxfp4 import Mxfp4Dequantize
 
 from rabbitllm.engine.quick_dequantise import QuickFp8, QuickMxfp4
-from rabbitllm.layers import published_kernels
+from rabbitllm.quant import published_kernels
 
 pytestmark = pytest.mark.skipif(
     tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 21), reason="its quantisers are others"

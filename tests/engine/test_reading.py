@@ -17,10 +17,10 @@ from torch.nn.functional import linear
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.unwritable import AbsentWeight
 from rabbitllm.errors import AbsentWeightError
-from rabbitllm.scoring import Room, ScoredText, score
-from tests.batching.together import alone, prompts, together
+from rabbitllm.generation.scoring import Room, ScoredText, score
 from tests.engine.test_fake_gpu import load_on
 from tests.engine.test_streamer import in_time
+from tests.generation.together import alone, prompts, together
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu, watched
 from tests.support.one_thread import THREADS

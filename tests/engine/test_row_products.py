@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from rabbitllm.base.options import StreamOptions
 from rabbitllm.errors import OptionError
-from rabbitllm.layers import bfloat_products
-from rabbitllm.options import StreamOptions
+from rabbitllm.quant import bfloat_products
 from tests.support.builders import build_checkpoint
 from tests.support.kernel_rows import kernel_rows as kernel_rows
 from tests.support.rounding import assert_as_near, exact_logits

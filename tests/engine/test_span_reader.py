@@ -14,7 +14,7 @@ from rabbitllm.engine import span_reader
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import BLOCK, READ_BYTES, THROUGH_THE_CACHE, Span, SpanReader, Way, choose_way
 from rabbitllm.formats.positional import PositionalFile, page_aligned
-from rabbitllm.layers.layer_store import LayerStore
+from rabbitllm.store.layer_store import LayerStore
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import assert_same, load, run, split, tiers
 

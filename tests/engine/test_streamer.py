@@ -14,7 +14,7 @@ import torch
 
 from rabbitllm.engine.placement import READY, Tier
 from rabbitllm.engine.unwritable import AbsentWeight
-from rabbitllm.profiler import READ
+from rabbitllm.telemetry.profiler import READ
 from tests.support.builders import Reference, build_checkpoint, reference_logits
 from tests.support.one_thread import THREADS
 from tests.support.tiny_models import (

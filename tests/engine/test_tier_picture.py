@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import rabbitllm
+from rabbitllm.base.options import StreamOptions
 from rabbitllm.engine.devices import Device
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import Budget, Placed, Placement, Pool, Tier, UnitCost
@@ -30,7 +31,6 @@ from rabbitllm.engine.tier_picture import (
     places,
 )
 from rabbitllm.errors import OptionError
-from rabbitllm.options import StreamOptions
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu
 from tests.support.quick_measuring import quick_measuring  # noqa: F401  applies by itself

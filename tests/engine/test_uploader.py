@@ -17,7 +17,7 @@ from rabbitllm.engine.page_locked import HostBuffers
 from rabbitllm.engine.placement import SLOTS, STAGING
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, SpanReader
 from rabbitllm.engine.uploader import Uploader
-from rabbitllm.profiler import PINNED_UPLOAD, READ, READ_WAIT, UPLOAD, UPLOAD_WAIT
+from rabbitllm.telemetry.profiler import PINNED_UPLOAD, READ, READ_WAIT, UPLOAD, UPLOAD_WAIT
 from tests.engine.test_loader import LAYERS, Opened, until
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from rabbitllm.engine import skeleton
 from rabbitllm.engine.weights import map_weights
 from rabbitllm.errors import IncompleteSplitError
-from rabbitllm.layers.layer_store import LayerStore
+from rabbitllm.store.layer_store import LayerStore
 from tests.support.builders import SINGLE_NAME, build_checkpoint, read_tensors, reference_logits, reshard
 from tests.support.tiny_models import ALL, INPUT, assert_same, load, run, split
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from rabbitllm.batching.batch import Batch
+from rabbitllm.base.options import Hosts
 from rabbitllm.engine.placement import READY, Tier
 from rabbitllm.errors import ForkedError, HostGoneError, HostsError, OptionError
-from rabbitllm.options import Hosts
+from rabbitllm.generation.batch import Batch
 from rabbitllm.pipeline.spans import Span
 from tests.support.builders import build_checkpoint
 from tests.support.forked import in_a_fork

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 import rabbitllm
 from rabbitllm import prepare
 from rabbitllm.auto_model import AutoModel
-from rabbitllm.convert.convert import convert
+from rabbitllm.base.options import SplitOptions, StreamOptions
 from rabbitllm.engine import devices
 from rabbitllm.errors import (
     CheckpointError,
@@ -35,11 +35,11 @@ from rabbitllm.errors import (
     RabbitLLMError,
     UnknownArchitectureError,
 )
-from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME, LayerStore, WeightFiles
-from rabbitllm.options import SplitOptions, StreamOptions
-from rabbitllm.planning.report import show
-from rabbitllm.pull.make import Wish, dry_run, pull
+from rabbitllm.estimate.report import show
+from rabbitllm.models.convert.convert import convert
+from rabbitllm.models.pull.make import Wish, dry_run, pull
 from rabbitllm.rabbitllm_1_names import split_and_save_layers
+from rabbitllm.store.layer_store import JOURNAL_NAME, MANIFEST_NAME, LayerStore, WeightFiles
 from tests.support.builders import INDEX_NAME, build_checkpoint, read_tensors, reshard
 
 SHARDS = 3
@@ -270,7 +270,7 @@ def test_an_unfinished_split_of_what_cannot_be_loaded_keeps_the_rest(checkpoint:
     class Stopped(Exception):
         pass
 
-    from rabbitllm import durable
+    from rabbitllm.storage import durable
 
     unlinked = 0
 

@@ -9,9 +9,9 @@ import pytest
 from huggingface_hub import snapshot_download
 
 from rabbitllm import prepare
-from rabbitllm.durable import observe_steps
+from rabbitllm.base.options import SplitOptions
 from rabbitllm.errors import SplitMismatchError
-from rabbitllm.options import SplitOptions
+from rabbitllm.storage.durable import observe_steps
 from tests.prepare.conftest import REPO
 from tests.support.builders import INDEX_NAME, cut, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from rabbitllm import prepare
+from rabbitllm.base.options import SplitOptions
 from rabbitllm.errors import MissingShardError, NotEnoughSpaceException, RabbitLLMError
-from rabbitllm.options import SplitOptions
 from rabbitllm.prepare import weights
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME

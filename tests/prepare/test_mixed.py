@@ -16,22 +16,22 @@ from typer.testing import CliRunner
 
 import rabbitllm
 from rabbitllm import AutoModel, prepare
+from rabbitllm.base.options import SplitOptions
 from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.cli.main import app
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import IncompleteSplitError, SplitMismatchError
-from rabbitllm.layers.chosen import Chosen
-from rabbitllm.layers.compression import DOUBLE, scheme_of, schemes
-from rabbitllm.layers.layer_store import JOURNAL_NAME, MANIFEST_NAME, LayerStore, Manifest, is_fitted, read_manifest
-from rabbitllm.layers.verify import verify
-from rabbitllm.library.find import compression_here, one_of_model
-from rabbitllm.options import SplitOptions
+from rabbitllm.models.library.find import compression_here, one_of_model
+from rabbitllm.quant.compression import DOUBLE, scheme_of, schemes
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.request import Request, plan_split
 from rabbitllm.splitter.sensitivity import groups
 from rabbitllm.splitter.split import split
+from rabbitllm.store.chosen import Chosen
+from rabbitllm.store.layer_store import JOURNAL_NAME, MANIFEST_NAME, LayerStore, Manifest, is_fitted, read_manifest
+from rabbitllm.store.verify import verify
+from tests.ray.test_fill import Here
 from tests.splitter.conftest import crash_server as crash_server
-from tests.spread.test_fill import Here
 from tests.support.builders import build_checkpoint, cut, llama_tensors, write_shards
 from tests.support.crashes import KILLED, CrashServer
 from tests.support.hub_fixtures import HubEnvironment

@@ -22,8 +22,8 @@ from rabbitllm import AutoModel, prepare
 from rabbitllm.cli import exit_codes
 from rabbitllm.cli.main import app
 from rabbitllm.errors import IncompleteSplitError, InUseError
-from rabbitllm.layers.layer_store import read_manifest
-from rabbitllm.layers.verify import verify
+from rabbitllm.store.layer_store import read_manifest
+from rabbitllm.store.verify import verify
 from tests.support.builders import SINGLE_NAME, build_checkpoint, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.pausing import Paused
@@ -125,7 +125,7 @@ def test_cached_shards_that_a_split_deletes(tmp_path: Path, hub_environment: Hub
 
 
 def _options(**given: Any) -> Any:
-    from rabbitllm.options import SplitOptions
+    from rabbitllm.base.options import SplitOptions
 
     return SplitOptions(**given)
 

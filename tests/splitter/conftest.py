@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rabbitllm import open_files
+from rabbitllm.storage import open_files
 from tests.support.crashes import CrashServer
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub

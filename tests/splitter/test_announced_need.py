@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from rabbitllm.base.progress import listening
+from rabbitllm.base.terminal import size_rounded_up
 from rabbitllm.checkpoints.hub_cache import snapshot_of
 from rabbitllm.errors import NotEnoughSpaceException
-from rabbitllm.progress import listening
-from rabbitllm.pull.make import Wish, dry_run, pull
-from rabbitllm.pull.report import show_dry_run
+from rabbitllm.models.pull.make import Wish, dry_run, pull
+from rabbitllm.models.pull.report import show_dry_run
 from rabbitllm.splitter.disk_use import on_disk
-from rabbitllm.terminal import size_rounded_up
 from tests.support.builders import build_checkpoint
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.peak import Peak

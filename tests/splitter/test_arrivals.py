@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from rabbitllm import durable, progress
+from rabbitllm.base import progress
 from rabbitllm.checkpoints.hub import HubAccess, HubRepository, open_repository
 from rabbitllm.checkpoints.hub_checkpoint import HubCheckpoint
-from rabbitllm.durable import Step, observe_steps
 from rabbitllm.errors import HubError
 from rabbitllm.formats.safetensors_file import read_header
 from rabbitllm.splitter.arrivals import Arrivals, StartedOverError
 from rabbitllm.splitter.finish import STAGING_NAME
 from rabbitllm.splitter.plan import PlannedShard
+from rabbitllm.storage import durable
+from rabbitllm.storage.durable import Step, observe_steps
 from tests.support.builders import cut, llama_tensors, plain_torch_files, write_shards, write_torch
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import Faults, GeneratedFile, LocalHub

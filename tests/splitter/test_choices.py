@@ -15,14 +15,11 @@ from typing import Any
 
 import pytest
 
+from rabbitllm.base.options import SplitOptions
 from rabbitllm.checkpoints.naming import LayerName, LayerNaming, assign_layers
 from rabbitllm.errors import NotEnoughSpaceException
 from rabbitllm.formats.tensor_spec import Piece, TensorSpec
-from rabbitllm.layers.chosen import AUTO, Chosen
-from rabbitllm.layers.compression import COMPRESSIONS, DOUBLE
-from rabbitllm.layers.layer_file import LayerLayout
-from rabbitllm.layers.order import BY_NAME, FORMAT_VERSION
-from rabbitllm.options import SplitOptions
+from rabbitllm.quant.compression import COMPRESSIONS, DOUBLE
 from rabbitllm.splitter import choices, choosing
 from rabbitllm.splitter.choices import Choice, Choices
 from rabbitllm.splitter.choosing import with_choice
@@ -30,6 +27,9 @@ from rabbitllm.splitter.disk_use import Arrival, disk_use
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, layout_at, make_plan, recompressed
 from rabbitllm.splitter.sensitivity import Group, groups
 from rabbitllm.splitter.space import Ground
+from rabbitllm.store.chosen import AUTO, Chosen
+from rabbitllm.store.layer_file import LayerLayout
+from rabbitllm.store.order import BY_NAME, FORMAT_VERSION
 from tests.support.plans import SOURCE, all_freed, resident_bytes, shard_of
 
 Usage = namedtuple("Usage", "total used free")

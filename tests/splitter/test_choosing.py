@@ -12,15 +12,15 @@ from bitsandbytes import functional
 from safetensors import safe_open
 
 import rabbitllm.demo
+from rabbitllm.base.options import SplitOptions
 from rabbitllm.errors import NotEnoughSpaceException
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.layers.chosen import Chosen
-from rabbitllm.layers.compression import COMPRESSIONS, DOUBLE, NESTED_BLOCK, NF4_BLOCK, code_values, quantise_blocks
-from rabbitllm.options import SplitOptions
+from rabbitllm.quant.compression import COMPRESSIONS, DOUBLE, NESTED_BLOCK, NF4_BLOCK, code_values, quantise_blocks
 from rabbitllm.splitter.choosing import WORTH_LESS_BITS, mixture_of, with_choice
 from rabbitllm.splitter.plan import SplitPlan, recompressed
 from rabbitllm.splitter.sensitivity import ERRORS, FITTED_ERRORS, groups, role_of
 from rabbitllm.splitter.space import Ground, candidates, shortage
+from rabbitllm.store.chosen import Chosen
 from tests.support.plans import MIB, all_freed, plan_of, resident_bytes, shard_of
 
 Usage = namedtuple("Usage", "total used free")

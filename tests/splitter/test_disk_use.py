@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rabbitllm.base.options import SplitOptions
 from rabbitllm.checkpoints.local import LocalCheckpoint
-from rabbitllm.durable import Step, observe_steps
-from rabbitllm.options import SplitOptions
 from rabbitllm.splitter.disk_use import Arrival, DiskUse, disk_use, on_disk, own_records_bytes
 from rabbitllm.splitter.request import Request, plan_split
+from rabbitllm.storage.durable import Step, observe_steps
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.plans import MIB, all_freed, even, plan_of, shard_of
 from tests.support.splitting import split

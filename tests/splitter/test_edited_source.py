@@ -14,15 +14,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rabbitllm import AutoModel, prepare, progress
+from rabbitllm import AutoModel, prepare
+from rabbitllm.base import progress
 from rabbitllm.checkpoints.checkpoint import WHOLE_BYTES
 from rabbitllm.cli.main import app
-from rabbitllm.durable import Step, observe_steps
 from rabbitllm.errors import CorruptShardError, OptionError, RabbitLLMError, SplitMismatchError
-from rabbitllm.layers.layer_store import JOURNAL_NAME, read_manifest
-from rabbitllm.layers.verify import verify
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.source_check import source_crc32
+from rabbitllm.storage.durable import Step, observe_steps
+from rabbitllm.store.layer_store import JOURNAL_NAME, read_manifest
+from rabbitllm.store.verify import verify
 from tests.support.builders import build_checkpoint, cut, llama_tensors, torch_files, write_shards, write_torch
 from tests.support.dying import dying_at
 from tests.support.hub_fixtures import HubEnvironment

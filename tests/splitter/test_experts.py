@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rabbitllm.formats.safetensors_file import read_header
-from rabbitllm.layers.layer_store import LayerStore
+from rabbitllm.store.layer_store import LayerStore
 from tests.support.builders import build_checkpoint, read_tensors
 from tests.support.splitting import split
 from tests.support.tiny_models import is_compressed

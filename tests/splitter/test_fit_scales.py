@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from rabbitllm import prepare
-from rabbitllm.durable import Step, observe_steps
+from rabbitllm.base.options import SplitOptions
 from rabbitllm.errors import SplitMismatchError
-from rabbitllm.layers.layer_store import LayerStore, is_fitted, read_manifest
-from rabbitllm.layers.plain_tensors import PlainReader
-from rabbitllm.layers.verify import verify
-from rabbitllm.options import SplitOptions
+from rabbitllm.storage.durable import Step, observe_steps
+from rabbitllm.store.layer_store import LayerStore, is_fitted, read_manifest
+from rabbitllm.store.plain_tensors import PlainReader
+from rabbitllm.store.verify import verify
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.splitting import Counter, layer_files
 

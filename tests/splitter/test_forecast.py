@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rabbitllm.layers.compression import COMPRESSIONS
+from rabbitllm.quant.compression import COMPRESSIONS
 from rabbitllm.splitter import forecast
 from rabbitllm.splitter.anatomy import anatomy_of
 from rabbitllm.splitter.disk_use import Arrival, disk_use

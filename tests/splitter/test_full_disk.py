@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from rabbitllm.durable import Step, observe_steps
+from rabbitllm.base.options import SplitOptions
 from rabbitllm.errors import DiskFullError, NotEnoughSpaceException
-from rabbitllm.options import SplitOptions
+from rabbitllm.storage.durable import Step, observe_steps
 from tests.splitter.conftest import MakeScene
 from tests.support import splitting
 from tests.support.builders import llama_tensors

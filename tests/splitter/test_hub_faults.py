@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rabbitllm import progress
+from rabbitllm.base import progress
 from rabbitllm.errors import HubError, RabbitLLMError, SplitMismatchError
-from rabbitllm.layers.layer_store import MANIFEST_NAME
+from rabbitllm.store.layer_store import MANIFEST_NAME
 from tests.splitter.conftest import MakeScene
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.leftovers import none_left

@@ -11,13 +11,13 @@ import pytest
 
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.naming import assign_layers
-from rabbitllm.durable import Step, observe_steps
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.journal import Journal, Replay, replay
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan
 from rabbitllm.splitter.sums import part_sums
+from rabbitllm.storage.durable import Step, observe_steps
 from tests.support.splitting import names_in
 
 A, B, C = (f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rabbitllm.durable import Step, observe_steps
+from rabbitllm.storage.durable import Step, observe_steps
 from tests.splitter.conftest import MakeScene
 from tests.support.builders import INDEX_NAME
 from tests.support.crashes import KILLED, CrashServer

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import pytest
 
-from rabbitllm.durable import Step, observe_steps
 from rabbitllm.errors import InUseError, SplitError
 from rabbitllm.splitter import lock
 from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME, is_left_over, locked, locked_at_once, read_lock
+from rabbitllm.storage.durable import Step, observe_steps
 from tests.support.splitting import contents, names_in
 
 ROOT = Path(__file__).parent.parent.parent
@@ -319,7 +319,7 @@ def test_full_disk_does_without_the_note(folder: Path, monkeypatch: pytest.Monke
         path.touch()  # a name may still fit
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("rabbitllm.durable.write_scratch", full)
+    monkeypatch.setattr("rabbitllm.storage.durable.write_scratch", full)
     with locked(folder):
         assert names_in(folder) == [LOCK_NAME, HOLDER_NAME, "split.journal"]
     assert names_in(folder) == ["split.journal"]

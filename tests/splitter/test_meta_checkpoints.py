@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import rabbitllm
-from rabbitllm import prepare, progress
+from rabbitllm import prepare
+from rabbitllm.base import progress
 from rabbitllm.checkpoints.local import LocalCheckpoint
-from rabbitllm.durable import observe_steps
 from rabbitllm.errors import (
     CorruptShardError,
     HubError,
@@ -27,10 +27,11 @@ from rabbitllm.errors import (
     SplitMismatchError,
 )
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.layers.layer_store import read_manifest
-from rabbitllm.layers.verify import verify
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.disk_use import Arrival
+from rabbitllm.storage.durable import observe_steps
+from rabbitllm.store.layer_store import read_manifest
+from rabbitllm.store.verify import verify
 from tests.support.crashes import KILLED, CrashServer
 from tests.support.dying import dying_at
 from tests.support.hub_fixtures import HubEnvironment

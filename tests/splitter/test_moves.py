@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rabbitllm.formats.tensor_spec import DTYPES, byte_size
-from rabbitllm.layers.compression import BLOCKS
+from rabbitllm.quant.compression import BLOCKS
 from rabbitllm.splitter import moves as moves_module
 from rabbitllm.splitter.moves import moves
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan

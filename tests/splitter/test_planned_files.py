@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from rabbitllm import prepare
+from rabbitllm.base.options import SplitOptions, StreamOptions
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.engine.blueprint import blueprint
 from rabbitllm.engine.devices import CpuDevice, Device
 from rabbitllm.engine.load import load_model
-from rabbitllm.layers.layer_store import LayerStore
-from rabbitllm.options import SplitOptions, StreamOptions
-from rabbitllm.planning.survey import Survey
+from rabbitllm.estimate.survey import Survey
 from rabbitllm.splitter.planned_files import PlannedFiles
+from rabbitllm.store.layer_store import LayerStore
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu
 from tests.support.meta_files import tiny_llama, write_meta

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rabbitllm.durable import Step, observe_steps
 from rabbitllm.errors import IncompleteSplitError
+from rabbitllm.storage.durable import Step, observe_steps
 from tests.splitter.conftest import MakeScene
 from tests.support.dying import dying_at
 from tests.support.power_cut import Recorder

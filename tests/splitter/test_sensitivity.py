@@ -11,8 +11,8 @@ import torch
 import rabbitllm
 from rabbitllm.checkpoints.routing import experts_a_token
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.layers.layer_store import read_manifest
 from rabbitllm.splitter.sensitivity import Group, groups
+from rabbitllm.store.layer_store import read_manifest
 from tests.support.builders import build_checkpoint
 from tests.support.quick_measuring import quick_measuring as quick_measuring
 from tests.support.splitting import Call

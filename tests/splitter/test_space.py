@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from rabbitllm.base.options import SplitOptions
+from rabbitllm.base.terminal import size_rounded_up
 from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.errors import NotEnoughSpaceException, OptionError, SplitError
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.options import SplitOptions
 from rabbitllm.splitter.at_once import disk_use_at_once
 from rabbitllm.splitter.disk_use import Arrival, disk_use
 from rabbitllm.splitter.plan import SplitPlan
 from rabbitllm.splitter.space import Ground, choose_arrival, choose_at_once
-from rabbitllm.terminal import size_rounded_up
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.plans import MIB, all_freed, even, plan_of
 from tests.support.splitting import names_in, split

@@ -18,9 +18,9 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
 
-from rabbitllm import progress
+from rabbitllm.base import progress
+from rabbitllm.base.options import BIG_LAYER_BYTES
 from rabbitllm.checkpoints import fetch
-from rabbitllm.durable import Step, observe_steps
 from rabbitllm.errors import (
     CorruptShardError,
     DiskFullError,
@@ -31,11 +31,11 @@ from rabbitllm.errors import (
     NotEnoughSpaceException,
     SplitMismatchError,
 )
-from rabbitllm.layers.layer_store import LayerStore
-from rabbitllm.options import BIG_LAYER_BYTES
-from rabbitllm.profiler import FETCH, QUANTISE, READ, SHARD_WAIT, WRITE
 from rabbitllm.splitter import split as split_module
 from rabbitllm.splitter.disk_use import Arrival
+from rabbitllm.storage.durable import Step, observe_steps
+from rabbitllm.store.layer_store import LayerStore
+from rabbitllm.telemetry.profiler import FETCH, QUANTISE, READ, SHARD_WAIT, WRITE
 from tests.support.builders import (
     INDEX_NAME,
     SINGLE_NAME,

@@ -34,15 +34,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from rabbitllm import progress
+from rabbitllm.base import progress
 from rabbitllm.checkpoints.fetch import RemoteFile
-from rabbitllm.durable import Step, observe_steps
 from rabbitllm.errors import CorruptShardError, DiskFullError, HubError, RabbitLLMError, SplitMismatchError
-from rabbitllm.layers.layer_store import MANIFEST_NAME, read_manifest
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.mover import Mover
 from rabbitllm.splitter.plan import PlannedShard
 from rabbitllm.splitter.shard_loop import ShardLoop
+from rabbitllm.storage.durable import Step, observe_steps
+from rabbitllm.store.layer_store import MANIFEST_NAME, read_manifest
 from tests.splitter.conftest import MakeScene
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.crashes import KILLED, CrashServer

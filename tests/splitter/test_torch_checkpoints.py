@@ -16,9 +16,9 @@ import torch
 from huggingface_hub import snapshot_download
 
 import rabbitllm
-from rabbitllm import prepare, progress
+from rabbitllm import prepare
+from rabbitllm.base import progress
 from rabbitllm.checkpoints import remote_header
-from rabbitllm.durable import observe_steps
 from rabbitllm.errors import (
     CheckpointError,
     CorruptShardError,
@@ -29,10 +29,11 @@ from rabbitllm.errors import (
     UnsafePickleError,
 )
 from rabbitllm.formats.shard_header import read_shard_header
-from rabbitllm.layers.layer_store import read_manifest
-from rabbitllm.layers.verify import verify
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.disk_use import Arrival
+from rabbitllm.storage.durable import observe_steps
+from rabbitllm.store.layer_store import read_manifest
+from rabbitllm.store.verify import verify
 from tests.attacks import pickles
 from tests.support.builders import (
     INDEX_NAME,

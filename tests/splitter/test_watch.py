@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from rabbitllm.base.terminal import size
 from rabbitllm.errors import DiskFullError, SplitError
 from rabbitllm.splitter import watch as watch_module
 from rabbitllm.splitter.watch import DISK_SHARE, Watch, disk_bytes
-from rabbitllm.terminal import size
 
 MB = 1 << 20
 SHORT = 0.01

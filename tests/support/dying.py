@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from rabbitllm.durable import Step
+from rabbitllm.storage.durable import Step
 from tests.support.leftovers import wait_for_threads
 from tests.support.splitting import Counter
 from tests.support.ticks import observe_ticks

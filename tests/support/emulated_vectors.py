@@ -16,8 +16,8 @@ from typing import Any
 import numba
 from llvmlite import ir
 
-from rabbitllm.layers import vectors
-from rabbitllm.layers.vectors import F32, I32, Emitter
+from rabbitllm.quant import vectors
+from rabbitllm.quant.vectors import F32, I32, Emitter
 
 FEATURES = frozenset({"avx512f", "avx512bw", "avx512bf16"})
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from rabbitllm.durable import Step
+from rabbitllm.storage.durable import Step
 from tests.support.splitting import Counter
 
 WRITES = ("write", "create", "make_folder")

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 
 import rabbitllm
-from rabbitllm import durable, prepare
+from rabbitllm import prepare
 from rabbitllm.checkpoints.naming import register_layer_naming
-from rabbitllm.convert.convert import convert
-from rabbitllm.durable import Step
-from rabbitllm.layers.layer_store import read_manifest
-from rabbitllm.layers.verify import verify
+from rabbitllm.models.convert.convert import convert
+from rabbitllm.storage import durable
+from rabbitllm.storage.durable import Step
+from rabbitllm.store.layer_store import read_manifest
+from rabbitllm.store.verify import verify
 from tests.support.builders import read_tensors, reference_logits
 from tests.support.splitting import Call, Counter
 from tests.support.tiny_models import ALL, INPUT, assert_same, load, run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rabbitllm.layers import bfloat_products, vectors
+from rabbitllm.quant import bfloat_products, vectors
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rabbitllm.durable import Step
+from rabbitllm.storage.durable import Step
 
 _ROOT = Path(__file__).parent.parent.parent
 
@@ -72,7 +72,7 @@ def _pause() -> None:
 
 
 def _split(**options: Any) -> None:
-    from rabbitllm import progress
+    from rabbitllm.base import progress
     from tests.support.splitting import Call
 
     def listen(event: progress.Event) -> None:
@@ -85,9 +85,9 @@ def _split(**options: Any) -> None:
 
 def _repair(folder: str, original: str, *, at: str) -> None:
     from rabbitllm import prepare
-    from rabbitllm.durable import observe_steps
-    from rabbitllm.layers.layer_store import JOURNAL_NAME, read_manifest
-    from rabbitllm.layers.verify import verify
+    from rabbitllm.storage.durable import observe_steps
+    from rabbitllm.store.layer_store import JOURNAL_NAME, read_manifest
+    from rabbitllm.store.verify import verify
 
     made = Path(folder)
     manifest = read_manifest(made)

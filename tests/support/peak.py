@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rabbitllm import progress
+from rabbitllm.base import progress
 from tests.support.splitting import Call, Counter, occupied
 from tests.support.ticks import observe_ticks
 

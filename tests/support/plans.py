@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
+from rabbitllm.base.options import SplitOptions
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.hub_checkpoint import HubCheckpoint
 from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.checkpoints.naming import assign_layers
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
-from rabbitllm.layers.compression import DOUBLE, NF4_BLOCK, SCALE_BYTES, scheme_of
-from rabbitllm.options import SplitOptions
+from rabbitllm.quant.compression import DOUBLE, NF4_BLOCK, SCALE_BYTES, scheme_of
 from rabbitllm.splitter.disk_use import Arrival, DiskUse, disk_use
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan
 from rabbitllm.splitter.request import Request, ground_of, plan_split

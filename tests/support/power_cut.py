@@ -9,7 +9,7 @@ once the file is synced, names once their folder is.
     recorder.rebuild(into, upto=17, keep=lambda step: False)
 
 Several calls may be recorded one after the other: what a killed process has written stays visible to the next one,
-and is not durable for that. Knows the steps of ``rabbitllm.durable``, and nothing of splits.
+and is not durable for that. Knows the steps of ``rabbitllm.storage.durable``, and nothing of splits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rabbitllm.durable import Step
+from rabbitllm.storage.durable import Step
 
 LOST_SYNC = "lost sync"
 _BLOCK = 4096

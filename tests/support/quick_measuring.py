@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rabbitllm.planning import overheads, products, reading
+from rabbitllm.estimate import overheads, products, reading
 from rabbitllm.splitter.forecast import Rate
 
 

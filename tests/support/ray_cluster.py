@@ -20,14 +20,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rabbitllm.bulk.items import Answer, Item
-from rabbitllm.durable import Step, observe_steps
+from rabbitllm.batch_jobs.items import Answer, Item
 from rabbitllm.errors import HubError
+from rabbitllm.ray.answerer import About, Job
+from rabbitllm.ray.fill import fill_from
 from rabbitllm.splitter.lease import Lease
 from rabbitllm.splitter.plan import PlannedShard
 from rabbitllm.splitter.work import Work
-from rabbitllm.spread.answerer import About, Job
-from rabbitllm.spread.fill import fill_from
+from rabbitllm.storage.durable import Step, observe_steps
 from tests.support.hub_fixtures import point_at
 from tests.support.splitting import Counter
 

@@ -20,14 +20,14 @@ from pathlib import Path
 
 import torch
 
-from rabbitllm import progress
-from rabbitllm.durable import PART_SUFFIX, Step
+from rabbitllm.base import progress
 from rabbitllm.formats.safetensors_file import read_header
-from rabbitllm.layers.compression import DOUBLE, NF4_STATE
-from rabbitllm.layers.compression.forms import WAITING_SCALES
-from rabbitllm.layers.layer_store import MANIFEST_NAME
+from rabbitllm.quant.compression import DOUBLE, NF4_STATE
+from rabbitllm.quant.compression.forms import WAITING_SCALES
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.plan import SplitPlan
+from rabbitllm.storage.durable import PART_SUFFIX, Step
+from rabbitllm.store.layer_store import MANIFEST_NAME
 from tests.support.builders import SINGLE_NAME, cut, llama_tensors, read_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub

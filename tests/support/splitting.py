@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from rabbitllm import prepare, progress
+from rabbitllm import prepare
+from rabbitllm.base import progress
+from rabbitllm.base.options import SplitOptions
 from rabbitllm.checkpoints.hub import HubAccess
-from rabbitllm.durable import Step, observe_steps
-from rabbitllm.options import SplitOptions
-from rabbitllm.profiler import Profiler
+from rabbitllm.storage.durable import Step, observe_steps
+from rabbitllm.telemetry.profiler import Profiler
 from tests.support.ticks import counts, observe_ticks
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from rabbitllm.base.options import Hosts, StreamOptions
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.part import Part, Share
-from rabbitllm.options import Hosts, StreamOptions
 from rabbitllm.pipeline.spread import load_spread
 from rabbitllm.pipeline.worker import Worker
 from tests.support.one_thread import THREADS

@@ -16,8 +16,8 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator
 
-from rabbitllm.durable import Step, observe_steps
 from rabbitllm.splitter.finish import STAGING_NAME
+from rabbitllm.storage.durable import Step, observe_steps
 
 TICK_BYTES = 16 << 10
 

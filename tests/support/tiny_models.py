@@ -18,13 +18,13 @@ import transformers
 from safetensors.torch import save_file
 
 from rabbitllm import prepare
+from rabbitllm.base.options import SplitOptions, StreamOptions
 from rabbitllm.engine.blueprint import blueprint, place_units
 from rabbitllm.engine.devices import CpuDevice
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import Pool, Tier
 from rabbitllm.engine.units import find_units
-from rabbitllm.layers.layer_store import LayerStore
-from rabbitllm.options import SplitOptions, StreamOptions
+from rabbitllm.store.layer_store import LayerStore
 from tests.support.builders import SINGLE_NAME, Reference, read_tensors
 from tests.support.one_thread import one_thread as one_thread
 

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from rabbitllm.durable import Step
+from rabbitllm.storage.durable import Step
 from tests.support.splitting import Call, Counter
 from tests.support.ticks import observe_ticks
 

@@ -1,0 +1,57 @@
+"""Answers to items, whatever they ask for: what the command line, the API and every worker of a cluster call."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+from rabbitllm.batch_jobs.asking import refused_line
+from rabbitllm.batch_jobs.generation import Watch, generated
+from rabbitllm.batch_jobs.items import Answer, Item, Limits, Refused
+from rabbitllm.batch_jobs.likelihoods import scored
+from rabbitllm.batch_jobs.order import ERRORS, GENERATIONS, kind_of, ordered
+
+LIMITS = Limits()
+
+
+def answers(model: Any, items: Sequence[Item], limits: Limits = LIMITS, name: str = "model") -> Iterator[Answer]:
+    """Answers to items, each as soon as it is complete.
+
+    Args:
+        model: as `AutoModel.from_pretrained` returns it; nobody else may call it meanwhile.
+        items: in any order.
+        limits: what is taken on at a time.
+        name: of the model, in answers of OpenAI's form.
+
+    Raises:
+        RabbitLLMError, OSError, MemoryError: nothing can be answered any more; what was not is not among the answers.
+        MissingPackageError: lines of OpenAI's format, and what reads those is not installed.
+    """
+    for group in answered(model, name, ordered(items), limits):
+        yield from group
+
+
+def answered(
+    model: Any, name: str, items: Iterable[Item], limits: Limits, watch: Watch = lambda facts: None
+) -> Generator[list[Answer]]:
+    """Answers, those that are complete at the same time together.
+
+    Args:
+        model, name, limits: see `answers`.
+        items: in a good order, as `order` has it; taken as there is room.
+        watch: is given what tells, from any thread, what the batch that generates does.
+    """
+    for kind, group in groupby(items, lambda item: kind_of(item.asked)):
+        if kind == ERRORS:
+            yield from ([_refused(item)] for item in group)
+        elif kind == GENERATIONS:
+            yield from generated(model, name, group, limits, watch)
+        else:
+            yield from scored(model, name, group, limits)
+
+
+def _refused(item: Item) -> Answer:
+    assert isinstance(item.asked, Refused)
+    line = refused_line(item, item.asked.message, item.asked.code, as_call=item.asked.as_call)
+    return Answer(item.index, item.key, line, is_error=True)

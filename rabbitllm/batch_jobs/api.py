@@ -1,0 +1,113 @@
+"""`rabbitllm.batch`: any number of prompts through one model, from a program or a notebook."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rabbitllm.base.options import expand, parse_size
+from rabbitllm.batch_jobs.installed import check_installed
+from rabbitllm.batch_jobs.items import Defaults, Limits, Pooling
+from rabbitllm.batch_jobs.lines import pooling_of
+from rabbitllm.batch_jobs.spool import STDIN
+from rabbitllm.errors import system_errors_by_name
+
+if TYPE_CHECKING:
+    from rabbitllm.batch_jobs.run import Progress
+
+
+@system_errors_by_name()
+def batch(
+    model: Any,
+    inputs: str | os.PathLike[str] | Iterable[Mapping[str, Any]],
+    out: str | os.PathLike[str] | None = None,
+    *,
+    max_new_tokens: int = 512,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    stop: str | Sequence[str] = (),
+    pooling: Pooling = "last",
+    normalise: bool = False,
+    columns: Mapping[str, str] | None = None,
+    sequences: int = 256,
+    cache_memory: int | str | None = None,
+    cache_disk: int | str | None = None,
+    exact: bool = False,
+    overwrite: bool = False,
+    compression: str | None = None,
+    device: str | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    dtype: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> list[dict[str, Any]] | Progress:
+    """Answer any number of lines in few passes over the weights: text, scores, choices, embeddings; see docs/BATCH.md.
+
+    Args:
+        model: as `AutoModel.from_pretrained` returns it; or what that would load, a repository or a folder: then its
+            weights leave room for as many lines at a time as there are.
+        inputs: path of a file of JSON lines or of Parquet, or any iterable of records: a list, a `datasets.Dataset`.
+        out: file for the answers, resumable when it is called again after a kill; None for a list of them.
+        max_new_tokens, temperature, top_p, seed, stop: where a record does not say; greedy by default.
+        pooling, normalise: of embeddings: "last" or "mean", and whether to length one.
+        columns: name that is expected -> name that records have it by, as {"prompt": "question"}.
+        sequences: answered in one pass, at most.
+        cache_memory: bytes that keys and values may take, or text such as "8GiB".
+        cache_disk: bytes that those of further lines may take in a temporary file, or text such as "40GiB"; 0 for none.
+        exact: each line's rows by themselves; see `rabbitllm.batch_jobs.items.Limits`.
+        overwrite: replace an output that is there.
+        compression, device, max_memory, dtype, revision, trust_remote_code: of `AutoModel.from_pretrained`, where the
+            model is not loaded yet; without `compression`, that of a split that is here.
+
+    Returns:
+        One object for each line, in the order of the input; with `out`, how much was done.
+
+    Raises:
+        InputError: the input cannot be read, or has an id twice.
+        ResultsError: the output is there already, belongs to another input, or cannot be written.
+        MissingPackageError: a package of `pip install ".[batch]"` is not there, and is needed.
+        RabbitLLMError: as `AutoModel.from_pretrained` raises them.
+    """
+    check_installed()
+
+    from rabbitllm.batch_jobs.work import Batch, Ready, loading, settings_of, work
+
+    texts = (stop,) if isinstance(stop, str) else tuple(stop)
+    cache_bytes = None if cache_memory is None else parse_size(cache_memory, "cache_memory")
+    defaults = Defaults(max_new_tokens, temperature, top_p, seed, texts, pooling_of(pooling), normalise)
+    disk_bytes = None if cache_disk is None else parse_size(cache_disk, "cache_disk")
+    limits = Limits(sequences, cache_bytes, exact, disk_bytes)
+    if isinstance(model, str | os.PathLike):
+        from rabbitllm.batch_jobs.loading import wish_of
+
+        name = str(model)
+        wish = wish_of(
+            name,
+            compression=compression,
+            device=device,
+            max_memory=max_memory,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+        )
+        load, said = loading(wish, limits, dtype=dtype), settings_of(wish, dtype)
+    else:
+        name = str(model.name_or_path)
+        load, said = lambda survey: Ready(model), {"dtype": str(model.dtype).removeprefix("torch.")}
+    if isinstance(inputs, str | os.PathLike) and str(inputs) != STDIN:
+        inputs = expand(Path(inputs))
+
+    def made(path: Path) -> Progress:
+        return work(Batch(inputs, path, name, load, defaults, limits, said, columns, overwrite))
+
+    if out is not None:
+        return made(expand(Path(out)))
+    with tempfile.TemporaryDirectory(prefix="rabbitllm-") as folder:
+        path = Path(folder) / "answers.jsonl"
+        made(path)
+        with path.open("rb") as file:
+            return [json.loads(line) for line in file]

@@ -1,0 +1,247 @@
+"""From items to requests of a batch, and from what the batch says of them to answers: where the tokenizer is needed.
+
+Lines of our own are answered in a form of our own; those of OpenAI's batch format in OpenAI's, by the same parts that
+serve it over HTTP.
+
+    {"id": …, "text": …, "finish": "stop" | "length", "prompt_tokens": …, "new_tokens": …}
+    {"id": …, "answers": [{"text": …, "finish": …, "new_tokens": …}, …], "prompt_tokens": …, "new_tokens": …}    n > 1
+    {"id": …, "error": {"code": …, "message": …}}
+    {"id": …, "custom_id": …, "response": {"status_code": …, "request_id": …, "body": …}, "error": null or …}
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rabbitllm.batch_jobs.items import Answer, Call, Defaults, Generate, Item
+from rabbitllm.errors import MissingPackageError
+from rabbitllm.generation.answer import Sampling, context_of, end_tokens
+from rabbitllm.generation.request import Chosen, Ended, Finished, Piece, Request
+from rabbitllm.server.refusal import BROKEN, Refusal, bad
+from rabbitllm.server.settings import ModelFacts, Settings
+from rabbitllm.server.templates import Template
+
+FINISHES = {Ended.STOP: "stop", Ended.LENGTH: "length"}
+_SEEDS = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """One of the requests of an item, answered.
+
+    Attributes:
+        text: all of it.
+        tokens: all of them, if the item wants them; else none.
+        finished: its end.
+    """
+
+    text: str
+    tokens: tuple[Chosen, ...]
+    finished: Finished
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """An item, ready for the batch.
+
+    Attributes:
+        item: as it was.
+        requests: one for each answer to it.
+        answer: the line, when all of them are answered.
+        keeps_tokens: whether the answer needs tokens and not only text.
+        text_of: what is kept of a piece as its text.
+    """
+
+    item: Item
+    requests: tuple[Request, ...]
+    answer: Callable[[Sequence[Answered]], Mapping[str, Any]]
+    keeps_tokens: bool = False
+    text_of: Callable[[Piece], str] = lambda piece: piece.text
+
+
+class Desk:
+    """Makes requests of items.
+
+    Args:
+        model: as `AutoModel.from_pretrained` returns it.
+        name: of it, in answers.
+    """
+
+    def __init__(self, model: Any, name: str) -> None:
+        self.tokenizer = model.tokenizer
+        self.template = Template(self.tokenizer)
+        self.vocabulary: int = model.get_input_embeddings().num_embeddings
+        self.context: int | None = context_of(model)
+        self.width = int(model.config.get_text_config(decoder=True).hidden_size)
+        self.ends = frozenset(end_tokens(model))
+        self.name = name
+
+    def wanted(self, item: Item) -> Wanted:
+        """What to ask the batch.
+
+        Args:
+            item: that asks for a generation.
+
+        Raises:
+            Refusal: it cannot be honoured; that is its answer.
+            MissingPackageError: a line of OpenAI's format, and what reads those is not installed.
+        """
+        if isinstance(item.asked, Call):
+            return self._call(item, item.asked)
+        assert isinstance(item.asked, Generate)
+        return self._own(item, item.asked)
+
+    def ids_of(self, given: str | tuple[int, ...]) -> tuple[int, ...]:
+        """A text as token ids; ids stay as they are.
+
+        Raises:
+            Refusal: an id that the model lacks, or none at all.
+        """
+        ids = tuple(int(one) for one in self.tokenizer(given)["input_ids"]) if isinstance(given, str) else given
+        if not ids:
+            raise bad("The text has no tokens.")
+        if max(ids) >= self.vocabulary:
+            raise bad(f"Token {max(ids)} is not the model's, which has {self.vocabulary:,}.")
+        return ids
+
+    def _own(self, item: Item, asked: Generate) -> Wanted:
+        stop = asked.stop
+        if isinstance(asked.given, str) or isinstance(asked.given[0], int):
+            ids = self.ids_of(asked.given)
+        else:
+            ids = tuple(self.template.ids(asked.given, (), {}))
+            stop = (*stop, *self.template.stops)
+        most = asked.max_new_tokens
+        if self.context is not None:
+            if len(ids) >= self.context:
+                raise bad(
+                    f"The prompt has {len(ids):,} tokens, and the model's context only {self.context:,}.",
+                    code="context_length_exceeded",
+                )
+            most = min(most, self.context - len(ids))
+        requests = []
+        for number in range(asked.n):
+            seed = None if asked.seed is None else (asked.seed + number) & _SEEDS
+            samples = asked.temperature != 0
+            sampling = Sampling(asked.temperature, asked.top_p if samples else None, seed)
+            requests.append(Request(ids, most, sampling, stop))
+        return Wanted(item, tuple(requests), lambda answered: _own_line(item, answered))
+
+    def _call(self, item: Item, asked: Call) -> Wanted:
+        try:
+            from rabbitllm.server.chat_answers import ChatChoices
+            from rabbitllm.server.chat_requests import chat_asked
+            from rabbitllm.server.completion_answers import CompletionChoices
+            from rabbitllm.server.completion_requests import completion_asked
+            from rabbitllm.server.schemas import Chat, Completion, parsed
+        except ImportError as error:
+            raise missing_pydantic(error) from None
+        from rabbitllm.server.answers import Envelope
+        from rabbitllm.server.spelling import Spelling
+
+        settings, facts = self._settings(asked.defaults), self._facts(asked.defaults)
+        body = _with_defaults(asked, item.index)
+        choices: ChatChoices | CompletionChoices
+        if asked.url == "/v1/chat/completions":
+            chat = parsed(Chat, body)
+            chat_wanted = chat_asked(chat, self.template, facts, settings)
+            choices = ChatChoices(chat_wanted, Spelling(self.tokenizer), self.ends, lambda: _new("call_"))
+            kinds, lead, n = ("chat.completion", ""), "chatcmpl-", chat.n or 1
+            requests, likeliest, text_of = chat_wanted.requests, chat_wanted.likeliest, choices.text_of
+        else:
+            completion = parsed(Completion, body)
+            completion_wanted = completion_asked(completion, self.tokenizer, facts, settings)
+            choices = CompletionChoices(completion_wanted, Spelling(self.tokenizer), self.ends)
+            kinds, lead, n = ("text_completion", ""), "cmpl-", completion.n or 1
+            requests, likeliest, text_of = completion_wanted.requests, completion_wanted.likeliest, _text_of
+
+        def answer(answered: Sequence[Answered]) -> Mapping[str, Any]:
+            envelope = Envelope(_new(lead), int(time.time()), self.name, *kinds)
+            made = [
+                choices.whole(number, Piece(one.text, one.tokens), one.finished) for number, one in enumerate(answered)
+            ]
+            from rabbitllm.server.answers import usage_of
+
+            return call_line(item, 200, envelope.whole(made, usage_of([one.finished for one in answered], n)))
+
+        return Wanted(item, requests, answer, likeliest is not None, text_of)
+
+    def _settings(self, defaults: Defaults) -> Settings:
+        most = defaults.max_new_tokens
+        return Settings(self.name, most_new_tokens=most, completion_new_tokens=most)
+
+    def _facts(self, defaults: Defaults) -> ModelFacts:
+        return ModelFacts(self.context, self.vocabulary, defaults.temperature or 0.0, defaults.top_p)
+
+
+def _text_of(piece: Piece) -> str:
+    return piece.text
+
+
+def _with_defaults(asked: Call, index: int) -> dict[str, Any]:
+    body = {name: value for name, value in asked.body.items() if value is not None}
+    if asked.defaults.seed is not None:
+        body.setdefault("seed", (asked.defaults.seed + index) & _SEEDS)
+    if asked.defaults.stop:
+        body.setdefault("stop", list(asked.defaults.stop))
+    if asked.defaults.top_p is not None and asked.defaults.temperature is None:
+        body.setdefault("temperature", 1.0)  # a top_p alone samples, as it does elsewhere
+    return body
+
+
+def missing_pydantic(error: ImportError) -> MissingPackageError:
+    """What to say where OpenAI's bodies cannot be read."""
+    return MissingPackageError(
+        f"Lines of OpenAI's batch format need the package {error.name}, which is not installed.",
+        'Install what they need: pip install ".[batch]" in a copy of the repository.',
+    )
+
+
+def error_line(item: Item, error: Refusal) -> Mapping[str, Any]:
+    """What is answered to an item that cannot be honoured."""
+    if isinstance(item.asked, Call):
+        return call_line(item, error.status, error.as_object())
+    code = error.code or ("internal_error" if error.status >= BROKEN else "invalid_line")
+    return {"id": item.key, "error": {"code": code, "message": error.message}}
+
+
+def call_line(item: Item, status: int, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A line of OpenAI's batch output: https://platform.openai.com/docs/api-reference/batch/request-output"""
+    response = {"status_code": status, "request_id": _new("req_"), "body": body}
+    return {"id": _new("batch_req_"), "custom_id": item.key, "response": response, "error": None}
+
+
+def refused_line(item: Item, message: str, code: str, *, as_call: bool) -> Mapping[str, Any]:
+    """What is answered to a line that could not even be read."""
+    error = {"code": code, "message": message}
+    if as_call:
+        return {"id": _new("batch_req_"), "custom_id": item.key, "response": None, "error": error}
+    return {"id": item.key, "error": error}
+
+
+def answer_of(item: Item, line: Mapping[str, Any], answered: Sequence[Answered]) -> Answer:
+    """An answer of a generation."""
+    finished = [one.finished for one in answered]
+    return Answer(item.index, item.key, line, False, finished[0].prompt_tokens, sum(one.new_tokens for one in finished))
+
+
+def _own_line(item: Item, answered: Sequence[Answered]) -> Mapping[str, Any]:
+    made = [
+        {"text": one.text, "finish": FINISHES[one.finished.ended], "new_tokens": one.finished.new_tokens}
+        for one in answered
+    ]
+    prompt = answered[0].finished.prompt_tokens
+    if len(made) == 1:
+        (one,) = made
+        new = one.pop("new_tokens")
+        return {"id": item.key, **one, "prompt_tokens": prompt, "new_tokens": new}
+    new_tokens = sum(one.finished.new_tokens for one in answered)
+    return {"id": item.key, "answers": made, "prompt_tokens": prompt, "new_tokens": new_tokens}
+
+
+def _new(lead: str) -> str:
+    return lead + uuid.uuid4().hex[:24]

@@ -1,0 +1,142 @@
+"""What `rabbitllm batch` shows while it works, and what it says at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from rabbitllm.base.terminal import counted, put_fact, shortened
+from rabbitllm.base.words import Piece, Row, bar, duration, fitting, text_of
+from rabbitllm.batch_jobs.run import Progress
+from rabbitllm.generation.request import Facts
+
+BAR = 24
+"""Columns."""
+LEAST_BAR_COLUMNS = 70
+
+
+class Answering:
+    """How far it is; see `live.region.Content`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._progress: Progress | None = None
+        self._facts: Callable[[], Facts] | None = None
+
+    def told(self, progress: Progress) -> None:
+        """Take what is durable by now."""
+        with self._lock:
+            self._progress = progress
+
+    def watch(self, facts: Callable[[], Facts]) -> None:
+        """Have the batch asked what it does."""
+        with self._lock:
+            self._facts = facts
+
+    def rows(self, width: int) -> Sequence[Row]:
+        """One row, with a bar where there is room for it."""
+        with self._lock:
+            progress = self._progress
+        if progress is None:
+            return [(("reading the input …", "dim"),)]
+        drawn: Row = (("answering ", "bold"),)
+        if width >= LEAST_BAR_COLUMNS:
+            drawn = (*drawn, *bar(progress.done / progress.lines, BAR), (" ", ""))
+        pieces = [Piece(text, rank) for text, rank in self._pieces(progress)]
+        return [(*drawn, *fitting(pieces, width - len(text_of(drawn))))]
+
+    def line(self) -> str:
+        """The same without the bar."""
+        with self._lock:
+            progress = self._progress
+        if progress is None:
+            return "reading the input"
+        return "answering " + ", ".join(text for text, _ in self._pieces(progress) if text)
+
+    def _pieces(self, progress: Progress) -> list[tuple[str, int]]:
+        """What there is to say, and how important it is."""
+        facts = self._facts() if self._facts is not None else None
+        here = progress.done - progress.resumed
+        left = ""
+        if progress.prompt_tokens and progress.seconds:  # errors alone say nothing of how long answers take
+            left = f"{duration((progress.lines - progress.done) * progress.seconds / here)} left"
+        running = passes = ""
+        if facts is not None and facts.passes:
+            running = f"{facts.running:,} at a time"
+            passes = f"{facts.pass_seconds / facts.passes:.1f} s a pass"
+        return [
+            (f"{progress.done:,} of {counted(progress.lines, 'line')}", 0),
+            (rate_of(progress, facts), 1),
+            (left, 2),
+            (counted(progress.errors, "error") if progress.errors else "", 3),
+            (running, 4),
+            (passes, 5),
+        ]
+
+
+@contextlib.contextmanager
+def said_when_interrupted(console: Console) -> Iterator[None]:
+    """Say at once of an interrupt what happens: the pass that is going on, which may take a minute, is waited for."""
+
+    def say(number: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, before)
+        console.print("ending with this pass; Ctrl-C once more ends at once", style="yellow")
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:  # somebody else has it
+        yield
+        return
+    signal.signal(signal.SIGINT, say)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def rate_of(progress: Progress, facts: Facts | None) -> str:
+    """Tokens a second: generated ones, or where none are, those that were read."""
+    made = max(progress.new_tokens, facts.new_tokens if facts is not None else 0)
+    seconds = facts.pass_seconds if facts is not None else progress.seconds
+    tokens, what = (made, "tokens/s") if made else (progress.prompt_tokens, "tokens/s read")
+    if not tokens or not seconds:
+        return ""
+    rate = tokens / seconds
+    return f"{rate:,.0f} {what}" if rate >= 10 else f"{rate:.2g} {what}"
+
+
+def put_end(console: Console, out: Path, progress: Progress) -> None:
+    """Say what was done."""
+    put_fact(console, "answers", f"{counted(progress.lines, 'line')} in {shortened(out)}")
+    if progress.resumed == progress.lines:
+        put_fact(console, "finished", "all of them were answered before, and nothing was left to do")
+    elif progress.resumed:
+        put_fact(console, "resumed", f"{progress.resumed:,} of them were answered before")
+    if progress.errors:
+        put_fact(console, "errors", f"{counted(progress.errors, 'line')} could not be answered; each says why")
+    if progress.resumed == progress.lines:
+        return
+    took = f"{duration(progress.seconds)}, {counted(progress.prompt_tokens, 'token')} read"
+    made = f", {progress.new_tokens:,} generated" if progress.new_tokens else ""
+    rate = rate_of(progress, None)
+    put_fact(console, "took", f"{took}{made}{f', {rate}' if rate else ''}")
+
+
+def record(out: Path, model: str, progress: Progress) -> dict[str, Any]:
+    """For `--json`."""
+    return {
+        "model": model,
+        "output": str(out),
+        "lines": progress.lines,
+        "errors": progress.errors,
+        "resumed": progress.resumed,
+        "prompt_tokens": progress.prompt_tokens,
+        "new_tokens": progress.new_tokens,
+        "seconds": round(progress.seconds, 3),
+    }

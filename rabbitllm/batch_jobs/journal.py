@@ -1,0 +1,351 @@
+"""The answers so far, durable, in a file beside the output; and the output that is made of them at the end.
+
+    OUT.journal   {"head": what is answered, by what}        one line, written before the first answer
+                  crc32 {"weights": digest}                  of the weights, once the model was loaded
+                  crc32 {"index": 7, "line": {…}}            a line for each answer, in the order in which they came
+    OUT           line 0, line 1, …                          in the order of the input; made whole, then renamed
+    OUT.done      {"head": as above, "bytes", "crc32", …}    of a finished output, so that the same command can tell it
+
+An answer counts once the journal is synced. Answers that come while one sync is under way go together with the next,
+so that an fsync is paid for a handful of them and not for each. After kill -9, whatever of the journal can be read
+holds: a line that was cut short does not fit its checksum and is no line. What a journal belongs to is in its head, and
+anything else is refused. Knows no model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import sys
+import zlib
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rabbitllm.batch_jobs.items import Answer
+from rabbitllm.errors import ResultsError
+from rabbitllm.storage import durable
+
+SUFFIX = ".journal"
+DONE_SUFFIX = ".done"
+LOCK_SUFFIX = ".lock"
+VERSION = 1
+BLOCK_BYTES = 4 << 20
+_ABSENT = -1
+
+
+class Journal:
+    """The journal of one output. Made by `opened`.
+
+    Args:
+        path: of the journal.
+        lines: that there will be.
+        head: what it belongs to; see `opened`.
+
+    Attributes:
+        done: of all lines, those with an answer.
+        errors: of these, those that are errors.
+        resumed: those that an earlier run answered.
+    """
+
+    def __init__(self, path: Path, lines: int, head: Mapping[str, Any]) -> None:
+        self.path = path
+        self._head = head
+        self.done = self.errors = 0
+        self._weights: str | None = None
+        self._places = array("q", [_ABSENT]) * lines
+        self._read_back(head)
+        self.resumed = self.done
+        self._log = durable.Log(path)
+        try:
+            # what a process that died had written is visible and may not be durable; this also ends a line cut short
+            self._log.append("")
+        except BaseException:
+            self._log.close()
+            raise
+        self._end = path.stat().st_size
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def missing(self) -> Iterator[int]:
+        """Indices without an answer."""
+        return (index for index, place in enumerate(self._places) if place == _ABSENT)
+
+    def check_weights(self, digest: str) -> None:
+        """Note whose answers these are, or see that they still are: a name may come to mean another model.
+
+        Args:
+            digest: of what the weights were made from.
+
+        Raises:
+            ResultsError: they are another model's; or the disk is full.
+        """
+        if self._weights is None:
+            self._weights = digest
+            self._append([_summed({"weights": digest})])
+        elif self._weights != digest:
+            raise ResultsError(
+                f"{self.path} was begun with other weights of the same name.",
+                "Name another output, or remove that file to begin anew.",
+            )
+
+    def add(self, answers: Sequence[Answer]) -> None:
+        """Append answers; they are durable when this returns.
+
+        Raises:
+            ResultsError: the disk is full; what was appended before stays.
+        """
+        new = [one for one in answers if self._places[one.index] == _ABSENT]
+        for one, place in zip(new, self._append([_entry(one) for one in new]), strict=True):
+            self._places[one.index] = place
+            self.done += 1
+            self.errors += one.is_error
+
+    def _append(self, lines: Sequence[str]) -> list[int]:
+        """Where each line begins."""
+        try:
+            self._log.append("\n".join(lines))
+        except OSError as error:
+            raise _unwritten(error, self.path) from error
+        places = []
+        for line in lines:
+            places.append(self._end)
+            self._end += len(line.encode()) + 1
+        return places
+
+    def close(self) -> None:
+        """Nothing more is added."""
+        self._log.close()
+
+    def write_output(self, out: Path) -> None:
+        """Make the output, in the order of the input: whole or not at all.
+
+        Raises:
+            ResultsError: the disk is full; the journal stays.
+        """
+        part = out.with_name(out.name + durable.PART_SUFFIX)
+        try:
+            durable.remove(part)
+            file = durable.GrowingFile(part, 0, write_back=True)
+            try:
+                at = checksum = 0
+                for block in _blocks(self._lines()):
+                    file.write_at(memoryview(block), at)
+                    at += len(block)
+                    checksum = zlib.crc32(block, checksum)
+                file.sync()
+            finally:
+                file.close()
+            durable.publish(part, out)
+            told = {"head": self._head, "bytes": at, "crc32": checksum, "errors": self.errors}
+            durable.write_whole(out.with_name(out.name + DONE_SUFFIX), (_dumped(told) + "\n").encode())
+            durable.remove(self.path)
+            durable.sync_folder(self.path.parent)
+        except OSError as error:
+            raise _unwritten(error, out) from error
+
+    def _lines(self) -> Iterator[bytes]:
+        with self.path.open("rb") as file:
+            for place in self._places:
+                file.seek(place)
+                found = _answer_in(file.readline())
+                if found is None:
+                    raise ResultsError(
+                        f"A line of {self.path} can no longer be read back.", "Run the same command once more."
+                    )
+                yield _dumped(found["line"]).encode() + b"\n"
+
+    def _read_back(self, head: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            ResultsError: it belongs to something else.
+        """
+        with self.path.open("rb") as file:
+            _check_head(file.readline(), head, self.path)
+            at = file.tell()
+            for line in file:
+                found = _answer_in(line)
+                if found is not None and "weights" in found:
+                    self._weights = str(found["weights"])
+                elif found is not None and 0 <= found["index"] < len(self) and self._places[found["index"]] == _ABSENT:
+                    self._places[found["index"]] = at
+                    self.done += 1
+                    self.errors += bool(found.get("is_error"))
+                at += len(line)
+
+
+def errors_of_finished(out: Path, head: Mapping[str, Any]) -> int | None:
+    """How many lines of a finished output are errors; None if it is not finished, not of this head, or was changed."""
+    try:
+        found = json.loads(out.with_name(out.name + DONE_SUFFIX).read_bytes())
+        if out.with_name(out.name + SUFFIX).exists() or found["head"] != json.loads(_dumped(head)):
+            return None
+        nbytes = checksum = 0
+        with out.open("rb") as file:
+            while block := file.read(BLOCK_BYTES):
+                nbytes, checksum = nbytes + len(block), zlib.crc32(block, checksum)
+        return int(found["errors"]) if (nbytes, checksum) == (found["bytes"], found["crc32"]) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+@contextlib.contextmanager
+def opened(out: Path, lines: int, head: Mapping[str, Any], *, overwrite: bool = False) -> Iterator[Journal]:
+    """The journal of an output, begun or gone on with; nobody else has it meanwhile.
+
+    Args:
+        out: the output that there will be.
+        lines: that it will have.
+        head: what it is made of: the input's digest, the model, settings; another one is another output.
+        overwrite: replace what is there: a finished output, and what was begun of another one. What was begun of this
+            one is gone on with all the same.
+
+    Raises:
+        ResultsError: there is an output already, the journal is of something else, or another process has it; or it
+            cannot be written.
+    """
+    path = out.with_name(out.name + SUFFIX)
+    with contextlib.ExitStack() as stack:
+        try:
+            durable.make_folder(out.parent)
+            stack.enter_context(_held(path.with_name(path.name + LOCK_SUFFIX), path))
+            if not path.exists():
+                if out.exists() and not overwrite:
+                    raise ResultsError(
+                        f"{out} is there already.",
+                        "Name another output, or give --overwrite (overwrite=True) to replace it.",
+                    )
+                _begin(path, head)
+            elif overwrite and not _belongs(path, head):
+                _begin(path, head)
+            journal = Journal(path, lines, head)
+        except OSError as error:
+            raise _unwritten(error, path) from error
+        stack.callback(journal.close)
+        yield journal
+
+
+def _begin(path: Path, head: Mapping[str, Any]) -> None:
+    durable.write_whole(path, (_dumped({"journal": VERSION, "head": head}) + "\n").encode())
+
+
+def _belongs(path: Path, head: Mapping[str, Any]) -> bool:
+    try:
+        with path.open("rb") as file:
+            _check_head(file.readline(), head, path)
+    except ResultsError:
+        return False
+    return True
+
+
+def _check_head(line: bytes, head: Mapping[str, Any], path: Path) -> None:
+    try:
+        found = json.loads(line)
+        version, before = found["journal"], dict(found["head"])
+    except (ValueError, KeyError, TypeError):
+        raise ResultsError(
+            f"{path} is no journal of rabbitllm batch.", "Name another output, or move that file away."
+        ) from None
+    if version != VERSION:
+        raise ResultsError(
+            f"{path} is a journal of version {version}; this version of RabbitLLM goes on with {VERSION}.",
+            "Use the RabbitLLM that began it, or --overwrite (overwrite=True) to begin anew.",
+        )
+    asked = json.loads(_dumped(head))
+    differing = [name for name in {**before, **asked} if before.get(name) != asked.get(name)]
+    if differing:
+        told = "; ".join(f"{name} was {_short(before.get(name))}, now {_short(asked.get(name))}" for name in differing)
+        raise ResultsError(
+            f"{path} was begun with something else: {told}.",
+            "Give the same as then to go on, name another output, or give --overwrite (overwrite=True) to begin anew.",
+        )
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else text[:80] + "…"
+
+
+def _entry(answer: Answer) -> str:
+    return _summed({"index": answer.index, "is_error": answer.is_error, "line": answer.line})
+
+
+def _summed(value: Mapping[str, Any]) -> str:
+    body = _dumped(value)
+    return f"{zlib.crc32(body.encode()):08x} {body}"
+
+
+def _answer_in(line: bytes) -> dict[str, Any] | None:
+    """What a line of the journal says; None of one that was cut short, and of an empty one."""
+    said, _, body = line.rstrip(b"\n").partition(b" ")
+    if len(said) != 8 or not body or said != b"%08x" % zlib.crc32(body):
+        return None
+    found: dict[str, Any] = json.loads(body)
+    return found
+
+
+def _dumped(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def _blocks(lines: Iterator[bytes]) -> Iterator[bytes]:
+    held: list[bytes] = []
+    size = 0
+    for line in lines:
+        held.append(line)
+        size += len(line)
+        if size >= BLOCK_BYTES:
+            yield b"".join(held)
+            held, size = [], 0
+    if held:
+        yield b"".join(held)
+
+
+def _unwritten(error: OSError, path: Path) -> ResultsError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ResultsError(
+            f"The disk is full: {path} cannot be written any further.",
+            "Make room and run the same command once more: it goes on where this one stopped.",
+        )
+    return ResultsError(
+        f"{path} cannot be written: {error.strerror}.",
+        "Run the same command once more when that is mended: what was answered so far is kept.",
+    )
+
+
+@contextlib.contextmanager
+def _held(lock: Path, path: Path) -> Iterator[None]:
+    """Be the only process with a journal; by a lock of the operating system, that ends with its holder.
+
+    Args:
+        lock: a file of its own, since the journal is replaced and removed while it is held.
+        path: of the journal.
+
+    Raises:
+        ResultsError: another process has it.
+    """
+    if sys.platform == "win32":  # an open file cannot be replaced or removed there, which keeps a second one off
+        yield
+        return
+    import fcntl
+
+    with durable.open_scratch(lock) as descriptor:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_ours = lock.exists() and os.path.samestat(os.fstat(descriptor), lock.stat())
+        except BlockingIOError:
+            is_ours = False
+        except OSError:  # a file system without locks
+            is_ours = True
+        if not is_ours:
+            raise ResultsError(
+                f"Another process is at work on {path}.", "Wait until it is done, or end it, and run this once more."
+            )
+        try:
+            yield
+        finally:
+            durable.remove_scratch(lock)

@@ -1,0 +1,168 @@
+"""The model that a batch of lines is answered with: loaded so that its weights leave room for as many lines as can be.
+
+What is streamed costs its time once per pass, however many share the pass. So room for one more line is worth more
+than the same room for weights, as long as there are lines that wait: keys and values get what the longest lines
+together need, up to half of what is free.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from rabbitllm.batch_jobs.order import CHARACTERS_OF_A_TOKEN, GENERATIONS
+from rabbitllm.batch_jobs.survey import Survey
+from rabbitllm.checkpoints.checkpoint import SourceIdentity
+from rabbitllm.checkpoints.hub import HubAccess
+from rabbitllm.engine.devices import resolve_devices
+from rabbitllm.engine.skeleton import read_config
+from rabbitllm.generation.cache_cost import cost_by_config
+from rabbitllm.generation.cache_memory import free_memory
+from rabbitllm.generation.pass_cost import cost_of_a_pass
+from rabbitllm.models.library.find import compression_here
+from rabbitllm.models.pull.loaded import load, pulled
+from rabbitllm.models.pull.make import Wish
+from rabbitllm.server.loading import with_room
+
+SPARE_TOKENS = 256
+"""What a chat template may add to a line, and more."""
+CACHE_SHARE = 2
+"""One part in so many of what is free is what keys and values get where nobody says: no more for all that lines need,
+no less for all that a pass computes in."""
+MOST_PASS_SHARE = 4
+"""One part in so many of what is free is what a pass computes in, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model that is ready.
+
+    Attributes:
+        model: as `AutoModel.from_pretrained` returns it.
+        cache_bytes: for keys and values; None if nothing could be told before it was loaded.
+        folder: of its split; None without one.
+        weights: a digest of what that was made from; None where nothing says so.
+    """
+
+    model: Any
+    cache_bytes: int | None
+    folder: Path | None
+    weights: str | None = None
+
+
+def wish_of(name: str, *, compression: str | None = None, revision: str | None = None, **more: Any) -> Wish:
+    """What to get ready.
+
+    Args:
+        name: as the user wrote it.
+        compression: None for that of a split that is here.
+        revision: branch, tag or commit.
+        **more: of `Wish`.
+    """
+    chosen = compression_here(name, None) if compression is None else compression
+    return Wish(name=name, compression=None if chosen == "none" else chosen, access=HubAccess(revision), **more)
+
+
+def loaded(
+    wish: Wish,
+    console: Console,
+    survey: Survey,
+    sequences: int,
+    *,
+    split: bool = True,
+    dtype: str | None = None,
+    cache_bytes: int | None = None,
+) -> Loaded:
+    """Load it.
+
+    Args:
+        wish: what, and how.
+        console: where it is said that it loads.
+        survey: of the input.
+        sequences: lines that are answered at a time, at most.
+        split: False for out of the checkpoint's own shards; nothing is written then.
+        dtype: to compute in; None for the config's.
+        cache_bytes: that keys and values may take; None for what the lines need, within half of what is free.
+
+    Raises:
+        RabbitLLMError: as `pull` and `AutoModel.from_pretrained` do.
+    """
+    found = pulled(wish) if split else None
+    is_said = cache_bytes is not None
+    pass_bytes = 0
+    if found is not None and wish.max_memory is None:
+        lengths = [length for length, kind in zip(survey.lengths, survey.kinds, strict=True) if kind == GENERATIONS]
+        free = sum(device.free_bytes() for device in resolve_devices(wish.where, None))
+        config = read_config(found.config_folder, wish.trust_remote_code)
+        if cache_bytes is None:
+            cache_bytes = min(needed_bytes(config, lengths, sequences, dtype), free // CACHE_SHARE) or None
+        pass_bytes = min(good_pass_bytes(config, min(len(lengths), sequences), dtype), free // MOST_PASS_SHARE)
+    weights = with_room(wish, cache_bytes, pass_bytes)
+    model = load(replace(wish, max_memory=weights), found, console, dtype=dtype, show_layer_progress=False)
+    if cache_bytes is not None and not is_said:  # what is free now is less than was foretold
+        cache_bytes = left_of(free_memory(model), cache_bytes, pass_bytes)
+    if found is None:
+        return Loaded(model, cache_bytes, None)
+    return Loaded(model, cache_bytes, found.entry.folder, digest_of(found.entry.source))
+
+
+def left_of(free: int, cache_bytes: int, pass_bytes: int) -> int:
+    """That keys and values take of what is free beside the weights, where nobody says.
+
+    Args:
+        free: bytes.
+        cache_bytes: that they are to have.
+        pass_bytes: that a pass computes in, beside them; they have no less than half of what is free.
+    """
+    return min(cache_bytes, max(free - pass_bytes, free // CACHE_SHARE))
+
+
+def digest_of(source: SourceIdentity | None) -> str | None:
+    """What tells weights from others: the fingerprints of the shards that they were made from."""
+    if source is None:
+        return None
+    said = json.dumps(sorted(source.fingerprints.items()))
+    return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
+
+
+def needed_bytes(config: Any, lengths: Sequence[int], sequences: int, dtype: str | None = None) -> int:
+    """Keys and values of the longest lines, all at the same time.
+
+    Args:
+        config: of the model.
+        lengths: tokens of each line, roughly.
+        sequences: at a time, at most.
+        dtype: to compute in; None for the config's.
+    """
+    text = config.get_text_config(decoder=True)
+    most = getattr(text, "max_position_embeddings", None)
+    cost = cost_by_config(text, _dtype_of(config, dtype))
+    longest = sorted(lengths, reverse=True)[:sequences]
+    if not longest:
+        return 0
+    # the longest one has to fit alone, even where a character is a token
+    longest.append(CHARACTERS_OF_A_TOKEN * longest[0] + SPARE_TOKENS)
+    return sum(cost.bytes_for(min(length, most) if isinstance(most, int) else length) for length in longest)
+
+
+def good_pass_bytes(config: Any, texts: int, dtype: str | None = None) -> int:
+    """What a pass that is worth its weights computes in, beside keys and values.
+
+    Args:
+        config: of the model.
+        texts: lines that are answered at a time, at most.
+        dtype: to compute in; None for the config's.
+    """
+    return cost_of_a_pass(config.get_text_config(decoder=True), _dtype_of(config, dtype).itemsize).good(texts)
+
+
+def _dtype_of(config: Any, dtype: str | None) -> Any:
+    import torch
+
+    return getattr(torch, dtype) if dtype is not None else getattr(config, "dtype", None) or torch.bfloat16

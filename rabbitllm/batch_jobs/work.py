@@ -1,0 +1,144 @@
+"""`rabbitllm batch` and `rabbitllm.batch`: an input, a model that is loaded for it, an output; with what is shown."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rabbitllm.batch_jobs.display import Answering
+from rabbitllm.batch_jobs.items import Defaults, Limits
+from rabbitllm.batch_jobs.journal import Journal, errors_of_finished, opened
+from rabbitllm.batch_jobs.run import Groups, Progress, head_of, keep, run
+from rabbitllm.batch_jobs.spool import opened as opened_input
+from rabbitllm.batch_jobs.survey import Survey, surveyed
+from rabbitllm.display.region import THE_REGION
+from rabbitllm.generation.answer import Sampling
+from rabbitllm.models.pull.make import Wish
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A model, ready to answer.
+
+    Attributes:
+        model: as `AutoModel.from_pretrained` returns it.
+        cache_bytes: for keys and values, if that was settled when it was loaded.
+        weights: see `bulk.loading.Loaded`.
+    """
+
+    model: Any
+    cache_bytes: int | None = None
+    weights: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What is to be done.
+
+    Attributes:
+        source: of lines; see `spool.opened`.
+        out: the output.
+        name: of the model, as the user gave it.
+        load: makes the model, when it is known what for.
+        defaults: for what lines do not say.
+        limits: what is taken on at a time.
+        settings: what else changes answers; see `run.head_of`.
+        columns: see `spool.opened`.
+        overwrite: see `journal.opened`.
+        elsewhere: gives the answers that a journal lacks, where no model is to be loaded in this process.
+    """
+
+    source: Any
+    out: Path
+    name: str
+    load: Callable[[Survey], Ready]
+    defaults: Defaults
+    limits: Limits
+    settings: Mapping[str, Any]
+    columns: Mapping[str, str] | None = None
+    overwrite: bool = False
+    elsewhere: Callable[[Survey, Journal], Groups] | None = None
+
+
+def work(batch: Batch) -> Progress:
+    """Do it; a finished output of the same input, model and settings stays as it is.
+
+    What can be refused is refused before the model is loaded.
+
+    Raises:
+        OptionError: a temperature or top_p out of its range.
+        RabbitLLMError: the input cannot be read, the output is there already or is another one's, the model cannot be
+            loaded, the disk is full; what was answered so far is kept.
+    """
+    Sampling(batch.defaults.temperature, batch.defaults.top_p)
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(opened_input(batch.source, batch.columns))
+        survey = surveyed(file, batch.defaults)
+        head = head_of(survey, batch.name, batch.settings)
+        if not batch.overwrite and (errors := errors_of_finished(batch.out, head)) is not None:
+            return Progress(len(survey), len(survey), errors, len(survey), 0, 0, 0.0)
+        journal = stack.enter_context(opened(batch.out, len(survey), head, overwrite=batch.overwrite))
+        progress = Progress(len(journal), journal.done, journal.errors, journal.resumed, 0, 0, 0.0)
+        if journal.done < len(journal):
+            progress = _answer(batch, survey, journal)
+        journal.write_output(batch.out)
+        return progress
+
+
+def _answer(batch: Batch, survey: Survey, journal: Journal) -> Progress:
+    if batch.elsewhere is not None:
+        shown = Answering()
+        claim = THE_REGION.claim(shown)
+        try:
+            return keep(batch.elsewhere(survey, journal), journal, shown.told)
+        finally:
+            claim.release()
+    ready = batch.load(survey)
+    if ready.weights is not None:
+        journal.check_weights(ready.weights)
+    limits = batch.limits
+    if limits.cache_bytes is None:
+        limits = replace(limits, cache_bytes=ready.cache_bytes)
+    shown = Answering()
+    line, ready.model.pass_line = ready.model.pass_line, None  # one row for all passes, not one for each
+    claim = THE_REGION.claim(shown)
+    try:
+        return run(ready.model, batch.name, survey, journal, limits, shown.told, shown.watch)
+    finally:
+        claim.release()
+        ready.model.pass_line = line
+
+
+def loading(wish: Wish, limits: Limits, *, split: bool = True, dtype: str | None = None) -> Callable[[Survey], Ready]:
+    """What loads a model when the input is known.
+
+    Args:
+        wish: what, and how.
+        limits: what is taken on at a time.
+        split, dtype: see `bulk.loading.loaded`.
+    """
+
+    def load(survey: Survey) -> Ready:
+        from rich.console import Console
+        from transformers import logging
+
+        from rabbitllm.batch_jobs.loading import loaded
+
+        errors = Console(stderr=True, highlight=False)
+        with contextlib.redirect_stdout(sys.stderr):  # what is printed while loading is no result
+            found = loaded(
+                wish, errors, survey, limits.sequences, split=split, dtype=dtype, cache_bytes=limits.cache_bytes
+            )
+        logging.set_verbosity_error()  # which of its kernels a model lacks is nothing to read amid progress
+        return Ready(found.model, found.cache_bytes, found.weights)
+
+    return load
+
+
+def settings_of(wish: Wish, dtype: str | None) -> dict[str, Any]:
+    """What of a model changes answers, beside its name."""
+    return {"compression": wish.compression, "revision": wish.access.revision, "dtype": dtype}

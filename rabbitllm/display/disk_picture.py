@@ -1,0 +1,265 @@
+"""Disk in use over a split: kept from its events, and drawn by matplotlib (PNG, SVG or PDF by the file's name).
+
+Knows nothing of how a split goes about it; a point is a look at the disk that somebody told of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rabbitllm.base import progress
+from rabbitllm.base.terminal import unit_of
+from rabbitllm.base.words import amount, duration
+from rabbitllm.display.figure import blank, check_picture, unframed, write
+
+MOST_POINTS = 4_000
+"""More are thinned out to half as many: of two neighbours the higher one stays, so that no peak is lost."""
+FAR = 1.5
+"""A limit so many times above everything else is written down instead of drawn."""
+SPLIT_COLOUR, SOURCE_COLOUR, LIMIT_COLOUR, WHOLE_COLOUR = "#0072B2", "#BDBDBD", "#D55E00", "#555555"
+"""From the palette of Okabe and Ito, which the colour-blind can tell apart; and greys."""
+LABELLED, APART = 0.14, 0.04
+"""Parts of the width: for words at its left, and between two numbers of shards."""
+MOST_LABEL = 60
+_WIDTH, _HEIGHT, _DPI = 8.0, 4.4, 200
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A look at the disk.
+
+    Attributes:
+        seconds: since the first one.
+        disk_bytes: what the split occupies: layer files and staged shards.
+        source_left_bytes: of the source's shards that are still on this disk.
+        limit_bytes: what the split may occupy.
+    """
+
+    seconds: float
+    disk_bytes: int
+    source_left_bytes: int
+    limit_bytes: int
+
+    @property
+    def total(self) -> int:
+        """Both together."""
+        return self.disk_bytes + self.source_left_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class UsedUp:
+    """When a shard was used up: seconds since the first point, and its number."""
+
+    seconds: float
+    number: int
+
+
+class DiskRecord:
+    """Listens to a split and keeps what it tells of the disk. Thread-safe.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._start: float | None = None
+        self._points: list[Point] = []
+        self._shards: list[UsedUp] = []
+        self._source_left = 0
+        self._limit = 0
+        self.label = ""
+        self.source_bytes = 0
+        self.of = 0
+
+    def __call__(self, event: progress.Event) -> None:
+        with self._lock:
+            match event:
+                case progress.SplitStarted():
+                    self._take_up(event)
+                case progress.DiskSampled():
+                    self._limit = event.limit_bytes
+                    self._add(event.disk_bytes)
+                case progress.ShardDone():
+                    self.of = event.of
+                    self._add(event.disk_bytes)  # before the source's shard went, and after it
+                    self._source_left = event.source_left_bytes
+                    at = self._add(event.disk_bytes)
+                    self._shards.append(UsedUp(at, event.number))
+
+    def _take_up(self, event: progress.SplitStarted) -> None:
+        self.label, self.source_bytes = event.label, event.source_bytes
+        self._source_left = event.source_left_bytes
+        self._points = [Point(p.seconds, p.disk_bytes, self._source_left, p.limit_bytes) for p in self._points]
+
+    def _add(self, disk_bytes: int) -> float:
+        now = self._clock()
+        self._start = now if self._start is None else self._start
+        self._points.append(Point(now - self._start, disk_bytes, self._source_left, self._limit))
+        if len(self._points) > MOST_POINTS:
+            self._points = thinned(self._points)
+        return now - self._start
+
+    @property
+    def points(self) -> tuple[Point, ...]:
+        """In their order."""
+        with self._lock:
+            return tuple(self._points)
+
+    @property
+    def shards(self) -> tuple[UsedUp, ...]:
+        """In their order."""
+        with self._lock:
+            return tuple(self._shards)
+
+    @property
+    def peak(self) -> Point | None:
+        """The first of those with the most on the disk, source and split together; None without any."""
+        return max(self.points, key=lambda point: point.total, default=None)
+
+
+def thinned(points: Sequence[Point]) -> list[Point]:
+    """Half as many: of each two neighbours the one with more on the disk; first and last stay."""
+    inner = points[1:-1]
+    pairs = (inner[at : at + 2] for at in range(0, len(inner), 2))
+    return [points[0], *(max(pair, key=lambda point: point.total) for pair in pairs), points[-1]]
+
+
+@contextlib.contextmanager
+def pictured(path: str | Path | None) -> Iterator[DiskRecord | None]:
+    """Keep what splits inside the context tell, and draw it at the end, also of one that fails on the way.
+
+    Args:
+        path: of the picture; None for no picture.
+
+    Raises:
+        OptionError, MissingPackageError: as `check_picture`, before anything else.
+        OSError: the file cannot be written.
+    """
+    if path is None:
+        yield None
+        return
+    check_picture(path)
+    record = DiskRecord()
+    try:
+        with progress.listening(record, shows=False):
+            yield record
+    finally:
+        if record.points:
+            draw(record, path)
+
+
+def draw(record: DiskRecord, path: str | Path) -> None:
+    """Draw a record with at least one point.
+
+    Raises:
+        OptionError, MissingPackageError: as `check_picture`.
+        OSError: the file cannot be written.
+    """
+    check_picture(path)
+    write(_drawn(record), path, _DPI)
+
+
+def _drawn(record: DiskRecord) -> Any:
+    points, peak = record.points, record.peak
+    assert peak is not None
+    figure = blank(_WIDTH, _HEIGHT)
+    axes = figure.subplots()
+    most = max(peak.total, record.source_bytes)
+    scale, unit = unit_of(most)
+    per, time_unit = _time_unit(points[-1].seconds)
+    times = [point.seconds / per for point in points]
+    split = [point.disk_bytes / scale for point in points]
+    total = [point.total / scale for point in points]
+    axes.fill_between(
+        times, split, color=SPLIT_COLOUR, linewidth=0, step="post", label="the split (layers, and shards fetched)"
+    )
+    if max(point.source_left_bytes for point in points):
+        label = "the checkpoint's own shards"
+        axes.fill_between(times, split, total, color=SOURCE_COLOUR, linewidth=0, step="post", label=label)
+    note = _limits(axes, record, most, scale)
+    axes.plot([peak.seconds / per], [peak.total / scale], "o", color="black", markersize=5, zorder=5)
+    _label_peak(axes, peak, times[-1], per, scale)
+    _shard_marks(axes, record, per)
+    axes.set_xlim(0, max(times[-1], 1e-9))
+    axes.set_ylim(0, 1.07 * axes.get_ylim()[1])  # room for the label of a peak
+    axes.set_xlabel(time_unit)
+    axes.set_ylabel(f"{unit} on the disk")
+    unframed(axes)
+    facts = (
+        f"a checkpoint of {amount(record.source_bytes)} in {record.of} shards, split in {duration(points[-1].seconds)}"
+    )
+    label = record.label if len(record.label) <= MOST_LABEL else "…" + record.label[-MOST_LABEL:]
+    figure.suptitle(f"{label}\n{facts}{note}", x=0.01, ha="left", fontsize=10)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    return figure
+
+
+def _time_unit(seconds: float) -> tuple[float, str]:
+    if seconds < 180:
+        return 1.0, "seconds"
+    return (60.0, "minutes") if seconds < 3 * 3600 else (3600.0, "hours")
+
+
+def _limits(axes: Any, record: DiskRecord, most: int, scale: float) -> str:
+    """Lines for the limit and for the checkpoint's size; what to write of a limit that is far off."""
+    axes.axhline(
+        record.source_bytes / scale, color=WHOLE_COLOUR, linestyle=":", linewidth=1.5, label="the whole checkpoint"
+    )
+    limits = [point.limit_bytes for point in record.points if point.limit_bytes]
+    if not limits:
+        return ""
+    if min(limits) > FAR * most:
+        return f"; limit of the split {amount(min(limits))}"
+    times = [point.seconds for point in record.points]
+    per, _ = _time_unit(times[-1])
+    heights = [point.limit_bytes / scale for point in record.points]
+    axes.step(
+        [time / per for time in times],
+        heights,
+        where="post",
+        color=LIMIT_COLOUR,
+        linestyle="--",
+        linewidth=1.5,
+        label="limit of the split",
+    )
+    return ""
+
+
+def _label_peak(axes: Any, peak: Point, end: float, per: float, scale: float) -> None:
+    """Beside the peak's dot, on the side where there is room."""
+    left = peak.seconds / per > end / 2
+    axes.annotate(
+        f"peak {amount(peak.total)}",
+        (peak.seconds / per, peak.total / scale),
+        xytext=(-8 if left else 8, 6),
+        textcoords="offset points",
+        ha="right" if left else "left",
+        va="bottom",
+        fontweight="bold",
+        fontsize=10,
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5},
+        zorder=6,
+    )
+
+
+def _shard_marks(axes: Any, record: DiskRecord, per: float) -> None:
+    """A thin line where each shard was used up, some of them with a number above."""
+    end = record.points[-1].seconds
+    numbered = LABELLED * end  # where the words end
+    for shard in record.shards:
+        axes.axvline(shard.seconds / per, color="white", linewidth=0.8, alpha=0.8, zorder=1.5)
+        axes.axvline(shard.seconds / per, ymin=0.985, ymax=1.0, color="black", linewidth=0.8)
+        if shard.seconds >= numbered:
+            numbered = shard.seconds + APART * end
+            where = (shard.seconds / per, 1.01)
+            axes.annotate(str(shard.number), where, xycoords=("data", "axes fraction"), ha="center", fontsize=8)
+    if record.shards:
+        axes.annotate("shards used up:", (0, 1.01), xycoords="axes fraction", ha="left", fontsize=8, color="#333333")

@@ -1,0 +1,60 @@
+"""What every picture has in common: the formats there are, a figure that needs no screen, and the file it becomes.
+
+Drawn by matplotlib, which is imported when the first figure is made. Knows nothing of what is drawn.
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+from rabbitllm.errors import MissingPackageError, OptionError
+from rabbitllm.storage.durable import write_whole
+
+FORMATS = ("png", "svg", "pdf")
+
+
+def check_picture(path: str | Path) -> None:
+    """Refuse before anything is measured what could not be drawn after it.
+
+    Raises:
+        OptionError: the name ends in no format that is drawn.
+        MissingPackageError: matplotlib is not installed.
+    """
+    ending = Path(path).suffix.removeprefix(".").lower()
+    if ending not in FORMATS:
+        raise OptionError(f"{path} is no name of a picture.", f"Give it one that ends in .{', .'.join(FORMATS)}.")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise MissingPackageError(
+            "A picture needs the package matplotlib.", 'Install it: pip install ".[plot]" in a copy of the repository.'
+        ) from error
+
+
+def blank(width: float, height: float) -> Any:
+    """An empty white figure of so many inches, whatever backend the process has chosen."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def unframed(axes: Any) -> None:
+    """Leave the two sides of axes that have a scale."""
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def write(figure: Any, path: str | Path, dpi: int = 150) -> None:
+    """Write a figure in the format that the file's name says; the file is replaced.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=Path(path).suffix[1:].lower(), dpi=dpi)
+    write_whole(Path(path), buffer.getvalue())

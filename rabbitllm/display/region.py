@@ -1,0 +1,188 @@
+"""The one region of stderr in this process that changes in place; whoever has progress to show asks for it here.
+
+Where several ask, the last one is shown, and the one before it again when that is over. A thread paints while there is
+anything to paint. In lines, each who asks has a line every few seconds, fewer the longer it takes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from rabbitllm.base.forks import in_child
+from rabbitllm.base.words import Row, text_of
+from rabbitllm.display.form import Form, form_of, size_of
+from rabbitllm.display.notebook import COLUMNS, NotebookOutput
+from rabbitllm.display.terminal import Terminal
+
+REFRESH_SECONDS = 0.2
+NOTEBOOK_SECONDS = 0.5
+LINE_SECONDS = 5.0
+MOST_LINE_SECONDS = 30.0
+SHARE_BETWEEN_LINES = 0.01
+"""Of the time that something takes in all: what passes between two lines of it, so that hours give no wall of them."""
+
+
+class Content(Protocol):
+    """What is shown; asked from a thread, and quick to answer."""
+
+    def rows(self, width: int) -> Sequence[Row]:
+        """At most four rows of at most so many columns."""
+        ...
+
+    def line(self) -> str:
+        """The same facts as one plain line."""
+        ...
+
+
+class Pace:
+    """When the next line is due. Seconds are those of any one clock."""
+
+    def __init__(self, start: float) -> None:
+        self._start = self._last = start
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is time for a line; if so, it counts as printed."""
+        wait = min(max(LINE_SECONDS, SHARE_BETWEEN_LINES * (now - self._start)), MOST_LINE_SECONDS)
+        if now - self._last < wait:
+            return False
+        self._last = now
+        return True
+
+
+class Claim:
+    """The right to be shown, until `release`."""
+
+    def __init__(self, region: Region, content: Content, pace: Pace, form: Form) -> None:
+        self.content = content
+        self.pace = pace
+        self.form = form
+        self.output = NotebookOutput(NOTEBOOK_SECONDS) if form is Form.NOTEBOOK else None
+        self._region = region
+        self._over = False
+
+    def release(self, last: str = "") -> None:
+        """Take it away, and leave a line if one is given. Safe to call again."""
+        if not self._over:
+            self._over = True
+            self._region.drop(self, last)
+
+
+class Region:
+    """Claims, and the thread that paints the last of them."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._claims: list[Claim] = []
+        self._terminal: Terminal | None = None
+        self._ticking: threading.Event | None = None
+
+    def claim(self, content: Content, pace: Pace | None = None) -> Claim:
+        """Show something from now on.
+
+        Args:
+            content: what.
+            pace: of its lines, for one who asks again and again.
+        """
+        form = form_of(sys.stderr)
+        claim = Claim(self, content, pace or Pace(self._clock()), form)
+        with self._lock:
+            self._claims.append(claim)
+            if form is Form.TERMINAL:
+                self._attach().begin()
+            if form is not Form.LINES:
+                self._show()
+            if self._ticking is None:
+                self._ticking = threading.Event()
+                threading.Thread(target=self._tick_on, args=(self._ticking,), name="live", daemon=True).start()
+        return claim
+
+    def observe(self) -> None:
+        """Begin to note where others' text ends on a terminal, for rows that come later."""
+        if form_of(sys.stderr) is Form.TERMINAL:
+            with self._lock:
+                self._attach()
+
+    def drop(self, claim: Claim, last: str) -> None:
+        """Called by `Claim.release`."""
+        with self._lock:
+            if claim not in self._claims:  # it was the parent's, before a fork
+                return
+            self._claims.remove(claim)
+            if not self._claims and self._ticking is not None:
+                self._ticking.set()
+                self._ticking = None
+            terminal = self._terminal if claim.form is Form.TERMINAL else None
+            if claim.output is not None:
+                claim.output.close(last)
+            elif terminal is not None:
+                if not self._rows_wanted():
+                    terminal.erase()
+                if last:
+                    terminal.above(last)
+                self._show()
+            elif last:
+                _print(last)
+        if terminal is not None and not self._rows_wanted():
+            terminal.guests.let_go()  # without our lock: tqdm takes its own first, then ours
+
+    def _rows_wanted(self) -> bool:
+        return any(claim.form is Form.TERMINAL for claim in self._claims)
+
+    def _attach(self) -> Terminal:
+        if self._terminal is None or self._terminal.stream is not sys.stderr:
+            if self._terminal is not None:
+                self._terminal.detach()
+            self._terminal = Terminal(sys.stderr, self._lock)
+        self._terminal.watch_stdout()
+        return self._terminal
+
+    def _tick_on(self, over: threading.Event) -> None:
+        while not over.wait(REFRESH_SECONDS):
+            with self._lock:
+                if not over.is_set():
+                    self._show()
+
+    def _show(self) -> None:
+        """Paint the last claim, or print its line if that is due."""
+        if not self._claims:
+            return
+        claim = self._claims[-1]
+        if claim.form is Form.TERMINAL and self._terminal is not None:
+            self._terminal.paint(claim.content.rows(size_of(self._terminal.stream)[0] - 1))
+        elif claim.output is not None:
+            claim.output.show("\n".join(map(text_of, claim.content.rows(COLUMNS))), self._clock())
+        elif claim.pace.is_due(self._clock()):
+            _print(claim.content.line())
+
+    def _end(self) -> None:
+        with self._lock:
+            if self._terminal is not None:
+                self._terminal.detach()
+
+    def _begin_anew(self) -> None:
+        """In a forked child, where no thread paints and another one may have held the lock."""
+        self._lock = threading.RLock()
+        self._claims, self._ticking = [], None
+        if self._terminal is not None:
+            self._terminal.let_others_write()
+            self._terminal = None
+
+
+def _print(line: str) -> None:
+    stream: Any = sys.stderr
+    with contextlib.suppress(ValueError, OSError):  # closed, or nobody reads it any more
+        stream.write(line + "\n")
+        stream.flush()
+
+
+THE_REGION = Region()
+"""Of this process."""
+atexit.register(THE_REGION._end)
+in_child(THE_REGION._begin_anew)

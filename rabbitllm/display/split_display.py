@@ -1,0 +1,168 @@
+"""What a split shows by itself: rows on a terminal, an output in a notebook, a line every few seconds elsewhere.
+
+How it is drawn, from facts; what the facts are is `split_facts.py`'s, and where rows go `display/`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from rabbitllm.base import progress
+from rabbitllm.base.split_facts import Facts, SplitLedger
+from rabbitllm.base.words import Piece, Row, amount, bar, duration, fitting, part, speed
+from rabbitllm.display.region import THE_REGION, Claim
+
+TOGETHER = 90
+"""From so many columns on, the disk and the rates share a row."""
+LEAST_BAR, MOST_BAR = 8, 60
+
+
+class SplitDisplay:
+    """Listens to a split and shows it on stderr.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._ledger = SplitLedger(clock)
+        self._lock = threading.Lock()
+        self._claim: Claim | None = None
+
+    def __call__(self, event: progress.Event) -> None:
+        with self._lock:
+            self._ledger.hear(event)
+        match event:  # without the lock, which the region's thread takes too
+            case progress.DownloadStarted():
+                self._show()
+            case progress.SplitStarted():
+                if event.shards:
+                    self._show()
+            case progress.SplitDone():
+                self.close(done_line(event) if self._claim is not None else "")
+
+    def facts(self) -> Facts:
+        """As things are now."""
+        with self._lock:
+            return self._ledger.facts()
+
+    def rows(self, width: int) -> Sequence[Row]:
+        """For the region."""
+        return rows_of(self.facts(), width)
+
+    def line(self) -> str:
+        """For the region."""
+        return line_of(self.facts())
+
+    def _show(self) -> None:
+        if self._claim is None:
+            self._claim = THE_REGION.claim(self)
+
+    def close(self, last: str = "") -> None:
+        """Take the rows away; leave a line if one is given."""
+        if self._claim is not None:
+            self._claim.release(last)
+            self._claim = None
+
+
+def rows_of(facts: Facts, width: int) -> list[Row]:
+    """Three rows, or four where they are narrow.
+
+    Args:
+        facts: what to say.
+        width: columns.
+    """
+    head = f"{facts.doing} "
+    tail = fitting(
+        [
+            Piece(f"{100 * facts.share:.0f} %", 0, "bold"),
+            Piece(_rate(facts.rates.done), 2),
+            Piece(_left(facts), 1, "bold"),
+        ],
+        width - len(head) - LEAST_BAR - 1,
+    )
+    taken = len(head) + 1 + sum(len(text) for text, _ in tail)
+    first: Row = ((head, ""), *bar(facts.share, min(max(width - taken, 0), MOST_BAR)), (" ", ""), *tail)
+    disk, rates = _disk_pieces(facts), _rate_pieces(facts)
+    if width >= TOGETHER:
+        lower = [fitting([*disk, *rates], width)]
+    else:
+        lower = [fitting(disk, width), fitting(rates, width)]
+    rows = [first, fitting(_place_pieces(facts), width), *lower]
+    return [row for row in rows if row]
+
+
+def line_of(facts: Facts) -> str:
+    """All of it in one plain line."""
+    pieces = [
+        f"{facts.doing} {100 * facts.share:.0f} %",
+        _rate(facts.rates.done),
+        _left(facts),
+        *(piece.text for piece in (*_place_pieces(facts), *_disk_pieces(facts), *_rate_pieces(facts))),
+    ]
+    return ", ".join(piece for piece in pieces if piece)
+
+
+def done_line(event: progress.SplitDone) -> str:
+    """What stays when all is done."""
+    took = f"{event.seconds:.1f} s" if event.seconds < 10 else duration(event.seconds)
+    return (
+        f"split into {event.layers} layers, {amount(event.output_bytes)}, in {took}; "
+        f"peak disk {amount(event.peak_disk_bytes)}"
+    )
+
+
+def _rate(rate: float | None) -> str:
+    return speed(rate) if rate else ""
+
+
+def _left(facts: Facts) -> str:
+    if facts.seconds_left is not None:
+        return f"{duration(facts.seconds_left)} left"
+    return "" if facts.rates.done is None else "waiting"
+
+
+def _place_pieces(facts: Facts) -> list[Piece]:
+    found = [Piece(part(facts.done_bytes, facts.total_bytes), 0)]
+    if facts.shards:
+        found.append(Piece(f"shard {max(facts.shard, 1)} of {facts.shards}", 1))
+    if facts.shard_here < 1:
+        found.append(Piece(f"{100 * facts.shard_here:.0f} % of it here", 3))
+    if facts.layer:
+        found.append(Piece(facts.layer, 2))
+    if facts.layers:
+        found.append(Piece(f"{facts.layers_done} of {facts.layers} layers", 4))
+    return found
+
+
+def _disk_pieces(facts: Facts) -> list[Piece]:
+    if facts.disk_bytes is None or facts.limit_bytes is None:
+        return []
+    found = [Piece(f"disk in use {part(facts.disk_bytes, facts.limit_bytes)}", 0)]
+    if facts.source_left_bytes:
+        found.append(Piece(f"source {amount(facts.source_left_bytes)}", 5))
+    return found
+
+
+def _rate_pieces(facts: Facts) -> list[Piece]:
+    rates = facts.rates
+    named = [("fetch", rates.fetch, 1), ("quantise", rates.quantise, 2), ("write", rates.write, 3)]
+    return [Piece(f"{name} {speed(rate)}", rank) for name, rate, rank in named if rate is not None]
+
+
+@contextlib.contextmanager
+def shown(wanted: bool = True) -> Iterator[None]:
+    """Show splits while the context is open, unless someone else does."""
+    if not wanted or progress.is_shown():
+        yield
+        return
+    display = SplitDisplay()
+    try:
+        with progress.listening(display):
+            yield
+    finally:
+        display.close()

@@ -1,0 +1,118 @@
+"""How fast this machine multiplies with weights that are published in bitsandbytes' own form: by its own modules.
+
+They are made as a checkpoint's are, around codes and scales that are there, and nothing is quantised for it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rabbitllm.quant.compression import Quantised
+
+_FORM = "bitsandbytes "
+_BLOCK = 64
+"""Elements that share a scale, as bitsandbytes has it by default."""
+_STATE = ".quant_state.bitsandbytes__"
+
+
+def form_of(module: nn.Module) -> str | None:
+    """The form that such a module's weight is multiplied from: "bitsandbytes 8bit", or of 4bit with the dtype that it
+    computes in; None for any other module."""
+    kind = type(module).__name__
+    if kind == "Linear8bitLt":
+        return f"{_FORM}8bit"
+    if kind == "Linear4bit":
+        return f"{_FORM}4bit in {str(module.compute_dtype or torch.float32).removeprefix('torch.')}"
+    return None
+
+
+def is_form(form: str) -> bool:
+    """Whether a form is one of these."""
+    return form.startswith(_FORM)
+
+
+def nbytes_of(form: str, rows: int, columns: int) -> int:
+    """Of a matrix as it is stored, its scales among them."""
+    if "8bit" in form:
+        return rows * columns + 4 * rows
+    return rows * columns // 2 + -(-rows * columns // _BLOCK) * 4
+
+
+class BitsandbytesMatrix:
+    """A `StoredMatrix` that one of bitsandbytes' modules multiplies with.
+
+    Args:
+        module: with its weight bound.
+        form: of which only the shape is asked.
+    """
+
+    def __init__(self, module: Any, form: Quantised) -> None:
+        self._module = module
+        self.form = form
+        self.payload = self.absmax = self.table = module.weight.data
+
+    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
+        """Never asked for."""
+        raise NotImplementedError
+
+    def grouped(self, x: torch.Tensor) -> None:
+        """One by one."""
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """`x @ W.T`, as the module does it."""
+        result: torch.Tensor = self._module(x)
+        return result
+
+
+def matrix(form: str, rows: int, columns: int, filled: Callable[[int], torch.Tensor]) -> BitsandbytesMatrix:
+    """A matrix of made-up codes.
+
+    Args:
+        form: see `form_of`.
+        rows, columns: of the matrix.
+        filled: gives uint8 (nbytes,) that has been written to.
+    """
+    from bitsandbytes import functional
+    from bitsandbytes import nn as modules
+
+    if "8bit" in form:
+        codes = filled(rows * columns).view(torch.int8).view(rows, columns)
+        with torch.device("meta"):
+            made = modules.Linear8bitLt(columns, rows, bias=False, has_fp16_weights=False, threshold=6.0)
+        scales = torch.ones(rows, device=codes.device)
+        made.weight = modules.Int8Params(codes, requires_grad=False, CB=codes, SCB=scales)
+    else:
+        compute = getattr(torch, form.rpartition(" ")[2])
+        codes = filled(rows * columns // 2).view(-1, 1)
+        with torch.device("meta"):
+            made = modules.Linear4bit(columns, rows, bias=False, compute_dtype=compute, quant_type="nf4")
+        table = functional.get_4bit_type("nf4", device=codes.device)
+        absmax = torch.ones(-(-rows * columns // _BLOCK), device=codes.device)
+        state = functional.QuantState(
+            absmax, torch.Size((rows, columns)), table, blocksize=_BLOCK, quant_type="nf4", dtype=compute
+        )
+        made.weight = modules.Params4bit(
+            codes, requires_grad=False, quant_state=state, quant_type="nf4", bnb_quantized=True, module=made
+        )
+    return BitsandbytesMatrix(made.eval(), Quantised(form, (rows, columns), None))
+
+
+def made_up_state(name: str) -> torch.Tensor | None:
+    """What a stored part of that name says, uint8 (nbytes,), if it is read and not multiplied with; else None."""
+    if _STATE not in name:
+        return None
+    said = {
+        "quant_type": name.rpartition("__")[2],
+        "blocksize": _BLOCK,
+        "dtype": "float32",
+        "shape": [1, 1],
+        "nested_blocksize": 256,
+        "nested_dtype": "float32",
+        "nested_offset": 0.0,
+    }
+    return torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)

@@ -1,0 +1,53 @@
+"""The short list of well-known models, from the figures that come with the package; asks no network."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from rabbitllm.checkpoints.quantised import quantised_as
+from rabbitllm.estimate.outline import Outline
+from rabbitllm.estimate.outline_families import outline_of
+
+FILE = "models.json"
+
+
+@dataclass(frozen=True)
+class Published:
+    """A model on the hub.
+
+    Attributes:
+        repository: organisation/name.
+        parameters: how many it has.
+        largest_shard_bytes: of its files.
+        config: the entries of its config.json that decide shapes.
+    """
+
+    repository: str
+    parameters: int
+    largest_shard_bytes: int
+    config: Mapping[str, Any]
+
+    @functools.cached_property
+    def outline(self) -> Outline:
+        """Its tensors."""
+        return outline_of(self.config)
+
+    @property
+    def quantised(self) -> str | None:
+        """How it is published quantised."""
+        return quantised_as(self.config)
+
+
+@functools.cache
+def published() -> tuple[Published, ...]:
+    """All of the list, from the smallest to the largest."""
+    content = json.loads(resources.files("rabbitllm.estimate.doctor").joinpath(FILE).read_text(encoding="utf-8"))
+    return tuple(
+        Published(one["repository"], one["parameters"], int(one["largest_shard_gb"] * 1000**3), one["config"])
+        for one in content["models"]
+    )

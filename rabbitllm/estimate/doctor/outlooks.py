@@ -1,0 +1,83 @@
+"""Which models of the short list fit this machine: the disk by counting, generating by the prediction of a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rabbitllm.estimate.doctor.facts import AtCompression, Folder, ModelOutlook, Need
+from rabbitllm.estimate.doctor.models import Published
+from rabbitllm.estimate.doctor.places import CACHE, SPLITS
+from rabbitllm.splitter.forecast import ROUTES, STANDARD
+
+if TYPE_CHECKING:
+    from rabbitllm.estimate.doctor.speeds import Bench
+
+MIN_FREE_BYTES = 1000**3
+"""Of a disk that stay free, as a split leaves them by default."""
+_SHARDS = {"sequential_ahead": 2, "sequential_file": 1, "sequential_stream": 0}
+
+
+def on_disk(model: Published, folders: Iterable[Folder]) -> ModelOutlook:
+    """What a model takes of the disks at each compression and on each route; nothing of generating.
+
+    Args:
+        model: which.
+        folders: that of splits and that of the hub cache are looked at.
+    """
+    outline = model.outline
+    places = {use: folder for folder in folders for use in folder.uses}
+    found = tuple(
+        AtCompression(compression, output, tuple(_need(name, model, output, places) for name in ROUTES))
+        for compression in outline.compressions
+        for output in [outline.output_bytes(compression)]
+    )
+    return ModelOutlook(model.repository, model.parameters, outline.checkpoint_bytes, found, model.quantised)
+
+
+def _need(route: str, model: Published, output: int, places: Mapping[str, Folder]) -> Need:
+    splits, cache = places.get(SPLITS), places.get(CACHE)
+    downloads = model.outline.checkpoint_bytes if route == STANDARD else 0
+    created = output + _SHARDS.get(route, 0) * model.largest_shard_bytes
+    if splits is None:
+        return Need(route, created + downloads, 0)
+    if cache is None or cache.disk == splits.disk:
+        missing = created + downloads + MIN_FREE_BYTES - splits.room
+    else:
+        beside = downloads + MIN_FREE_BYTES - cache.room if downloads else 0
+        missing = max(created + MIN_FREE_BYTES - splits.room, beside)
+    return Need(route, created + downloads, max(missing, 0))
+
+
+def with_times(model: Published, outlook: ModelOutlook, bench: Bench, every: bool = False) -> ModelOutlook:
+    """The same with what generating takes; a problem of one compression is said there.
+
+    Args:
+        model: which.
+        outlook: of it, from `on_disk`.
+        bench: what measures.
+        every: of compressions too for which the disk has no room.
+    """
+    timed = (_timed(model, one, bench) if every or one.route is not None else one for one in outlook.at)
+    return dataclasses.replace(outlook, at=tuple(timed))
+
+
+def _timed(model: Published, one: AtCompression, bench: Bench) -> AtCompression:
+    from rabbitllm.estimate.stretched import predict_outline
+
+    with tempfile.TemporaryDirectory(prefix="rabbitllm-doctor-") as work:
+        try:
+            _, found = predict_outline(
+                model.outline, one.compression, bench.folder, bench.machine, bench.files, Path(work)
+            )
+        except Exception as error:  # a list is worth more than its one line that cannot be told
+            return dataclasses.replace(one, problem=str(error).split("\n")[0] or type(error).__name__)
+    return dataclasses.replace(one, generation=found)
+
+
+def smallest_need(outlooks: Sequence[ModelOutlook]) -> int:
+    """Bytes of disk without which no model of the list can be split."""
+    return min((need.disk_bytes for found in outlooks for one in found.at for need in one.needs), default=0)

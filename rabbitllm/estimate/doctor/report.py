@@ -1,0 +1,253 @@
+"""What a machine has and can run, as text for people. Decides nothing.
+
+Laid out for 80 columns, with two columns more from 100 on. On a terminal there is colour and long lines are wrapped;
+elsewhere each is one plain line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from rabbitllm.base.terminal import counted, harmless, large, put, put_fact, shortened, size
+from rabbitllm.base.words import speed
+from rabbitllm.estimate.doctor.facts import (
+    AtCompression,
+    Folder,
+    Hub,
+    Machine,
+    Memory,
+    ModelOutlook,
+    Package,
+    Processor,
+    Report,
+)
+from rabbitllm.estimate.generation_report import moment
+from rabbitllm.quant.compression import COMPRESSIONS
+
+_CELL = 17
+_NAME = 21
+_SIZE = 8
+_BESIDE = 33
+_WIDE = 100
+"""Columns from which there is room for what stays and what is read."""
+_MARKS = {"standard": "", "sequential_ahead": ", seq.", "sequential_file": ", seq.", "sequential_stream": ", stream"}
+_ROUTES = ("standard", "sequential_file", "sequential_stream")
+_LEGEND = (
+    "seq.: the disk has room only with sequential_shard_processing=True; stream: only",
+    "if that keeps no shard there, which it then chooses; no: what it would take",
+)
+_LEGEND_OF_ALL = (
+    "standard, sequential, stream: disk at the peak; sequential: one shard at a time;",
+    "stays: in memory or on GPUs; read: for each token, from the disk or its cache",
+)
+
+
+def show(report: Report, console: Console, *, every: bool = False) -> None:
+    """Print a report.
+
+    Args:
+        report: it.
+        console: where to.
+        every: all that is known of each model, instead of a line for each.
+    """
+    put(console, Text(f"RabbitLLM {report.version} on this machine", "bold"))
+    console.print()
+    for name, value in _facts(report.machine):
+        put_fact(console, name, value)
+    for failure in report.failures:
+        put(console, Text(f"not found out: {failure.what} ({harmless(failure.problem)})", "yellow"))
+    if report.models:
+        console.print()
+        _show_models(console, report, every)
+    console.print()
+    _show_advice(console, report)
+
+
+# The machine
+
+
+def _facts(machine: Machine) -> Iterator[tuple[str, str]]:
+    if machine.memory is not None:
+        yield "memory", _memory(machine.memory)
+    if machine.processor is not None:
+        yield "processor", _processor(machine.processor)
+    if machine.gpus is not None:
+        yield from _gpus(machine)
+    if machine.host is not None:
+        yield "this is", f"{machine.host.name}: {'; '.join(machine.host.hints)}"
+    yield from _folders(machine.folders)
+    if machine.hub is not None:
+        yield "hub", _hub(machine.hub)
+    if machine.packages:
+        yield "packages", _packages(machine.packages)
+    for number, rate in enumerate(machine.rates):
+        yield "" if number else "measured", f"{speed(rate.bytes_per_second)} {rate.what}"
+
+
+def _memory(memory: Memory) -> str:
+    said = f"{size(memory.total)}, {size(memory.free)} free"
+    named = [(f"a control group (v{one.version})", one.limit, one.room) for one in memory.groups]
+    named += [(one.name, one.limit, one.room) for one in memory.limits]
+    for name, limit, room in named:
+        if limit < memory.total:
+            said += f"; {name} allows {size(limit)}, of which {size(room)} are left"
+    return said
+
+
+def _processor(processor: Processor) -> str:
+    has = [name for name, there in processor.instructions.items() if there]
+    lacks = [name for name, there in processor.instructions.items() if not there]
+    cores = f"{processor.usable:g} of {counted(processor.cores, 'core')}"
+    said = [", ".join(has)] if has else []
+    said += [f"no {', '.join(lacks)}"] if lacks else []
+    return f"{harmless(processor.name)}, {cores}" + (f": {'; '.join(said)}" if said else "")
+
+
+def _gpus(machine: Machine) -> Iterator[tuple[str, str]]:
+    assert machine.gpus is not None
+    if not machine.gpus.found:
+        yield "GPU", "none that torch can use" if machine.gpus.driver else "none"
+    for gpu in machine.gpus.found:
+        major, minor = gpu.capability
+        dtype = "bfloat16" if gpu.bf16 else "float16: it has no bfloat16"
+        room = f"{size(gpu.free)} of {size(gpu.total)} free"
+        yield "GPU", f"{gpu.device}, {harmless(gpu.name)}, {room}, capability {major}.{minor}, computes in {dtype}"
+
+
+def _folders(folders: Sequence[Folder]) -> Iterator[tuple[str, str]]:
+    said: dict[int, str] = {}
+    for number, folder in enumerate(folders):
+        if folder.disk in said:
+            room = f"on the disk of {said[folder.disk]}"
+        else:
+            kind = f", {folder.filesystem}" if folder.filesystem else ""
+            room = f"{size(folder.free)} free of {size(folder.total)}{kind}" + (", in RAM" if folder.in_memory else "")
+        said.setdefault(folder.disk, folder.uses[0])
+        quota = f", {size(folder.quota)} at most" if folder.quota is not None else ""
+        barred = "" if folder.writable else ", not writable"
+        path = shortened(folder.path)
+        yield "" if number else "disks", f"{' and '.join(folder.uses)}: {room}{quota}{barred} ({path})"
+
+
+def _hub(hub: Hub) -> str:
+    token = "a token is there" if hub.token else "no token"
+    if hub.offline:
+        return f"{hub.endpoint}, not asked: HF_HUB_OFFLINE is set; {token}"
+    if not hub.reachable:
+        return f"{hub.endpoint} does not answer; {token}"
+    return f"{hub.endpoint} answers in {moment(hub.seconds)}; {token}"
+
+
+def _packages(packages: Sequence[Package]) -> str:
+    sound = [package for package in packages if package.sound]
+    shown = ", ".join(
+        f"{one.name} {one.found}" for one in sound if one.name in ("torch", "transformers", "bitsandbytes")
+    )
+    absent = [f"{one.name} ({one.brings})" for one in packages if one.optional and one.found is None]
+    said = f"{len(sound)} of {len(packages)} sound" + (f", among them {shown}" if shown else "")
+    return said + (f"; not there, and optional: {', '.join(absent)}" if absent else "")
+
+
+# Models
+
+
+def _show_models(console: Console, report: Report, every: bool) -> None:
+    timed = any(one.generation for model in report.models for one in model.at)
+    title = f"seconds a token on {', '.join(report.devices)}" if timed else "layer files on the disk"
+    put(console, Text(f"Models that fit, and {title}", "bold"))
+    if every:
+        for model in report.models:
+            _show_model(console, model)
+        console.print()
+        for line in _LEGEND_OF_ALL:
+            put(console, Text(line, "dim"))
+        return
+    wide = timed and console.is_terminal and console.width >= _WIDE
+    room = console.width - (_BESIDE if wide else 0)
+    shown = COMPRESSIONS if room >= _NAME + _SIZE + len(COMPRESSIONS) * _CELL else COMPRESSIONS[:-1]
+    names = ("uncompressed", *shown[1:])
+    more = f"{'stays in memory':>18}{'read a token':>15}" if wide else ""
+    head = f"{'':<{_NAME}}{'size':>6}  " + "".join(f"{name!s:<{_CELL}}" for name in names) + more
+    put(console, Text(head.rstrip(), "dim"))
+    for model in report.models:
+        put(console, _line(model, shown, timed, wide))
+    for line in _LEGEND:
+        put(console, Text(line, "dim"))
+
+
+def _line(model: ModelOutlook, shown: Sequence[str | None], timed: bool, wide: bool) -> Text:
+    name = f"{model.name} ({model.quantised})" if model.quantised else model.name
+    name = name.replace("-Instruct", "")
+    line = Text.assemble((f"{name:<{_NAME}}", "bold"), f"{_short(model.parameters):>6}  ")
+    at = {one.compression: one for one in model.at}
+    for compression in shown:
+        cell, style = _cell(at[compression], timed) if compression in at else ("", "")
+        line.append(cell, style)
+        line.append(" " * (_CELL - len(cell)))
+    if wide and (best := model.best) is not None and best.generation is not None:
+        read = size(best.generation.read_bytes) if best.generation.read_bytes else "nothing"
+        line.append(f"{size(best.generation.stays_bytes):>18}{read:>15}", "dim")
+    line.rstrip()
+    return line
+
+
+def _short(parameters: int) -> str:
+    return f"{parameters / 1e9:.1f} B" if parameters < 99.5e9 else f"{parameters / 1e9:.0f} B"
+
+
+def _cell(one: AtCompression, timed: bool) -> tuple[str, str]:
+    """What is said of a model at a compression, and in which colour."""
+    if one.route is None:
+        return f"no: {_rough(min(need.disk_bytes for need in one.needs))}", "red"
+    value = moment(one.token_seconds) if timed else _rough(one.output_bytes)
+    return value + _MARKS[one.route], "yellow" if _MARKS[one.route] else "green"
+
+
+def _rough(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.0f} GiB" if nbytes >= 99.5 * 2**30 else f"{nbytes / 2**30:.1f} GiB"
+
+
+def _show_model(console: Console, model: ModelOutlook) -> None:
+    console.print()
+    kind = f", {model.quantised}" if model.quantised else ""
+    about = f": {large(model.parameters)} parameters, {size(model.checkpoint_bytes)} as published{kind}"
+    put(console, Text.assemble((model.repository, "bold"), about))
+    heads = ("standard", "sequential", "stream", "fits by", "stays", "read", "a token")
+    put(console, Text(_columns("GiB", *heads), "dim"))
+    for one in model.at:
+        needs = {need.route: need.disk_bytes for need in one.needs}
+        disk = [f"{needs[route] / 2**30:,.1f}" for route in _ROUTES]
+        route = (
+            "nothing" if one.route is None else {"sequential_stream": "stream"}.get(one.route, one.route.split("_")[0])
+        )
+        found = one.generation
+        stays, read = (f"{found.stays_bytes / 2**30:,.1f}", f"{found.read_bytes / 2**30:,.1f}") if found else ("", "")
+        row = _columns(one.compression or "uncompressed", *disk, route, stays, read, moment(one.token_seconds))
+        put(console, Text(row, "red" if one.route is None else ""))
+        if one.problem is not None:
+            put(console, Text(f"  no time: {harmless(one.problem)}", "yellow"))
+
+
+def _columns(name: str, *values: str) -> str:
+    widths = (10, 12, 9, 12, 8, 9, 9)
+    lead = f"  {name:<{13}}" if name != "GiB" else f"{'GiB':>15}"
+    return (f"{lead:<13}" + "".join(f"{value:>{width}}" for value, width in zip(values, widths, strict=True)))[:100]
+
+
+# What to do
+
+
+def _show_advice(console: Console, report: Report) -> None:
+    for advice in report.advice:
+        head = ("missing: ", "bold red") if advice.essential else ("advice: ", "yellow")
+        put(console, Text.assemble(head, harmless(advice.text, 500)))
+        if advice.command is not None:
+            console.print(Text(f"    {harmless(advice.command, 500)}"), soft_wrap=True)
+    if report.advice:
+        console.print()
+    verdict = "Models can be run here." if report.can_run else "Models cannot be run here before that is mended."
+    put(console, Text(verdict, "bold green" if report.can_run else "bold red"))
+    put(console, Text(f"Times are estimates; looked at for {report.seconds:.1f} s.", "dim"))

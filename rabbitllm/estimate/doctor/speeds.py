@@ -1,0 +1,102 @@
+"""How fast this machine reads, multiplies and copies, in seconds; and the machine that models are then tried on.
+
+Measured by what a plan measures with. What is measured here once is taken for every model of the list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rabbitllm.base.options import StreamOptions
+from rabbitllm.engine.devices import Device, resolve_devices, suits_bf16
+from rabbitllm.engine.span_reader import Way
+from rabbitllm.estimate.expert_times import DIRECT, DROPPED
+from rabbitllm.estimate.machine import RoughMachine, product_key
+from rabbitllm.estimate.products import SET_BYTES, working_set
+from rabbitllm.estimate.reading import Sample, something_to_read
+from rabbitllm.quant.compression import CODES, check_compression
+
+SHAPES = {(4096, 4096): 1, (14336, 4096): 3, (4096, 14336): 1}
+"""(rows, columns) -> share of the bytes, as in a model of 8 billion parameters."""
+UNIT_BYTES = 32 << 20
+"""That reading is measured with at a time."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What models are tried on.
+
+    Attributes:
+        machine: measures each kind of thing once.
+        folder: where layer files would be.
+        files: on its disk, to measure reading with; none where there is no room for any.
+    """
+
+    machine: RoughMachine
+    folder: Path
+    files: Sequence[Path]
+
+
+@contextlib.contextmanager
+def bench_at(folder: Path, min_free: int) -> Iterator[Bench]:
+    """All GPUs, or the CPU, and something to read, which is gone afterwards.
+
+    Args:
+        folder: where layer files would be.
+        min_free: bytes of its disk that are to stay free.
+    """
+    options = StreamOptions(device="auto", show_progress=False)
+    machine = RoughMachine(resolve_devices("auto", None), options, min_free, prompts=False)
+    with something_to_read(folder, (), min_free) as files, _quiet("transformers", "rabbitllm"):
+        machine.files = files
+        yield Bench(machine, folder, files)
+
+
+@contextlib.contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    """Without the warnings of loggers, which speak of models that nobody loads."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def measurements(bench: Bench) -> Iterator[tuple[Callable[[], float | None], str]]:
+    """What can be measured: what measures it, in bytes a second, and what it is."""
+    sample = Sample(bench.files, UNIT_BYTES)
+    for way, words in ((DIRECT, "past the page cache"), (DROPPED, "through the page cache")):
+        yield partial(_reading, bench, sample, way), f"reading the disk of layer files, {words}"
+    for device in bench.machine.devices:
+        plain = "bfloat16" if suits_bf16(device) else "float16"
+        for form in (plain, *dict.fromkeys(CODES.values())) if device.shares_host_memory else (plain,):
+            codes = " codes" if form in CODES else ""
+            yield partial(_product, bench.machine, device, form), f"multiplying with {form}{codes} on {device.name}"
+        if not device.shares_host_memory:
+            yield partial(bench.machine.upload, device.name), f"copying from host memory to {device.name}"
+
+
+def _reading(bench: Bench, sample: Sample, way: Way) -> float | None:
+    return bench.machine.measured(("read", way), partial(sample.rate, way))
+
+
+def _product(machine: RoughMachine, device: Device, form: str) -> float:
+    import torch
+
+    if form in CODES:
+        check_compression(form)
+    dtype = torch.bfloat16 if suits_bf16(device) else torch.float16
+
+    def measure() -> float:
+        return working_set(form, SHAPES, dtype, device, SET_BYTES, mapped=True).rate(1)
+
+    return machine.measured(product_key(device.name, form, True, 1), measure)

@@ -1,0 +1,284 @@
+"""How long a routed module takes for a pass, measured on the model's own module, by the code that a pass runs.
+
+The module gets made-up experts: so many as memory for `SET_BYTES` has, or all of them laid over each other in as much,
+so that the processor's caches find few of them again. They come out of a real pool, and what has to be read is read by
+it, from files that are there. So the calls have all that a token pays: products with small matrices, Python, finding
+and bringing. Which experts a call uses is drawn, all alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from rabbitllm.engine.devices import Device
+from rabbitllm.engine.expert_cache import HALF_LIVES, Numbers
+from rabbitllm.engine.expert_parts import Block, Part
+from rabbitllm.engine.expert_pool import ExpertPool, PooledExperts
+from rabbitllm.engine.expert_source import ExpertSource, Leaf
+from rabbitllm.engine.expert_stack import ExpertStack, Supply
+from rabbitllm.engine.expert_supply import MappedExperts
+from rabbitllm.engine.page_locked import HostBuffers
+from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, Span, SpanReader, Way
+from rabbitllm.estimate import products
+from rabbitllm.estimate.products import small_pages
+from rabbitllm.estimate.reading import Sample
+from rabbitllm.quant.compression import NESTED_BLOCK, code_values
+from rabbitllm.store.order import TENSOR_ALIGNMENT
+from rabbitllm.telemetry.profiler import Profiler
+
+BETWEEN_BYTES = 64 << 20
+"""No processor's caches find what was used before so much else."""
+_BYTE = 0x3C
+"""What experts are filled with: see `products`."""
+
+_Call = Callable[[torch.Tensor], None]
+"""The module's forward, for tokens that are routed so."""
+_NO_FILE = 1 << 50
+"""Bytes of a file that is only asked how tensors would lie in it."""
+
+
+class ExpertCalls:
+    """The experts module of one kind, on one device.
+
+    Args:
+        model: the skeleton that it is in.
+        source: one module of the kind; it is left with placeholders.
+        device: where it computes.
+        sample: to read from.
+        between: bytes of other weights that a pass uses between two such modules: they go through the processor's
+            caches between two calls, and are not counted.
+    """
+
+    def __init__(self, model: Any, source: ExpertSource, device: Device, sample: Sample, between: int = 0) -> None:
+        self._model = model
+        self._source = source
+        self._device = device
+        self._sample = sample
+        self._between = torch.ones(min(between, BETWEEN_BYTES) // 4 if device.shares_host_memory else 0)
+        self._random = np.random.default_rng(0)
+        self._some = max(min(products.SET_BYTES // source.nbytes, source.experts), source.used)
+
+    def mapped(self, tokens: int, *, for_good: bool) -> float:
+        """Seconds of a call whose experts are all in mapped files, or made for good."""
+        with self._with_stacks(_laid_over_each_other(self._model, self._source, for_good)) as call:
+            return self._mean(lambda: call(self._draw(tokens, np.arange(self._source.experts))))
+
+    def found(self, tokens: int) -> float:
+        """Seconds of a call whose experts are all in slots of a pool."""
+        with self._pool(self._some, 0, _Filling()) as pool, self._pooled(pool) as call:
+            _bring_all(pool, self._some)
+            return self._mean(lambda: call(self._draw(tokens, np.arange(self._some))))
+
+    def near(self, tokens: int) -> float:
+        """Seconds of a call whose experts are all in page-locked memory, and copied from there."""
+        with self._pool(0, self._some, _Filling()) as pool, self._pooled(pool) as call:
+            _bring_all(pool, self._some)
+            return self._mean(lambda: call(self._draw(tokens, np.arange(self._some))))
+
+    def read(self, way: Way, slots: int) -> float | None:
+        """Seconds of a token's call whose experts are all read, into one slot after the other: the processor's caches
+        have none of it; None where there is nothing to read.
+
+        Args:
+            way: how they are read.
+            slots: that the pool has for them, of which no more are used than are measured with.
+        """
+        slots = min(slots, self._some, self._source.experts - self._source.used)
+
+        def once(pool: ExpertPool, call: _Call) -> None:
+            everyone = np.arange(self._source.experts)
+            call(self._draw(1, everyone[pool.cache.slots_of(0, everyone) < 0]))
+
+        return self._reading(way, slots, once)
+
+    def first(self, tokens: int, way: Way, slots: int) -> float | None:
+        """Seconds of a call for a prompt, with a pool that is empty."""
+
+        def once(pool: ExpertPool, call: _Call) -> None:
+            for slot in range(pool.cache.slots):
+                pool.cache.forget(0, slot)
+            call(self._draw(tokens, np.arange(self._source.experts)))
+
+        return self._reading(way, min(slots, self._some), once)
+
+    def _reading(self, way: Way, slots: int, once: Callable[[ExpertPool, _Call], None]) -> float | None:
+        places = [span for span in self._sample.spans if span.nbytes >= self._source.nbytes]
+        if not places:
+            return None
+        with self._pool(slots, 0, SpanReader(self._sample, way), places) as pool, self._pooled(pool) as call:
+            try:
+                return self._mean(lambda: once(pool, call))
+            except OSError:
+                return None
+
+    def _mean(self, call: Callable[[], None]) -> float:
+        """Seconds of a call, after one that is not counted: the mean but for the slowest tenth. Not the median: threads
+        that read beside those that compute make some calls longer than most, and a token makes many."""
+        call()
+        taken: list[float] = []
+        begun = time.perf_counter()
+        while not taken or time.perf_counter() - begun < products.SECONDS:
+            self._between.sum()
+            start = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - start)
+        return statistics.mean(sorted(taken)[: -(-len(taken) * 9 // 10)])
+
+    def _draw(self, tokens: int, among: Numbers) -> torch.Tensor:
+        """Which experts each token is routed to, int64 (tokens, used)."""
+        chosen = [self._random.choice(among, self._source.used, replace=False) for _ in range(tokens)]
+        return torch.from_numpy(np.stack(chosen)).to(self._device.torch_device)
+
+    @contextmanager
+    def _pool(self, slots: int, host_slots: int, disk: SpanReader, places: Sequence[Span] = ()) -> Iterator[ExpertPool]:
+        host = None if self._device.shares_host_memory else HostBuffers(self._device)
+        source = _moved(self._source, places or [Span("", 0, self._source.nbytes, 0)], self._device.torch_device)
+        pool = ExpertPool(self._model, [source], self._device, slots, disk, Profiler(False), host, host_slots)
+        try:
+            yield pool
+        finally:
+            pool.end()
+            pool.close()
+
+    @contextmanager
+    def _pooled(self, pool: ExpertPool) -> Iterator[_Call]:
+        """The module's call with the experts of a pool."""
+        supply, module = PooledExperts(pool, 0), self._source.module
+        before = module.register_forward_pre_hook(supply.before, with_kwargs=True)
+        after = module.register_forward_hook(supply.after, always_call=True)
+        try:
+            with self._with_stacks({key: self._stack(supply, key) for key in self._source.leaves}) as call:
+                yield call
+        finally:
+            before.remove()
+            after.remove()
+
+    def _stack(self, supply: Supply, key: str) -> torch.Tensor:
+        place = self._source.leaves[key].place
+        return ExpertStack(supply, key, place.shape, place.dtype, self._device.torch_device)
+
+    @contextmanager
+    def _with_stacks(self, stacks: dict[str, torch.Tensor]) -> Iterator[_Call]:
+        """The module's call with these parameters, and made-up others (biases)."""
+        module, device, dtype = self._source.module, self._device.torch_device, self._model.dtype
+        for key, stack in stacks.items():
+            self._source.leaves[key].place.bind(stack)
+        for key, parameter in list(module._parameters.items()):
+            if parameter is not None and key not in stacks:
+                made = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
+                module._parameters[key] = nn.Parameter(made, requires_grad=False)
+        width = _width(self._source)
+
+        def call(index: torch.Tensor) -> None:
+            inputs = torch.full((len(index), width), 0.5, dtype=dtype, device=device)
+            module(inputs, index, torch.full(index.shape, 1 / index.shape[1], dtype=dtype, device=device))
+            self._device.synchronise()
+
+        try:
+            with torch.inference_mode():
+                yield call
+        finally:
+            for leaf in self._source.leaves.values():
+                leaf.place.bind(torch.empty(leaf.place.shape, dtype=leaf.place.dtype, device="meta"))
+
+
+class _Filling(SpanReader):
+    """Reads nothing: fills memory with what experts are made up of."""
+
+    def __init__(self) -> None:
+        super().__init__(_Nowhere(), THROUGH_THE_CACHE)
+
+    def read(self, spans: Any, buffer: memoryview) -> None:
+        """All of it."""
+        np.frombuffer(buffer, np.uint8)[:] = _BYTE
+
+
+@dataclass(frozen=True)
+class _Nowhere:
+    def path(self, file: str) -> Any:
+        """There is none."""
+        raise FileNotFoundError(file)
+
+
+def _width(source: ExpertSource) -> int:
+    """Of what goes into a module's experts."""
+    first = next(leaf for key, leaf in source.leaves.items() if not key.startswith("down"))
+    return first.shape[0] if source.module.is_transposed else first.shape[-1]
+
+
+def _bring_all(pool: ExpertPool, count: int) -> None:
+    """Have the first experts in memory."""
+    (source,) = pool.sources
+    uses = np.zeros((len(HALF_LIVES), source.experts))
+    uses[:, :count] = 1
+    pool.warm({source.name: uses})
+
+
+def _moved(source: ExpertSource, places: Sequence[Span], device: torch.device) -> ExpertSource:
+    """The same experts as if they lay at these places of a sample, in as many runs each as they really do."""
+    runs = source.spans(0)
+    experts = np.arange(source.experts)
+
+    def part(old: Part) -> Part:
+        number = max(at for at, run in enumerate(runs) if run.at <= old.at)
+        chosen = [places[at % len(places)] for at in (experts * len(runs) + number).tolist()]
+        offsets = np.array([span.offset for span in chosen], np.int64) + (old.at - runs[number].at)
+        return dataclasses.replace(old, files=tuple(span.file for span in chosen), offsets=offsets)
+
+    return _with_parts(source, part, device)
+
+
+def _with_parts(source: ExpertSource, part: Callable[[Part], Part], device: torch.device) -> ExpertSource:
+    """A source with other parts, and made-up tables."""
+
+    def block(old: Block) -> Block:
+        scales = None if old.scales is None else part(old.scales)
+        table = code_values(old.form.scheme).to(device) if old.form else None
+        nesting = old.nesting
+        if nesting is not None:
+            own = -(-nesting.made.shape[0] // NESTED_BLOCK)
+            nesting = dataclasses.replace(
+                nesting, scales=torch.ones(source.experts, own, device=device), table=code_values("8bit").to(device)
+            )
+        return dataclasses.replace(old, payload=part(old.payload), scales=scales, table=table, nesting=nesting)
+
+    def leaf(old: Leaf) -> Leaf:
+        return dataclasses.replace(old, blocks=tuple(map(block, old.blocks)))
+
+    return dataclasses.replace(source, leaves={key: leaf(old) for key, old in source.leaves.items()})
+
+
+def _laid_over_each_other(model: Any, source: ExpertSource, for_good: bool) -> dict[str, torch.Tensor]:
+    """All experts in small pages of `SET_BYTES` together: ordinary tensors where those of the model will be."""
+    largest = max(source.nbytes, *(leaf.ready_bytes // source.experts for leaf in source.leaves.values()))
+    memory = small_pages(max(products.SET_BYTES, 2 * largest)).fill_(_BYTE)
+    step = (len(memory) - largest) // source.experts // TENSOR_ALIGNMENT * TENSOR_ALIGNMENT
+    supply = MappedExperts(model, _overlapping(source, step), lambda file: memory)
+    real = MappedExperts(model, source, lambda file: torch.empty(_NO_FILE, dtype=torch.uint8, device="meta"))
+    made: dict[str, torch.Tensor] = {}
+    for key, leaf in source.leaves.items():
+        place, dtype = leaf.place, leaf.place.dtype
+        if real.strided(key) is not None or (for_good and leaf.packed is None):
+            inner = torch.empty(leaf.shape, device="meta").stride()
+            flat = memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)
+            made[key] = flat.as_strided((source.experts, *leaf.shape), (step // dtype.itemsize, *inner))
+        else:
+            made[key] = ExpertStack(supply, key, place.shape, dtype, torch.device("cpu"))
+    return made
+
+
+def _overlapping(source: ExpertSource, step: int) -> ExpertSource:
+    def part(old: Part) -> Part:
+        return dataclasses.replace(old, files=("",), offsets=old.at + step * np.arange(source.experts, dtype=np.int64))
+
+    return _with_parts(source, part, torch.device("cpu"))

@@ -1,0 +1,118 @@
+"""What calls of routed modules take of a token and of a prompt: which are measured, and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rabbitllm.engine.blueprint import Blueprint
+from rabbitllm.engine.costs import cache_room
+from rabbitllm.engine.expert_source import ExpertSource
+from rabbitllm.engine.placement import Tier
+from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, Way, stays_cached
+from rabbitllm.estimate.expert_calls import ExpertCalls
+from rabbitllm.estimate.generation import PROMPT_TOKENS
+from rabbitllm.estimate.machine import Machine
+from rabbitllm.estimate.reading import Sample
+from rabbitllm.estimate.routing import RoutedWork
+
+DIRECT, DROPPED = Way(direct=True), Way(drop=True)
+PIECE_BYTES = 1 << 20
+"""Smaller experts are read from pieces of so much."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallTimes:
+    """Seconds of calls of one kind of module; None for what could not be measured or is not needed.
+
+    Attributes:
+        found: of one token, with all its experts where they compute.
+        near: with all of them in page-locked memory.
+        read: with all of them read.
+        prompt: of the first prompt, all of whose experts are read.
+    """
+
+    found: float
+    near: float | None
+    read: float | None
+    prompt: float | None
+
+    def token(self, work: RoutedWork) -> float | None:
+        """Of a token that finds as many as are found if all were used alike; None if that is not known."""
+        total = 0.0
+        for share, seconds in ((work.on_device, self.found), (work.in_host, self.near), (work.missed, self.read)):
+            if share and seconds is None:
+                return None
+            total += share * (seconds or 0.0)
+        return total
+
+
+class ExpertTimes:
+    """Measures each kind of module once.
+
+    Args:
+        drawn: the model.
+        work: what a pass does with its experts.
+        machine: where.
+        files: to measure reading with.
+    """
+
+    def __init__(self, drawn: Blueprint, work: Sequence[RoutedWork], machine: Machine, files: Sequence[Path]) -> None:
+        self.from_the_disk = False
+        self._drawn = drawn
+        self._machine = machine
+        self._files = files
+        self._sources = {source.name: source for source in drawn.experts}
+        self._times: dict[Any, CallTimes] = {}
+        for routed in work:
+            if routed.kind not in self._times:
+                self._times[routed.kind] = self._measured(routed)
+
+    def of(self, work: RoutedWork) -> CallTimes:
+        """Of one module."""
+        return self._times[work.kind]
+
+    def _measured(self, work: RoutedWork) -> CallTimes:
+        source = self._sources[work.name]
+        sample = Sample(self._files, max(source.nbytes, PIECE_BYTES), whole=True)
+        prompts = self._machine.prompts
+        between = self._drawn.sources[source.unit].stored_bytes
+        calls = ExpertCalls(self._drawn.model, source, self._machine.device(work.device), sample, between)
+        if work.tier is not Tier.ROUTED:
+            return _staying(calls, work, sample if prompts else None)
+        pool = next(pool for pool in self._drawn.placement.pools if pool.device == work.device)
+        own = [self._sources[p.unit] for p in self._drawn.placement.experts if p.device == work.device]
+        way, is_cached = self._way(sample, own, pool.stored)
+        if work.missed:
+            self.from_the_disk = self.from_the_disk or not is_cached
+        dropping = DIRECT if way == DIRECT else DROPPED
+        prompt = calls.first(PROMPT_TOKENS, dropping, pool.slots) if prompts else None
+        read = None
+        if work.missed:
+            if is_cached:
+                sample.cached_rate()  # leaves it there
+            read = calls.read(way, pool.slots)
+        return CallTimes(calls.found(1), calls.near(1) if pool.host_slots else None, read, prompt)
+
+    def _way(self, sample: Sample, own: Sequence[ExpertSource], nbytes: int) -> tuple[Way, bool]:
+        """How the engine will read these experts, and whether they come out of the page cache."""
+        if stays_cached(nbytes, cache_room(self._drawn.placement, self._machine.devices)):
+            return THROUGH_THE_CACHE, True
+        past = self._machine.measured(("read", DIRECT), lambda: sample.rate(DIRECT))
+        through = self._machine.measured(("read", DROPPED), lambda: sample.rate(DROPPED))
+        in_blocks = all(source.in_blocks for source in own)
+        if in_blocks and past is not None and (through is None or past >= through):
+            return DIRECT, False
+        return DROPPED, False
+
+
+def _staying(calls: ExpertCalls, work: RoutedWork, sample: Sample | None) -> CallTimes:
+    """Of experts in mapped files, of which the first prompt touches many for the first time."""
+    for_good = work.tier is Tier.RESIDENT
+    rate = sample.mapped_rate() if sample is not None else None
+    prompt = None
+    if rate is not None:
+        prompt = calls.mapped(PROMPT_TOKENS, for_good=for_good) + work.touched_bytes(PROMPT_TOKENS) / rate
+    return CallTimes(calls.mapped(1, for_good=for_good), None, None, prompt)

@@ -1,0 +1,94 @@
+"""A model told from its config alone: names and shapes of its tensors, each kind of decoder layer once.
+
+A model of 80 equal layers takes what one of them takes, 80 times, and a mixture of 48 layers with 512 experts each has
+74,000 tensors of which 3,000 are of another kind than the rest. So what is known here is a small model that has each
+kind of layer once, and which of them every layer of the real one is like. Imports no torch; reads no file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from rabbitllm.checkpoints.checkpoint import SourceIdentity
+from rabbitllm.checkpoints.naming import assign_layers
+from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
+from rabbitllm.quant.compression import COMPRESSIONS
+from rabbitllm.splitter.disk_use import on_disk
+from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan, recompressed
+
+SHARD = "outline.safetensors"
+"""The file that the tensors are thought to lie in; there is none."""
+_LAYER = re.compile(r"layers\.(\d+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor of a checkpoint: its name, shape and dtype, as safetensors names it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "BF16"
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A model and its smaller likeness.
+
+    Attributes:
+        config: of the model, as published.
+        sample: the config of a model that has each kind of its decoder layers once.
+        stored: the tensors of that one; what is no decoder layer is there as the model has it.
+        layers: for each decoder layer of the model the number of the sample's that is like it.
+    """
+
+    config: Mapping[str, Any]
+    sample: Mapping[str, Any]
+    stored: tuple[Stored, ...]
+    layers: tuple[int, ...]
+
+    @property
+    def compressions(self) -> tuple[str | None, ...]:
+        """At which it can be split: published quantised, only as it is."""
+        return (None,) if self.config.get("quantization_config") else COMPRESSIONS
+
+    def times(self, layer: str) -> int:
+        """How often the model has a layer of the sample, by the layer's id."""
+        found = _LAYER.search(layer)
+        return self._counts.get(int(found[1]), 1) if found else 1
+
+    @cached_property
+    def _counts(self) -> Counter[int]:
+        return Counter(self.layers)
+
+    @cached_property
+    def plans(self) -> dict[str | None, SplitPlan]:
+        """The sample's split at each compression, as if all of it lay in one shard."""
+        specs, at = [], 0
+        for one in self.stored:
+            nbytes = byte_size(one.dtype, one.shape)
+            specs.append(TensorSpec(one.name, one.dtype, one.shape, SHARD, at, nbytes))
+            at += nbytes
+        shard = PlannedShard(SHARD, at, "", tuple(specs), staged=False)
+        family = self.config.get("model_type")
+        assigned = assign_layers([spec.name for spec in specs], family if isinstance(family, str) else None)
+        base = make_plan(SourceIdentity("local", "outline", None, {}), (shard,), assigned, None)
+        return {c: recompressed(base, c) if c else base for c in self.compressions}
+
+    @cached_property
+    def checkpoint_bytes(self) -> int:
+        """Of all tensors as they are published."""
+        return sum(
+            self.times(layer) * sum(form.source.nbytes for form in layout.forms)
+            for layer, layout in self.plans[None].layouts.items()
+        )
+
+    def output_bytes(self, compression: str | None) -> int:
+        """Of all layer files, as they occupy a disk."""
+        return sum(
+            self.times(layer) * on_disk(layout.size) for layer, layout in self.plans[compression].layouts.items()
+        )

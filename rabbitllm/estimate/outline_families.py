@@ -1,0 +1,257 @@
+"""The tensors of a few families of models, as functions of their configs; names and shapes as they are published.
+
+Sources: the models' own repositories (model.safetensors.index.json) and the classes of transformers that read them;
+the tests compare every family with these classes, the published quantised forms of GPT-OSS and DeepSeek-V3 too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from rabbitllm.errors import UnknownArchitectureError
+from rabbitllm.estimate.outline import Outline, Stored
+
+Config = Mapping[str, Any]
+_FP8_BLOCK = 128
+"""Rows and columns that share a scale (DeepSeek-V3's `weight_block_size`)."""
+_MXFP4_BLOCK = 32
+"""Elements of a row that share a scale, two in a byte (the OCP's MX formats)."""
+
+
+def outline_of(config: Config) -> Outline:
+    """The outline of a published model.
+
+    Args:
+        config: its config.json.
+
+    Raises:
+        UnknownArchitectureError: of a family that is not known here.
+    """
+    family = str(config.get("model_type"))
+    if family not in _FAMILIES:
+        raise UnknownArchitectureError(
+            f"No tensors of {family!r} can be told from its config; expected one of {', '.join(_FAMILIES)}.",
+            "Run `rabbitllm plan` on the model's own folder or repository.",
+        )
+    return _FAMILIES[family](config)
+
+
+def _outline(
+    config: Config,
+    kinds: Iterable[Iterable[Stored]],
+    layers: Iterable[int],
+    changed: Config | None = None,
+    beside: Iterable[Stored] = (),
+) -> Outline:
+    numbered = [[replace(one, name=f"model.layers.{at}.{one.name}") for one in kind] for at, kind in enumerate(kinds)]
+    sample = {**config, "num_hidden_layers": len(numbered), **(changed or {})}
+    stored = (*_around(config), *(one for kind in numbered for one in kind), *beside)
+    return Outline(config, sample, tuple(stored), tuple(layers))
+
+
+def _around(config: Config) -> Iterator[Stored]:
+    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
+    yield Stored("model.embed_tokens.weight", (vocabulary, hidden))
+    yield Stored("model.norm.weight", (hidden,))
+    if not config.get("tie_word_embeddings", False):
+        yield Stored("lm_head.weight", (vocabulary, hidden))
+
+
+# Parts of decoder layers
+
+
+def _norms(config: Config) -> Iterator[Stored]:
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        yield Stored(f"{name}.weight", (config["hidden_size"],))
+
+
+def _attention(config: Config, *, biased: str = "", normed: bool = False, gated: bool = False) -> Iterator[Stored]:
+    """Grouped queries. `biased`: of q, k, v, o; `gated`: `q_proj` makes a gate of the output beside the queries."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    head = config.get("head_dim") or hidden // heads
+    keys = config["num_key_value_heads"] * head
+    shapes = {"q": (heads * head * (2 if gated else 1), hidden), "k": (keys, hidden), "v": (keys, hidden)}
+    for which, shape in {**shapes, "o": (hidden, heads * head)}.items():
+        yield Stored(f"self_attn.{which}_proj.weight", shape)
+        if which in biased:
+            yield Stored(f"self_attn.{which}_proj.bias", shape[:1])
+    for which in "qk" if normed else "":
+        yield Stored(f"self_attn.{which}_norm.weight", (head,))
+
+
+def _mlp(name: str, hidden: int, inner: int) -> Iterator[Stored]:
+    for which, shape in {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}.items():
+        yield Stored(f"{name}.{which}_proj.weight", shape)
+
+
+def _experts(config: Config, count: int) -> Iterator[Stored]:
+    for expert in range(count):
+        yield from _mlp(f"mlp.experts.{expert}", config["hidden_size"], config["moe_intermediate_size"])
+
+
+# Families
+
+
+def _dense(config: Config, biased: str = "", normed: bool = False) -> Outline:
+    def layer() -> Iterator[Stored]:
+        yield from _norms(config)
+        yield from _attention(config, biased=biased, normed=normed)
+        yield from _mlp("mlp", config["hidden_size"], config["intermediate_size"])
+
+    count = config["num_hidden_layers"]
+    return _outline(config, [layer()], [0] * count, _types(config, 1))
+
+
+def _types(config: Config, count: int) -> Config:
+    """The entry of a config that has a word for each layer, for the first few."""
+    return {"layer_types": config["layer_types"][:count]} if config.get("layer_types") else {}
+
+
+def _qwen3_moe(config: Config) -> Outline:
+    experts = config.get("num_experts") or config["num_local_experts"]  # as transformers saves it again
+
+    def layer() -> Iterator[Stored]:
+        yield from _norms(config)
+        yield from _attention(config, normed=True)
+        yield Stored("mlp.gate.weight", (experts, config["hidden_size"]))
+        yield from _experts(config, experts)
+
+    return _outline(config, [layer()], [0] * config["num_hidden_layers"])
+
+
+def _qwen3_next(config: Config) -> Outline:
+    """Three of four layers have linear attention, a gated delta net, the fourth has full attention."""
+    hidden, number = config["hidden_size"], config["num_hidden_layers"]
+    every = config.get("full_attention_interval", 4)
+    kinds = ("linear_attention", "full_attention")
+    named = config.get("layer_types") or [kinds[(at + 1) % every == 0] for at in range(number)]
+
+    def layer(kind: str) -> Iterator[Stored]:
+        yield from _norms(config)
+        if kind == "full_attention":
+            yield from _attention(config, normed=True, gated=True)
+        else:
+            yield from _delta_net(config)
+        yield Stored("mlp.gate.weight", (config["num_experts"], hidden))
+        yield Stored("mlp.shared_expert_gate.weight", (1, hidden))
+        yield from _mlp("mlp.shared_expert", hidden, config["shared_expert_intermediate_size"])
+        yield from _experts(config, config["num_experts"])
+
+    there = [kind for kind in kinds if kind in named]
+    return _outline(config, map(layer, there), map(there.index, named), {"layer_types": there})
+
+
+def _delta_net(config: Config) -> Iterator[Stored]:
+    hidden, heads = config["hidden_size"], config["linear_num_value_heads"]
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    values = heads * config["linear_value_head_dim"]
+    mixed = 2 * keys + values
+    for name, shape in {
+        "dt_bias": (heads,),
+        "A_log": (heads,),
+        "conv1d.weight": (mixed, 1, config["linear_conv_kernel_dim"]),
+        "in_proj_qkvz.weight": (mixed + values, hidden),
+        "in_proj_ba.weight": (2 * heads, hidden),
+        "norm.weight": (config["linear_value_head_dim"],),
+        "out_proj.weight": (hidden, values),
+    }.items():
+        yield Stored(f"linear_attn.{name}", shape)
+
+
+def _gpt_oss(config: Config) -> Outline:
+    """All experts of a layer are one tensor; published as MXFP4, blocks of codes beside a byte of scale each."""
+    hidden, inner, experts = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
+    packed = bool(config.get("quantization_config"))
+
+    def layer() -> Iterator[Stored]:
+        yield from _norms(config)
+        yield from _attention(config, biased="qkvo")
+        yield Stored("self_attn.sinks", (config["num_attention_heads"],))
+        yield Stored("mlp.router.weight", (experts, hidden))
+        yield Stored("mlp.router.bias", (experts,))
+        for name, columns, rows in (("gate_up_proj", hidden, 2 * inner), ("down_proj", inner, hidden)):
+            yield Stored(f"mlp.experts.{name}_bias", (experts, rows))
+            if packed:
+                blocks = (experts, rows, columns // _MXFP4_BLOCK)
+                yield Stored(f"mlp.experts.{name}_blocks", (*blocks, _MXFP4_BLOCK // 2), "U8")
+                yield Stored(f"mlp.experts.{name}_scales", blocks, "U8")
+            else:
+                yield Stored(f"mlp.experts.{name}", (experts, columns, rows))
+
+    return _outline(config, [layer()], [0] * config["num_hidden_layers"], _types(config, 1))
+
+
+def _deepseek_v3(config: Config) -> Outline:
+    """The first layers are dense; behind the last the checkpoint has one that foretells tokens, which is not used."""
+    hidden, number, dense = config["hidden_size"], config["num_hidden_layers"], config["first_k_dense_replace"]
+    few = min(dense, 1)
+    fp8 = bool(config.get("quantization_config"))
+
+    def layer(is_dense: bool) -> Iterator[Stored]:
+        yield from _norms(config)
+        parts = [*_latent_attention(config)]
+        if is_dense:
+            parts += _mlp("mlp", hidden, config["intermediate_size"])
+        else:
+            experts = config["n_routed_experts"]
+            yield Stored("mlp.gate.weight", (experts, hidden))
+            yield Stored("mlp.gate.e_score_correction_bias", (experts,), "F32")
+            shared = config["moe_intermediate_size"] * config["n_shared_experts"]
+            parts += [*_mlp("mlp.shared_experts", hidden, shared), *_experts(config, experts)]
+        yield from _in_fp8(parts) if fp8 else parts
+
+    kinds = [layer(True)] * few + [layer(False)] * (number > dense)
+    layers = [0 if at < dense else few for at in range(number)]
+    ahead = config.get("num_nextn_predict_layers", 0) if fp8 else 0  # transformers saves none
+    beside = [replace(one, name=f"model.layers.{number}.{one.name}") for one in _ahead(config, layer)] if ahead else []
+    return _outline(config, kinds, layers, {"first_k_dense_replace": few}, beside)
+
+
+def _latent_attention(config: Config) -> Iterator[Stored]:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    queries, latent, turned = config["q_lora_rank"], config["kv_lora_rank"], config["qk_rope_head_dim"]
+    plain, values = config["qk_nope_head_dim"], config["v_head_dim"]
+    for name, shape in {
+        "q_a_proj": (queries, hidden),
+        "q_a_layernorm": (queries,),
+        "q_b_proj": (heads * (plain + turned), queries),
+        "kv_a_proj_with_mqa": (latent + turned, hidden),
+        "kv_a_layernorm": (latent,),
+        "kv_b_proj": (heads * (plain + values), latent),
+        "o_proj": (hidden, heads * values),
+    }.items():
+        yield Stored(f"self_attn.{name}.weight", shape)
+
+
+def _ahead(config: Config, layer: Callable[[bool], Iterable[Stored]]) -> Iterator[Stored]:
+    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
+    yield from layer(False)
+    yield Stored("eh_proj.weight", (hidden, 2 * hidden))
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        yield Stored(f"{name}.weight", (hidden,))
+    yield Stored("embed_tokens.weight", (vocabulary, hidden))
+    yield Stored("shared_head.head.weight", (vocabulary, hidden))
+
+
+def _in_fp8(parts: Iterable[Stored]) -> Iterator[Stored]:
+    """Matrices with a float32 for each block beside them; the others as they are."""
+    for one in parts:
+        if len(one.shape) < 2:
+            yield one
+            continue
+        blocks = tuple(-(-size // _FP8_BLOCK) for size in one.shape)
+        yield replace(one, dtype="F8_E4M3")
+        yield Stored(f"{one.name}_scale_inv", blocks, "F32")
+
+
+_FAMILIES: Mapping[str, Callable[[Config], Outline]] = {
+    "llama": _dense,
+    "qwen2": lambda config: _dense(config, biased="qkv"),
+    "qwen3": lambda config: _dense(config, normed=True),
+    "qwen3_moe": _qwen3_moe,
+    "qwen3_next": _qwen3_next,
+    "gpt_oss": _gpt_oss,
+    "deepseek_v3": _deepseek_v3,
+}

@@ -1,0 +1,280 @@
+"""`rabbitllm.plan`: what a split would take and how long, told from headers and a few measurements; and generating.
+
+Asks the disks what is free and the survey what there is, and hands both to `splitter.forecast`. Writes nothing but
+small files into the hub cache, and what `estimate/reading.py` needs for a second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import shutil
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from rabbitllm import prepare
+from rabbitllm.base.options import SplitOptions, StreamOptions, expand, parse_max_memory, parse_size
+from rabbitllm.checkpoints.hub import HubAccess
+from rabbitllm.checkpoints.routing import experts_a_token
+from rabbitllm.errors import OptionError, system_errors_by_name
+from rabbitllm.estimate.generation import Plan
+from rabbitllm.estimate.survey import Survey
+from rabbitllm.quant.compression import CODES, check_fitting
+from rabbitllm.splitter import forecast, rates
+from rabbitllm.splitter.anatomy import anatomy_of, big_layers, commonest_dtype
+from rabbitllm.splitter.choosing import Mixture, mixture_of
+from rabbitllm.splitter.forecast import ROUTES, STANDARD, Choice, Disk, Outlook, Rate, Rates, Route
+from rabbitllm.splitter.plan import SplitPlan
+from rabbitllm.splitter.request import ground_of, resumed_ground
+from rabbitllm.splitter.space import Ground, candidates, shortage
+from rabbitllm.splitter.watch import existing
+from rabbitllm.store.chosen import check_split
+from rabbitllm.store.layer_file import LAYER_SUFFIX
+from rabbitllm.store.layer_store import MANIFEST_NAME
+
+MIN_FREE_DISK = "1GB"
+
+
+@system_errors_by_name()
+def plan(
+    path_or_repo_id: str | Path,
+    *,
+    compression: str | None = None,
+    layer_shards_saving_path: str | Path | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    max_disk: int | str | None = None,
+    min_free_disk: int | str = MIN_FREE_DISK,
+    bandwidth: int | str | None = None,
+    device: str | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    fit_scales: bool = False,
+) -> Plan:
+    """Tell what a split would take of the disk and how long, at each compression and on each route; make none.
+
+    And what generating would take after it: where the weights would be, and how long a token, from what is measured on
+    this machine in a few seconds. Of a repository only headers and small files are fetched, and up to 8 MiB of a shard
+    to measure the connection.
+
+    Args:
+        path_or_repo_id: as `AutoModel.from_pretrained` takes it, and so are all that follow but `bandwidth`.
+        compression: None, "8bit", "4bit", "4bit-double" or "auto"; the one to prefer.
+        layer_shards_saving_path: folder for the split directory.
+        revision: branch, tag or commit of the repository.
+        token: for the hub.
+        cache_dir: the hub cache.
+        max_disk: bytes that the split may occupy, e.g. "57GiB".
+        min_free_disk: bytes of the disk that are to stay free.
+        bandwidth: bytes a second at which shards are fetched (or read, from a folder), e.g. "12MB", instead of a
+            measurement.
+        device: where to generate.
+        max_memory: device -> bytes for weights, e.g. `{0: "14GiB"}`; by default what is free.
+        fit_scales: see `SplitOptions`.
+
+    Returns:
+        A record; its `choice` has the best call that fits.
+
+    Raises:
+        RabbitLLMError: an argument that no call could honour, no such source, or one that is malformed.
+    """
+    check_split(compression)
+    options = SplitOptions(
+        compression=compression,
+        max_disk=None if max_disk is None else parse_size(max_disk, "max_disk"),
+        min_free=parse_size(min_free_disk, "min_free_disk"),
+        fit_scales=check_fitting(compression, fit_scales=fit_scales),
+    )
+    stream_options = StreamOptions(device=device, max_memory=parse_max_memory(max_memory))
+    options = prepare.with_memory(options, stream_options)
+    said = None if bandwidth is None else _said_rate(bandwidth)
+    saving_path = expand(layer_shards_saving_path) if layer_shards_saving_path else None
+    access = HubAccess(revision, token, expand(cache_dir) if cache_dir else None)
+    sought = prepare.Sought(str(path_or_repo_id), compression, saving_path, access, only_look=True)
+    source = prepare.find(sought)
+    survey = Survey(source, sought, options)
+
+    from rabbitllm.estimate.predict import generations  # seconds, with all of transformers: not before it is needed
+
+    devices, foretold = generations(survey, stream_options, options.min_free)
+    survey.refused |= {one.compression: one.obstacle for one in foretold if one.refused and one.obstacle}
+    measured = _measure(survey, said)
+    outlooks = tuple(outlook_at(survey, choice, measured) for choice in survey.folders)
+    too_heavy = {one.compression for one in foretold if one.too_little_memory is not None}
+    anatomy = anatomy_of(survey.base, survey.config) if survey.base is not None else None
+    arguments = {
+        "layer_shards_saving_path": str(layer_shards_saving_path) if saving_path is not None else None,
+        "revision": revision,
+        "token": "hf_…" if isinstance(token, str) else token,  # never the token itself
+        "cache_dir": str(cache_dir) if cache_dir else None,
+        "max_disk": max_disk,
+        "min_free_disk": min_free_disk if min_free_disk != MIN_FREE_DISK else None,
+        "device": device,
+        "max_memory": dict(max_memory) if max_memory else None,
+    }
+    return Plan(
+        source=source.name,
+        kind="hub" if source.repository is not None else "local" if source.local is not None else "split",
+        label=survey.checkpoint.label if survey.checkpoint is not None else source.name,
+        commit=survey.commit,
+        compression=compression,
+        max_disk=options.max_disk,
+        min_free_disk=options.min_free,
+        anatomy=anatomy,
+        disks=_disks(survey),
+        outlooks=outlooks,
+        memory_bytes=forecast.memory_bytes(anatomy.tensors if anatomy is not None else 0),
+        rates=measured,
+        choice=_choice(survey, outlooks, compression, too_heavy, arguments),
+        warnings=survey.warnings,
+        devices=devices,
+        generations=tuple(foretold),
+    )
+
+
+def _said_rate(bandwidth: int | str) -> Rate:
+    said = parse_size(bandwidth, "bandwidth")
+    if not said:
+        raise OptionError("bandwidth=0 would never fetch anything.", "Give bytes a second, such as '12MB'.")
+    return Rate(said)
+
+
+def _measure(survey: Survey, said: Rate | None) -> Rates:
+    """What the estimates rest on; what is not needed is not measured."""
+    from rabbitllm.engine.devices import default_device
+
+    device, threads = default_device(), survey.options.threads
+    waiting = [
+        shard for c, plan in survey.feasible.items() for shard in plan.shards if shard.name not in survey.used(c)
+    ]
+    staged = list(dict.fromkeys(shard.name for shard in waiting if shard.staged))
+    here = list(dict.fromkeys(shard.name for shard in waiting if not shard.staged))
+    fetch = said if staged else None
+    read = said if here and not staged else None
+    if staged and fetch is None and survey.source.repository is not None:
+        fetch = rates.fetch_rate(survey.source.repository, staged[0])
+    if here and read is None and survey.checkpoint is not None:
+        read = rates.read_rate([survey.checkpoint.acquire(shard) for shard in here])
+    quantise: dict[str, Rate] = {}
+    fitted = survey.options.fit_scales
+    for scheme, codes in CODES.items():
+        dtype = commonest_dtype(survey.feasible[scheme]) if scheme in survey.feasible else None
+        # before its scales are quantised 4bit-double is 4bit, unless they are fitted
+        same = scheme if fitted else codes
+        if dtype is None or same in quantise:
+            continue
+        if (rate := rates.quantise_rate(same, dtype, threads, device, fitted=fitted)) is not None:
+            quantise[same] = rate
+    return Rates(fetch, read, quantise, threads, device)
+
+
+def outlook_at(survey: Survey, compression: str | None, measured: Rates) -> Outlook:
+    """What lies ahead at one compression."""
+    folder, plan = survey.folders[compression], survey.plans.get(compression)
+    manifest = survey.manifests.get(compression)
+    finished = compression in survey.manifests
+    if manifest is not None:
+        output: int | None = sum(record.size for record in manifest.layers)
+    elif finished:
+        output = sum(path.stat().st_size for path in folder.glob(f"*{LAYER_SUFFIX}"))
+    else:
+        output = plan.output_bytes if plan is not None else None
+    routes = _route_names(survey, compression) if compression in survey.feasible else ()
+    return Outlook(
+        compression,
+        folder,
+        "finished" if finished else "unfinished" if compression in survey.journals else "new",
+        output,
+        layers_above_10_gb=big_layers(plan) if plan is not None else (),
+        finished_at=_finished_at(folder) if finished else None,
+        shards_used=len(survey.used(compression)),
+        shards=len(plan.shards) if plan is not None else 0,
+        obstacle=survey.obstacle(compression),
+        routes=tuple(_route(survey, name, compression, measured) for name in routes),
+        mixture=_mixture(survey, compression),
+    )
+
+
+def _mixture(survey: Survey, compression: str | None) -> Mixture | None:
+    plan = survey.plans.get(compression)
+    if plan is None:
+        return None
+    return mixture_of(plan, fitted=survey.fitted(compression), experts_a_token=experts_a_token(survey.config))
+
+
+def _finished_at(folder: Path) -> str:
+    """When a split directory became whole; RabbitLLM 1.1's, when its last layer was written."""
+    manifest = folder / MANIFEST_NAME
+    files = [manifest] if manifest.exists() else folder.glob(f"*{LAYER_SUFFIX}")
+    last = max(path.stat().st_mtime for path in files)
+    return datetime.datetime.fromtimestamp(last).astimezone().isoformat(timespec="seconds")
+
+
+def _route_names(survey: Survey, compression: str | None) -> Sequence[str]:
+    """The routes that there are, the one to prefer first.
+
+    The standard one deletes nothing, so it comes first; but a split that was begun on a sequential one goes on there,
+    since for the standard one the shards that are used up would be fetched again.
+    """
+    plan = survey.feasible[compression]
+    ways = candidates(plan, "auto")
+    sequential = [name for name, way in ROUTES.items() if name != STANDARD and way in ways]
+    begun = survey.used(compression) and not all(survey.is_here(shard.name) for shard in plan.shards)
+    return [*sequential, STANDARD] if begun else [STANDARD, *sequential]
+
+
+def _route(survey: Survey, name: str, compression: str | None, measured: Rates) -> Route:
+    plan, used = survey.feasible[compression], survey.used(compression)
+    seconds = forecast.seconds_of(forecast.load_of(plan, used), name, compression, measured)
+    placed, ground = _placed(survey, name, compression)
+    if compression in survey.journals:
+        ground = resumed_ground(ground, used)
+    lacking = shortage(placed, ground, survey.options, ROUTES[name])
+    return forecast.route_of(name, placed, ground, lacking, seconds)
+
+
+def _placed(survey: Survey, name: str, compression: str | None) -> tuple[SplitPlan, Ground]:
+    """The plan and its ground on a route; on the standard one what the hub cache lacks is downloaded there first."""
+    sequential = name != STANDARD and not survey.options.keep_own
+    plan, request = survey.feasible[compression], survey.request(compression, sequential=sequential)
+    if name != STANDARD or survey.source.repository is None:
+        return plan, ground_of(request, plan)
+    kept = tuple(dataclasses.replace(shard, staged=False) for shard in plan.shards)
+    ground = ground_of(request, plan, [shard for shard in plan.shards if shard.staged])
+    return dataclasses.replace(plan, shards=kept), ground
+
+
+def _disks(survey: Survey) -> tuple[Disk, ...]:
+    """The disk of the split directory, and that of the hub cache if it is another one."""
+    places = [survey.folders.get(survey.options.compression, survey.source.split_folder)]
+    if survey.source.repository is not None:
+        places.append(survey.source.repository.cache)
+    return tuple(Disk(at, shutil.disk_usage(at).free) for at in _of_different_disks(places))
+
+
+def _of_different_disks(places: Iterable[Path]) -> tuple[Path, ...]:
+    """The nearest folders that exist, the first on each disk."""
+    found: dict[int, Path] = {}
+    for at in map(existing, places):
+        found.setdefault(at.stat().st_dev, at)
+    return tuple(found.values())
+
+
+def _choice(
+    survey: Survey,
+    outlooks: Sequence[Outlook],
+    asked: str | None,
+    refused: Collection[str | None],
+    given: Mapping[str, object],
+) -> Choice | None:
+    found = forecast.best(outlooks, asked, refused)
+    if found is None:
+        return None
+    outlook, route = found
+    sequential = True if route is not None and route.name != STANDARD else None
+    # how shards arrive is left to the split: "auto" takes the very way that is preferred here
+    own = {"compression": outlook.compression, "sequential_shard_processing": sequential}
+    if outlook.compression not in (None, "8bit") and survey.options.fit_scales and survey.fitted(outlook.compression):
+        given = {**given, "fit_scales": True}  # elsewhere it would be refused
+    call = forecast.call_of(survey.source.name, {**own, **given})
+    return Choice(outlook.compression, route.name if route is not None else None, call)

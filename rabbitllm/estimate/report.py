@@ -1,0 +1,266 @@
+"""A forecast as text for people: facts, a line for every route, and the call that fits. Decides nothing.
+
+Laid out for 80 columns. On a terminal there is colour and long lines are wrapped; elsewhere each is one plain line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from rabbitllm.base.options import BIG_LAYER_BYTES
+from rabbitllm.base.terminal import counted, large, put, put_fact, size, size_rounded_up
+from rabbitllm.base.words import speed
+from rabbitllm.engine.tier_picture import draw_placement
+from rabbitllm.errors import OptionError
+from rabbitllm.estimate.generation import Plan
+from rabbitllm.estimate.generation_report import generation_basis, moment, show_generations
+from rabbitllm.estimate.mixture_report import show_mixture
+from rabbitllm.splitter.anatomy import Anatomy, Group
+from rabbitllm.splitter.forecast import Forecast, Outlook, Rate, Route, best, least, missing_bytes
+
+GROUPS_SHOWN = 3
+_ROUTES: Mapping[str, str] = {
+    "standard": "standard",
+    "sequential_ahead": "sequential, ahead",
+    "sequential_file": "sequential, file",
+    "sequential_stream": "sequential, stream",
+}
+_CONDITIONS: Mapping[str, str] = {
+    "standard": "",
+    "sequential": " if each shard is deleted when it is used up",
+    "sequential_ahead": " if each shard is deleted when it is used up, with room for the next one meanwhile",
+    "sequential_file": " if each shard is deleted when it is used up, before the next one comes",
+    "sequential_stream": " if shards are streamed into the layer files, so that none is ever on the disk",
+}
+_HEADS: Mapping[bool | None, str] = {
+    True: "tied: the output head uses the input embedding",
+    False: "not tied: the output head has weights of its own",
+    None: "no output head, and the config does not say that it is tied",
+}
+
+_LEGEND = "on the disk: how much fuller it gets than now; it creates: what max_disk bounds"
+
+
+def show(forecast: Plan, console: Console) -> None:
+    """Print a plan."""
+    put(console, Text(_title(forecast), "bold"))
+    for warning in forecast.warnings:
+        put(console, Text(f"warning: {warning}", "yellow"))
+    console.print()
+    for name, value in _facts(forecast):
+        put_fact(console, name, value)
+    console.print()
+    if any(outlook.routes for outlook in forecast.outlooks):
+        put(console, Text(_columns("", "on the disk", "it creates") + f"{'time':>31}", "dim"))
+    for outlook in forecast.outlooks:
+        _show_outlook(console, forecast, outlook)
+    if any(outlook.routes for outlook in forecast.outlooks):
+        put(console, Text(_LEGEND, "dim"))
+    console.print()
+    show_generations(console, forecast)
+    _show_choice(console, forecast)
+    for said in filter(None, (_split_basis(forecast), generation_basis(forecast))):
+        console.print()
+        put(console, Text(said, "dim"))
+
+
+def draw_plan(forecast: Plan, path: Path) -> None:
+    """Draw which layer will live where, at the compression of the call that is proposed, else at the one asked for.
+
+    Raises:
+        OptionError: nothing is known of generating at that compression; or as `draw_placement`.
+    """
+    chosen = forecast.choice.compression if forecast.choice is not None else forecast.compression
+    found = next((one for one in forecast.generations if one.compression == chosen), None)
+    if found is None or found.placement is None:
+        why = found.obstacle if found is not None and found.obstacle else "the model has no split at this compression"
+        raise OptionError(f"There is no placement to draw: {why}.", "Leave --plot out, or name another compression.")
+    title = f"{_title(forecast)}, {chosen or 'uncompressed'}: where its weights will live"
+    note = f"a token takes {moment(found.token_seconds)}, and the first {moment(found.first_token_seconds)}"
+    draw_placement(found.placement, path, title, note)
+
+
+def _title(forecast: Forecast) -> str:
+    name = forecast.source if forecast.kind == "hub" else forecast.label
+    return name if forecast.commit is None else f"{name} at commit {forecast.commit}"
+
+
+def _facts(forecast: Forecast) -> Iterator[tuple[str, str]]:
+    if forecast.anatomy is not None:
+        yield from _of_anatomy(forecast.anatomy)
+    asked = forecast.at(forecast.compression)
+    if asked is not None and (big := asked.layers_above_10_gb):
+        above = f"{len(big)} above {size(BIG_LAYER_BYTES)} ({_some(big)})"
+        yield "large layers", f"{above}; streaming one needs that much memory"
+    for disk in forecast.disks:
+        stays = f", of which {size(forecast.min_free_disk)} stay free" if forecast.min_free_disk else ""
+        yield "free disk", f"{size(disk.free_bytes)} at {disk.folder}{stays}"
+    if forecast.max_disk is not None:
+        yield "max_disk", f"{size(forecast.max_disk)} for all that the split creates"
+    yield "memory", f"the split itself takes at most {size(forecast.memory_bytes)}"
+
+
+def _of_anatomy(anatomy: Anatomy) -> Iterator[tuple[str, str]]:
+    shards = counted(anatomy.shards, "shard")
+    yield "checkpoint", f"{size(anatomy.total_bytes)} in {shards}, the largest {size(anatomy.largest_shard_bytes)}"
+    yield "parameters", f"{large(anatomy.parameters)} in {counted(anatomy.tensors, 'tensor')}"
+    largest = f"the largest {anatomy.largest_layer} with {size(anatomy.largest_layer_bytes)}"
+    spread = f"{anatomy.layers_over_shards} in several shards (at most {anatomy.most_shards_of_a_layer})"
+    yield "layers", f"{anatomy.layers:,}, {largest}" + (f"; {spread}" if anatomy.layers_over_shards else "")
+    yield "embeddings", _HEADS[anatomy.tied_embeddings]
+    if anatomy.quantised is not None:
+        yield "quantised", f"{anatomy.quantised}, as published; split and streamed so"
+    elif anatomy.never_compressed:
+        yield "kept as is", f"{_groups(anatomy.never_compressed)}, at any compression"
+    if anatomy.not_floating:
+        yield "not floating", _groups(anatomy.not_floating)
+    odd = [(anatomy.empty, "empty tensor"), (anatomy.scalars, "scalar")]
+    if any(count for count, _ in odd):
+        yield "odd shapes", ", ".join(counted(count, what) for count, what in odd if count)
+
+
+def _groups(groups: Iterable[Group]) -> str:
+    found = list(groups)
+    shown = [f"{group.what} ({counted(group.count, 'tensor')}, {size(group.total_bytes)})" for group in found]
+    more = sum(group.count for group in found[GROUPS_SHOWN:])
+    return "; ".join(shown[:GROUPS_SHOWN] + ([f"{more:,} of other kinds"] if more else []))
+
+
+def _columns(route: str, disk: str, created: str) -> str:
+    return f"  {route:<19}{disk:>13}{created:>13}  "
+
+
+def _show_outlook(console: Console, forecast: Forecast, outlook: Outlook) -> None:
+    head = Text(forecast.called(outlook.compression), "bold")
+    if outlook.output_bytes is not None:
+        head.append(f", {size(outlook.output_bytes)} of layer files", "not bold")
+    if outlook.finished and outlook.finished_at is not None:
+        head.append(f": finished {outlook.finished_at[:16].replace('T', ' ')} in {outlook.folder}", "not bold green")
+    elif outlook.state == "unfinished":
+        state = f": unfinished, {outlook.shards_used} of {outlook.shards} shards used up; what is left takes"
+        head.append(state, "not bold yellow")
+    put(console, head)
+    if outlook.obstacle is not None:
+        put(console, Text(f"  not possible: {outlook.obstacle}", "red"))
+    elif outlook.mixture is not None:
+        show_mixture(console, outlook.mixture)
+    for route in outlook.routes:
+        put(console, _row(forecast, outlook, route))
+
+
+def _row(forecast: Forecast, outlook: Outlook, route: Route) -> Text:
+    lacks = f"no, {size_rounded_up(missing_bytes(route))} {'over' if _is_limited(route) else 'short'}"
+    verdict, style = ("fits", "green") if route.fits else (lacks, "red")
+    time = "?" if route.seconds is None else duration(route.seconds)
+    lead = _columns(
+        _route_name(outlook, route), size_rounded_up(route.disk_bytes), size_rounded_up(route.created_bytes)
+    )
+    return Text.assemble(lead, (f"{verdict:<20}", style), f"{time:>11}")
+
+
+def _is_limited(route: Route) -> bool:
+    """Whether it is max_disk that a route does not keep to, rather than the free disk."""
+    return route.lacking is not None and route.lacking.limited
+
+
+def _route_name(outlook: Outlook, route: Route) -> str:
+    return "sequential" if _is_alone(outlook, route.name) else _ROUTES[route.name]
+
+
+def _is_alone(outlook: Outlook, route: str) -> bool:
+    """Whether this is the only sequential route, as it is where nothing is fetched."""
+    return route == "sequential_file" and len(outlook.routes) == 2
+
+
+def duration(seconds: float) -> str:
+    """A time as people say it: seconds below a minute, minutes below an hour."""
+    if seconds < 1:
+        return "under 1 s"
+    if round(seconds) < 60:
+        return f"{round(seconds)} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60:02} min"
+
+
+def _show_choice(console: Console, forecast: Plan) -> None:
+    choice = forecast.choice
+    if choice is None:
+        put(console, Text(_nothing_fits(forecast), "bold red"))
+        return
+    asked, chosen = forecast.at(forecast.compression), forecast.at(choice.compression)
+    assert chosen is not None
+    if asked is not None and asked is not chosen:
+        why = "fits on no route" if asked.routes else "is not possible"
+        if asked.compression in _too_heavy(forecast):
+            why = "needs more memory than this process may take"
+        put(console, Text(f"{_capitalised(forecast, asked)} {why}.", "bold red"))
+    if choice.route is None:
+        verdict = "is finished. This loads it"
+    else:
+        verdict = f"fits{_CONDITIONS['sequential' if _is_alone(chosen, choice.route) else choice.route]}"
+    put(console, Text(f"{_capitalised(forecast, chosen)} {verdict}:", "bold green"))
+    if forecast.kind == "local" and choice.route not in (None, "standard"):
+        put(console, Text(f"This deletes the shards in {forecast.label}, one after the other.", "yellow"))
+    console.print()
+    console.print(Text(choice.call), soft_wrap=True)
+
+
+def _capitalised(forecast: Forecast, outlook: Outlook) -> str:
+    name = forecast.called(outlook.compression)
+    return name[0].upper() + name[1:]
+
+
+def _too_heavy(forecast: Plan) -> dict[str | None, str]:
+    """Why loading would be refused for want of memory, by compression."""
+    known = {one.compression: one.too_little_memory for one in forecast.generations}
+    return {compression: problem for compression, problem in known.items() if problem is not None}
+
+
+def _nothing_fits(forecast: Plan) -> str:
+    too_heavy = _too_heavy(forecast)
+    if best([one for one in forecast.outlooks if one.compression in too_heavy], forecast.compression) is not None:
+        return f"There is disk space for it, and too little memory. {[*too_heavy.values()][-1]}"
+    nearest = least(forecast.outlooks)
+    if nearest is None:
+        return "Nothing can be split or loaded here."
+    outlook, route = nearest
+    assert route.lacking is not None
+    more = f"Allow max_disk={route.lacking.need}" if _is_limited(route) else "Free more there"
+    lacking = route.lacking
+    return (
+        f"Nothing fits. Nearest is {forecast.called(outlook.compression)}, {_route_name(outlook, route)}: it needs "
+        f"{lacking.needed} at its peak; {size(lacking.have)} is {lacking.where}. {more}, or name another disk "
+        "(--dir, layer_shards_saving_path)."
+    )
+
+
+def _split_basis(forecast: Forecast) -> str | None:
+    """What the times of a split rest on; None where there are none."""
+    basis = ", ".join(_basis(forecast))
+    return f"Times are estimates, without the writing: {basis}." if basis else None
+
+
+def _basis(forecast: Forecast) -> Iterator[str]:
+    rates = forecast.rates
+    if rates.fetch is not None:
+        yield f"{_rate(rates.fetch)} from the hub"
+    if rates.read is not None:
+        yield f"{_rate(rates.read)} from this disk"
+    where = f"on {rates.threads} CPU threads" if rates.quantise_on == "cpu" else f"on {rates.quantise_on}"
+    if rates.quantise:
+        found = " and ".join(f"{scheme} {speed(rate.bytes_per_second)}" for scheme, rate in rates.quantise.items())
+        yield f"quantising {found} (measured {where})"
+
+
+def _rate(rate: Rate) -> str:
+    how = f"measured over {size(rate.measured_bytes)}" if rate.measured_bytes else "as given"
+    return f"{speed(rate.bytes_per_second)} ({how})"
+
+
+def _some(names: Iterable[str]) -> str:
+    found = list(names)
+    return ", ".join(found[:GROUPS_SHOWN]) + (" …" if len(found) > GROUPS_SHOWN else "")

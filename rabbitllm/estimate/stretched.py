@@ -1,0 +1,76 @@
+"""What generating takes with a model of which only an outline is known, by the code that a plan is made by.
+
+The outline's small model is drawn as it would be loaded; then each of its decoder layers stands for all that are like
+it, and the whole is placed, listed and timed as any other model. Reads no weights, and measures what its machine does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rabbitllm.engine.blueprint import Blueprint, blueprint, place_units
+from rabbitllm.engine.expert_source import ExpertSource
+from rabbitllm.engine.unit_source import UnitSource
+from rabbitllm.estimate.generation import Generation
+from rabbitllm.estimate.machine import Machine
+from rabbitllm.estimate.outline import Outline
+from rabbitllm.estimate.predict import foretell
+from rabbitllm.splitter.planned_files import PlannedFiles
+
+
+def predict_outline(
+    outline: Outline,
+    compression: str | None,
+    folder: Path,
+    machine: Machine,
+    readable: Sequence[Path],
+    work: Path,
+) -> tuple[Blueprint, Generation]:
+    """Where the weights of a model would be, and how long a token.
+
+    Args:
+        outline: the model.
+        compression: one of its `compressions`.
+        folder: where its layer files would be.
+        machine: where it would compute.
+        readable: files that may be on the disk of `folder`.
+        work: an empty folder, for the sample's config.
+
+    Raises:
+        RabbitLLMError: what `load_model` would refuse.
+    """
+    (work / "config.json").write_text(json.dumps(outline.sample))
+    store = PlannedFiles(outline.plans[compression], folder)
+    drawn = stretched(blueprint(store, machine.options, work, machine.devices), outline.layers, machine)
+    return drawn, foretell(compression, drawn, folder, machine, readable)
+
+
+def stretched(sample: Blueprint, layers: Sequence[int], machine: Machine) -> Blueprint:
+    """A blueprint with the decoder layers of a larger model, placed anew.
+
+    Args:
+        sample: of the small model.
+        layers: for each decoder layer of the large one the number of the small one's that is like it.
+        machine: where it is placed.
+    """
+    own = [name for name, source in sample.sources.items() if source.unit.is_layer]
+    names = {f"{own[like].rpartition('.')[0]}.{at}": own[like] for at, like in enumerate(layers)}
+    sources: dict[str, UnitSource] = {}
+    for name, source in sample.sources.items():
+        if name not in own:
+            sources[name] = source
+        elif name == own[0]:
+            sources |= {long: sample.sources[short] for long, short in names.items()}
+    by_unit: dict[str, list[ExpertSource]] = {}
+    for found in sample.experts:
+        by_unit.setdefault(found.unit, []).append(found)
+    experts = tuple(
+        dataclasses.replace(found, name=long + found.name.removeprefix(short), unit=long)
+        for long, short in names.items()
+        for found in by_unit.get(short, ())
+    )
+    placement = place_units(sample.model, sources, experts, machine.devices, machine.options)
+    return dataclasses.replace(sample, sources=sources, experts=experts, placement=placement)

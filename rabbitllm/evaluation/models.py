@@ -1,0 +1,145 @@
+"""What the two names of a comparison mean, and the models loaded: neither takes the memory that the other one needs.
+
+The reference is taken out of whole shards, or of a split that is there; nothing is written for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rabbitllm.auto_model import AutoModel
+from rabbitllm.base.options import expand, parse_max_memory
+from rabbitllm.checkpoints.local import entry_in
+from rabbitllm.engine.devices import resolve_devices
+from rabbitllm.engine.free_memory import available_ram
+from rabbitllm.errors import CheckpointError, QualityError
+from rabbitllm.models.library.find import compression_here
+from rabbitllm.prepare.model_name import meant
+from rabbitllm.store.layer_store import directory_name, read_manifest
+
+SHARE = 3
+"""One part in so many of free memory is for the weights of each model, where nobody says: a pass reads each weight
+once, so that what stays in memory gains nothing; what waits between turns needs the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """How both models are loaded; see `AutoModel.from_pretrained`."""
+
+    device: str | None = None
+    max_memory: Mapping[int | str, int | str] | None = None
+    dtype: str | None = None
+    exact: bool = False
+    folder: Path | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    verify_checksums: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A model, as it is asked for.
+
+    Attributes:
+        name: a folder, a split directory or a repository.
+        compression: None for none, or for that of a split directory.
+        revision: of a repository.
+    """
+
+    name: str
+    compression: str | None = None
+    revision: str | None = None
+
+
+def the_model(name: str, compression: str | None, loading: Loading, *, alone: bool = False) -> Named:
+    """What is compared; without a compression, that of a split that is here.
+
+    Raises:
+        QualityError: it would be compared with itself, and `compression` does not ask for that.
+    """
+    chosen = compression_here(name, loading.folder) if compression is None else compression
+    if alone and compression is None and chosen in (None, "none"):
+        folder = expand(meant(name))
+        manifest = read_manifest(folder) if folder.is_dir() else None
+        if manifest is None or manifest.compression is None:
+            raise QualityError(
+                f"{name} is not compressed; by default it would be compared with itself.",
+                "Name a compression (--compression 4bit), or what to compare with (--against; in Python, against=).",
+            )
+    return Named(name, None if chosen == "none" else chosen, loading.revision)
+
+
+def the_reference(model: Named, against: Any, loading: Loading) -> Named:
+    """What it is compared with: what the user says, else the same model uncompressed.
+
+    Raises:
+        QualityError: a split directory does not say where its original is.
+    """
+    if against is not None:
+        return Named(str(against), None, loading.revision)
+    folder = expand(meant(model.name))
+    manifest = read_manifest(folder) if folder.is_dir() else None
+    if manifest is None:
+        return Named(model.name, None, model.revision)
+    if manifest.compression is None:
+        return model
+    beside = folder.parent / directory_name(None)
+    if read_manifest(beside) is not None:
+        return Named(str(beside))
+    if _is_checkpoint(folder.parent):
+        return Named(str(folder.parent))
+    if manifest.source is not None and manifest.source.kind == "hub":
+        return Named(manifest.source.name, None, manifest.source.commit)
+    raise QualityError(
+        f"{folder} is compressed, and the uncompressed model is not beside it.",
+        "Say where it is, with --against (in Python, against=).",
+    )
+
+
+def loaded(named: Named, loading: Loading, *, split: bool) -> Any:
+    """The model.
+
+    Args:
+        named: which.
+        loading: how.
+        split: whether it may be split first.
+
+    Raises:
+        RabbitLLMError: as `AutoModel.from_pretrained` does.
+    """
+    with contextlib.redirect_stdout(sys.stderr):  # what is printed while loading is no part of the answer
+        return AutoModel.from_pretrained(
+            named.name,
+            compression=named.compression,
+            device=loading.device,
+            max_memory=loading.max_memory or _shares(loading.device),
+            dtype=loading.dtype,
+            exact=loading.exact,
+            layer_shards_saving_path=loading.folder,
+            revision=named.revision,
+            trust_remote_code=loading.trust_remote_code,
+            verify_checksums=loading.verify_checksums,
+            split=split,
+            show_layer_progress=split,
+        )
+
+
+def _shares(device: str | None) -> dict[int | str, int | str]:
+    """What one model's weights may take of each device."""
+    found: dict[int | str, int | str] = {"cpu": available_ram() // SHARE}
+    for one in resolve_devices(device, parse_max_memory(None)):
+        if one.name != "cpu":
+            found[int(one.name.removeprefix("cuda:"))] = one.free_bytes() // SHARE
+    return found
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    try:
+        return bool(entry_in(folder))
+    except (CheckpointError, OSError):
+        return False

@@ -1,0 +1,241 @@
+"""`rabbitllm.quality`: what a compressed model loses against the uncompressed one, as a record. Shows nothing.
+
+Of both, next-token distributions on the same text: one pass over the weights of each, layer by layer, so that models
+are compared that fit nowhere. Of models that were trained here, answers to held-out problems too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rabbitllm.base.options import expand
+from rabbitllm.demo.answering import answers
+from rabbitllm.demo.tasks import Problem, exact_match, held_out
+from rabbitllm.errors import CheckpointError, OptionError, QualityError, system_errors_by_name
+from rabbitllm.evaluation.compare import compare
+from rabbitllm.evaluation.divergence import Summary
+from rabbitllm.evaluation.models import Loading, Named, loaded, the_model, the_reference
+from rabbitllm.evaluation.texts import answers_of, bundled_text, is_trained_here, text_of, windows
+from rabbitllm.generation.answer import context_of
+from rabbitllm.store.layer_store import read_manifest
+
+WINDOW, TOKENS, PROBLEMS = 512, 4096, 400
+"""Of a window, to be predicted, and held-out problems to be answered; where nobody says."""
+DTYPE = "float32"
+"""To compute in, where nobody says: what bfloat16 rounds on the way is as much as 8bit loses."""
+BATCH = 50
+"""Problems that are answered at a time."""
+PROBLEMS_TEXT, BUNDLED_TEXT = "held-out problems", "the bundled text"
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of the two models.
+
+    Attributes:
+        name: as it was given.
+        compression: None, or what its folder says.
+        nbytes: of its weights, as they are stored.
+        right: held-out problems that it answers exactly; None where it was not asked.
+    """
+
+    name: str
+    compression: str | None
+    nbytes: int
+    right: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """What came of it.
+
+    Attributes:
+        model: what is compared.
+        reference: what it is compared with.
+        text: what distributions are compared on, in words.
+        windows: of it.
+        dtype: that was computed in.
+        summary: of all positions.
+        problems: held-out problems that were asked; 0 where none were.
+    """
+
+    model: Side
+    reference: Side
+    text: str
+    windows: int
+    dtype: str
+    summary: Summary
+    problems: int
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values: sizes in bytes, divergences in nats."""
+        divergence = asdict(self.summary.divergence)
+        return {
+            "model": _side(self.model, self.summary.perplexity),
+            "against": _side(self.reference, self.summary.reference_perplexity),
+            "text": self.text,
+            "windows": self.windows,
+            "positions": self.summary.positions,
+            "dtype": self.dtype,
+            "divergence": {
+                "mean": divergence["mean"],
+                "standard_error": divergence["error"],
+                "median": divergence["median"],
+                "percentile_99": divergence["percentile"],
+                "largest": divergence["largest"],
+            },
+            "agreement": self.summary.agreement,
+            "problems": self.problems,
+        }
+
+
+@system_errors_by_name()
+def quality(
+    model: str | os.PathLike[str] | Any,
+    against: str | os.PathLike[str] | Any | None = None,
+    *,
+    text: str | os.PathLike[str] | None = None,
+    compression: str | None = None,
+    window: int | None = None,
+    tokens: int = TOKENS,
+    problems: int | None = None,
+    device: str | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    dtype: str | None = DTYPE,
+    exact: bool = False,
+    layer_shards_saving_path: str | os.PathLike[str] | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    verify_checksums: bool = True,
+    say: Callable[[str], None] = lambda text: None,
+) -> Quality:
+    """Compare a model's next-token distributions with those of the uncompressed one; see docs/QUALITY.md.
+
+    Args:
+        model: what `AutoModel.from_pretrained` would load, which splits it first if need be; or what that returned.
+        against: the same of the reference, for which nothing is written; None for the same model uncompressed, in its
+            shards, its split, or on the hub.
+        text: a file of UTF-8 text; by default the held-out problems for a model that was trained here, else a text that
+            comes with the package.
+        compression: of the model; None for that of a split that is here.
+        window: tokens that are read together; 512, or what the model's context has.
+        tokens: to be predicted, at most.
+        problems: that models which were trained here are asked besides; a multiple of 4, 0 for none. None for 400
+            where no text is given, else for none.
+        device, max_memory, exact, layer_shards_saving_path, revision, trust_remote_code, verify_checksums: as of
+            `AutoModel.from_pretrained`, for both; by default each takes a third of free memory for its weights.
+        dtype: to compute in, for both; None for the config's.
+        say: told what is being done.
+
+    Raises:
+        QualityError: the two cannot be compared, the text is too short, or nothing says where the original is.
+        RabbitLLMError: as `AutoModel.from_pretrained` and scoring do.
+    """
+    folder = expand(Path(layer_shards_saving_path)) if layer_shards_saving_path is not None else None
+    loading = Loading(device, max_memory, dtype, exact, folder, revision, trust_remote_code, verify_checksums)
+    say("loading")
+    is_named = isinstance(model, str | os.PathLike)
+    own = the_model(str(model), compression, loading, alone=against is None) if is_named else None
+    other, reference = _reference(own, against, loading)
+    compared: Any = loaded(own, loading, split=True) if own is not None else model
+    tokenizer = _tokenizer_of(reference, compared)
+    wanted = problems if problems is not None else PROBLEMS if text is None else 0
+    asked = _problems(wanted) if is_trained_here(tokenizer) else []
+    if text is None and asked:
+        shown, texts = PROBLEMS_TEXT, answers_of(tokenizer, asked)
+    else:
+        shown, written = (BUNDLED_TEXT, bundled_text()) if text is None else (str(text), text_of(expand(Path(text))))
+        chosen = min(WINDOW, context_of(reference) or WINDOW) if window is None else window
+        texts = windows(tokenizer, written, window=chosen, tokens=tokens)
+    summary = compare(compared, reference, texts, say=say)
+    sides = []
+    for one, named in ((compared, own), (reference, other)):
+        side = _side_of(one, named)
+        if asked:
+            say("answering problems")
+            side = replace(side, right=_right(one, tokenizer, asked))
+        sides.append(side)
+    dtype_name = str(compared.dtype).removeprefix("torch.")
+    return Quality(sides[0], sides[1], shown, len(texts), dtype_name, summary, len(asked))
+
+
+def _reference(own: Named | None, against: Any, loading: Loading) -> tuple[Named | None, Any]:
+    """What is compared with: its name where it has one, and the model."""
+    if against is not None and not isinstance(against, str | os.PathLike):
+        return None, against
+    if against is None and own is None:
+        raise OptionError("A loaded model is to be compared with nothing.", "Give against=, a model or its name.")
+    other = Named(str(against), None, loading.revision) if own is None else the_reference(own, against, loading)
+    try:
+        return other, loaded(other, loading, split=False)
+    except CheckpointError as error:
+        if against is not None:
+            raise
+        raise QualityError(
+            f"The uncompressed model cannot be read. {error.problem}",
+            "Say where it is, with --against (in Python, against=).",
+        ) from error
+
+
+def _problems(count: int) -> list[Problem]:
+    try:
+        return held_out(count) if count else []
+    except ValueError as error:
+        raise OptionError(f"problems={count}, which cannot be: {error}.", "Give another number.") from error
+
+
+def _tokenizer_of(reference: Any, model: Any) -> Any:
+    """The tokenizer of both.
+
+    Raises:
+        QualityError: they have none, or different ones.
+    """
+    first, second = reference.tokenizer, model.tokenizer
+    if first is None or second is None:
+        raise QualityError(
+            "A model without a tokenizer was given, and the text cannot be made tokens.",
+            "Put the tokenizer's files beside its weights.",
+        )
+    if first.get_vocab() != second.get_vocab():
+        raise QualityError(
+            "The models have different vocabularies, so that their distributions are of different things.",
+            "Compare a model with one it was made from.",
+        )
+    return first
+
+
+def _right(model: Any, tokenizer: Any, problems: Sequence[Problem]) -> int:
+    """Problems that a model answers exactly."""
+    right = 0
+    for begin in range(0, len(problems), BATCH):
+        some = problems[begin : begin + BATCH]
+        given = answers(model, tokenizer, some)
+        right += sum(exact_match(answer, problem) for answer, problem in zip(given, some, strict=True))
+    return right
+
+
+def _side_of(model: Any, named: Named | None) -> Side:
+    name = named.name if named is not None else str(model.name_or_path)
+    compression = named.compression if named is not None else None
+    folder = Path(model.name_or_path)
+    used = (tensor for own, tensor in model._origin.store.tensors.items() if own not in model.unused_tensors)
+    return Side(name, compression or _said(folder), sum(tensor.nbytes for tensor in used))
+
+
+def _said(folder: Path) -> str | None:
+    manifest = read_manifest(folder) if folder.is_dir() else None
+    return manifest.compression if manifest is not None else None
+
+
+def _side(side: Side, perplexity: float) -> dict[str, Any]:
+    return {
+        "name": side.name,
+        "compression": side.compression,
+        "bytes": side.nbytes,
+        "perplexity": perplexity,
+        "right": side.right,
+    }

@@ -1,0 +1,294 @@
+"""Generations that come and go while passes go on: the thread that owns the model, behind a door (`door.py`).
+
+`submit` may be called from any thread, and events are handed out in the batch's own: who takes them must not wait.
+
+    waiting ── begins at a pass ── runs ── Finished | Failed
+       └────── gives its place back ──┘      what it has generated stays, keys and values are set aside or computed anew
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from rabbitllm.base.forks import ForkGuard
+from rabbitllm.errors import BatchError, OptionError
+from rabbitllm.generation.answer import check_generates
+from rabbitllm.generation.answerable import check_answerable
+from rabbitllm.generation.door import Door
+from rabbitllm.generation.filing import Begins
+from rabbitllm.generation.generation import Generation
+from rabbitllm.generation.joint_pass import JointPasses
+from rabbitllm.generation.limits import Limits
+from rabbitllm.generation.picking import Pace, take_part, too_many
+from rabbitllm.generation.request import Ended, Event, Facts, Request
+from rabbitllm.generation.text_caches import TextCaches
+from rabbitllm.generation.ticket import Ticket
+
+__all__ = ["FAILED", "Batch", "Limits", "Ticket"]
+
+logger = logging.getLogger(__name__)
+
+FAILED = "failed"
+"""Beside the values of `Ended`, how a request ends."""
+
+_DEFAULT = Limits()
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What has been so far."""
+
+    passes: int = 0
+    prompt_tokens: int = 0
+    kept_tokens: int = 0
+    new_tokens: int = 0
+    pass_seconds: float = 0.0
+    preempted: int = 0
+    ended: Counter[str] = field(default_factory=Counter)
+
+
+class Batch:
+    """Answers requests on one model, all in the same passes.
+
+    Args:
+        model: as `AutoModel.from_pretrained` returns it; nobody else may call it until the batch is closed, but for
+            whole passes from other threads, which take turns with those of the batch.
+        limits: see `Limits`.
+
+    Attributes:
+        error: what ended the batch's thread before its time; None as long as all is well.
+
+    Raises:
+        OptionError: the model is none that goes on with a text, or has no tokenizer; or there is no memory left.
+    """
+
+    def __init__(self, model: Any, limits: Limits = _DEFAULT) -> None:
+        check_generates(model)
+        if model.config.is_encoder_decoder:
+            raise OptionError("The model has an encoder; requests are texts to go on with.", "Use a causal model.")
+        if model.tokenizer is None:
+            raise OptionError(
+                "The model came without a tokenizer.", "Put the tokenizer's files beside its config.json."
+            )
+        self.error: BaseException | None = None
+        self._model = model
+        self._limits = limits
+        self._caches = TextCaches(model, limits)
+        self._pace = Pace()
+        self._door = Door(limits.running, limits.waiting)
+        self._sums = _Sums()
+        self._waited_before = model.streamer.waited()
+        self._passes = JointPasses(
+            model, exact=limits.exact, most_rows=self._caches.memory.rows, file=self._caches.file
+        )
+        self._home = ForkGuard()
+        self._thread = threading.Thread(target=self._work, name="rabbitllm-batch", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Batch:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def submit(self, request: Request, notify: Callable[[Event], None]) -> Ticket:
+        """Take a request on.
+
+        Args:
+            request: what is asked for.
+            notify: is given each event as it happens, in the batch's thread; what it raises cancels the request.
+
+        Raises:
+            BusyError: as many wait as may.
+            ClosedError: the batch takes on nothing more.
+            OptionError: no pass could ever answer it.
+            ForkedError: this process was forked from the one that made the batch.
+        """
+        self._home.refuse("The batch", "Submit requests in that process, or make a batch in this one.")
+        check_answerable(request, self._model, self._caches.memory)
+        now = time.monotonic()
+        ticket = Ticket(self._door.wake, Generation(self._model, request, lambda event: told(event), now))
+        if request.seconds is not None:
+            ticket.deadline = now + request.seconds
+
+        def told(event: Event) -> None:
+            try:
+                notify(event)
+            except Exception:
+                logger.debug("who asked is gone", exc_info=True)
+                ticket.is_cancelled = True
+
+        self._door.come_in(ticket)
+        return ticket
+
+    def held(self) -> AbstractContextManager[None]:
+        """No pass begins while the context is open: what is submitted in it goes into one together."""
+        return self._door.held()
+
+    def close(self, seconds: float | None = None) -> None:
+        """Take on nothing more, finish what runs and waits, and end; returns when that is done.
+
+        Args:
+            seconds: after so long, what is not finished is cancelled; None for no limit, 0 for at once.
+        """
+        self._door.close(seconds)
+        self._thread.join()
+
+    @property
+    def facts(self) -> Facts:
+        """What it has done so far, and does now."""
+        disk, copies = self._model.streamer.waited()
+        disk_before, copies_before = self._waited_before
+        sums = self._sums
+        with self._door.still():
+            return Facts(
+                running=len(self._door.running),
+                waiting=len(self._door.waiting),
+                most_running=self._limits.running,
+                most_waiting=self._limits.waiting,
+                cache_bytes=self._caches.nbytes(self._door.running),
+                cache_limit_bytes=self._caches.memory.limit,
+                passes=sums.passes,
+                prompt_tokens=sums.prompt_tokens,
+                kept_tokens=sums.kept_tokens,
+                new_tokens=sums.new_tokens,
+                pass_seconds=sums.pass_seconds,
+                disk_seconds=disk - disk_before,
+                copy_seconds=copies - copies_before,
+                streamed_bytes=sums.passes * self._model.placement.streamed_bytes,
+                ended=dict(sums.ended),
+                preempted=sums.preempted,
+                resumed=self._caches.resumed,
+                aside_bytes=self._caches.aside.nbytes,
+                aside_limit_bytes=self._caches.aside.limit,
+                file_bytes=self._caches.file.nbytes if self._caches.file is not None else 0,
+                file_read_bytes=self._caches.file.read if self._caches.file is not None else 0,
+            )
+
+    # in the batch's thread -------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        # members leave their own no_grad in another order than they came in, which would switch gradients on again
+        torch.set_grad_enabled(False)
+        try:
+            while self._door.wait():
+                self._drop_unwanted()
+                self._give_places_back()
+                self._begin()
+                self._pass()
+        except BaseException as error:
+            logger.exception("the batch has ended before its time")
+            self.error = error
+        finally:
+            self._door.close(0.0)
+            for ticket in (*self._door.running, *self._door.waiting):
+                self._over(ticket, self.error or Ended.CANCELLED)
+            self._passes.close()
+            self._caches.close()
+
+    def _drop_unwanted(self) -> None:
+        for ticket, why in self._door.unwanted():
+            self._over(ticket, why)
+
+    def _give_places_back(self) -> None:
+        """Where keys and values outgrow the limit."""
+        memory = self._caches.memory
+        self._caches.shrink(self._door.running)
+        near = self._caches.near(self._door.running)
+        filed = [ticket for ticket in self._door.running if ticket not in near]
+        count = too_many([ticket.text for ticket in near], memory.bytes_for, self._caches.left_to_near(filed))
+        for ticket in reversed(near[len(near) - count :]):
+            if not self._caches.to_file(ticket, self._door.running):
+                self._give_place_back(ticket)
+        near = self._caches.near(self._door.running)
+        if len(self._door.running) == 1 and near and memory.now([near[0].text]) > memory.limit:
+            self._over(self._door.running[0], Ended.LENGTH)  # nobody else's place would help
+
+    def _give_place_back(self, ticket: Ticket) -> None:
+        cache = self._caches.whole_cache(ticket)
+        self._take_out(ticket)
+        self._caches.drop(ticket)
+        self._caches.set_aside(ticket, cache, self._pace)
+        self._sums.preempted += 1
+        self._door.make_way(ticket)
+
+    def _begin(self) -> None:
+        """Let those begin for whom there is room, in their order."""
+        waiting = self._door.waiting
+        if not waiting:
+            self._caches.from_file(self._door.running)
+        for number, ticket in enumerate(waiting):
+            places = self._caches.memory.most_texts - len(self._door.running)
+            if places <= 0:
+                return
+            where = self._caches.where(ticket, self._door.running, min(places, len(waiting) - number) - 1)
+            if where is Begins.LATER:
+                return  # those behind it may be smaller, but would keep it waiting for ever
+            if self._caches.give(ticket, self._door.running, in_file=where is Begins.FILED):
+                self._start(ticket)
+                self._door.begin(ticket)
+
+    def _start(self, ticket: Ticket) -> None:
+        generation, chunk = ticket.generation, self._caches.prompt_chunk
+        ticket.member = self._passes.add(lambda: generation.run(chunk), generation.draw)
+
+    def _pass(self) -> None:
+        """One pass for those whose turn it is; then see who has ended."""
+        members = [ticket.member for ticket in self._door.running if ticket.member is not None]
+        there = [member for member in members if member.is_outside]
+        if there:
+            start = time.perf_counter()
+            made = sum(len(ticket.generation.tokens) for ticket in self._door.running)
+            tokens = [member.tokens for member in there]
+            most = self._caches.memory.most_tokens
+            if not self._limits.in_bulk:
+                most = min(self._pace.prompt_tokens(self._caches.chunk), most)
+            chosen = take_part(tokens, most)
+            self._passes.run([there[place] for place in chosen])
+            seconds = time.perf_counter() - start
+            self._pace = self._pace.after(sum(tokens[place] for place in chosen), seconds)
+            self._sums.passes += 1
+            self._sums.pass_seconds += seconds
+            self._sums.new_tokens += sum(len(ticket.generation.tokens) for ticket in self._door.running) - made
+            self._caches.measure(self._door.running)
+            for ticket in reversed(self._caches.lost(self._door.running)):
+                if ticket.member is not None and not ticket.member.dead:
+                    self._give_place_back(ticket)
+        over = [ticket for ticket in self._door.running if ticket.member is None or ticket.member.dead]
+        for ticket in over:
+            error = ticket.member.error if ticket.member is not None else None
+            self._over(ticket, error or ticket.generation.ended or Ended.LENGTH)
+
+    def _over(self, ticket: Ticket, how: BaseException | Ended) -> None:
+        """Free a request's place, say that it is over, and keep its cache."""
+        self._take_out(ticket)
+        self._door.leave(ticket)
+        self._caches.drop(ticket)
+        generation = ticket.generation
+        if isinstance(how, BaseException):
+            if isinstance(how, Exception):
+                logger.info("a request has failed", exc_info=how)
+            generation.fail(how if isinstance(how, Exception) else BatchError("The server has ended."))
+            self._sums.ended[FAILED] += 1
+        else:
+            finished = generation.end(how)
+            self._sums.ended[str(finished.ended)] += 1
+            self._door.took(finished.seconds)
+            self._caches.keep(ticket, self._door.running)
+        self._sums.prompt_tokens += len(generation.request.prompt)
+        self._sums.kept_tokens += generation.kept_tokens
+
+    def _take_out(self, ticket: Ticket) -> None:
+        if ticket.member is not None and not ticket.member.dead:
+            self._passes.take_out(ticket.member)
+        ticket.member = None  # its stack holds much, and who asked may hold the ticket

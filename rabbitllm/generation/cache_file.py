@@ -1,0 +1,310 @@
+"""Keys and values of running texts in a file: each layer's are brought when its attention comes, and not before.
+
+    a pass    layer 0: text 1, text 2, …   layer 1: text 1, text 2, …   …
+    the file        ahead of the attention, in that order, as much as may be in memory at a time
+    a text    |  in the file: all up to some token  |  in memory: the last few  |  the pass's own
+
+So one pass over the weights serves more texts than memory has room for. What is read for a text is its keys and values
+once a pass; what is written, all of it when the last few in memory have become `TAIL_TOKENS`. Only layers that keep
+every token go there; windows are small.
+
+A text whose layer cannot be written (a full disk) is lost, and has to be computed anew: the pass that goes on is right
+all the same, since it has looked at what was to be written. What users wrote is for this user alone, in a file without
+a name. Called in the batch's thread; what is ahead is read by others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers.cache_utils import DynamicLayer
+
+from rabbitllm.generation.cache_image import Image, image_of, image_over
+from rabbitllm.generation.image_file import ImageFile, Stored
+from rabbitllm.generation.images_ahead import ImagesAhead, Key
+from rabbitllm.generation.room import append
+
+TAIL_TOKENS = 32
+"""Of a text, at most, that are in memory and not in the file; as many more are written, and read, as zeros."""
+
+
+@dataclass(slots=True)
+class _Layer:
+    """A layer that is in the file.
+
+    Attributes:
+        stored: there.
+        device: where the model computes it.
+        tokens: of these, so many are in the file.
+        tail_keys, tail_values: (1, heads, `TAIL_TOKENS`, width), the next ones; None before the first.
+        tail: how many.
+    """
+
+    stored: Stored
+    device: torch.device
+    tokens: int
+    tail_keys: torch.Tensor | None = None
+    tail_values: torch.Tensor | None = None
+    tail: int = 0
+
+
+@dataclass(slots=True)
+class _Text:
+    """A text of which layers are in the file, or will be.
+
+    Attributes:
+        layers: by number.
+        returns: whether they are to be in memory again, each when it is brought.
+        is_lost: whether one could not be written.
+        now: what attention is looking at.
+    """
+
+    layers: dict[int, _Layer] = field(default_factory=dict)
+    returns: bool = False
+    is_lost: bool = False
+    now: Image | None = None
+
+
+class CacheFile:
+    """The texts of a batch whose keys and values are in a file.
+
+    Args:
+        folder: where it may be.
+        limit: bytes that it may have.
+        ahead: bytes that may be in memory before their attention comes; the next one always.
+        beside: bytes of weights that a pass reads.
+    """
+
+    def __init__(self, folder: Path, limit: int, ahead: int, beside: int = 0) -> None:
+        self._file = ImageFile(folder, limit, beside)
+        self._ahead = ImagesAhead(self._file, ahead, self._find)
+        self._texts: WeakKeyDictionary[Any, _Text] = WeakKeyDictionary()
+
+    @property
+    def limit(self) -> int:
+        """Bytes that texts in it may be reckoned with; none if it cannot be written to."""
+        return self._file.limit
+
+    @property
+    def nbytes(self) -> int:
+        """That are in it."""
+        return self._file.nbytes
+
+    @property
+    def written(self) -> int:
+        """Bytes, so far."""
+        return self._file.written
+
+    @property
+    def read(self) -> int:
+        """Bytes, so far, that attention looked at."""
+        return self._ahead.read
+
+    def close(self) -> None:
+        """Forget all of it."""
+        self._ahead.close()
+        self._texts.clear()
+        self._file.close()
+
+    # between passes --------------------------------------------------------------------------------------------------
+
+    def holds(self, cache: Any) -> bool:
+        """Whether layers of a cache are here, or will be after the next pass."""
+        return cache is not None and cache in self._texts
+
+    def keeps(self, cache: Any) -> bool:
+        """Whether a cache is not to return into memory with the next pass."""
+        return self.holds(cache) and not self._texts[cache].returns
+
+    def is_lost(self, cache: Any) -> bool:
+        """Whether a cache lacks what could not be written."""
+        return self.holds(cache) and self._texts[cache].is_lost
+
+    def add(self, cache: Any) -> None:
+        """From its next pass on a cache is in the file.
+
+        Args:
+            cache: of one text.
+        """
+        self._texts.setdefault(cache, _Text()).returns = False
+
+    def put(self, cache: Any) -> None:
+        """Put a cache with some tokens into the file now; it may be lost then.
+
+        Args:
+            cache: of one text.
+        """
+        self.add(cache)
+        for number, layer in enumerate(cache.layers):
+            if type(layer) is DynamicLayer and layer.is_initialized:
+                self._write(self._texts[cache], layer, number, layer.keys, layer.values)
+
+    def let_return(self, cache: Any) -> None:
+        """In its next pass a cache comes back into memory."""
+        text = self._texts[cache]
+        text.returns = True
+        if not text.layers:
+            del self._texts[cache]
+
+    def drop(self, cache: Any) -> None:
+        """Forget a cache, of which nothing can be used any more."""
+        text = self._texts.pop(cache, None) if cache is not None else None
+        for layer in text.layers.values() if text is not None else ():
+            self._file.give_back(layer.stored)
+
+    def whole_copy(self, cache: Any) -> Any:
+        """A cache that is here, whole and in memory; what was not in the file is its own.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        made = copy(cache)
+        made.layers = list(cache.layers)
+        for number in self._texts[cache].layers:
+            image, end = self._whole(cache, number, 0)
+            layer = made.layers[number] = copy(made.layers[number])
+            layer.keys, layer.values = image.keys[:, :, :end], image.values[:, :, :end]
+        return made
+
+    # in a pass -------------------------------------------------------------------------------------------------------
+
+    def begin(self, caches: Sequence[Any], others: Sequence[Any] = ()) -> None:
+        """Begin to read what a pass will look at.
+
+        Args:
+            caches: of its texts, in the order in which each layer comes to them.
+            others: caches of texts that go through the layers by themselves, or None; they are brought back whole.
+
+        Raises:
+            OSError: they cannot be.
+        """
+        self._ahead.forget()
+        self._file.look_around()
+        for cache in others:
+            if self.holds(cache):
+                self._restore(cache)
+        held = [(cache, self._texts[cache].layers) for cache in caches if cache in self._texts]
+        numbers = sorted({number for _, layers in held for number in layers})
+        self._ahead.begin((cache, number) for number in numbers for cache, layers in held if number in layers)
+
+    def brings(self, cache: Any, number: int) -> bool:
+        """Whether a layer's keys and values go through this file.
+
+        Args:
+            cache: of a text in the pass.
+            number: of the layer.
+        """
+        return cache in self._texts and type(cache.layers[number]) is DynamicLayer
+
+    def joined(
+        self, cache: Any, number: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values of a layer for its attention, after which `put_back` is to be called.
+
+        Args:
+            cache, number: see `brings`.
+            keys, values: new ones, (1, heads, tokens, width).
+
+        Raises:
+            OSError: they cannot be read.
+        """
+        text, layer = self._texts[cache], cache.layers[number]
+        if number not in text.layers:
+            return append(layer, keys, values)
+        text.now, begin = self._whole(cache, number, keys.shape[2])
+        end = begin + keys.shape[2]
+        text.now.keys[:, :, begin:end] = keys
+        text.now.values[:, :, begin:end] = values
+        return text.now.keys[:, :, :end], text.now.values[:, :, :end]
+
+    def put_back(self, cache: Any, number: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Have a layer that was looked at out of memory.
+
+        Args:
+            cache, number: see `brings`.
+            keys, values: the new ones again.
+        """
+        text, layer = self._texts[cache], cache.layers[number]
+        kept, image, text.now = text.layers.get(number), text.now, None
+        if kept is None:
+            if not text.returns:
+                self._write(text, layer, number, layer.keys, layer.values)
+            return
+        assert image is not None
+        begin, rows = kept.tokens + kept.tail, keys.shape[2]
+        if text.returns:
+            layer.keys, layer.values = image.keys[:, :, : begin + rows], image.values[:, :, : begin + rows]
+            self._file.give_back(kept.stored)
+            del text.layers[number]
+            if not text.layers:
+                del self._texts[cache]
+        elif kept.tail + rows > TAIL_TOKENS:
+            self._write(text, layer, number, image.keys[:, :, : begin + rows], image.values[:, :, : begin + rows])
+        else:
+            if kept.tail_keys is None or kept.tail_values is None:
+                kept.tail_keys = keys.new_empty((*keys.shape[:2], TAIL_TOKENS, keys.shape[3]))
+                kept.tail_values = values.new_empty((*values.shape[:2], TAIL_TOKENS, values.shape[3]))
+            kept.tail_keys[:, :, kept.tail : kept.tail + rows] = keys
+            kept.tail_values[:, :, kept.tail : kept.tail + rows] = values
+            kept.tail += rows
+            _empty(layer, keys, values, begin + rows)
+
+    # the file itself -------------------------------------------------------------------------------------------------
+
+    def _write(self, text: _Text, layer: Any, number: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write a layer whole, and empty it; a text that cannot be written is lost."""
+        image = image_of(keys, values, TAIL_TOKENS)
+        before = text.layers.pop(number, None)
+        if before is not None:
+            self._file.give_back(before.stored)
+        _empty(layer, keys, values, keys.shape[2])
+        stored = self._file.put(image) if not text.is_lost else None
+        if stored is None:
+            text.is_lost = True
+        else:
+            text.layers[number] = _Layer(stored, keys.device, keys.shape[2])
+
+    def _find(self, key: Key) -> Stored | None:
+        cache, number = key
+        text = self._texts.get(cache)
+        layer = text.layers.get(number) if text is not None else None
+        return layer.stored if layer is not None else None
+
+    def _restore(self, cache: Any) -> None:
+        for layer, whole in zip(cache.layers, self.whole_copy(cache).layers, strict=True):
+            if type(layer) is DynamicLayer:
+                layer.keys, layer.values = whole.keys, whole.values
+        self.drop(cache)
+
+    def _whole(self, cache: Any, number: int, more: int) -> tuple[Image, int]:
+        """A layer with all its tokens where it is computed, with room for some more; and how many it has."""
+        kept = self._texts[cache].layers[number]
+        image = self._ahead.take((cache, number), kept.stored)
+        if kept.device != image.whole.device:
+            image = image_over(image.whole.to(kept.device), *kept.stored.form)
+        end = kept.tokens + kept.tail
+        if kept.tail_keys is not None and kept.tail_values is not None:
+            image.keys[:, :, kept.tokens : end] = kept.tail_keys[:, :, : kept.tail]
+            image.values[:, :, kept.tokens : end] = kept.tail_values[:, :, : kept.tail]
+        if end + more > image.keys.shape[2]:
+            image = image_of(image.keys[:, :, :end], image.values[:, :, :end], more + TAIL_TOKENS, kept.device)
+        return image, end
+
+
+def goes_to_a_file(layers: Iterable[Any]) -> bool:
+    """Whether layers of a cache are such that something of it would be in a file."""
+    return any(type(layer) is DynamicLayer for layer in layers)
+
+
+def _empty(layer: Any, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:
+    """Leave of a layer how long it is; whoever looks at it all the same sees that these are no keys and values."""
+    vars(layer).pop("_room", None)  # see `room.py`
+    for name, like in (("keys", keys), ("values", values)):
+        nothing = like.new_full((1, 1, 1, 1), float("nan"))
+        setattr(layer, name, nothing.expand(*like.shape[:2], tokens, like.shape[3]))

@@ -1,0 +1,71 @@
+"""Keys and values of one layer of one text in one piece of memory, as they are written to a file and read from it.
+
+A piece that is not small begins on a block and is of whole blocks, so that it need not go through the page cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rabbitllm.storage.page_cache import DIRECT_ALIGNMENT
+
+LEAST_BLOCKS = 16
+"""A smaller image is as large as it is: with whole blocks it would be larger by more than a sixteenth."""
+
+Form = tuple[torch.Size, torch.Size, torch.dtype]
+"""Shapes of keys and values, the room behind them included, and their dtype."""
+
+
+@dataclass(slots=True)
+class Image:
+    """Keys and values of one layer of one text, in one piece of memory, with room behind them.
+
+    Attributes:
+        keys, values: (1, heads, tokens and room, width), over the same bytes.
+        whole: (bytes,) uint8, all of it, to the end of the last block.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    whole: torch.Tensor
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether it begins on a block and is of whole blocks."""
+        return self.whole.data_ptr() % DIRECT_ALIGNMENT == 0 and len(self.whole) % DIRECT_ALIGNMENT == 0
+
+    @property
+    def form(self) -> Form:
+        """What another one like it is made of."""
+        return self.keys.shape, self.values.shape, self.keys.dtype
+
+
+def new_image(keys: torch.Size, values: torch.Size, dtype: torch.dtype, device: torch.device | None = None) -> Image:
+    """One of this form, not yet filled; on the host unless a device is named."""
+    nbytes = (keys.numel() + values.numel()) * dtype.itemsize
+    if nbytes < LEAST_BLOCKS * DIRECT_ALIGNMENT:
+        return image_over(torch.empty(nbytes, dtype=torch.uint8, device=device), keys, values, dtype)
+    nbytes = -(-nbytes // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
+    room = torch.empty(nbytes + DIRECT_ALIGNMENT, dtype=torch.uint8, device=device)
+    begin = -room.data_ptr() % DIRECT_ALIGNMENT
+    return image_over(room[begin : begin + nbytes], keys, values, dtype)
+
+
+def image_over(whole: torch.Tensor, keys: torch.Size, values: torch.Size, dtype: torch.dtype) -> Image:
+    """One of this form over bytes that are there."""
+    parts, middle = whole.view(dtype), keys.numel()
+    return Image(parts[:middle].view(keys), parts[middle : middle + values.numel()].view(values), whole)
+
+
+def image_of(keys: torch.Tensor, values: torch.Tensor, more: int, device: torch.device | None = None) -> Image:
+    """A copy, with room for so many tokens behind it, zeros; on the host unless a device is named."""
+    tokens = keys.shape[2]
+    room = tokens + more
+    shapes = (torch.Size((*one.shape[:2], room, one.shape[3])) for one in (keys, values))
+    image = new_image(next(shapes), next(shapes), keys.dtype, device)
+    for target, source in ((image.keys, keys), (image.values, values)):
+        target[:, :, :tokens] = source
+        target[:, :, tokens:] = 0
+    return image

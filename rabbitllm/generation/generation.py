@@ -1,0 +1,210 @@
+"""One request on its way through `generate`: what it draws, what comes of it, where it can go on after an interruption.
+
+Runs in the batch's thread. Every token is seen the moment it is made, by a stopping criterion that `generate` asks, and
+not by the model's end tokens alone is it over: texts may stop it too. It then ends by an exception, so that no pass is
+made for a token that nobody wants. Knows nothing of other requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+from rabbitllm.generation.answer import end_tokens
+from rabbitllm.generation.generation_stream import TextStream
+from rabbitllm.generation.request import Chosen, Ended, Event, Failed, Finished, Likelihood, Piece, Request
+from rabbitllm.generation.stop_texts import StoppedText
+
+
+def _tell_nobody(event: Event) -> None:
+    """In the place of who asked, when it is over: they refer to each other, and would wait for a search for cycles."""
+
+
+class _Over(Exception):
+    """Raised where the last token was made, to leave `generate`."""
+
+
+class Generation:
+    """A request that has begun.
+
+    Args:
+        model: a causal language model with its `tokenizer`.
+        request: what is asked for.
+        notify: is given each event; what it raises ends the generation.
+        submitted: `time.monotonic()` of the submission.
+
+    Attributes:
+        cache: keys and values, a `DynamicCache`; None leaves it to `generate`.
+        tokens: generated so far.
+        kept_tokens: of the prompt, those that a cache had already.
+        ended: why it is over; None while it is not.
+    """
+
+    def __init__(self, model: Any, request: Request, notify: Callable[[Event], None], submitted: float) -> None:
+        self.request = request
+        self.cache: Any = None
+        self.tokens: list[int] = []
+        self.kept_tokens = 0
+        self.ended: Ended | None = None
+        self._notify = notify
+        self._submitted = submitted
+        self._first: float | None = None
+        self._model = model
+        self._ends = end_tokens(model)
+        self._texts = StoppedText(request.stop)
+        self._stream = TextStream(model.tokenizer, self._texts.add)
+        self._stream.put(torch.empty(0, dtype=torch.long))  # the prompt is none of it
+        self._likelihoods = _Likelihoods() if request.likeliest is not None else None
+        self._random = _beginning(request.sampling.seed, model.device) if request.sampling.samples else None
+
+    @property
+    def ids(self) -> list[int]:
+        """The prompt, and what was generated."""
+        return [*self.request.prompt, *self.tokens]
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be generated."""
+        return self.request.max_new_tokens - len(self.tokens)
+
+    def run(self, chunk: int | None) -> None:
+        """Generate until it is over; what an earlier run made stays, and this one goes on behind it.
+
+        Args:
+            chunk: tokens of the prompt in one pass; None for all.
+        """
+        ids = torch.tensor([self.ids], device=self._model.device)
+        pad = self._model.tokenizer.pad_token_id
+        given: dict[str, Any] = {
+            "max_new_tokens": self.room + 1,  # this ends it, not `generate`
+            "num_beams": 1,
+            "num_return_sequences": 1,
+            "use_cache": True,
+            "return_dict_in_generate": False,
+            "eos_token_id": sorted(self._ends) or None,
+            "pad_token_id": pad if pad is not None else next(iter(self._ends), 0),
+            "prefill_chunk_size": chunk,
+            **self.request.sampling.arguments(),
+        }
+        if self.cache is not None:
+            given |= {"past_key_values": self.cache, "cache_implementation": None}
+        if self._likelihoods is not None:
+            given["logits_processor"] = LogitsProcessorList([self._likelihoods])
+        given["stopping_criteria"] = StoppingCriteriaList([_Watch(self)])
+        with contextlib.suppress(_Over):
+            self._model.generate(ids, attention_mask=torch.ones_like(ids), **given)
+
+    def made(self, token: int) -> None:
+        """Take a token, hand on what it completes, and leave `generate` if it was the last one."""
+        if self._first is None:
+            self._first = time.monotonic()
+        self.tokens.append(token)
+        chosen = self._chosen(token)
+        self._stream.put(torch.tensor([token]))
+        if self._texts.stop is not None or token in self._ends:
+            self.ended = Ended.STOP
+        elif self.room <= 0:
+            self.ended = Ended.LENGTH
+        if self.ended is not None:
+            self._stream.end()
+        self._notify(Piece(self._texts.take(last=self.ended is not None), (chosen,)))
+        if self.ended is not None:
+            raise _Over
+
+    def end(self, ended: Ended) -> Finished:
+        """Say that it is over; text that was held back is handed on."""
+        if self.ended is None:
+            self.ended = ended
+            self._stream.end()
+            held = self._texts.take(last=True)
+            if held:
+                self._notify(Piece(held, ()))
+        finished = Finished(
+            self.ended,
+            self._texts.stop,
+            len(self.request.prompt),
+            self.kept_tokens,
+            len(self.tokens),
+            time.monotonic() - self._submitted,
+            None if self._first is None else self._first - self._submitted,
+        )
+        self._notify(finished)
+        self._notify = _tell_nobody
+        return finished
+
+    def fail(self, error: Exception) -> None:
+        """Say that it has failed."""
+        self._notify(Failed(error))
+        self._notify = _tell_nobody
+
+    def draw(self, begins: bool) -> None:
+        """Have random numbers of its own around the choice of a token: called before it, and after."""
+        if self._random is None:
+            return
+        if begins:
+            self._others = _random_state(self._model.device)
+            _set_random_state(self._random, self._model.device)
+        else:
+            self._random = _random_state(self._model.device)
+            _set_random_state(self._others, self._model.device)
+
+    def _chosen(self, token: int) -> Chosen:
+        if self._likelihoods is None:
+            return Chosen(token)
+        assert self.request.likeliest is not None
+        return self._likelihoods.of(token, self.request.likeliest)
+
+
+class _Watch(StoppingCriteria):  # type: ignore[misc]
+    """Sees every token."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self._generation.made(int(input_ids[0, -1]))
+        return torch.zeros(1, dtype=torch.bool, device=input_ids.device)
+
+
+class _Likelihoods(LogitsProcessor):  # type: ignore[misc]
+    """Keeps the scores as they are before temperature and the like; `generate` asks it ahead of those."""
+
+    def __init__(self) -> None:
+        self._logprobs: torch.Tensor | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self._logprobs = torch.log_softmax(scores[0].float(), dim=-1)
+        return scores
+
+    def of(self, token: int, likeliest: int) -> Chosen:
+        assert self._logprobs is not None
+        best = self._logprobs.topk(min(likeliest, len(self._logprobs)))
+        return Chosen(
+            token,
+            float(self._logprobs[token]),
+            tuple(Likelihood(*pair) for pair in zip(best.indices.tolist(), best.values.tolist(), strict=True)),
+        )
+
+
+def _beginning(seed: int | None, device: torch.device) -> torch.Tensor:
+    """The state of random numbers that `torch.manual_seed` would set."""
+    generator = torch.Generator(device="cuda" if device.type == "cuda" else "cpu")
+    generator.manual_seed(seed if seed is not None else int.from_bytes(os.urandom(7), "little"))
+    return generator.get_state()
+
+
+def _random_state(device: torch.device) -> torch.Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_random_state(state: torch.Tensor, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)

@@ -1,0 +1,141 @@
+"""A nameless file of images: where each is in it, and by which way it goes there and comes back. Knows no texts.
+
+    through the page cache    as long as all of it stays there, beside what a pass reads of the weights
+    past it                   from then on: what is read once a pass would push out what others have use for
+
+Under a control group's limit the page cache is the group's own: keys and values that went through it cost a copy, and
+what the system took back for each was searched for among the pages of everything else.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from rabbitllm.engine.free_memory import available_ram
+from rabbitllm.engine.span_reader import stays_cached
+from rabbitllm.generation.cache_image import Form, Image, new_image
+from rabbitllm.generation.places import Places
+from rabbitllm.storage import durable
+from rabbitllm.storage.page_cache import DIRECT_ALIGNMENT
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An image that is in the file.
+
+    Attributes:
+        place, nbytes: there; it takes no more.
+        form: of what is made of it again.
+    """
+
+    place: int
+    nbytes: int
+    form: Form
+
+
+class ImageFile:
+    """The file of a batch.
+
+    Args:
+        folder: where it may be.
+        limit: bytes that it may have.
+        beside: bytes of weights that are read between two readings of an image.
+
+    Attributes:
+        error: why nothing can be written any more; None as long as all is well.
+        written: bytes.
+        is_past_the_cache: whether images go past the page cache, if they are not small.
+    """
+
+    def __init__(self, folder: Path, limit: int, beside: int) -> None:
+        self.error: OSError | None = None
+        self.written = 0
+        self.is_past_the_cache = False
+        self._places = Places(limit)
+        self._limit = limit
+        self._folder = folder
+        self._beside = beside
+        self._room = available_ram()
+        self._file: durable.NamelessFile | None = None
+
+    @property
+    def limit(self) -> int:
+        """Bytes that images in it may be reckoned with; none if it cannot be written to."""
+        return self._limit if self.error is None else 0
+
+    @property
+    def nbytes(self) -> int:
+        """That are in it."""
+        return self._places.taken
+
+    def close(self) -> None:
+        """Forget all of it."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def look_around(self) -> None:
+        """See what memory is free now; to be called between passes, while nothing is computed."""
+        if not self.is_past_the_cache:
+            self._room = available_ram()
+
+    def put(self, image: Image) -> Stored | None:
+        """Write an image; None if that is not possible.
+
+        Args:
+            image: on the host.
+        """
+        if self.error is not None:
+            return None
+        nbytes = len(image.whole)
+        place = self._places.take(nbytes)
+        if place is None:
+            self._limit -= self._limit // 8  # holes between places take more than was thought
+            return None
+        if not self.is_past_the_cache and not stays_cached(self.nbytes + self._beside, self._room):
+            self.is_past_the_cache = True  # and remains so; what is in the cache is dropped when it is read
+        try:
+            if self._file is None:
+                self._file = durable.NamelessFile(self._folder)
+            self._file.write_at(image.whole.numpy().data, place, aligned=self._goes_past(image, place))
+        except OSError as error:
+            logger.warning("Keys and values cannot be written to a file in %s any more: %s.", self._folder, error)
+            self.error = error
+            self._places.give_back(place, nbytes)
+            return None
+        self.written += nbytes
+        return Stored(place, nbytes, image.form)
+
+    def fill(self, image: Image, stored: Stored) -> None:
+        """Read an image; by any thread.
+
+        Args:
+            image: a new one of its form.
+            stored: as `put` returned it, and not given back.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        assert self._file is not None
+        self._file.read_at(image.whole.numpy().data, stored.place, aligned=self._goes_past(image, stored.place))
+
+    def get(self, stored: Stored) -> Image:
+        """An image again, see `fill`."""
+        image = new_image(*stored.form)
+        self.fill(image, stored)
+        return image
+
+    def give_back(self, stored: Stored) -> None:
+        """Let others have a place.
+
+        Args:
+            stored: as `put` returned it.
+        """
+        self._places.give_back(stored.place, stored.nbytes)
+
+    def _goes_past(self, image: Image, place: int) -> bool:
+        return self.is_past_the_cache and image.is_aligned and place % DIRECT_ALIGNMENT == 0

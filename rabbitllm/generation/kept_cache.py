@@ -1,0 +1,217 @@
+"""A KV cache that is kept between answers, and how far it can go back.
+
+The next prompt seldom continues the last one to the token: a template strips what the model thought aloud, a tokenizer
+splits the answer's text otherwise than the model did. So the cache goes back to what both have in common. How, is each
+layer's matter (transformers 5, `cache_utils`):
+
+    keys and values of every token        cut off at any length
+    a sliding window                      cut off as long as it has not slid; then what slid out is gone
+    a state (linear attention, Mamba, …)  cannot be cut: it is what all tokens made of it
+
+Of windows and states copies are kept, at the beginning of a turn and at the end of its prompt, and the cache goes back
+to the longest of those that is short enough. A copy is as large as the window or the state, whatever the text's length.
+
+Kept is what continues exactly: what a model computes of further tokens behind a cache is then what it computes of all
+at once, but for rounding. That holds for keys, values and windows. With states it is up to each model's own code, some
+of which begins anew with every prompt (Jamba, RecurrentGemma), so `CONTINUING` names those of which a test has shown
+it. Of the others, of caches of other kinds (indexes that choose tokens, where rounding changes the choice) and of
+models without attention nothing is kept: each prompt is computed from its beginning. Knows no tokenizers and no
+conversations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+CONTINUING = frozenset(
+    {
+        *("bailing_hybrid", "falcon_h1", "granitemoehybrid", "inkling_text", "inkling2_text", "kimi_linear"),
+        *("lfm2", "lfm2_moe", "lfm3", "nemotron_h", "olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
+        *("zamba2", "zaya"),
+    }
+)
+"""Model types with states whose further prompts continue them (transformers 5.23); their tests are in
+`tests/generation/test_kept_cache.py`."""
+MOST_MARKS = 2
+"""The beginning of the turn, and the end of its prompt."""
+
+
+def keeps(model: Any) -> bool:
+    """Whether a model's cache continues exactly, so that it can be kept."""
+    if model.config.is_encoder_decoder or not model._supports_default_dynamic_cache():
+        return False
+    config = model.config.get_text_config(decoder=True)
+    layers = DynamicCache(config=config).layers
+    plain = [layer for layer in layers if _holds_every_token(layer) or _is_window(layer) or _is_nothing(layer)]
+    if not any(isinstance(layer, DynamicLayer) for layer in layers):
+        return False  # nothing would tell how many tokens are in it
+    if getattr(model, "hosts", None) is not None and not all(map(_holds_every_token, layers)):
+        return False  # what is put back into layers here is not put back into those on other hosts
+    states = [layer for layer in layers if hasattr(layer, "conv_states")]
+    return len(plain) == len(layers) or (config.model_type in CONTINUING and len(states) + len(plain) == len(layers))
+
+
+def _holds_every_token(layer: Any) -> bool:
+    return type(layer) is DynamicLayer
+
+
+def _is_window(layer: Any) -> bool:
+    return type(layer) is DynamicSlidingWindowLayer
+
+
+def _is_nothing(layer: Any) -> bool:
+    """A layer that has no attention, or uses another one's keys and values."""
+    return type(layer).__name__ == "DummyLayer"  # not in every version
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A length to which a cache can go back.
+
+    Attributes:
+        length: tokens.
+        layers: number of a layer -> what has to be put back into it.
+    """
+
+    length: int
+    layers: Mapping[int, Mapping[str, Any]]
+
+
+class KeptCache:
+    """The KV cache of one conversation.
+
+    Args:
+        model: one for which `keeps` holds.
+
+    Attributes:
+        ids: of the tokens that are in the cache.
+        cache: what `generate` takes as `past_key_values`.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._config = model.config.get_text_config(decoder=True)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.ids: list[int] = []
+        self.cache = DynamicCache(config=self._config)
+        self._marks: list[Mark] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache and its marks, as far as they hold something."""
+        tensors = [tensor for layer in self.cache.layers for tensor in _tensors(vars(layer))]
+        tensors += [tensor for mark in self._marks for layer in mark.layers.values() for tensor in _tensors(layer)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def go_back(self, length: int) -> int:
+        """Shorten the cache to at most so many tokens, and return how many it has then.
+
+        Args:
+            length: tokens; as many as it has, or more, change nothing.
+        """
+        return len(self.ids) if length >= len(self.ids) else self._shorten(length)
+
+    def mark(self, ids: list[int]) -> None:
+        """Note that the cache holds exactly these tokens now, and that it may have to come back here."""
+        self.ids = list(ids)
+        layers = {
+            number: _copied(_what_cutting_spoils(layer))
+            for number, layer in enumerate(self.cache.layers)
+            if not _holds_every_token(layer) and not _is_nothing(layer)
+        }
+        if layers and ids:
+            self._marks = [mark for mark in self._marks if mark.length < len(ids)][1 - MOST_MARKS :]
+            self._marks.append(Mark(len(ids), layers))
+
+    def hold(self, ids: list[int]) -> None:
+        """Note that the cache holds exactly these tokens now."""
+        self.ids = list(ids)
+
+    def recover(self, length: int, ids: list[int]) -> int:
+        """Make the cache whole after a pass was interrupted, in which some layers got further than others.
+
+        Args:
+            length: tokens that were in every layer before that pass.
+            ids: those tokens, and possibly more.
+
+        Returns:
+            How many tokens it has then.
+        """
+        self.ids = ids[:length]
+        return self._shorten(length)
+
+    def _shorten(self, length: int) -> int:
+        if length and all(can_be_cut(layer) for layer in self.cache.layers):
+            return self._cut(length)
+        return self._put_back(length)
+
+    def _cut(self, length: int) -> int:
+        for layer in self.cache.layers:
+            if not _is_nothing(layer):
+                _cut_layer(layer, length)
+        self._marks = [mark for mark in self._marks if mark.length <= length]
+        self.ids = self.ids[:length]
+        return length
+
+    def _put_back(self, length: int) -> int:
+        self._marks = [mark for mark in self._marks if mark.length <= length]
+        if not self._marks:
+            self.clear()
+            return 0
+        mark = self._marks[-1]
+        for number, layer in enumerate(self.cache.layers):
+            if number in mark.layers:
+                if _grows(layer):
+                    _cut_layer(layer, mark.length)
+                vars(layer).update(_copied(mark.layers[number]))
+            elif not _is_nothing(layer):
+                _cut_layer(layer, mark.length)
+        self.ids = self.ids[: mark.length]
+        return mark.length
+
+
+def can_be_cut(layer: Any) -> bool:
+    """Whether the layer as it is can be cut at any length."""
+    if _is_window(layer):
+        return bool(layer.get_seq_length() < layer.sliding_window)
+    return _holds_every_token(layer) or _is_nothing(layer)
+
+
+def _grows(layer: Any) -> bool:
+    """Whether it has keys and values of every token, beside a state."""
+    return isinstance(layer, DynamicLayer) and not isinstance(layer, DynamicSlidingWindowLayer)
+
+
+def _cut_layer(layer: Any, length: int) -> None:
+    """Cut keys and values (batch, heads, tokens, width) of every token."""
+    if layer.is_initialized and layer.keys is not None:
+        layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
+        if _is_window(layer):
+            layer.cumulative_length = min(layer.cumulative_length, length)
+
+
+def _what_cutting_spoils(layer: Any) -> dict[str, Any]:
+    own: dict[str, Any] = dict(vars(layer))
+    if _grows(layer):
+        del own["keys"], own["values"]
+    return own
+
+
+def _copied(value: Any) -> Any:
+    """A copy with tensors of its own; of a view only what it shows."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return {name: _copied(one) for name, one in value.items()} if isinstance(value, dict) else value
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [found for one in value.values() for found in _tensors(one)] if isinstance(value, Mapping) else []

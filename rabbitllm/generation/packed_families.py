@@ -1,0 +1,100 @@
+"""Which models can have rows of several texts side by side in one forward: those of which a test has shown it.
+
+It takes a model in which nothing but attention looks from one row at another, and whose attention goes through
+transformers' attention interface, by keys and values that its cache returned. Settings can break that where the family
+does not: rotary angles that depend on the longest text, for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from rabbitllm.generation.packed_attention import OWN
+
+PACKABLE = frozenset(
+    {
+        *("afmoe", "apertus", "arcee", "aria_text", "beam", "bitnet", "cohere", "cohere2", "cohere2_moe"),
+        *("cwm", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe"),
+        *("flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text"),
+        *("gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode"),
+        *("gpt_neox", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared"),
+        *("helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder"),
+        *("jais2", "kolibri1", "laguna", "llama", "longcat_flash", "mellum", "mimo_v2_flash", "minicpm3"),
+        *("minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "modernbert-decoder", "nanochat"),
+        *("nemotron", "olmo", "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phi3", "phimoe", "qwen2"),
+        *("qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_moe_text"),
+        *("qwen3_vl_text", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma"),
+    }
+)
+"""Model types (transformers 5.23); their test is `tests/generation/test_packed_families.py`."""
+WITH_IMAGES = frozenset({"gemma3", "gemma4", "llava", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"})
+"""Model types around a text model of those; a pass that brings images has arguments that are not known."""
+_BY_LONGEST = ("dynamic", "longrope")
+"""Rotary angles that depend on the largest position in a pass."""
+_EXTRAS = ("output_attentions", "output_hidden_states", "output_router_logits", "alibi")
+"""Settings that must be off."""
+
+
+def can_be_packed(model: Any) -> bool:
+    """Whether several texts can go through a model side by side."""
+    config = model.config
+    text = config.get_text_config(decoder=True)
+    return (
+        text.model_type in PACKABLE
+        and (config.model_type in PACKABLE or config.model_type in WITH_IMAGES)
+        and config._attn_implementation in OWN
+        and getattr(config, "return_dict", True)
+        and not model.training
+        and not any(getattr(one, extra, False) for one in (config, text) for extra in _EXTRAS)
+        and not depends_on_longest(text)
+        and all(_is_known(layer) for layer in DynamicCache(config=text).layers)
+        and not (shares_keys(model) and len(set(model.hf_device_map.values())) > 1)
+    )
+
+
+def depends_on_longest(config: Any) -> bool:
+    """Whether a text is computed otherwise beside a longer one.
+
+    Args:
+        config: of the text model.
+    """
+    return any(rope in kind for kind in _rope_types(config) for rope in _BY_LONGEST)
+
+
+def shares_keys(model: Any) -> bool:
+    """Whether layers use keys and values of others."""
+    return any(_is_nothing(layer) for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers)
+
+
+def has_known_layers(cache: DynamicCache, kinds: Sequence[type]) -> bool:
+    """Whether a cache has the layers that the model would make, with one text in it."""
+    layers = cache.layers
+    return len(layers) == len(kinds) and all(
+        type(layer) is kind and _is_one_text(layer) for layer, kind in zip(layers, kinds, strict=True)
+    )
+
+
+def _is_known(layer: Any) -> bool:
+    return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) or _is_nothing(layer)
+
+
+def _is_nothing(layer: Any) -> bool:
+    """A layer without attention, or with another one's keys and values."""
+    return type(layer).__name__ == "DummyLayer"  # not in every version
+
+
+def _is_one_text(layer: Any) -> bool:
+    keys = getattr(layer, "keys", None)
+    return keys is None or keys.dim() < 2 or len(keys) == 1
+
+
+def _rope_types(config: Any) -> Iterator[str]:
+    """Of all layers."""
+    given = getattr(config, "rope_parameters", None) or {}
+    for one in (given, *(value for value in given.values() if isinstance(value, Mapping))):
+        kind = one.get("rope_type", one.get("type"))
+        if isinstance(kind, str):
+            yield kind

@@ -1,0 +1,67 @@
+"""A conversation as the token ids that a model is given: by its tokenizer's chat template, or in a plain format.
+
+A model that comes without a chat template was not trained to chat. It is given what was said as
+
+    <system prompt>
+
+    User: <question>
+    Assistant: <answer>
+    User: <question>
+    Assistant:
+
+and since it would go on with the user's next question by itself, its answer ends before a line that begins with
+`User:`. Knows tokenizers; knows no models and no caches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rabbitllm.errors import ChatError
+from rabbitllm.generation.conversation import ASSISTANT, SYSTEM, USER
+from rabbitllm.generation.template import has_template, template_ids
+
+PLAIN_NAMES = {USER: "User:", ASSISTANT: "Assistant:"}
+PLAIN_END = "\n" + PLAIN_NAMES[USER]
+"""Where an answer ends in the plain format."""
+
+
+def plain_text(messages: list[dict[str, str]]) -> str:
+    """Messages in the plain format, ready for an answer."""
+    parts = []
+    for message in messages:
+        role, content = message["role"], message["content"].strip()
+        parts.append(f"{content}\n" if role == SYSTEM else f"{PLAIN_NAMES[role]} {content}")
+    return "\n".join([*parts, PLAIN_NAMES[ASSISTANT]])
+
+
+def prompt_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+    """The whole conversation as ids, up to where the model's answer begins.
+
+    Args:
+        tokenizer: of the model.
+        messages: as `Conversation.messages` gives them, the last one a question.
+
+    Raises:
+        ChatError: the template refuses these messages.
+    """
+    if not has_template(tokenizer):
+        return [int(token) for token in tokenizer(plain_text(messages))["input_ids"]]
+
+    def refused(why: str) -> ChatError:
+        return ChatError(
+            f"The model's chat template refuses this conversation: {why}.",
+            "Try without a system prompt (/system -), or /reset."
+            if messages[0]["role"] == SYSTEM
+            else "/reset begins anew.",
+        )
+
+    return template_ids(tokenizer, messages, refused)
+
+
+def common_length(first: list[int], second: list[int]) -> int:
+    """How many ids from the beginning on are the same in both."""
+    for at, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            return at
+    return min(len(first), len(second))

@@ -1,0 +1,8 @@
+"""Log-likelihoods and embeddings of any number of texts: token ids in, numbers out, in one pass over the weights."""
+
+from __future__ import annotations
+
+from rabbitllm.generation.scoring.records import Room, Scored, ScoredText
+from rabbitllm.generation.scoring.score import score
+
+__all__ = ["Room", "Scored", "ScoredText", "score"]

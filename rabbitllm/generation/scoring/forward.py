@@ -1,0 +1,342 @@
+"""Takes a micro-batch through the model, by the model's own forward, and keeps only the numbers that were asked for.
+
+Logits of all tokens would be larger than the weights. So what the model's body returns is cut down to the rows whose
+logits somebody wants, before the model's own code goes on to its head: whatever a family does there (soft caps,
+scales) is done. Where these rows are still many, the model's forward is called again for each slice of them, and the
+body answers with that slice at once.
+
+    forward ── body: layers ──> all rows ── rows of slice 1 ── head ──> logits
+    forward ── body: at once ────────────── rows of slice 2 ── head ──> logits
+
+Whoever wants the rows themselves, before the head, is handed them instead (`Keep`), and has the head make logits of
+them later (`ScoringForward.logits`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from rabbitllm.errors import ScoringError
+from rabbitllm.generation.packed_attention import attention_by_text, texts_of
+from rabbitllm.generation.packed_families import shares_keys
+from rabbitllm.generation.scoring.micro_batches import MicroBatch
+from rabbitllm.generation.scoring.records import Scored
+from rabbitllm.generation.scoring.segment_cache import Relay, SegmentCache
+from rabbitllm.generation.scoring.segments import Segments
+from rabbitllm.generation.scoring.tasks import Asked
+
+LOGITS_BYTES = 128 << 20
+"""Of the logits that are computed at a time, as float32, at most; a few times as much is needed for a moment."""
+
+
+Keep = Callable[[int, torch.Tensor], None]
+"""Is handed the index of a text, and the rows that predict its continuation: (tokens, hidden), gone afterwards."""
+
+_RETURN = {"return_dict": True}
+_Chances = dict[tuple[int, int], tuple[float, bool]]
+"""Row, token -> logarithm of the token's probability there, and whether it is the most likely one."""
+
+
+class _Cut:
+    """What the body of the model is to do for the forward that runs in this greenlet.
+
+    Args:
+        wanted: which rows of its output go on, all rows of the batch being counted one after the other; None for all.
+        keeps: whether the others are needed besides.
+
+    Attributes:
+        is_reached: whether the body has been called.
+        output: as the body returned it, but for the rows that go on.
+        states: (all rows, hidden), if they are needed.
+        chosen: (wanted, hidden); None where the output is none that could be cut.
+        part: those of `chosen` whose turn it is.
+    """
+
+    def __init__(self, wanted: torch.Tensor | None, keeps: bool) -> None:
+        self._wanted = wanted
+        self._keeps = keeps
+        self.is_reached = False
+        self.output: Any = None
+        self.states: torch.Tensor | None = None
+        self.chosen: torch.Tensor | None = None
+        self.part = slice(0, 0)
+
+    def take(self, output: Any) -> None:
+        """Look at what the body returned."""
+        self.output = output
+        states = getattr(output, "last_hidden_state", None)
+        if not isinstance(states, torch.Tensor) or states.dim() != 3:
+            return
+        rows = states.flatten(0, 1)
+        self.states = rows if self._keeps else None
+        # on several devices not where the ids are
+        self.chosen = None if self._wanted is None else rows.index_select(0, self._wanted.to(rows.device))
+
+    def give(self) -> Any:
+        """What the model's forward goes on with."""
+        if self.chosen is not None:
+            self.output.last_hidden_state = self.chosen[self.part][None]
+        return self.output
+
+
+class _RowsAlone:
+    """What a body returned, as far as it was kept: whatever else a family's forward asks for is None."""
+
+    last_hidden_state: torch.Tensor
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, place: Any) -> Any:
+        return (self.last_hidden_state,)[place]
+
+
+_active: ContextVar[_Cut | None] = ContextVar("forward that scores", default=None)
+"""Of this thread, and this greenlet."""
+
+
+class ScoringForward:
+    """Computes micro-batches.
+
+    Args:
+        model: as `AutoModel.from_pretrained` returns it.
+        packed: whether micro-batches have segments.
+        whole: compute all logits at once, so that they have the bits that plain transformers gives them.
+        logits_bytes: see `LOGITS_BYTES`.
+        keep: is handed the rows of the body's output that predict; no probabilities are computed then.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        packed: bool = False,
+        whole: bool = False,
+        logits_bytes: int = LOGITS_BYTES,
+        keep: Keep | None = None,
+    ) -> None:
+        self._model = model
+        # some models call what is inside their base model, some have none under the name that they give
+        named = (model.base_model, model.get_decoder(), *model.children())
+        found = [body for body in named if isinstance(body, PreTrainedModel)]
+        self._bodies = list({id(body): body for body in found if body is not model}.values())
+        self._base = self._bodies[0] if self._bodies else model
+        self._whole = whole
+        self._keep = keep
+        self._config = model.config.get_text_config(decoder=True)
+        self._vocabulary = model.get_input_embeddings().num_embeddings
+        self._rows_at_once = max(logits_bytes // (4 * self._vocabulary), 1)
+        seen = {id(one): one for module in model.modules() if (one := getattr(module, "config", None)) is not None}
+        attending = [one for one in seen.values() if getattr(one, "_attn_implementation", None) is not None]
+        self._configs = attending if packed else []
+        self._shares = shares_keys(model) if packed else False
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Let the body of the model be cut short inside the context, for those forwards that want it."""
+        before = [(body, body._compiled_call_impl) for body in self._bodies]
+        try:
+            for body, own in before:
+                body._compiled_call_impl = _cutting(own or body._call_impl)
+            with attention_by_text(self._configs):
+                yield
+        finally:
+            for body, own in before:
+                body._compiled_call_impl = own
+
+    def ids(self, batch: MicroBatch) -> torch.Tensor:
+        """Of a micro-batch: (1, rows) side by side, or (texts, length)."""
+        if batch.segments is not None:
+            found = torch.tensor([[token for part in batch.segments.computed for token in part.ids]])
+        else:
+            found = torch.zeros(len(batch.tasks), batch.length, dtype=torch.long)
+            for row, task in zip(found, batch.tasks, strict=True):
+                row[: len(task.ids)] = torch.tensor(task.ids)
+        return found.to(self._model.device)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        batch: MicroBatch,
+        ids: torch.Tensor,
+        indices: Sequence[int],
+        before: Relay | None = None,
+        behind: Relay | None = None,
+    ) -> list[Scored]:
+        """Results of all that is asked of a micro-batch.
+
+        Args:
+            batch: the micro-batch.
+            ids: see `ids`.
+            indices: of all texts.
+            before, behind: see `SegmentCache`.
+
+        Raises:
+            NotPackable: the model does what none of its family did in the tests.
+            ScoringError: its forward returns something else than other models' do.
+        """
+        rows = [batch.rows(number) for number in range(len(batch.tasks))]
+        wanted = {} if self._keep is not None else _wanted(batch, rows)
+        keeps = self._keep is not None or any(one.pooling for task in batch.tasks for one in task.asked)
+        cut = _Cut(torch.tensor(list(wanted), device=ids.device) if wanted and not self._whole else None, keeps)
+        token = _active.set(cut)
+        try:
+            if batch.segments is None:
+                chances = self._chances(cut, {"input_ids": ids, "use_cache": False, **_RETURN}, wanted)
+            else:
+                hands_on = batch.hands_on
+                cache = SegmentCache(batch.segments, self._config, self._shares, before, behind, hands_on)
+                with texts_of(cache):
+                    chances = self._chances(cut, _packed_inputs(batch.segments, ids, cache), wanted)
+                cache.finish()
+        finally:
+            _active.reset(token)
+        found = [(indices[one.number], one, rows[at]) for at, task in enumerate(batch.tasks) for one in task.asked]
+        if self._keep is None:
+            return [_scored(index, one, own, chances, cut.states) for index, one, own in found]
+        if cut.states is None:
+            raise ScoringError(f"The body of {type(self._model).__name__} returned no hidden states to keep.")
+        for index, one, own in found:
+            self._keep(index, cut.states[own[one.first : one.first + len(one.targets)]])
+        return [Scored(index, tokens=len(one.targets)) for index, one, _ in found]
+
+    @torch.no_grad()
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """What the model's head makes of rows that were kept, while `installed`.
+
+        Args:
+            states: (rows, hidden), of the dtype and on the device that the body had them.
+
+        Returns:
+            (rows, vocabulary).
+        """
+        cut = _Cut(None, keeps=False)
+        cut.is_reached, cut.chosen, cut.part = True, states, slice(None)
+        cut.output = _RowsAlone()
+        token = _active.set(cut)
+        try:
+            ids = torch.zeros((1, len(states)), dtype=torch.long, device=self._model.device)
+            found: torch.Tensor = self._model.forward(input_ids=ids, use_cache=False, **_RETURN).logits
+            return found[0]
+        finally:
+            _active.reset(token)
+
+    def _chances(self, cut: _Cut, inputs: dict[str, Any], wanted: dict[int, list[int]]) -> _Chances:
+        if not wanted:
+            if self._base is self._model:
+                cut.take(self._call(**inputs))
+            else:
+                self._base(**inputs)
+            return {}
+        every = list(wanted)
+        found: _Chances = {}
+        step = len(every) if self._whole else self._rows_at_once
+        for begin in range(0, len(every), step):
+            part = every[begin : begin + step]
+            cut.part = slice(begin, begin + len(part))
+            # later ones not through the hooks of a whole pass, which let go of the weights that are just used
+            logits = (self._model.forward if begin else self._call)(**inputs).logits.flatten(0, 1)
+            if cut.chosen is None:
+                return _chances_in(logits[every], list(wanted.values()), every)
+            if len(logits) != len(part):
+                raise ScoringError(
+                    f"{type(self._model).__name__} returned {len(logits):,} rows of logits for {len(part):,}.",
+                    "Score with exact=True, which asks nothing unusual of the model.",
+                )
+            found |= _chances_in(logits, [wanted[row] for row in part], part)
+        return found
+
+    def _call(self, **inputs: Any) -> Any:
+        # not through the model's own call, which waits for the pass that this is
+        return nn.Module.__call__(self._model, **inputs)
+
+
+def _cutting(ordinary: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands for the call of a body; the outermost one that is called gives what it is asked for."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        cut = _active.get()
+        if cut is None or (cut.is_reached and cut.output is None):
+            return ordinary(*args, **kwargs)
+        if not cut.is_reached:
+            cut.is_reached = True
+            cut.take(ordinary(*args, **kwargs))
+        return cut.give()
+
+    return call
+
+
+def _packed_inputs(segments: Segments, ids: torch.Tensor, cache: SegmentCache) -> dict[str, Any]:
+    positions = torch.cat([torch.arange(part.begins, part.begins + len(part.ids)) for part in segments.computed])
+    return {
+        "input_ids": ids,
+        "position_ids": positions[None].to(ids.device),
+        "past_key_values": cache,
+        "use_cache": True,
+        **_RETURN,
+    }
+
+
+def _wanted(batch: MicroBatch, rows: Sequence[Sequence[int]]) -> dict[int, list[int]]:
+    """Row -> tokens whose probabilities its logits are to give, each once, rows in their order."""
+    found: dict[int, dict[int, None]] = {}
+    for own, task in zip(rows, batch.tasks, strict=True):
+        for one in task.asked:
+            for at, target in enumerate(one.targets, one.first):
+                found.setdefault(own[at], {})[target] = None
+    return {row: list(found[row]) for row in sorted(found)}
+
+
+def _chances_in(logits: torch.Tensor, targets: Sequence[Sequence[int]], rows: Sequence[int]) -> _Chances:
+    """Of each token in each row: the logarithm of its probability, and whether it is the most likely one.
+
+    Args:
+        logits: (rows, vocabulary).
+        targets: of each row.
+        rows: what they are called.
+    """
+    logprobs = torch.log_softmax(logits.float(), -1)
+    places = [place for place, own in enumerate(targets) for _ in own]
+    tokens = [token for own in targets for token in own]
+    chosen = logprobs[torch.tensor(places, device=logprobs.device), torch.tensor(tokens, device=logprobs.device)]
+    best = logprobs.argmax(-1).tolist()
+    return {
+        (rows[place], token): (value, best[place] == token)
+        for place, token, value in zip(places, tokens, chosen.tolist(), strict=True)
+    }
+
+
+def _scored(
+    index: int,
+    asked: Asked,
+    rows: Sequence[int],
+    chances: _Chances,
+    states: torch.Tensor | None,
+) -> Scored:
+    embedding = None
+    if asked.pooling is not None:
+        if states is None:
+            raise ScoringError("The model's body returned no hidden states, of which embeddings are made.")
+        if asked.pooling == "last":
+            embedding = tuple(states[rows[-1]].float().tolist())
+        else:
+            embedding = tuple(states[list(rows)].float().mean(0).tolist())
+    if not asked.targets:
+        return Scored(index, embedding=embedding)
+    found = [chances[rows[at], target] for at, target in enumerate(asked.targets, asked.first)]
+    return Scored(
+        index,
+        math.fsum(value for value, _ in found),
+        len(found),
+        all(is_best for _, is_best in found),
+        embedding,
+    )

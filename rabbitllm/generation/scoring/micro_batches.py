@@ -1,0 +1,176 @@
+"""Which tasks go through a layer together, and which micro-batches through the model in one pass. Pure.
+
+Three kinds, by what the model allows: rows side by side with beginnings shared; texts of nearly the same length, filled
+up behind their end, where no token of a causal model looks; texts of the same length, where even a longer neighbour
+would change a text (angles that depend on the longest position).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from rabbitllm.generation.picking import grouped
+from rabbitllm.generation.scoring.segments import WORTH_TOKENS, Segments, common, cut
+from rabbitllm.generation.scoring.tasks import Task
+
+FILLED_SHARE = 8
+"""At most one part in so many of a micro-batch's tokens fills texts up."""
+
+
+class Form(Enum):
+    """How texts lie in a micro-batch."""
+
+    PACKED = "rows side by side"
+    FILLED = "filled up to one length"
+    EQUAL = "of one length"
+    ALONE = "each by itself"
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Tasks that go through a layer as one.
+
+    Attributes:
+        tasks: these.
+        segments: of them, where rows lie side by side; else None: each has a row of the batch of its own.
+        hands_on: so many tokens that its last text begins with have keys and values that the next one needs.
+    """
+
+    tasks: tuple[Task, ...]
+    segments: Segments | None = None
+    hands_on: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens in the longest task."""
+        return max(len(task.ids) for task in self.tasks)
+
+    @property
+    def tokens(self) -> int:
+        """That go through, those included that fill up."""
+        return self.segments.tokens if self.segments is not None else len(self.tasks) * self.length
+
+    def rows(self, task: int) -> list[int]:
+        """Where the tokens of a task are, all rows of the batch being counted one after the other."""
+        if self.segments is not None:
+            return self.segments.rows(task)
+        begin = task * self.length
+        return list(range(begin, begin + len(self.tasks[task].ids)))
+
+
+def micro_batches(tasks: Sequence[Task], form: Form, tokens: int, worth: int = WORTH_TOKENS) -> list[MicroBatch]:
+    """All tasks, each in one micro-batch.
+
+    Args:
+        tasks: with distinct inputs, unless each goes by itself.
+        form: how texts lie.
+        tokens: of a micro-batch, at most, unless one task has more.
+        worth: tokens that a shared beginning has at least.
+    """
+    if form is Form.PACKED:
+        return _packed(tasks, tokens, worth)
+    groups: list[list[Task]] = []
+    for task in sorted(tasks, key=lambda task: len(task.ids), reverse=True):
+        if groups and form is not Form.ALONE and _joins(groups[-1], task, form, tokens):
+            groups[-1].append(task)
+        else:
+            groups.append([task])
+    return [MicroBatch(tuple(group)) for group in groups]
+
+
+def _joins(group: Sequence[Task], task: Task, form: Form, tokens: int) -> bool:
+    longest, own = len(group[0].ids), len(task.ids)
+    together = longest * (len(group) + 1)
+    if together > tokens or (form is Form.EQUAL and own != longest):
+        return False
+    filling = together - own - sum(len(one.ids) for one in group)
+    return filling * FILLED_SHARE <= together
+
+
+def _packed(tasks: Sequence[Task], tokens: int, worth: int) -> list[MicroBatch]:
+    """In the order of their tokens, so that those with the same beginning are together."""
+    groups: list[list[Task]] = []
+    total = 0
+    for task in sorted(tasks, key=lambda task: task.ids):
+        shared = common(groups[-1][-1].ids, task.ids) if groups else 0
+        more = len(task.ids) - (shared if shared >= worth else 0)
+        if groups and total + more <= tokens:
+            groups[-1].append(task)
+            total += more
+        else:
+            groups.append([task])
+            total = len(task.ids)
+    return [batch for group in groups for batch in _cut(group, tokens, worth)]
+
+
+def _cut(group: Sequence[Task], tokens: int, worth: int) -> list[MicroBatch]:
+    """Mostly one: not all that neighbours share is worth being shared beside what others do."""
+    segments = cut([task.ids for task in group], worth)
+    if segments.tokens <= tokens or len(group) == 1:
+        return [MicroBatch(tuple(group), segments)]
+    half = len(group) // 2
+    return [*_cut(group[:half], tokens, worth), *_cut(group[half:], tokens, worth)]
+
+
+def passes(batches: Sequence[MicroBatch], token_bytes: int, limit: int) -> list[list[MicroBatch]]:
+    """Which micro-batches go through the model in the same pass: as many as there is room for, and one at least.
+
+    Args:
+        batches: all.
+        token_bytes: that a token takes while others' turn is.
+        limit: bytes for all of a pass.
+    """
+    return [list(batches[group]) for group in grouped([batch.tokens * token_bytes for batch in batches], limit)]
+
+
+def linked(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """The micro-batches of a pass, each without what the one before it has computed already.
+
+    As they take turns at a layer, the keys and values there are handed on: those of the beginning that the last text of
+    the one shares with the first text of the other. Rows that somebody asks for are computed where they are asked for.
+
+    Args:
+        batches: in the order of their turns.
+    """
+    found: list[MicroBatch] = []
+    for batch in batches:
+        if found:
+            found[-1], batch = _handing_on(found[-1], batch)
+        found.append(batch)
+    return found
+
+
+def chains(batches: Sequence[MicroBatch], most: int) -> list[list[MicroBatch]]:
+    """The micro-batches of a pass in smaller passes, linked: those are together that hand something on to the next.
+
+    Args:
+        batches: not linked yet, in the order of their turns.
+        most: of a pass.
+    """
+    found: list[list[MicroBatch]] = []
+    for batch in batches:
+        if found and len(found[-1]) < most:
+            before, own = _handing_on(found[-1][-1], batch)
+            if before.hands_on:
+                found[-1][-1:] = [before, own]
+                continue
+        found.append([batch])
+    return found
+
+
+def _handing_on(before: MicroBatch, own: MicroBatch) -> tuple[MicroBatch, MicroBatch]:
+    """Both, the second without what it needs of the first; as they are if that is nothing."""
+    if before.segments is None or own.segments is None:
+        return before, own
+    shared = min(common(before.tasks[-1].ids, own.tasks[0].ids), *map(_first_row, own.tasks))
+    segments = own.segments.knowing(shared)
+    known = sum(len(part.ids) for part in segments.path(0) if part.is_known)
+    return (replace(before, hands_on=known), replace(own, segments=segments)) if known else (before, own)
+
+
+def _first_row(task: Task) -> int:
+    """Before which no row of a task is asked for."""
+    rows = [0 if one.pooling == "mean" else one.first if one.targets else len(task.ids) - 1 for one in task.asked]
+    return min(rows, default=0)

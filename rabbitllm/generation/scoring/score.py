@@ -1,0 +1,114 @@
+"""Scores texts in passes that they share, which are one where there is room.
+
+texts ── refused: at once
+      └─ tasks ── micro-batches ── passes ── results after each
+                      ↑ one by one, those whose micro-batch has failed
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from rabbitllm.errors import BatchError, MissingPackageError, RabbitLLMError, ScoringError
+from rabbitllm.generation.packed_cache import NotPackable
+from rabbitllm.generation.packed_families import can_be_packed, shares_keys
+from rabbitllm.generation.scoring.forward import Keep
+from rabbitllm.generation.scoring.micro_batches import Form, MicroBatch
+from rabbitllm.generation.scoring.one_pass import one_pass
+from rabbitllm.generation.scoring.parking import NoRoom
+from rabbitllm.generation.scoring.plan import Plan, ability_of, form_of, limits_of, planned
+from rabbitllm.generation.scoring.records import Room, Scored, ScoredText
+from rabbitllm.generation.scoring.tasks import Task, problem_of, tasks_of
+
+logger = logging.getLogger(__name__)
+
+ROOM = Room()
+REMEDY = "If memory is short, give fewer tokens to a micro-batch, or load the model with less of it in memory."
+"""For what a text meets that nobody foresaw."""
+
+
+def score(
+    model: Any,
+    texts: Sequence[ScoredText],
+    room: Room = ROOM,
+    *,
+    on_plan: Callable[[Plan], None] = lambda plan: None,
+    keep: Keep | None = None,
+) -> Iterator[Scored]:
+    """Results of texts, in any order: those that are refused at once, the others with the pass they took part in.
+
+    The model computes while the next result is asked for, in the caller's thread; nobody else may use it meanwhile.
+
+    Args:
+        model: a causal model as `AutoModel.from_pretrained` returns it.
+        texts: any number.
+        room: what may be taken for them.
+        on_plan: is told what goes through the model together before it does, and again before what has failed is tried
+            anew.
+        keep: is handed the hidden states that predict each continuation, and no probabilities are computed.
+
+    Raises:
+        OptionError: the model cannot score, or `room` is impossible.
+        MissingPackageError: greenlet is not installed.
+        BatchError: the model answers requests at the moment.
+        OSError, RabbitLLMError: the weights cannot be read, or what waits has no room.
+    """
+    if importlib.util.find_spec("greenlet") is None:
+        raise MissingPackageError("Scoring needs the package greenlet, which is not installed.", "pip install greenlet")
+    ability = ability_of(model)
+    if model.shared_passes is not None:
+        raise BatchError("The model answers other requests at the moment.", "Score when these are done.")
+    sound = []
+    for number, text in enumerate(texts):
+        problem = problem_of(text, ability, truncate=room.truncate)
+        if problem is None:
+            sound.append(number)
+        else:
+            yield Scored(text.index, tokens=len(text.continuation), error=problem)
+    indices = [text.index for text in texts]
+    tasks = tasks_of(texts, sound, ability.context, shared=not room.exact)
+    hands_on = not (can_be_packed(model) and shares_keys(model))  # those of a layer are there for its turn only
+    waiting = deque([(tasks, form_of(model, exact=room.exact))] if tasks else [])
+    while waiting:
+        tasks, form = waiting.popleft()
+        streams = not model.placement.is_resident
+        plan = planned(tasks, form, limits_of(model, room), streamed=streams, hands_on=hands_on)
+        logger.info("scoring %s", plan)
+        on_plan(plan)
+        again: dict[Form, list[Task]] = {}
+        for batches in plan.passes:
+            done = one_pass(model, batches, form, limits_of(model, room), indices, exact=room.exact, keep=keep)
+            yield from done.scored
+            for batch, error in done.failed:
+                then = _then(form, batch, error, some_passed=bool(done.scored))
+                if then is None:
+                    yield from _refused(batch, indices, error)
+                else:
+                    again.setdefault(then, []).extend(batch.tasks)
+        waiting += [(tasks, form) for form, tasks in again.items()]
+
+
+def _then(form: Form, batch: MicroBatch, error: Exception, *, some_passed: bool) -> Form | None:
+    """How the texts of a micro-batch that has failed are tried again; None if they are not."""
+    if isinstance(error, NotPackable):
+        logger.warning("Texts do not share what they begin with: %s.", error)
+        return Form.EQUAL
+    if isinstance(error, NoRoom) and some_passed:
+        logger.warning("A further pass is made for what had no room: %s.", error)
+        return form
+    logger.warning("A micro-batch has failed.", exc_info=error)
+    return Form.ALONE if len(batch.tasks) > 1 else None
+
+
+def _refused(batch: MicroBatch, indices: Sequence[int], error: Exception) -> Iterator[Scored]:
+    shown = (
+        error
+        if isinstance(error, RabbitLLMError)
+        else ScoringError(f"The text could not be scored: {type(error).__name__}: {error}", REMEDY)
+    )
+    for one in batch.tasks[0].asked:
+        yield Scored(indices[one.number], tokens=len(one.targets), error=shown)

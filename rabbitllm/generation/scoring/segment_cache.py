@@ -1,0 +1,153 @@
+"""Keys and values of segments that go through the model side by side, each read by those that come after it.
+
+To the model it is a cache of transformers'. It keeps nothing: keys and values of a layer are there until its attention
+has used them, unless the family's later layers use them too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from rabbitllm.generation.packed_cache import NotPackable, PackedCache, Span
+from rabbitllm.generation.scoring.segments import Segment, Segments
+
+
+class Relay:
+    """Hands keys and values of a beginning on, from one micro-batch to the next one, layer by layer."""
+
+    def __init__(self) -> None:
+        self._layer = -1
+        self._given: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def give(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """What the next one needs in a layer, (1, heads, tokens, width)."""
+        self._layer, self._given = layer, (keys, values)
+
+    def take(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the one before has given.
+
+        Raises:
+            NotPackable: nothing for this layer: it has failed, or was not there.
+        """
+        given, self._given = self._given, None
+        if given is None or self._layer != layer:
+            raise NotPackable("the micro-batch before has not computed what this one begins with")
+        return given
+
+
+class SegmentCache(PackedCache):
+    """For one forward.
+
+    Args:
+        segments: whose rows lie one after the other.
+        config: of the text model.
+        shares: whether layers use the keys and values of others.
+        before: gives what the known segments have; None if there are none.
+        behind: takes what the next micro-batch needs; None if it needs nothing.
+        hands_on: tokens that this is, which the last text begins with.
+    """
+
+    def __init__(
+        self,
+        segments: Segments,
+        config: Any,
+        shares: bool,
+        before: Relay | None = None,
+        behind: Relay | None = None,
+        hands_on: int = 0,
+    ) -> None:
+        computed = segments.computed
+        super().__init__([DynamicCache(config=config)], [len(part.ids) for part in computed], shares)
+        self._segments = segments
+        self._knows = len(computed) < len(segments.parts)
+        self._before, self._behind, self._hands_on = before, behind, hands_on
+        self._spans = [Span(len(part.ids), part.begins, part.begins + len(part.ids), 0) for part in computed]
+        self._new: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._known: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take note of a layer's keys and values.
+
+        Args:
+            key_states, value_states: (1, heads, rows of all, width).
+            layer_idx: whose they are.
+
+        Returns:
+            The same ones.
+        """
+        if not self._shares:
+            self._new.clear()
+        self._new[layer_idx] = key_states, value_states
+        self._unused += 1
+        if self._knows:
+            assert self._before is not None
+            self._known = self._before.take(layer_idx)
+        if self._behind is not None and self._hands_on:
+            path = self._segments.path(len(self._segments.ends) - 1)
+            handed = [
+                self._joined(path, self._of_each(new), known)[:, :, : self._hands_on]
+                for new, known in (
+                    (key_states, self._known[0] if self._known else None),
+                    (value_states, self._known[1] if self._known else None),
+                )
+            ]
+            self._behind.give(layer_idx, handed[0].clone(), handed[1].clone())
+        return key_states, value_states
+
+    def of(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, module: Any
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values that each segment may look at, (1, heads, tokens, width).
+
+        Args:
+            key_states, value_states: what attention is given, which is what `update` returned.
+            module: where; see `PackedCache.of`.
+
+        Raises:
+            NotPackable: these are no such keys.
+        """
+        self._unused -= 1
+        expand = None
+        if not any(key_states is keys and value_states is values for keys, values in self._new.values()):
+            expand, latest = getattr(module, "expand_kv", None), self._new.get(module.layer_idx)
+            if expand is None or latest is None:
+                raise NotPackable("attention was given other keys than the cache returned")
+            key_states, value_states = latest
+        if not self._shares:
+            self._new.clear()
+        return self._by_segment(key_states, value_states, expand)
+
+    def _by_segment(self, keys: torch.Tensor, values: torch.Tensor, expand: Any) -> Iterator[Any]:
+        own_keys, own_values = self._of_each(keys), self._of_each(values)
+        known_keys, known_values = self._known if self._known is not None else (None, None)
+        self._known = None
+        for part in self._segments.computed:
+            chain = [*(self._segments.parts[number] for number in part.after), part]
+            joined = self._joined(chain, own_keys, known_keys), self._joined(chain, own_values, known_values)
+            yield expand(*joined) if expand is not None else joined
+
+    def _of_each(self, new: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Row that a segment begins with -> its keys or values."""
+        parts = torch.split(new, self.lengths, 2)
+        return {part.row: own for part, own in zip(self._segments.computed, parts, strict=True)}
+
+    def _joined(
+        self, chain: Sequence[Segment], own: Mapping[int, torch.Tensor], known: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Keys or values of segments one after the other."""
+        end = sum(len(part.ids) for part in chain if part.is_known)
+        found = [own[part.row] for part in chain if not part.is_known]
+        if end:
+            assert known is not None
+            found.insert(0, known[:, :, :end])
+        return torch.cat(found, 2) if len(found) > 1 else found[0]
+
+    def spans(self) -> list[Span]:
+        """What the mask of each segment covers, in any layer: windows are the mask's business."""
+        return self._spans

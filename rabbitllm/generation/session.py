@@ -1,0 +1,285 @@
+"""A model that answers, and keeps its KV cache from one answer to the next.
+
+Each answer begins with the whole conversation as ids. What of them the cache has already is not computed again: the
+cache goes back to the longest beginning that both have in common, and `generate` goes on from there, which for a
+streamed model is one pass over the new tokens alone. The answer is that of a cache that begins anew, but for rounding.
+
+An answer can be stopped between two layers. What had been computed for the tokens before stays in the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import StoppingCriteriaList
+
+from rabbitllm.errors import ChatError
+from rabbitllm.generation.answer import Sampling, check_generates, context_of, end_tokens
+from rabbitllm.generation.answer_stream import AnswerStream, EndOfText
+from rabbitllm.generation.kept_cache import KeptCache, keeps
+from rabbitllm.generation.rendering import PLAIN_END, common_length, prompt_ids
+from rabbitllm.generation.template import has_template
+from rabbitllm.generation.work import Work, work_between
+
+WITHOUT_LIMIT = 32_768
+"""Tokens of an answer at most, where neither the caller nor the model's context sets a limit."""
+BY_THE_MODEL = "end"
+BY_THE_USER = "stopped"
+BY_THE_CONTEXT = "context"
+BY_THE_LIMIT = "limit"
+
+
+class _Stopped(Exception):
+    """Raised between two layers, to end a pass that nobody wants any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """How answers are generated.
+
+    Attributes:
+        max_new_tokens: of an answer, at most; None for as many as the model's settings or its context allow.
+        sampling: how tokens are chosen; its seed is set once, at the beginning.
+    """
+
+    max_new_tokens: int | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of a question.
+
+    Attributes:
+        text: of the answer.
+        tokens: generated, the last one included.
+        prompt_tokens: of the conversation and the question.
+        kept_tokens: of these, found in the cache.
+        ended: by whom: `BY_THE_MODEL`, `BY_THE_USER`, `BY_THE_CONTEXT` or `BY_THE_LIMIT`.
+        first: seconds to the first token, or until it was stopped before that.
+        seconds: altogether.
+        work: passes and bytes; of a model without a profiler all zero.
+    """
+
+    text: str
+    tokens: int
+    prompt_tokens: int
+    kept_tokens: int
+    ended: str
+    first: float
+    seconds: float
+    work: Work
+
+    @property
+    def computed_tokens(self) -> int:
+        """Of the prompt, those that were not in the cache."""
+        return self.prompt_tokens - self.kept_tokens
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens a second after the first; None where there was no further one."""
+        further = self.seconds - self.first
+        return (self.tokens - 1) / further if self.tokens > 1 and further > 0 else None
+
+
+class Session:
+    """Answers of one model, one at a time.
+
+    Args:
+        model: as `AutoModel.from_pretrained` returns it; with `profiling_mode=True` answers know what they took.
+        choices: how to generate.
+        keep: keep the cache between answers, where the model's kind allows it.
+
+    Attributes:
+        kept: the cache; None if each answer begins anew.
+
+    Raises:
+        ChatError: the model has no tokenizer, or is none that goes on with a text.
+        OptionError: the model generates no text.
+    """
+
+    def __init__(self, model: Any, choices: Choices = Choices(), *, keep: bool = True) -> None:
+        if model.tokenizer is None:
+            raise ChatError("The model came without a tokenizer.", "Put the tokenizer's files beside its config.json.")
+        check_generates(model)
+        if model.config.is_encoder_decoder:
+            raise ChatError(
+                "The model has an encoder, which reads a text anew each time: it is none to chat with.",
+                "Use model.generate from Python.",
+            )
+        self._model = model
+        self._tokenizer = model.tokenizer
+        self._choices = choices
+        self.kept = KeptCache(model) if keep and keeps(model) else None
+        self._sound = True
+        self._ends = end_tokens(model)
+        if choices.sampling.seed is not None:
+            torch.manual_seed(choices.sampling.seed)
+
+    @property
+    def context(self) -> int | None:
+        """Tokens that prompt and answer may have together; None if the model sets no limit."""
+        return context_of(self._model)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What is worth knowing beforehand of this model; mostly nothing."""
+        found = []
+        if not has_template(self._tokenizer):
+            found.append("the model has no chat template: it is given User: and Assistant: lines to go on with")
+        if self.kept is None:
+            found.append("of this kind of model no cache is kept: each answer reads the whole conversation anew")
+        return tuple(found)
+
+    @property
+    def cached_tokens(self) -> int:
+        """That the cache holds now."""
+        return len(self.kept.ids) if self.kept is not None else 0
+
+    @property
+    def cache_bytes(self) -> int:
+        """That the cache takes now, copies of windows and states included."""
+        return self.kept.nbytes if self.kept is not None else 0
+
+    def forget(self) -> None:
+        """Empty the cache."""
+        if self.kept is not None:
+            self.kept.clear()
+
+    def answer(
+        self,
+        messages: list[dict[str, str]],
+        write: Callable[[str], object],
+        *,
+        stopped: Callable[[], bool] = lambda: False,
+        at_unit: Callable[[int, int], object] = lambda done, units: None,
+    ) -> Answer:
+        """Generate an answer.
+
+        Args:
+            messages: the conversation, its last message a question.
+            write: is given the text as it comes.
+            stopped: asked before each unit of the model; once it is true the answer ends. So does a KeyboardInterrupt.
+            at_unit: told before each unit of the first pass how many are done, and of how many.
+
+        Raises:
+            ChatError: no room is left in the context, or the chat template refuses the messages.
+        """
+        ids = prompt_ids(self._tokenizer, messages)
+        room = self._room(len(ids))
+        if not self._sound:
+            self.forget()
+        start_of_cache = self._go_back(ids)
+        stream = AnswerStream(self._tokenizer, write, self._end_of_prompt(ids), ends=self._marks_of_the_end)
+        before = self._model.profiler.sums
+        start = time.perf_counter()
+        self._sound = False
+        try:
+            with self._watched(stream, stopped, at_unit):
+                made = self._generate(ids, room, stream)
+            self._settle(made)
+            ended = self._limit(room, len(ids))
+            if not stream.tokens or stream.tokens[-1] in self._ends or stream.cut:
+                ended = BY_THE_MODEL
+        except (_Stopped, KeyboardInterrupt):
+            stream.end()
+            if self.kept is not None:
+                done = len(ids) + len(stream.tokens) - 1 if stream.tokens else start_of_cache
+                self.kept.recover(done, [*ids, *stream.tokens])
+            ended = BY_THE_USER
+        self._sound = True
+        seconds = time.perf_counter() - start
+        return Answer(
+            text=stream.answer,
+            tokens=len(stream.tokens),
+            prompt_tokens=len(ids),
+            kept_tokens=start_of_cache,
+            ended=ended,
+            first=stream.times[0] - start if stream.times else seconds,
+            seconds=seconds,
+            work=work_between(before, self._model.profiler.sums),
+        )
+
+    def _room(self, prompt: int) -> int:
+        """Tokens that the answer may have."""
+        own = self._choices.max_new_tokens or self._model.generation_config.max_new_tokens
+        left = self.context - prompt if self.context is not None else None
+        if left is not None and left < 1:
+            raise ChatError(
+                f"The conversation has {prompt:,} tokens with this question, and the model's context {self.context:,}.",
+                "/drop forgets the oldest exchange, /drop 3 the oldest three, and /reset all of them.",
+            )
+        return min(limit for limit in (own, left, None if own or left else WITHOUT_LIMIT) if limit)
+
+    def _limit(self, room: int, prompt: int) -> str:
+        return BY_THE_CONTEXT if self.context is not None and prompt + room >= self.context else BY_THE_LIMIT
+
+    def _go_back(self, ids: list[int]) -> int:
+        """Make the cache the longest beginning of the prompt that it can be, and return its length."""
+        if self.kept is None:
+            return 0
+        # one token at least is computed: from it comes the first of the answer
+        length = self.kept.go_back(min(common_length(ids, self.kept.ids), len(ids) - 1))
+        self.kept.mark(ids[:length])
+        return length
+
+    def _end_of_prompt(self, ids: list[int]) -> Callable[[], None]:
+        return lambda: self.kept.mark(ids) if self.kept is not None else None
+
+    @property
+    def _marks_of_the_end(self) -> tuple[str, ...]:
+        return () if has_template(self._tokenizer) else (PLAIN_END,)
+
+    def _generate(self, ids: list[int], room: int, stream: AnswerStream) -> list[int]:
+        """Everything that was read and generated, as ids."""
+        prompt = torch.tensor([ids], device=self._model.device)
+        pad = self._tokenizer.pad_token_id
+        given: dict[str, Any] = {
+            "max_new_tokens": room,
+            "num_beams": 1,
+            "tokenizer": self._tokenizer,
+            "use_cache": True,
+            "return_dict_in_generate": False,
+            "eos_token_id": self._ends or None,
+            "pad_token_id": pad if pad is not None else next(iter(self._ends), 0),
+            **self._choices.sampling.arguments(),
+        }
+        if self.kept is not None:
+            given |= {"past_key_values": self.kept.cache, "cache_implementation": None}
+        if stream.ends:
+            given["stopping_criteria"] = StoppingCriteriaList([EndOfText(stream)])
+        made = self._model.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=stream, **given)
+        return [int(token) for token in made[0]]
+
+    def _settle(self, made: Sequence[int]) -> None:
+        """Note what the cache holds after an answer: all but its last token, which nothing was computed of."""
+        if self.kept is not None:
+            self.kept.hold(list(made[: self.kept.cache.get_seq_length()]))
+
+    @contextlib.contextmanager
+    def _watched(
+        self, stream: AnswerStream, stopped: Callable[[], bool], at_unit: Callable[[int, int], object]
+    ) -> Iterator[None]:
+        """Ask and tell before each unit, and before any of its weights are brought."""
+        names = [placed.unit for placed in self._model.placement.units]
+        done = 0
+
+        def before(module: Any, args: Any) -> None:
+            nonlocal done
+            if stopped():
+                raise _Stopped
+            if not stream.tokens:
+                at_unit(done, len(names))
+                done += 1
+
+        hooks = [self._model.get_submodule(name).register_forward_pre_hook(before, prepend=True) for name in names]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()

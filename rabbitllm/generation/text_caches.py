@@ -1,0 +1,271 @@
+"""Whose keys and values are where: of texts that run, of those that are over and may be begun with, of those aside.
+
+All of them together, but for those aside, are kept within a limit. Called in the batch's thread, but for `nbytes`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from transformers.cache_utils import DynamicCache
+
+from rabbitllm.engine.allocator import keep_large_apart, trimming
+from rabbitllm.engine.row_products import make_kernels
+from rabbitllm.generation.aside import Aside, usual_folder
+from rabbitllm.generation.beginnings import best_source, should_wait
+from rabbitllm.generation.cache_memory import CacheMemory
+from rabbitllm.generation.filing import Begins, Running, begins, file_for
+from rabbitllm.generation.generation import Generation
+from rabbitllm.generation.kept_cache import keeps
+from rabbitllm.generation.limits import Limits
+from rabbitllm.generation.picking import Pace
+from rabbitllm.generation.prefixes import Kept, copied
+from rabbitllm.generation.ticket import Ticket
+
+ASIDE_SHARE = 4
+"""So many times what may be in memory may be aside, where nobody says. Texts that grow alike, and make way until one of
+them is left, add up to no more if they are at most 80."""
+
+GIVING_BACK_SECONDS = 1.0
+"""At least, between two times that free memory is given back to the system in bulk."""
+
+
+class TextCaches:
+    """The caches of a batch's texts.
+
+    Args:
+        model: as `AutoModel.from_pretrained` returns it.
+        limits: of the batch.
+
+    Attributes:
+        memory: what they may take, and what tokens cost.
+        chunk: tokens of a prompt in one pass.
+        resumed: times that a text got back what was set aside.
+        file: for keys and values of texts that run; None without one.
+
+    Raises:
+        OptionError: there is no memory left.
+    """
+
+    def __init__(self, model: Any, limits: Limits) -> None:
+        if not limits.exact:
+            make_kernels(model)
+        self.memory = CacheMemory(model, limits.cache_bytes, in_bulk=limits.in_bulk, running=limits.running)
+        if self.memory.is_tight:
+            keep_large_apart()
+        self.chunk = min(limits.chunk, self.memory.part or self.memory.most_tokens)
+        self.resumed = 0
+        self._gives_back = trimming() if limits.in_bulk else None
+        self._gave_back = time.monotonic()
+        self._config = model.config.get_text_config(decoder=True)
+        self._exact = limits.exact
+        self._keeps = keeps(model)
+        self._shares = self._keeps and not limits.exact
+        self._kept = Kept()
+        aside_bytes = limits.aside_bytes if limits.aside_bytes is not None else ASIDE_SHARE * self.memory.limit
+        folder = limits.aside_folder or usual_folder()
+        if folder is None and all(lane.device.shares_host_memory for lane in model.streamer.lanes.values()):
+            aside_bytes = 0  # there is no other memory, and no disk
+        self.aside = Aside(aside_bytes, folder)
+        file_bytes = limits.file_bytes if self._shares else 0
+        self.file = file_for(model, self.memory, folder, file_bytes)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self.file is not None:
+            self.file.close()
+
+    @property
+    def prompt_chunk(self) -> int | None:
+        """Tokens after which a prompt is cut; None where it goes through the model as a whole."""
+        return self.chunk if self._shares else None
+
+    def nbytes(self, running: Iterable[Ticket]) -> int:
+        """That are held in memory; may be called from any thread."""
+        return self._kept.nbytes + self._held_by(running)
+
+    def shrink(self, running: Sequence[Ticket]) -> None:
+        """Drop texts that are over, where those that run need their room in the next pass."""
+        near, filed = self._parted(running)
+        self._kept.shrink(self.left_to_near(filed) - self.memory.now(ticket.text for ticket in near))
+
+    def where(self, ticket: Ticket, running: Sequence[Ticket], others: int) -> Begins:
+        """Whether one may begin, and where it has its keys and values then.
+
+        Args:
+            ticket: that waits.
+            running: those that run.
+            others: how many wait behind it and are to run with it.
+        """
+        return begins(ticket.text, self._running(running), others, self.memory)
+
+    def near(self, running: Sequence[Ticket]) -> Sequence[Ticket]:
+        """Those that have keys and values in memory."""
+        return self._parted(running)[0]
+
+    def left_to_near(self, filed: Sequence[Ticket]) -> int:
+        """Bytes for those that have keys and values in memory, beside those that do not."""
+        running = self._running(filed)
+        return self.memory.limit - (running.soon(self.memory) if running.filed else 0)
+
+    def to_file(self, ticket: Ticket, running: Sequence[Ticket]) -> bool:
+        """Have the keys and values of one that runs in the file from the next pass on; False if they cannot be."""
+        cache = ticket.generation.cache
+        if self.file is None or cache is None or not self._running(running).has_place(ticket.text, self.memory):
+            return False
+        self.file.add(cache)
+        return True
+
+    def from_file(self, running: Sequence[Ticket]) -> None:
+        """Let those come back for whom there is room, when nobody waits for it."""
+        for ticket in self._parted(running)[1]:
+            others = [one for one in running if one is not ticket]
+            assert self.file is not None
+            if not self._running(others).fits(ticket.text, self.memory):
+                break  # the others are about as long, and there may be hundreds of them
+            self.file.let_return(ticket.generation.cache)
+        self._kept.shrink(self.memory.limit - self._running(running).soon(self.memory))
+
+    def lost(self, running: Sequence[Ticket]) -> list[Ticket]:
+        """Those whose keys and values could not be written."""
+        file = self.file
+        return [one for one in running if file.is_lost(one.generation.cache)] if file is not None else []
+
+    def measure(self, running: Iterable[Ticket]) -> None:
+        """See what tokens cost, after a pass; of caches of unusual kinds it is foretold by the config only.
+
+        What the pass has let go of goes back to the system, but for those that are so short that it would show.
+        """
+        if self._keeps:
+            self.memory.measure(ticket.whole_cache(continues=True) for ticket in running)
+        if self._gives_back is not None and time.monotonic() - self._gave_back > GIVING_BACK_SECONDS:
+            self._gives_back()
+            self._gave_back = time.monotonic()
+
+    def give(self, ticket: Ticket, running: Sequence[Ticket], *, in_file: bool = False) -> bool:
+        """Give one that begins its cache; False if another one just computes what it begins with too.
+
+        Args:
+            ticket: that begins.
+            running: those that run.
+            in_file: whether it has keys and values there.
+        """
+        left = self.memory.limit - self._running(running).soon(self.memory)
+        left -= self.memory.beside_file() if in_file else self.memory.soon([ticket.text])
+        if ticket.held is not None:
+            self._kept.shrink(left)
+            ticket.generation.cache = self.aside.take(ticket.held)
+            ticket.held = None
+            if ticket.generation.cache is not None:
+                self.resumed += 1
+                if in_file:
+                    self._put(ticket.generation)
+                return True
+        if not self._shares:
+            return True
+        generation = ticket.generation
+        source = best_source(generation.ids, self._sources(running))
+        tokens = source.tokens if source is not None else 0
+        if should_wait(generation.ids, tokens, _computed_prompts(running)):
+            return False
+        if source is not None:
+            generation.cache = copied(self._in_memory(source.cache), tokens)
+            self._kept.used(source.ids)
+        else:
+            generation.cache = DynamicCache(config=self._config)
+        if in_file and not self._put(generation):
+            tokens = 0
+        generation.kept_tokens = max(generation.kept_tokens, min(tokens, len(generation.request.prompt)))
+        self._kept.shrink(left)
+        return True
+
+    def set_aside(self, ticket: Ticket, cache: Any, pace: Pace) -> None:
+        """Take the cache of one that has made way.
+
+        Args:
+            ticket: whose it is.
+            cache: all that it has computed; None if there is none that could come back.
+            pace: of the passes.
+        """
+        ticket.generation.cache = None
+        if cache is None:
+            return
+        tokens = cache.get_seq_length()
+        # computed anew it would not have the bits that it has
+        anew = None if self._exact else pace.anew(tokens, self.prompt_chunk or tokens)
+        ticket.held = self.aside.put(cache, anew)
+
+    def whole_cache(self, ticket: Ticket) -> Any:
+        """What one that waits for a pass could go on from; see `Ticket.whole_cache`. None of one in a file."""
+        if self.file is not None and self.file.holds(ticket.generation.cache):
+            return None
+        return ticket.whole_cache(continues=self._shares)
+
+    def keep(self, ticket: Ticket, running: Iterable[Ticket]) -> None:
+        """Have the cache of one that has ended for those that begin as it did."""
+        cache, ticket.generation.cache = ticket.generation.cache, None
+        if self._shares and cache is not None and (tokens := cache.get_seq_length()):
+            self._kept.put(ticket.generation.ids[:tokens], cache)
+            self._kept.shrink(self.memory.limit - self._held_by(running))
+
+    def drop(self, ticket: Ticket) -> None:
+        """Forget what is aside, or in the file, of one that has ended or makes way."""
+        if self.file is not None and self.file.holds(ticket.generation.cache):
+            self.file.drop(ticket.generation.cache)
+            ticket.generation.cache = None
+        if ticket.held is not None:
+            self.aside.drop(ticket.held)
+            ticket.held = None
+
+    def _sources(self, running: Iterable[Ticket]) -> Iterable[tuple[Sequence[int], Any]]:
+        """Ids and caches that hold their keys and values."""
+        yield from self._kept.texts()
+        for ticket in running:
+            if tokens := ticket.cached_tokens:
+                yield ticket.generation.ids[:tokens], ticket.generation.cache
+
+    def _put(self, generation: Generation) -> bool:
+        """Put the cache of one that begins into the file; if that cannot be, it begins from nothing, in memory."""
+        assert self.file is not None
+        self.file.put(generation.cache)
+        if not self.file.is_lost(generation.cache):
+            return True
+        self.file.drop(generation.cache)
+        generation.cache = DynamicCache(config=self._config)
+        return False
+
+    def _in_memory(self, cache: Any) -> Any:
+        file = self.file
+        return file.whole_copy(cache) if file is not None and file.holds(cache) else cache
+
+    def _parted(self, running: Iterable[Ticket]) -> tuple[list[Ticket], list[Ticket]]:
+        """Those with keys and values in memory, and those with them in a file."""
+        near: list[Ticket] = []
+        filed: list[Ticket] = []
+        for one in running:
+            is_filed = self.file is not None and self.file.keeps(one.generation.cache)
+            (filed if is_filed else near).append(one)
+        return near, filed
+
+    def _running(self, running: Iterable[Ticket]) -> Running:
+        near, filed = self._parted(running)
+        most = self.file.limit if self.file is not None else 0
+        return Running([one.text for one in near], [one.text for one in filed], most)
+
+    def _held_by(self, running: Iterable[Ticket]) -> int:
+        near, filed = self._parted(running)
+        # not of their tensors: another thread changes them meanwhile
+        counts = [
+            ticket.cached_tokens if ticket.generation.cache is not None else ticket.text.tokens for ticket in near
+        ]
+        return sum(map(self.memory.bytes_for, counts)) + len(filed) * self.memory.beside_file()
+
+
+def _computed_prompts(running: Iterable[Ticket]) -> Iterable[Sequence[int]]:
+    """Those that are not in their caches yet."""
+    for ticket in running:
+        prompt = ticket.generation.request.prompt
+        if ticket.generation.cache is not None and ticket.cached_tokens < len(prompt):
+            yield prompt

@@ -1,0 +1,155 @@
+"""A single file, looked at: which format it is of by its first bytes, and what that format's reader says of it.
+
+Reads headers, directories and pickles, and no weights. Knows no folders and no repositories.
+"""
+
+from __future__ import annotations
+
+import enum
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from rabbitllm.checkpoints.index import read_index
+from rabbitllm.checkpoints.json_file import read_json
+from rabbitllm.checkpoints.naming import assign_layers, guessed_naming, layer_order, naming_for
+from rabbitllm.errors import CheckpointError, CheckpointNotFoundError
+from rabbitllm.formats.recognise import HEAD_BYTES, Weights, recognise
+from rabbitllm.formats.sentencepiece_model import read_model
+from rabbitllm.formats.shard_header import TORCH, read_shard_header
+from rabbitllm.formats.tensor_spec import TensorSpec
+from rabbitllm.formats.torch_legacy import read_legacy_torch
+from rabbitllm.formats.torch_tensor import TorchTensor
+from rabbitllm.formats.torch_zip import read_torch_zip
+from rabbitllm.models.inspection.facts import (
+    Content,
+    Entries,
+    Inspection,
+    ShardMap,
+    TensorFact,
+    Tensors,
+    Vocabulary,
+    row_major,
+)
+from rabbitllm.models.inspection.opcodes import HAVE_PICKLES, list_pickles
+
+
+class Text(enum.Enum):
+    """A file that holds no weights; the value is its format in words."""
+
+    VOCABULARY = "a SentencePiece vocabulary"
+    JSON = "JSON"
+
+
+def kind_of(head: bytes, name: str) -> Weights | Text:
+    """What a file is that begins with `head`; its name decides only where that is like nothing known."""
+    found = recognise(head)
+    if found is not Weights.UNKNOWN:
+        return found
+    if _begins_with_a_piece(head):
+        return Text.VOCABULARY
+    if head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
+        return Text.JSON
+    return Text.VOCABULARY if name.endswith(".model") else found
+
+
+def _begins_with_a_piece(head: bytes) -> bool:
+    """Whether the first message is one with a text and a score, and perhaps a type, as the library writes it."""
+    return len(head) > 3 and head[0] == head[2] == 0x0A and head[1] - head[3] in (7, 9)
+
+
+def look_at_file(path: Path, *, opcodes: bool = False) -> Inspection:
+    """What a file says of what is in it; one that its reader refuses comes with the refusal.
+
+    Args:
+        path: a regular file.
+        opcodes: list its pickles instead of its tensors; a bare pickle has nothing else to be listed.
+
+    Raises:
+        CheckpointNotFoundError: there is no such file, or it is none that can be read.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):  # a pipe would wait for whoever writes into it
+        raise CheckpointNotFoundError(
+            f"{path} is neither a file nor a folder.", "Name a file, a folder or a repository."
+        )
+    try:
+        with path.open("rb") as stream:
+            kind = kind_of(stream.read(HEAD_BYTES), path.name)
+    except PermissionError:
+        raise CheckpointNotFoundError(f"{path} may not be read.", "Check its permissions.") from None
+    content, refusal = _read(path, kind)
+    has_pickle = kind in HAVE_PICKLES
+    if isinstance(kind, Weights) and has_pickle and (opcodes or kind is Weights.PICKLE):
+        content = list_pickles(path, kind)
+    return Inspection(str(path), kind.value, found.st_size, content, has_pickle=has_pickle, refusal=refusal)
+
+
+def _read(path: Path, kind: Weights | Text) -> tuple[Content | None, CheckpointError | None]:
+    try:
+        if kind is Text.VOCABULARY:
+            return Vocabulary(read_model(path)), None
+        if kind is Text.JSON:
+            return _read_text(path), None
+        return _read_weights(path, kind), None
+    except CheckpointError as error:
+        return None, error
+
+
+def _read_text(path: Path) -> Content:
+    if path.name.endswith(".index.json"):
+        metadata = read_json(path).get("metadata")
+        return ShardMap(read_index(path).weight_map, metadata if isinstance(metadata, dict) else {})
+    return Entries(read_json(path))
+
+
+def _read_weights(path: Path, kind: Weights | Text) -> Tensors:
+    family = family_in(path.parent)
+    if kind in TORCH:
+        read = read_torch_zip(path) if kind is Weights.TORCH_ZIP else read_legacy_torch(path)
+        layers, order = layers_of((tensor.name for tensor in read.tensors), family)
+        return Tensors(
+            tuple(_of_torch(tensor, layers[tensor.name], zipped=kind is Weights.TORCH_ZIP) for tensor in read.tensors),
+            order,
+            left_out=read.left_out,
+        )
+    header = read_shard_header(path)
+    layers, order = layers_of((spec.name for spec in header.tensors), family)
+    return Tensors(tuple(of_spec(spec, layers[spec.name]) for spec in header.tensors), order, header.metadata)
+
+
+def family_in(folder: Path) -> str | None:
+    """The `model_type` of the config in a folder, if there is one that can be read."""
+    try:
+        family = read_json(folder / "config.json").get("model_type")
+    except (CheckpointError, OSError):
+        return None
+    return family if isinstance(family, str) else None
+
+
+def layers_of(names: Iterable[str], family: str | None) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The id of each tensor's layer, and all ids in the order of a pass; guessed where the family is not known."""
+    assigned = assign_layers(list(names), family, naming_for(family) or guessed_naming())
+    stems = {layer.id: layer.stem for layer in assigned.values()}
+    ids = {tensor: layer.id for tensor, layer in assigned.items()}
+    return ids, tuple(sorted(stems, key=lambda layer: layer_order(stems[layer])))
+
+
+def of_spec(spec: TensorSpec, layer: str) -> TensorFact:
+    """A tensor as a shard's header describes it."""
+    strides = row_major(spec.shape) if spec.strides is None else spec.strides
+    return TensorFact(spec.name, spec.dtype, spec.shape, strides, spec.offset, spec.nbytes, layer, spec.file)
+
+
+def _of_torch(tensor: TorchTensor, layer: str, *, zipped: bool) -> TensorFact:
+    return TensorFact(
+        tensor.name,
+        tensor.dtype,
+        tensor.shape,
+        tensor.strides,
+        tensor.offset,
+        tensor.nbytes,
+        layer,
+        tensor.file,
+        f"data/{tensor.storage}" if zipped else tensor.storage,
+    )

@@ -1,0 +1,199 @@
+"""Taking a split directory away: that and nothing else.
+
+Everything in it is looked at before the first file goes; one thing that is not ours, and nothing is touched. The record
+(`split.json`, or the journal) is renamed first, durably, so that what a crash leaves is never taken for a whole split,
+and removing it again goes on; it is the last file to go. Knows nothing of prompts and terminals.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rabbitllm.base.terminal import counted
+from rabbitllm.checkpoints.checkpoint import is_sidecar
+from rabbitllm.errors import SplitError, system_errors_by_name
+from rabbitllm.models.library.entry import DAMAGED, RECORDS, REMOVED_SUFFIX, Entry, look
+from rabbitllm.models.library.original import Original
+from rabbitllm.prepare import locations
+from rabbitllm.splitter import journal
+from rabbitllm.splitter.finish import STAGING_NAME
+from rabbitllm.splitter.lease import LEASE_NAME
+from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME, locked_at_once
+from rabbitllm.splitter.watch import disk_bytes
+from rabbitllm.storage import durable
+from rabbitllm.store.layer_file import DONE_SUFFIX, LAYER_SUFFIX, SCRATCH_SUFFIX, layer_file_name
+from rabbitllm.store.layer_store import JOURNAL_NAME, MANIFEST_NAME, is_legacy, read_manifest
+
+COMPANIONS = ("additional_chat_templates", "1_Pooling")
+"""Folders that may come with a model."""
+_OWN_SUFFIXES = (LAYER_SUFFIX, *(LAYER_SUFFIX + more for more in (DONE_SUFFIX, durable.PART_SUFFIX, SCRATCH_SUFFIX)))
+_CONFIGS = frozenset(
+    ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+    + ("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "chat_template.jinja")
+    + ("chat_template.json", "preprocessor_config.json", "processor_config.json", "params.json")
+)
+"""What a split copies beside its layers and people edit afterwards."""
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """What would go.
+
+    Attributes:
+        entry: the split directory.
+        files: everything in it but the records, in the order in which they go.
+        folders: its own folders, innermost first.
+        nbytes: what is freed.
+    """
+
+    entry: Entry
+    files: tuple[Path, ...]
+    folders: tuple[Path, ...]
+    nbytes: int
+
+
+def plan_removal(folder: Path) -> Removal:
+    """Look at everything in a split directory; change nothing.
+
+    Raises:
+        SplitError: it is none, or has something in it that is not RabbitLLM's.
+    """
+    if folder.is_symlink():
+        raise SplitError(
+            f"{folder} is a link, to {folder.resolve()}.", "Name the folder itself, if that is what is to go."
+        )
+    entry = look(folder)
+    if entry is None:
+        raise SplitError(
+            f"{folder} is no split directory: it has neither {MANIFEST_NAME} nor {JOURNAL_NAME}, nor layers of "
+            "RabbitLLM 1.1.",
+            "Name one; `rabbitllm ls` shows them. Nothing was touched.",
+        )
+    if entry.state == DAMAGED and entry.source is None and not entry.legacy:
+        raise SplitError(
+            f"{folder} cannot be told apart from other folders: {entry.problem}.",
+            "Remove it by other means, if you are sure of it. Nothing was touched.",
+        )
+    found = [*_everything(folder)]
+    written = max((path.stat().st_mtime for name in RECORDS if (path := folder / name).exists()), default=0.0)
+    layers = _layer_files(folder, entry)
+    foreign = [path for path in found if not _is_ours(path, folder, layers, written)]
+    if foreign:
+        names = ", ".join(str(path.relative_to(folder)) for path in foreign[:3]) + (" …" if foreign[3:] else "")
+        raise SplitError(
+            f"{folder} has {counted(len(foreign), 'thing')} in it that RabbitLLM did not put there: {names}.",
+            "Move them elsewhere, then call again. Nothing was touched.",
+        )
+    records = {folder / name for name in (*RECORDS, LOCK_NAME, HOLDER_NAME)}
+    files = [path for path in found if not path.is_dir() and path not in records]
+    files.sort(key=lambda path: not path.name.endswith(DONE_SUFFIX))  # no layer looks finished when others are gone
+    folders = sorted((path for path in found if path.is_dir()), key=lambda path: -len(path.parts))
+    return Removal(entry, tuple(files), tuple(folders), disk_bytes(folder))
+
+
+@system_errors_by_name()
+def remove(removal: Removal) -> int:
+    """Carry it out, and return the bytes that were freed.
+
+    Raises:
+        SplitError: another process is at work on the folder, or it is no longer as it was looked at.
+        OSError: something in it cannot be removed; call again.
+    """
+    folder = removal.entry.folder
+    with locked_at_once(folder):
+        again = plan_removal(folder)
+        if set(again.files) != set(removal.files):
+            raise SplitError(f"{folder} has changed meanwhile.", "Look at it with `rabbitllm ls`, and call again.")
+        for name in (MANIFEST_NAME, JOURNAL_NAME):
+            if (folder / name).exists():
+                durable.rename(folder / name, folder / (name + REMOVED_SUFFIX))
+        durable.sync_folder(folder)
+        for path in again.files:
+            durable.remove(path)
+        for path in again.folders:
+            durable.remove_folder(path)
+        durable.sync_folder(folder)
+        for name in (MANIFEST_NAME, JOURNAL_NAME):
+            durable.remove(folder / (name + REMOVED_SUFFIX))
+    durable.remove_empty_folder(folder)
+    durable.sync_folder(folder.parent)
+    for parent in _own_parents(folder):
+        durable.remove_empty_folder(parent)
+    return again.nbytes
+
+
+def _everything(folder: Path) -> Iterator[Path]:
+    """Files, folders, links and whatever else there is below a folder; links are not followed."""
+    with os.scandir(folder) as entries:
+        found = sorted(entries, key=lambda entry: entry.name)
+    for entry in found:
+        yield Path(entry.path)
+        if entry.is_dir(follow_symlinks=False):
+            yield from _everything(Path(entry.path))
+
+
+def _layer_files(folder: Path, entry: Entry) -> frozenset[str] | None:
+    """The names that the layer files of a whole split have; None where only their endings are known."""
+    for name in (MANIFEST_NAME, MANIFEST_NAME + REMOVED_SUFFIX):
+        if entry.source is not None and (folder / name).exists():
+            manifest = read_manifest(folder, name)
+            assert manifest is not None
+            return frozenset(record.file for record in manifest.layers)
+    for name in (JOURNAL_NAME, JOURNAL_NAME + REMOVED_SUFFIX):
+        if (seen := journal.glance(folder, name)) is not None:
+            return frozenset(map(layer_file_name, seen.stems))
+    return None
+
+
+def _is_ours(path: Path, folder: Path, layers: frozenset[str] | None, written: float) -> bool:
+    """Whether RabbitLLM made something that lies in a split directory.
+
+    Of what came with the model only well-known names are believed at any age; everything else that looks like it must
+    be older than the record, since it is copied before that is written.
+    """
+    status = path.lstat()
+    at = path.relative_to(folder)
+    if stat.S_ISDIR(status.st_mode):
+        return at.as_posix() in (STAGING_NAME, *COMPANIONS)
+    if not stat.S_ISREG(status.st_mode):
+        return False
+    if len(at.parts) > 1 and at.parts[0] == STAGING_NAME:
+        return True
+    if len(at.parts) == 1 and (path.name in (*RECORDS, LOCK_NAME, HOLDER_NAME, LEASE_NAME) or path.name in _CONFIGS):
+        return True
+    if len(at.parts) == 1 and path.name.endswith(_OWN_SUFFIXES):
+        layer = path.name.partition(LAYER_SUFFIX)[0] + LAYER_SUFFIX
+        return layer in layers if layers is not None else _is_legacy_layer(folder / layer)
+    if len(at.parts) == 1 and path.name in {name + durable.PART_SUFFIX for name in RECORDS}:
+        return True
+    return is_sidecar(at.as_posix(), status.st_size) and status.st_mtime <= written
+
+
+def _is_legacy_layer(layer: Path) -> bool:
+    return is_legacy(layer.parent) and layer.with_name(layer.name + DONE_SUFFIX).is_file()
+
+
+def _own_parents(folder: Path) -> list[Path]:
+    """The folders between a split directory and `home()`, which are ours."""
+    home = locations.home().absolute()
+    parents = [parent for parent in folder.absolute().parents if parent.is_relative_to(home) and parent != home]
+    return parents[:2]
+
+
+def refuse_only_copy(removal: Removal, original: Original) -> None:
+    """Refuse to remove what cannot be had again.
+
+    Raises:
+        SplitError: the original is not found.
+    """
+    if original.there:
+        return
+    raise SplitError(
+        f"The layer files in {removal.entry.folder} may be the only copy of this model: {original.where}.",
+        "If they can go all the same, say --only-copy. If the checkpoint is elsewhere, keep it and say that too. "
+        "Nothing was touched.",
+    )

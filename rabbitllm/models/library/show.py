@@ -1,0 +1,121 @@
+"""`rabbitllm show`: one model, split or not: what it is by its config and headers, and where its splits are.
+
+Puts together what `inspection` and the split directories say. A model that is split is told from its split directory,
+so that nobody has to be asked; another one from its headers, on the hub too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rabbitllm import prepare
+from rabbitllm.base.options import expand
+from rabbitllm.checkpoints.hub import HubAccess
+from rabbitllm.checkpoints.json_file import read_json
+from rabbitllm.errors import InvalidIndexError, RabbitLLMError
+from rabbitllm.models.inspection.facts import Inspection, Tensors
+from rabbitllm.models.inspection.look import look as look_inside
+from rabbitllm.models.library.config_facts import ConfigFacts, config_facts
+from rabbitllm.models.library.entry import WHOLE, Entry, as_record
+from rabbitllm.models.library.find import of_model
+from rabbitllm.models.library.original import Original, original_of
+from rabbitllm.prepare.model_name import meant
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """One model.
+
+    Attributes:
+        name: as the user named it, made plain.
+        config: what its config says; None where there is none.
+        inside: what its headers say; None where some of it is in an unfinished split and the rest is gone.
+        splits: its split directories with what they were made from.
+    """
+
+    name: str
+    config: ConfigFacts | None
+    inside: Inspection | None
+    splits: tuple[tuple[Entry, Original], ...]
+
+    @property
+    def tensors(self) -> Tensors | None:
+        """What the headers say of tensors."""
+        return self.inside.content if self.inside is not None and isinstance(self.inside.content, Tensors) else None
+
+
+def show(
+    name: str, saving_path: Path | None = None, revision: str | None = None, token: str | bool | None = None
+) -> Shown:
+    """Look at a model.
+
+    Args:
+        name: a folder, a file of weights, a split directory or a repository.
+        saving_path: where its split directories are, if not in the usual place.
+        revision: of a repository that is not split here.
+        token: for the hub.
+
+    Raises:
+        RabbitLLMError: there is nothing of that name, or what there is is malformed.
+    """
+    plain = meant(name)
+    entries = of_model(plain, saving_path=saving_path)
+    folder = expand(plain) if expand(plain).is_dir() and not any(e.folder == expand(plain) for e in entries) else None
+    splits = tuple((entry, original_of(entry, folder)) for entry in entries)
+    whole = [entry for entry in entries if entry.state == WHOLE]
+    if whole and revision is None:
+        best = next((entry for entry in whole if not entry.legacy), whole[0])
+        config = _config_in(best.folder) or _config_in(best.folder.parent)
+        return Shown(plain, config, look_inside(best.folder), splits)
+    try:
+        inside = look_inside(plain, revision=revision, token=token)
+    except RabbitLLMError:
+        if not entries:
+            raise
+        inside = None
+    config = _config_in(entries[0].folder) if entries else None
+    return Shown(plain, config or _config_of(plain, revision, token), inside, splits)
+
+
+def shown_record(shown: Shown) -> dict[str, Any]:
+    """For `json.dumps`; sizes in bytes."""
+    tensors, inside = shown.tensors, shown.inside
+    record: dict[str, Any] = {
+        "model": shown.name,
+        "config": dataclasses.asdict(shown.config) if shown.config is not None else None,
+        "format": inside.format if inside is not None else None,
+        "bytes": inside.size if inside is not None else None,
+        "files": len(inside.shards) if inside is not None else None,
+        "parameters": tensors.parameters if tensors is not None else None,
+        "tensors": len(tensors.tensors) if tensors is not None else None,
+        "dtypes": dict(tensors.dtypes) if tensors is not None else None,
+        "units": list(tensors.layers) if tensors is not None else None,
+        "splits": [
+            {**as_record(entry), "original_there": original.there, "original": original.where}
+            for entry, original in shown.splits
+        ],
+    }
+    return record
+
+
+def _config_in(folder: Path) -> ConfigFacts | None:
+    path = folder / "config.json"
+    try:
+        return config_facts(read_json(path)) if path.is_file() else None
+    except InvalidIndexError:
+        return None
+
+
+def _config_of(name: str, revision: str | None, token: str | bool | None) -> ConfigFacts | None:
+    """Of a source that is not split."""
+    if expand(name).is_file():
+        return None
+    sought = prepare.Sought(name, access=HubAccess(revision, token), only_look=True)
+    try:
+        with prepare.config_folder(prepare.find(sought)) as folder:
+            return _config_in(folder)
+    except RabbitLLMError:
+        return None

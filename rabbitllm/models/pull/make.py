@@ -1,0 +1,319 @@
+"""Gets a model ready, and says what is where afterwards; or tells beforehand whether it would fit.
+
+A split as `AutoModel.from_pretrained` makes it, with one difference: of a repository, shards are by default taken one
+at a time and those that were fetched for this are not kept, while what the user had on the disk before stays, in the
+hub cache as well as in a folder.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rabbitllm import prepare
+from rabbitllm.base import progress
+from rabbitllm.base.options import (
+    Hosts,
+    SplitOptions,
+    StreamOptions,
+    check_transfer,
+    expand,
+    parse_max_memory,
+    parse_size,
+)
+from rabbitllm.checkpoints.hub import HubAccess
+from rabbitllm.errors import IncompleteSplitError, OptionError, RabbitLLMError, system_errors_by_name
+from rabbitllm.models.library.entry import Entry, as_record, look
+from rabbitllm.prepare.acceptance import TooLittle
+from rabbitllm.quant.compression import check_fitting
+from rabbitllm.splitter.forecast import STANDARD, Outlook, Rates, Route
+from rabbitllm.splitter.hands import Hands
+from rabbitllm.splitter.planned_files import PlannedFiles
+from rabbitllm.store.chosen import AUTO, check_split
+
+
+class Shards(enum.Enum):
+    """What there is of a checkpoint's shards after a split."""
+
+    KEPT = "kept"
+    FETCHED = "fetched, and not kept"
+    DELETED = "deleted"
+    PARTLY = "partly here"
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What to get ready, and how.
+
+    Attributes:
+        name: a folder, a file of weights, a split directory or a repository.
+        compression: None, one for all tensors, or "auto".
+        folder: for the split directory; None for the usual place.
+        sequential: delete each shard when it is used up, wherever it is.
+        keep_shards: of a repository: fetch all shards into the hub cache first, and keep them.
+        delete_original: remove what is left of the original when the split is whole.
+        access: how to reach the hub.
+        max_disk, min_free_disk: bytes, as a number or in words.
+        shard_transfer: "auto", "file" or "stream".
+        device, max_memory, trust_remote_code: of the generation that comes later; what that would refuse is refused
+            before the split. By default the first GPU, else the CPU.
+        verify_checksums: of it too; see `StreamOptions`.
+        hosts: of it too: processes that compute it together.
+        fit_scales, verify_source: see `SplitOptions`.
+    """
+
+    name: str
+    compression: str | None = None
+    folder: Path | None = None
+    sequential: bool = False
+    keep_shards: bool = False
+    delete_original: bool = False
+    access: HubAccess = field(default_factory=HubAccess)
+    max_disk: int | str | None = None
+    min_free_disk: int | str = "1GB"
+    shard_transfer: str = "auto"
+    device: str | None = None
+    max_memory: Mapping[int | str, int | str] | None = None
+    trust_remote_code: bool = False
+    verify_checksums: bool = True
+    hosts: Hosts | None = None
+    fit_scales: bool = False
+    verify_source: bool = False
+
+    def sought(self, *, only_look: bool = False) -> prepare.Sought:
+        """What to look for."""
+        folder = expand(self.folder) if self.folder is not None else None
+        return prepare.Sought(self.name, self.compression, folder, self.access, only_look=only_look)
+
+    def split_options(self) -> SplitOptions:
+        """How to split, checked.
+
+        Raises:
+            OptionError: something that no split could honour.
+        """
+        check_split(self.compression)
+        if self.sequential and self.keep_shards:
+            raise OptionError("sequential deletes shards, and keep_shards keeps them all.", "Leave one of them out.")
+        one_at_a_time = self.sequential or not self.keep_shards
+        return SplitOptions(
+            compression=self.compression,
+            sequential=self.sequential,
+            keep_own=not self.sequential and not self.keep_shards,
+            delete_original=self.delete_original,
+            max_disk=None if self.max_disk is None else parse_size(self.max_disk, "max_disk"),
+            min_free=parse_size(self.min_free_disk, "min_free_disk"),
+            shard_transfer=check_transfer(self.shard_transfer, one_at_a_time),
+            fit_scales=check_fitting(self.compression, fit_scales=self.fit_scales),
+            verify_source=self.verify_source,
+        )
+
+    def too_little(self, *, loads: bool = False) -> TooLittle:
+        """What to do if one layer does not fit the memory of this process: a split may be for another machine, unless
+        this process `loads` it or the wish says where to run it."""
+        if self.hosts is not None:
+            return "ignore"
+        return "refuse" if loads or self.device is not None or self.max_memory is not None else "warn"
+
+    @property
+    def where(self) -> str:
+        """The device to generate on."""
+        from rabbitllm.engine.devices import default_device
+
+        return self.device or default_device()
+
+    def stream_options(self) -> StreamOptions:
+        """How it will be run."""
+        limits = parse_max_memory(self.max_memory)
+        return StreamOptions(device=self.where, max_memory=limits, trust_remote_code=self.trust_remote_code)
+
+    def with_memory(self, options: SplitOptions) -> SplitOptions:
+        """Options of a split, at "auto" with the memory that its weights should stay in."""
+        return prepare.with_memory(options, self.stream_options()) if options.compression == AUTO else options
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """A model that is ready.
+
+    Attributes:
+        name: as the user named it, made plain.
+        entry: its split directory.
+        config_folder: where config and tokenizer are.
+        before: it was whole already.
+        seconds: that this call took.
+        shards: what there is of them; None where nothing says so.
+        shards_at: the folder that has shards, if there are any.
+        peak_disk_bytes: the most that the split directory occupied meanwhile; 0 where nothing was split.
+    """
+
+    name: str
+    entry: Entry
+    config_folder: Path
+    before: bool
+    seconds: float
+    shards: Shards | None
+    shards_at: Path | None
+    peak_disk_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """What `pull` would do.
+
+    Attributes:
+        name: as the user named it, made plain.
+        outlook: at the wished compression.
+        routes: those that the wish allows, the one to prefer first.
+    """
+
+    name: str
+    outlook: Outlook
+    routes: tuple[Route, ...]
+
+    @property
+    def route(self) -> Route | None:
+        """The one that would be taken."""
+        return next((route for route in self.routes if route.fits), None)
+
+    @property
+    def fits(self) -> bool:
+        """Whether `pull` would succeed as far as can be told."""
+        return self.outlook.finished or self.route is not None
+
+
+@system_errors_by_name()
+def pull(wish: Wish, hands: Hands | None = None, *, loads: bool = False) -> Pulled:
+    """Find a model, split it unless that is done, and say what is where.
+
+    Args:
+        wish: what, and how.
+        hands: who fills layer files elsewhere, quantising on the CPU; None for this process.
+        loads: this process will load the model; without, too little memory for a layer is a warning only, unless the
+            wish has a device or limits.
+
+    Raises:
+        RabbitLLMError: as `AutoModel.from_pretrained` does; whatever can be refused is refused before the split.
+    """
+    start = time.perf_counter()
+    options = wish.split_options()
+    source = prepare.find(wish.sought())
+    before = source.finished
+    options = wish.with_memory(options)
+    done: list[progress.SplitDone] = []
+
+    def note(event: progress.Event) -> None:
+        if isinstance(event, progress.SplitDone):
+            done.append(event)
+
+    with progress.listening(note, shows=False):
+        too_little = wish.too_little(loads=loads) if hands is None else "ignore"
+        _split(source, options, wish.stream_options(), hands, too_little)
+    entry = look(source.split_folder)
+    if entry is None:
+        raise IncompleteSplitError(f"{source.split_folder} went while it was made.", "Make the same call again.")
+    shards, at = _shards(source, entry)
+    own_config = source.split_folder if (source.split_folder / "config.json").exists() else source.config_folder
+    peak = done[-1].peak_disk_bytes if done else 0
+    return Pulled(source.name, entry, own_config, before, time.perf_counter() - start, shards, at, peak)
+
+
+def _split(
+    source: prepare.Source,
+    options: SplitOptions,
+    stream_options: StreamOptions,
+    hands: Hands | None,
+    too_little: TooLittle,
+) -> None:
+    from rabbitllm.engine.devices import resolve_devices  # with torch
+
+    if source.finished:
+        prepare.ensure_split(source, options)
+        return
+    devices = resolve_devices(stream_options.device, stream_options.max_memory, stream_options.pin_memory)
+    where = "cpu" if hands is not None else prepare.quantize_on(devices)
+    with prepare.acceptance(source, stream_options, devices, too_little=too_little) as accept:
+        prepare.ensure_split(source, options, where, hands=hands, accept=accept)
+
+
+def _shards(source: prepare.Source, entry: Entry) -> tuple[Shards | None, Path | None]:
+    """What there is of the shards now."""
+    if entry.source is None or (source.repository is None and source.local is None):
+        return None, None
+    names = list(entry.source.fingerprints)
+    if source.repository is not None:
+        cached = [found[1] for name in names if (found := source.repository.cached(name)) is not None]
+        here, gone = len(cached), Shards.FETCHED
+        folder = cached[0].parent if cached else None
+    else:
+        assert source.local is not None
+        here, gone = sum((source.local / name).is_file() for name in names), Shards.DELETED
+        folder = source.local if here else None
+    return (Shards.KEPT if here == len(names) else Shards.PARTLY if here else gone), folder
+
+
+@system_errors_by_name()
+def dry_run(wish: Wish) -> DryRun:
+    """Tell from headers whether `pull` would fit, by the plan's own reckoning. Writes and measures nothing.
+
+    Raises:
+        RabbitLLMError: as `rabbitllm.plan` does.
+    """
+    from rabbitllm.estimate.plan import outlook_at  # with all that measures; a split needs none of it
+    from rabbitllm.estimate.survey import Survey
+
+    options = wish.with_memory(wish.split_options())
+    sought = wish.sought(only_look=True)
+    source = prepare.find(sought)
+    survey = Survey(source, sought, options)
+    compression = options.compression if options.compression in survey.folders else next(iter(survey.folders))
+    if compression in survey.plans and compression not in survey.manifests:
+        try:
+            with prepare.acceptance(source, wish.stream_options(), too_little=wish.too_little()) as accept:
+                accept(PlannedFiles(survey.plans[compression], survey.folders[compression]))
+        except RabbitLLMError as error:
+            survey.refused[compression] = error.problem
+    outlook = outlook_at(survey, compression, Rates(None, None, {}, options.threads, "cpu"))
+    standard = wish.keep_shards if source.repository is not None else not options.sequential
+    routes = tuple(route for route in outlook.routes if (route.name == STANDARD) is standard)
+    if wish.shard_transfer != "auto" and not standard:
+        stream = wish.shard_transfer == "stream"
+        routes = tuple(route for route in routes if (route.name == "sequential_stream") is stream)
+    return DryRun(source.name, outlook, routes)
+
+
+def pulled_record(pulled: Pulled) -> dict[str, Any]:
+    """For `json.dumps`; sizes in bytes, times in seconds."""
+    return {
+        **as_record(pulled.entry),
+        "model": pulled.name,
+        "already_whole": pulled.before,
+        "seconds": pulled.seconds,
+        "original": pulled.shards.value if pulled.shards is not None else None,
+        "original_at": str(pulled.shards_at) if pulled.shards_at is not None else None,
+        "peak_disk_bytes": pulled.peak_disk_bytes,
+    }
+
+
+def dry_run_record(found: DryRun) -> dict[str, Any]:
+    """For `json.dumps`."""
+    route = found.route or (found.routes[-1] if found.routes else None)
+    lacking = route.lacking if route is not None else None
+    return {
+        "model": found.name,
+        "fits": found.fits,
+        "state": found.outlook.state,
+        "folder": str(found.outlook.folder),
+        "compression": found.outlook.compression,
+        "output_bytes": found.outlook.output_bytes,
+        "peak_bytes": route.disk_bytes if route is not None else None,
+        "created_bytes": route.created_bytes if route is not None else None,
+        "route": route.name if route is not None else None,
+        "lacking": None
+        if lacking is None
+        else {"need_bytes": lacking.need, "have_bytes": lacking.have, "where": lacking.where},
+        "obstacle": found.outlook.obstacle,
+    }

@@ -1,0 +1,106 @@
+"""Where split directories are: looked for, and made. Opens no weights.
+
+A local checkpoint is split beside itself; a repository on the hub into a folder of our own next to the hub cache
+(`HF_HOME/rabbitllm`, or `RABBITLLM_HOME`), since a snapshot in the cache may be pruned at any time. RabbitLLM 1.1
+did put layers into the snapshot; they are still found there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from pathlib import Path
+
+from rabbitllm.checkpoints import hub_cache
+from rabbitllm.checkpoints.local import is_writable
+from rabbitllm.storage import durable
+from rabbitllm.store.layer_store import SPLIT_DIRECTORY, directory_name, is_legacy
+
+HOME_VARIABLE = "RABBITLLM_HOME"
+LOCAL_FOLDER = "local"
+"""In `home()`, of checkpoints in folders that cannot be written to."""
+_REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def home() -> Path:
+    """The folder for splits of hub models: `RABBITLLM_HOME`, else `rabbitllm` in huggingface_hub's `HF_HOME`."""
+    chosen = os.environ.get(HOME_VARIABLE)
+    if chosen:
+        return Path(chosen).expanduser()
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HOME) / "rabbitllm"
+
+
+def is_repo_id(name: str) -> bool:
+    """Whether a name could be a repository on the hub rather than a path."""
+    return _REPO_ID.fullmatch(name) is not None and ".." not in name and "--" not in name
+
+
+def is_commit(revision: str) -> bool:
+    """Whether a revision is a commit's full hash rather than the name of a branch or tag."""
+    return _COMMIT.fullmatch(revision) is not None
+
+
+def for_local(checkpoint: Path, saving_path: Path | None, compression: str | None, base: str = SPLIT_DIRECTORY) -> Path:
+    """The split directory of a checkpoint in a folder, there already or to be made.
+
+    `saving_path` if given; else beside the weights; else, where those lie in the hub cache or on a read-only mount, in
+    `home()`.
+    """
+    name = directory_name(compression, base)
+    if saving_path is not None:
+        return saving_path / name
+    beside = checkpoint / name
+    if beside.is_dir() and (is_legacy(beside) or any(beside.iterdir())):
+        return beside
+    snapshot = hub_cache.snapshot_of(checkpoint)
+    if snapshot is not None:
+        return home() / snapshot.repo_folder / snapshot.commit / name
+    if is_writable(checkpoint):
+        return beside
+    return home() / LOCAL_FOLDER / local_folder_name(checkpoint) / name
+
+
+def local_folder_name(checkpoint: Path) -> str:
+    """How the folder of a checkpoint that cannot be written to is named: like its own, with a mark of where that is."""
+    resolved = checkpoint.resolve()
+    return f"{resolved.name}-{hashlib.sha256(str(resolved).encode()).hexdigest()[:12]}"
+
+
+def for_repository(repo_id: str, commit: str, saving_path: Path | None, compression: str | None) -> Path:
+    """The split directory of a repository at a commit."""
+    name = directory_name(compression)
+    return (saving_path or home() / hub_cache.folder_name(repo_id) / commit) / name
+
+
+def of_other_commits(repo_id: str, commit: str, compression: str | None) -> list[Path]:
+    """Split directories of the same repository at other commits, in `home()`."""
+    found = (home() / hub_cache.folder_name(repo_id)).glob(f"*/{directory_name(compression)}")
+    return sorted(path for path in found if path.parent.name != commit)
+
+
+def known_names() -> list[str]:
+    """Names of the models that have something in `home()`: repositories, and folders that could not be written to."""
+    base = home()
+    repositories = (hub_cache.repo_id_of(path.name) for path in base.glob(f"{hub_cache.REPO_PREFIX}*"))
+    return sorted({*repositories, *(path.name.rpartition("-")[0] for path in (base / LOCAL_FOLDER).glob("*-*"))})
+
+
+def remember_commit(repo_id: str, revision: str | None, commit: str) -> None:
+    """Note which commit a revision was, for calls without a connection."""
+    path = home() / hub_cache.folder_name(repo_id) / "refs" / (revision or "main").replace("/", "--")
+    if path.exists() and path.read_text() == commit:
+        return
+    durable.make_folder(path.parent)
+    durable.write_whole(path, commit.encode())
+
+
+def remembered_commit(repo_id: str, revision: str | None) -> str | None:
+    """The commit that a revision was when it was last split here; a commit itself stands for itself."""
+    if revision is not None and is_commit(revision):
+        return revision
+    path = home() / hub_cache.folder_name(repo_id) / "refs" / (revision or "main").replace("/", "--")
+    return path.read_text() if path.exists() else None

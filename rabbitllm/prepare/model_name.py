@@ -1,0 +1,105 @@
+"""What a user means by a model's name, the same for every command and for `AutoModel`.
+
+A folder and a repository as `organisation/name` stand for themselves; an address on the hub (`hf://organisation/name`,
+or what the browser shows) is that repository, and a file of weights is the checkpoint in its folder. Opens an index at
+most, and asks no hub: whether there is such a repository is found out elsewhere.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import TypeVar
+
+from rabbitllm.base.options import expand
+from rabbitllm.checkpoints.index import META_PARAMETERS, WEIGHT_SUFFIXES, is_index, is_meta, is_rank, read_index
+from rabbitllm.checkpoints.local import entry_in
+from rabbitllm.errors import CheckpointNotFoundError, OptionError, RabbitLLMError
+from rabbitllm.prepare import locations
+from rabbitllm.store.layer_store import SPLIT_DIRECTORY
+
+_Error = TypeVar("_Error", bound=RabbitLLMError)
+MOST_NEAR = 3
+"""Names that are proposed at most."""
+_HUB_ADDRESS = re.compile(r"(?:hf://(?:models/)?|https?://(?:www\.)?(?:huggingface\.co|hf\.co)/)(.*)")
+
+
+def meant(name: str) -> str:
+    """A folder or a repository id, of what the user wrote; names that are neither come back as they are.
+
+    Raises:
+        OptionError: an address on the hub that is not a repository's.
+        CheckpointNotFoundError: a file that is not the checkpoint of its folder.
+        InvalidIndexError, UnsafePathError: see `read_index`.
+    """
+    address = _HUB_ADDRESS.fullmatch(name)
+    if address is not None:
+        return _repository(name, address[1])
+    path = expand(name)
+    if not name or path.is_dir():
+        return name
+    if path.is_file():
+        return str(_folder_of(path))
+    if path.suffix in WEIGHT_SUFFIXES and any(path.parent.glob(f"{SPLIT_DIRECTORY}*")):
+        return str(path.parent)  # a split has used up that file
+    return name
+
+
+def _repository(name: str, rest: str) -> str:
+    """The repository of an address; a browser's goes on with `tree/main` and the like."""
+    parts = rest.partition("?")[0].rstrip("/").split("/")
+    repo_id = "/".join(parts[:2])
+    browsed = name.startswith("http") and parts[2:] in ([], ["tree", "main"])
+    if not locations.is_repo_id(repo_id) or not (len(parts) <= 2 or browsed):
+        raise OptionError(
+            f"{name} is no address of a repository of weights.",
+            "Give hf://organisation/name; a branch, tag or commit goes into --revision.",
+        )
+    return repo_id
+
+
+def _folder_of(file: Path) -> Path:
+    folder = file.parent
+    entry = entry_in(folder)
+    whole = entry == file.name
+    if is_index(entry):
+        whole = whole or file.name in read_index(folder / entry).shards
+    if is_meta(entry):
+        whole = whole or is_rank(file.name) or file.name == META_PARAMETERS
+    if not whole:
+        raise CheckpointNotFoundError(
+            f"{file} is not what the checkpoint in {folder} begins with: that is {entry}.",
+            "Name the folder, or put the file into one of its own, with config and tokenizer beside it.",
+        )
+    return folder
+
+
+def near(name: str) -> tuple[str, ...]:
+    """Names of what is here that are like one that was not found, the likest first: split models, and folders beside
+    a path."""
+    known = locations.known_names()
+    path = expand(name)
+    if path.parent.is_dir():
+        beside = (other for other in path.parent.iterdir() if other.is_dir() and not other.name.startswith("."))
+        known = [*known, *(str(other) for other in beside)]
+    wanted = name.lower()
+    by_part: dict[str, list[str]] = {}
+    for one in known:
+        for part in {one.lower(), one.lower().rpartition("/")[2]}:
+            by_part.setdefault(part, []).append(one)
+    found = [
+        one
+        for part in {wanted: None, wanted.rpartition("/")[2]: None}
+        for like in difflib.get_close_matches(part, by_part, n=MOST_NEAR, cutoff=0.7)
+        for one in by_part[like]
+    ]
+    return tuple(dict.fromkeys(found))[:MOST_NEAR]
+
+
+def with_near_names(error: _Error, name: str) -> _Error:
+    """The same error, with what is here and has a similar name."""
+    found = [one for one in near(name) if one != name]
+    if not found:
+        return error
+    return type(error)(error.problem, f"Did you mean {' or '.join(found)}? Else: {error.remedy}")

@@ -1,0 +1,130 @@
+"""Products of a few rows with a matrix of bfloat16, on processors that have no instructions for bfloat16.
+
+There torch multiplies input by input: 16 rows took six times as long as one (see docs/PERFORMANCE.md). Sums are kept in
+float32 and rounded once, as torch's are, but in another order: last bits differ. A row of the result has the same bits
+alone and among others, up to `MOST_INPUTS` rows. Knows no modules.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from rabbitllm.quant import kernel_trial
+from rabbitllm.quant.row_team import over_rows
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+MOST_INPUTS = 512
+"""Rows up to which the kernel is the faster way; with more, parts of the matrix are widened and multiplied by torch."""
+CHUNK_ELEMENTS = 1 << 22
+"""Elements that are widened at a time: 16 MiB of float32. Smaller parts are more meetings of torch's threads, for which
+a busy machine pays: 256 rows by parts of 4 MiB took three times as long there as by the kernel."""
+WORTH_A_THREAD = 1 << 15
+"""Elements of the matrix for each thread."""
+
+
+def multiplies(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether this is the faster way for such inputs (…, K) and such a matrix (N, K): both of bfloat16, on a CPU that
+    does not multiply that type and has the vectors for it."""
+    import torch
+
+    if (
+        weight.dtype != torch.bfloat16
+        or x.dtype != torch.bfloat16
+        or type(weight) not in (torch.Tensor, torch.nn.Parameter)
+    ):
+        return False
+    if weight.dim() != 2 or weight.device.type != "cpu" or x.device.type != "cpu" or not weight.is_contiguous():
+        return False
+    width = kernel_here()
+    return bool(width) and not weight.shape[1] % (2 * width) and weight.numel() > 0
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`x @ W.T + bias`, for which `multiplies` holds.
+
+    Args:
+        x: (..., K), bfloat16.
+        weight: (N, K), bfloat16.
+        bias: (N,) or None.
+
+    Returns:
+        (..., N), bfloat16.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    result = times(kernel_here(), flat, weight) if len(flat) <= MOST_INPUTS else _in_chunks(flat, weight)
+    if bias is not None:
+        result += bias
+    return result.to(x.dtype).view(*x.shape[:-1], len(weight))
+
+
+def times(width: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`x @ W.T` by the kernel of so many lanes: (T, K) and (N, K) -> (T, N), float32."""
+    import torch
+
+    kernels, (count, columns), rows = _kernels(), x.shape, len(weight)
+    out = torch.empty(count, rows)
+    if not count:
+        return out
+    steps = columns // (2 * width)
+    inputs = torch.empty(count, steps, 2, width)  # of each step the even ones first
+    inputs.copy_(x.view(count, steps, width, 2).transpose(2, 3))
+    given = (weight.data_ptr(), inputs.data_ptr(), out.data_ptr(), 2 * columns, steps, count, rows)
+    threads = min(torch.get_num_threads(), -(-weight.numel() // WORTH_A_THREAD))
+    over_rows(kernels.row_range(width), lambda: kernels.in_a_team(width), [given], threads, kernels.ROWS)
+    return out
+
+
+def _in_chunks(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The same by torch, of parts of the matrix that are widened one after the other."""
+    import torch
+
+    wide, (rows, columns) = x.float(), weight.shape
+    out = torch.empty(len(x), rows)
+    step = max(CHUNK_ELEMENTS // columns, 1)
+    for begin in range(0, rows, step):
+        part = weight[begin : begin + step].float()
+        out[:, begin : begin + step] = wide @ part.T
+    return out
+
+
+@functools.cache
+def kernel_here() -> int:
+    """Lanes of the kernel for this processor; 0 where torch's own products are the better ones, or none is right."""
+    try:
+        from rabbitllm.quant import vectors
+    except ImportError:
+        return 0
+    width = 0 if vectors.multiplies_pairs() else vectors.lanes()
+    return width if width and _agrees(width) else 0
+
+
+def _agrees(width: int) -> bool:
+    """Whether a kernel gives on a sample what float32 does."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+
+    def products() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for count, rows, columns in ((1, 7, 64), (6, 5, 2048), (5, 70, 1024)):  # the last by several threads
+            x, weight = (torch.randn(size, columns, generator=generator).bfloat16() for size in (count, rows))
+            yield times(width, x, weight), x.float() @ weight.float().T
+
+    off = kernel_trial.first_error(products())
+    if off is not None:
+        logger.warning("The kernel for products of bfloat16 is off by %.1e here and is not used.", off)
+    return off is None
+
+
+@functools.cache
+def _kernels() -> Any:
+    """The module of the kernels, which takes a second to import."""
+    from rabbitllm.quant import bfloat_kernels
+
+    return bfloat_kernels

@@ -1,0 +1,87 @@
+"""What a tensor becomes under compression, how it gets there block by block, and the way back.
+
+The only room that quantises with bitsandbytes. The stored keys are in `keys.py`, which tensors are compressed in
+`schemes.py`, what is stored of them in `forms.py`, bitsandbytes' JSON in `states.py`, the arithmetic in `quantise.py`,
+`nested.py` (scales that are quantised themselves) and `way_back.py`. Knows no files.
+"""
+
+from rabbitllm.quant.compression.forms import (
+    Settling,
+    StoredForm,
+    arriving,
+    code_values,
+    constants,
+    form_in,
+    settling,
+    stored_form,
+)
+from rabbitllm.quant.compression.keys import NF4_STATE, part_names, schemes, state_key
+from rabbitllm.quant.compression.nested import (
+    expand_scales,
+    expanded_bytes,
+    mean_of,
+    scales_at,
+    settled,
+)
+from rabbitllm.quant.compression.quantise import quantise_blocks
+from rabbitllm.quant.compression.schemes import (
+    BLOCKS,
+    CODES,
+    CODES_A_BYTE,
+    COMPRESSIONS,
+    DOUBLE,
+    INT8_BLOCK,
+    MAX_ROUTER_ROWS,
+    MIN_ELEMENTS,
+    NESTED_BLOCK,
+    NF4_BLOCK,
+    SCALE_BYTES,
+    check_compression,
+    check_fitting,
+    is_compressible,
+    scheme_of,
+)
+from rabbitllm.quant.compression.states import Quantised, nested_state, read_state
+from rabbitllm.quant.compression.way_back import dequantise, multiply_4bit, operands
+
+__all__ = [
+    "BLOCKS",
+    "CODES",
+    "CODES_A_BYTE",
+    "COMPRESSIONS",
+    "DOUBLE",
+    "INT8_BLOCK",
+    "MAX_ROUTER_ROWS",
+    "MIN_ELEMENTS",
+    "NESTED_BLOCK",
+    "NF4_BLOCK",
+    "NF4_STATE",
+    "SCALE_BYTES",
+    "Quantised",
+    "Settling",
+    "StoredForm",
+    "arriving",
+    "check_compression",
+    "check_fitting",
+    "code_values",
+    "constants",
+    "dequantise",
+    "expand_scales",
+    "expanded_bytes",
+    "form_in",
+    "is_compressible",
+    "mean_of",
+    "multiply_4bit",
+    "nested_state",
+    "operands",
+    "part_names",
+    "quantise_blocks",
+    "read_state",
+    "scales_at",
+    "scheme_of",
+    "schemes",
+    "settled",
+    "settling",
+    "state_key",
+    "stored_form",
+]

@@ -1,0 +1,133 @@
+"""Scales of 4bit that are quantised themselves, and the way back: bitsandbytes' `compress_statistics`.
+
+All scales of a tensor less their mean are quantised in blocks of 256 by the 256 values of 8bit. The mean is summed in
+the order in which torch (2.13) sums so many float32 on x86-64 in one thread: 32 sums side by side, of rows, of groups
+of them, of groups of groups and of groups of those. With several threads torch sums each one's share of more than
+32,768 scales, and the last bit of the mean then depends on how many there are; a layer file must not.
+
+A tensor of any size goes through in runs. Knows no files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TypeAlias
+
+from rabbitllm.quant.compression.forms import Settling
+from rabbitllm.quant.compression.library import functional, int8_table
+from rabbitllm.quant.compression.schemes import NESTED_BLOCK, NF4_BLOCK, SCALE_BYTES
+from rabbitllm.quant.compression.states import Quantised, nested_state
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+
+    Scales: TypeAlias = npt.NDArray[np.float32]
+    ReadScales: TypeAlias = Callable[[int, int], Scales]
+    """The number of the first scale and how many -> these, float32."""
+
+LANES = 8
+"""Of a vector of AVX2, with which torch sums also where there is AVX-512."""
+SUMS = 4 * LANES
+"""Side by side: four vectors."""
+LEVELS = 4
+"""Rows, groups of them, groups of groups and groups of those are summed apart."""
+LEAST_GROUP = 16
+
+
+def settled(form: Settling, read: ReadScales) -> Iterator[tuple[int, int, memoryview]]:
+    """What is stored of a tensor's scales, all of which are there: numbers of `form.parts`, where in the part, bytes.
+
+    Reads them twice, a megabyte or four at a time.
+    """
+    import numpy as np
+    import torch
+
+    count = form.source.elements
+    offset = mean_of(read, count)
+    for first, length in _runs(count):
+        with np.errstate(invalid="ignore"):  # of weights that are infinite
+            values = torch.from_numpy(read(first, length) - offset)
+        codes, state = functional().quantize_blockwise(values, int8_table(values.device), blocksize=NESTED_BLOCK)
+        yield 0, first, codes.numpy().data.cast("B")
+        yield 1, first // NESTED_BLOCK * SCALE_BYTES, state.absmax.numpy().data.cast("B")
+    yield 2, 0, memoryview(nested_state(form.of.dtype, form.of.shape, float(offset)))
+
+
+def mean_of(read: ReadScales, count: int) -> np.float32:
+    """The mean of so many scales, at least 8 of them, with torch's bits."""
+    import numpy as np
+
+    group, above = _group(count), np.zeros(SUMS, np.float32)
+    for first, length in _runs(count):
+        run = read(first, length)
+        rows = length // SUMS
+        items = run[: rows * SUMS].reshape(rows, SUMS)
+        total = np.zeros(SUMS, np.float32)
+        for _ in range(LEVELS - 1):
+            whole = len(items) // group * group
+            total = total + np.add.reduce(items[whole:], axis=0)
+            items = np.add.reduce(items[:whole].reshape(-1, group, SUMS), axis=1)
+        above = _one_by_one(items, above)
+    total = total + above  # the levels below are those of the last run: all others are whole groups
+    vectors = length // LANES * LANES
+    first_lanes = _one_by_one(run[rows * SUMS : vectors].reshape(-1, LANES), total[:LANES])
+    lanes = _one_by_one(total[LANES:].reshape(-1, LANES), first_lanes)
+    added = _one_by_one(lanes, _one_by_one(run[vectors:], np.zeros((), np.float32)))
+    return np.float32(added / np.float32(count))
+
+
+def _group(count: int) -> int:
+    rows = count // SUMS
+    ceil_log2 = (rows - 1).bit_length() if rows > 2 else 1
+    return max(LEAST_GROUP, 1 << ceil_log2 // LEVELS)
+
+
+def _runs(count: int) -> Iterator[tuple[int, int]]:
+    """First and length of runs that are whole groups of groups of groups of rows, but for the last."""
+    step = _group(count) ** (LEVELS - 1) * SUMS
+    for first in range(0, count, step):
+        yield first, min(step, count - first)
+
+
+def _one_by_one(items: Scales, begin: Scales) -> Scales:
+    """`begin` plus the first item, plus the second, and so on."""
+    for item in items:
+        begin = begin + item
+    return begin
+
+
+def expanded_bytes(form: Quantised) -> int:
+    """What a tensor's scales take once they are float32, where they are not stored so; else 0."""
+    if form.offset is None:
+        return 0
+    return math.ceil(math.prod(form.shape) / NF4_BLOCK) * SCALE_BYTES
+
+
+def expand_scales(codes: torch.Tensor, nested: torch.Tensor, table: torch.Tensor, offset: float) -> torch.Tensor:
+    """What quantised scales mean, with bitsandbytes' own bits.
+
+    Args:
+        codes: uint8 (blocks,); all of a tensor's, or a run that begins with a block of 256; on any device.
+        nested: float32, the scales of these blocks.
+        table: float32 (256,).
+        offset: the mean of all.
+
+    Returns:
+        float32 (blocks,), new.
+    """
+    import torch
+
+    state = functional().QuantState(absmax=nested, code=table, blocksize=NESTED_BLOCK, dtype=torch.float32)
+    made: torch.Tensor = functional().dequantize_blockwise(codes, state)
+    return made.add_(offset)
+
+
+def scales_at(
+    codes: torch.Tensor, nested: torch.Tensor, table: torch.Tensor, offset: float, within: torch.Tensor
+) -> torch.Tensor:
+    """The same of codes from anywhere: `within` says in which block of 256 each of them lies, int64 of their shape."""
+    made: torch.Tensor = table[codes.long()] * nested[within]
+    return made.add_(offset)

@@ -1,0 +1,210 @@
+"""Codes of published quantisations to the numbers they stand for, on the CPU, compiled by numba.
+
+torch's own operations, one after the other over whole matrices, take up to fifty times as long. The bits are theirs: a
+product of a code's value and its scale in float32, rounded once to the nearest, or a value that is looked up. Knows no
+formats' names and no files.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from rabbitllm.base.forks import Workers
+from rabbitllm.quant.compiling import compiled
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+Floats: TypeAlias = npt.NDArray[np.float32]
+Bits: TypeAlias = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+_WORTH_A_THREAD = 1 << 16
+"""Elements; fewer are done before another thread has begun."""
+_TILE = 32
+"""Rows that are turned into columns at a time: both sides stay in the cache."""
+_WORDS = 16
+"""Neighbouring int32 that are taken apart at a time: a line of the cache."""
+
+
+def blocks(codes: Bytes, values: Floats, scales: Floats, size: tuple[int, int], out: Bits, threads: int) -> None:
+    """Numbers of a byte each, with a scale for each block of rows and columns.
+
+    Args:
+        codes: (N, K).
+        values: what each byte stands for, (256,).
+        scales: one for each block, (n, k).
+        size: of a block, rows and columns; those at the ends may be smaller.
+        out: (N, K); the bits of bfloat16 as uint16, or of float32 as uint32.
+        threads: to do it in.
+    """
+    kernel = _blocks_16 if out.dtype == np.uint16 else _blocks_32
+    _share(lambda begin, end: kernel(codes, values, scales, *size, out, begin, end), len(codes), codes.size, threads)
+
+
+def nibbles(codes: Bytes, scales: Bytes, table: Bits, out: Bits, threads: int) -> None:
+    """Two codes a byte, the lower half first, with a scale's byte for each 32, transposed.
+
+    Args:
+        codes: (N, G, 16).
+        scales: (N, G).
+        table: what each scale and code stand for together, (256, 16).
+        out: (32 G, N), bits as in `table`.
+        threads: to do it in.
+    """
+    tiles = -(-len(codes) // _TILE)
+    _share(lambda begin, end: _nibbles(codes, scales, table, out, begin, end), tiles, 2 * codes.size, threads)
+
+
+def integers(
+    packed: npt.NDArray[np.int32],
+    bits: int,
+    zeros: npt.NDArray[np.int32],
+    scales: Floats,
+    group: npt.NDArray[np.int64],
+    order: npt.NDArray[np.int64] | None,
+    out: Floats,
+    threads: int,
+) -> None:
+    """Integers in int32, less a zero, times a scale, of groups of inputs; transposed.
+
+    Args:
+        packed: (K, N bits / 32) where an int32 has several outputs, or (K bits / 32, N) where it has several inputs.
+        bits: of an integer.
+        zeros, scales: (groups, N).
+        group: of each input, (K,).
+        order: which output each integer of an int32 belongs to, from the lowest bits on; None where they are inputs.
+        out: (N, K).
+        threads: to do it in.
+    """
+    if order is None:
+        tiles = -(-out.shape[0] // _TILE)
+        _share(lambda a, b: _inputs(packed, bits, zeros, scales, group, out, a, b), tiles, out.size, threads)
+    else:
+        tiles = -(-packed.shape[1] // _WORDS)
+        _share(lambda a, b: _outputs(packed, bits, zeros, scales, group, order, out, a, b), tiles, out.size, threads)
+
+
+def _share(work: Callable[[int, int], Any], count: int, elements: int, threads: int) -> None:
+    """Do `work(begin, end)` for all of `range(count)`, in several threads where that is worth it."""
+    threads = min(threads, count, -(-elements // _WORTH_A_THREAD))
+    if threads <= 1:
+        work(0, count)
+        return
+    ends = [count * number // threads for number in range(threads + 1)]
+    for done in [_pool().submit(work, begin, end) for begin, end in itertools.pairwise(ends)]:
+        done.result()
+
+
+@cache
+def _pool() -> Workers:
+    return Workers(os.cpu_count() or 1, "dequantise")
+
+
+# Rows are cut out before the innermost loops: an index that is only counted up there is not asked whether it is
+# negative, and the loops are vectorised.
+
+
+@compiled
+def _blocks_16(codes, values, scales, rows, columns, out, begin, end):  # type: ignore[no-untyped-def]
+    number = np.empty(columns, np.float32)
+    word = number.view(np.uint32)
+    for row in range(begin, end):
+        for block in range(scales.shape[1]):
+            scale = scales[row // rows, block]
+            code = codes[row, block * columns : (block + 1) * columns]
+            made = out[row, block * columns : (block + 1) * columns]
+            for i in range(len(code)):
+                number[i] = values[code[i]] * scale
+            for i in range(len(code)):  # to the nearest; of two that are as near, to the even one
+                bits = word[i]
+                rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+                unordered = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+                made[i] = np.uint16(0x7FC0) if unordered else np.uint16(rounded)
+
+
+@compiled
+def _blocks_32(codes, values, scales, rows, columns, out, begin, end):  # type: ignore[no-untyped-def]
+    numbers = out.view(np.float32)
+    for row in range(begin, end):
+        for block in range(scales.shape[1]):
+            scale = scales[row // rows, block]
+            code = codes[row, block * columns : (block + 1) * columns]
+            made = numbers[row, block * columns : (block + 1) * columns]
+            for i in range(len(code)):
+                made[i] = values[code[i]] * scale
+
+
+@compiled
+def _nibbles(codes, scales, table, out, begin, end):  # type: ignore[no-untyped-def]
+    tile = np.empty((32, _TILE), table.dtype)
+    for first in range(begin * _TILE, min(end * _TILE, codes.shape[0]), _TILE):
+        count = min(_TILE, codes.shape[0] - first)
+        for group in range(codes.shape[1]):
+            for row in range(count):
+                meant, code = table[scales[first + row, group]], codes[first + row, group]
+                for i in range(16):
+                    tile[2 * i, row] = meant[code[i] & np.uint8(15)]
+                    tile[2 * i + 1, row] = meant[code[i] >> np.uint8(4)]
+            for i in range(32):
+                turned, made = tile[i], out[32 * group + i, first : first + count]
+                for row in range(count):
+                    made[row] = turned[row]
+
+
+@compiled
+def _outputs(packed, bits, zeros, scales, group, order, out, begin, end):  # type: ignore[no-untyped-def]
+    several, mask = 32 // bits, np.uint32((1 << bits) - 1)
+    shifts = np.empty(_WORDS * several, np.uint32)
+    for w in range(_WORDS):
+        for i in range(several):
+            shifts[w * several + order[i]] = np.uint32(bits * i)
+    words, number = np.empty(len(shifts), np.uint32), np.empty(len(shifts), np.float32)
+    tile = np.empty((len(shifts), _TILE), np.float32)
+    for first in range(begin * _WORDS, min(end * _WORDS, packed.shape[1]), _WORDS):
+        count = min(_WORDS, packed.shape[1] - first)
+        n, width = first * several, count * several
+        for begin_input in range(0, packed.shape[0], _TILE):
+            inputs = min(_TILE, packed.shape[0] - begin_input)
+            for k in range(inputs):
+                of, line = group[begin_input + k], packed[begin_input + k, first : first + count]
+                zero, scale = zeros[of, n : n + width], scales[of, n : n + width]
+                for w in range(count):
+                    for i in range(several):
+                        words[w * several + i] = np.uint32(line[w])
+                for j in range(width):
+                    number[j] = np.float32(np.int32((words[j] >> shifts[j]) & mask) - zero[j]) * scale[j]
+                for j in range(width):
+                    tile[j, k] = number[j]
+            for j in range(width):
+                turned, made = tile[j], out[n + j, begin_input : begin_input + inputs]
+                for k in range(inputs):
+                    made[k] = turned[k]
+
+
+@compiled
+def _inputs(packed, bits, zeros, scales, group, out, begin, end):  # type: ignore[no-untyped-def]
+    several, mask = 32 // bits, np.uint32((1 << bits) - 1)
+    lines = max(_TILE // several, 1)
+    number = np.empty(_TILE, np.float32)
+    tile = np.empty((_TILE, lines * several), np.float32)
+    for first in range(begin * _TILE, min(end * _TILE, packed.shape[1]), _TILE):
+        count = min(_TILE, packed.shape[1] - first)
+        for begin_line in range(0, packed.shape[0], lines):
+            several_lines = min(lines, packed.shape[0] - begin_line)
+            begin_input, inputs = begin_line * several, several_lines * several
+            for k in range(inputs):
+                of, shift = group[begin_input + k], np.uint32(bits * (k % several))
+                line = packed[begin_line + k // several, first : first + count]
+                zero, scale = zeros[of, first : first + count], scales[of, first : first + count]
+                for j in range(count):
+                    number[j] = np.float32(np.int32((np.uint32(line[j]) >> shift) & mask) - zero[j]) * scale[j]
+                for j in range(count):
+                    tile[j, k] = number[j]
+            for j in range(count):
+                turned, made = tile[j], out[first + j, begin_input : begin_input + inputs]
+                for k in range(inputs):
+                    made[k] = turned[k]

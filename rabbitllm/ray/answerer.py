@@ -1,0 +1,157 @@
+"""What a worker of a batch does: gets its model ready once, and then answers the lines that it is given.
+
+Runs in a process of its own, which may be killed at any moment: it keeps nothing that is not somewhere else. Knows no
+cluster and no journal.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+from array import array
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rabbitllm.batch_jobs.items import Answer, Defaults, Item, Limits
+from rabbitllm.checkpoints.checkpoint import SourceIdentity
+from rabbitllm.models.pull.make import Wish
+from rabbitllm.store.chosen import Chosen
+
+WEIGHTS, CACHE = 0.5, 0.3
+"""Shares of its part of free memory that a worker which is not alone takes for weights, and for keys and values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What every worker of a batch is told.
+
+    Attributes:
+        wish: the model, by a name that means the same on every machine.
+        name: of it, in answers of OpenAI's form.
+        limits: what is taken on at a time.
+        split: False for out of the checkpoint's own shards.
+        dtype: to compute in; None for the config's.
+        longest: lengths and kinds of the longest lines, as `Survey` has them, for which memory is set aside.
+        share: workers that are on one machine.
+    """
+
+    wish: Wish
+    name: str
+    limits: Limits
+    split: bool = True
+    dtype: str | None = None
+    longest: tuple[tuple[int, int], ...] = ()
+    share: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a worker says of itself when its model is ready.
+
+    Attributes:
+        host, pid: where it is.
+        source: what its split was made from; None without one.
+        compression: of the split.
+        computes: dtype and kind of device.
+        chosen: what each tensor has in a mixed split.
+    """
+
+    host: str
+    pid: int
+    source: SourceIdentity | None
+    compression: str | None
+    computes: str
+    chosen: Chosen | None = None
+
+    def differs_from(self, other: About) -> str | None:
+        """Why two workers would not give the same answers, in words; None if nothing says so."""
+        if self.computes != other.computes:
+            return f"it computes in {self.computes}, the other in {other.computes}"
+        if self.compression != other.compression:
+            return f"its split is at compression {self.compression}, the other at {other.compression}"
+        if self.chosen is not None and other.chosen is not None and self.chosen.schemes != other.chosen.schemes:
+            return "its split has other bits for some tensors than the other's (pull it once, into a shared folder)"
+        if self.source is not None and other.source is not None:
+            return self.source.differs_from(other.source)
+        return None
+
+
+class Answerer:
+    """A worker.
+
+    Args:
+        job: of the batch.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._model: Any = None
+        self._limits = job.limits
+
+    def ready(self) -> About:
+        """Get the model ready: split first, unless that is done.
+
+        Of several on one machine, or before one shared folder, one does that and the others wait.
+
+        Raises:
+            RabbitLLMError: as `pull` and `AutoModel.from_pretrained` do.
+        """
+        from rich.console import Console
+        from transformers import logging
+
+        from rabbitllm.batch_jobs.loading import loaded
+        from rabbitllm.batch_jobs.survey import Survey
+        from rabbitllm.store.layer_store import read_manifest
+
+        job = self._with_its_share()
+        lengths, kinds = (array("q", (one[at] for one in job.longest)) for at in (0, 1))
+        survey = Survey(io.BytesIO(), Defaults(), lengths=lengths, kinds=kinds)
+        found = loaded(
+            job.wish,
+            Console(stderr=True, highlight=False),
+            survey,
+            job.limits.sequences,
+            split=job.split,
+            dtype=job.dtype,
+            cache_bytes=job.limits.cache_bytes,
+        )
+        logging.set_verbosity_error()
+        self._model = found.model
+        self._model.pass_line = None
+        self._limits = replace(job.limits, cache_bytes=found.cache_bytes)
+        manifest = read_manifest(found.folder) if found.folder is not None else None
+        return About(
+            socket.gethostname(),
+            os.getpid(),
+            manifest.source if manifest is not None else None,
+            manifest.compression if manifest is not None else None,
+            f"{str(self._model.dtype).removeprefix('torch.')} on {self._model.device.type}",
+            manifest.chosen if manifest is not None else None,
+        )
+
+    def answer(self, items: Sequence[Item]) -> Generator[list[Answer]]:
+        """Answers to lines, those that are complete at the same time together; see `answering.answered`."""
+        from rabbitllm.batch_jobs.answering import answered
+        from rabbitllm.batch_jobs.order import ordered
+
+        yield from answered(self._model, self._job.name, ordered(items), self._limits)
+
+    def _with_its_share(self) -> Job:
+        """The job, with limits of memory and disk where several workers would each take what is free."""
+        import psutil
+
+        from rabbitllm.generation.aside import usual_folder
+        from rabbitllm.generation.filing import usual_bytes
+
+        job = self._job
+        if job.share == 1:
+            return job
+        if job.limits.cache_disk is None:
+            job = replace(job, limits=replace(job.limits, cache_disk=usual_bytes(usual_folder()) // job.share))
+        if job.wish.max_memory is not None:
+            return job
+        part = psutil.virtual_memory().available // job.share
+        limits = replace(job.limits, cache_bytes=job.limits.cache_bytes or int(part * CACHE))
+        return replace(job, wish=replace(job.wish, max_memory={"cpu": int(part * WEIGHTS)}), limits=limits)

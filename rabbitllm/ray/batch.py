@@ -1,0 +1,80 @@
+"""`rabbitllm batch --ray`: the lines that a journal lacks, answered by the machines of a cluster.
+
+The input is read and the results are written here, by one process, as without a cluster: so the order is kept, each
+line has one answer, and a batch begun on a cluster is finished without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from pathlib import Path
+
+from rabbitllm.base.options import expand
+from rabbitllm.base.terminal import counted
+from rabbitllm.batch_jobs.items import Answer, Limits
+from rabbitllm.batch_jobs.journal import Journal
+from rabbitllm.batch_jobs.loading import digest_of
+from rabbitllm.batch_jobs.survey import Survey
+from rabbitllm.models.pull.make import Wish
+from rabbitllm.ray.answerer import About, Job
+from rabbitllm.ray.chunks import in_chunks, staff_of
+from rabbitllm.ray.cluster import connected, say
+from rabbitllm.ray.ray_answers import RayAnswers
+from rabbitllm.ray.roll_call import check_machines
+
+
+def answering_on(
+    address: str,
+    wish: Wish,
+    name: str,
+    limits: Limits,
+    *,
+    workers: int | None = None,
+    split: bool = True,
+    dtype: str | None = None,
+) -> Callable[[Survey, Journal], Generator[list[Answer]]]:
+    """What gives the answers that a journal lacks.
+
+    Args:
+        address: see `cluster.connected`.
+        wish: the model.
+        name: of it, as the user gave it.
+        limits: what one worker takes on at a time.
+        workers: see `chunks.staff_of`.
+        split, dtype: see `bulk.loading.loaded`.
+
+    Raises:
+        ClusterError, OptionError: see `connected`, `check_machines`, `staff_of`, `RayAnswers`; when it is first asked.
+        ResultsError: the journal was begun with other weights.
+    """
+
+    def elsewhere(survey: Survey, journal: Journal) -> Generator[list[Answer]]:
+        order = [int(index) for index in survey.ordered(journal.missing())]
+        with connected(address) as nodes:
+            staff = staff_of(nodes, workers)
+            check_machines(nodes, None, [], quantises=wish.compression is not None)
+            say(f"{counted(len(nodes), 'machine')}, {counted(staff.workers, 'worker')}; they get the model ready …")
+            job = Job(everywhere(wish), name, limits, split, dtype, _longest(survey, limits.sequences), staff.share)
+            chunks = in_chunks(order, staff.workers, limits.sequences)
+
+            def check(about: About) -> None:
+                if (weights := digest_of(about.source)) is not None:
+                    journal.check_weights(weights)
+
+            yield from RayAnswers(staff, job, check=check).answered(chunks, survey.item)
+
+    return elsewhere
+
+
+def everywhere(wish: Wish) -> Wish:
+    """The same, with paths that do not depend on where a process was started."""
+    path = expand(wish.name)
+    name = str(path.absolute()) if wish.name and path.exists() else wish.name
+    folder = Path(wish.folder).absolute() if wish.folder is not None else None
+    return replace(wish, name=name, folder=folder)
+
+
+def _longest(survey: Survey, count: int) -> tuple[tuple[int, int], ...]:
+    found = sorted(zip(survey.lengths, survey.kinds, strict=True), reverse=True)
+    return tuple((int(length), int(kind)) for length, kind in found[:count])

@@ -1,0 +1,52 @@
+"""What a worker does with one shard: puts it into the layer files that are waiting for it, and makes that durable.
+
+Runs in a process of its own, which may be killed at any moment: done again, it writes the same bytes to the same
+places. Knows no cluster.
+"""
+
+from __future__ import annotations
+
+from rabbitllm.splitter.arrivals import Arrivals
+from rabbitllm.splitter.filler import Filler
+from rabbitllm.splitter.lease import Lease, Looks
+from rabbitllm.splitter.mover import Mover, Target
+from rabbitllm.splitter.plan import PlannedShard
+from rabbitllm.splitter.sums import ShardChecksums
+from rabbitllm.splitter.work import ROOM, Work
+from rabbitllm.telemetry.profiler import Profiler
+
+
+def fill_from(shard: PlannedShard, work: Work, lease: Lease, threads: int) -> ShardChecksums:
+    """Fill unfinished layer files from a shard.
+
+    Args:
+        shard: which.
+        work: the part of a split that is about this shard (`Work.of_shard`).
+        lease: asked before every few MB; without it nothing more is written.
+        threads: that read, quantise and write.
+
+    Returns:
+        The checksums of the shard's tensors. All of its bytes are durable.
+
+    Raises:
+        ClusterError: the lease is gone.
+        CorruptShardError, HubError, MissingShardError: see `Filler.fill`.
+    """
+    looks = Looks(lease)
+    looks.check()
+    profiler = Profiler(enabled=False)
+    layers = list(work.plan.layouts)
+    targets: dict[str, Target] = {}
+    mover = Mover(threads, work.quantise_on, profiler, looks.check, fitted=work.fitted)
+    arrivals = Arrivals(work.checkpoint, ROOM[work.arrival], looks.check)
+    try:
+        filler = Filler(work, mover, profiler)
+        for _, arriving in arrivals.shards([shard]):
+            filler.fill(shard, arriving, targets, layers)
+        mover.sync(targets.values())
+        return mover.sums.take_with_sources(filler.forms_of(shard, layers))
+    finally:
+        arrivals.close()
+        mover.close()
+        for target in targets.values():
+            target.close()

@@ -1,0 +1,230 @@
+"""Lines of a batch, answered by actors of a Ray cluster, each with the model loaded once.
+
+Each answer reaches this process as soon as it is complete, and is the only one for its line: what a worker is given is
+nobody else's until it is answered or the worker is lost, and then only what is missing is given to another one. Why
+actors and not Ray Data, whose unit is a block of rows, is in docs/CLUSTER.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rabbitllm.base.terminal import counted
+from rabbitllm.batch_jobs.items import Answer, Item
+from rabbitllm.errors import ClusterError, RabbitLLMError
+from rabbitllm.ray.answerer import About, Answerer, Job
+from rabbitllm.ray.chunks import Staff
+from rabbitllm.ray.cluster import say
+
+POLL_SECONDS = 0.5
+PLACE_SECONDS, SAY_AGAIN_SECONDS = 10.0, 60.0
+"""After so long it is said that a worker has not begun anywhere, and again after so long. Beginning takes seconds."""
+TIMES = 4
+"""Workers that are lost one after the other, without an answer in between, before that is an error."""
+
+
+@dataclass(slots=True)
+class _Worker:
+    """An actor.
+
+    Attributes:
+        since: `time.monotonic()` when it was asked for.
+        placed: comes when it has begun somewhere; None from then on.
+        getting_ready: comes when it has its model; None from then on.
+        answers: what it gives while it is at work.
+        left: what of it is still to come, by index.
+    """
+
+    actor: Any
+    since: float
+    placed: Any
+    getting_ready: Any
+    answers: Any = None
+    left: dict[int, Item] | None = None
+
+
+class RayAnswers:
+    """The workers of one batch. The process must be connected to the cluster.
+
+    Args:
+        staff: how many, and what each gets.
+        job: what they are told.
+        worker: the class of a worker.
+        check: is told of the first worker that is ready, before any answer; may raise to stop.
+        tell: is told what the person who waits should know.
+    """
+
+    def __init__(
+        self,
+        staff: Staff,
+        job: Job,
+        worker: type[Any] = Answerer,
+        check: Callable[[About], None] = lambda about: None,
+        tell: Callable[[str], None] = say,
+    ) -> None:
+        self._staff = staff
+        self._job = job
+        self._class = worker
+        self._check = check
+        self._tell = tell
+        self._told = float("-inf")
+        self._workers: list[_Worker] = []
+        self._about: About | None = None
+        self._lost = 0
+
+    def answered(self, chunks: Sequence[Sequence[int]], item: Callable[[int], Item]) -> Generator[list[Answer]]:
+        """Answers to lines, those that were complete at the same time together.
+
+        Args:
+            chunks: indices of lines, each line once; a worker takes one chunk after the other.
+            item: reads a line.
+
+        Raises:
+            ClusterError: workers are lost again and again, or have different models.
+            RabbitLLMError, OSError, MemoryError: a worker's own error.
+        """
+        import ray
+
+        waiting = deque(list(chunk) for chunk in chunks)
+        try:
+            for _ in range(min(self._staff.workers, len(waiting))):
+                self._workers.append(self._started())
+            while waiting or any(worker.left for worker in self._workers):
+                for worker in self._workers:
+                    if waiting and worker.getting_ready is None and worker.answers is None:
+                        self._give(worker, [item(index) for index in waiting.popleft()])
+                of = {worker.getting_ready or worker.answers: worker for worker in self._at_work()}
+                done, _ = ray.wait([*of], timeout=POLL_SECONDS)
+                for reference in done:
+                    yield from self._heard(of[reference], waiting)
+                self._tell_who_waits()
+        finally:
+            for worker in self._workers:
+                _end(worker)
+
+    def _at_work(self) -> list[_Worker]:
+        return [worker for worker in self._workers if worker.getting_ready is not None or worker.answers is not None]
+
+    def _started(self) -> _Worker:
+        import ray
+
+        options = {"num_cpus": self._staff.cpus, "num_gpus": self._staff.gpus, "scheduling_strategy": "SPREAD"}
+        actor = ray.remote(self._class).options(max_restarts=0, **options).remote(self._job)
+        return _Worker(actor, time.monotonic(), actor.__ray_ready__.remote(), actor.ready.remote())
+
+    def _tell_who_waits(self) -> None:
+        """Say it where workers have no place: Ray itself waits in silence, for ever."""
+        import ray
+
+        unplaced = {worker.placed: worker for worker in self._workers if worker.placed is not None}
+        if not unplaced:
+            return
+        for placed in ray.wait([*unplaced], num_returns=len(unplaced), timeout=0)[0]:
+            unplaced.pop(placed).placed = None
+        now = time.monotonic()
+        late = [worker for worker in unplaced.values() if now - worker.since >= PLACE_SECONDS]
+        if late and now - self._told >= SAY_AGAIN_SECONDS:
+            self._told = now
+            cluster: Any = ray  # whose functions have no types
+            self._tell(wanting(self._staff, len(late), cluster.cluster_resources(), cluster.available_resources()))
+
+    def _give(self, worker: _Worker, items: list[Item]) -> None:
+        worker.left = {one.index: one for one in items}
+        worker.answers = worker.actor.answer.options(num_returns="streaming").remote(items)
+
+    def _heard(self, worker: _Worker, waiting: deque[list[int]]) -> Generator[list[Answer]]:
+        """Take up what a worker has to say: that it is ready, some answers, that it is through, or nothing any more."""
+        import ray
+        from ray.exceptions import RayError, RayTaskError
+
+        try:
+            if worker.getting_ready is not None:
+                self._compare(ray.get(worker.getting_ready))
+                worker.getting_ready = None
+                return
+            assert worker.left is not None
+            try:
+                group: list[Answer] = ray.get(next(worker.answers))
+            except StopIteration:
+                if worker.left:
+                    waiting.appendleft([*worker.left])
+                worker.answers = worker.left = None
+                return
+        except RayTaskError as error:
+            raise _own(error) from None
+        except RayError as error:
+            self._replace(worker, waiting, error)
+            return
+        new = [one for one in group if worker.left.pop(one.index, None) is not None]
+        if new:
+            self._lost = 0
+            yield new
+
+    def _replace(self, worker: _Worker, waiting: deque[list[int]], error: Exception) -> None:
+        self._lost += 1
+        if self._lost >= TIMES:
+            raise ClusterError(
+                f"The workers that had lines of the batch died, {TIMES} of them one after the other: "
+                f"{type(error).__name__}.",
+                "Look whether memory ran out where they were (dmesg; `ray status`); fewer workers (--ray-workers) or "
+                "lines at a time (--sequences) need less. What was answered is kept, and the same command goes on.",
+            ) from error
+        self._workers.remove(worker)
+        _end(worker)  # it may only be out of reach
+        if worker.left:
+            waiting.appendleft([*worker.left])
+        self._workers.append(self._started())
+
+    def _compare(self, about: About) -> None:
+        if self._about is None:
+            self._check(about)
+            self._about = about
+        elif (why := about.differs_from(self._about)) is not None:
+            raise ClusterError(
+                f"The model on {about.host} is not the one on {self._about.host}: {why}.",
+                "Put one split directory into a folder that all machines share (--dir), or delete the wrong one. GPUs "
+                "and processors do not answer alike: use machines of one kind.",
+            )
+
+
+def wanting(staff: Staff, late: int, there: Mapping[str, float], free: Mapping[str, float]) -> str:
+    """What is said of workers that have not begun.
+
+    Args:
+        staff: what each wants.
+        late: how many they are.
+        there, free: of the cluster, as Ray counts it.
+    """
+    kinds = [("processor", "CPU", staff.cpus), ("GPU", "GPU", staff.gpus)]
+    wanted = " and ".join(counted(count, kind) for kind, _, count in kinds if count)
+    found = ", ".join(
+        f"{free.get(name, 0):g} of {there.get(name, 0):g} {kind}s" for kind, name, count in kinds if count
+    )
+    who = f"{late} of {counted(staff.workers, 'worker')} {'has' if late == 1 else 'have'}"
+    return (
+        f"{who} no place on the cluster yet: each wants {wanted} of one machine; free in all: {found}. "
+        "`ray status` says what has them. Waiting …"
+    )
+
+
+def _end(worker: _Worker) -> None:
+    import ray
+
+    with contextlib.suppress(Exception):  # an error that led here is the one to be seen
+        ray.kill(worker.actor)
+
+
+def _own(error: Any) -> BaseException:
+    """The error of a worker, as it was raised there."""
+    cause = error.cause
+    if isinstance(cause, RabbitLLMError | OSError | MemoryError):
+        return cause
+    return ClusterError(
+        f"A worker failed at lines of the batch: {type(cause).__name__}: {cause}.",
+        "What was answered is kept, and the same command goes on; without --ray it says more.",
+    )

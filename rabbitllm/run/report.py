@@ -1,0 +1,79 @@
+"""What an answer took, for people (on stderr) and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from rabbitllm.base.terminal import counted, put_fact, size
+from rabbitllm.generation.answer import END, INTERRUPTED, Answer
+from rabbitllm.telemetry.passes import PROMPT, PassSums
+from rabbitllm.telemetry.totals import COMPUTE, DEQUANTISE, NOTHING, READ_WAIT, UPLOAD_WAIT
+
+_STAGES = {READ_WAIT: "waiting for the disk", UPLOAD_WAIT: "waiting for copies", DEQUANTISE: "dequantising"}
+_NAMES = {True: "prompt", False: "each token"}
+
+
+def put_statistics(console: Console, answer: Answer, load_seconds: float, sums: Mapping[str, PassSums]) -> None:
+    """Tokens a second, the first token, and where the time went."""
+    put_fact(console, "load", f"{load_seconds:.2f} s")
+    put_fact(console, "prompt", counted(answer.prompt_tokens, "token"))
+    if answer.first_seconds is not None:
+        put_fact(console, "first token", f"after {answer.first_seconds:.2f} s")
+    rate = answer.tokens_per_second
+    speed = f", {rate:.2f} a second after the first" if rate is not None else ""
+    put_fact(console, "answer", f"{counted(len(answer.tokens), 'token')} in {answer.seconds:.2f} s{speed}")
+    for kind, total in sums.items():
+        put_fact(console, _NAMES[kind == PROMPT], _where(total))
+
+
+def _where(total: PassSums) -> str:
+    """The mean pass of a kind: how long, what of it, and what was read."""
+    mean = total.wall / total.passes
+    spent = {name: total.stages.get(stage, NOTHING).busy_seconds for stage, name in _STAGES.items()}
+    computing = total.stages.get(COMPUTE, NOTHING).busy_seconds
+    parts = {"computing": computing, **spent}
+    shares = [f"{name} {seconds / total.wall:.0%}" for name, seconds in parts.items() if seconds / total.wall >= 0.005]
+    rest = 1 - sum(parts.values()) / total.wall
+    shares += [f"between layers {rest:.0%}"] if rest >= 0.005 else []
+    read = total.disk_bytes / total.passes
+    return f"{mean:.3f} s: {', '.join(shares)}, {size(round(read)) if read else 'nothing'} read"
+
+
+def how_it_ended(answer: Answer, most_tokens: int, *, raw: bool = False) -> Text | None:
+    """What is worth a line about the end; None for a text that came to its own. `raw`: past a chat template."""
+    if answer.finish == END and not answer.text:
+        advice = " without --raw the prompt goes through the chat template" if raw else ""
+        return Text(f"the first token ended the text: the answer is empty{';' * bool(advice)}{advice}", "yellow")
+    if answer.finish == END:
+        return None
+    if answer.finish == INTERRUPTED:
+        return Text(f"interrupted after {counted(len(answer.tokens), 'token')}", "yellow")
+    return Text(f"cut off after {counted(most_tokens, 'token')}; --max-new-tokens allows more", "yellow")
+
+
+def answer_record(model: str, answer: Answer, load_seconds: float, where: Mapping[str, Any]) -> dict[str, Any]:
+    """For `json.dumps`; times in seconds.
+
+    Args:
+        model: its name.
+        answer: to its prompt.
+        load_seconds: until the model was there, its split included.
+        where: how it was run: device, dtype, compression, split directory.
+    """
+    return {
+        "model": model,
+        "text": answer.text,
+        "tokens": list(answer.tokens),
+        "prompt_tokens": answer.prompt_tokens,
+        "new_tokens": len(answer.tokens),
+        "finish": answer.finish,
+        "load_seconds": load_seconds,
+        "first_token_seconds": answer.first_seconds,
+        "seconds": answer.seconds,
+        "tokens_per_second": answer.tokens_per_second,
+        **where,
+    }

@@ -1,8 +1,0 @@
-"""Log-likelihoods and embeddings of any number of texts: token ids in, numbers out, in one pass over the weights."""
-
-from __future__ import annotations
-
-from rabbitllm.scoring.records import Room, Scored, ScoredText
-from rabbitllm.scoring.score import score
-
-__all__ = ["Room", "Scored", "ScoredText", "score"]

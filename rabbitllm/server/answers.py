@@ -1,0 +1,104 @@
+"""From what a batch says of its requests to OpenAI's objects, whole and in chunks. Pure: events in, dicts out.
+
+A kind of answer says what is in a choice; `Envelope` what is around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rabbitllm.generation.request import Chosen, Ended, Finished, Piece
+
+REASONS = {Ended.STOP: "stop", Ended.LENGTH: "length", Ended.CANCELLED: "length", Ended.TIMEOUT: "length"}
+"""How OpenAI's interface says why an answer is over; one that was cut off is as if its tokens were used up."""
+
+
+class Choices(Protocol):
+    """The choices of one answer, as they come."""
+
+    def begin(self, choice: int) -> list[dict[str, Any]]:
+        """What a stream says first of a choice."""
+
+    def more(self, choice: int, piece: Piece) -> list[dict[str, Any]]:
+        """What a stream says of a piece."""
+
+    def end(self, choice: int, finished: Finished) -> list[dict[str, Any]]:
+        """What a stream says last."""
+
+    def whole(self, choice: int, piece: Piece, finished: Finished) -> dict[str, Any]:
+        """A choice that is answered at once, of all its pieces as one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What is around the choices of one answer.
+
+    Attributes:
+        id: of the answer.
+        created: seconds since 1970.
+        model: its name.
+        kind: `object` of a whole answer.
+        chunk_kind: of a chunk.
+        include_usage: whether a stream ends with what it took.
+    """
+
+    id: str
+    created: int
+    model: str
+    kind: str
+    chunk_kind: str
+    include_usage: bool = False
+
+    def _around(self, kind: str, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": None,
+            "choices": list(choices),
+        }
+
+    def chunk(self, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """A chunk of a stream."""
+        return self._around(self.chunk_kind, choices) | ({"usage": None} if self.include_usage else {})
+
+    def last_chunk(self, usage: Mapping[str, Any]) -> dict[str, Any]:
+        """The chunk that says what it took."""
+        return self._around(self.chunk_kind, ()) | {"usage": usage}
+
+    def whole(self, choices: Sequence[Mapping[str, Any]], usage: Mapping[str, Any]) -> dict[str, Any]:
+        """A whole answer."""
+        return self._around(self.kind, choices) | {"usage": usage}
+
+
+def usage_of(finished: Sequence[Finished], choices_of_a_prompt: int) -> dict[str, Any]:
+    """What an answer took: each prompt once, however many answers it got.
+
+    Args:
+        finished: the end of each choice, all of the first prompt first.
+        choices_of_a_prompt: how many those are.
+    """
+    firsts = finished[::choices_of_a_prompt]
+    prompt, new = sum(one.prompt_tokens for one in firsts), sum(one.new_tokens for one in finished)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": sum(one.kept_tokens for one in firsts)},
+    }
+
+
+def joined(first: Piece, second: Piece) -> Piece:
+    """Two pieces as one."""
+    return Piece(first.text + second.text, first.tokens + second.tokens)
+
+
+NOTHING = Piece("", ())
+
+
+def without_end(tokens: Sequence[Chosen], ends: frozenset[int]) -> Sequence[Chosen]:
+    """Tokens that are part of the text: the one by which a model ends it is none."""
+    return tokens[:-1] if tokens and tokens[-1].token in ends else tokens

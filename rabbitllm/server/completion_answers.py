@@ -1,0 +1,73 @@
+"""Choices of `/v1/completions`: text, and probabilities in the older form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rabbitllm.generation.request import Chosen, Finished, Piece
+from rabbitllm.server.answers import REASONS, without_end
+from rabbitllm.server.chat_answers import finite
+from rabbitllm.server.completion_requests import CompletionAsked
+from rabbitllm.server.spelling import Spelling
+
+
+class CompletionChoices:
+    """See `answers.Choices`.
+
+    Args:
+        asked: what the answer is to.
+        spelling: of tokens.
+        ends: tokens by which the model ends a text.
+    """
+
+    def __init__(self, asked: CompletionAsked, spelling: Spelling, ends: frozenset[int]) -> None:
+        self._asked = asked
+        self._spelling = spelling
+        self._ends = ends
+        self._lengths = [0] * len(asked.requests)
+
+    def begin(self, choice: int) -> list[dict[str, Any]]:
+        """The prompt, if it is asked for."""
+        echo = self._echo(choice)
+        return [_choice(choice, echo, None)] if echo else []
+
+    def more(self, choice: int, piece: Piece) -> list[dict[str, Any]]:
+        """Text, and its tokens' probabilities."""
+        logprobs = self._logprobs(choice, piece.tokens)
+        if not piece.text and not (logprobs and logprobs["tokens"]):
+            return []
+        return [_choice(choice, piece.text, logprobs)]
+
+    def end(self, choice: int, finished: Finished) -> list[dict[str, Any]]:
+        """Why it is over."""
+        return [_choice(choice, "", None, REASONS[finished.ended])]
+
+    def whole(self, choice: int, piece: Piece, finished: Finished) -> dict[str, Any]:
+        """The text."""
+        text = self._echo(choice) + piece.text
+        return _choice(choice, text, self._logprobs(choice, piece.tokens), REASONS[finished.ended])
+
+    def _echo(self, choice: int) -> str:
+        return self._asked.echoes[choice] if self._asked.echoes else ""
+
+    def _logprobs(self, choice: int, tokens: Sequence[Chosen]) -> dict[str, Any] | None:
+        """Lists of tokens, of their probabilities, of the likeliest in their places, and of where each begins."""
+        if self._asked.likeliest is None:
+            return None
+        found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for chosen in without_end(tokens, self._ends):
+            text, _ = self._spelling.of(chosen.token)
+            found["tokens"].append(text)
+            found["token_logprobs"].append(finite(chosen.logprob))
+            top: dict[str, float] = {}
+            for one in chosen.likeliest[: self._asked.likeliest]:
+                top.setdefault(self._spelling.of(one.token)[0], finite(one.logprob))
+            found["top_logprobs"].append(top)
+            found["text_offset"].append(self._lengths[choice])
+            self._lengths[choice] += len(text)
+        return found
+
+
+def _choice(choice: int, text: str, logprobs: dict[str, Any] | None, reason: str | None = None) -> dict[str, Any]:
+    return {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": reason}

@@ -1,0 +1,86 @@
+"""What chats and completions are checked for alike: lengths, chance, and how many answers there are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rabbitllm.generation.answer import Sampling
+from rabbitllm.generation.request import Request
+from rabbitllm.server.refusal import bad
+from rabbitllm.server.schemas import Generation
+from rabbitllm.server.settings import ModelFacts, Settings
+
+_SEEDS = (1 << 63) - 1
+MOST_STOP_CHARACTERS = 1_000
+
+
+def checked_length(ids: Sequence[int], asked: int | None, model: ModelFacts, settings: Settings, param: str) -> int:
+    """How many tokens may follow a prompt.
+
+    Args:
+        ids: of the prompt.
+        asked: by the request; None if it does not say.
+        model: whose context it is.
+        settings: for what holds where a request does not say.
+        param: the field that the prompt came in.
+
+    Raises:
+        Refusal: nothing to go on with, an id that the model lacks, or more than its context.
+    """
+    if not ids:
+        raise bad("The prompt has no tokens.", param)
+    if max(ids) >= model.vocabulary:
+        raise bad(f"The prompt has token {max(ids)}; this model has {model.vocabulary:,}.", param)
+    if model.context is None:
+        return asked if asked is not None else settings.most_new_tokens
+    left = model.context - len(ids)
+    if left < (asked or 1):
+        followed = f", and {asked:,} are to follow" if asked is not None else ""
+        raise bad(
+            f"The prompt has {len(ids):,} tokens{followed}; the model's context has {model.context:,} in all.",
+            param,
+            "context_length_exceeded",
+        )
+    return asked if asked is not None else min(settings.most_new_tokens, left)
+
+
+def requests_of(
+    body: Generation,
+    prompts: Sequence[Sequence[int]],
+    length: int | Sequence[int],
+    stops: tuple[str, ...],
+    likeliest: int | None,
+    *,
+    model: ModelFacts,
+    settings: Settings,
+) -> tuple[Request, ...]:
+    """A request for each choice: all of the first prompt, then all of the second.
+
+    Args:
+        body: what was asked for.
+        prompts: ids of each.
+        length: of answers, for all or for each prompt.
+        stops: texts at which answers end.
+        likeliest: see `Request`.
+        model: for what holds where a request does not say.
+        settings: likewise.
+
+    Raises:
+        Refusal: too many choices, or a stop text that is too long.
+    """
+    count = body.n or 1
+    if count * len(prompts) > settings.choices:
+        raise bad(f"{len(prompts)} prompts with n={count} are more than {settings.choices} choices.", "n")
+    if any(len(stop) > MOST_STOP_CHARACTERS for stop in stops):
+        raise bad(f"A text of stop has more than {MOST_STOP_CHARACTERS:,} characters.", "stop")
+    lengths = [length] * len(prompts) if isinstance(length, int) else length
+    temperature = body.temperature if body.temperature is not None else model.temperature
+    top_p = body.top_p if body.top_p is not None else model.top_p
+    found: list[Request] = []
+    for prompt, most in zip(prompts, lengths, strict=True):
+        ids = tuple(prompt)
+        for _ in range(count):
+            seed = None if body.seed is None else (body.seed + len(found)) & _SEEDS
+            sampling = Sampling(temperature, top_p if temperature else None, seed)
+            found.append(Request(ids, most, sampling, stops, likeliest, settings.seconds))
+    return tuple(found)

@@ -1,0 +1,234 @@
+"""What stands before every route, as ASGI applications around each other, the outermost first:
+
+    Recorded     a request id, counts, one line in the log; whatever goes wrong inside is answered in one form
+    Hosts        names by which this server may be called, so that no page on the web gets at it by a name of its own
+    Keys         the API key, for everything that tells about the model or uses it
+    Open         nothing new while the server ends
+
+Routes under `/v1` and `/metrics` want the key; `/health` and the page, which has nothing in it, do not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import logging
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rabbitllm.server.event_stream import text_of
+from rabbitllm.server.metrics import Metrics
+from rabbitllm.server.record import SCOPE_KEY, Record, logger, request_id
+from rabbitllm.server.refusal import CLOSE, FORBIDDEN, UNAUTHORISED, Refusal, broken, closing
+
+errors = logging.getLogger(__name__)
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", "/health", "/metrics", "/")
+QUIET = ("/health", "/metrics", "/status")
+"""Asked for again and again; not worth a line."""
+PROTECTED = ("/v1", "/metrics", "/status")
+MOST_READ_OFF, MOST_READ_OFF_SECONDS = 1 << 20, 2.0
+"""Of the body of a request that is refused at the door."""
+ALWAYS = ("/health", "/metrics")
+"""Answered also while the server ends."""
+
+
+class JsonResponse(Response):
+    """JSON, written as streams write it."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """The body."""
+        return text_of(content)
+
+
+def answer_of(refusal: Refusal) -> JsonResponse:
+    """A refusal as a response."""
+    return JsonResponse(refusal.as_object(), refusal.status, refusal.headers)
+
+
+async def _refuse(refusal: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
+    record: Record | None = scope.get(SCOPE_KEY)
+    if record is not None:
+        record.error = refusal.code
+    await _read_off(receive)
+    await answer_of(refusal)(scope, receive, send)
+
+
+async def _read_off(receive: Receive) -> None:
+    """Take a body that nobody wants, if it is a usual one: a client that is still writing may not get to the answer."""
+    length = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(MOST_READ_OFF_SECONDS):
+            while length <= MOST_READ_OFF:
+                message = await receive()
+                length += len(message.get("body", b""))
+                if not message.get("more_body"):
+                    return
+
+
+class Recorded:
+    """Gives requests an id, counts and logs them, and answers what nobody else has answered."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1000})
+            return
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"]
+        record = Record(request_id(Headers(scope=scope).get("x-request-id")), f"{scope['method']} {path}")
+        scope[SCOPE_KEY] = record
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = record.id
+                headers["x-content-type-options"] = "nosniff"
+            await send(message)
+
+        self._metrics.begin()
+        try:
+            try:
+                await self._app(scope, receive, sending)
+            except Exception as error:
+                if record.status:
+                    raise
+                await answer_of(told(error))(scope, receive, sending)
+        except asyncio.CancelledError:  # the server ends at once
+            if not record.status:
+                await answer_of(closing())(scope, receive, sending)
+        except Exception:
+            errors.exception("An answer broke off.")
+            raise ConnectionAbortedError("An answer broke off.") from None
+        finally:
+            self._metrics.end()
+            endpoint = path if path in ENDPOINTS else "other"
+            self._metrics.requests.add(endpoint, str(record.status or "none"))
+            if record.gone:
+                self._metrics.left.add()
+            if path not in QUIET:
+                logger.info("%s", record.line())
+
+
+def told(error: Exception) -> Refusal:
+    """What is said of an error; what is nobody's to know is logged."""
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, HTTPException):
+        return Refusal(error.status_code, str(error.detail), headers=error.headers)
+    errors.error("A request could not be answered.", exc_info=error)
+    return broken()
+
+
+class Hosts:
+    """Refuses what a page on another host asks through the user's browser.
+
+    A name that is not one of ours is what an attacker's page uses that has its own name lead here (DNS rebinding); an
+    `Origin` that is another host's is a page that asks without being allowed to see the answer.
+
+    Args:
+        app: what is guarded.
+        hosts: names in lower case, None for any; addresses are always allowed, since DNS rebinding needs a name.
+        origins: other pages that may ask.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: tuple[str, ...] | None, origins: tuple[str, ...]) -> None:
+        self._app = app
+        self._hosts = hosts
+        self._origins = origins
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            host, origin = headers.get("host"), headers.get("origin")
+            if host is not None and not self._is_called(name_of(host)):
+                problem = "This server is not called by that name; serve --allow-host NAME permits it."
+                await _refuse(Refusal(FORBIDDEN, problem, code="wrong_host", headers=CLOSE), scope, receive, send)
+                return
+            if scope["method"] not in ("GET", "HEAD", "OPTIONS") and not self._may_ask(origin, host):
+                wrong = Refusal(FORBIDDEN, "Pages of that origin may not ask here.", code="wrong_origin", headers=CLOSE)
+                await _refuse(wrong, scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _is_called(self, name: str) -> bool:
+        return self._hosts is None or name in self._hosts or is_address(name)
+
+    def _may_ask(self, origin: str | None, host: str | None) -> bool:
+        if origin is None or "*" in self._origins or origin in self._origins:
+            return True
+        return host is not None and origin.partition("://")[2] == host
+
+
+def name_of(host: str) -> str:
+    """`[::1]:8000` -> `::1`."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def is_address(name: str) -> bool:
+    """Whether a host is given by an IP address."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+class Keys:
+    """Wants the API key, in the time that it takes to compare all of it."""
+
+    def __init__(self, app: ASGIApp, key: str | None) -> None:
+        self._app = app
+        self._key = key.encode() if key else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] == "http" and self._key is not None and scope["path"].startswith(PROTECTED):
+            given = Headers(scope=scope).get("authorization", "")
+            kind, _, key = given.partition(" ")
+            if kind.lower() != "bearer" or not hmac.compare_digest(key.strip().encode("latin-1"), self._key):
+                unknown = Refusal(
+                    UNAUTHORISED,
+                    "No API key that is accepted here. Expected Authorization: Bearer KEY.",
+                    code="invalid_api_key",
+                    headers={"www-authenticate": "Bearer", **CLOSE},
+                )
+                await _refuse(unknown, scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class Open:
+    """Takes nothing on while the server ends."""
+
+    def __init__(self, app: ASGIApp, is_closing: Callable[[], bool]) -> None:
+        self._app = app
+        self._is_closing = is_closing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] == "http" and self._is_closing() and scope["path"] not in ALWAYS:
+            await _refuse(closing(), scope, receive, send)
+            return
+        await self._app(scope, receive, send)

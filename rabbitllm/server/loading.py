@@ -1,0 +1,96 @@
+"""The model that a server answers with: split unless that is done, loaded, and where its embeddings are told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from rabbitllm.base.options import expand
+from rabbitllm.engine.budgets import default_budget
+from rabbitllm.engine.devices import resolve_devices
+from rabbitllm.generation.beside_weights import left_to_requests
+from rabbitllm.models.pull.loaded import load, pulled
+from rabbitllm.models.pull.make import Wish
+from rabbitllm.prepare.model_name import meant
+from rabbitllm.server.embeddings import Recipe, recipe_in
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model that is ready.
+
+    Attributes:
+        model: as `AutoModel.from_pretrained` returns it.
+        split: whether the split was there already, and where it is; None without one.
+        recipe: how embeddings are made; None where the checkpoint does not say.
+    """
+
+    model: Any
+    split: tuple[bool, Path] | None
+    recipe: Recipe | None
+
+
+def loaded(wish: Wish, console: Console, *, split: bool, dtype: str | None, cache_bytes: int | None = None) -> Loaded:
+    """Load it.
+
+    Args:
+        wish: what, and how.
+        console: where it is said that it loads.
+        split: False for out of the checkpoint's own shards; nothing is written then.
+        dtype: to compute in; None for the config's.
+        cache_bytes: that keys and values may take; None if nobody says.
+
+    Raises:
+        RabbitLLMError: as `pull` and `AutoModel.from_pretrained` do.
+    """
+    found = pulled(wish) if split else None
+    model = load(replace(wish, max_memory=with_room(wish, cache_bytes)), found, console, dtype=dtype)
+    if found is None:
+        return Loaded(model, None, recipe_in(expand(meant(wish.name))))
+    places = (found.entry.folder, found.config_folder, found.shards_at)
+    recipes = (recipe_in(place) for place in places if place is not None)
+    return Loaded(model, (found.before, found.entry.folder), next(filter(None, recipes), None))
+
+
+def with_room(wish: Wish, cache_bytes: int | None, pass_bytes: int = 0) -> Mapping[int | str, int | str] | None:
+    """What weights may take so that requests have memory too: what was wished for, else less than all.
+
+    On GPUs a margin is left anyway, so that they take less only where somebody says what keys and values may take.
+
+    Args:
+        wish: see `loaded`.
+        cache_bytes: see `loaded`; in equal shares on several GPUs, as layers are spread.
+        pass_bytes: see `left_to_requests`.
+    """
+    if wish.max_memory is not None:
+        return wish.max_memory
+    devices = resolve_devices(wish.where, None)
+    on_host = all(device.shares_host_memory for device in devices)
+    if cache_bytes is None and not on_host:
+        return None
+    share = None if cache_bytes is None else cache_bytes // len(devices)
+    left = {
+        one.name: left_to_requests(one.free_bytes(), share, pass_bytes) if on_host or share is None else share
+        for one in devices
+    }
+    return {one.name: max(default_budget(one) - left[one.name], 0) for one in devices}
+
+
+def served_name(name: str) -> str:
+    """A model as requests name it: a repository by its id, a folder by its last part.
+
+    Args:
+        name: as the user wrote it.
+    """
+    found = meant(name)
+    path = expand(found)
+    if not path.is_dir():
+        return found
+    path = path.resolve()
+    while path.name.startswith("splitted_model") and path.parent.name:
+        path = path.parent
+    return path.name or "model"

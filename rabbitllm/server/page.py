@@ -1,0 +1,77 @@
+"""The page at `/` to talk to the model: a few files of this package, and headers that let a browser load nothing else.
+
+The page speaks to `/v1/chat/completions`, `/v1/models` and `/status` of whoever serves it, and to nobody else. Its
+files are the same for everybody and hold no secret, so they need no key. Knows no models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+FILES = {
+    "": ("page.html", "text/html; charset=utf-8"),
+    "static/page.css": ("page.css", "text/css; charset=utf-8"),
+    "static/icon.svg": ("icon.svg", "image/svg+xml"),
+    **{
+        f"static/{name}": (name, "text/javascript; charset=utf-8")
+        for name in ("page.js", "talk.js", "chats.js", "markdown.js", "status.js", "timing.js", "view.js")
+    },
+}
+"""Path -> file and type."""
+HEADERS = {
+    # scripts, styles and pictures from here alone, none written into the page; requests to here alone; no frames
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    # kept by the browser, but asked for again each time: another version of the package has other files
+    "cache-control": "no-cache",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    body: bytes
+    kind: str
+    tag: str
+
+
+@cache
+def _file(path: str) -> _File:
+    name, kind = FILES[path]
+    body = resources.files("rabbitllm.server").joinpath("static", name).read_bytes()
+    return _File(body, kind, f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+
+
+def _answer(path: str) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        file = _file(path)
+        headers = {**HEADERS, "etag": file.tag}
+        known = {tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")}
+        if known & {file.tag, "*"}:
+            return Response(status_code=304, headers=headers)
+        return Response(file.body, headers=headers, media_type=file.kind)
+
+    return answer
+
+
+def _router() -> APIRouter:
+    made = APIRouter(include_in_schema=False)
+    for path in FILES:
+        made.add_api_route(f"/{path}", _answer(path), methods=["GET", "HEAD"])
+    return made
+
+
+router = _router()
+"""The page and its files."""

@@ -1,0 +1,182 @@
+"""What the bodies of requests may be: the fields of OpenAI's interface, with their types and bounds.
+
+Fields that are not named here are kept in `model_extra`; `unsupported.py` says which of them matter.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rabbitllm.server.refusal import bad
+
+MOST_STOPS = 4
+MOST_LIKELIEST = 20
+MOST_CHOICES = 128
+MOST_MESSAGES = 10_000
+MOST_TOOLS = 128
+_SEEDS = 1 << 63
+
+Token = Annotated[int, Field(ge=0)]
+_Parsed = TypeVar("_Parsed", bound=BaseModel)
+
+
+class _Strict(BaseModel):
+    """No number is made of a text, and no text of a number."""
+
+    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
+
+
+class StreamOptions(_Strict):
+    """`stream_options`."""
+
+    include_usage: bool | None = None
+
+
+class Generation(_Strict):
+    """What chats and completions have in common."""
+
+    model: str | None = None
+    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    stop: str | list[str] | None = None
+    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    seed: int | None = Field(None, ge=-_SEEDS, lt=_SEEDS)
+    max_tokens: int | None = Field(None, ge=1)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts at which an answer ends; empty ones are none.
+
+        Raises:
+            Refusal: too many.
+        """
+        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(given) > MOST_STOPS:
+            raise bad(f"stop has {len(given)} texts; expected at most {MOST_STOPS}.", "stop")
+        return tuple(dict.fromkeys(text for text in given if text))
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with what it took."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class Part(_Strict):
+    """A part of a message's content."""
+
+    type: str
+    text: str | None = None
+
+
+class CalledFunction(_Strict):
+    """`tool_calls[].function`."""
+
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class ToolCall(_Strict):
+    """A call that the model made earlier."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(_Strict):
+    """One of `messages`."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class Function(_Strict):
+    """`tools[].function`."""
+
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(_Strict):
+    """One of `tools`."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ResponseFormat(_Strict):
+    """`response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+
+class Chat(Generation):
+    """Body of `/v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LIKELIEST)
+    tools: list[Tool] | None = Field(None, max_length=MOST_TOOLS)
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class Completion(Generation):
+    """Body of `/v1/completions`."""
+
+    prompt: str | list[str] | list[Token] | list[list[Token]]
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=MOST_LIKELIEST)
+    best_of: int | None = Field(None, ge=1)
+    suffix: str | None = None
+
+
+class Embedding(_Strict):
+    """Body of `/v1/embeddings`."""
+
+    model: str | None = None
+    input: str | list[str] | list[Token] | list[list[Token]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1)
+
+
+def parsed(kind: type[_Parsed], body: Any) -> _Parsed:
+    """A body as one of these.
+
+    Raises:
+        Refusal: it is none; says where, and what is wrong there.
+    """
+    if not isinstance(body, dict):
+        raise bad("The body is no JSON object.")
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_input=False, include_context=False)
+        where = _place(found[0]["loc"])
+        same = [one["msg"] for one in found if _place(one["loc"]) == where]
+        said = "; or ".join(dict.fromkeys(text[:1].lower() + text[1:] for text in same[:4]))
+        raise bad(f"{where or 'The body'}: {said}.", where or None) from None
+
+
+def _place(location: tuple[int | str, ...]) -> str:
+    """`messages.0.content`, without the names of the types that were tried there."""
+    kept = [
+        str(part) for part in location if isinstance(part, int) or (part.isidentifier() and part not in _TYPE_NAMES)
+    ]
+    return ".".join(kept)[:200]
+
+
+_TYPE_NAMES = {"str", "int", "float", "bool", "dict", "list"}

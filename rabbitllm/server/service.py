@@ -1,0 +1,139 @@
+"""One model that answers, and what every route needs of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from starlette.concurrency import run_in_threadpool
+
+from rabbitllm.generation.answer import check_generates, context_of, end_tokens
+from rabbitllm.generation.batch import Batch
+from rabbitllm.generation.limits import Limits
+from rabbitllm.generation.request import Facts, Request
+from rabbitllm.server.embeddings import Embedder
+from rabbitllm.server.metrics import Metrics
+from rabbitllm.server.refusal import NOT_FOUND, Refusal
+from rabbitllm.server.settings import ModelFacts, Settings
+from rabbitllm.server.spelling import Spelling
+from rabbitllm.server.templates import Template
+
+_Result = TypeVar("_Result")
+
+
+class EmbeddingsOnly:
+    """Stands in for a batch where the model generates no text: every request for text is refused.
+
+    Args:
+        model: as `AutoModel.from_pretrained` returns it.
+    """
+
+    error = None
+    facts = Facts()
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def submit(self, request: Request, notify: Any) -> Any:
+        """
+        Raises:
+            OptionError: always.
+        """
+        check_generates(self._model)
+        raise AssertionError("a model that generates has a batch")
+
+    def close(self, seconds: float | None = None) -> None:
+        """Nothing runs."""
+
+
+def batch_of(model: Any, limits: Limits) -> Batch | EmbeddingsOnly:
+    """Takes requests for a model on, or refuses them if it generates no text."""
+    return Batch(model, limits) if model.can_generate() else EmbeddingsOnly(model)
+
+
+@dataclass
+class Service:
+    """What answers.
+
+    Attributes:
+        streamed: the model, as `AutoModel.from_pretrained` returns it.
+        batch: takes requests on.
+        settings: how they are treated.
+        model: what they are checked against.
+        ends: tokens by which the model ends a text.
+        embedder: None where the model has no embeddings.
+        created: seconds since 1970.
+        is_closing: whether nothing more is taken on.
+    """
+
+    streamed: Any
+    batch: Batch | EmbeddingsOnly
+    settings: Settings
+    model: ModelFacts
+    ends: frozenset[int]
+    embedder: Embedder | None = None
+    metrics: Metrics = field(default_factory=Metrics)
+    created: int = field(default_factory=lambda: int(time.time()))
+    is_closing: bool = False
+
+    def __post_init__(self) -> None:
+        """What follows from these."""
+        self.tokenizer = self.streamed.tokenizer
+        self.template = Template(self.tokenizer)
+        self.spelling = Spelling(self.tokenizer)
+        # the first call may change settings of a tokenizer, which it must not do while another thread decodes with it
+        self.tokenizer("a")
+        self._encoding = threading.Lock()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are answered."""
+        return not self.is_closing and self.batch.error is None
+
+    def check_name(self, model: str | None) -> None:
+        """
+        Raises:
+            Refusal: a request names another model.
+        """
+        if model and model != self.settings.name:
+            raise Refusal(
+                NOT_FOUND,
+                f"The model {model[:200]!r} does not exist here; this is {self.settings.name!r}.",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def encoded(self, work: Callable[[], _Result]) -> _Result:
+        """Do something with the tokenizer beside the event loop: a long prompt takes its time."""
+
+        def one_at_a_time() -> _Result:
+            with self._encoding:
+                return work()
+
+        return await run_in_threadpool(one_at_a_time)
+
+
+def service_for(
+    model: Any, batch: Batch | EmbeddingsOnly, settings: Settings, embedder: Embedder | None = None
+) -> Service:
+    """A service for a model.
+
+    Args:
+        model: as `AutoModel.from_pretrained` returns it.
+        batch: of that model.
+        settings: see `Settings`.
+        embedder: of that model, if it has embeddings.
+    """
+    return Service(model, batch, settings, model_facts(model), frozenset(end_tokens(model)), embedder)
+
+
+def model_facts(model: Any) -> ModelFacts:
+    """What requests are checked against; chance as the model recommends, else as OpenAI's interface has it."""
+    temperature, top_p = 1.0, None
+    if model.can_generate() and (recommended := model.generation_config).do_sample:
+        temperature = recommended.temperature if recommended.temperature is not None else 1.0
+        top_p = recommended.top_p if recommended.top_p is not None and recommended.top_p < 1 else None
+    return ModelFacts(context_of(model), model.get_input_embeddings().num_embeddings, float(temperature), top_p)

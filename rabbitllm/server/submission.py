@@ -1,0 +1,155 @@
+"""The requests of one answer, handed to the batch together, and waited for."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
+
+from rabbitllm.errors import BusyError, ClosedError, OptionError
+from rabbitllm.generation.request import Ended, Failed, Finished, Piece, Request
+from rabbitllm.server.answers import NOTHING, Choices, Envelope, joined, usage_of
+from rabbitllm.server.event_stream import DONE, event
+from rabbitllm.server.inbox import Inbox
+from rabbitllm.server.refusal import BUSY, TOO_LATE, Refusal, bad, broken, closing
+
+logger = logging.getLogger(__name__)
+
+NO_RETRY = {"x-should-retry": "false"}
+"""Said to clients which ask again by themselves: it would take as long once more."""
+
+
+class Taking(Protocol):
+    """What takes requests on: `rabbitllm.generation.batch.Batch`."""
+
+    def submit(self, request: Request, notify: Any) -> Any:
+        """See there."""
+
+
+class Submission:
+    """Requests that the batch has taken on.
+
+    Args:
+        batch: that answers.
+        requests: one for each choice.
+        inbox: for their events.
+
+    Attributes:
+        finished: the end of each choice, as far as it came.
+        error: code of the refusal that a stream ended with.
+
+    Raises:
+        Refusal: the batch does not take them; then it has none of them.
+    """
+
+    def __init__(self, batch: Taking, requests: Sequence[Request], inbox: Inbox) -> None:
+        self._inbox = inbox
+        self._tickets: list[Any] = []
+        self._open = len(requests)
+        self.finished: list[Finished | None] = [None] * len(requests)
+        self.error: str | None = None
+        try:
+            for choice, request in enumerate(requests):
+                self._tickets.append(batch.submit(request, inbox.taker(choice)))
+        except Exception as error:
+            self.cancel()
+            raise refusal_of(error) from error
+
+    def cancel(self) -> None:
+        """Nobody wants the answer any more."""
+        for ticket in self._tickets:
+            ticket.cancel()
+
+    async def events(self) -> AsyncIterator[Sequence[tuple[int, Piece | Finished]]]:
+        """What comes, until all choices are over.
+
+        Raises:
+            Refusal: one of them failed, or took too long.
+        """
+        while self._open:
+            found: list[tuple[int, Piece | Finished]] = []
+            for choice, one in await self._inbox.take():
+                if isinstance(one, Failed):
+                    raise refusal_of(one.error)
+                if isinstance(one, Finished):
+                    self.finished[choice] = one
+                    self._open -= 1
+                    if one.ended is Ended.TIMEOUT:
+                        raise Refusal(
+                            TOO_LATE,
+                            f"The answer was not complete after {one.seconds:.0f} s.",
+                            code="timeout",
+                            headers=NO_RETRY,
+                        )
+                    if one.ended is Ended.CANCELLED and not one.new_tokens:
+                        raise closing()
+                found.append((choice, one))
+            yield found
+
+    def usage(self, choices_of_a_prompt: int) -> dict[str, Any]:
+        """What the answer took."""
+        return usage_of([one for one in self.finished if one is not None], choices_of_a_prompt)
+
+
+async def whole(submission: Submission, envelope: Envelope, choices: Choices, of_a_prompt: int) -> dict[str, Any]:
+    """The answer, when all of it is there.
+
+    Raises:
+        Refusal: see `Submission.events`.
+    """
+    pieces = [NOTHING] * len(submission.finished)
+    async for found in submission.events():
+        for choice, one in found:
+            if isinstance(one, Piece):
+                pieces[choice] = joined(pieces[choice], one)
+    made = [
+        choices.whole(choice, pieces[choice], end) for choice, end in enumerate(submission.finished) if end is not None
+    ]
+    return envelope.whole(made, submission.usage(of_a_prompt))
+
+
+async def frames(
+    submission: Submission, envelope: Envelope, choices: Choices, of_a_prompt: int
+) -> AsyncIterator[bytes]:
+    """The answer as server-sent events, as it comes."""
+
+    def chunks(parts: Sequence[dict[str, Any]]) -> bytes:
+        return b"".join(event(envelope.chunk([part])) for part in parts)
+
+    yield b"".join(chunks(choices.begin(choice)) for choice in range(len(submission.finished)))
+    try:
+        async for found in submission.events():
+            out = b""
+            for choice, one in found:
+                out += chunks(choices.more(choice, one) if isinstance(one, Piece) else choices.end(choice, one))
+            yield out
+    except Exception as error:  # the answer has begun, so an event is the place for it
+        refusal = refusal_of(error)
+        submission.error = refusal.code
+        yield event(refusal.as_object())
+        yield DONE
+        return
+    if envelope.include_usage:
+        yield event(envelope.last_chunk(submission.usage(of_a_prompt)))
+    yield DONE
+
+
+def refusal_of(error: Exception) -> Refusal:
+    """What to say of an error of the batch; what is nobody's fault is logged, and not told."""
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, BusyError):
+        seconds = max(math.ceil(error.retry_after), 1)
+        return Refusal(
+            BUSY,
+            f"As many requests wait as may. Try again in {seconds} s.",
+            code="queue_full",
+            headers={"retry-after": str(seconds)},
+        )
+    if isinstance(error, ClosedError):
+        return closing()
+    if isinstance(error, OptionError):
+        return bad(error.problem)
+    logger.error("A request failed.", exc_info=error)
+    return broken()

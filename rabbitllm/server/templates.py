@@ -1,0 +1,132 @@
+"""What a model's chat template carries, and a conversation as the token ids that it makes of it.
+
+A template is a program that comes with the model. What it reads (`tools`, `response_format`, `reasoning_effort`) is
+found in its source; what it does not read would be dropped without a word, so asking for it is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+
+from rabbitllm.generation.rendering import PLAIN_END, plain_text
+from rabbitllm.generation.template import bounded_template, has_template
+from rabbitllm.server.refusal import Refusal, bad
+
+OURS = frozenset(
+    {
+        "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict",
+        "return_tensors", "padding", "truncation", "max_length", "chat_template", "conversation", "tokenizer_kwargs",
+        "return_assistant_tokens_mask", "processor_kwargs",
+    }
+)  # fmt: skip
+"""Arguments of `apply_chat_template` that no request may set."""
+
+
+class _Generation(Extension):
+    """`{% generation %}`, by which templates mark an answer for training."""
+
+    tags = {"generation"}  # noqa: RUF012  jinja2's own way
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        """What is inside."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@dataclass(frozen=True)
+class Template:
+    """A tokenizer's chat template, or the plain format where it has none.
+
+    Attributes:
+        tokenizer: of the model.
+    """
+
+    tokenizer: Any
+
+    @cached_property
+    def is_there(self) -> bool:
+        """Whether the tokenizer brings one."""
+        return has_template(self.tokenizer)
+
+    def source(self, *, with_tools: bool = False) -> str:
+        """Its text; some models have one of their own for tools."""
+        if not self.is_there:
+            return ""
+        given = self.tokenizer.chat_template
+        if isinstance(given, str):
+            return given
+        named = dict(given)
+        return str(named.get("tool_use" if with_tools else "default", named.get("default", "")))
+
+    @cached_property
+    def _names(self) -> dict[bool, frozenset[str]]:
+        return {with_tools: names_in(self.source(with_tools=with_tools)) for with_tools in (False, True)}
+
+    def reads(self, name: str, *, with_tools: bool = False) -> bool:
+        """Whether a variable of this name makes a difference."""
+        return name in self._names[with_tools]
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts at which an answer ends in any case."""
+        return () if self.is_there else (PLAIN_END,)
+
+    def ids(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], more: Mapping[str, Any]
+    ) -> list[int]:
+        """The conversation as ids, up to where the answer begins.
+
+        Args:
+            messages: as templates expect them.
+            tools: likewise; empty for none.
+            more: further variables of the template.
+
+        Raises:
+            Refusal: the template does not take this.
+        """
+        if not self.is_there:
+            if any(message["role"] == "tool" for message in messages):
+                raise bad("This model has no chat template, so it takes no messages of tools.", "messages")
+            plain = [{"role": message["role"], "content": message["content"] or ""} for message in messages]
+            return [int(token) for token in self.tokenizer(plain_text(plain))["input_ids"]]
+        try:
+            with bounded_template():
+                made = self.tokenizer.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tools=[dict(tool) for tool in tools] or None,
+                    add_generation_prompt=True,
+                    tokenize=True,
+                    return_dict=True,
+                    **more,
+                )
+            return [int(token) for token in made["input_ids"]]
+        except Exception as error:  # whatever a program of the model's authors raises
+            raise refused_by_template(error) from error
+
+
+def refused_by_template(error: Exception) -> Refusal:
+    """What to say of it: the words of a template that raises on purpose, and of nothing else."""
+    said = f": {str(error)[:300]}" if isinstance(error, jinja2.TemplateError) and error.message else ""
+    return bad(f"The model's chat template does not take this conversation{said}.", "messages", "template_error")
+
+
+def names_in(source: str) -> frozenset[str]:
+    """The variables that a template's source names, and the attributes and keys that it asks for."""
+    environment = jinja2.Environment(extensions=[loopcontrols, _Generation])
+    try:
+        tree = environment.parse(source)
+    except jinja2.TemplateError:  # of an extension that is not known here
+        return frozenset(re.findall(r"[A-Za-z_]\w*", source))
+    found = {node.name for node in tree.find_all(nodes.Name)}
+    found |= {node.attr for node in tree.find_all(nodes.Getattr)}
+    found |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str) and len(node.value) < 64}
+    return frozenset(found)

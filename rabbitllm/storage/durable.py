@@ -1,0 +1,446 @@
+"""Every step that changes the disk, one function each, with a seam through which a test may fail it.
+
+Nothing else in the package writes, renames or unlinks. The rule that makes a crash a normal way to
+stop is kept here: a file gets its final name by a rename, after its bytes are fsynced, and the
+folder is fsynced after the rename. Knows nothing of layers, shards or models.
+
+The seam: `observe_steps` installs a callback that sees each `Step` just before it is carried out.
+A test raises from it (a full disk), kills the process in it (a crash), or records it (a power cut,
+replayed later). Without a callback a step costs one `is None`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rabbitllm.base.forks import direct_read
+from rabbitllm.storage.open_files import OpenFiles
+from rabbitllm.storage.page_cache import DIRECT_ALIGNMENT, PastTheCache, write_back_call
+
+PART_SUFFIX = ".part"
+"""What an unfinished file is called until its rename."""
+
+READ_ONLY_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM)
+"""What an unlink fails with where nothing may be deleted."""
+WRITE_BACK_BYTES = 32 << 20
+"""What may wait in the page cache for a file before the kernel is asked to begin writing it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One change of the disk, about to happen.
+
+    `kind` is one of "create", "write", "sync", "sync_folder", "rename", "unlink", "make_folder", "remove_folder".
+    `offset` and `data` are set for "write", `target` for "rename".
+    """
+
+    kind: str
+    path: Path
+    offset: int = 0
+    data: bytes | memoryview = b""
+    target: Path | None = None
+
+
+_observer: Callable[[Step], None] | None = None
+
+
+@contextlib.contextmanager
+def observe_steps(observer: Callable[[Step], None]) -> Iterator[None]:
+    """Call `observer` before each step while the context is open. For tests; not reentrant."""
+    global _observer
+    if _observer is not None:
+        raise RuntimeError("steps are already observed")
+    _observer = observer
+    try:
+        yield
+    finally:
+        _observer = None
+
+
+def _announce(step: Step) -> None:
+    if _observer is not None:
+        _observer(step)
+
+
+class GrowingFile:
+    """A file that is filled in place, in any order, by several threads.
+
+    Opened without truncation, so that a resumed run goes on with the bytes already there. A pool may close it between
+    two writes; what was written is synced first, since a system tells of a write that failed only while the file is
+    open.
+
+    Args:
+        path: of the file, made if it is not there.
+        size: bytes that it is made to have.
+        write_back: have the kernel write as the file is filled, so that `sync` has little left to wait for.
+        files: the pool that it is opened in; by default it stays open until `close`.
+    """
+
+    def __init__(self, path: Path, size: int, *, write_back: bool = False, files: OpenFiles | None = None) -> None:
+        self.path = path
+        self._place = os.path.abspath(path)
+        self._size = size
+        self._files = files or OpenFiles(1)
+        self._write_back = write_back_call() if write_back else None
+        self._waiting = 0
+        self._lock = threading.Lock()
+        self._syncing = threading.Lock()
+        self._direct = PastTheCache(self._place)
+        self._inode: tuple[int, int] | None = None
+        self._is_closed = False
+        self._is_synced = False
+        self._is_written = False
+        with self._files.using(self):
+            pass
+
+    def write_at(self, data: memoryview, offset: int, *, aligned: bool = False) -> None:
+        """Write all of `data` (bytes) at `offset` (bytes).
+
+        With `aligned` the caller says that the memory of `data` starts on a 4096-byte boundary;
+        the part that the file system then takes past the page cache goes that way, since the bytes
+        are needed on the disk now and by nobody soon.
+        """
+        with self._files.using(self):
+            _announce(Step("write", self.path, offset, data))
+            try:
+                self._write(data, offset, aligned)
+            finally:  # last, since a sync that another thread began before does not cover it
+                self._is_written, self._is_synced = True, False
+
+    def _write(self, data: memoryview, offset: int, aligned: bool) -> None:
+        if aligned and offset % DIRECT_ALIGNMENT == 0:
+            written = self._write_direct(data, offset)
+            data, offset = data[written:], offset + written
+        if data:
+            _write_all(self._descriptor, data, offset, self._lock)
+            if self._write_back is not None:
+                self._begin_write_back(len(data))
+
+    def _begin_write_back(self, written: int) -> None:
+        with self._lock:
+            self._waiting += written
+            if self._waiting < WRITE_BACK_BYTES:
+                return
+            self._waiting = 0
+        assert self._write_back is not None
+        self._write_back(self._descriptor)
+
+    def _write_direct(self, data: memoryview, offset: int) -> int:
+        """Write the leading whole blocks of `data` with O_DIRECT; return how many bytes went."""
+        whole = len(data) - len(data) % DIRECT_ALIGNMENT
+        if not whole:
+            return 0
+
+        def write(descriptor: int) -> int:
+            _write_all(descriptor, data[:whole], offset, None)
+            return whole
+
+        return self._direct.move(write) or 0
+
+    def sync(self) -> None:
+        """Return once every byte written so far would survive a power cut."""
+        with self._syncing:
+            if self._is_synced:  # by the pool, which has closed it
+                return
+        with self._files.using(self):
+            self._sync()
+
+    def _sync(self) -> None:
+        with self._syncing:
+            if self._is_synced:
+                return
+            _announce(Step("sync", self.path))
+            self._is_written, self._is_synced = False, True  # first, since a write may come meanwhile
+            try:
+                os.fsync(self._descriptor)
+            except BaseException:
+                self._is_written, self._is_synced = True, False
+                raise
+
+    def close(self) -> None:
+        """Close the descriptors; does not sync."""
+        self._is_closed = True
+        self._files.drop(self)
+
+    @property
+    def is_settled(self) -> bool:
+        """See `Reopenable`."""
+        return not self._is_written
+
+    def reopen(self) -> None:
+        """See `Reopenable`; makes the file the first time, and later takes no other in its place.
+
+        Raises:
+            OSError: it cannot be opened or be given its size; or it is not there any more, or another one is.
+        """
+        if self._is_closed:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF), str(self.path))
+        flags = os.O_RDWR | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
+        if self._inode is None:
+            if not self.path.exists():
+                _announce(Step("create", self.path))
+            flags |= os.O_CREAT
+        descriptor = os.open(self._place, flags, 0o644)
+        try:
+            found = os.fstat(descriptor)
+            if self._inode is None and found.st_size != self._size:
+                os.ftruncate(descriptor, self._size)
+            elif self._inode not in (None, (found.st_dev, found.st_ino)):
+                raise OSError(errno.ESTALE, "another file is in its place", str(self.path))
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._inode = found.st_dev, found.st_ino
+        self._descriptor = descriptor
+
+    def settle(self) -> None:
+        """See `Reopenable`."""
+        if self._is_written:
+            self._sync()
+
+    def release(self) -> None:
+        """See `Reopenable`."""
+        self._direct.close()
+        os.close(self._descriptor)
+
+
+def _write_all(descriptor: int, data: memoryview, offset: int, lock: threading.Lock | None) -> None:
+    while data:
+        if hasattr(os, "pwrite"):
+            written = os.pwrite(descriptor, data, offset)
+        else:  # Windows has no positional write
+            assert lock is not None
+            with lock:
+                os.lseek(descriptor, offset, os.SEEK_SET)
+                written = os.write(descriptor, data)
+        data, offset = data[written:], offset + written
+
+
+class Log:
+    """A file of lines, each durable when `append` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_BINARY", 0))
+
+    def append(self, line: str) -> None:
+        """Append `line` and a newline, and sync."""
+        data = memoryview((line + "\n").encode())
+        _announce(Step("write", self.path, os.fstat(self._descriptor).st_size, data))
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+        _announce(Step("sync", self.path))
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write `path` so that it is either absent (or old) or whole, whatever happens."""
+    part = path.with_name(path.name + PART_SUFFIX)
+    if part.exists():
+        remove(part)
+    file = GrowingFile(part, 0)
+    try:
+        file.write_at(memoryview(data), 0)
+        file.sync()
+    finally:
+        file.close()
+    publish(part, path)
+
+
+def publish(part: Path, final: Path) -> None:
+    """Give a synced file its final name, durably."""
+    rename(part, final)
+    sync_folder(final.parent)
+
+
+def rename(part: Path, final: Path) -> None:
+    """Give a synced file its final name; durable once the folder is synced (`sync_folder`)."""
+    _announce(Step("rename", part, target=final))
+    os.replace(part, final)
+
+
+def touch(path: Path) -> None:
+    """Make an empty file; durable once the folder is synced (`sync_folder`)."""
+    _announce(Step("create", path))
+    path.touch()
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable. A no-op on Windows, where a folder cannot be opened."""
+    _announce(Step("sync_folder", folder))
+    if sys.platform == "win32":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Unlink one file or link. A missing one is no error: a crash may have come after the unlink."""
+    _announce(Step("unlink", path))
+    path.unlink(missing_ok=True)
+
+
+def make_folder(folder: Path) -> None:
+    """Create `folder` and its parents, durably."""
+    missing = []
+    at = folder
+    while not at.exists():
+        missing.append(at)
+        at = at.parent
+    for path in reversed(missing):
+        _announce(Step("make_folder", path))
+        path.mkdir(exist_ok=True)
+        sync_folder(path.parent)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder and the files in it, if it is there; it must have no folders in it."""
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        remove(path)
+    _announce(Step("remove_folder", folder))
+    folder.rmdir()
+
+
+# Scratch: files that say something about a running process and hold no data. They are neither synced nor announced as
+# steps: nothing is lost with them, whatever of them a crash leaves behind is overwritten or ignored, and so there is
+# nothing about them that a test could fail, kill or cut the power at; but for writes that may find the disk full.
+
+
+@contextlib.contextmanager
+def open_scratch(path: Path, *, create: bool = True) -> Iterator[int]:
+    """A descriptor of a scratch file, made empty if it is not there."""
+    flags = os.O_RDWR | (os.O_CREAT if create else 0) | getattr(os, "O_NOFOLLOW", 0)
+    descriptor = os.open(path, flags, 0o644)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def write_scratch(path: Path, data: bytes) -> None:
+    """Write a scratch file; whoever reads it must bear with half of it."""
+    path.write_bytes(data)
+
+
+@contextlib.contextmanager
+def nameless_file(folder: Path, blocks: Iterable[bytes]) -> Iterator[int]:
+    """A file on the disk of `folder` that has no name there and is gone with its descriptor, which this gives.
+
+    Args:
+        folder: one that may be written to.
+        blocks: what it holds; each is on the disk before the next is asked for.
+    """
+    with tempfile.TemporaryFile(dir=folder) as file:
+        for block in blocks:
+            file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        yield file.fileno()
+
+
+class NamelessFile:
+    """A file for what does not fit into memory: nameless, for nobody else, gone with its descriptor.
+
+    Written and read at places; where `READS_AT_PLACES`, by several threads at a time. A disk may be full, so that
+    writing is announced as a step. With `aligned` the caller says that memory, offset and length are multiples of
+    4096 bytes: then they go past the page cache where the file system takes that, through it else; and what the cache
+    has of them is dropped, if it is on the disk.
+
+    Args:
+        folder: one that may be written to; None for the system's for temporary files.
+    """
+
+    READS_AT_PLACES = hasattr(os, "preadv")
+    """Not on Windows, where a file has one position for everybody."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder or Path(tempfile.gettempdir())
+        self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115
+        self._direct = PastTheCache(f"/proc/self/fd/{self._file.fileno()}")
+
+    def write_at(self, data: memoryview, offset: int, *, aligned: bool = False) -> None:
+        """Put bytes at a place.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        _announce(Step("write", self._folder, offset, data))
+        while data:
+            if self.READS_AT_PLACES:
+                count = self._move(_write_from, data, offset, aligned)
+            else:
+                self._file.seek(offset)
+                count = self._file.write(data)
+            data, offset, aligned = data[count:], offset + count, aligned and count % DIRECT_ALIGNMENT == 0
+
+    def read_at(self, data: memoryview, offset: int, *, aligned: bool = False) -> None:
+        """Fill `data` with the bytes from a place on.
+
+        Raises:
+            OSError: they are not there.
+        """
+        while data:
+            if self.READS_AT_PLACES:
+                count = self._move(_read_into, data, offset, aligned)
+            else:
+                self._file.seek(offset)
+                count = self._file.readinto(data)
+            if not count:
+                raise OSError(errno.EIO, "the file is shorter than what was written to it")
+            data, offset, aligned = data[count:], offset + count, aligned and count % DIRECT_ALIGNMENT == 0
+
+    def _move(self, how: Callable[[int, memoryview, int], int], data: memoryview, offset: int, aligned: bool) -> int:
+        with direct_read() if aligned else contextlib.nullcontext():
+            moved = self._direct.move(lambda descriptor: how(descriptor, data, offset)) if aligned else None
+        if moved is None:
+            if sys.platform == "linux" and aligned:  # what is read ahead of the next place would stay in the cache
+                os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            moved = how(self._file.fileno(), data, offset)
+        if sys.platform == "linux" and aligned:  # of what is not on the disk yet this begins the writing
+            os.posix_fadvise(self._file.fileno(), offset, moved, os.POSIX_FADV_DONTNEED)
+        return moved
+
+    def close(self) -> None:
+        """Let go of the file, and so of its bytes on the disk."""
+        self._direct.close()
+        self._file.close()
+
+
+def _write_from(descriptor: int, data: memoryview, offset: int) -> int:
+    if sys.platform == "win32":
+        raise NotImplementedError
+    return os.pwrite(descriptor, data, offset)
+
+
+def _read_into(descriptor: int, data: memoryview, offset: int) -> int:
+    if sys.platform == "win32":
+        raise NotImplementedError
+    return os.preadv(descriptor, [data], offset)
+
+
+def remove_scratch(path: Path) -> None:
+    """Remove a scratch file if it is there and can be removed."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def remove_empty_folder(folder: Path) -> None:
+    """Remove a folder if it is there, has nothing in it and can be removed."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()

@@ -1,0 +1,230 @@
+"""Writes a checkpoint into a folder: safetensors shards, an index where there are several, and what lies beside them.
+
+Everything is made in a folder of ours inside the target, and moved out of it by renames when all of it is durable: the
+shards first, the index last. So a folder has either no checkpoint or a whole one; what a crash left is cleared away, or
+moved, by the next call. Knows no models, and not where the bytes come from.
+
+Invariants: a folder that holds weights is refused before anything is touched; what is lacking of the disk is known
+before the first byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+from urllib.parse import quote, unquote
+
+from rabbitllm.base.terminal import size
+from rabbitllm.checkpoints.index import (
+    ALL_WEIGHT_SUFFIXES,
+    INDEX_NAME,
+    META_PARAMETERS,
+    SINGLE_NAME,
+    TORCH_INDEX_NAME,
+    shard_names,
+)
+from rabbitllm.checkpoints.json_file import read_json
+from rabbitllm.errors import NotEnoughSpaceException, OptionError
+from rabbitllm.formats.safetensors_file import Placed, encode_header
+from rabbitllm.formats.tensor_spec import TensorSpec
+from rabbitllm.storage import durable
+from rabbitllm.store.layer_store import JOURNAL_NAME, MANIFEST_NAME
+from rabbitllm.store.order import TENSOR_ALIGNMENT
+
+WORK_NAME = ".saving"
+"""The folder of ours inside the target."""
+_READY_NAME = "all.is.there"
+"""In that folder: everything is durable, and may be moved."""
+_ENTRIES = (INDEX_NAME, TORCH_INDEX_NAME, META_PARAMETERS, MANIFEST_NAME, JOURNAL_NAME)
+_LATER_BYTES = 1 << 20
+"""For folders, small files and their padding to whole blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A file before it exists: its name and its tensors, in its order."""
+
+    name: str
+    tensors: tuple[Placed, ...]
+
+
+def plan_shards(tensors: Iterable[Placed], most: int) -> list[Shard]:
+    """Which tensors go into which file, each of at most so many bytes of tensors, or of one that is larger.
+
+    Within a file those whose size is a multiple of 64 bytes come first, so that all of those are aligned.
+    """
+    groups: list[list[Placed]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if groups[-1] and size + tensor.nbytes > most:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.nbytes
+    names = shard_names(len(groups)) if len(groups) > 1 else (SINGLE_NAME,)
+    return [
+        Shard(name, tuple(sorted(group, key=lambda tensor: tensor.nbytes % TENSOR_ALIGNMENT != 0)))
+        for name, group in zip(names, groups, strict=True)
+    ]
+
+
+def write_checkpoint(
+    folder: Path,
+    shards: Sequence[Shard],
+    beside: Mapping[str, bytes],
+    chunks: Callable[[str], Iterator[memoryview]],
+    source: str,
+    tell: Callable[[int], object] = lambda nbytes: None,
+    metadata: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Write a whole checkpoint, or nothing that looks like one.
+
+    A call that was interrupted when everything was written is finished by the same call, which then writes nothing.
+
+    Args:
+        folder: where to; it may be there, without weights.
+        shards: the files.
+        beside: config, tokenizer and the like: relative name -> content; what has the same name is replaced.
+        chunks: tensor name -> its bytes in their order.
+        source: what tells the weights from others of the same names and shapes.
+        tell: called with how many bytes were written, after each chunk.
+        metadata: for an index, which is written for a single file too if there is any.
+
+    Raises:
+        OptionError: the folder has weights, or another model's config; nothing was touched.
+        NotEnoughSpaceException: it does not fit.
+        OSError: it cannot be written; nothing of it is left.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise OptionError(f"{folder} is a file.", "Name a folder that has no weights in it, or is not there yet.")
+    work = folder / WORK_NAME
+    mark = _mark(shards, beside, source)
+    if (work / _READY_NAME).exists():  # an earlier call was interrupted while it moved the files
+        same = (work / _READY_NAME).read_bytes() == mark
+        _move_out(folder, work)
+        if same:
+            return
+    _refuse_other(folder, beside)
+    durable.remove_folder(work)
+    _require_room(folder, shards, beside)
+    durable.make_folder(work)
+    try:
+        for shard in shards:
+            _write_shard(work / shard.name, shard, chunks, tell)
+        for name, content in beside.items():
+            durable.write_whole(work / quote(name, safe=""), content)  # our folder has none in it
+        if len(shards) > 1 or metadata:
+            index = index_of_files({shard.name: shard.tensors for shard in shards}, metadata)
+            durable.write_whole(work / INDEX_NAME, index)
+        durable.sync_folder(work)
+        durable.write_whole(work / _READY_NAME, mark)
+    except BaseException:  # an interrupt too: what was begun is of no use, and may be much
+        durable.remove_folder(work)
+        durable.remove_empty_folder(folder)
+        raise
+    _move_out(folder, work)
+
+
+def index_of_files(
+    files: Mapping[str, Sequence[Placed | TensorSpec]], more: Mapping[str, Any] = MappingProxyType({})
+) -> bytes:
+    """The index as transformers writes it.
+
+    Args:
+        files: by name, the tensors that are in each.
+        more: for its `metadata`, behind what transformers puts there.
+    """
+    weight_map = {tensor.name: name for name, tensors in files.items() for tensor in tensors}
+    tensors = [tensor for those in files.values() for tensor in those]
+    metadata = {
+        "total_parameters": sum(math.prod(tensor.shape) for tensor in tensors),
+        "total_size": sum(tensor.nbytes for tensor in tensors),
+        **more,
+    }
+    content = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def _mark(shards: Sequence[Shard], beside: Mapping[str, bytes], source: str) -> bytes:
+    """What tells the result of one call from that of another."""
+    digest = hashlib.sha256(source.encode())
+    for shard in shards:
+        digest.update(shard.name.encode() + encode_header(shard.tensors)[0])
+    for name, content in sorted(beside.items()):
+        digest.update(f"{name} {len(content)} ".encode() + content)
+    return digest.hexdigest().encode()
+
+
+def _refuse_other(folder: Path, beside: Mapping[str, bytes]) -> None:
+    if not folder.exists():
+        return
+    names = sorted(path.name for path in folder.iterdir())
+    found = next((name for name in names if name in _ENTRIES or name.endswith(ALL_WEIGHT_SUFFIXES)), None)
+    if found is None and "config.json" in names and "config.json" in beside:
+        there = read_json(folder / "config.json").get("model_type")
+        found = "config.json" if there != json.loads(beside["config.json"]).get("model_type") else None
+    if found is not None:
+        raise OptionError(
+            f"{folder} holds a model already: {found!r} is there. Nothing was touched.",
+            "Name a folder that has no weights in it, or is not there yet; or delete that one if it is not needed.",
+        )
+
+
+def _require_room(folder: Path, shards: Sequence[Shard], beside: Mapping[str, bytes]) -> None:
+    need = sum(_file_size(shard) for shard in shards) + sum(map(len, beside.values())) + _LATER_BYTES
+    at = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(at).free
+    if need > free:
+        raise NotEnoughSpaceException(
+            f"Saving into {folder} takes {size(need)}; {size(free)} are free on the disk of {at}.",
+            f"Free {size(need - free)} there, or name a folder on another disk.",
+        )
+
+
+def _file_size(shard: Shard) -> int:
+    header, offsets = encode_header(shard.tensors)
+    return offsets[-1] + shard.tensors[-1].nbytes if offsets else len(header)
+
+
+def _write_shard(
+    path: Path, shard: Shard, chunks: Callable[[str], Iterator[memoryview]], tell: Callable[[int], object]
+) -> None:
+    header, offsets = encode_header(shard.tensors)
+    file = durable.GrowingFile(path, _file_size(shard), write_back=True)
+    try:
+        file.write_at(memoryview(header), 0)
+        for tensor, offset in zip(shard.tensors, offsets, strict=True):
+            at = offset
+            for chunk in chunks(tensor.name):
+                file.write_at(chunk, at)
+                at += len(chunk)
+                tell(len(chunk))
+            if at != offset + tensor.nbytes:
+                raise AssertionError(f"{tensor.name} came with {at - offset} of {tensor.nbytes} bytes")
+        file.sync()
+    finally:
+        file.close()
+
+
+def _move_out(folder: Path, work: Path) -> None:
+    """Give everything its name, the entry of the checkpoint last, and remove our folder."""
+    last = (SINGLE_NAME, INDEX_NAME)
+    names = sorted(path.name for path in work.iterdir() if path.name != _READY_NAME)
+    for name in sorted(names, key=lambda name: name in last):
+        if name in last:
+            durable.sync_folder(folder)
+        final = folder / unquote(name)
+        durable.make_folder(final.parent)
+        durable.rename(work / name, final)
+        if final.parent != folder:
+            durable.sync_folder(final.parent)
+    durable.sync_folder(folder)
+    durable.remove_folder(work)
+    durable.sync_folder(folder)

@@ -1,0 +1,387 @@
+"""Checksums of layer files by block: made while a file is written, compared when bytes of it are first read.
+
+A layer file is cut at every multiple of `BLOCK_BYTES`, where its header ends, and where a stored part of
+`OWN_BLOCK_BYTES` or more begins; `split.json` has the CRC-32 of each block. The cuts follow from the header, so nothing
+but the checksums is stored: four bytes for 128 KiB. Whatever is read of a file can be checked with less than one block
+more at either end, be it an expert, a row of an embedding or a slice of a fused tensor.
+
+A split that was made before has one checksum for each file. Such a file is checked once all of it has been read.
+Knows no models, and neither journal nor manifest.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import itertools
+import mmap
+import os
+import threading
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from rabbitllm.base.forks import in_child, own_lock
+from rabbitllm.errors import IncompleteSplitError
+from rabbitllm.formats.crc32 import combine, combine_all, crc32
+from rabbitllm.formats.positional import identity_of
+from rabbitllm.formats.safetensors_file import Header
+
+BLOCK_BYTES = 128 << 10
+"""A power of two. Linux reads as much around a page of a mapped file, so checking a row of an embedding costs no read
+of its own."""
+OWN_BLOCK_BYTES = 64 << 10
+"""A stored part of so many bytes begins a block, so that an expert is whole blocks; smaller ones share."""
+SUM_BYTES = 4
+"""Of a checksum, in the order of little-endian."""
+GROUP_BYTES = 8 << 20
+"""Summed in one call and mapped at a time: each call takes and gives back the interpreter's lock."""
+MOST_EXTRA_BYTES = 1 << 20
+"""Read beside its header of a file that has one checksum, to complete what the caller has read of it."""
+
+
+def is_cut(at: int) -> bool:
+    """Whether every layer file is cut at this offset."""
+    return at % BLOCK_BYTES == 0
+
+
+def run_lengths(at: int, nbytes: int) -> Iterator[int]:
+    """Bytes of each run of a range of a file between multiples of `BLOCK_BYTES`."""
+    end = at + nbytes
+    while at < end:
+        stop = min(end, (at // BLOCK_BYTES + 1) * BLOCK_BYTES)
+        yield stop - at
+        at = stop
+
+
+def run_sums(data: bytes | memoryview, at: int) -> bytes:
+    """The CRC-32 of each of these runs of `data`, which lies at `at` in a file."""
+    view, done, sums = memoryview(data), 0, bytearray()
+    for length in run_lengths(at, len(view)):
+        sums += crc32(view[done : done + length]).to_bytes(SUM_BYTES, "little")
+        done += length
+    return bytes(sums)
+
+
+def numbers(sums: bytes) -> list[int]:
+    """Checksums as integers."""
+    return [int.from_bytes(sums[at : at + SUM_BYTES], "little") for at in range(0, len(sums), SUM_BYTES)]
+
+
+def block_starts(size: int, header_bytes: int, parts: Iterable[tuple[int, int]]) -> list[int]:
+    """Where the blocks of a layer file begin, in order.
+
+    Args:
+        size: of the file, bytes.
+        header_bytes: where its data starts.
+        parts: offset in the file and bytes of each stored part.
+    """
+    cuts = {offset for offset, nbytes in parts if nbytes >= OWN_BLOCK_BYTES}
+    cuts.update(range(0, size, BLOCK_BYTES), [header_bytes] if header_bytes < size else [])
+    return sorted(cuts)
+
+
+def lengths_of(starts: Sequence[int], size: int) -> list[int]:
+    """Bytes of each block of a file of this size."""
+    return [end - begin for begin, end in itertools.pairwise([*starts, size])]
+
+
+def block_sums(runs: Iterable[tuple[int, int, int]], starts: Iterable[int]) -> bytes:
+    """The CRC-32 of each block of a file, from (offset, bytes, CRC-32) of runs that fill it in their order, none of
+    them over a cut."""
+    begins, sums = set(starts), list[int]()
+    for offset, nbytes, crc in runs:
+        if offset in begins:
+            sums.append(crc)
+        else:
+            sums[-1] = combine(sums[-1], crc, nbytes)
+    return b"".join(crc.to_bytes(SUM_BYTES, "little") for crc in sums)
+
+
+def sums_of_file(path: Path, starts: Sequence[int]) -> tuple[int, bytes]:
+    """The CRC-32 of a file, all of which is read, and of each of its blocks."""
+    whole, sums, buffer = 0, bytearray(), memoryview(bytearray(BLOCK_BYTES))
+    with path.open("rb") as file:
+        for nbytes in lengths_of(starts, path.stat().st_size):
+            got = file.readinto(buffer[:nbytes])
+            crc = crc32(buffer[:got])
+            whole = combine(whole, crc, got)
+            sums += crc.to_bytes(SUM_BYTES, "little")
+    return whole, bytes(sums)
+
+
+def damaged(path: Path, problem: str) -> IncompleteSplitError:
+    """The error for a layer file that is not what was written; `problem` ends the sentence."""
+    return IncompleteSplitError(
+        f"{path} is damaged: {problem}.",
+        f"`rabbitllm verify {path.parent} --repair` makes damaged layers anew from the shards that they need; add "
+        "--original CHECKPOINT_FOLDER if the model was split from a folder. Then load the model again.",
+    )
+
+
+class LayerChecks:
+    """Compares what is read of the layer files of a split directory with their checksums.
+
+    A block is compared the first time that bytes of it are read in this process, whichever model reads it; a file that
+    was replaced or written to since counts as another. Safe to use from several threads.
+
+    Args:
+        folder: the split directory.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, _Checks] = {}
+
+    def open(
+        self, file: str, header: Header, mapped: Callable[[], memoryview], crc32: int, blocks: bytes | None
+    ) -> None:
+        """Add a layer file, whose header is compared at once.
+
+        Args:
+            file: its name.
+            header: its header.
+            mapped: gives all of its bytes, mapped; asked when some are compared.
+            crc32: of the whole file.
+            blocks: of each block; None if the split has none.
+
+        Raises:
+            IncompleteSplitError: the header is not what was written.
+        """
+        path = self._folder / file
+        if blocks is None:
+            self._files[file] = _WholeFile(path, header, crc32)
+        else:
+            self._files[file] = _Blocks(path, header, mapped, blocks)
+
+    def read(self, file: str, offset: int, data: memoryview) -> None:
+        """Compare bytes that were read from a file at `offset`.
+
+        Raises:
+            IncompleteSplitError: they are not what was written.
+            OSError: bytes around them, which their checksum needs, cannot be read.
+        """
+        found = self._files[file]
+        if len(data) and not found.is_done:
+            found.check([(offset, len(data))], (offset, data))
+
+    def stored(self, file: str, ranges: Iterable[tuple[int, int]]) -> None:
+        """Compare ranges (offset, bytes) of a file, which are read for it.
+
+        Raises:
+            IncompleteSplitError, OSError: see `read`.
+        """
+        found = self._files[file]
+        if not found.is_done:
+            found.check([one for one in ranges if one[1]], None)
+
+    def is_done(self, file: str) -> bool:
+        """Whether all of a file has been compared."""
+        return self._files[file].is_done
+
+    def by_block(self, file: str) -> bool:
+        """Whether a part of a file can be compared by itself."""
+        return isinstance(self._files[file], _Blocks)
+
+
+Given = tuple[int, memoryview]
+"""Bytes of a file that were read, and their offset."""
+
+
+class _Checks(Protocol):
+    """The checks of one file."""
+
+    @property
+    def is_done(self) -> bool: ...
+
+    def check(self, ranges: Sequence[tuple[int, int]], given: Given | None) -> None: ...
+
+
+class _State:
+    """What of a file was compared in this process: `done` by block, and how many blocks are left."""
+
+    def __init__(self, blocks: int) -> None:
+        self.done = bytearray(blocks)
+        self.left = blocks
+        self.lock = own_lock(threading.Lock())
+        self.known: list[tuple[int, int, int]] = []
+        """Of a file that has one checksum: offset, bytes and CRC-32 of what was read, in order."""
+        self.known_bytes = 0
+        in_child(self._recount)
+
+    def _recount(self) -> None:
+        """In a forked child: a thread of the parent may have been between two steps."""
+        self.left = self.done.count(0)
+        self.known_bytes = sum(nbytes for _, nbytes, _ in self.known)
+
+    def mark(self, begin: int, end: int) -> None:
+        """Note that these blocks are what was written."""
+        with self.lock:
+            self.left -= self.done.count(0, begin, end)
+            self.done[begin:end] = b"\1" * (end - begin)
+
+
+_STATES: dict[tuple[object, ...], _State] = {}
+"""By what tells a file from every other, and from itself after a change, and by what it is compared with."""
+
+
+def _state_of(path: Path, sums: bytes | int, blocks: int) -> _State:
+    return _STATES.setdefault(
+        (*identity_of(path.stat()), sums if isinstance(sums, int) else crc32(sums)), _State(blocks)
+    )
+
+
+class _Blocks:
+    """A file whose blocks have checksums."""
+
+    def __init__(self, path: Path, header: Header, mapped: Callable[[], memoryview], blocks: bytes) -> None:
+        self._path, self._header, self._mapped = path, header, mapped
+        heads = len([*run_lengths(0, header.data_start)])
+        with _window(path, 0, header.data_start) as head:
+            if run_sums(head, 0) != blocks[: SUM_BYTES * heads]:
+                raise damaged(path, "its header is not what was written")
+        size = path.stat().st_size
+        starts = block_starts(size, header.data_start, ((part.offset, part.nbytes) for part in header.tensors))
+        if len(blocks) != SUM_BYTES * len(starts):
+            found = len(blocks) // SUM_BYTES
+            raise damaged(path, f"split.json has {found:,} checksums for its {len(starts):,} blocks")
+        self._starts = array("q", [*starts, size])
+        self._sums = array("I", numbers(blocks))
+        self._state = _state_of(path, blocks, len(starts))
+        self._state.mark(0, heads)
+
+    @property
+    def is_done(self) -> bool:
+        return not self._state.left
+
+    def check(self, ranges: Sequence[tuple[int, int]], given: Given | None) -> None:
+        for offset, nbytes in ranges:
+            for begin, end in self._waiting(offset, offset + nbytes):
+                low, high, written = self._starts[begin], self._starts[end], self._expected(begin, end)
+                # what stays mapped may have been written to, and is a copy then
+                if self._crc(low, high, given) != written and self._crc(low, high, given, reread=True) != written:
+                    raise self._damaged(begin, end, given)
+                self._state.mark(begin, end)
+
+    def _waiting(self, low: int, high: int) -> Iterator[tuple[int, int]]:
+        """Blocks, from one up to another, that a range touches and that nothing has compared yet; those that are summed
+        together."""
+        done, starts = self._state.done, self._starts
+        begin, last = bisect.bisect_right(starts, low) - 1, bisect.bisect_left(starts, high)
+        while (begin := done.find(0, begin, last)) >= 0:
+            together = bisect.bisect_right(starts, starts[begin] + GROUP_BYTES) - 1
+            most = min(max(together, begin + 1), last)
+            found = done.find(1, begin, most)
+            end = most if found < 0 else found
+            yield begin, end
+            begin = end
+
+    def _expected(self, begin: int, end: int) -> int:
+        lengths = lengths_of(self._starts[begin:end], self._starts[end])
+        return combine_all(zip(self._sums[begin:end], lengths, strict=True))
+
+    def _crc(self, begin: int, end: int, given: Given | None, *, reread: bool = False) -> int:
+        """Of a range of the file: the bytes that were read; those around them as mapped, or as the file has them."""
+        offset, data = given if given is not None else (end, memoryview(b""))
+        low, high = max(begin, offset), min(end, offset + len(data))
+        if low >= high:
+            return self._crc_around(begin, end, 0, reread)
+        crc = crc32(data[low - offset : high - offset], self._crc_around(begin, low, 0, reread))
+        return self._crc_around(high, end, crc, reread)
+
+    def _crc_around(self, begin: int, end: int, crc: int, reread: bool) -> int:
+        return _crc_of_file(self._path, begin, end, crc) if reread else _crc_of_mapped(self._mapped(), begin, end, crc)
+
+    def _damaged(self, begin: int, end: int, given: Given | None) -> IncompleteSplitError:
+        """Names the first of these blocks that is not what was written, and what lies in it."""
+        for block in range(begin, end):
+            low, high = self._starts[block], self._starts[block + 1]
+            crc, written = self._crc(low, high, given, reread=True), self._sums[block]
+            if crc != written:
+                names = [
+                    part.name for part in self._header.tensors if part.offset < high and part.offset + part.nbytes > low
+                ]
+                where = f" (in {names[0]!r}{f' and {len(names) - 1} more' * (len(names) > 1)})" if names else ""
+                return damaged(
+                    self._path,
+                    f"the checksum of its bytes {low:,} to {high:,}{where} is {crc:08x}; {written:08x} was written",
+                )
+        return damaged(self._path, "it has changed while it was read")
+
+
+class _WholeFile:
+    """A file that has one checksum, of a split that was made before blocks had theirs."""
+
+    def __init__(self, path: Path, header: Header, crc32: int) -> None:
+        self._path, self._written = path, crc32
+        self._data_start, self._size = header.data_start, path.stat().st_size
+        self._state = _state_of(path, crc32, 1)
+
+    @property
+    def is_done(self) -> bool:
+        return not self._state.left
+
+    def check(self, ranges: Sequence[tuple[int, int]], given: Given | None) -> None:
+        for offset, nbytes in ranges:
+            if self._is_known(offset):
+                continue
+            crc = _crc_of_file(self._path, offset, offset + nbytes) if given is None else crc32(given[1])
+            self._add(offset, nbytes, crc)
+
+    def _is_known(self, offset: int) -> bool:
+        known = self._state.known
+        at = bisect.bisect_right(known, offset, key=lambda one: one[0])
+        return at > 0 and offset < sum(known[at - 1][:2])
+
+    def _add(self, offset: int, nbytes: int, crc: int) -> None:
+        with self._state.lock:
+            known = self._state.known
+            at = bisect.bisect_left(known, offset, key=lambda one: one[0])
+            if at < len(known) and known[at][0] < offset + nbytes:  # another thread was sooner, or it reads otherwise
+                return
+            known.insert(at, (offset, nbytes, crc))
+            self._state.known_bytes += nbytes
+            if self._size - self._data_start - self._state.known_bytes > MOST_EXTRA_BYTES:
+                return
+            complete = tuple(known)
+            known.clear()  # compared now, and read anew if it is not what was written
+            self._state.known_bytes = 0
+        self._compare(complete)
+
+    def _compare(self, known: Sequence[tuple[int, int, int]]) -> None:
+        crc = end = 0
+        for offset, nbytes, piece in [*known, (self._size, 0, 0)]:
+            crc = combine(_crc_of_file(self._path, end, offset, crc), piece, nbytes)
+            end = offset + nbytes
+        if crc != self._written:
+            raise damaged(self._path, f"its checksum is {crc:08x}; {self._written:08x} was written")
+        self._state.mark(0, 1)
+
+
+def _crc_of_mapped(mapped: memoryview, begin: int, end: int, crc: int) -> int:
+    """The CRC-32 of a range of a mapped file, behind bytes whose CRC-32 is `crc`; it is then there for its next use."""
+    return crc32(mapped[begin:end], crc) if begin < end else crc
+
+
+def _crc_of_file(path: Path, begin: int, end: int, crc: int = 0) -> int:
+    """The CRC-32 of a range of a file, behind bytes whose CRC-32 is `crc`."""
+    while begin < end:
+        stop = min(end, begin + GROUP_BYTES)
+        with _window(path, begin, stop) as data:
+            crc = crc32(data, crc)
+        begin = stop
+    return crc
+
+
+@contextlib.contextmanager
+def _window(path: Path, begin: int, end: int) -> Iterator[memoryview]:
+    """A range of a file, mapped by itself."""
+    at = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+    try:
+        mapped = mmap.mmap(descriptor, end - at, access=mmap.ACCESS_READ, offset=at)
+    finally:
+        os.close(descriptor)
+    with mapped, memoryview(mapped) as whole, whole[begin - at :] as part:
+        yield part

@@ -1,0 +1,164 @@
+"""Stored tensors as a checkpoint holds them: plain bytes, in chunks, in a memory that does not grow with the tensor.
+
+What is stored as it is comes with its own bits; what is stored at 4bit or 8bit comes dequantised, a run of blocks at a
+time, with the bits that dequantising the whole gives. Reads with positional reads, not through a mapping. Knows no
+models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from rabbitllm.errors import IncompleteSplitError
+from rabbitllm.formats.positional import PositionalFile, page_aligned
+from rabbitllm.formats.safetensors_file import Placed, view_bytes
+from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, dtype_name, torch_dtype
+from rabbitllm.quant.compression import (
+    BLOCKS,
+    CODES_A_BYTE,
+    NESTED_BLOCK,
+    SCALE_BYTES,
+    Quantised,
+    dequantise,
+    expand_scales,
+)
+from rabbitllm.store.layer_store import StoredTensor, WeightFiles
+
+CHUNK_BYTES = 8 << 20
+"""Of a stored tensor that are in memory at a time; of a quantised one also what becomes of a chunk of this size."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlainTensor:
+    """A stored tensor and what a checkpoint holds of it; `memory` is it, where it may have been changed there."""
+
+    stored: StoredTensor
+    placed: Placed
+    memory: torch.Tensor | None = None
+
+
+def plain(stored: StoredTensor, dtype: str) -> PlainTensor:
+    """What becomes of a stored tensor; `dtype` is that of what is dequantised."""
+    form = stored.quantised
+    if form is None:
+        return PlainTensor(stored, Placed(stored.name, stored.parts[0].dtype, stored.parts[0].shape))
+    return PlainTensor(stored, Placed(stored.name, dtype, form.shape))
+
+
+def in_memory(stored: StoredTensor, memory: torch.Tensor) -> PlainTensor:
+    """A tensor that is taken from memory instead of its file."""
+    return PlainTensor(stored, Placed(stored.name, dtype_name(memory.dtype), tuple(memory.shape)), memory)
+
+
+class PlainReader:
+    """Reads tensors of a store one after the other; a context manager.
+
+    Args:
+        store: where they are.
+    """
+
+    def __init__(self, store: WeightFiles) -> None:
+        self._store = store
+        self._buffer = page_aligned(CHUNK_BYTES)
+        self._open: tuple[str, PositionalFile] | None = None
+
+    def chunks(self, tensor: PlainTensor) -> Iterator[memoryview]:
+        """The bytes of a tensor in their order; each chunk is good until the next one is asked for.
+
+        Raises:
+            IncompleteSplitError: the file ends before the tensor does, or it is not what was written.
+        """
+        if tensor.memory is not None:
+            whole = tensor.memory.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            for begin in range(0, len(whole), CHUNK_BYTES):
+                yield whole[begin : begin + CHUNK_BYTES]
+        elif tensor.stored.quantised is None:
+            part = tensor.stored.parts[0]
+            for begin in range(0, part.nbytes, CHUNK_BYTES):
+                yield self._read(part, begin, min(CHUNK_BYTES, part.nbytes - begin))
+        else:
+            yield from self._dequantised(tensor.stored, tensor.stored.quantised, tensor.placed.dtype)
+
+    def read(self, stored: StoredTensor, dtype: torch.dtype | None) -> torch.Tensor:
+        """A tensor anew from its file, a floating one in this dtype, where one is asked for."""
+        tensor = plain(stored, dtype_name(dtype or torch.float32))
+        data = bytearray()
+        for chunk in self.chunks(tensor):
+            data += chunk
+        spec = TensorSpec(stored.name, tensor.placed.dtype, tensor.placed.shape, "", 0, len(data))
+        found = view_bytes(memoryview(data), spec)
+        return found.to(dtype) if dtype is not None and found.is_floating_point() else found
+
+    def _dequantised(self, stored: StoredTensor, form: Quantised, dtype: str) -> Iterator[memoryview]:
+        payload, _, table = stored.parts[:3]
+        values = torch.frombuffer(self._read(table, 0, table.nbytes, own=True), dtype=torch.float32)
+        block, codes_each = BLOCKS[form.scheme], CODES_A_BYTE[form.scheme]
+        whole = block if form.offset is None else block * NESTED_BLOCK
+        step = max(CHUNK_BYTES * 8 // DTYPES[dtype].bits // whole, 1) * whole
+        elements = math.prod(form.shape)
+        for begin in range(0, elements, step):
+            count = min(step, elements - begin)
+            scales = self._scales(stored, form, begin // block, math.ceil(count / block))
+            codes = self._read(payload, begin // codes_each, math.ceil(count / codes_each))
+            shape = (count // block, block) if count % block == 0 else (count,)  # rows go to several threads
+            made = dequantise(
+                Quantised(form.codes.scheme, shape, form.dtype),
+                torch.frombuffer(codes, dtype=torch.uint8),
+                scales,
+                values,
+                torch_dtype(dtype),
+            )
+            yield made.view(-1).view(torch.uint8).numpy().data.cast("B")
+
+    def _scales(self, stored: StoredTensor, form: Quantised, first: int, count: int) -> torch.Tensor:
+        """A run of a tensor's scales, float32; of quantised ones it begins with a block of them."""
+        absmax = stored.parts[1]
+        if form.offset is None:
+            plain = self._read(absmax, first * SCALE_BYTES, count * SCALE_BYTES, own=True)
+            return torch.frombuffer(plain, dtype=torch.float32)
+        nested, table = stored.parts[3:5]
+        begin, length = first // NESTED_BLOCK * SCALE_BYTES, math.ceil(count / NESTED_BLOCK) * SCALE_BYTES
+        return expand_scales(
+            torch.frombuffer(self._read(absmax, first, count, own=True), dtype=torch.uint8),
+            torch.frombuffer(self._read(nested, begin, length, own=True), dtype=torch.float32),
+            torch.frombuffer(self._read(table, 0, table.nbytes, own=True), dtype=torch.float32),
+            form.offset,
+        )
+
+    def _read(self, part: TensorSpec, begin: int, length: int, *, own: bool = False) -> memoryview:
+        """A run of a part's bytes, in the buffer or in memory of its own."""
+        into = memoryview(bytearray(length)) if own else self._buffer[:length]
+        came = self._file(part.file).read_into(into, part.offset + begin)
+        if came != length:
+            raise IncompleteSplitError(
+                f"{self._store.path(part.file)} ends in the middle of {part.name!r}: it was cut off since the model "
+                "was loaded.",
+                "Load the model again; what is wrong with the file is then said.",
+            )
+        if self._store.checks is not None:
+            self._store.checks.read(part.file, part.offset + begin, into)
+        return into
+
+    def _file(self, name: str) -> PositionalFile:
+        if self._open is None or self._open[0] != name:
+            self.close()
+            file = PositionalFile(self._store.path(name))
+            file.advise_sequential()
+            self._open = name, file
+        return self._open[1]
+
+    def close(self) -> None:
+        """Close the file that was read last."""
+        if self._open is not None:
+            self._open[1].close()
+            self._open = None
+
+    def __enter__(self) -> PlainReader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

@@ -1,0 +1,261 @@
+"""Where the time of each layer went, in a split and in a pass, and which stage is the limit.
+
+Both halves of the package record here, so it lies below both. Thread-safe. When off, a stage costs one call that
+returns at once. What comes of the records is made in `telemetry/`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rabbitllm.base.forks import own_lock
+from rabbitllm.errors import OptionError
+from rabbitllm.telemetry.passes import Entry, Pass, PassSums, sums_of
+from rabbitllm.telemetry.record import as_record
+from rabbitllm.telemetry.report import expert_table, pass_table, slowest_layers, stage_table
+from rabbitllm.telemetry.totals import (
+    COMPUTE,
+    DEQUANTISE,
+    EXPERTS_IN_HOST_MEMORY,
+    EXPERTS_ON_DEVICE,
+    EXPERTS_READ,
+    FETCH,
+    HIDDEN_STAGES,
+    NOTHING,
+    OVERLAPPED_STAGES,
+    PINNED_UPLOAD,
+    QUANTISE,
+    READ,
+    READ_WAIT,
+    SHARD_WAIT,
+    SYNC,
+    UPLOAD,
+    UPLOAD_WAIT,
+    WRITE,
+    Total,
+    limit_of,
+)
+from rabbitllm.telemetry.trace import MOST_EVENTS, Event, Trace
+
+__all__ = [
+    "COMPUTE",
+    "DEQUANTISE",
+    "EXPERTS_IN_HOST_MEMORY",
+    "EXPERTS_ON_DEVICE",
+    "EXPERTS_READ",
+    "FETCH",
+    "HIDDEN_STAGES",
+    "OVERLAPPED_STAGES",
+    "PINNED_UPLOAD",
+    "QUANTISE",
+    "READ",
+    "READ_WAIT",
+    "SHARD_WAIT",
+    "SYNC",
+    "UPLOAD",
+    "UPLOAD_WAIT",
+    "WRITE",
+    "Profiler",
+    "Total",
+]
+
+KEPT_PASSES = 1_000
+"""Passes that are kept one by one, in about a megabyte; older ones are summed."""
+_OFF = contextlib.nullcontext()
+
+
+@dataclass
+class _Open:
+    """A pass that is under way; `text` refers to what tells whether the next one continues it."""
+
+    entry: Entry
+    start: float
+    text: Any
+
+
+class Profiler:
+    """Seconds and bytes by layer and stage, and by pass.
+
+    Args:
+        enabled: record anything at all.
+        title: first line of the report.
+        kept_passes: how many to keep one by one.
+
+    Attributes:
+        in_place: "device tier" -> stored bytes that each pass uses where they are.
+    """
+
+    def __init__(self, enabled: bool = True, title: str = "", kept_passes: int = KEPT_PASSES) -> None:
+        self.enabled = enabled
+        self.title = title
+        self.in_place: Mapping[str, int] = {}
+        self._lock = own_lock(threading.Lock())
+        self._kept_passes = kept_passes
+        self._trace: Trace | None = None
+        self._open: _Open | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._records: dict[tuple[str, str], Total] = {}
+        self._threads: dict[str, set[int]] = {}
+        self._since: dict[str, Total] = {}
+        self._since_threads: dict[str, set[int]] = {}
+        self._passes: deque[Pass] = deque()
+        self._earlier: dict[str, PassSums] = {}
+        self._count = 0
+        self._last_text: Any = None
+
+    def add(
+        self, layer: str, stage: str, seconds: float, nbytes: int = 0, cpu_seconds: float = 0.0, count: int = 1
+    ) -> None:
+        """Record that `stage` of `layer` took the last `seconds` of the calling thread and moved `nbytes`."""
+        if not self.enabled:
+            return
+        trace = self._trace
+        if trace is not None:
+            now = time.perf_counter()
+            trace.add(Event(now - seconds, seconds, threading.current_thread().name, layer, stage, nbytes))
+        new, thread = Total(seconds, count, nbytes, cpu_seconds), threading.get_ident()
+        with self._lock:
+            self._records[layer, stage] = self._records.get((layer, stage), NOTHING).plus(new)
+            self._since[stage] = self._since.get(stage, NOTHING).plus(new)
+            self._threads.setdefault(stage, set()).add(thread)
+            self._since_threads.setdefault(stage, set()).add(thread)
+
+    def stage(self, layer: str, stage: str, nbytes: int = 0) -> AbstractContextManager[None]:
+        """Record the time spent inside the context."""
+        return self._timed(layer, stage, nbytes) if self.enabled else _OFF
+
+    @contextlib.contextmanager
+    def _timed(self, layer: str, stage: str, nbytes: int) -> Iterator[None]:
+        start, cpu_start = time.perf_counter(), time.thread_time()
+        try:
+            yield
+        finally:
+            self.add(layer, stage, time.perf_counter() - start, nbytes, time.thread_time() - cpu_start)
+
+    @contextlib.contextmanager
+    def forward(self, entry: Entry, text: Any = None) -> Iterator[None]:
+        """Record a pass: what happens inside the context. One inside another, or beside it, is part of it.
+
+        Args:
+            entry: what goes in.
+            text: an object that the next pass brings again if it continues this one's text: the KV cache. By that it
+                is known how many tokens came of this one.
+        """
+        with self._lock:
+            first = self._open is None and self.enabled
+            if first:
+                self._open = opened = _Open(entry, time.perf_counter(), text)
+                self._settle(entry, text)
+        try:
+            yield
+        finally:
+            if first:
+                self._close(opened)
+
+    def _settle(self, entry: Entry, text: Any) -> None:
+        """Now that the next pass begins, what came of the last one can be told."""
+        last = self._passes[-1] if self._passes else None
+        if last is not None and text is not None and self._last_text is not None and self._last_text() is text:
+            self._passes[-1] = replace(last, made=last.entry.made(entry))
+
+    def _close(self, opened: _Open) -> None:
+        wall = time.perf_counter() - opened.start
+        with self._lock:
+            threads = self._since_threads
+            stages = {stage: replace(total, threads=len(threads[stage])) for stage, total in self._since.items()}
+            self._since, self._since_threads = {}, {}
+            self._open = None
+            self._count += 1
+            done = Pass(self._count, opened.start, wall, opened.entry, None, stages)
+            self._passes.append(done)
+            self._last_text = weakref.ref(opened.text) if opened.text is not None else None
+            while len(self._passes) > self._kept_passes:
+                self._earlier = sums_of([self._passes.popleft()], self._earlier)
+        if self._trace is not None:
+            self._trace.add_pass(done, threading.current_thread().name)
+
+    @contextlib.contextmanager
+    def trace(self, most_events: int = MOST_EVENTS) -> Iterator[Trace]:
+        """Keep every single event inside the context; at most so many, the last ones.
+
+        Raises:
+            OptionError: the profiler is off.
+        """
+        if not self.enabled:
+            raise OptionError("The profiler is off, so there are no events.", "Load with profiling_mode=True.")
+        self._trace = trace = Trace(most_events)
+        try:
+            yield trace
+        finally:
+            self._trace = None
+
+    def clear(self) -> None:
+        """Forget everything recorded."""
+        with self._lock:
+            self._begin()
+
+    @property
+    def layers(self) -> Mapping[str, Mapping[str, Total]]:
+        """layer -> stage -> total, layers in the order of their first record."""
+        table: dict[str, dict[str, Total]] = {}
+        with self._lock:
+            for (layer, stage), total in self._records.items():
+                table.setdefault(layer, {})[stage] = total
+        return table
+
+    @property
+    def stages(self) -> Mapping[str, Total]:
+        """stage -> total over all layers; the one that kept its threads busy longest first."""
+        sums: dict[str, Total] = {}
+        with self._lock:
+            for (_, stage), total in self._records.items():
+                sums[stage] = sums.get(stage, NOTHING).plus(total)
+            found = {stage: replace(total, threads=len(self._threads[stage])) for stage, total in sums.items()}
+        return dict(sorted(found.items(), key=lambda item: -item[1].busy_seconds))
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """The last passes, oldest first."""
+        with self._lock:
+            return tuple(self._passes)
+
+    @property
+    def sums(self) -> Mapping[str, PassSums]:
+        """Kind of pass ("prompt", "further") -> sums of all of them."""
+        with self._lock:
+            return sums_of(self._passes, self._earlier)
+
+    @property
+    def bottleneck(self) -> str | None:
+        """The stage that kept its threads busy longest, among those that make the caller wait; None without any."""
+        return limit_of(self.stages)
+
+    def report(self) -> str:
+        """A table of the stages, the bottleneck marked; of passes too, and their slowest layers; as text."""
+        stages = self.stages
+        if not stages:
+            return (
+                f"{self.title}: nothing was recorded (pass profiling_mode=True)."
+                if self.title
+                else "(no profiling data)"
+            )
+        lines = stage_table(stages, self.title)
+        if self.sums:
+            experts = expert_table(self.sums)
+            lines += ["", *pass_table(self.sums, self.passes), *(["", *experts] if experts else [])]
+            lines += ["", *slowest_layers(self.layers)]
+        return "\n".join(lines)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything recorded as one object for `json.dumps`; its fields are described in `telemetry/record.py`."""
+        return as_record(self.title, self.stages, self.layers, self.passes, self.sums, self.in_place)

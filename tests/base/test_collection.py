@@ -1,0 +1,38 @@
+"""The collector is off inside and as it was afterwards, whatever happens."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from rabbitllm.base.collection import uncollected
+
+
+def test_it_is_off_inside_and_on_again_after_an_error() -> None:
+    @uncollected()
+    def fail() -> None:
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+        raise KeyError
+
+    assert gc.isenabled()
+    with pytest.raises(KeyError):
+        fail()
+    assert gc.isenabled()
+
+
+def test_it_stays_off_where_it_was_off() -> None:
+    @uncollected()
+    def asked() -> bool:
+        return gc.isenabled()
+
+    gc.disable()
+    try:
+        assert not asked()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    assert not asked()
+    assert gc.isenabled()

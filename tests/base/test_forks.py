@@ -1,0 +1,98 @@
+"""Locks, threads and reads around a fork."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+
+from rabbitllm.base.forks import ForkGuard, Workers, direct_read, own_lock
+from rabbitllm.errors import ForkedError
+from tests.support.forked import PATIENCE, in_a_fork
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+
+
+def held_elsewhere(lock: threading.Lock | threading.RLock | threading.Condition) -> threading.Event:  # type: ignore[valid-type]
+    """Have another thread hold a lock until the event is set."""
+    has, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:  # type: ignore[attr-defined]
+            has.set()
+            over.wait(PATIENCE)
+
+    threading.Thread(target=hold, daemon=True).start()
+    assert has.wait(PATIENCE)
+    return over
+
+
+@pytest.mark.parametrize("kind", [threading.Lock, threading.RLock, threading.Condition])
+def test_a_lock_is_free_in_a_child_and_stays_held_in_the_parent(kind: type) -> None:
+    lock = own_lock(kind())
+    over = held_elsewhere(lock)
+
+    def take() -> bool:
+        return bool(lock.acquire(blocking=False))
+
+    assert in_a_fork(take)
+    assert not take()
+    over.set()
+
+
+def test_jobs_that_had_not_ended_fail_in_a_child_and_new_ones_are_done() -> None:
+    workers, begun, over = Workers(1, "test"), threading.Event(), threading.Event()
+
+    def job() -> int:
+        begun.set()
+        over.wait(PATIENCE)
+        return 1
+
+    done = workers.submit(int, "7")
+    assert done.result() == 7
+    running, queued = workers.submit(job), workers.submit(int, "8")
+    assert begun.wait(PATIENCE)
+
+    def in_the_child() -> int:
+        for future in (running, queued):
+            with pytest.raises(ForkedError, match="had not finished its work"):
+                future.result(PATIENCE)
+        return done.result() + int(workers.submit(int, "3").result(PATIENCE))
+
+    assert in_a_fork(in_the_child) == 10
+    over.set()
+    assert (running.result(), queued.result()) == (1, 8)
+
+
+def test_a_fork_waits_for_reads_past_the_page_cache() -> None:
+    order: list[str] = []
+    begun = threading.Event()
+
+    def read() -> None:
+        with direct_read():
+            begun.set()
+            time.sleep(0.3)
+            order.append("read")
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert begun.wait(PATIENCE)
+    assert in_a_fork(lambda: order) == ["read"]
+    thread.join()
+    with direct_read():
+        pass
+
+
+def test_a_guard_knows_its_process() -> None:
+    guard = ForkGuard()
+    guard.refuse("It", "Nothing.")
+    with pytest.raises(ForkedError, match=f"It belongs to process {os.getpid()}, and this process"):
+        in_a_fork(lambda: guard.refuse("It", "Nothing."))
+
+    def settle() -> bool:
+        guard.settle()
+        return guard.is_here
+
+    assert in_a_fork(settle)

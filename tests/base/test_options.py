@@ -1,0 +1,107 @@
+"""What a caller may pass, what it means, and what is said about the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rabbitllm.base.options import SplitOptions, StreamOptions, expand, parse_max_memory, parse_size, reject_unknown
+from rabbitllm.errors import OptionError, RabbitLLMError
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (0, 0),
+        (57, 57),
+        ("57", 57),
+        ("57B", 57),
+        ("1KB", 1000),
+        ("1KiB", 1024),
+        ("57GiB", 57 * 2**30),
+        ("60GB", 60 * 10**9),
+        ("15 GB", 15 * 10**9),
+        ("  1.5 MiB ", 3 * 2**19),
+        ("0.5TB", 5 * 10**11),
+        ("2tib", 2**41),
+        ("3gb", 3 * 10**9),
+        ("3gib", 3 * 2**30),
+    ],
+)
+def test_sizes(text: int | str, size: int) -> None:
+    assert parse_size(text, "max_disk") == size
+
+
+@pytest.mark.parametrize(
+    "text", [-1, True, 1.5, None, "", "GiB", "-5GB", "5 parsecs", "1e9", "5G", "5GB free", "0x10", "1,5GB", b"5GB", [5]]
+)
+def test_what_is_no_size(text: Any) -> None:
+    with pytest.raises(OptionError) as refused:
+        parse_size(text, "max_disk")
+    assert f"max_disk={text!r} is no size" in str(refused.value)
+    assert "'57GiB'" in str(refused.value)
+    assert isinstance(refused.value, ValueError)
+    assert isinstance(refused.value, RabbitLLMError)
+
+
+@given(st.integers(min_value=0, max_value=2**60))
+def test_any_number_of_bytes_is_itself(size: int) -> None:
+    assert parse_size(size, "x") == parse_size(f"{size / 2**10}KiB" if size < 2**50 else size, "x") == size
+
+
+def test_limits_of_memory() -> None:
+    limits = parse_max_memory({0: "15GiB", "1": 10, "cuda:2": "1KB", "cpu": "24GiB"})
+    assert limits == {"cuda:0": 15 * 2**30, "cuda:1": 10, "cuda:2": 1000, "cpu": 24 * 2**30}
+    assert parse_max_memory(None) is None
+    assert parse_max_memory({}) == {}
+
+
+@pytest.mark.parametrize("key", ["disk", "cuda", "cuda:", "cuda:x", "gpu0", "", "CPU", -1])
+def test_limit_of_an_unknown_device(key: Any) -> None:
+    with pytest.raises(OptionError) as refused:
+        parse_max_memory({key: 5})
+    assert f"max_memory names the device {key!r}" in str(refused.value)
+
+
+def test_limit_that_is_no_size_names_its_device() -> None:
+    with pytest.raises(OptionError, match=r"max_memory\['cpu'\]='lots' is no size"):
+        parse_max_memory({"cpu": "lots"})
+
+
+@pytest.mark.parametrize(
+    ("given", "nearest"),
+    [("compresion", "compression"), ("sequential_shard_procesing", "sequential_shard_processing"), ("zzz", "")],
+)
+def test_unknown_argument_names_the_nearest(given: str, nearest: str) -> None:
+    known = ["compression", "sequential_shard_processing", "device"]
+    with pytest.raises(TypeError) as refused:
+        reject_unknown([given], known, "from_pretrained")
+    message = f"from_pretrained() got an unexpected keyword argument '{given}'. Did you mean '"
+    assert str(refused.value).startswith(message)
+    assert str(refused.value).removeprefix(message).removesuffix("'?") in ([nearest] if nearest else known)
+
+
+def test_no_unknown_argument() -> None:
+    reject_unknown([], ["device"], "from_pretrained")
+
+
+def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/somewhere")
+    assert expand("~/models") == Path("/somewhere/models")
+    assert expand(Path("models")) == Path("models")
+
+
+@pytest.mark.parametrize("options", [SplitOptions(), StreamOptions()])
+def test_options_cannot_be_changed_on_the_way(options: Any) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options.profiling = True
+
+
+def test_default_is_the_standard_route_and_keeps_the_original() -> None:
+    options = SplitOptions()
+    assert (options.sequential, options.delete_original, options.compression) == (False, False, None)

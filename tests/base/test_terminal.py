@@ -1,0 +1,115 @@
+"""Text from files on a terminal: harmless, in columns, and never read as markup."""
+
+from __future__ import annotations
+
+import io
+import unicodedata
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
+
+from rabbitllm.base.terminal import Column, counted, disarmed, harmless, large, put_fact, put_table, shortened, size
+
+
+def console(width: int | None = None) -> Console:
+    """One of a terminal of that width, or of a file."""
+    return Console(file=io.StringIO(), width=width, force_terminal=width is not None, color_system=None)
+
+
+def printed(made: Console) -> str:
+    assert isinstance(made.file, io.StringIO)
+    return made.file.getvalue()
+
+
+BIDI_CONTROLS = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+HOSTILE = [
+    ("\x1b[2J\x1b]0;title\x07", r"\x1b[2J\x1b]0;title\x07"),
+    ("a\rb\nc\td", r"a\rb\nc\td"),
+    ("gpj.\u202eexe", r"gpj.\u202eexe"),
+    ("zero\u200bwidth\ufeff", r"zero\u200bwidth\ufeff"),
+    ("\x9b31m", r"\x9b31m"),
+    ("\ud800", r"\ud800"),
+    ("[bold red]no markup[/]", "[bold red]no markup[/]"),
+    ("▁동 ång", "▁동 ång"),
+]
+
+
+@pytest.mark.parametrize(("text", "shown"), HOSTILE)
+def test_harmless(text: str, shown: str) -> None:
+    assert harmless(text) == shown
+    made = console(60)
+    put_fact(made, "name", harmless(text))
+    put_table(made, [Column("name")], [(harmless(text),)])
+    assert printed(made).count(shown) == 2
+
+
+@given(st.text(alphabet=st.characters(codec=None)))
+def test_no_character_that_a_terminal_acts_upon_gets_through(text: str) -> None:
+    shown = harmless(text)
+    assert not {unicodedata.category(c) for c in shown} & {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
+    assert harmless(shown) == shown or len(shown) > 200
+
+
+def test_what_a_model_says_does_nothing_to_the_terminal() -> None:
+    assert disarmed("a\x1b]0;title\x07\r\u202eb") == r"a\x1b]0;title\x07\r\u202eb"
+    assert disarmed("\x9b31m\x7f\u2066x\u2069\u200f") == r"\x9b31m\x7f\u2066x\u2069\u200f"
+
+
+@pytest.mark.parametrize("text", ["Größe\n\t大きい", "می\u200cرود", "👩\u200d🚀 ❤\ufe0f", "क\u094d\u200dष", "a\xa0b"])
+def test_what_joins_characters_stays(text: str) -> None:
+    assert disarmed(text) == text
+
+
+@given(st.text(alphabet=st.characters(codec=None)))
+def test_nothing_but_controls_becomes_an_escape(text: str) -> None:
+    kept = [c for c in text if c in "\n\t" or not (unicodedata.category(c) == "Cc" or c in BIDI_CONTROLS)]
+    assert disarmed("".join(kept)) == "".join(kept)
+    left = set(disarmed(text)) - set("\n\t")
+    assert not left & BIDI_CONTROLS
+    assert "Cc" not in map(unicodedata.category, left)
+
+
+def test_a_long_name_is_cut() -> None:
+    assert harmless("x" * 300) == "x" * 200 + "…"
+    assert harmless("x" * 200) == "x" * 200
+
+
+def test_paths_below_the_home_folder_are_short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "me")
+    assert shortened(tmp_path / "me" / "mod\x1bels") == r"~/mod\x1bels"
+    assert shortened(tmp_path / "me") == "~"
+    assert shortened(tmp_path / "metoo") == str(tmp_path / "metoo")
+
+
+COLUMNS = [Column("name"), Column("middle", rank=2), Column("number", right=True, rank=1), Column("wide", rank=3)]
+ROWS = [("동동", "m", "7", "w" * 30), ("x", "", "12,345", "")]
+
+
+def test_a_table_takes_the_columns_that_fit() -> None:
+    wide = console()
+    assert put_table(wide, COLUMNS, ROWS) == ()
+    head, first, second = printed(wide).splitlines()
+    assert head.split() == ["name", "middle", "number", "wide"]
+    assert [cell_len(line[: line.index(word)]) for line, word in ((first, "m"), (head, "middle"))] == [6, 6]
+    assert second == "x             12,345"
+    narrow = console(20)
+    assert put_table(narrow, COLUMNS, ROWS) == ("wide",)
+    assert all(cell_len(line) <= 20 for line in printed(narrow).splitlines())
+    assert put_table(console(12), COLUMNS, ROWS) == ("middle", "wide")
+    assert put_table(console(3), COLUMNS, ROWS) == ("middle", "number", "wide")
+
+
+def test_numbers_in_words() -> None:
+    assert [large(n) for n in (7, 6_738_415_616, 1_500_000, 2 * 10**12)] == [
+        "7",
+        "6.74 billion",
+        "1.50 million",
+        "2.00 trillion",
+    ]
+    sizes = [size(nbytes) for nbytes in (0, 1, 99_999, 471_859, 1 << 20, 13_476_929_273, -(1 << 20))]
+    assert sizes == ["0 bytes", "1 byte", "99,999 bytes", "0.45 MiB", "1.00 MiB", "12.55 GiB", "-1.00 MiB"]
+    assert (counted(1, "shard"), counted(1234, "shard")) == ("1 shard", "1,234 shards")

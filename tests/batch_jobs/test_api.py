@@ -1,0 +1,86 @@
+"""`rabbitllm.batch` as a program calls it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rabbitllm
+from rabbitllm.batch_jobs.run import Progress
+from rabbitllm.errors import InputError, OptionError, ResultsError
+from tests.batch_jobs.test_generation import alone
+
+RECORDS: list[dict[str, Any]] = [
+    {"id": "a", "prompt": "the rabbit", "max_tokens": 4},
+    {"id": "b", "context": "the", "choices": [" hare", " rabbit"]},
+    {"id": "c"},
+    {"id": "d", "question": "the hare and", "prompt": "not this"},
+]
+
+
+def test_a_list_of_answers_in_the_order_of_the_input(model: Any, plain: Any) -> None:
+    found = rabbitllm.batch(model, RECORDS, max_new_tokens=6, sequences=2)
+    assert isinstance(found, list)
+    assert [one["id"] for one in found] == ["a", "b", "c", "d"]
+    ids = tuple(model.tokenizer("the rabbit")["input_ids"])
+    assert found[0]["text"] == alone(plain, model.tokenizer, ids, 4)
+    assert found[1]["choice"] in (0, 1)
+    assert "none of them" in found[2]["error"]["message"]
+    assert found[3]["new_tokens"] <= 6
+
+
+def test_into_a_file_and_what_is_there_is_not_overwritten(model: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    report = rabbitllm.batch(model, iter(RECORDS), out, max_new_tokens=3)
+    assert isinstance(report, Progress)
+    assert (report.lines, report.done, report.errors, report.resumed) == (4, 4, 1, 0)
+    first = [json.loads(line) for line in out.read_text().splitlines()]
+    again = rabbitllm.batch(model, RECORDS, out, max_new_tokens=3)
+    assert isinstance(again, Progress)
+    assert (again.done, again.errors, again.resumed, again.new_tokens) == (4, 1, 4, 0)
+    with pytest.raises(ResultsError, match="is there already"):
+        rabbitllm.batch(model, RECORDS, out, max_new_tokens=2)
+    with out.open("a") as file:
+        file.write("changed\n")
+    with pytest.raises(ResultsError, match="is there already"):
+        rabbitllm.batch(model, RECORDS, out, max_new_tokens=3)
+    rabbitllm.batch(model, RECORDS, str(out), max_new_tokens=3, overwrite=True)
+    assert [json.loads(line) for line in out.read_text().splitlines()] == first
+
+
+def test_a_model_by_its_name_is_split_and_loaded(checkpoint: Path, tmp_path: Path, plain: Any, model: Any) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"question": "the rabbit"}\n')
+    (found,) = rabbitllm.batch(  # type: ignore[misc]
+        str(checkpoint), path, columns={"prompt": "question"}, max_new_tokens=5, device="cpu", dtype="float32"
+    )
+    ids = tuple(model.tokenizer("the rabbit")["input_ids"])
+    assert found["text"] == alone(plain, model.tokenizer, ids, 5)
+    assert found["id"] == 1
+
+
+def test_what_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    nowhere = str(tmp_path / "nowhere")
+    for options, error in (
+        ({"inputs": []}, InputError),
+        ({"inputs": [{"id": 1}, {"id": 1}]}, InputError),
+        ({"inputs": tmp_path / "none.jsonl"}, InputError),
+        ({"inputs": RECORDS, "temperature": -1}, OptionError),
+        ({"inputs": RECORDS, "pooling": "max"}, OptionError),
+        ({"inputs": RECORDS, "sequences": 0}, OptionError),
+        ({"inputs": RECORDS, "cache_memory": "much"}, OptionError),
+    ):
+        with pytest.raises(error):
+            rabbitllm.batch(nowhere, **options)  # type: ignore[arg-type]
+
+
+def test_chance_is_repeated_by_its_seed_whatever_the_order(model: Any) -> None:
+    records = [{"prompt": f"the rabbit {number}"} for number in range(5)]
+    first = rabbitllm.batch(model, records, max_new_tokens=5, temperature=1.0, seed=11)
+    again = rabbitllm.batch(model, records, max_new_tokens=5, temperature=1.0, seed=11, sequences=2)
+    assert first == again
+    other = rabbitllm.batch(model, records, max_new_tokens=5, temperature=1.0, seed=12)
+    assert first != other

@@ -1,0 +1,243 @@
+"""Answers that are durable: whatever ends a run, the next one lacks what is missing and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rabbitllm.batch_jobs.items import Answer
+from rabbitllm.batch_jobs.journal import errors_of_finished, opened
+from rabbitllm.errors import ResultsError
+from rabbitllm.storage import durable
+from rabbitllm.storage.durable import Step
+from tests.support.dying import dying_at
+from tests.support.failing_disk import FAULTS, Fault, room_for
+
+LINES = 7
+QUICK = ("the disk is full", "a sync fails", "the disk is gone")
+HEAD: dict[str, Any] = {"input": "1234", "model": "m", "stop": ["x"]}
+
+
+def answer(index: int) -> Answer:
+    return Answer(index, f"k{index}", {"id": f"k{index}", "text": f"ü{index}" * 10}, is_error=index == 3)
+
+
+EXPECTED = "".join(
+    json.dumps(answer(index).line, ensure_ascii=False, separators=(",", ":")) + "\n" for index in range(7)
+)
+
+
+def make(out: Path, told: list[int], *, overwrite: bool = False) -> None:
+    """Answer all that is missing, in an order of its own, and note what was added."""
+    with opened(out, LINES, HEAD, overwrite=overwrite) as journal:
+        wanted = sorted(journal.missing(), key=lambda index: index * 5 % LINES)
+        for group in (wanted[:1], wanted[1:4], wanted[4:]):
+            if group:
+                journal.add([answer(index) for index in group])
+                told += group
+        journal.write_output(out)
+
+
+def failing_make(out: Path, observer: Callable[[Step], None], told: list[int]) -> None:
+    with durable.observe_steps(observer):
+        make(out, told)
+
+
+def error_of(call: Callable[[], object]) -> ResultsError | None:
+    try:
+        call()
+    except ResultsError as error:
+        return error
+    return None
+
+
+JOURNAL = "out.jsonl.journal"
+
+
+def left_beside(out: Path) -> list[str]:
+    return sorted(path.name for path in out.parent.iterdir() if path != out)
+
+
+def test_the_output_has_the_inputs_order_and_the_journal_is_gone(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "out.jsonl"
+    make(out, [])
+    assert out.read_text() == EXPECTED
+    assert left_beside(out) == ["out.jsonl.done"]
+
+
+def test_an_answer_is_durable_when_it_is_added_and_some_together_cost_one_sync(tmp_path: Path) -> None:
+    steps: list[Step] = []
+    with opened(tmp_path / "out", LINES, HEAD) as journal, durable.observe_steps(steps.append):
+        journal.add([answer(index) for index in (4, 2, 0)])
+        assert [step.kind for step in steps] == ["write", "sync"]
+    with opened(tmp_path / "out", LINES, HEAD) as journal:
+        assert list(journal.missing()) == [1, 3, 5, 6]
+        assert (journal.done, journal.resumed, journal.errors) == (3, 3, 0)
+
+
+def test_it_goes_on_after_dying_at_any_step(tmp_path: Path) -> None:
+    """Nothing that was added is made twice, and the output is the same to the byte."""
+    at = 0
+    while True:
+        out = tmp_path / str(at) / "out.jsonl"
+        added: list[int] = []
+        with dying_at(at) as death:
+            make(out, added)
+        if death.step is None:
+            break
+        if out.exists():
+            assert out.read_text() == EXPECTED  # whole or not at all
+        if not out.exists() or JOURNAL in left_beside(out):
+            again: list[int] = []
+            make(out, again)
+            assert not set(again) & set(added)
+        assert out.read_text() == EXPECTED
+        assert left_beside(out) == ["out.jsonl.done"]
+        assert errors_of_finished(out, HEAD) is not None
+        at += 1
+    assert at > 15
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(fault, id=name, marks=() if name in QUICK else pytest.mark.long) for name, fault in FAULTS.items()],
+)
+def test_a_failing_disk_ends_it_with_words_and_loses_nothing(tmp_path: Path, fault: Fault) -> None:
+    for at in range(40):
+        out = tmp_path / str(at) / "out.jsonl"
+        added: list[int] = []
+        error = error_of(lambda out=out, at=at, added=added: failing_make(out, fault.observer(at), added))  # type: ignore[misc]
+        if error is None:
+            break
+        assert "run the same command once more" in error.remedy.lower()
+        again: list[int] = []
+        if not out.exists() or JOURNAL in left_beside(out):  # else only its last sync failed
+            make(out, again)
+        assert not set(again) & set(added)
+        assert out.read_text() == EXPECTED
+    else:
+        raise AssertionError("it failed for ever")
+
+
+def test_a_disk_that_is_full_in_the_middle_of_an_answer(tmp_path: Path) -> None:
+    for room in range(0, 1200, 37):
+        out = tmp_path / str(room) / "out.jsonl"
+        with room_for(room):
+            error = error_of(lambda out=out: make(out, []))  # type: ignore[misc]
+        assert error is None or "disk is full" in str(error)
+        if error is not None:
+            make(out, [])
+        assert out.read_text() == EXPECTED
+        assert left_beside(out) == ["out.jsonl.done"]
+
+
+def test_a_torn_or_spoilt_line_is_no_answer(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    with opened(out, LINES, HEAD) as journal:
+        journal.add([answer(0), answer(1), answer(2)])
+        path = journal.path
+    raw = path.read_bytes()
+    spoilt = raw.replace("ü1".encode(), b"\0\0\0", 1)
+    for found, missing in ((raw[:-5], [2, 3, 4, 5, 6]), (spoilt, [1, 3, 4, 5, 6]), (raw + b"\0" * 50, [3, 4, 5, 6])):
+        path.write_bytes(found)
+        with opened(out, LINES, HEAD) as journal:
+            assert list(journal.missing()) == missing
+            journal.add([answer(index) for index in missing])
+            journal.write_output(out)
+        assert out.read_text() == EXPECTED
+        out.unlink()
+
+
+def test_what_is_there_is_not_overwritten_without_being_told(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text("mine")
+    with pytest.raises(ResultsError, match=r"out\.jsonl is there already"):
+        make(out, [])
+    assert left_beside(out) == []
+    told: list[int] = []
+    make(out, told, overwrite=True)
+    assert (out.read_text(), len(told)) == (EXPECTED, LINES)
+
+
+def test_other_weights_of_the_same_name_are_refused(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    for _ in range(2):
+        with opened(out, LINES, HEAD) as journal:
+            journal.check_weights("abcd")
+            journal.add([answer(journal.done)])
+    with opened(out, LINES, HEAD) as journal, pytest.raises(ResultsError, match="other weights of the same name"):
+        journal.check_weights("ef01")
+    with opened(out, LINES, HEAD) as journal:
+        assert journal.done == 2
+        journal.check_weights("abcd")
+        journal.add([answer(index) for index in journal.missing()])
+        journal.write_output(out)
+    assert out.read_text() == EXPECTED
+
+
+def test_while_it_is_replaced_the_old_output_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text("old")
+    with opened(out, LINES, HEAD, overwrite=True) as journal:
+        journal.add([answer(0)])
+    assert out.read_text() == "old"
+    told: list[int] = []
+    make(out, told, overwrite=True)  # the same command goes on
+    assert (out.read_text(), len(told)) == (EXPECTED, LINES - 1)
+
+
+def test_a_journal_of_something_else_is_refused_and_says_what_differs(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    with opened(out, LINES, HEAD) as journal:
+        journal.add([answer(0)])
+    other = {**HEAD, "model": "n", "temperature": 1}
+    with (
+        pytest.raises(ResultsError, match='model was "m", now "n"; temperature was null, now 1'),
+        opened(out, 7, other),
+    ):
+        pass
+    with opened(out, LINES, HEAD) as journal:
+        assert journal.done == 1
+    with opened(out, LINES, other, overwrite=True) as journal:
+        assert journal.done == 0
+    journal.path.write_text('{"journal": 99, "head": {}}\n')
+    with pytest.raises(ResultsError, match="of version 99"), opened(out, LINES, HEAD):
+        pass
+    journal.path.write_text("what?\n")
+    with pytest.raises(ResultsError, match="no journal of rabbitllm batch"), opened(out, LINES, HEAD):
+        pass
+    assert journal.path.read_text() == "what?\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there an open file keeps others off")
+def test_a_second_process_is_kept_off(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    code = f"""
+from pathlib import Path
+from rabbitllm.batch_jobs.journal import opened
+with opened(Path({str(out)!r}), {LINES}, {HEAD!r}):
+    pass
+"""
+    root = Path(__file__).parents[2]
+    with opened(out, LINES, HEAD):
+        second = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=False)
+    assert "Another process is at work on" in second.stderr
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
+    assert left_beside(out) == ["out.jsonl.journal"]
+
+
+def test_an_output_where_nothing_can_be_written(tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        folder = Path("/proc")
+    else:
+        folder = tmp_path / "closed"
+        folder.mkdir(mode=0o500)
+    with pytest.raises(ResultsError, match="cannot be written"), opened(folder / "out", LINES, HEAD):
+        pass

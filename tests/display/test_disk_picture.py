@@ -1,0 +1,128 @@
+"""The record of a split's disk, against what the split told; and that it can be drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rabbitllm.base import progress
+from rabbitllm.base.progress import DiskSampled, ShardDone, SplitStarted
+from rabbitllm.cli.main import app
+from rabbitllm.display import disk_picture
+from rabbitllm.display.disk_picture import DiskRecord, Point, pictured, thinned
+from rabbitllm.errors import OptionError
+from tests.support.builders import cut, llama_tensors, write_shards
+from tests.support.splitting import Call, names_in
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+class Clock:
+    """A second more at each look."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        self.now += 1
+        return self.now
+
+
+def test_the_record_is_what_the_events_say() -> None:
+    record = DiskRecord(Clock())
+    record(DiskSampled(0, 500))
+    record(SplitStarted("m", ("a", "b"), 200, 60, 0, 0, (100, 100), 3, 200))
+    record(DiskSampled(30, 470))
+    record(ShardDone("a", 1, 2, "deleted", 35, 100))
+    record(DiskSampled(60, 540))
+    record(ShardDone("b", 2, 2, "deleted", 60, 0))
+    assert record.points == (
+        Point(0, 0, 200, 500),  # the source was there before the split's first word
+        Point(1, 30, 200, 470),
+        Point(2, 35, 200, 470),
+        Point(3, 35, 100, 470),
+        Point(4, 60, 100, 540),
+        Point(5, 60, 100, 540),
+        Point(6, 60, 0, 540),
+    )
+    assert [(shard.seconds, shard.number) for shard in record.shards] == [(3, 1), (6, 2)]
+    assert record.peak == Point(2, 35, 200, 470)
+    assert (record.label, record.source_bytes, record.of) == ("m", 200, 2)
+
+
+def test_a_long_split_keeps_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_picture, "MOST_POINTS", 50)
+    record = DiskRecord(Clock())
+    sizes = [number * 37 % 1000 for number in range(2000)]
+    sizes[777] = 5000
+    for size in sizes:
+        record(DiskSampled(size, 9000))
+    points = record.points
+    assert len(points) <= 50
+    assert [point.seconds for point in points] == sorted(point.seconds for point in points)
+    assert (points[0].seconds, points[-1].seconds) == (0, 1999)
+    assert record.peak == Point(777, 5000, 0, 9000)
+
+
+def test_thinning_keeps_the_higher_of_two() -> None:
+    points = [Point(n, size, 0, 0) for n, size in enumerate([5, 1, 2, 8, 3, 0])]
+    assert [point.disk_bytes for point in thinned(points)] == [5, 2, 8, 0]
+
+
+def test_of_a_real_split(tmp_path: Path) -> None:
+    source = write_shards(tmp_path / "model", cut(llama_tensors(), 4))
+    size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+    told: list[progress.Event] = []
+    picture = tmp_path / "disk.png"
+    with progress.listening(told.append), pictured(picture) as record:
+        Call(str(source)).make()
+    assert record is not None
+    seen = [event.disk_bytes for event in told if isinstance(event, DiskSampled | ShardDone)]
+    assert {point.disk_bytes for point in record.points} == set(seen)
+    (done,) = [event for event in told if isinstance(event, progress.SplitDone)]
+    assert max(point.disk_bytes for point in record.points) >= done.peak_disk_bytes
+    peak = record.peak
+    assert peak is not None
+    assert size <= peak.total <= size + done.output_bytes + 64 * 1024
+    assert record.points[0].source_left_bytes == size
+    assert record.points[-1].source_left_bytes == 0
+    assert [shard.number for shard in record.shards] == [1, 2, 3, 4]
+    assert picture.read_bytes().startswith(PNG)
+
+
+def test_a_split_that_fails_is_drawn_too(tmp_path: Path) -> None:
+    picture = tmp_path / "disk.svg"
+
+    def fail() -> None:
+        with pictured(picture):
+            progress.tell(SplitStarted("a <label> of a file & more", ("a",), 2 * 10**9, 10**9, 0, 0, (2 * 10**9,), 3))
+            progress.tell(DiskSampled(10**9, 10**13))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert "<svg" in picture.read_text()
+
+
+def test_a_name_that_is_none_is_refused_before_anything_happens(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="no name of a picture"), pictured(tmp_path / "disk.txt"):
+        pytest.fail("it was let in")
+    with pictured(None) as record:
+        assert record is None
+
+
+def test_convert_draws(tmp_path: Path) -> None:
+    source = write_shards(tmp_path / "model", cut(llama_tensors(), 3))
+    picture, output = tmp_path / "disk.png", tmp_path / "made"
+    arguments = ["convert", str(source), "-o", str(output), "--plot", str(picture)]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert f"picture       {picture}" in result.stdout.replace("\n", "")
+    assert picture.read_bytes().startswith(PNG)
+    assert not [name for name in names_in(output) if name.endswith(".png")]
+    picture.unlink()
+    again = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert "none, since nothing was left to do" in again.stdout
+    assert not picture.exists()

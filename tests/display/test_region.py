@@ -1,0 +1,268 @@
+"""Who is shown, when lines are due, and a real terminal with several who write to it at once."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from rabbitllm.base.words import Row
+from rabbitllm.display import region as module
+from rabbitllm.display.region import LINE_SECONDS, MOST_LINE_SECONDS, Pace, Region
+from tests.support.screen import Screen, TerminalStream, run_on_terminal
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+class Said:
+    """Content that says one thing."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def rows(self, width: int) -> Sequence[Row]:
+        return [((self.text, ""),)]
+
+    def line(self) -> str:
+        return self.text
+
+
+def as_terminal(monkeypatch: pytest.MonkeyPatch) -> TerminalStream:
+    made = TerminalStream()
+    monkeypatch.setattr(sys, "stderr", made)
+    monkeypatch.setenv("TERM", "xterm")
+    return made
+
+
+def test_the_last_who_asked_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, region = as_terminal(monkeypatch), Region()
+    outer = region.claim(Said("outer"))
+    assert stream.screen(80) == ["outer"]
+    inner = region.claim(Said("inner"))
+    assert stream.screen(80) == ["inner"]
+    inner.release("inner is done")
+    assert stream.screen(80) == ["inner is done", "outer"]
+    inner.release()
+    outer.release()
+    assert stream.screen(80) == ["inner is done"]
+    region.claim(Said("again")).release()
+    assert stream.screen(80) == ["inner is done"]
+
+
+def test_out_of_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, region = as_terminal(monkeypatch), Region()
+    first, second = region.claim(Said("first")), region.claim(Said("second"))
+    first.release("first is done")
+    assert stream.screen(80) == ["first is done", "second"]
+    second.release()
+    assert stream.screen(80) == ["first is done"]
+
+
+def test_the_thread_goes_with_the_last_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REFRESH_SECONDS", 0.005)
+    stream, region = as_terminal(monkeypatch), Region()
+    said = Said("one")
+    claim = region.claim(said)
+    said.text = "two"
+    end = time.monotonic() + 60
+    while stream.screen(80) != ["two"]:
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    claim.release()
+    while any(thread.name == "live" for thread in threading.enumerate()):
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_lines_are_due_every_few_seconds_and_hours_make_no_wall() -> None:
+    pace = Pace(100.0)
+    due = [now for now in range(100, 100 + 3 * 3600) if pace.is_due(now)]
+    gaps = [then - now for now, then in itertools.pairwise(due)]
+    assert due[0] == 100 + LINE_SECONDS
+    assert set(gaps[:90]) == {LINE_SECONDS}
+    assert gaps == sorted(gaps)
+    assert gaps[-1] == MOST_LINE_SECONDS
+    assert len(due) < 600
+
+
+def test_a_stream_that_is_closed_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, region = as_terminal(monkeypatch), Region()
+    claim = region.claim(Said("one"))
+    stream.close()
+    claim.release("done")
+
+
+def program(body: str) -> list[str]:
+    return [sys.executable, "-c", textwrap.dedent(body)]
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name != "JPY_PARENT_PID"}
+    return kept | {"PYTHONPATH": str(ROOT), "TERM": "xterm", "OMP_NUM_THREADS": "1"} | more
+
+
+CROWD = """
+    import logging, sys, threading, warnings
+    logging.basicConfig(format="%(message)s")  # its handler holds stderr from before there are rows
+    from tqdm import tqdm
+    old = tqdm(total=300, desc="somebody's bar", mininterval=0)
+    from rabbitllm.display import region
+    region.REFRESH_SECONDS = 0.001
+
+    class Said:
+        count = 0
+        def rows(self, width):
+            self.count += 1
+            return [((f"row {self.count} ".ljust(width, "-"), "bold"),), (("second row", "dim"),)]
+
+    claim = region.THE_REGION.claim(Said())
+
+    def talk(name):
+        for number in range(100):
+            logging.warning("%s %d: %s", name, number, "long " * 30 + "end")
+            old.update()
+    threads = [threading.Thread(target=talk, args=(name,)) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    new = tqdm(total=5, desc="Loading", leave=False, mininterval=0)
+    for number in range(50):
+        sys.stdout.write(f"token{number} ")
+        sys.stdout.flush()
+        new.update(0.1)
+    print()
+    for thread in threads:
+        thread.join()
+    new.close()
+    warnings.warn("a warning of Python's")
+    claim.release("all is done")
+    old.close()
+    print("after")
+"""
+
+
+@pytest.mark.parametrize("columns", [60, 120])
+def test_a_crowd_on_a_real_terminal(columns: int) -> None:
+    """Two bars, three threads that log, tokens, and our rows: every line comes out whole, and no row stays."""
+    shown = Screen(columns).feed(run_on_terminal(program(CROWD), columns, environment())).shown
+    text = "".join(line.ljust(columns) for line in shown)
+    for name in "abc":
+        places = [text.find(f"{name} {number}: {'long ' * 30}end") for number in range(100)]
+        assert places == sorted(places)
+        assert places[0] >= 0
+    assert not [line for line in shown if line.startswith(("row ", "second row", "Loading"))]
+    assert [line for line in shown if "somebody's bar" in line] == [shown[-2]]
+    assert "300/300" in shown[-2]
+    assert shown[-1] == "after"
+    assert "all is done" in shown
+    assert len([line for line in shown if line.endswith("UserWarning: a warning of Python's")]) == 1
+
+
+def test_a_process_that_ends_in_the_midst_leaves_no_rows() -> None:
+    body = """
+        from rabbitllm.display.region import THE_REGION
+        class Said:
+            def rows(self, width):
+                return [(("row", ""),)]
+        THE_REGION.claim(Said())
+        print("last words")
+    """
+    assert Screen(80).feed(run_on_terminal(program(body), 80, environment())).shown == ["last words"]
+
+
+def test_a_forked_child_writes_undisturbed() -> None:
+    body = """
+        import os, time
+        from rabbitllm.display.region import THE_REGION
+        class Said:
+            def rows(self, width):
+                return [(("row", ""),)]
+        claim = THE_REGION.claim(Said())
+        THE_REGION._lock.acquire()  # as another thread may hold it
+        child = os.fork()
+        if child == 0:
+            print("from the child", flush=True)
+            claim.release("never said")
+            os._exit(0)
+        os.waitpid(child, 0)
+        THE_REGION._lock.release()
+        claim.release()
+    """
+    assert Screen(80).feed(run_on_terminal(program(body), 80, environment())).shown == ["from the child"]
+
+
+def test_ctrl_c_leaves_the_screen_clean() -> None:
+    body = """
+        import os, signal
+        from rabbitllm import progress
+        from rabbitllm.display.split_display import shown
+        try:
+            with shown():
+                progress.tell(progress.SplitStarted("m", ("a",), 10**9, 10**9, 0, 0))
+                os.kill(os.getpid(), signal.SIGINT)
+                signal.pause()
+        except KeyboardInterrupt:
+            print("interrupted")
+    """
+    assert Screen(80).feed(run_on_terminal(program(body), 80, environment())).shown == ["interrupted"]
+
+
+def test_a_terminal_that_is_closed_ends_nothing(tmp_path: Path) -> None:
+    """As when a connection breaks and the program was started to survive that."""
+    leader, follower = os.openpty()
+    body = f"""
+        import signal, time
+        from pathlib import Path
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        from rabbitllm.display import region
+        region.REFRESH_SECONDS = 0.001
+        class Said:
+            count = 0
+            def rows(self, width):
+                self.count += 1
+                return [((f"row {{self.count}}", ""),)]
+        said = Said()
+        claim = region.THE_REGION.claim(said)
+        while said.count < 5000 and not Path({str(tmp_path / "closed")!r}).exists():
+            time.sleep(0.001)
+        before = said.count
+        while said.count < before + 20:
+            time.sleep(0.001)
+        claim.release("done")
+        region.THE_REGION.claim(said).release()
+        Path({str(tmp_path / "done")!r}).touch()
+    """
+    command = program(body)
+    running = subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower, env=environment())
+    os.close(follower)
+    assert b"row" in os.read(leader, 4096)
+    os.close(leader)
+    (tmp_path / "closed").touch()
+    running.wait(60)
+    assert (tmp_path / "done").exists()
+
+
+def test_into_a_file_there_are_no_escape_sequences() -> None:
+    body = """
+        import time
+        from rabbitllm.display import region
+        region.REFRESH_SECONDS, region.LINE_SECONDS = 0.001, 0.01
+        class Said:
+            def line(self):
+                return "a plain line"
+        claim = region.THE_REGION.claim(Said())
+        time.sleep(0.3)
+        claim.release("the last one")
+    """
+    done = subprocess.run(program(body), capture_output=True, text=True, env=environment(), check=True)
+    lines = done.stderr.splitlines()
+    assert set(lines[:-1]) == {"a plain line"}
+    assert lines[-1] == "the last one"
+    assert done.stdout == ""

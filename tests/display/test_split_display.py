@@ -1,0 +1,177 @@
+"""What a person sees of a split: rows on a terminal, lines elsewhere, nothing where someone else shows it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rabbitllm.base import progress
+from rabbitllm.base.progress import (
+    BytesDone,
+    BytesFetched,
+    DiskSampled,
+    DownloadStarted,
+    ShardStarted,
+    SplitDone,
+    SplitStarted,
+    tell,
+)
+from rabbitllm.base.split_facts import Facts, Rates
+from rabbitllm.base.words import text_of
+from rabbitllm.display import region
+from rabbitllm.display.split_display import line_of, rows_of, shown
+from tests.support.builders import cut, llama_tensors, write_shards
+from tests.support.screen import TerminalStream
+from tests.support.splitting import split
+
+MIB, GIB = 1 << 20, 1 << 30
+FACTS = Facts(
+    doing="splitting",
+    label="org/model",
+    done_bytes=60 * GIB,
+    total_bytes=145 * GIB,
+    rates=Rates(118 * MIB, 121 * MIB, 118 * MIB, 33 * MIB),
+    seconds_left=724,
+    disk_bytes=21 * GIB,
+    limit_bytes=57 * GIB,
+    shard=13,
+    shards=37,
+    shard_here=0.64,
+    layer="layers.27",
+    layers_done=26,
+    layers=83,
+)
+SPLIT = SplitStarted("m", ("a", "b"), 10 * GIB, 3 * GIB, 0, 0, (5 * GIB, 5 * GIB), 8)
+
+
+def test_rows_of_a_terminal() -> None:
+    rows = [text_of(row) for row in rows_of(FACTS, 79)]
+    assert rows[0].startswith("splitting ━━━")
+    assert rows[0].endswith("─ 41 % · 118 MiB/s · 12 min left")
+    assert rows[1:] == [
+        "60.0 of 145.0 GiB · shard 13 of 37 · 64 % of it here · layers.27 · 26 of 83 layers"[:79].rpartition(" · ")[0],
+        "disk in use 21.0 of 57.0 GiB",
+        "fetch 121 MiB/s · quantise 118 MiB/s · write 33.0 MiB/s",
+    ]
+
+
+@pytest.mark.parametrize("width", range(40, 140))
+def test_rows_fit_and_say_what_matters_most(width: int) -> None:
+    rows = [text_of(row) for row in rows_of(FACTS, width)]
+    assert len(rows) <= 4
+    assert max(map(len, rows)) <= width
+    text = "\n".join(rows)
+    for fact in ("41 %", "12 min left", "60.0 of 145.0 GiB", "disk in use 21.0 of 57.0 GiB", "fetch 121 MiB/s"):
+        assert fact in text
+
+
+def test_a_line_has_all_of_it() -> None:
+    assert line_of(FACTS) == (
+        "splitting 41 %, 118 MiB/s, 12 min left, 60.0 of 145.0 GiB, shard 13 of 37, 64 % of it here, layers.27, "
+        "26 of 83 layers, disk in use 21.0 of 57.0 GiB, fetch 121 MiB/s, quantise 118 MiB/s, write 33.0 MiB/s"
+    )
+
+
+def test_before_anything_is_known() -> None:
+    assert line_of(Facts(total_bytes=GIB)) == "splitting 0 %, 0.00 of 1.00 GiB"
+    stalled = Facts(total_bytes=GIB, rates=Rates(0.0, 0.0, None, 0.0))
+    assert line_of(stalled) == "splitting 0 %, waiting, 0.00 of 1.00 GiB, fetch 0 MiB/s, write 0 MiB/s"
+
+
+def test_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = TerminalStream()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(region, "REFRESH_SECONDS", 0.01)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    with shown():
+        tell(DownloadStarted("m", 2, 4 * GIB))
+        tell(BytesFetched("a", 3 * GIB))
+        wait_for(terminal, "3.00 of 4.00 GiB")
+        assert terminal.screen(80)[0].startswith("downloading ━━")
+        tell(DiskSampled(GIB, 57 * GIB))
+        tell(SPLIT)
+        tell(ShardStarted("a", 1, 2))
+        tell(BytesDone("a", 2 * GIB, "layers.3"))
+        wait_for(terminal, "20 %")
+        rows = terminal.screen(80)
+        assert len(rows) == 3 + ("fetch" in rows[-1])
+        assert rows[1].startswith("2.0 of 10.0 GiB · shard 1 of 2 · ")
+        assert rows[2] == "disk in use 1.0 of 57.0 GiB"
+        tell(SplitDone("there", 8, 3 * GIB, 61.0, 4 * GIB))
+    assert terminal.screen(80) == ["split into 8 layers, 3.00 GiB, in 1 min 01 s; peak disk 4.00 GiB"]
+
+
+def wait_for(terminal: TerminalStream, text: str) -> None:
+    end = time.monotonic() + 60
+    while not any(text in line for line in terminal.screen(80)):
+        assert time.monotonic() < end, terminal.screen(80)
+        time.sleep(0.005)
+
+
+def test_an_error_takes_the_rows_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = TerminalStream()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    seen = []
+
+    def break_off() -> None:
+        with shown():
+            tell(SPLIT)
+            seen.extend(terminal.screen(80))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        break_off()
+    assert seen
+    assert terminal.screen(80) == []
+
+
+def test_a_split_without_a_terminal_leaves_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_shards(tmp_path / "model", cut(llama_tensors(), 3))
+    with shown():
+        split(source)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("split into 6 layers, 0.")
+
+
+def test_lines_every_few_seconds_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(region, "REFRESH_SECONDS", 0.005)
+    monkeypatch.setattr(region, "LINE_SECONDS", 0.02)
+    with shown():
+        tell(SPLIT)
+        tell(BytesDone("a", 2 * GIB, "layers.3"))
+        end = time.monotonic() + 60
+        lines: list[str] = []
+        while len(lines) < 3 and time.monotonic() < end:
+            lines += capsys.readouterr().err.splitlines()
+    assert len(lines) >= 3
+    assert all(line.startswith("splitting 20 %, ") and "2.0 of 10.0 GiB, shard 1 of 2" in line for line in lines)
+
+
+def test_what_is_whole_already_shows_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with shown():
+        tell(SplitStarted("m", (), GIB, GIB, 0, 2))
+        tell(SplitDone("there", 8, GIB, 0.1))
+    assert capsys.readouterr().err == ""
+
+
+def test_nothing_where_someone_else_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_shards(tmp_path / "model", cut(llama_tensors(), 3))
+    with progress.listening(lambda event: None), shown():
+        split(source)
+    with shown(wanted=False):
+        split(write_shards(tmp_path / "other", cut(llama_tensors(), 3)))
+    assert capsys.readouterr().err == ""
+
+
+def test_someone_who_only_keeps_events_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_shards(tmp_path / "model", cut(llama_tensors(), 3))
+    with progress.listening(lambda event: None, shows=False), shown():
+        split(source)
+    assert "split into 6 layers" in capsys.readouterr().err

@@ -1,0 +1,229 @@
+"""Rows on a terminal, and what others write meanwhile: seen through an emulated screen."""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tqdm import tqdm
+
+from rabbitllm.base.words import Row
+from rabbitllm.display.form import Form, form_of
+from rabbitllm.display.terminal import Terminal, column_after
+from tests.support.screen import Screen, TerminalStream
+
+WIDTH = 40
+
+
+def as_output(monkeypatch: pytest.MonkeyPatch) -> TerminalStream:
+    """stderr and stdout at once, as on a terminal; in a test, not before: pytest sets both as it begins."""
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+    monkeypatch.setenv("LINES", "24")
+    monkeypatch.setenv("TERM", "xterm")
+    made = TerminalStream()
+    monkeypatch.setattr(sys, "stderr", made)
+    monkeypatch.setattr(sys, "stdout", made)
+    return made
+
+
+def begin(monkeypatch: pytest.MonkeyPatch) -> tuple[Terminal, TerminalStream]:
+    stream = as_output(monkeypatch)
+    return Terminal(stream, threading.RLock()), stream
+
+
+def rows(*texts: str) -> list[Row]:
+    return [((text, "bold"),) for text in texts]
+
+
+def test_rows_change_in_place_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, stream = begin(monkeypatch)
+    print("before")
+    terminal.paint(rows("one", "two, which is long"))
+    assert stream.screen(WIDTH) == ["before", "one", "two, which is long"]
+    terminal.paint(rows("three"))
+    assert stream.screen(WIDTH) == ["before", "three"]
+    terminal.erase()
+    print("after")
+    assert stream.screen(WIDTH) == ["before", "after"]
+
+
+def test_rows_that_did_not_change_are_not_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, stream = begin(monkeypatch)
+    terminal.paint(rows("one"))
+    length = len(stream.getvalue())
+    terminal.paint(rows("one"))
+    assert len(stream.getvalue()) == length
+
+
+def test_lines_of_others_come_out_above_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, stream = begin(monkeypatch)
+    terminal.paint(rows("one", "two"))
+    print("a warning", file=sys.stderr)
+    long = "a line that is much longer than the terminal is wide"
+    print(long, file=sys.stderr)
+    assert stream.screen(WIDTH) == ["a warning", long[:WIDTH], long[WIDTH:], "one", "two"]
+
+
+def test_a_line_that_grows_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, stream = begin(monkeypatch)
+    text = ""
+    for number in range(30):  # tokens as they come, over several lines
+        token = f"word{number} "
+        text += token
+        print(token, end="", flush=True)
+        terminal.paint(rows(f"pass {number}"))
+        shown = stream.screen(WIDTH)
+        assert shown[-1] == f"pass {number}"
+        assert "".join(line.ljust(WIDTH) for line in shown[:-1]).rstrip() == text.rstrip()
+    terminal.erase()
+    print()
+    assert len(stream.screen(WIDTH)) == -(-len(text) // WIDTH)
+
+
+def test_a_line_that_ends_at_the_right_edge(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, stream = begin(monkeypatch)
+    print("x" * WIDTH, end="")
+    terminal.paint(rows("one"))
+    assert stream.screen(WIDTH) == ["x" * WIDTH, "one"]
+    print()  # ends that line, and makes no empty one
+    print("y" * WIDTH, end="")
+    terminal.paint(rows("two"))
+    print("z")
+    assert stream.screen(WIDTH) == ["x" * WIDTH, "y" * WIDTH, "z", "two"]
+
+
+WRITES = st.lists(
+    st.one_of(
+        st.text("ab\n", max_size=50).map(lambda text: ("write", text)),
+        st.integers(0, 3).map(lambda count: ("paint", str(count))),
+    ),
+    max_size=25,
+)
+
+
+@given(WRITES)
+def test_whatever_is_written_comes_out_as_without_rows(steps: list[tuple[str, str]]) -> None:
+    made = TerminalStream()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", str(WIDTH))
+        patch.setenv("LINES", "24")
+        patch.setattr(sys, "stdout", made)
+        terminal = Terminal(made, threading.RLock())
+        written = ""
+        for what, value in steps:
+            if what == "write":
+                made.write(value)
+                written += value
+            else:
+                terminal.paint(rows(*["row"] * int(value)))
+        terminal.erase()
+    assert made.screen(WIDTH) == Screen(WIDTH).feed(written).shown
+
+
+def test_rows_are_cut_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, stream = begin(monkeypatch)
+    terminal.paint(rows("x" * 100, "宽" * 100))
+    first, second = stream.screen(WIDTH)
+    assert first == "x" * (WIDTH - 1)
+    assert second == "宽" * ((WIDTH - 1) // 2)
+    terminal.erase()
+    monkeypatch.setenv("LINES", "3")
+    terminal.paint(rows("1", "2", "3", "4"))
+    assert stream.screen(WIDTH) == ["1", "2"]
+
+
+def test_without_utf8_and_without_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    raw = io.BytesIO()
+
+    class Latin(io.TextIOWrapper):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Latin(raw, encoding="latin-1")
+    Terminal(stream, threading.RLock()).paint([(("━━─ · ", "bold"),)])
+    assert b"==. | " in raw.getvalue()
+    assert b"\x1b[1m" not in raw.getvalue()
+
+
+def test_bars_of_tqdm_become_rows_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, stream = begin(monkeypatch)
+    outer = tqdm(total=4, desc="outer", file=sys.stderr, ncols=30, mininterval=0)
+    terminal.begin()
+    terminal.paint(rows("ours"))
+    shown = stream.screen(WIDTH)
+    assert shown[0] == "ours"
+    assert shown[1].startswith("outer:   0%")
+    inner = tqdm(total=2, desc="inner", file=sys.stderr, ncols=30, mininterval=0, leave=False)
+    outer.update()
+    inner.update()
+    terminal.paint(rows("ours still"))
+    shown = stream.screen(WIDTH)
+    assert [line.split(":")[0] for line in shown] == ["ours still", "outer", "inner"]
+    assert "50%" in shown[2]
+    inner.close()
+    kept = tqdm(total=1, desc="kept", file=sys.stderr, ncols=30, leave=True)
+    kept.update()
+    kept.close()
+    terminal.paint(rows("ours at last"))
+    assert [line.split(":")[0] for line in stream.screen(WIDTH)] == ["kept", "ours at last", "outer"]
+    terminal.erase()
+    terminal.guests.let_go()
+    outer.update()
+    outer.close()
+    shown = stream.screen(WIDTH)
+    assert [line.split(":")[0] for line in shown] == ["kept", "outer"]
+    assert "50%" in shown[1]
+
+
+def test_others_write_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, stream = begin(monkeypatch)
+    assert "write" in vars(stream)
+    terminal.paint(rows("one"))
+    terminal.detach()
+    assert "write" not in vars(stream)
+    assert stream.screen(WIDTH) == []
+
+
+@pytest.mark.parametrize(
+    ("column", "text", "after"),
+    [
+        (0, "abc", 3),
+        (3, "", 3),
+        (3, "\n", 0),
+        (3, "x\ny", 1),
+        (38, "ab", 40),
+        (38, "abc", 1),
+        (0, "a\tb", 9),
+        (5, "\rab", 2),
+        (0, "\x1b[1mab\x1b[0m", 2),
+        (0, "宽", 2),
+    ],
+)
+def test_columns(column: int, text: str, after: int) -> None:
+    assert column_after(column, text, WIDTH) == after
+
+
+def test_forms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stream = as_output(monkeypatch)
+    assert form_of(stream, {"TERM": "xterm"}) is Form.TERMINAL
+    assert form_of(stream, {"TERM": "dumb"}) is Form.LINES
+    assert form_of(stream, {"JPY_PARENT_PID": "7"}) is Form.LINES
+    assert form_of(None, {}) is Form.LINES
+    with (tmp_path / "log").open("w") as file:
+        assert form_of(file, {}) is Form.LINES
+
+
+def test_where_rich_draws_there_are_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = as_output(monkeypatch)
+    from rich.console import Console
+    from rich.live import Live
+
+    with Live("something", console=Console(file=stream), redirect_stderr=True):
+        assert form_of(sys.stderr, {}) is Form.LINES
+    assert form_of(sys.stderr, {}) is Form.TERMINAL

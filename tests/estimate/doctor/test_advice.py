@@ -1,0 +1,147 @@
+"""What is said of a machine: what is essential, what is not, and the command that mends it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rabbitllm.engine.free_memory import GroupLimit, ProcessLimit
+from rabbitllm.estimate.doctor.advice import advise
+from rabbitllm.estimate.doctor.facts import Advice, Folder, Gpu, Gpus, Host, Hub, Machine, Memory, Package, Processor
+from rabbitllm.estimate.doctor.places import HERE, SPLITS
+from rabbitllm.estimate.generation import Speed
+
+GIB = 1 << 30
+NEEDED = GIB
+
+
+def folder(use: str = SPLITS, free: int = 500, **changed: Any) -> Folder:
+    path = Path("/", use.replace(" ", "-"))
+    values: dict[str, Any] = {"writable": True, "filesystem": "ext4", "disk": hash(use), "total": 999 * GIB}
+    return Folder(uses=(use,), path=path, free=free * GIB, **{**values, **changed})
+
+
+def package(**changed: Any) -> Package:
+    values: dict[str, Any] = {"found": "1.0", "wanted": ">=1", "fits": True, "brings": "something"}
+    return Package(**{"name": "bitsandbytes", "essential": False, "optional": False, **values, **changed})
+
+
+def hub(**changed: Any) -> Hub:
+    values: dict[str, Any] = {"offline": False, "reachable": True, "seconds": 0.1, "token": True}
+    return Hub(endpoint="https://hub", **{**values, **changed})
+
+
+def gpu(free: int) -> Gpus:
+    return Gpus((Gpu("cuda:0", "T4", 15 * GIB, free * GIB, (7, 5), False),), True, "2.13")
+
+
+SOUND: dict[str, Any] = {
+    "memory": Memory(64 * GIB, 60 * GIB, 60 * GIB),
+    "folders": (folder(),),
+    "hub": hub(),
+    "packages": (package(), package(name="kernels", found=None, fits=False, optional=True)),
+    "gpus": gpu(15),
+    "rates": (Speed("reading the disk", 2e9),),
+}
+LIMIT = GroupLimit(2, Path("/sys/fs/cgroup"), 2 * GIB, GIB)
+SMALL = folder(free=0)
+ROOMY = folder(HERE, 100)
+
+
+def said(**changed: Any) -> tuple[Advice, ...]:
+    return advise(Machine(**{**SOUND, **changed}), NEEDED)
+
+
+def test_nothing_is_said_of_a_sound_machine_or_of_an_unknown_one() -> None:
+    assert said() == ()
+    assert advise(Machine(), NEEDED) == ()
+
+
+NONE = Gpus((), False, "2.13")
+
+
+@pytest.mark.parametrize(
+    ("instructions", "gpus", "is_said"),
+    [
+        ({"AVX2": True, "AVX512-BF16": False}, NONE, True),
+        ({"AVX2": True, "AVX512-BF16": False}, gpu(15), False),
+        ({"AVX2": True, "AVX512-BF16": True}, NONE, False),
+        ({"AVX2": False, "AVX512-BF16": False}, NONE, False),
+        ({}, NONE, False),
+    ],
+)
+def test_the_kernel_for_bfloat16_is_named_where_it_is_used(
+    instructions: dict[str, bool], gpus: Gpus, is_said: bool
+) -> None:
+    found = said(processor=Processor("Xeon", 4, 4.0, instructions), gpus=gpus)
+    assert ["--fast-bfloat16" in advice.text for advice in found] == [True] * is_said
+
+
+@pytest.mark.parametrize(
+    ("changed", "essential", "words", "command"),
+    [
+        (
+            {"packages": (package(name="torch", found=None, fits=False, essential=True),)},
+            True,
+            "torch is missing",
+            "pip",
+        ),
+        (
+            {"packages": (package(found="0.9", fits=False),)},
+            False,
+            "0.9 does not do; >=1 is needed",
+            "'bitsandbytes>=1'",
+        ),
+        ({"packages": (package(problem="no CUDA"),)}, False, "cannot be loaded (no CUDA)", "pip install --upgrade"),
+        ({"folders": (SMALL,)}, True, "No room at /splits-of-hub-models", None),
+        (
+            {"folders": (SMALL, ROOMY)},
+            True,
+            "/this-folder has 100.00 GiB",
+            "export RABBITLLM_HOME=/this-folder/rabbitllm",
+        ),
+        ({"folders": (folder(writable=False), ROOMY)}, True, "cannot be written to", None),
+        ({"folders": (folder(free=9),)}, False, "Only 9.00 GiB may be written", None),
+        ({"folders": (folder(quota=2 * GIB),)}, False, "Only 2.00 GiB may be written", None),
+        ({"folders": (folder(free=40), ROOMY)}, False, "for large models", "export RABBITLLM_HOME="),
+        ({"folders": (folder(filesystem="tmpfs"),)}, False, "layers there take RAM", None),
+        ({"memory": Memory(8 * GIB, 8 * GIB, GIB // 2)}, True, "Only 512.00 MiB of RAM", None),
+        ({"memory": Memory(8 * GIB, 8 * GIB, GIB, (LIMIT,))}, False, "/sys/fs/cgroup allows 2.00 GiB", None),
+        (
+            {"memory": Memory(8 * GIB, 8 * GIB, GIB, (), (ProcessLimit("RLIMIT_AS", 3 * GIB, GIB),))},
+            False,
+            "RLIMIT_AS allows 3.00 GiB",
+            None,
+        ),
+        ({"gpus": gpu(3)}, False, "12.00 GiB of 15.00 GiB are taken", "nvidia-smi"),
+        ({"gpus": Gpus((), True, "2.13+cpu")}, False, "torch 2.13+cpu finds no GPU", "pip install"),
+        ({"hub": hub(offline=True, reachable=None)}, False, "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"),
+        ({"hub": hub(reachable=False, problem="refused")}, False, "does not answer at https://hub (refused)", None),
+        ({"hub": hub(token=False)}, False, "gated models", "hf auth login"),
+        ({"rates": (Speed("reading the disk", 9e7),)}, False, "read at 85.8 MiB/s", None),
+    ],
+)
+def test_what_is_wrong_is_said_once_with_what_to_do(
+    changed: dict[str, Any], essential: bool, words: str, command: str | None
+) -> None:
+    (found,) = said(**changed)
+    assert found.essential is essential
+    assert words in found.text
+    if command is None:
+        assert found.command is None or "RABBITLLM_HOME" in found.command
+    else:
+        assert command in (found.command or "")
+
+
+def test_a_folder_in_memory_is_no_better_place() -> None:
+    (found,) = said(folders=(SMALL, folder(HERE, 100, filesystem="tmpfs")))
+    assert found.command is None
+
+
+def test_the_essential_comes_first_and_kaggle_is_told_of_its_switch() -> None:
+    kaggle = Host("Kaggle", (), {})
+    found = said(hub=hub(reachable=False, problem="?"), host=kaggle, folders=(SMALL,))
+    assert [advice.essential for advice in found] == [True, False]
+    assert "Turn Internet on" in found[1].text

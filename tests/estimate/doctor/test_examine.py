@@ -1,0 +1,184 @@
+"""The whole of it: nothing that is broken hides the rest, and what is said adds up."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+from rich.console import Console
+
+from rabbitllm.estimate.doctor import hardware, hub, models, outlooks, packages, places, speeds
+from rabbitllm.estimate.doctor.examine import Probes, examine
+from rabbitllm.estimate.doctor.facts import Folder, Memory, Report
+from rabbitllm.estimate.doctor.models import published
+from rabbitllm.estimate.doctor.record import as_record
+from rabbitllm.estimate.doctor.report import show
+from rabbitllm.estimate.reading import Sample
+from tests.support.fake_gpu import FakeGpu
+from tests.support.quick_measuring import quick_measuring  # noqa: F401  applies by itself
+from tests.support.tiny_models import one_thread  # noqa: F401  one more
+
+GIB = 1 << 30
+PROBES = {
+    "memory": (hardware, "memory"),
+    "the processor": (hardware, "processor"),
+    "GPUs": (hardware, "gpus"),
+    "the host": (places, "host"),
+    "disks": (places, "folders"),
+    "the hub": (hub, "hub"),
+    "packages": (packages, "packages"),
+    "the list of models": (models, "published"),
+}
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing outside is asked or written."""
+    monkeypatch.setenv("RABBITLLM_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+def text_of(report: Report, width: int = 80, *, terminal: bool = False, every: bool = False) -> str:
+    file = io.StringIO()
+    show(report, Console(file=file, width=width, force_terminal=terminal, color_system=None), every=every)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("broken", PROBES)
+def test_a_probe_that_fails_costs_a_line(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object, **given: object) -> None:
+        raise OSError(28, "broken on purpose")
+
+    before = examine(quick=True)
+    monkeypatch.setattr(*PROBES[broken], fail)
+    report = examine(quick=True)
+    assert not before.failures
+    assert [failure.what for failure in report.failures] == [broken]
+    text = text_of(report)
+    assert f"not found out: {broken} (OSError: [Errno 28] broken on purpose)" in text
+    assert len(text.splitlines()) > 8
+    json.dumps(as_record(report))
+
+
+def test_a_probe_that_never_comes_back_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    probes, forever = Probes(lambda what: None), threading.Event()
+    assert probes.begin("the hub", forever.wait, 0.01)() is None
+    assert "no answer" in probes.failures[0].problem
+    forever.set()
+
+
+def test_what_is_measured_agrees_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two models of the list, measured on next to nothing: places, times and advice come together."""
+    few = tuple(model for model in published() if model.parameters < 1e9 or "gpt-oss-20b" in model.repository)
+    monkeypatch.setattr(models, "published", lambda: few)
+    report = examine(every=True)
+    assert not report.failures
+    assert len(report.devices) == max(len(report.machine.gpus.found), 1)  # type: ignore[union-attr]
+    assert {rate.what.split(" ")[0] for rate in report.machine.rates} >= {"reading", "multiplying"}
+    for model in report.models:
+        for one in model.at:
+            assert one.problem is None
+            assert one.generation is not None
+            assert (one.generation.token_seconds or 0) > 0
+            known = sum(held.stored_bytes for held in one.generation.placed)
+            known += sum(own.stored_bytes for own in one.generation.experts)
+            assert known == pytest.approx(one.output_bytes, rel=0.3)  # tied embeddings are counted twice
+    wide = text_of(report, 120, terminal=True).splitlines()
+    head, row = (next(line for line in wide if word in line) for word in ("stays in memory", "gpt-oss-20b"))
+    assert len(head) == len(row)
+    text = text_of(report, every=True)
+    assert "openai/gpt-oss-20b: 20.91 billion parameters" in text
+    assert report.seconds > 0
+
+
+@pytest.mark.parametrize("broken", ["bench_at", "product", "sample", "prediction"])
+def test_what_cannot_be_measured_costs_a_line(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object, **given: object) -> None:
+        raise RuntimeError("broken on purpose")
+
+    monkeypatch.setattr(models, "published", lambda: published()[:1])
+    target: dict[str, tuple[Any, str]] = {
+        "bench_at": (speeds, "bench_at"),
+        "product": (speeds, "working_set"),
+        "sample": (Sample, "rate"),
+        "prediction": (speeds.RoughMachine, "overhead"),
+    }
+    monkeypatch.setattr(*target[broken], fail)
+    report = examine()
+    text = text_of(report, every=True)
+    assert "broken on purpose" in text
+    assert "Traceback" not in text
+    assert report.machine.memory is not None
+    assert report.models[0].at[0].output_bytes > 0
+
+
+@pytest.mark.long
+def test_a_gpu_is_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "published", lambda: published()[:1])
+    monkeypatch.setattr(speeds, "resolve_devices", lambda *arguments: [FakeGpu(0)])
+    report = examine()
+    assert not report.failures
+    assert report.devices == ("fake:0",)
+    assert {"multiplying with bfloat16 on fake:0", "copying from host memory to fake:0"} <= {
+        rate.what for rate in report.machine.rates
+    }
+    assert all((one.token_seconds or 0) > 0 for one in report.models[0].at)
+    assert "seconds a token on fake:0" in text_of(report)
+
+
+def test_a_machine_that_is_too_busy_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rabbitllm.estimate.doctor.examine.MEASURING_SECONDS", -1.0)
+    report = examine()
+    assert [failure.what for failure in report.failures] == ["times from Qwen2.5-0.5B-Instruct on"]
+    assert report.machine.rates
+    assert all(one.generation is None for model in report.models for one in model.at)
+
+
+def test_where_memory_is_short_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "memory", lambda: Memory(4 * GIB, 2 * GIB, 2 * GIB))
+    report = examine()
+    assert report.machine.rates == ()
+    assert [failure.what for failure in report.failures] == ["times"]
+    assert "2.00 GiB of RAM can be had" in text_of(report)
+    assert report.models[0].at[0].route == "standard"
+
+
+@pytest.mark.parametrize("every", [False, True])
+@pytest.mark.parametrize("width", [80, 120])
+def test_lines_fit_the_terminal(width: int, every: bool) -> None:
+    report = examine(quick=True)
+    lines = text_of(report, width, terminal=True, every=every).splitlines()
+    assert all(len(line) <= width for line in lines)
+    names = [model.name.replace("-Instruct", "") for model in report.models]
+    assert all(any(name in line for line in lines) for name in names)
+
+
+def room(free: int, *, apart: int | None = None) -> list[Folder]:
+    def folder(use: str, disk: int, free: int) -> Folder:
+        return Folder((use,), Path("/x", use), True, "ext4", disk, 9 * free, free)
+
+    return [folder(places.SPLITS, 1, free), folder(places.CACHE, 2 if apart else 1, apart or free)]
+
+
+def test_routes_that_fit() -> None:
+    """By the rule of the README: checkpoint and layer files, or layer files and one shard, or layer files alone."""
+    model = next(model for model in published() if model.repository.endswith("Qwen2.5-72B-Instruct"))
+    output, least = model.outline.output_bytes("4bit"), outlooks.MIN_FREE_BYTES
+    both, shard = output + model.outline.checkpoint_bytes, model.largest_shard_bytes
+
+    def route(*arguments: Any, **given: Any) -> str | None:
+        return outlooks.on_disk(model, room(*arguments, **given)).at[2].route
+
+    assert route(both + least) == "standard"
+    assert route(both + least - 1) == "sequential_ahead"
+    assert route(output + 2 * shard + least - 1) == "sequential_file"
+    assert route(output + shard + least - 1) == "sequential_stream"
+    assert route(output + least - 1) is None
+    assert route(output + least, apart=model.outline.checkpoint_bytes + least) == "standard"
+    assert route(output + least, apart=model.outline.checkpoint_bytes + least - 1) == "sequential_stream"

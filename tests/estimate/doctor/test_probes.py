@@ -1,0 +1,198 @@
+"""What each probe finds on this machine, and on others as far as their files say it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from huggingface_hub import constants
+
+from rabbitllm.estimate.doctor import hardware, hub, packages, places
+
+V2 = "sys/fs/cgroup"
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_memory_of_this_machine_and_of_a_control_group(tmp_path: Path) -> None:
+    found = hardware.memory()
+    assert 0 < found.usable <= found.free <= found.total == psutil.virtual_memory().total
+    root = write(tmp_path, {f"{V2}/memory.max": "5000\n", f"{V2}/memory.stat": "anon 2000\n"})
+    (group,) = hardware.memory(root).groups
+    assert (group.version, group.limit, group.room) == (2, 5000, 3000)
+
+
+LIMITED = """
+import resource
+resource.setrlimit(resource.RLIMIT_AS, (40 << 30, 40 << 30))
+import dataclasses
+from rabbitllm.estimate.doctor import hardware, report
+found = dataclasses.replace(hardware.memory(), total=64 << 30, groups=())
+(limit,) = found.limits
+assert (limit.name, limit.limit) == ("RLIMIT_AS", 40 << 30) and 0 < limit.room < limit.limit
+assert found.usable <= limit.room + (64 << 20)
+assert "; RLIMIT_AS allows 40.00 GiB, of which " in report._memory(found)
+assert "RLIMIT" not in report._memory(dataclasses.replace(found, total=40 << 30))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system cannot be asked")
+def test_a_limit_of_the_process_itself_is_named_if_the_machine_has_more() -> None:
+    subprocess.run([sys.executable, "-c", LIMITED], check=True)
+
+
+CPUINFO = "processor\t: 0\nmodel name\t: A Chip\nflags\t\t: sse avx2 avx512f avx512_vnni\n"
+
+
+def test_processors(tmp_path: Path) -> None:
+    found = hardware.processor()
+    assert found.name
+    assert 0 < found.usable <= found.cores
+    other = hardware.processor(write(tmp_path, {"proc/cpuinfo": CPUINFO, f"{V2}/cpu.max": "50000 100000\n"}))
+    assert (other.name, other.usable) == ("A Chip", 0.5)
+    assert {name for name, there in other.instructions.items() if there} == {"AVX2", "AVX-512", "VNNI"}
+    (tmp_path / "proc/cpuinfo").write_text("processor: 0\nFeatures: fp asimd sha2\n")
+    (tmp_path / V2 / "cpu.max").write_text("max 100000\n")
+    arm = hardware.processor(tmp_path)
+    assert [name for name, there in arm.instructions.items() if there] == ["NEON", "SHA"]
+    assert arm.usable == found.usable
+    assert hardware.processor(tmp_path / "nothing").instructions == {}
+
+
+def test_gpus_are_those_of_torch() -> None:
+    found = hardware.gpus()
+    assert len(found.found) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    assert found.torch == torch.__version__
+
+
+def test_no_driver_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "has_nvidia_driver", lambda: False)
+    assert hardware.gpus(ask_torch=False).torch is None
+    monkeypatch.setattr(hardware, "has_nvidia_driver", lambda: True)
+    assert hardware.gpus(ask_torch=False).torch == torch.__version__
+
+
+@pytest.mark.parametrize(
+    ("environment", "name"),
+    [
+        ({"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, "Kaggle"),
+        ({"COLAB_RELEASE_TAG": "release-colab"}, "Colab"),
+        ({"SPACE_ID": "me/demo"}, "Hugging Face Spaces"),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "a container"),
+        ({"COLAB_GPU": ""}, None),
+    ],
+)
+def test_hosts_are_known_by_their_environment(tmp_path: Path, environment: dict[str, str], name: str | None) -> None:
+    found = places.host(environment, tmp_path)
+    assert (found.name if found is not None else None) == name
+    assert found is None or found.hints
+
+
+def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where layer files go first; of a folder that is not there yet, the disk it would be on."""
+    home = tmp_path / "not" / "yet"
+    working = tmp_path / "working"
+    working.mkdir()
+    monkeypatch.setenv("RABBITLLM_HOME", str(home))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home))
+    monkeypatch.setattr(places, "KAGGLE_WORKING", working)
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(f"1 0 8:1 / / rw - ext4 /dev/a rw\n2 1 0:5 / {working.resolve()} rw shared:1 - tmpfs none rw\n")
+    kaggle = places.Host("Kaggle", (), {str(working.resolve()): 7})
+    found = places.folders(kaggle, mounts)
+    assert found[0].uses == (places.SPLITS, places.CACHE)
+    assert (found[0].path, found[0].filesystem, found[0].quota) == (home, "ext4", None)
+    assert found[0].disk == os.stat(tmp_path).st_dev
+    assert 0 < found[0].free <= found[0].total
+    kept = next(folder for folder in found if folder.path == working)
+    assert (kept.in_memory, kept.room) == (True, 7)
+    assert places.folders(None, tmp_path / "nothing")[0].filesystem is None
+
+
+def test_a_file_in_the_place_of_a_folder_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RABBITLLM_HOME", str(tmp_path / "file" / "home"))
+    assert not places.folders()[0].writable
+
+
+class _Refuses(BaseHTTPRequestHandler):
+    def do_HEAD(self) -> None:
+        self.send_response(403)
+        self.end_headers()
+
+    def log_message(self, *arguments: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Refuses)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_hub_that_answers_is_there_whatever_it_answers(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    found = hub.hub()
+    assert (found.reachable, found.offline, found.token) == (True, False, True)
+    assert found.seconds is not None
+    assert "secret" not in repr(found)
+
+
+def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://me:secret@127.0.0.1:1")
+    found = hub.hub()
+    assert found.reachable is False
+    assert found.problem
+    assert "secret" not in found.endpoint
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert (hub.hub().offline, hub.hub().reachable) == (True, None)
+
+
+def test_packages_are_those_that_are_installed() -> None:
+    found = {package.name: package for package in packages.packages()}
+    assert found["torch"].found == metadata.version("torch")
+    assert found["torch"].wanted.startswith(">=")
+    assert all(package.sound for package in found.values() if package.essential)
+    assert all(package.brings for package in found.values())
+
+
+def test_packages_that_are_too_old_missing_or_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = metadata.version
+
+    def version(name: str) -> str:
+        if name == "numba":
+            raise metadata.PackageNotFoundError(name)
+        return "0.1" if name == "transformers" else real(name)
+
+    def broken() -> None:
+        raise OSError("libcudart.so.12: cannot open shared object file")
+
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setitem(packages._LOADED, "bitsandbytes", broken)  # type: ignore[index]
+    found = {package.name: package for package in packages.packages()}
+    assert not found["transformers"].fits
+    assert found["numba"].found is None
+    assert "libcudart" in (found["bitsandbytes"].problem or "")
+    assert not any(found[name].sound for name in ("transformers", "numba", "bitsandbytes"))

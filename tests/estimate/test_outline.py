@@ -1,0 +1,165 @@
+"""Models told from their configs: the tensors are the published ones, and what is foretold is what a plan foretells."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from rabbitllm.base.options import StreamOptions
+from rabbitllm.engine.blueprint import blueprint
+from rabbitllm.engine.devices import CpuDevice, Device
+from rabbitllm.errors import UnknownArchitectureError
+from rabbitllm.estimate.doctor.models import Published, published
+from rabbitllm.estimate.expert_calls import ExpertCalls
+from rabbitllm.estimate.machine import Machine, RoughMachine, product_key
+from rabbitllm.estimate.outline import Outline
+from rabbitllm.estimate.outline_families import outline_of
+from rabbitllm.estimate.stretched import predict_outline
+from rabbitllm.formats.safetensors_file import read_header
+from rabbitllm.splitter.planned_files import PlannedFiles
+from tests.estimate.test_predict import known_rates, predict  # noqa: F401  slow ones, of which everything follows
+from tests.splitter.test_planned_files import planned
+from tests.support.builders import build_checkpoint
+from tests.support.fake_gpu import FakeGpu
+from tests.support.quick_measuring import quick_measuring  # noqa: F401  another one
+from tests.support.tiny_models import one_thread  # noqa: F401  one more
+
+FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "gpt_oss", "deepseek_v3"]
+LAYERS = 4
+MANY = {"num_hidden_layers": LAYERS}
+
+
+def tiny(folder: Path, family: str, **settings: Any) -> tuple[Path, Outline]:
+    types = {"layer_types": ["sliding_attention", "full_attention"] * 2} if family == "gpt_oss" else {}
+    built = build_checkpoint(folder / family, family, dtype=torch.bfloat16, **MANY, **types, **settings)
+    return built, outline_of(json.loads((built / "config.json").read_text()))
+
+
+def all_of(outline: Outline) -> Counter[tuple[str, tuple[int, ...], str]]:
+    """The tensors of the whole model, without the numbers of layers."""
+    found: Counter[tuple[str, tuple[int, ...], str]] = Counter()
+    for one in outline.stored:
+        head, layers, rest = one.name.partition(".layers.")
+        number = rest.partition(".")[0]
+        found[head + rest.removeprefix(number), one.shape, one.dtype] += (
+            outline.times(f"layers.{number}") if layers else 1
+        )
+    return found
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tensors_are_those_that_transformers_saves(tmp_path: Path, family: str, tied: bool) -> None:
+    folder, outline = tiny(tmp_path, family, tied=tied)
+    saved: Counter[tuple[str, tuple[int, ...], str]] = Counter()
+    for tensor in read_header(folder / "model.safetensors").tensors:
+        head, layers, rest = tensor.name.partition(".layers.")
+        saved[head + rest.removeprefix(rest.partition(".")[0]) if layers else head, tensor.shape, tensor.dtype] += 1
+    assert all_of(outline) == saved
+    assert len(outline.layers) == LAYERS
+
+
+@pytest.mark.parametrize("compression", [None, "8bit", "4bit"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layer_files_take_what_a_plan_says(tmp_path: Path, family: str, compression: str | None) -> None:
+    folder, outline = tiny(tmp_path, family)
+    files = planned(folder, compression)
+    stored = sum(tensor.nbytes for tensor in files.tensors.values())
+    # beside the tensors: a header a file, and the rest of its last block
+    beside = outline.output_bytes(compression) - stored
+    assert 0 < beside < 3 * 4096 * (LAYERS + 3) + 400 * len(files.tensors)
+    assert outline.checkpoint_bytes == sum(
+        tensor.nbytes for tensor in read_header(folder / "model.safetensors").tensors
+    )
+
+
+@pytest.mark.usefixtures("known_rates")
+@pytest.mark.parametrize("compression", [None, "4bit"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("room", [0, 400_000, 1 << 34])
+def test_what_is_foretold_is_what_a_plan_foretells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, family: str, compression: str | None
+) -> None:
+    monkeypatch.setattr(ExpertCalls, "found", lambda self, tokens: 0.1)
+    monkeypatch.setattr(ExpertCalls, "mapped", lambda self, tokens, **given: 0.1)
+    monkeypatch.setattr(ExpertCalls, "read", lambda self, way, slots: 10.0)
+    monkeypatch.setattr(ExpertCalls, "first", lambda self, tokens, way, slots: 40.0)
+    folder, outline = tiny(tmp_path, family)
+    machine = Machine([CpuDevice()], StreamOptions(device="cpu", max_memory={"cpu": room}), 0)
+    readable = list(folder.glob("*.safetensors"))
+    said = predict(compression, planned(folder, compression), folder, machine, readable)
+    (tmp_path / "work").mkdir()
+    drawn, found = predict_outline(outline, compression, folder, machine, readable, tmp_path / "work")
+    real = blueprint(planned(folder, compression), machine.options, folder, machine.devices).placement
+    assert drawn.placement == real
+    assert (found.placed, found.experts, found.read_bytes) == (said.placed, said.experts, said.read_bytes)
+    # rates are given; what is small and measured on the way is not
+    assert found.token_seconds == pytest.approx(said.token_seconds, rel=0.05)
+    assert found.first_token_seconds == pytest.approx(said.first_token_seconds, rel=0.05)
+
+
+def test_two_gpus_get_what_a_plan_gives_them(tmp_path: Path) -> None:
+    folder, outline = tiny(tmp_path, "qwen3_moe")
+    gpus: list[Device] = [FakeGpu(0), FakeGpu(1)]
+    machine = Machine(gpus, StreamOptions(max_memory={**{gpu.name: 200_000 for gpu in gpus}, "cpu": 300_000}), 0)
+    (tmp_path / "work").mkdir()
+    drawn, _ = predict_outline(outline, None, folder, machine, list(folder.glob("*.safetensors")), tmp_path / "work")
+    assert drawn.placement == blueprint(planned(folder, None), machine.options, folder, gpus).placement
+    assert {placed.device for placed in drawn.placement.units} == {"fake:0", "fake:1"}
+
+
+@pytest.mark.parametrize("model", published(), ids=lambda model: model.repository)
+def test_published_figures_are_those_of_the_models_own_class(model: Published) -> None:
+    """Every parameter, in a model of that config on the meta device; DeepSeek counts the routers' biases among them."""
+    plain = {key: value for key, value in model.config.items() if key != "quantization_config"}
+    config = transformers.AutoConfig.for_model(**plain)
+    with torch.device("meta"):
+        skeleton = transformers.AutoModelForCausalLM.from_config(config)
+    parameters = {id(one): one for one in skeleton.parameters()}.values()
+    biases = sum(one.numel() for name, one in skeleton.named_buffers() if "e_score_correction_bias" in name)
+    assert sum(one.numel() for one in parameters) + biases == model.parameters
+    outline = outline_of(plain)
+    elements = sum(math.prod(shape) * times for (_, shape, _), times in all_of(outline).items())
+    assert elements == model.parameters
+    assert len(outline.layers) == config.num_hidden_layers
+    assert 0 < model.largest_shard_bytes <= model.outline.checkpoint_bytes * 1.01
+
+
+@pytest.mark.parametrize("model", published(), ids=lambda model: model.repository)
+def test_the_engine_takes_the_sample_of_a_published_model(tmp_path: Path, model: Published) -> None:
+    """Quantised as it is published: nothing is missing, and nothing left over but a layer that is known for that."""
+    (tmp_path / "config.json").write_text(json.dumps(model.outline.sample))
+    files = PlannedFiles(model.outline.plans[None], tmp_path / "split")
+    drawn = blueprint(files, StreamOptions(device="cpu", max_memory={"cpu": 1 << 45}), tmp_path, [CpuDevice()])
+    number = len(model.outline.layers)
+    assert all(f".layers.{number}." in name for name in drawn.weights.unused)
+    assert bool(drawn.weights.unused) == bool(model.config.get("num_nextn_predict_layers"))
+
+
+def test_sizes_that_are_published() -> None:
+    """Of whole repositories, as their listings and indexes say."""
+    known = {model.repository: model.outline.checkpoint_bytes for model in published()}
+    assert known["Qwen/Qwen2.5-72B-Instruct"] == 145_412_407_296
+    assert known["Qwen/Qwen3-Coder-Next"] == 159_348_782_592
+    assert known["deepseek-ai/DeepSeek-V3"] == pytest.approx(688_586_727_753, rel=1e-4)
+
+
+def test_a_family_that_is_not_known_is_refused() -> None:
+    with pytest.raises(UnknownArchitectureError, match="'bloom'"):
+        outline_of({"model_type": "bloom"})
+
+
+def test_a_rough_machine_measures_each_kind_once() -> None:
+    machine, asked = RoughMachine([CpuDevice()], StreamOptions(device="cpu"), 0), iter(range(9))
+    key = product_key("cpu", "bfloat16", True, 1)
+    assert [machine.measured(key, lambda: next(asked)) for _ in range(3)] == [0, 0, 0]
+    assert machine.measured(product_key("cpu", "4bit", True, 1), lambda: next(asked)) == 1
+    plain = Machine([CpuDevice()], StreamOptions(device="cpu"), 0)
+    assert [plain.measured(key, lambda: next(asked)) for _ in range(2)] == [2, 3]

@@ -1,0 +1,259 @@
+"""Seconds a token before there is a split: facts beside the model that is then loaded, times that follow from rates.
+
+How close the times come is for `benchmarks/predict.py` to say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rabbitllm
+from rabbitllm.base.options import StreamOptions
+from rabbitllm.engine.blueprint import blueprint
+from rabbitllm.engine.devices import CpuDevice, Device
+from rabbitllm.engine.load import load_model
+from rabbitllm.engine.placement import Tier
+from rabbitllm.errors import DeviceError, OptionError
+from rabbitllm.estimate import predict as predictions
+from rabbitllm.estimate import reckoning
+from rabbitllm.estimate.expert_calls import ExpertCalls
+from rabbitllm.estimate.generation import Generation, Plan
+from rabbitllm.estimate.machine import Machine
+from rabbitllm.estimate.products import WorkingSet
+from rabbitllm.estimate.reading import Sample
+from rabbitllm.store.layer_store import WeightFiles
+from tests.splitter.test_planned_files import planned
+from tests.support.builders import build_checkpoint
+from tests.support.fake_gpu import FakeGpu
+from tests.support.hybrid_families import HYBRIDS
+from tests.support.quick_measuring import quick_measuring  # noqa: F401  another one
+from tests.support.tiny_models import one_thread, split  # noqa: F401  one more
+
+COMPRESSIONS = [None, "8bit", "4bit", "4bit-double"]
+
+
+@pytest.fixture
+def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So slow that nothing else counts: a megabyte a second multiplied, and as much read."""
+    monkeypatch.setattr(WorkingSet, "rate", lambda self, inputs, **given: 1e6)
+    monkeypatch.setattr(Sample, "rate", lambda self, way: 1e6)
+    monkeypatch.setattr(Sample, "cached_rate", lambda self: 1e6)
+    monkeypatch.setattr(reckoning.Reckoning, "_strain", lambda *arguments: reckoning.ALONE)
+
+
+def checkpoint(folder: Path, family: str = "llama", **settings: Any) -> Path:
+    return build_checkpoint(folder, family, dtype=torch.bfloat16, shards=2, **settings)
+
+
+def predict(
+    compression: str | None, store: WeightFiles, home: Path, machine: Machine, readable: Sequence[Path]
+) -> Generation:
+    """What generating takes with layer files that need not be there yet."""
+    drawn = blueprint(store, machine.options, home, machine.devices)
+    return predictions.foretell(compression, drawn, store.folder, machine, readable)
+
+
+def foretell(folder: Path, compression: str | None = None, room: int = 1 << 34, **settings: Any) -> Generation:
+    options = StreamOptions(device="cpu", max_memory={"cpu": room}, **settings)
+    machine = Machine([CpuDevice()], options, 0)
+    return predict(compression, planned(folder, compression), folder, machine, list(folder.glob("*.safetensors")))
+
+
+def at(plan: Plan, compression: str | None) -> Generation:
+    return next(found for found in plan.generations if found.compression == compression)
+
+
+@pytest.mark.parametrize("room", [0, 200_000, None])
+def test_what_a_plan_says_is_what_is_loaded(tmp_path: Path, room: int | None) -> None:
+    folder = checkpoint(tmp_path / "m", hidden_size=128)
+    limits: Any = {"device": "cpu", "max_memory": None if room is None else {"cpu": room}}
+    plan = rabbitllm.plan(folder, bandwidth="1GB", **limits)
+    assert plan.devices == ("cpu",)
+    assert [found.compression for found in plan.generations] == COMPRESSIONS
+    for compression in COMPRESSIONS:
+        found = at(plan, compression)
+        model = rabbitllm.AutoModel.from_pretrained(
+            folder, compression=compression, show_layer_progress=False, **limits
+        )
+        units = model.placement.units
+        for tier in Tier:
+            here = [placed for placed in units if placed.tier is tier]
+            held = [held for held in found.placed if held.tier == tier.value]
+            assert [one.units for one in held] == ([len(here)] if here else [])
+            assert sum(one.stored_bytes for one in held) == sum(placed.counted for placed in here)
+        assert found.read_bytes == model.placement.streamed_bytes
+        assert found.token_seconds is not None
+        assert found.first_token_seconds is not None
+        assert found.speeds
+    after = rabbitllm.plan(folder, bandwidth="1GB", **limits)  # the same of finished splits
+    assert [found.placed for found in after.generations] == [found.placed for found in plan.generations]
+
+
+@pytest.mark.parametrize("room", [0, 200_000, 1 << 34])
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_tied_embeddings_are_counted_once(tmp_path: Path, compression: str | None, room: int) -> None:
+    folder = checkpoint(tmp_path / "m", "qwen2", tied=True)
+    tensors = planned(folder, compression).tensors.values()
+    found = foretell(folder, compression, room)
+    assert sum(held.stored_bytes for held in found.placed) == sum(tensor.nbytes for tensor in tensors)
+    if room == 1 << 34:
+        assert found.stays_bytes == sum(tensor.nbytes for tensor in tensors)
+
+
+@pytest.mark.parametrize("compression", [None, "4bit"])
+@pytest.mark.parametrize("room", [0, 600_000, 1 << 34])
+def test_what_a_plan_says_of_experts_is_what_is_loaded(tmp_path: Path, room: int, compression: str | None) -> None:
+    folder = checkpoint(tmp_path / "m", "qwen3_moe", num_experts=12, num_experts_per_tok=3)
+    found = foretell(folder, compression, room)
+    options = StreamOptions(device="cpu", max_memory={"cpu": room}, show_progress=False)
+    placement = load_model(split(folder, compression), options).placement
+    (own,) = found.experts
+    assert {placed.tier.value for placed in placement.experts} == {own.tier}
+    assert sum(placed.stored for placed in placement.experts) == own.stored_bytes
+    assert own.used_bytes * 4 == own.stored_bytes
+    slots = sum(pool.slots for pool in placement.pools)
+    kept = slots / own.count if placement.pools else 1
+    assert own.kept_bytes == pytest.approx(kept * own.stored_bytes, abs=1)
+    assert found.read_bytes == pytest.approx(placement.streamed_bytes + (1 - kept) * own.used_bytes, abs=1)
+    assert (found.found_token_seconds or 0) > 0
+    assert found.token_seconds is not None
+
+
+def test_what_is_kept_of_experts_spares_a_token_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a tenth of a second for each module that finds all, and ten if it reads all, by the share that is kept."""
+    monkeypatch.setattr(ExpertCalls, "found", lambda self, tokens: 0.1)
+    monkeypatch.setattr(ExpertCalls, "read", lambda self, way, slots: 10.0)
+    monkeypatch.setattr(ExpertCalls, "first", lambda self, tokens, way, slots: 40.0)
+    folder = checkpoint(tmp_path / "m", "qwen3_moe", num_experts=12, num_experts_per_tok=3)
+    for room in (0, 600_000):
+        found = foretell(folder, None, room)
+        (own,) = found.experts
+        missed = 1 - own.kept_bytes / own.stored_bytes
+        assert found.found_token_seconds == pytest.approx(3 * 0.1, abs=0.3)
+        assert found.token_seconds == pytest.approx(3 * (0.1 + missed * 9.9), abs=0.3)
+        assert found.first_token_seconds == pytest.approx(3 * 40, abs=1)
+    assert 0 < missed < 1
+
+
+def test_what_fits_takes_as_long_as_its_products(tmp_path: Path, known_rates: None) -> None:
+    folder = checkpoint(tmp_path / "m", hidden_size=128, intermediate_size=512)
+    found = foretell(folder)
+    assert found.read_bytes == 0
+    assert found.token_seconds == pytest.approx(found.stays_bytes / 1e6, rel=0.1)
+    assert found.first_token_seconds == pytest.approx(found.token_seconds, rel=0.1)
+    packed = foretell(folder, "4bit")
+    assert packed.token_seconds is not None
+    assert packed.token_seconds < 0.5 * found.token_seconds  # type: ignore[operator]
+
+
+def test_what_is_streamed_is_read_while_another_computes(tmp_path: Path, known_rates: None) -> None:
+    folder = checkpoint(tmp_path / "m", hidden_size=128, intermediate_size=512, num_hidden_layers=8)
+    found = foretell(folder, room=0)
+    assert found.read_bytes > 0.9 * (found.read_bytes + found.stays_bytes) / 1.5
+    # at the same rate both take as long, and overlap
+    assert found.token_seconds == pytest.approx(found.read_bytes / 1e6, rel=0.15)
+
+
+def test_without_anything_to_read_only_what_fits_has_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = checkpoint(tmp_path / "m")
+    monkeypatch.setattr(Sample, "rate", lambda self, way: None)
+    fits, streams = foretell(folder), foretell(folder, room=0)
+    assert fits.token_seconds is not None
+    assert fits.first_token_seconds is None
+    assert streams.token_seconds is streams.first_token_seconds is None
+    assert streams.read_bytes > 0
+
+
+@pytest.mark.parametrize("host", [0, 300_000, 1 << 30])
+def test_experts_on_gpus_that_are_none(tmp_path: Path, host: int) -> None:
+    folder = checkpoint(tmp_path / "m", "qwen3_moe", num_experts=12, num_experts_per_tok=3, moe_intermediate_size=32)
+    gpus: list[Device] = [FakeGpu(0), FakeGpu(1)]
+    machine = Machine(gpus, StreamOptions(max_memory={**{gpu.name: 260_000 for gpu in gpus}, "cpu": host}), 0)
+    found = predict(None, planned(folder, None), folder, machine, list(folder.glob("*.safetensors")))
+    assert {own.device for own in found.experts} == {"fake:0", "fake:1"}
+    for own in found.experts:
+        assert 0 < own.kept_bytes < own.stored_bytes
+        missed = 1 - (own.kept_bytes + own.host_bytes) / own.stored_bytes
+        assert own.copied_bytes == pytest.approx(own.used_bytes * (1 - own.kept_bytes / own.stored_bytes), abs=2)
+        assert own.read_bytes == pytest.approx(own.used_bytes * missed, abs=2)
+        assert (missed < 1e-6) == (host == 1 << 30)
+    assert any(own.host_bytes for own in found.experts) == bool(host)
+    said = {speed.what for speed in found.speeds}
+    assert "using experts at hand on fake:1" in said
+    assert ("using experts in page-locked memory on fake:0" in said) == bool(host)
+    assert (found.token_seconds or 0) > 0
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next", "gpt_oss", "t5", "mamba2"])
+def test_other_families(tmp_path: Path, family: str) -> None:
+    folder = checkpoint(tmp_path / "m", family, tied=family == "t5")
+    for compression, room in ((None, 0), ("4bit", 1 << 34)):
+        found = foretell(folder, compression, room)
+        assert (found.token_seconds or 0) > 0
+        assert (found.first_token_seconds or 0) > 0
+
+
+@pytest.mark.parametrize("family", ["zamba", "hy_v4", "dots3_note", "llama4"])
+def test_families_of_their_own(tmp_path: Path, family: str) -> None:
+    """Matrices kept in float32; layers that differ in what a config says once; experts with a forward of their own."""
+    folder = build_checkpoint(tmp_path / "m", HYBRIDS[family], dtype=torch.bfloat16)
+    for room in (0, 1 << 34):
+        assert (foretell(folder, None, room).token_seconds or 0) > 0
+
+
+def test_on_gpus_that_are_none(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "m")
+    gpus: list[Device] = [FakeGpu(0), FakeGpu(1)]
+    options = StreamOptions(max_memory={gpu.name: 60_000 for gpu in gpus})
+    machine = Machine(gpus, options, 0)
+    for compression in (None, "4bit"):
+        found = predict(compression, planned(folder, compression), folder, machine, list(folder.glob("*.safetensors")))
+        assert {held.device for held in found.placed} == {"fake:0", "fake:1"}
+        assert (found.token_seconds or 0) > 0
+        assert any("on fake:1" in speed.what for speed in found.speeds)
+    assert all(gpu.uploads for gpu in gpus)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("host", [0, 1 << 30], ids=["nothing is kept", "all is kept in page-locked memory"])
+def test_what_a_gpu_is_sent_for_each_token(tmp_path: Path, host: int) -> None:
+    folder = checkpoint(tmp_path / "m")
+    gpus: list[Device] = [FakeGpu(0)]
+    machine = Machine(gpus, StreamOptions(max_memory={"fake:0": 60_000, "cpu": host}), 0)
+    found = predict(None, planned(folder, None), folder, machine, list(folder.glob("*.safetensors")))
+    assert found.copied_bytes > 0
+    assert found.read_bytes == (0 if host else found.copied_bytes)
+    assert (found.token_seconds or 0) > 0
+
+
+def test_what_transformers_does_not_know_is_said(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "hare", "architectures": ["Hare"]}))
+    plan = rabbitllm.plan(folder, bandwidth="1GB", device="cpu")
+    assert plan.choice is None
+    assert [found.obstacle is None for found in plan.generations] == [False] * len(COMPRESSIONS)
+    assert all("cannot build the model" in (found.obstacle or "") for found in plan.generations)
+    assert all("loading would refuse it" in str(outlook.obstacle) for outlook in plan.outlooks)
+
+
+def test_devices_that_are_not_there(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "m")
+    if not torch.cuda.is_available():
+        with pytest.raises(DeviceError, match="this machine has no GPU"):
+            rabbitllm.plan(folder, max_memory={0: "1GB"})
+    with pytest.raises(OptionError, match="max_memory names the device"):
+        rabbitllm.plan(folder, max_memory={"disk": "1GB"})
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "m")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    elsewhere = tmp_path / "elsewhere"
+    rabbitllm.plan(folder, bandwidth="1GB", device="cpu", layer_shards_saving_path=elsewhere, max_memory={"cpu": 0})
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before

@@ -1,0 +1,161 @@
+"""Two models compared, beside transformers' logits of the same weights; each weight is read once."""
+
+from __future__ import annotations
+
+import errno
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rabbitllm.base.options import StreamOptions
+from rabbitllm.engine.load import load_model
+from rabbitllm.engine.placement import Tier
+from rabbitllm.errors import OptionError, QualityError
+from rabbitllm.evaluation import compare as module
+from rabbitllm.evaluation.compare import compare
+from rabbitllm.evaluation.divergence import Summary, at_positions, summary_of
+from rabbitllm.generation.scoring import Room, ScoredText
+from rabbitllm.storage.durable import NamelessFile
+from tests.support.builders import FAMILIES, VOCABULARY_SIZE, build_checkpoint
+from tests.support.fake_gpu import FakeGpu, watched
+from tests.support.tiny_models import dequantised, load, one_thread, plain_model, split  # noqa: F401  a fixture
+
+STREAMED = 60_000
+"""Bytes with which most of a tiny model streams."""
+FEW = Room(tokens=40)
+"""Several micro-batches."""
+
+
+def texts(count: int = 6, vocabulary: int = VOCABULARY_SIZE) -> list[ScoredText]:
+    """Of several lengths; those with an even number begin with the same twenty tokens."""
+    generator = torch.Generator().manual_seed(3)
+
+    def tokens(some: int) -> tuple[int, ...]:
+        return tuple(torch.randint(3, vocabulary, (some,), generator=generator).tolist())
+
+    shared = tokens(20)
+    return [
+        ScoredText(number, (*shared, 5) if number % 2 == 0 else tokens(1 + number), tokens(3 + 4 * number))
+        for number in range(count)
+    ]
+
+
+def directly(reference: Any, model: Any, given: Sequence[ScoredText]) -> Summary:
+    """With all logits of plain models."""
+    parts = []
+    for text in given:
+        ids = torch.tensor([[*text.context, *text.continuation]])
+        with torch.no_grad():
+            true, other = (one(ids).logits[0, len(text.context) - 1 : -1] for one in (reference, model))
+        parts.append(at_positions(true, other, torch.tensor(text.continuation)))
+    return summary_of(parts)
+
+
+def assert_near(found: Summary, expected: Summary) -> None:
+    """But for what rounds on the way, in another order."""
+    assert found.positions == expected.positions
+    assert found.agreement == expected.agreement
+    for name in ("mean", "median", "percentile", "largest"):
+        got, wanted = getattr(found.divergence, name), getattr(expected.divergence, name)
+        assert got == pytest.approx(wanted, rel=1e-3, abs=1e-7), name
+    assert found.perplexity == pytest.approx(expected.perplexity, rel=1e-5)
+    assert found.reference_perplexity == pytest.approx(expected.reference_perplexity, rel=1e-5)
+
+
+# a head that caps logits, one that shares the embedding's weights, and experts that come and go
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("gemma2", True), ("qwen3_moe", False)])
+def test_as_plain_transformers_has_it(tmp_path: Path, family: str, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [
+        build_checkpoint(tmp_path / f"{seed}", FAMILIES[family], dtype=torch.float32, tied=tied, seed=seed)
+        for seed in (0, 1)
+    ]
+    monkeypatch.setattr(module, "LOGITS_BYTES", 17 * 4 * VOCABULARY_SIZE)  # slices that end within a text
+    plain = [plain_model(folder, dtype=torch.float32).eval() for folder in folders]
+    reference, model = (load(split(folder), STREAMED) for folder in folders)
+    found = compare(model, reference, texts(), FEW)
+    assert_near(found, directly(*plain, texts()))
+    assert found.divergence.mean > 0.01
+
+
+@pytest.mark.parametrize("compression", ["4bit", "8bit"])
+def test_what_is_compressed(tmp_path: Path, compression: str) -> None:
+    """Beside bitsandbytes' own dequantised weights."""
+    folder = build_checkpoint(tmp_path / "model", FAMILIES["llama"], dtype=torch.float32)
+    rounded = dequantised(folder, tmp_path / "rounded", compression, torch.float32)
+    expected = directly(*(plain_model(one, dtype=torch.float32).eval() for one in (folder, rounded)), texts())
+    found = compare(load(split(folder, compression)), load(split(folder), STREAMED), texts(), FEW)
+    assert_near(found, expected)
+    assert found.divergence.mean > 0
+
+
+def test_nothing_against_itself(tmp_path: Path) -> None:
+    """Exactly, whether or not its weights stay in memory."""
+    folder = split(build_checkpoint(tmp_path / "model", FAMILIES["llama"]))
+    found = compare(load(folder, STREAMED), load(folder), texts(), FEW)
+    assert (found.divergence.largest, found.agreement) == (0, 1)
+    assert found.perplexity == found.reference_perplexity
+
+
+def test_one_pass_over_the_weights_of_each(tmp_path: Path) -> None:
+    folder = split(build_checkpoint(tmp_path / "model", FAMILIES["llama"]))
+    models = [load(folder, 0), load(folder, 0)]
+    brought: Counter[tuple[int, str]] = Counter()
+    for number, model in enumerate(models):
+        for placed in model.placement.units:
+            if placed.tier is Tier.STREAMED:
+                unit = model.get_submodule(placed.unit)
+                unit.register_forward_pre_hook(lambda *args, key=(number, placed.unit): brought.update([key]))
+    compare(*models, texts(), FEW)
+    heads = {key for key in brought if "lm_head" in key[1]}
+    assert len(heads) == 2
+    assert len(brought) > 6
+    assert {count for key, count in brought.items() if key not in heads} == {1}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_gpus(tmp_path: Path, count: int) -> None:
+    """Streamed through them, beside a reference in memory."""
+    folders = [build_checkpoint(tmp_path / f"{seed}", FAMILIES["llama"], seed=seed) for seed in (0, 1)]
+    plain = [plain_model(folder, dtype=torch.float32).eval() for folder in folders]
+    gpus = [FakeGpu(index) for index in range(count)]
+    limits: dict[str, int] = {gpu.name: 40_000 for gpu in gpus} | {"cpu": 0}
+    options = StreamOptions(max_memory=limits, show_progress=False, dtype="float32", exact=True)
+    with watched(), torch.no_grad():
+        model = load_model(split(folders[1]), options, None, gpus)
+        before = sum(gpu.uploads for gpu in gpus)
+        found = compare(model, load(split(folders[0])), texts(), FEW)
+        uploads = sum(gpu.uploads for gpu in gpus) - before
+    assert_near(found, directly(*plain, texts()))
+    assert 0 < uploads <= 2 * len(model.placement.units)
+
+
+def test_other_vocabularies_are_refused(tmp_path: Path) -> None:
+    small, large = (
+        load(split(build_checkpoint(tmp_path / name, FAMILIES["llama"], vocab_size=size)))
+        for name, size in (("small", VOCABULARY_SIZE), ("large", VOCABULARY_SIZE + 2))
+    )
+    with pytest.raises(QualityError, match=f"different numbers of tokens: {VOCABULARY_SIZE} and {VOCABULARY_SIZE + 2}"):
+        compare(large, small, texts())
+
+
+def test_no_positions_and_bad_texts_are_refused(tmp_path: Path) -> None:
+    model = load(split(build_checkpoint(tmp_path / "model", FAMILIES["llama"])))
+    with pytest.raises(QualityError, match="no token to be predicted"):
+        compare(model, model, [])
+    with pytest.raises(OptionError, match="index 1 brings 400 tokens"):
+        compare(model, model, [ScoredText(0, (3,), (4,)), ScoredText(1, (3,), (4,) * 400)])
+
+
+def test_a_full_disk_is_said_to_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(split(build_checkpoint(tmp_path / "model", FAMILIES["llama"])))
+
+    def full(*given: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(NamelessFile, "write_at", full)
+    with pytest.raises(OSError, match="No space left"):
+        compare(model, model, texts())

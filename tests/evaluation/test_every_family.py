@@ -1,0 +1,29 @@
+"""Of every type that can be scored, the head makes of kept rows what the model itself makes of them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from rabbitllm.evaluation.compare import compare
+from rabbitllm.generation.packed_families import PACKABLE
+from rabbitllm.generation.scoring import Room, ScoredText
+from rabbitllm.generation.scoring.filled_families import FILLABLE
+from tests.generation.scoring.beside_plain import alone, texts_for
+from tests.generation.test_packed_families import ALONE, checkpoint
+from tests.support.tiny_models import load, one_thread, split  # noqa: F401  a fixture that applies by itself
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted(ALONE | (FILLABLE - PACKABLE)))
+def test_as_each_alone(tmp_path: Path, name: str) -> None:
+    model = load(split(checkpoint(tmp_path / "model", name)), 60_000, exact=False)
+    asked = [text for text in texts_for() if text.continuation]
+    texts = [ScoredText(number, text.context, text.continuation) for number, text in enumerate(asked)]
+    expected = [alone(model, text) for text in texts]
+    found = compare(model, model, texts, Room(tokens=40, memory_bytes=0, disk_bytes=1 << 30, scratch=tmp_path))
+    assert (found.divergence.largest, found.agreement) == (0, 1)
+    total = math.fsum(one.logprob or 0 for one in expected)
+    assert math.log(found.perplexity) == pytest.approx(-total / found.positions, abs=1e-4)

@@ -1,0 +1,142 @@
+"""`rabbitllm.quality`: which two models are meant, what comes of it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rabbitllm
+import rabbitllm.demo
+from rabbitllm import AutoModel, quality
+from rabbitllm.errors import OptionError, QualityError
+from rabbitllm.store.layer_store import LayerStore
+from tests.support.builders import build_checkpoint, read_tensors
+from tests.support.splitting import names_in
+from tests.support.tiny_models import one_thread, split  # noqa: F401  a fixture that applies by itself
+
+FEW = {"device": "cpu", "tokens": 64, "window": 32}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return build_checkpoint(tmp_path / "model", "llama", shards=2)
+
+
+def test_tied_embeddings_are_in_the_size_once(tmp_path: Path) -> None:
+    """And all experts, wherever they are."""
+    for family in ("qwen2", "qwen3_moe"):
+        folder = build_checkpoint(tmp_path / family, family, tied=True)
+        found = quality(folder, compression="4bit", max_memory={"cpu": 0}, **FEW)
+        assert found.reference.nbytes == sum(tensor.nbytes for tensor in read_tensors(folder).values())
+        assert found.model.nbytes == sum(
+            one.nbytes for one in LayerStore(folder / "splitted_model.4bit").tensors.values()
+        )
+
+
+def test_against_the_same_model_uncompressed(checkpoint: Path) -> None:
+    """Split where it was not, and nothing written for the reference."""
+    found = quality(checkpoint, compression="4bit", **FEW)
+    assert [name for name in names_in(checkpoint) if name.startswith("splitted")] == ["splitted_model.4bit"]
+    assert (found.model.compression, found.reference.compression) == ("4bit", None)
+    assert found.model.nbytes < found.reference.nbytes
+    assert found.summary.divergence.mean > 0
+    assert found.summary.positions == 64
+    assert found.text == "the bundled text"
+    again = quality(checkpoint, **FEW)  # the compression of the split that is here
+    assert again.model == found.model
+    assert again.summary == found.summary
+
+
+def test_an_uncompressed_model_is_not_compared_with_itself(checkpoint: Path) -> None:
+    for name in (checkpoint, split(checkpoint)):
+        with pytest.raises(QualityError, match="would be compared with itself") as refused:
+            quality(name, **FEW)
+        assert "--compression 4bit" in refused.value.remedy
+    assert quality(checkpoint, checkpoint, **FEW).summary.divergence.largest == 0
+
+
+def test_split_directories_find_what_they_were_made_from(checkpoint: Path) -> None:
+    packed = split(checkpoint, "8bit")
+    around = quality(packed, **FEW)
+    assert around.reference.name == str(checkpoint)
+    assert around.model.compression == "8bit"
+    whole = split(checkpoint)
+    assert quality(packed, **FEW).reference.name == str(whole)
+    elsewhere = shutil.move(packed, checkpoint.parent / "alone" / packed.name) if _make(checkpoint) else packed
+    with pytest.raises(QualityError, match="uncompressed model is not beside it"):
+        quality(elsewhere, **FEW)
+    assert quality(elsewhere, whole, **FEW).summary == around.summary
+
+
+def _make(checkpoint: Path) -> bool:
+    (checkpoint.parent / "alone").mkdir()
+    return True
+
+
+def test_where_the_original_is_used_up(tmp_path: Path, checkpoint: Path) -> None:
+    spare = shutil.copytree(checkpoint, tmp_path / "spare")
+    AutoModel.from_pretrained(checkpoint, compression="4bit", sequential_shard_processing=True, device="cpu")
+    with pytest.raises(QualityError, match=r"The uncompressed model cannot be read\."):
+        quality(checkpoint, **FEW)
+    assert quality(checkpoint, spare, **FEW).summary.divergence.mean > 0
+
+
+def test_loaded_models(checkpoint: Path) -> None:
+    packed = AutoModel.from_pretrained(checkpoint, compression="4bit", device="cpu", dtype="float32")
+    whole = AutoModel.from_pretrained(checkpoint, device="cpu", dtype="float32")
+    found = quality(packed, whole, **FEW)
+    assert found.summary == quality(checkpoint, compression="4bit", **FEW).summary
+    assert found.model.compression == "4bit"
+    with pytest.raises(OptionError, match="compared with nothing"):
+        quality(packed, **FEW)
+
+
+def test_an_own_text(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.txt").write_text("A hare is not a rabbit. " * 9, encoding="utf-8")
+    found = quality(checkpoint, text=tmp_path / "own.txt", compression="none", **FEW)
+    assert found.text == str(tmp_path / "own.txt")
+    assert found.summary.divergence.largest == 0
+    assert found.summary.agreement == 1
+
+
+def test_models_that_read_otherwise_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(checkpoint, tmp_path / "other")
+    text = (other / "tokenizer.json").read_text(encoding="utf-8")
+    vocabulary = json.loads(text)["model"]["vocab"]
+    one, two = (json.dumps(token, ensure_ascii=False) for token in ("Q", "Z"))
+    swapped = {"Q": vocabulary["Z"], "Z": vocabulary["Q"]}
+    for name, number in ((one, swapped["Q"]), (two, swapped["Z"])):
+        text = text.replace(f"{name}: {vocabulary[json.loads(name)]}", f"{name}: {number}")
+    (other / "tokenizer.json").write_text(text, encoding="utf-8")
+    with pytest.raises(QualityError, match="different vocabularies"):
+        quality(checkpoint, other, compression="none", **FEW)
+    untold = build_checkpoint(tmp_path / "untold", "llama", tokenizer=False)
+    with pytest.raises(QualityError, match="without a tokenizer"):
+        quality(untold, compression="none", **FEW)
+
+
+def test_of_the_bundled_model(tmp_path: Path) -> None:
+    """It answers, and its problems are what it is measured on."""
+    folder = shutil.copytree(Path(rabbitllm.demo.__file__).parent / "model", tmp_path / "demo")
+    found = quality(folder, compression="4bit", device="cpu", problems=12)
+    assert found.text == "held-out problems"
+    assert found.windows == found.problems == 12
+    assert found.model.right == found.reference.right == 12
+    assert found.summary.positions > 24
+    assert 0 < found.summary.divergence.mean < 1e-3
+    record = found.as_json()
+    assert json.loads(json.dumps(record)) == record
+    assert record["model"]["bytes"] < record["against"]["bytes"] / 3
+    with pytest.raises(OptionError, match="problems=3, which cannot be"):
+        quality(folder, device="cpu", problems=3)
+    text = tmp_path / "text.txt"
+    text.write_text("Q: 3 + 4\nA: 7\n" * 20, encoding="utf-8")
+    few: dict[str, Any] = {"device": "cpu", "tokens": 64, "window": 32, "text": text}
+    own = quality(folder, compression="4bit", **few)
+    assert (own.text, own.problems, own.model.right, own.reference.right) == (str(text), 0, None, None)
+    asked = quality(folder, compression="4bit", **few, problems=4)
+    assert (asked.problems, asked.model.right, asked.summary) == (4, 4, own.summary)

@@ -1,0 +1,84 @@
+"""Asks a batch, and collects what comes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rabbitllm.generation.batch import Batch
+from rabbitllm.generation.request import Chosen, Event, Failed, Finished, Piece, Request
+from rabbitllm.generation.ticket import Ticket
+
+PATIENCE = 120.0
+"""Seconds; what takes longer hangs."""
+
+
+@dataclass
+class Asked:
+    """One request, and its events so far."""
+
+    request: Request
+    events: list[Event] = field(default_factory=list)
+    over: threading.Event = field(default_factory=threading.Event)
+    ticket: Ticket | None = None
+
+    def told(self, event: Event) -> None:
+        self.events.append(event)
+        if not isinstance(event, Piece):
+            self.over.set()
+
+    def wait(self) -> Asked:
+        assert self.over.wait(PATIENCE), "no end came"
+        return self
+
+    @property
+    def end(self) -> Finished | Failed:
+        end = self.wait().events[-1]
+        assert not isinstance(end, Piece)
+        return end
+
+    @property
+    def finished(self) -> Finished:
+        end = self.end
+        if isinstance(end, Failed):
+            raise end.error
+        return end
+
+    @property
+    def chosen(self) -> list[Chosen]:
+        return [one for event in self.events if isinstance(event, Piece) for one in event.tokens]
+
+    @property
+    def tokens(self) -> list[int]:
+        return [one.token for one in self.chosen]
+
+    @property
+    def text(self) -> str:
+        return "".join(event.text for event in self.events if isinstance(event, Piece))
+
+
+def begin(batch: Batch, request: Request) -> Asked:
+    """Submit one."""
+    made = Asked(request)
+    made.ticket = batch.submit(request, made.told)
+    return made
+
+
+def asked(batch: Batch, requests: Sequence[Request]) -> list[Asked]:
+    """Submit all, and wait for all."""
+    made = [begin(batch, request) for request in requests]
+    return [one.wait() for one in made]
+
+
+def alone(model: Any, request: Request) -> list[int]:
+    """What plain transformers generates greedily, ended by its end token."""
+    prompt = torch.tensor([request.prompt])
+    made = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=request.max_new_tokens, do_sample=False
+    )
+    tokens: list[int] = made[0, len(request.prompt) :].tolist()
+    return tokens

@@ -1,0 +1,96 @@
+"""Passes of a batch in a process of its own, and the anonymous memory that each added at its height; prints JSON.
+
+    python -m tests.generation.pass_peak_child SPLIT-FOLDER TOKENS:PART:TEXTS:MODE …
+
+MODE is `apart` or `as-usual`: whether large blocks are kept apart; it stays so for the rest of the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rabbitllm.engine.allocator import keep_large_apart
+from rabbitllm.generation.batch import Batch, Limits
+from rabbitllm.generation.joint_pass import JointPasses
+from rabbitllm.generation.pass_cost import PassCost, cost_of_a_pass
+from rabbitllm.generation.request import Request
+from tests.support.tiny_models import load
+
+WITH_ALL = 1 << 30
+
+
+def resident(name: str) -> int:
+    """Bytes, as /proc has them."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) << 10
+    raise LookupError(name)
+
+
+@contextlib.contextmanager
+def height(found: list[int]) -> Iterator[None]:
+    """What anonymous memory was more than at the beginning, at most, looked at all the time."""
+    before = most = resident("RssAnon:")
+    over = threading.Event()
+
+    def look() -> None:
+        nonlocal most
+        while not over.wait(0.001):
+            most = max(most, resident("RssAnon:"))
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        yield
+    finally:
+        over.set()
+        looking.join()
+        found.append(max(most, resident("RssAnon:")) - before)
+
+
+def main() -> None:
+    """See above."""
+    torch.set_num_threads(1)
+    model: Any = load(Path(sys.argv[1]), WITH_ALL, exact=False)
+    vocabulary = model.config.vocab_size
+    heights: list[int] = []
+    ordinary = JointPasses.run
+
+    def run(self: JointPasses, members: Any) -> None:
+        with height(heights):
+            ordinary(self, members)
+
+    JointPasses.run = run  # type: ignore[method-assign]
+    answers = []
+    for case in sys.argv[2:]:
+        *numbers, mode = case.split(":")
+        tokens, part, texts = map(int, numbers)
+        if mode == "apart":
+            keep_large_apart()
+        PassCost.parts_in = lambda self, nbytes, texts, part=part: (1 << 30, part)  # type: ignore[method-assign,misc]
+        prompts = [
+            tuple((text * 7919 + place * 37 + 11) % vocabulary for place in range(tokens // texts))
+            for text in range(texts)
+        ]
+        heights.clear()
+        with Batch(model, Limits(texts, cache_bytes=WITH_ALL, chunk=1 << 30, in_bulk=True)) as batch, batch.held():
+            made = [batch.submit(Request(ids, 1), lambda event: None) for ids in prompts]
+        assert len(heights) == 1, heights
+        assert len(made) == texts
+        config = model.config
+        keys = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * tokens
+        reckoned = cost_of_a_pass(config, model.dtype.itemsize).of(tokens, part, texts)
+        answers.append({"case": case, "measured": heights[0] - keys, "reckoned": reckoned, "keys": keys})
+    print(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()

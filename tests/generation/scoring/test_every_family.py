@@ -1,0 +1,33 @@
+"""Every type that may be filled up, and every one whose beginnings are shared, scores texts as it does each alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rabbitllm.generation.packed_families import PACKABLE
+from rabbitllm.generation.scoring import Room
+from rabbitllm.generation.scoring.filled_families import FILLABLE, can_be_filled_up
+from rabbitllm.generation.scoring.micro_batches import Form
+from rabbitllm.generation.scoring.plan import form_of
+from tests.generation.scoring.beside_plain import alone, assert_alike, scored, texts_for
+from tests.generation.test_packed_families import ALONE, checkpoint
+from tests.support.tiny_models import load, split
+
+STATES = FILLABLE - PACKABLE
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted(ALONE | STATES))
+def test_as_each_alone(tmp_path: Path, name: str) -> None:
+    """Beside the same streamed model, whose bits other tests compare; all that waits is put aside."""
+    model = load(split(checkpoint(tmp_path / "model", name)), 60_000, exact=False)
+    assert can_be_filled_up(model)
+    assert form_of(model, exact=False) is (Form.FILLED if name in STATES else Form.PACKED)
+    texts = texts_for()
+    expected = [alone(model, text) for text in texts]
+    room = Room(tokens=40, memory_bytes=0, disk_bytes=1 << 30, scratch=tmp_path)
+    assert_alike(scored(model, texts, room), expected)
+    found = scored(model, texts, Room(exact=True))
+    assert [found[one.index] for one in expected] == expected

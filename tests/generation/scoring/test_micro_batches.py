@@ -1,0 +1,106 @@
+"""Every task is in one micro-batch, none larger than it may be, and every micro-batch in one pass."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rabbitllm.generation.scoring.micro_batches import (
+    FILLED_SHARE,
+    Form,
+    MicroBatch,
+    chains,
+    linked,
+    micro_batches,
+    passes,
+)
+from rabbitllm.generation.scoring.tasks import Asked, Task
+
+TASKS = st.sets(st.lists(st.integers(0, 1), min_size=1, max_size=10).map(tuple), min_size=1, max_size=20).map(
+    lambda found: [Task(ids, ()) for ids in sorted(found, key=hash)]
+)
+LIMIT = 24
+
+
+def tokens_at(batch: MicroBatch) -> list[int]:
+    if batch.segments is not None:
+        return [token for part in batch.segments.parts for token in part.ids]
+    return [token for task in batch.tasks for token in (*task.ids, *[-1] * (batch.length - len(task.ids)))]
+
+
+@pytest.mark.parametrize("form", Form)
+@given(tasks=TASKS)
+def test_all_and_no_more_than_may_be(form: Form, tasks: list[Task]) -> None:
+    batches = micro_batches(tasks, form, LIMIT, worth=2)
+    assert sorted(task.ids for batch in batches for task in batch.tasks) == sorted(task.ids for task in tasks)
+    for batch in batches:
+        there = tokens_at(batch)
+        assert batch.tokens == len(there) <= LIMIT
+        for number, task in enumerate(batch.tasks):
+            assert tuple(there[row] for row in batch.rows(number)) == task.ids
+        filling = batch.tokens - sum(len(task.ids) for task in batch.tasks)
+        if form is Form.FILLED:
+            assert filling * FILLED_SHARE <= batch.tokens
+        if form in (Form.EQUAL, Form.ALONE):
+            assert filling == 0
+
+
+def test_one_that_is_too_long_goes_by_itself() -> None:
+    tasks = [Task((1,) * 30, ()), Task((2,), ()), Task((3,), ())]
+    for form in Form:
+        sizes = sorted(batch.tokens for batch in micro_batches(tasks, form, LIMIT))
+        assert sizes == ([1, 1, 30] if form is Form.ALONE else [2, 30])
+
+
+def test_those_with_the_same_beginning_are_together() -> None:
+    shared = (5,) * 20
+    tasks = [Task((*shared, number), ()) for number in range(8)] + [Task((number, *shared), ()) for number in range(4)]
+    batches = micro_batches(tasks[::-1], Form.PACKED, 28, worth=16)
+    assert [batch.tokens for batch in batches].count(28) == 1
+    assert sum(batch.tokens for batch in batches) == 28 + 4 * 21
+
+
+def test_as_many_in_a_pass_as_there_is_room_for() -> None:
+    batches = [MicroBatch((Task((0,) * length, ()),)) for length in (3, 2, 4, 9, 1)]
+    found = passes(batches, 10, 55)
+    assert [[batch.tokens for batch in one] for one in found] == [[3, 2], [4], [9], [1]]
+    assert len(passes(batches, 10, 190)) == 1
+    assert len(passes(batches, 10, 0)) == 5
+
+
+@given(tasks=TASKS, first=st.integers(0, 9))
+def test_what_is_handed_on_is_there_and_asked_for_by_nobody(tasks: list[Task], first: int) -> None:
+    asked = [Task(one.ids, (Asked(0, min(first, len(one.ids) - 1), (1,), None),)) for one in tasks]
+    before: list[int] = []
+    handed = 0
+    for own, alone in zip(linked(found := micro_batches(asked, Form.PACKED, LIMIT, worth=2)), found, strict=True):
+        assert own.segments is not None
+        assert own.tasks == alone.tasks
+        there = [token for part in own.segments.computed for token in part.ids]
+        assert own.tokens == len(there) == alone.tokens - handed
+        for number, task in enumerate(own.tasks):
+            rows = own.segments.rows(number)
+            known = rows.count(-1)
+            assert known in (0, *(part.begins + len(part.ids) for part in own.segments.path(number)))
+            assert rows[:known] == [-1] * known
+            assert task.ids[:known] == tuple(before[:known])
+            assert tuple(there[row] for row in rows[known:]) == task.ids[known:]
+            assert known <= task.asked[0].first
+        assert handed == own.segments.rows(0).count(-1)
+        before, handed = list(own.tasks[-1].ids[: own.hands_on]), own.hands_on
+
+
+@given(tasks=TASKS, most=st.integers(1, 4))
+def test_chains_are_linked_and_end_where_nothing_is_handed_on(tasks: list[Task], most: int) -> None:
+    found = micro_batches(tasks, Form.PACKED, LIMIT, worth=2)
+    made = chains(found, most)
+    assert [batch.tasks for chain in made for batch in chain] == [batch.tasks for batch in found]
+    at = 0
+    for chain in made:
+        alone = found[at : at + len(chain)]
+        assert chain == linked(alone)
+        assert all(batch.hands_on for batch in chain[:-1])
+        at += len(chain)
+        if len(chain) < most and at < len(found):
+            assert not linked([alone[-1], found[at]])[0].hands_on

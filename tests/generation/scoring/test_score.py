@@ -1,0 +1,339 @@
+"""Scoring many texts: one pass, within bounds, each as it would be alone, and nothing left of what went wrong."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rabbitllm.base.options import StreamOptions
+from rabbitllm.engine.load import load_model
+from rabbitllm.engine.placement import Tier
+from rabbitllm.errors import BatchError, OptionError, ScoringError
+from rabbitllm.generation.scoring import Room, ScoredText, score
+from rabbitllm.generation.scoring.micro_batches import Form
+from rabbitllm.generation.scoring.plan import RESIDENT_BATCHES, Plan, form_of
+from tests.generation.scoring.beside_plain import alone, assert_alike, by_index, scored, texts_for
+from tests.support.builders import FAMILIES, VOCABULARY_SIZE, Family, build_checkpoint
+from tests.support.fake_gpu import FakeGpu, watched
+from tests.support.tiny_models import ALL, load, plain_model, split
+
+STREAMED = 60_000
+"""Bytes with which most of a tiny model streams."""
+SMALL = 40
+"""Tokens of a micro-batch, so that there are several."""
+
+
+@contextlib.contextmanager
+def rows_of_logits(model: Any) -> Iterator[list[int]]:
+    """How many rows of logits the head makes, each time."""
+    rows: list[int] = []
+    ordinary = model.lm_head.forward
+
+    def forward(states: torch.Tensor) -> Any:
+        rows.append(states.shape[-2])
+        return ordinary(states)
+
+    model.lm_head.forward = forward
+    yield rows
+    del model.lm_head.forward
+
+
+@contextlib.contextmanager
+def visits(model: Any) -> Iterator[Counter[str]]:
+    """How often the weights of each unit that streams were brought, and those of its experts."""
+    counted: Counter[str] = Counter()
+    named = [placed.unit for placed in model.placement.units if placed.tier is Tier.STREAMED]
+    named += [source.name for pool in model.streamer.pools.values() for source in pool.sources]
+
+    def counts(name: str) -> Callable[..., None]:
+        return lambda *args: counted.update([name])
+
+    hooks = [model.get_submodule(name).register_forward_pre_hook(counts(name)) for name in named]
+    try:
+        yield counted
+    finally:
+        assert counted.keys() <= set(named)
+        for hook in hooks:
+            hook.remove()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_one_pass_for_all(split_folder: Path, plain: Any, exact: bool) -> None:
+    model = load(split_folder, STREAMED)
+    plans: list[Plan] = []
+    with visits(model) as brought:
+        found = by_index(score(model, texts_for(), Room(tokens=SMALL, exact=exact), on_plan=plans.append))
+    (plan,) = plans
+    assert len(plan.passes) == 1
+    assert len(plan.passes[0]) > 3
+    assert len(brought) == sum(placed.tier is Tier.STREAMED for placed in model.placement.units) > 2
+    assert set(brought.values()) == {1}
+    expected = [alone(plain, text) for text in texts_for()]
+    assert_alike(found, expected)
+    if exact:
+        assert list(found.values()) == sorted(expected, key=lambda one: list(found).index(one.index))
+
+
+@pytest.mark.parametrize("budget", [STREAMED, ALL], ids=["streamed", "resident"])
+@pytest.mark.parametrize("tokens", [4096, 120])
+def test_what_several_begin_with_is_computed_once(split_folder: Path, plain: Any, tokens: int, budget: int) -> None:
+    """Also where not all of them are in the same micro-batch."""
+    model = load(split_folder, budget)
+    context = tuple(range(5, 105))
+    texts = [ScoredText(number, (*context, number + 3), (7, 8, number)) for number in range(10)]
+    plans: list[Plan] = []
+    found = by_index(score(model, texts, Room(tokens=tokens), on_plan=plans.append))
+    assert_alike(found, [alone(plain, text) for text in texts])
+    assert len(plans[0].passes[0]) == (1 if tokens > 1000 else 2)
+    assert plans[0].tokens == 10 * 103
+    assert plans[0].computed == 100 + 10 * 3
+
+
+FORMS = {
+    "llama": Form.PACKED,
+    "gemma2": Form.PACKED,  # soft caps of attention and of logits, sliding windows
+    "gpt_oss": Form.PACKED,  # experts, attention sinks
+    "deepseek_v3": Form.PACKED,  # latent attention, experts
+    "qwen3_next": Form.FILLED,  # states beside attention, experts
+    "mamba2": Form.FILLED,
+    "bloom": Form.FILLED,
+}
+SHORT = ("gemma2", "qwen3_next")
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in sorted(FORMS)]
+)
+def test_families(tmp_path: Path, family: str) -> None:
+    folder = build_checkpoint(tmp_path / family, family, dtype=torch.float32)
+    plain, directory = plain_model(folder, dtype=torch.float32).eval(), split(folder)
+    expected = [alone(plain, text) for text in texts_for()]
+    model = load(directory, STREAMED)
+    assert form_of(model, exact=False) is FORMS[family]
+    for room in (
+        Room(tokens=SMALL),
+        Room(tokens=SMALL, memory_bytes=0, disk_bytes=1 << 30, scratch=tmp_path),
+    ):
+        with visits(model) as brought:
+            assert_alike(scored(model, texts_for(), room), expected)
+        assert set(brought.values()) == {1}
+    found = scored(model, texts_for(), Room(exact=True))
+    assert [found[one.index] for one in expected] == expected
+
+
+def test_angles_by_the_longest_text(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 12}
+    family = Family("phi3", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, **factors}})
+    folder = build_checkpoint(tmp_path / "phi3", family, dtype=torch.float32)
+    plain = plain_model(folder, dtype=torch.float32).eval()
+    model = load(split(folder), STREAMED)
+    assert form_of(model, exact=False) is Form.EQUAL
+    ids = torch.arange(3, 33)[None]
+    assert not torch.equal(plain(ids).logits[:, :10], plain(ids[:, :10]).logits)  # so it matters
+    assert_alike(scored(model, texts_for(), Room()), [alone(plain, text) for text in texts_for()])
+
+
+def test_experts_that_come_and_go_are_brought_once_for_all(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "moe", "qwen3_moe", dtype=torch.float32)
+    plain, directory = plain_model(folder, dtype=torch.float32).eval(), split(folder)
+    model = load(directory, 0)
+    expected = [alone(plain, text) for text in texts_for()]
+    with visits(model) as brought:
+        assert_alike(scored(model, texts_for(), Room(tokens=SMALL)), expected)
+    assert {source.name for pool in model.streamer.pools.values() for source in pool.sources} <= brought.keys()
+    assert set(brought.values()) == {1}
+    found = scored(model, texts_for(), Room(exact=True))
+    assert [found[one.index] for one in expected] == expected
+
+
+def test_what_waits_may_be_put_aside(split_folder: Path, tmp_path: Path) -> None:
+    """It changes no bit, and what is on the disk has no name that a killed process would leave behind."""
+    model = load(split_folder, STREAMED)
+    texts = texts_for()
+    expected = scored(model, texts, Room(tokens=SMALL))
+    sizes = []
+
+    def look(*args: Any) -> None:
+        assert not list(tmp_path.iterdir())
+        for opened in list(Path("/proc/self/fd").iterdir()):
+            with contextlib.suppress(FileNotFoundError):  # that of the list itself
+                if str(tmp_path) in str(opened.readlink()):
+                    sizes.append(opened.stat().st_size)
+
+    hook = model.model.layers[1].register_forward_hook(look)
+    found = scored(model, texts, Room(tokens=SMALL, memory_bytes=20_000, disk_bytes=1 << 30, scratch=tmp_path))
+    hook.remove()
+    assert found == expected
+    assert sizes[0] > 20_000
+
+
+def test_as_many_passes_as_it_takes(split_folder: Path) -> None:
+    model = load(split_folder, STREAMED)
+    texts = texts_for()
+    plans: list[Plan] = []
+    found = by_index(score(model, texts, Room(tokens=SMALL, memory_bytes=60_000, disk_bytes=0), on_plan=plans.append))
+    assert sum(len(plan.passes) for plan in plans) > 1
+    assert found == scored(model, texts, Room(tokens=SMALL))
+
+
+def test_a_resident_model(split_folder: Path, plain: Any) -> None:
+    model = load(split_folder)
+    plans: list[Plan] = []
+    found = by_index(score(model, texts_for(), Room(tokens=SMALL), on_plan=plans.append))
+    assert_alike(found, [alone(plain, text) for text in texts_for()])
+    # results come as soon as nobody needs what was computed any more, and after some micro-batches in any case
+    assert all(batch.hands_on for one in plans[0].passes for batch in one[:-1])
+    assert len(plans[0].passes) > 1
+
+
+def test_a_resident_model_gives_results_before_all_is_done(split_folder: Path, plain: Any) -> None:
+    count = 2 * (2 * RESIDENT_BATCHES + 3)  # two of them in a micro-batch
+    texts = [ScoredText(number, (*range(5, 45), number), (7, *[number % 50 + 3] * 20)) for number in range(count)]
+    plans: list[Plan] = []
+    found = by_index(score(load(split_folder), texts, Room(tokens=90), on_plan=plans.append))
+    assert_alike(found, [alone(plain, text) for text in texts])
+    assert [len(one) for one in plans[0].passes] == [RESIDENT_BATCHES, RESIDENT_BATCHES, 3]
+
+
+def test_many_logits_are_computed_in_slices(split_folder: Path, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rabbitllm.generation.scoring.plan.LOGITS_BYTES", 4 * VOCABULARY_SIZE * 3)
+    model = load(split_folder, STREAMED)
+    text = ScoredText(0, (1, 2), tuple(range(3, 103)))
+    with visits(model) as brought, rows_of_logits(model) as rows:
+        found = scored(model, [text, ScoredText(1, (5,), (6,))], Room(tokens=SMALL))
+    assert set(brought.values()) == {1}
+    assert len(rows) > 100 // 3
+    assert max(rows) == 3
+    assert_alike(found, [alone(plain, text), alone(plain, ScoredText(1, (5,), (6,)))])
+
+
+def test_embeddings_alone_need_no_head(split_folder: Path, plain: Any) -> None:
+    model = load(split_folder, STREAMED)
+    texts = [ScoredText(number, range(3, 9 + number), (), "last") for number in range(4)]
+    with visits(model) as brought:
+        assert_alike(scored(model, texts, Room()), [alone(plain, text) for text in texts])
+    assert "lm_head" not in brought
+    assert len(brought) > 2
+
+
+def test_a_text_that_is_refused_touches_no_other(split_folder: Path, plain: Any) -> None:
+    model = load(split_folder, STREAMED)
+    texts = [ScoredText(1, range(3, 253), range(3, 20)), ScoredText(2, (4, 5), (6,)), ScoredText(3, (), (4,))]
+    found = scored(model, texts, Room())
+    assert "index 1 brings 266 tokens" in str(found[1].error)
+    assert isinstance(found[3].error, OptionError)
+    assert_alike({2: found[2]}, [alone(plain, texts[1])])
+    shortened = scored(model, texts, Room(truncate=True))
+    rest = (*texts[0].context, *texts[0].continuation)[-257:]
+    assert_alike({1: shortened[1]}, [alone(plain, ScoredText(1, rest[:-17], rest[-17:]))])
+
+
+def test_a_text_that_fails_touches_no_other(split_folder: Path, plain: Any) -> None:
+    """One whose tokens bring down the micro-batch that it is in, and itself when it is alone."""
+    model = load(split_folder, STREAMED)
+    texts = [ScoredText(number, (number + 3, number + 4), (5, 6)) for number in range(20)]
+    poison = model.get_input_embeddings()
+
+    def fails(module: Any, args: Any) -> None:
+        state = args[0]
+        if bool((state[0, :, 0] == bad).any()):
+            raise RuntimeError("not with this one")
+
+    bad = plain.get_input_embeddings().weight[7, 0].item()
+    hook = model.model.layers[0].input_layernorm.register_forward_pre_hook(fails)
+    found = scored(model, texts, Room(tokens=SMALL))
+    hook.remove()
+    assert poison is model.get_input_embeddings()
+    failed = {index for index, one in found.items() if one.error is not None}
+    assert failed == {3, 4}
+    assert all(isinstance(found[index].error, ScoringError) for index in failed)
+    assert "RuntimeError: not with this one" in str(found[3].error)
+    assert_alike(found, [alone(plain, text) for text in texts if text.index not in failed])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("the disk is gone")])
+def test_nothing_is_left_of_a_pass_that_is_broken_off(
+    split_folder: Path, plain: Any, tmp_path: Path, error: BaseException | type[BaseException]
+) -> None:
+    model = load(split_folder, STREAMED)
+
+    def breaks(*args: Any) -> None:
+        raise error
+
+    room = Room(tokens=SMALL, memory_bytes=0, disk_bytes=1 << 30, scratch=tmp_path)
+    hook = model.model.layers[1].mlp.register_forward_pre_hook(breaks)
+    with pytest.raises(type(error) if isinstance(error, BaseException) else error):
+        list(score(model, texts_for(), room))
+    hook.remove()
+    assert not list(tmp_path.iterdir())
+    assert model.shared_passes is None
+    assert all(module._compiled_call_impl is None for module in model.modules())
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.is_grad_enabled()
+    ids = torch.tensor([[3, 4, 5, 6]])
+    assert torch.equal(model(ids).logits, plain(ids).logits)
+    assert_alike(scored(model, texts_for(), room), [alone(plain, text) for text in texts_for()])
+
+
+def test_gradients_are_as_they_were(split_folder: Path) -> None:
+    model = load(split_folder, STREAMED)
+    assert torch.is_grad_enabled()
+    for _ in score(model, texts_for(), Room(tokens=SMALL)):
+        assert torch.is_grad_enabled()
+    assert torch.is_grad_enabled()
+
+
+def test_who_gives_up_leaves_the_model_as_it_was(split_folder: Path) -> None:
+    model = load(split_folder, STREAMED)
+    results = score(model, texts_for(), Room(tokens=SMALL))
+    next(results)
+    results.close()
+    assert model.shared_passes is None
+    assert len(scored(model, texts_for(), Room())) == len(texts_for())
+
+
+def test_a_model_that_answers_others(split_folder: Path) -> None:
+    model = load(split_folder, STREAMED)
+    model.shared_passes = object()
+    with pytest.raises(BatchError, match="answers other requests"):
+        list(score(model, texts_for()))
+
+
+def test_models_that_cannot(tmp_path: Path, plain: Any) -> None:
+    with pytest.raises(OptionError, match="LlamaForCausalLM that was not loaded by this package"):
+        list(score(plain, texts_for()))
+    model = load(split(build_checkpoint(tmp_path / "t5", "t5", tied=True)))
+    with pytest.raises(OptionError, match="encoder"):
+        list(score(model, texts_for()))
+
+
+@pytest.mark.parametrize("room", [Room(tokens=0), Room(memory_bytes=-1), Room(scratch=Path("/not/there"))])
+def test_impossible_rooms(split_folder: Path, room: Room) -> None:
+    with pytest.raises(OptionError):
+        list(score(load(split_folder), texts_for(), room))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_gpus(checkpoint: Path, split_folder: Path, plain: Any, tmp_path: Path, count: int) -> None:
+    gpus = [FakeGpu(index) for index in range(count)]
+    limits: dict[str, int] = {gpu.name: 40_000 for gpu in gpus} | {"cpu": 0}
+    texts = texts_for()
+    with watched(), torch.no_grad():
+        options = StreamOptions(max_memory=limits, show_progress=False, dtype="float32", exact=True)
+        model = load_model(split_folder, options, None, gpus)
+        assert model.placement.uploaded_bytes > 0
+        before = sum(gpu.uploads for gpu in gpus)
+        found = scored(model, texts, Room(tokens=SMALL))
+        uploads = sum(gpu.uploads for gpu in gpus) - before
+    assert_alike(found, [alone(plain, text) for text in texts])
+    assert uploads <= 2 * len(model.placement.units)
+
+
+def test_every_family_of_the_builders_has_a_form() -> None:
+    assert FORMS.keys() <= FAMILIES.keys()

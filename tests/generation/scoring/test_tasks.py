@@ -1,0 +1,77 @@
+"""What has to be computed for texts, and which of them are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from rabbitllm.generation.scoring.records import ScoredText
+from rabbitllm.generation.scoring.tasks import Ability, Asked, problem_of, tasks_of
+
+ABLE = Ability(vocabulary=100, context=8)
+
+
+def test_the_last_token_is_no_input() -> None:
+    (task,) = tasks_of([ScoredText(0, (1, 2, 3), (4, 5))], [0], 8)
+    assert task.ids == (1, 2, 3, 4)
+    assert task.asked == (Asked(0, 2, (4, 5), None),)
+
+
+def test_an_embedding_is_of_all_tokens() -> None:
+    (task,) = tasks_of([ScoredText(0, (1, 2, 3), (4, 5), "mean")], [0], 8)
+    assert task.ids == (1, 2, 3, 4, 5)
+    assert task.asked == (Asked(0, 2, (4, 5), "mean"),)
+
+
+def test_choices_of_one_token_are_one_task() -> None:
+    texts = [ScoredText(number, (1, 2, 3), (number,)) for number in range(4)]
+    (task,) = tasks_of(texts, range(4), 8)
+    assert task.ids == (1, 2, 3)
+    assert [one.targets for one in task.asked] == [(0,), (1,), (2,), (3,)]
+    assert len(tasks_of(texts, range(4), 8, shared=False)) == 4
+
+
+def test_what_is_too_long_loses_its_beginning() -> None:
+    texts = [ScoredText(0, range(10), (50, 51)), ScoredText(1, range(10), (50, 51), "last")]
+    without, whole = tasks_of(texts, [0, 1], 8)
+    assert without.ids == (3, 4, 5, 6, 7, 8, 9, 50)
+    assert without.asked == (Asked(0, 6, (50, 51), None),)
+    assert whole.ids == (4, 5, 6, 7, 8, 9, 50, 51)
+    assert whole.asked == (Asked(1, 5, (50, 51), "last"),)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (ScoredText(7, (1, 2)), "asks for nothing"),
+        (ScoredText(7, (), (1,)), "empty context"),
+        (ScoredText(7, (), (), "last"), "no tokens"),
+        (ScoredText(7, (1,), (), "first"), "pooling='first'"),  # type: ignore[arg-type]
+        (ScoredText(7, (1, 100), (2,)), "the token 100"),
+        (ScoredText(7, (1,), (-1,)), "the token -1"),
+        (ScoredText(7, range(8), (1, 2)), "9 tokens into the model, whose context has 8"),
+    ],
+)
+def test_refused(text: ScoredText, words: str) -> None:
+    problem = problem_of(text, ABLE, truncate=False)
+    assert problem is not None
+    assert "index 7" in str(problem)
+    assert words in str(problem)
+
+
+def test_as_many_inputs_as_the_context_has() -> None:
+    assert problem_of(ScoredText(0, range(8), (1,)), ABLE, truncate=False) is None
+    assert problem_of(ScoredText(0, range(8), (1,), "last"), ABLE, truncate=False) is not None
+    assert problem_of(ScoredText(0, range(80), (1,)), Ability(100, None), truncate=False) is None
+
+
+def test_truncating_keeps_the_continuation_whole() -> None:
+    assert problem_of(ScoredText(0, range(20), range(8)), ABLE, truncate=True) is None
+    problem = problem_of(ScoredText(0, range(20), range(9)), ABLE, truncate=True)
+    assert problem is not None
+    assert "continuation of 9 tokens" in str(problem)
+
+
+def test_a_model_without_a_head_has_embeddings_only() -> None:
+    able = Ability(100, 8, has_head=False)
+    assert problem_of(ScoredText(0, (1,), (), "last"), able, truncate=False) is None
+    assert problem_of(ScoredText(0, (1,), (2,)), able, truncate=False) is not None

@@ -1,0 +1,344 @@
+"""Requests that come and go while passes go on: their tokens are those that each gets alone."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from rabbitllm.errors import BusyError, ClosedError, OptionError
+from rabbitllm.generation.answer import Sampling
+from rabbitllm.generation.batch import Batch
+from rabbitllm.generation.carriers import Carrier
+from rabbitllm.generation.limits import Limits
+from rabbitllm.generation.packed import Text
+from rabbitllm.generation.request import Ended, Event, Failed, Piece, Request
+from tests.generation.asking import Asked, alone, asked, begin
+from tests.support.builders import VOCABULARY_SIZE
+
+Open = Callable[..., tuple[Batch, Any]]
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    drawn = torch.randint(3, VOCABULARY_SIZE, (length,), generator=torch.Generator().manual_seed(seed))
+    return tuple(drawn.tolist())
+
+
+def test_every_request_gets_its_own_tokens(open_batch: Open, plain: Any) -> None:
+    batch, _ = open_batch()
+    requests = [Request(prompt(3 + 7 * number, number), 5 + number) for number in range(8)]
+    for one in asked(batch, requests):
+        assert one.tokens == alone(plain, one.request)
+        assert one.finished.new_tokens == len(one.tokens)
+        assert one.finished.ended is (Ended.STOP if one.tokens[-1] == 2 else Ended.LENGTH)
+
+
+def test_requests_join_while_others_run_and_leave_when_they_are_done(open_batch: Open, plain: Any) -> None:
+    batch, _ = open_batch()
+    first = Asked(Request(prompt(10), 40))
+    later: list[Asked] = []
+
+    def told(event: Event) -> None:
+        first.told(event)
+        if isinstance(event, Piece) and len(first.tokens) in (3, 9, 20):
+            later.append(begin(batch, Request(prompt(12, len(later) + 1), 4)))
+
+    batch.submit(first.request, told)
+    first.wait()
+    assert len(later) == 3
+    for one in (first, *later):
+        assert one.wait().tokens == alone(plain, one.request)
+    passes = batch.facts.passes
+    assert passes < sum(len(one.tokens) for one in (first, *later))  # they shared them
+    assert batch.facts.running == batch.facts.waiting == 0
+
+
+def test_a_pass_brings_each_weight_once_however_many_take_part(open_batch: Open) -> None:
+    batch, model = open_batch(profiling=True)
+    requests = [Request(prompt(5, number), 6) for number in range(6)]
+    asked(batch, requests)
+    facts = batch.facts
+    read = model.profiler.stages["read"].nbytes
+    assert read <= (facts.passes + 1) * model.placement.streamed_bytes  # one pass is read ahead
+    assert read >= (facts.passes - 1) * model.placement.streamed_bytes > 0
+
+
+def test_long_prompts_come_in_chunks_beside_texts_that_go_on(open_batch: Open, plain: Any) -> None:
+    batch, model = open_batch(Limits(chunk=16))
+    lengths: list[int] = []
+    model.model.layers[0].register_forward_pre_hook(lambda module, calls: lengths.append(len(calls)))
+    long, short = (begin(batch, Request(prompt(n, n), 12)) for n in (150, 4))
+    for one in (long, short):
+        assert one.wait().tokens == alone(plain, one.request)
+    assert len(short.tokens) > 3
+    assert batch.facts.passes >= 150 // 16
+
+
+def test_exact_has_the_bits_of_a_text_alone(split_folder: Any, open_batch: Open) -> None:
+    batch, _ = open_batch(Limits(exact=True), dtype="bfloat16")
+    requests = [Request(prompt(4 + number, number), 12, likeliest=3) for number in range(5)]
+    together = asked(batch, requests)
+    for one in together:
+        (single,) = asked(batch, [one.request])
+        assert one.chosen == single.chosen
+
+
+def test_likelihoods_are_those_of_the_logits(open_batch: Open, plain: Any) -> None:
+    batch, _ = open_batch()
+    (one,) = asked(batch, [Request(prompt(9), 6, Sampling(temperature=0.7, seed=3), likeliest=4)])
+    ids = torch.tensor([[*one.request.prompt, *one.tokens]])
+    expected = torch.log_softmax(plain(ids).logits[0].detach().float(), dim=-1)
+    for place, chosen in enumerate(one.chosen, start=len(one.request.prompt) - 1):
+        best = expected[place].topk(4)
+        assert chosen.logprob == pytest.approx(float(expected[place, chosen.token]), abs=1e-4)
+        assert [like.token for like in chosen.likeliest] == best.indices.tolist()
+        assert [like.logprob for like in chosen.likeliest] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+def test_a_seed_gives_what_it_gives_alone_whoever_else_draws(open_batch: Open, plain: Any) -> None:
+    batch, _ = open_batch()
+    requests = [Request(prompt(6, number), 12, Sampling(1.0, 0.95, seed=number % 3)) for number in range(6)]
+    for one in asked(batch, requests):
+        torch.manual_seed(one.request.sampling.seed or 0)
+        ids = torch.tensor([one.request.prompt])
+        made = plain.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=True, temperature=1.0, top_p=0.95
+        )
+        assert one.tokens == made[0, ids.shape[1] :].tolist()
+
+
+def test_a_stop_text_ends_an_answer_before_it(open_batch: Open) -> None:
+    batch, _ = open_batch()
+    (whole,) = asked(batch, [Request(prompt(9), 24)])
+    stop = whole.text[3:6]
+    (cut,) = asked(batch, [Request(prompt(9), 24, stop=("never in it", stop))])
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert (cut.finished.ended, cut.finished.stop) == (Ended.STOP, stop)
+    assert len(cut.tokens) < len(whole.tokens)
+
+
+def test_a_beginning_that_is_known_is_not_computed_again(open_batch: Open, plain: Any) -> None:
+    batch, _ = open_batch()
+    shared = prompt(100)
+    (first,) = asked(batch, [Request(shared + prompt(5, 1), 4)])
+    (second,) = asked(batch, [Request(shared + prompt(9, 2), 8)])
+    assert first.finished.kept_tokens == 0
+    assert second.finished.kept_tokens == 100
+    assert second.tokens == alone(plain, second.request)
+    going_on = Request((*second.request.prompt, *second.tokens, *prompt(3, 4)), 4)
+    (third,) = asked(batch, [going_on])
+    assert third.finished.kept_tokens >= len(second.request.prompt) + len(second.tokens) - 1
+    assert third.tokens == alone(plain, third.request)
+
+
+def test_requests_with_one_beginning_wait_until_the_first_has_computed_it(open_batch: Open, plain: Any) -> None:
+    batch, _ = open_batch(Limits(chunk=32))
+    shared = prompt(120)
+    several = asked(batch, [Request(shared + prompt(4, number + 1), 6) for number in range(6)])
+    assert [one.tokens for one in several] == [alone(plain, one.request) for one in several]
+    assert [one.finished.kept_tokens for one in several] == [0, *[120] * 5]
+
+
+def test_what_outgrows_the_memory_gives_its_place_back_and_loses_nothing(open_batch: Open, plain: Any) -> None:
+    token_bytes = 2 * 2 * 16 * 4 * 3  # keys and values, heads, width, float32, layers
+    batch, _ = open_batch(Limits(cache_bytes=155 * token_bytes))
+    requests = [Request(prompt(10, number), 90, likeliest=1) for number in (1, 2)]
+    several = asked(batch, requests)
+    for one in several:
+        assert one.tokens == alone(plain, one.request)
+        assert len(one.chosen) == one.finished.new_tokens
+    facts = batch.facts
+    assert facts.preempted > 0
+    assert facts.cache_bytes <= facts.cache_limit_bytes
+
+
+def test_one_that_has_no_room_left_ends(open_batch: Open, plain: Any) -> None:
+    token_bytes = 2 * 2 * 16 * 4 * 3
+    batch, _ = open_batch(Limits(cache_bytes=40 * token_bytes))
+    (one,) = asked(batch, [Request(prompt(10), 100)])
+    assert one.tokens == alone(plain, one.request)[: len(one.tokens)]
+    assert 20 <= len(one.tokens) < 40
+    assert one.finished.ended is Ended.LENGTH
+    with pytest.raises(OptionError, match="keys and values"):
+        batch.submit(Request(prompt(60), 1), lambda event: None)
+
+
+def test_cancelling_frees_the_place_and_touches_no_other(open_batch: Open, plain: Any) -> None:
+    batch, _ = open_batch(Limits(running=2))
+    stays = begin(batch, Request(prompt(5, 1), 60))
+    goes = Asked(Request(prompt(5, 2), 100))
+
+    def told(event: Event) -> None:
+        goes.told(event)
+        assert goes.ticket is not None
+        goes.ticket.cancel()
+
+    goes.ticket = batch.submit(goes.request, told)
+    waits = begin(batch, Request(prompt(5, 3), 5))
+    assert goes.finished.ended is Ended.CANCELLED
+    assert 1 <= len(goes.tokens) <= 2
+    assert waits.wait().tokens == alone(plain, waits.request)
+    assert stays.wait().tokens == alone(plain, stays.request)
+
+
+def test_who_does_not_want_to_hear_more_is_cancelled(open_batch: Open) -> None:
+    batch, _ = open_batch()
+    heard: list[Event] = []
+
+    def told(event: Event) -> None:
+        heard.append(event)
+        raise ConnectionError
+
+    batch.submit(Request(prompt(5), 200), told)
+    (other,) = asked(batch, [Request(prompt(5, 1), 5)])
+    assert other.finished.new_tokens == 5
+    batch.close()
+    assert len(heard) <= 4
+
+
+def test_time_is_limited(open_batch: Open) -> None:
+    batch, _ = open_batch()
+    late, other = asked(batch, [Request(prompt(5), 200, seconds=1e-4), Request(prompt(5, 1), 5)])
+    assert late.finished.ended is Ended.TIMEOUT
+    assert other.finished.ended is Ended.LENGTH
+
+
+@contextlib.contextmanager
+def one_in_a_pass(batch: Batch) -> Iterator[None]:
+    """One request runs, and its pass is not over while the context is open: nobody can begin."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def told(event: Event) -> None:
+        begun.set()
+        go_on.wait(60)
+
+    batch.submit(Request(prompt(5), 3), told)
+    assert begun.wait(60)
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+def test_who_has_a_place_at_the_next_pass_does_not_wait(open_batch: Open) -> None:
+    """A burst that comes between two passes is taken on as far as there are places, and as may wait beside them."""
+    batch, _ = open_batch(Limits(running=4, waiting=1))
+    with one_in_a_pass(batch):
+        taken = [begin(batch, Request(prompt(5, number), 3)) for number in range(1, 5)]
+        with pytest.raises(BusyError):
+            begin(batch, Request(prompt(5, 5), 3))
+    assert [one.finished.ended for one in taken] == [Ended.LENGTH] * 4
+
+
+def test_no_more_wait_than_may(open_batch: Open) -> None:
+    batch, _ = open_batch(Limits(running=1, waiting=2))
+    with one_in_a_pass(batch):
+        waiting = [begin(batch, Request(prompt(5, number), 3)) for number in (1, 2)]
+        with pytest.raises(BusyError) as refused:
+            begin(batch, Request(prompt(5, 3), 3))
+    assert refused.value.retry_after >= 1
+    for one in waiting:
+        assert one.finished.new_tokens == 3
+    assert begin(batch, Request(prompt(5, 3), 3)).finished.new_tokens == 3
+
+
+def test_an_error_of_one_touches_no_other(open_batch: Open, plain: Any) -> None:
+    batch, model = open_batch()
+    ordinary = model.prepare_inputs_for_generation
+    unlucky = prompt(7, 5)
+
+    def fails_for_one(input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if input_ids.shape[1] == len(unlucky) + 2:
+            raise ValueError("this one")
+        return ordinary(input_ids, *args, **kwargs)
+
+    model.prepare_inputs_for_generation = fails_for_one
+    one, *others = asked(batch, [Request(unlucky, 9), Request(prompt(20, 1), 9), Request(prompt(30, 2), 9)])
+    assert isinstance(one.end, Failed)
+    assert isinstance(one.end.error, ValueError)
+    assert len(one.tokens) == 2
+    assert [other.tokens for other in others] == [alone(plain, other.request) for other in others]
+
+
+def test_weights_that_cannot_be_read_fail_those_that_run_and_not_those_that_follow(
+    open_batch: Open, plain: Any
+) -> None:
+    batch, model = open_batch()
+    broken = True
+
+    def cannot(module: Any, args: Any) -> None:
+        if broken:
+            raise OSError("no such disk")
+
+    model.model.layers[1].register_forward_pre_hook(cannot)
+    for one in asked(batch, [Request(prompt(7, number), 9) for number in range(3)]):
+        assert isinstance(one.end, Failed)
+        assert isinstance(one.end.error, OSError)
+    broken = False
+    (after,) = asked(batch, [Request(prompt(7), 9)])
+    assert after.tokens == alone(plain, after.request)
+    assert batch.facts.ended == {"failed": 3, str(after.finished.ended): 1}
+
+
+def test_closing_finishes_what_runs(open_batch: Open, plain: Any) -> None:
+    batch, model = open_batch()
+    several = [begin(batch, Request(prompt(5, number), 30)) for number in range(3)]
+    batch.close()
+    for one in several:
+        assert one.over.is_set()
+        assert one.tokens == alone(plain, one.request)
+    with pytest.raises(ClosedError):
+        batch.submit(Request(prompt(5), 3), lambda event: None)
+    ids = torch.tensor([prompt(5)])
+    assert torch.equal(model(ids).logits, plain(ids).logits)  # the model is as it was
+
+
+def test_closing_at_once_returns_what_there_is(open_batch: Open, plain: Any) -> None:
+    batch, _ = open_batch()
+    begun = threading.Event()
+    one = Asked(Request(prompt(5), 200))
+
+    def told(event: Event) -> None:
+        one.told(event)
+        begun.set()
+
+    batch.submit(one.request, told)
+    assert begun.wait(60)
+    batch.close(0)
+    assert one.finished.ended is Ended.CANCELLED
+    assert one.tokens == alone(plain, one.request)[: len(one.tokens)]
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [Request((), 3), Request((5,), 0), Request((5, VOCABULARY_SIZE), 3), Request((5, -1), 3), Request((5,) * 250, 7)],
+)
+def test_what_no_pass_could_answer_is_refused(open_batch: Open, request_: Request) -> None:
+    batch, _ = open_batch()
+    with pytest.raises(OptionError):
+        batch.submit(request_, lambda event: None)
+
+
+def test_what_is_over_is_not_left_to_a_search_for_cycles(open_batch: Open) -> None:
+    """Which comes late where there are many objects, and keys, values and logits would wait for it."""
+    batch, _ = open_batch()
+    asked(batch, [Request(prompt(5, number), 3) for number in range(3)])
+    gc.collect()
+    gc.disable()
+    try:
+        made = asked(batch, [Request(prompt(9, number), 4) for number in range(4)])
+        ended = [weakref.ref(one.ticket.generation) for one in made if one.ticket is not None]
+        assert len(ended) == 4
+        del made
+        asked(batch, [Request(prompt(5), 1)])  # the batch's thread has gone on
+        texts = [one for one in gc.get_objects() if type(one) in (Text, Carrier)]
+    finally:
+        gc.enable()
+    assert [one() for one in ended] == [None] * 4
+    assert len(texts) <= 2  # of the last pass, at most

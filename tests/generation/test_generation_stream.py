@@ -1,0 +1,159 @@
+"""Text as it is generated: whole characters, at once, and in the end exactly what the tokenizer says."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
+
+from rabbitllm.generation.generation_stream import TextStream, print_text
+from tests.support.builders import build_checkpoint, make_tokenizer
+from tests.support.tiny_models import load, one_thread, split  # noqa: F401  a fixture that applies by itself
+
+PROMPT = torch.tensor([[1, 7, 8]])
+
+
+def words_in_front() -> Any:
+    """A tokenizer of Llama 2's kind: a space is part of the word after it, and bytes stand in for what it lacks."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁a", "▁rabbit", "s", "▁", ".", "x"]
+    model = models.BPE({piece: at for at, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    strip = decoders.Strip(content=" ", left=1)
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
+    fast: Any = transformers.PreTrainedTokenizerFast
+    return fast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+BYTES = make_tokenizer()
+WORDS = words_in_front()
+
+
+def streamed(tokenizer: Any, ids: list[int], at_a_time: int = 1) -> list[str]:
+    """The pieces that come of tokens."""
+    pieces: list[str] = []
+    stream = TextStream(tokenizer, pieces.append)
+    stream.put(PROMPT)
+    for at in range(0, len(ids), at_a_time):
+        stream.put(torch.tensor(ids[at : at + at_a_time]))
+    stream.end()
+    assert stream.tokens == ids
+    assert stream.text == "".join(pieces)
+    assert len(stream.times) == len(ids)
+    assert stream.times == sorted(stream.times)
+    return pieces
+
+
+def decoded(tokenizer: Any, ids: list[int]) -> str:
+    text: str = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return text
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(0, len(BYTES) - 1), max_size=40), st.integers(1, 4))
+def test_any_tokens_end_as_the_tokenizer_has_them(ids: list[int], at_a_time: int) -> None:
+    assert "".join(streamed(BYTES, ids, at_a_time)) == decoded(BYTES, ids)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(max_size=30))
+def test_text_in_any_script_comes_in_whole_characters(text: str) -> None:
+    ids = BYTES.encode(text, add_special_tokens=False)
+    pieces = streamed(BYTES, ids)
+    assert "".join(pieces) == decoded(BYTES, ids)
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("text", ["héllo", "🐇🐇", "né", "日本語", "a 🐇 b"])
+@pytest.mark.parametrize("tokenizer", [BYTES, WORDS], ids=["bytes", "words"])
+def test_a_character_of_several_tokens_comes_once_it_is_whole(tokenizer: Any, text: str) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert len(ids) > len(text)
+    pieces = streamed(tokenizer, ids)
+    assert "".join(pieces) == decoded(tokenizer, ids)
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_each_word_comes_with_its_own_token() -> None:
+    a, rabbit, s, stop = (WORDS.convert_tokens_to_ids(piece) for piece in ("▁a", "▁rabbit", "s", "."))
+    assert streamed(WORDS, [a, rabbit, s, stop, a]) == ["a", " rabbit", "s", ".", " a"]
+
+
+def test_special_tokens_are_left_out_and_cost_no_space() -> None:
+    a, rabbit, end = (WORDS.convert_tokens_to_ids(piece) for piece in ("▁a", "▁rabbit", "</s>"))
+    assert streamed(WORDS, [a, end, rabbit, end]) == ["a", " rabbit"]
+    kept: list[str] = []
+    stream = TextStream(WORDS, kept.append, skip_special_tokens=False)
+    stream.put(PROMPT)
+    for token in (a, end):
+        stream.put(torch.tensor([token]))
+    stream.end()
+    assert "".join(kept) == "a</s>"
+
+
+def test_half_a_character_at_the_end_is_shown_as_such() -> None:
+    ids = BYTES.encode("🐇", add_special_tokens=False)[:2]
+    assert "".join(streamed(BYTES, ids)) == decoded(BYTES, ids) == "\ufffd"
+
+
+def test_several_turns_and_one_sequence() -> None:
+    pieces: list[str] = []
+    stream = TextStream(BYTES, pieces.append)
+    for text in ("one", "two"):
+        stream.put(PROMPT)
+        stream.put(torch.tensor(BYTES.encode(text, add_special_tokens=False)))
+        stream.end()
+    assert pieces == ["one", "two"]
+    with pytest.raises(ValueError, match="2 came"):
+        stream.put(torch.zeros(2, 3, dtype=torch.int64))
+
+
+def test_of_generate_itself(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "model", "llama")
+    model = load(split(folder))
+    pieces: list[str] = []
+    stream = TextStream(model.tokenizer, pieces.append)
+    inputs = model.tokenizer("the rabbit", return_tensors="pt")
+    output = model.generate(**inputs, max_new_tokens=9, do_sample=False, streamer=stream)
+    new = output[0, inputs["input_ids"].shape[1] :].tolist()
+    assert stream.tokens == new
+    assert "".join(pieces) == decoded(model.tokenizer, new)
+
+
+def test_printed_at_once_in_what_the_terminal_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="latin-1"))
+    print_text("é🐇")
+    assert raw.getvalue() == b"\xe9?"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there are no such terminals there")
+def test_a_terminal_is_shown_escapes_and_a_pipe_what_was_said() -> None:
+    said, shown = "a\x1b[2J\u202eb می\u200cرود", "a\\x1b[2J\\u202eb می\u200cرود"
+    for (reader, writer), expected in ((os.openpty(), shown), (os.pipe(), said)):
+        with os.fdopen(reader, "rb", 0) as read, os.fdopen(writer, "w", encoding="utf-8") as out:
+            print_text(said, out)
+            assert read.read(100).decode() == expected
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes break otherwise there")
+def test_a_reader_that_leaves_ends_it() -> None:
+    code = "from rabbitllm.generation.generation_stream import print_text\nwhile True: print_text('word ')"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(10) == b"word word "
+        process.stdout.close()
+        assert b"BrokenPipeError" in process.stderr.read()

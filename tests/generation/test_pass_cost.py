@@ -1,0 +1,100 @@
+"""What a pass computes in: as it is reckoned, beside what a process really takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rabbitllm.engine.allocator import trimming
+from rabbitllm.generation.cache_cost import cost_by_config
+from rabbitllm.generation.pass_cost import LEAST_TOKENS, PassCost, cost_of_a_pass
+from tests.support.builders import build_checkpoint
+from tests.support.tiny_models import split
+
+LLAMA = SimpleNamespace(hidden_size=2048, intermediate_size=5632, num_attention_heads=16, vocab_size=32000)
+SHAPES = ("16:16:1:apart", "2048:256:64:apart", "2048:2048:16:apart", "2048:1024:2:apart")
+"""The first one warms up; many that are short in parts, all at once, few that are long."""
+
+
+def measured(folder: Path, *cases: str) -> list[dict[str, int]]:
+    command = [sys.executable, "-m", "tests.generation.pass_peak_child", str(folder), *cases]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A layer as wide as those of a small model that somebody uses."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 4}
+    folder = tmp_path_factory.mktemp("wide") / "model"
+    more = {"num_hidden_layers": 1, "head_dim": 64, "max_position_embeddings": 4096, "eos_token_id": None}
+    return split(build_checkpoint(folder, "llama", dtype=torch.bfloat16, **sizes, **more))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(trimming() is None, reason="no glibc here")
+def test_a_pass_takes_what_is_reckoned(wide: Path) -> None:
+    _, *found = measured(wide, *SHAPES)
+    for one in found:
+        assert one["measured"] < one["reckoned"] < 3 * one["measured"], found
+
+
+@pytest.mark.long
+@pytest.mark.skipif(trimming() is None, reason="no glibc here")
+def test_without_large_blocks_apart_it_takes_more(wide: Path) -> None:
+    """What keeping them apart is for."""
+    case = "2048:1024:2"
+    apart, usual = (measured(wide, f"16:16:1:{how}", f"{case}:{how}")[1] for how in ("apart", "as-usual"))
+    assert usual["measured"] > 1.25 * apart["measured"]
+
+
+def test_the_parts_of_a_pass_fit_into_what_there_is() -> None:
+    for itemsize in (2, 4):
+        cost = cost_of_a_pass(LLAMA, itemsize)
+        for nbytes in (150 << 20, 1 << 30, 16 << 30):
+            tokens, part = cost.parts_in(nbytes, 64)
+            assert 0.9 * nbytes < cost.of(tokens, part, 64) <= nbytes
+            assert cost.is_tight(part, nbytes // 2)
+        assert not cost.is_tight(cost.most_tokens, 8 << 30)
+        assert cost.parts_in(0, 64) == (LEAST_TOKENS, LEAST_TOKENS)
+        assert cost.least() < cost.good(1) < cost.good(64)
+
+
+def test_where_attention_makes_a_matrix_a_part_is_smaller() -> None:
+    eager = SimpleNamespace(**vars(LLAMA), _attn_implementation="eager")
+    cost, without = cost_of_a_pass(eager, 2), cost_of_a_pass(LLAMA, 2)
+    for nbytes in (10 << 20, 1 << 30):
+        tokens = cost.tokens_in(nbytes)
+        assert 0.9 * nbytes < tokens * (cost.each + tokens * cost.pair) <= nbytes
+        assert tokens < without.tokens_in(nbytes)
+
+
+def test_costs_follow_from_the_sizes() -> None:
+    """A gigabyte is some thousand tokens of a model of this width."""
+    tokens = cost_of_a_pass(LLAMA, 2).tokens_in(1 << 30)
+    assert 8_000 < tokens < 20_000
+    assert 0.5 * tokens < cost_of_a_pass(LLAMA, 4).tokens_in(1 << 30) < 1.5 * tokens  # sums of 16 bit have 32
+    by_layer = SimpleNamespace(**{**vars(LLAMA), "intermediate_size": [1024, 5632]})
+    assert cost_of_a_pass(by_layer, 2) == cost_of_a_pass(LLAMA, 2)
+    assert cost_of_a_pass(SimpleNamespace(hidden_size=768), 2).tokens_in(1 << 30) > tokens
+    experts = SimpleNamespace(**vars(LLAMA), moe_intermediate_size=1024, num_experts_per_tok=8)
+    assert cost_of_a_pass(experts, 2).each > cost_of_a_pass(LLAMA, 2).each
+    assert PassCost(1, 0, 1, 0, 1, 1).tokens_in(-5) == LEAST_TOKENS
+
+
+def test_layers_of_different_sizes() -> None:
+    """A pass takes what its widest layer takes; a cache takes the sum of its layers."""
+    sizes = (SimpleNamespace(**vars(LLAMA), head_dim=64), SimpleNamespace(**vars(LLAMA), head_dim=256))
+    mixed = SimpleNamespace(is_heterogeneous=True, per_layer_config=sizes, num_hidden_layers=2)
+    assert cost_of_a_pass(mixed, 2) == cost_of_a_pass(sizes[1], 2)
+    assert cost_of_a_pass(mixed, 2).each > cost_of_a_pass(sizes[0], 2).each
+    assert cost_by_config(mixed, torch.bfloat16).every_token == 2 * 2 * 16 * (64 + 256)

@@ -1,0 +1,122 @@
+"""Where split directories are looked for and made."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rabbitllm.prepare import locations
+from tests.support.hub_fixtures import HubEnvironment
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(locations.HOME_VARIABLE, str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path) -> Path:
+    """A snapshot in a hub cache, as huggingface_hub lays it out."""
+    repo = tmp_path / "cache" / "models--acme--tiny"
+    (repo / "blobs").mkdir(parents=True)
+    (repo / "snapshots" / COMMIT).mkdir(parents=True)
+    return repo / "snapshots" / COMMIT
+
+
+def test_home_is_beside_the_hub_cache(hub_environment: HubEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(locations.HOME_VARIABLE, raising=False)
+    assert locations.home() == hub_environment.home / "rabbitllm"
+    monkeypatch.setenv(locations.HOME_VARIABLE, "~/splits")
+    monkeypatch.setenv("HOME", "/somewhere")
+    assert locations.home() == Path("/somewhere/splits")
+
+
+@pytest.mark.parametrize("name", ["acme/tiny", "gpt2", "Qwen/Qwen2.5-0.5B", "a/b_c.d", "0x/1"])
+def test_repository_ids(name: str) -> None:
+    assert locations.is_repo_id(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "/abs", "./here", "../up", "a/b/c", "a/..", "a..b/c", "a--b/c", "a/", "~/m", "a b/c", "C:\\m", "-x/y", "a\n"],
+)
+def test_what_is_no_repository_id(name: str) -> None:
+    assert not locations.is_repo_id(name)
+
+
+@pytest.mark.parametrize(("compression", "name"), [(None, "splitted_model"), ("4bit", "splitted_model.4bit")])
+def test_local_checkpoint_is_split_beside_itself(tmp_path: Path, compression: str | None, name: str) -> None:
+    assert locations.for_local(tmp_path, None, compression) == tmp_path / name
+    assert locations.for_local(tmp_path, tmp_path / "there", compression) == tmp_path / "there" / name
+    assert locations.for_local(tmp_path, None, compression, "mine") == tmp_path / name.replace("splitted_model", "mine")
+
+
+def test_snapshot_is_split_outside_the_cache(snapshot: Path, home: Path, tmp_path: Path) -> None:
+    expected = home / "models--acme--tiny" / COMMIT / "splitted_model"
+    assert locations.for_local(snapshot, None, None) == expected
+    (tmp_path / "link").symlink_to(snapshot)
+    assert locations.for_local(tmp_path / "link", None, None) == expected
+    assert locations.for_repository("acme/tiny", COMMIT, None, None) == expected
+
+
+def test_layers_in_a_snapshot_are_still_found(snapshot: Path, home: Path) -> None:
+    (snapshot / "splitted_model").mkdir()
+    assert locations.for_local(snapshot, None, None).is_relative_to(home)  # empty: nothing to find
+    (snapshot / "splitted_model" / "lm_head.safetensors.done").touch()
+    assert locations.for_local(snapshot, None, None) == snapshot / "splitted_model"
+
+
+def test_read_only_checkpoint_is_split_elsewhere(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = tmp_path / "a" / "model", tmp_path / "b" / "model"
+    for folder in (first, second):
+        folder.mkdir(parents=True)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) not in (first, second))
+    found = locations.for_local(first, None, "8bit")
+    assert found.parent.parent == home / "local"
+    assert (found.parent.name.startswith("model-"), found.name) == (True, "splitted_model.8bit")
+    assert locations.for_local(second, None, "8bit") != found
+    assert locations.for_local(first, None, "8bit") == found
+    (second / "splitted_model.8bit").mkdir()
+    (second / "splitted_model.8bit" / "split.json").touch()
+    assert locations.for_local(second, None, "8bit") == second / "splitted_model.8bit"  # made where it could be written
+
+
+def test_repository_has_a_folder_for_each_commit(home: Path, tmp_path: Path) -> None:
+    other = COMMIT[::-1]
+    assert locations.for_repository("acme/tiny", COMMIT, None, "4bit") != locations.for_repository(
+        "acme/tiny", other, None, "4bit"
+    )
+    assert locations.for_repository("gpt2", COMMIT, None, None) == home / "models--gpt2" / COMMIT / "splitted_model"
+    assert locations.for_repository("acme/tiny", COMMIT, tmp_path, "4bit") == tmp_path / "splitted_model.4bit"
+
+
+def test_commits_are_remembered_by_revision(home: Path) -> None:
+    assert locations.remembered_commit("acme/tiny", None) is None
+    locations.remember_commit("acme/tiny", None, COMMIT)
+    locations.remember_commit("acme/tiny", "refs/pr/1", COMMIT[::-1])
+    assert locations.remembered_commit("acme/tiny", None) == locations.remembered_commit("acme/tiny", "main") == COMMIT
+    assert locations.remembered_commit("acme/tiny", "refs/pr/1") == COMMIT[::-1]
+    assert locations.remembered_commit("acme/tiny", "v2") is None
+    assert locations.remembered_commit("acme/other", None) is None
+    locations.remember_commit("acme/tiny", None, COMMIT[::-1])
+    assert locations.remembered_commit("acme/tiny", None) == COMMIT[::-1]
+
+
+def test_a_commit_stands_for_itself(home: Path) -> None:
+    assert locations.remembered_commit("acme/tiny", COMMIT) == COMMIT
+    assert locations.remembered_commit("acme/tiny", COMMIT[:8]) is None
+    assert locations.is_commit(COMMIT)
+    assert not locations.is_commit("main")
+
+
+def test_known_commit_is_not_written_again(home: Path) -> None:
+    locations.remember_commit("acme/tiny", None, COMMIT)
+    path = next(home.rglob("main"))
+    before = path.stat().st_mtime_ns, path.stat().st_ino
+    locations.remember_commit("acme/tiny", None, COMMIT)
+    assert (path.stat().st_mtime_ns, path.stat().st_ino) == before

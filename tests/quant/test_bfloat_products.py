@@ -1,0 +1,150 @@
+"""Products of bfloat16 against double precision, and against themselves in other company."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rabbitllm.quant import bfloat_kernels, bfloat_products, row_team, vectors
+from rabbitllm.quant.bfloat_products import MOST_INPUTS, linear, multiplies, times
+from tests.support.rounding import assert_products
+
+WIDTHS = [width for width in (8, 16) if width <= vectors.lanes()]
+pytestmark = pytest.mark.skipif(not WIDTHS, reason="no vectors of a kind that is used here")
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Used here even where torch's own products are sooner."""
+    monkeypatch.setattr(bfloat_products, "kernel_here", lambda: WIDTHS[-1])
+
+
+def some(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 90), st.integers(1, 40), st.integers(0, 1 << 30), st.sampled_from([1, 3]))
+def test_any_number_of_rows_inputs_and_columns(
+    width: int, tokens: int, rows: int, steps: int, seed: int, threads: int
+) -> None:
+    x, weight = some(tokens, steps * 2 * width, seed), some(rows, steps * 2 * width, seed + 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert_products(times(width, x, weight), x, weight)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_row_has_the_same_bits_alone_and_among_others(width: int) -> None:
+    """Also where inputs and rows are more than stay in the cache, and what threads get is no whole tile."""
+    columns = 4096
+    many = bfloat_kernels.INPUT_BYTES // (4 * columns)
+    x, weight = some(3 * many + 1, columns), some(bfloat_kernels.MATRIX_BYTES // (2 * columns) * 2 + 7, columns, 1)
+    together = times(width, x, weight)
+    assert_products(together, x, weight)
+    for at in (0, 1, many - 1, many, 3 * many):
+        assert torch.equal(times(width, x[at : at + 1], weight)[0], together[at])
+    assert torch.equal(times(width, x[2:9], weight), together[2:9])
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_without_torchs_team_threads_of_our_own_give_the_same(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = some(5, 1024), some(301, 1024, 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        in_a_team = times(width, x, weight)
+        monkeypatch.setattr(row_team, "torchs_team", lambda: None)
+        assert torch.equal(times(width, x, weight), in_a_team)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("count", [1, MOST_INPUTS, MOST_INPUTS + 1])
+def test_a_layer_rounds_once(kernel: None, count: int) -> None:
+    x, weight, bias = some(count, 256), some(96, 256, 1), some(1, 96, 2)[0]
+    got = linear(x, weight, bias)
+    assert got.dtype == torch.bfloat16
+    assert_products(got, x, weight, bias)
+    assert torch.equal(got, linear(x.view(1, count, 256), weight, bias)[0])
+
+
+def test_inputs_of_other_forms(kernel: None) -> None:
+    weight = some(32, 128, 1)
+    x = some(6, 256).view(2, 3, 256)[..., ::2]
+    assert multiplies(x, weight)
+    assert_products(linear(x, weight, None).view(6, 32), x.reshape(6, 128), weight)
+    assert linear(x[:0], weight, None).shape == (0, 3, 32)
+    assert linear(x[0, 0], weight, None).shape == (32,)
+
+
+def test_what_is_not_a_number_stays_so(kernel: None) -> None:
+    weight = some(8, 128)
+    weight[2, 77] = math.nan
+    weight[5, 3] = math.inf
+    got = linear(torch.ones(1, 128).bfloat16(), weight, None)[0]
+    assert torch.isnan(got).tolist() == [False, False, True, False, False, False, False, False]
+    assert torch.isinf(got).tolist() == [False, False, False, False, False, True, False, False]
+
+
+def test_at_an_address_of_any_kind(kernel: None) -> None:
+    """Weights lie in a file as they lie."""
+    store = torch.empty(9 * 128 + 1, dtype=torch.bfloat16)
+    weight = store[1:].view(9, 128)
+    weight.copy_(some(9, 128))
+    x = some(4, 128, 1)
+    assert torch.equal(linear(x, weight, None), linear(x, weight.clone(), None))
+
+
+def test_other_types_shapes_and_kinds_are_torchs(kernel: None) -> None:
+    x, weight = some(2, 128), some(8, 128)
+    assert multiplies(x, weight)
+    assert multiplies(x, torch.nn.Parameter(weight, requires_grad=False))
+    assert not multiplies(x.float(), weight)
+    assert not multiplies(x, weight.float())
+    assert not multiplies(x, weight[:, ::2])
+    assert not multiplies(some(2, 100), some(8, 100))
+    assert not multiplies(x, weight[:0])
+    assert not multiplies(x, weight.to("meta"))
+
+
+def test_a_processor_that_multiplies_bfloat16_does_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def width(pairs: bool) -> int:
+        monkeypatch.setattr(vectors, "multiplies_pairs", lambda: pairs)
+        bfloat_products.kernel_here.cache_clear()
+        return bfloat_products.kernel_here()
+
+    try:
+        assert [width(True), width(False)] == [0, WIDTHS[-1]]
+    finally:
+        bfloat_products.kernel_here.cache_clear()
+
+
+def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    right = times
+    monkeypatch.setattr(bfloat_products, "times", lambda width, x, weight: right(width, x, weight) * 1.001)
+    monkeypatch.setattr(vectors, "multiplies_pairs", lambda: False)
+    bfloat_products.kernel_here.cache_clear()
+    try:
+        assert not bfloat_products.kernel_here()
+        assert "is off by 1.0e-03 here and is not used" in caplog.text
+    finally:
+        bfloat_products.kernel_here.cache_clear()
+
+
+def test_several_threads_of_python_at_a_time() -> None:
+    weight = some(256, 1024)
+    batches = [some(count, 1024, count) for count in range(1, 9)]
+    alone = [times(WIDTHS[-1], x, weight) for x in batches]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda x: times(WIDTHS[-1], x, weight), batches * 4))
+    assert all(torch.equal(found, alone[at % 8]) for at, found in enumerate(together))

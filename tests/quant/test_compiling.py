@@ -1,0 +1,137 @@
+"""Functions are compiled with or without a place to keep them, and kept as long as what they are made of."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numba
+import pytest
+
+from rabbitllm.quant import bfloat_kernels, fitted_kernels, kernel_sources, panel_kernels
+
+ROOT = Path(__file__).parents[2]
+
+NOWHERE = """
+import numba
+import numba.core.caching
+caching = numba.core.caching
+(caching.CacheImpl if hasattr(caching, "CacheImpl") else caching._CacheImpl)._locator_classes = []
+try:
+    numba.njit(cache=True)(lambda: 1)
+except RuntimeError as error:
+    print("numba:", error)
+from rabbitllm.store import packed_kernels, packed_products, vectors
+from rabbitllm.quant.compression import quantise
+assert quantise._compiled_kernels_agree("4bit")
+assert packed_products._kernel_agrees("4bit") == bool(vectors.lanes())
+if width := vectors.lanes():
+    assert packed_kernels.in_a_team("4bit", width)
+print("compiled")
+"""
+
+
+@pytest.mark.long
+def test_where_nothing_can_be_kept() -> None:
+    ran = subprocess.run([sys.executable, "-c", NOWHERE], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    refused, done = ran.stdout.splitlines()
+    assert refused.startswith("numba: cannot cache function")
+    assert done == "compiled"
+
+
+def test_the_kernels_are_kept_for_the_next_process(tmp_path: Path) -> None:
+    """What numba cannot keep (a function that is handed on and not inlined, for one) it compiles anew, and warns."""
+    code = """
+import warnings
+from numba.core.errors import NumbaWarning
+warnings.simplefilter("error", NumbaWarning)
+from rabbitllm.store import packed_kernels, vectors
+for scheme, width in packed_kernels._FUNCTIONS:
+    if width == 32 and vectors.multiplies_pairs() or width <= vectors.lanes():
+        packed_kernels.in_a_team(scheme, width)
+"""
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code]
+    made = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
+
+
+KERNELS = """
+from rabbitllm.quant.compiling import c_function, compiled
+from made_with.numbers import FACTOR
+from numba import types
+@compiled
+def times(x):
+    return x * FACTOR
+def put(data):
+    data[0] = FACTOR
+def put_by_c():
+    place = ctypes.c_int64()
+    kept = c_function(types.void(types.CPointer(types.int64)), put)
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kept.address)(ctypes.addressof(place))
+    return place.value, kept.cache_hits
+import ctypes
+"""
+
+
+def test_what_a_kernel_is_made_with_renews_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A constant in another module is in the machine code, which is taken up as long as both are what they were."""
+    package = tmp_path / "made_with"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "kernels.py").write_text(KERNELS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "kept"))
+
+    def of_a_new_process(factor: int) -> tuple[int, bool, int, bool]:
+        (package / "numbers.py").write_text(f"FACTOR = {factor}\n")
+        kernel_sources.digest_of.cache_clear()
+        for name in [name for name in sys.modules if name.partition(".")[0] == "made_with"]:
+            monkeypatch.delitem(sys.modules, name)
+        importlib.invalidate_caches()
+        kernels = importlib.import_module("made_with.kernels")
+        product = kernels.times(1)
+        by_c, hits = kernels.put_by_c()
+        return product, bool(kernels.times.stats.cache_hits), by_c, bool(hits)
+
+    assert of_a_new_process(2) == (2, False, 2, False)
+    assert of_a_new_process(2) == (2, True, 2, True)
+    assert of_a_new_process(3) == (3, False, 3, False)
+    assert of_a_new_process(2) == (2, True, 2, True)
+
+
+def test_all_that_goes_into_a_kernel_is_told() -> None:
+    def sources(module: ModuleType) -> set[str]:
+        return {name.removeprefix("rabbitllm.store.") for name in kernel_sources.sources_of(module.__name__)}
+
+    assert sources(panel_kernels) >= {"panel_kernels", "packed_codes", "code_tables", "vectors", "row_team"}
+    assert sources(bfloat_kernels) >= {"bfloat_kernels", "vectors", "row_team", "compiling"}
+    assert sources(fitted_kernels) >= {"fitted_kernels", "cpu_kernels", "compiling"}
+
+
+def test_imports_in_any_form_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "imports_of_all_forms"
+    package.mkdir()
+    for name in ("__init__", "one", "two", "three", "four", "five", "not_there"):
+        (package / f"{name}.py").touch()
+    name = package.name
+    (package / "one.py").write_text(
+        f"import json\nimport {name}.two as second, os\nfrom {name} import (\n  three,  # 3\n)\n"
+    )
+    (package / "three.py").write_text(
+        f"from {name}.four import __doc__ as text\ndef later():\n    import {name}.not_there\n"
+    )
+    (package / "four.py").write_text(f"from {name} import five\nimport {name}.one\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module(f"{name}.not_there")
+    importlib.import_module(f"{name}.one")
+    found = kernel_sources.sources_of(f"{name}.one")
+    assert set(found) == {name, *(f"{name}.{one}" for one in ("one", "two", "three", "four", "five"))}
+    (package / "five.py").unlink()
+    assert kernel_sources.digest_of(f"{name}.one") is None

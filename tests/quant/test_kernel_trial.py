@@ -1,0 +1,35 @@
+"""What kernels are tried on finds one that is off, and leaves the caller's random numbers alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rabbitllm.quant.compression import Quantised
+from rabbitllm.quant.kernel_trial import first_error, of_codes
+from tests.quant.test_packed_products import meant
+
+SHAPES = ((1, 7, 192), (3, 5, 2048))
+
+
+def right(form: Quantised, codes: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    scales, values, x = others
+    return (x.double() @ meant((form, codes, scales, values)).T).float()
+
+
+@pytest.mark.parametrize("scheme", ["4bit", "8bit"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_right_and_what_is_off(scheme: str, dtype: torch.dtype) -> None:
+    before = torch.get_rng_state()
+    assert first_error(of_codes(scheme, dtype, SHAPES, right)) is None
+    for factor, error in ((1.001, 1e-3), (0.5, 0.5), (math.nan, math.nan)):
+
+        def off(*given: torch.Tensor, factor: float = factor) -> torch.Tensor:
+            wrong = given[-1].shape[0] == SHAPES[1][0]  # the second one alone
+            return right(*given) * (factor if wrong else 1)  # type: ignore[arg-type]
+
+        found = first_error(of_codes(scheme, dtype, SHAPES, off))
+        assert found == pytest.approx(error, rel=1e-3, nan_ok=True)
+    assert torch.equal(torch.get_rng_state(), before)

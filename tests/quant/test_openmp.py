@@ -1,0 +1,85 @@
+"""torch's own threads, asked to run a compiled function."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+
+import numba
+import numpy as np
+import pytest
+import torch
+from numba import types
+
+from rabbitllm.quant.openmp import torchs_team
+from rabbitllm.quant.vectors import asked, lanes
+
+pytestmark = pytest.mark.skipif(torchs_team() is None, reason="torch has no libgomp here")
+
+
+@numba.cfunc(types.void(types.CPointer(types.int64)))
+def mark(data):  # type: ignore[no-untyped-def]
+    """Counts, at the place of each thread's number, how often it came."""
+    given = numba.carray(data, 9)
+    given[1 + asked(given[0])] += 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="libgomp")
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+def test_every_thread_of_the_team_runs_it_once(threads: int) -> None:
+    team = torchs_team()
+    assert team is not None
+    for _ in range(50):
+        torch.randn(4, 200_000).exp()  # so that the team has just been at work
+        data = np.zeros(9, np.int64)
+        data[0] = team.thread_number
+        team.run(mark.address, data.ctypes.data, threads)
+        assert data[1:].tolist() == [1] * threads + [0] * (8 - threads)
+
+
+@pytest.mark.skipif(not lanes(), reason="no vectors of a kind that is used here")
+@pytest.mark.parametrize("limit", [3, pytest.param(1, marks=pytest.mark.long)])
+def test_a_team_of_fewer_threads_than_asked_for_does_all_of_the_work(limit: int) -> None:
+    """As where the number of threads is limited: in a process of its own, since libgomp reads that once."""
+    code = """
+import torch
+from rabbitllm.store import packed_products
+from tests.quant.test_packed_products import inputs, matrix
+from rabbitllm.quant.openmp import torchs_team
+from rabbitllm.quant.packed_products import Matrix, kernel_for
+packed_products.WORTH_A_THREAD = 1 << 10
+torch.set_num_threads(8)
+found = Matrix(*matrix("4bit", 777, 1024)).times(inputs(2, 1024))
+packed_products.WORTH_A_THREAD = 1 << 40
+assert torchs_team() is not None
+assert torch.equal(found, Matrix(*matrix("4bit", 777, 1024)).times(inputs(2, 1024)))
+"""
+    environment = os.environ | {"OMP_THREAD_LIMIT": str(limit), "PYTHONPATH": os.pathsep.join(sys.path)}
+    made = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
+
+
+def test_it_is_the_team_that_torch_computes_with() -> None:
+    """No further thread comes to be for it."""
+    team = torchs_team()
+    assert team is not None
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        torch.randn(4, 200_000).exp()
+        alive = _threads_of_this_process()
+        data = (ctypes.c_int64 * 9)(team.thread_number)
+        team.run(mark.address, ctypes.addressof(data), 2)
+        assert _threads_of_this_process() <= alive  # one of an earlier test may have ended
+    finally:
+        torch.set_num_threads(before)
+
+
+def _threads_of_this_process() -> int:
+    if sys.platform != "linux":
+        return threading.active_count()
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("Threads:"))

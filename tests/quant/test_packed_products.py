@@ -1,0 +1,355 @@
+"""Products with codes against the matrices that they stand for, in double precision."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rabbitllm.quant import bfloat_products, packed_kernels, packed_products, panel_products, row_team, vectors
+from rabbitllm.quant.code_tables import PAIRS, table_of
+from rabbitllm.quant.compression import BLOCKS, Quantised, dequantise
+from rabbitllm.quant.compression.library import functional as functions
+from rabbitllm.quant.packed_products import (
+    MOST_GROUPED,
+    MOST_INPUTS,
+    MOST_INPUTS_IN_PAIRS,
+    Matrix,
+    linear,
+    multiplies,
+)
+from tests.support.rounding import assert_products
+
+SCHEMES = ("4bit", "8bit")
+needs_kernel = pytest.mark.skipif(not vectors.lanes(), reason="no vectors of a kind that is used here")
+Parts = tuple[Quantised, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def matrix(scheme: str, rows: int, columns: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Parts:
+    """A matrix as bitsandbytes quantises it."""
+    functional = functions()
+    values = (torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 0.02).to(dtype)
+    name = str(dtype).removeprefix("torch.")
+    if scheme == "4bit":
+        codes, state = functional.quantize_4bit(values, blocksize=64, quant_type="nf4")
+        return Quantised("4bit", (rows, columns), name), codes, state.absmax, state.code
+    codes, state = functional.quantize_blockwise(values, blocksize=2048)
+    return Quantised("8bit", (rows, columns), None), codes, state.absmax, state.code
+
+
+def meant(parts: Parts) -> torch.Tensor:
+    """Code value times scale, float64, by indexing alone."""
+    form, payload, absmax, table = parts
+    codes = payload.view(-1)
+    if form.scheme == "4bit":
+        codes = torch.stack([codes >> 4, codes & 15], 1).view(-1)
+    scales = absmax.double().repeat_interleave(BLOCKS[form.scheme])[: math.prod(form.shape)]
+    return (table.double()[codes.long()] * scales).view(form.shape)
+
+
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got.double() - expected).norm() / expected.norm())
+
+
+def inputs(count: int, columns: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(count, columns, generator=torch.Generator().manual_seed(9)).to(dtype)
+
+
+@needs_kernel
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 8, MOST_INPUTS, MOST_INPUTS + 1, 100])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 64), (3, 192), (37, 1024), (130, 4096), (64, 5120)])
+def test_any_number_of_inputs_and_rows(scheme: str, count: int, rows: int, columns: int) -> None:
+    parts = matrix(scheme, rows, columns, dtype=torch.float32)
+    x = inputs(count, columns)
+    assert multiplies(parts[0])
+    got = linear(x, Matrix(*parts), None)
+    assert got.shape == (count, rows)
+    assert_products(got, x, meant(parts))
+
+
+@needs_kernel
+@pytest.mark.parametrize("scheme", SCHEMES)
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 70), st.integers(1, 40), st.integers(1, 20), st.integers(0, 1 << 30))
+def test_shapes_of_all_kinds(scheme: str, rows: int, segments: int, count: int, seed: int) -> None:
+    parts = matrix(scheme, rows, 64 * segments, seed, torch.float32)
+    x, whole = inputs(count, 64 * segments), meant(parts)
+    assert_products(linear(x, Matrix(*parts), None), x, whole)
+
+
+@pytest.mark.parametrize(("scheme", "width"), list(packed_kernels._FUNCTIONS))
+def test_every_kernel_that_this_processor_can_run(scheme: str, width: int) -> None:
+    in_pairs = width == PAIRS
+    if not vectors.multiplies_pairs() if in_pairs else vectors.lanes() < width:
+        pytest.skip("needs other vectors")
+    for rows, columns, count in ((1, 64, 1), (9, 2048, 4), (70, 704, 11), (300, 1024, 2)):
+        form, payload, absmax, table = matrix(scheme, rows, columns)
+        x = inputs(count, columns, torch.bfloat16 if in_pairs else torch.float32)
+        got = Matrix(form, payload, absmax, table).times_with(width, x)
+        table = as_pairs(scheme, table) if in_pairs else table
+        assert_products(got, x, meant((form, payload, absmax, table)))
+
+
+def as_pairs(scheme: str, table: torch.Tensor) -> torch.Tensor:
+    """What the table of bfloat16 says that the codes mean."""
+    words = table_of(scheme, PAIRS, table.numpy().tobytes())
+    assert words is not None
+    count = 16 if scheme == "4bit" else 256
+    values = torch.from_numpy(words[:count].astype("int32") << 16).view(torch.float32)
+    return values * float(words[-2:].view("float32")[0])
+
+
+@pytest.mark.parametrize(("scheme", "most"), [("4bit", 1.1e-3), ("8bit", 1.8e-3)])
+def test_a_table_of_bfloat16_is_off_by_less_than_a_matrix_of_bfloat16(scheme: str, most: float) -> None:
+    parts = matrix(scheme, 256, 4096)
+    exact, rounded = meant(parts), as_pairs(scheme, parts[3])
+    off = error(meant((*parts[:3], rounded)), exact)
+    assert off < most
+    assert off < error(exact.bfloat16(), exact)
+    assert torch.equal(rounded.sign(), parts[3].sign())
+
+
+def test_which_processors_have_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_features(*names: str) -> int:
+        monkeypatch.setattr(vectors, "features", lambda: frozenset(names))
+        return vectors.lanes()
+
+    assert with_features("avx512f", "avx2", "fma") == 16
+    assert with_features("avx2", "fma") == 8
+    assert with_features("avx2") == with_features("neon") == 0
+    assert not vectors.multiplies_pairs()
+    with_features("avx512f", "avx512bw", "avx512bf16")
+    assert vectors.multiplies_pairs()
+
+
+@pytest.mark.parametrize("given", [{"NUMBA_CPU_NAME": "generic"}, {"NUMBA_CPU_FEATURES": "+sse4.2,-avx2,-fma"}])
+def test_a_compiler_that_may_use_less_than_the_processor_has(given: dict[str, str], tmp_path: Path) -> None:
+    """Asked for instructions that it may not use, it would end the process."""
+    code = "from rabbitllm.store import packed_products as p, vectors as v; print(v.lanes(), p._kernel_agrees('4bit'))"
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_CPU_")}
+    environment = {**inherited, **given, "NUMBA_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "0 False\n"), done.stderr
+
+
+@needs_kernel
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("count", [1, 6, 40, MOST_INPUTS_IN_PAIRS, MOST_INPUTS_IN_PAIRS + 1])
+def test_inputs_of_every_dtype_and_a_bias(scheme: str, dtype: torch.dtype, count: int) -> None:
+    parts = matrix(scheme, 48, 512)
+    x = inputs(count, 512, dtype)
+    bias = torch.linspace(-1, 1, 48).to(dtype)
+    got = linear(x, Matrix(*parts), bias)
+    assert got.dtype == dtype
+    # of a matrix that is made, or of a table of bfloat16
+    rounded = torch.bfloat16 if count > MOST_INPUTS or dtype == torch.bfloat16 else None
+    assert_products(got, x, meant(parts), bias, weights=rounded)
+
+
+@needs_kernel
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_few_inputs_are_nearer_than_the_rounded_matrix(scheme: str) -> None:
+    parts = matrix(scheme, 256, 4096)
+    x = inputs(1, 4096, torch.bfloat16)
+    expected = x.double() @ meant(parts).T
+    rounded = torch.nn.functional.linear(x, dequantise(*parts, torch.bfloat16))
+    assert error(linear(x, Matrix(*parts), None), expected) < error(rounded, expected)
+
+
+@needs_kernel
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_any_number_of_threads_gives_the_same_bits(
+    scheme: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = matrix(scheme, 777, 1024)
+    x = inputs(3, 1024, dtype)
+    before = torch.get_num_threads()
+    monkeypatch.setattr(packed_products, "WORTH_A_THREAD", 1 << 10)
+    try:
+        found = []
+        for threads in (1, 2, 3, 8):
+            torch.set_num_threads(threads)
+            found.append(linear(x, Matrix(*parts), None))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+@needs_kernel
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_without_torchs_team_threads_of_our_own_give_the_same(
+    scheme: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = matrix(scheme, 777, 1024)
+    x = inputs(3, 1024, dtype)
+    monkeypatch.setattr(packed_products, "WORTH_A_THREAD", 1 << 10)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        in_a_team = linear(x, Matrix(*parts), None)
+        monkeypatch.setattr(row_team, "torchs_team", lambda: None)
+        assert torch.equal(linear(x, Matrix(*parts), None), in_a_team)
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_kernel
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("in_a_team", [True, False])
+def test_groups_have_the_bits_of_one_by_one(
+    scheme: str, dtype: torch.dtype, in_a_team: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrices = [Matrix(*matrix(scheme, 70, 256, seed)) for seed in range(5)]
+    # some by codes and several by panels; of rows 7 and 8 nothing is asked
+    groups = [(0, 1), (1, 7), (9, 9 + MOST_INPUTS_IN_PAIRS + 1), (78, 85), (85, 86)]
+    x = inputs(90, 256, dtype)
+    if not in_a_team:
+        monkeypatch.setattr(row_team, "torchs_team", lambda: None)
+    monkeypatch.setattr(packed_products, "WORTH_A_THREAD", 1 << 12)
+    monkeypatch.setattr(panel_products, "WORTH_A_THREAD", 1 << 12)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            product = matrices[0].grouped(x)
+            assert product is not None
+            product.multiply(matrices[:1], groups[:1])
+            product.multiply(matrices[1:], groups[1:])
+            got = product.result()
+            assert got.dtype == dtype
+            for one, (begin, end) in zip(matrices, groups, strict=True):
+                assert torch.equal(got[begin:end], linear(x[begin:end], one, None))
+            assert not got[7:9].any()
+            assert not got[86:].any()
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_kernel
+def test_many_rows_are_not_grouped() -> None:
+    one = Matrix(*matrix("4bit", 8, 64))
+    assert one.grouped(inputs(MOST_GROUPED, 64)) is not None
+    assert one.grouped(inputs(MOST_GROUPED + 1, 64)) is None
+
+
+@needs_kernel
+def test_codes_that_mean_what_no_kernel_has_are_dequantised() -> None:
+    """Alone and among others of a group; in float32, whose kernels reckon the values of 8bit from ramps."""
+    ordinary, x = matrix("8bit", 64, 256), inputs(6, 256)
+    form, payload, absmax, table = matrix("8bit", 64, 256, seed=1)
+    foreign = (form, payload, absmax, table.flip(0).contiguous())
+    assert_products(linear(x[:1], Matrix(*foreign), None), x[:1], meant(foreign))
+    assert Matrix(*foreign).grouped(x) is None
+    product = Matrix(*ordinary).grouped(x)
+    assert product is not None
+    product.multiply([Matrix(*ordinary), Matrix(*foreign)], [(0, 2), (2, 5)])
+    result = product.result()
+    assert_products(result[:2], x[:2], meant(ordinary))
+    assert_products(result[2:5], x[2:5], meant(foreign))
+    assert not result[5].any()
+
+
+@needs_kernel
+def test_several_threads_of_python_at_a_time() -> None:
+    parts = Matrix(*matrix("4bit", 512, 1024))
+    batches = [inputs(count, 1024) for count in (1, 2, 3, 4, 5, 6, 7, 8)]
+    alone = [linear(x, parts, None) for x in batches]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda x: linear(x, parts, None), batches * 4))
+    assert all(torch.equal(found, alone[at % 8]) for at, found in enumerate(together))
+
+
+@needs_kernel
+def test_inputs_of_other_forms() -> None:
+    parts = matrix("4bit", 32, 128)
+    x = torch.randn(2, 3, 256)[..., ::2]
+    assert_products(linear(x, Matrix(*parts), None), x, meant(parts))
+    assert linear(x[:0], Matrix(*parts), None).shape == (0, 3, 32)
+    assert linear(x[0, 0], Matrix(*parts), None).shape == (32,)
+
+
+@needs_kernel
+def test_what_is_not_a_number_stays_so() -> None:
+    form, payload, absmax, table = matrix("4bit", 8, 128)
+    absmax = absmax.clone()
+    absmax[5] = math.nan  # of the second block of the third row
+    got = linear(torch.ones(1, 128), Matrix(form, payload, absmax, table), None)[0]
+    assert torch.isnan(got).tolist() == [False, False, True, False, False, False, False, False]
+
+
+def test_matrices_without_a_kernel() -> None:
+    for shape in ((8, 100), (8, 32), (128,), (2, 8, 64), (0, 64), (8, 0)):
+        assert not multiplies(Quantised("4bit", shape, "bfloat16"))
+
+
+def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    right = Matrix.times_with
+    monkeypatch.setattr(Matrix, "times_with", lambda self, width, x: right(self, width, x) * 1.001)
+    packed_products._kernel_agrees.cache_clear()
+    try:
+        assert not multiplies(Quantised("4bit", (8, 64), "bfloat16"))
+        if vectors.lanes():
+            assert "is off by 1.0e-03 here and is not used" in caplog.text
+    finally:
+        packed_products._kernel_agrees.cache_clear()
+
+
+_IN_A_PROCESS = """
+import sys
+import torch
+from tests.quant.test_packed_products import assert_products, inputs, matrix, meant
+from rabbitllm.store import packed_products
+for key in sys.argv[1:]:
+    scheme, width = key.split("-")
+    for worth in (1 << 10, 1 << 30):  # by threads of a team, and by one
+        packed_products.WORTH_A_THREAD = worth
+        parts, x = matrix(scheme, 70, 704), inputs(3, 704)
+        got = packed_products.Matrix(*parts).times_with(int(width), x)
+        assert_products(got, x, meant(parts))
+"""
+
+
+@pytest.mark.long
+@needs_kernel
+def test_what_processes_compiled_apart_works_together(tmp_path: Path) -> None:
+    """numba links what it kept by name, and processes that compile a kernel each count their functions alike."""
+    kernels = [f"{scheme}-{vectors.lanes()}" for scheme in SCHEMES]
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    for chosen in (kernels[1:], kernels[:1], kernels, kernels[::-1]):
+        subprocess.run([sys.executable, "-c", _IN_A_PROCESS, *chosen], env=environment, check=True, timeout=600)
+    assert list(tmp_path.rglob("*.nbc"))
+
+
+@needs_kernel
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("count", [1, 300])
+def test_bfloat16_where_no_instructions_are_for_it(scheme: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long prompts are multiplied in float32; the result is rounded once."""
+    monkeypatch.setattr(bfloat_products, "kernel_here", vectors.lanes)
+    monkeypatch.setattr(packed_products, "kernel_for", lambda scheme, dtype: vectors.lanes())
+    multiplied: list[torch.dtype] = []
+    ordinary = torch.nn.functional.linear
+
+    def product(x: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
+        multiplied.append(x.dtype)
+        return ordinary(x, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch.nn.functional, "linear", product)
+    parts, x, bias = matrix(scheme, 130, 1024), inputs(count, 1024, torch.bfloat16), torch.ones(130).bfloat16()
+    got = linear(x, Matrix(*parts), bias)
+    assert got.dtype == torch.bfloat16
+    assert set(multiplied) == ({torch.float32} if count > 256 else set())
+    assert_products(got, x, meant(parts), bias, weights=torch.bfloat16 if count > 256 else None)

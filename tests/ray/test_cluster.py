@@ -1,0 +1,42 @@
+"""What a call says where there is no Ray, or no cluster at the address; no cluster is started here."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+
+import pytest
+
+from rabbitllm.errors import ClusterError, MissingPackageError, OptionError
+from rabbitllm.ray.cluster import connected
+
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install '.[ray]'")
+
+
+def test_without_ray_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingPackageError, match=r"\.\[ray\]"), connected("auto"):
+        pass
+
+
+@needs_ray
+def test_an_address_where_nothing_answers() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(ClusterError, match=f"Nothing answers at 127.0.0.1:{port}"), connected(f"127.0.0.1:{port}"):
+        pass
+
+
+@needs_ray
+@pytest.mark.parametrize("address", ["", "here", "host:", ":6379", "ray://host:10001", "host:port"])
+def test_what_is_no_address(address: str) -> None:
+    with pytest.raises(OptionError, match="is no address"), connected(address):
+        pass
+
+
+@needs_ray
+def test_the_address_that_the_environment_names_is_the_one_of_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(ClusterError, match=r"Nothing answers at 127\.0\.0\.1:1 "), connected("auto"):
+        pass

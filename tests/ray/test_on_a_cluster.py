@@ -1,0 +1,406 @@
+"""Splits and batches on a Ray cluster of one machine: eight logical processors, so four shards or workers at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
+
+from rabbitllm import prepare
+from rabbitllm.base import progress
+from rabbitllm.base.options import SplitOptions
+from rabbitllm.batch_jobs.api import batch
+from rabbitllm.batch_jobs.items import Answer, Defaults, Generate, Item, Limits
+from rabbitllm.batch_jobs.journal import Journal
+from rabbitllm.batch_jobs.loading import wish_of
+from rabbitllm.batch_jobs.run import Progress
+from rabbitllm.batch_jobs.survey import Survey
+from rabbitllm.batch_jobs.work import Batch, settings_of, work
+from rabbitllm.errors import (
+    ClusterError,
+    CorruptShardError,
+    HubError,
+    NotEnoughSpaceException,
+    OptionError,
+    ResultsError,
+)
+from rabbitllm.models.pull.make import Shards, Wish, pull
+from rabbitllm.ray import ray_answers, roll_call
+from rabbitllm.ray.answerer import About, Job
+from rabbitllm.ray.batch import answering_on
+from rabbitllm.ray.chunks import Staff, in_chunks
+from rabbitllm.ray.cluster import connected, nodes
+from rabbitllm.ray.pull import pull_on
+from rabbitllm.ray.ray_answers import RayAnswers
+from rabbitllm.ray.ray_hands import CPUS_A_TASK, RayHands
+from rabbitllm.splitter import journal
+from rabbitllm.splitter.lease import LEASE_NAME, Lease, granted
+from rabbitllm.storage.durable import Step, observe_steps
+from tests.support.builders import build_checkpoint
+from tests.support.hub_fixtures import HubEnvironment
+from tests.support.local_hub import LocalHub
+from tests.support.ray_cluster import (
+    CPUS,
+    Differing,
+    Dying,
+    Failing,
+    Puzzled,
+    Slow,
+    dying_always,
+    dying_once,
+    from_local_hub,
+    local_cluster,
+    processes,
+)
+from tests.support.splitting import Call, Counter, contents
+
+SHARDS = 6
+AT_ONCE = CPUS // CPUS_A_TASK
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    with local_cluster() as address:
+        yield address
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return build_checkpoint(tmp_path / "hare", "llama", shards=SHARDS)
+
+
+def shards_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*-of-*"))
+
+
+@contextlib.contextmanager
+def broken_off(kind: str, at: int) -> Iterator[None]:
+    """Ends what runs in the context at a step of this kind, counted from 0: from then on nothing changes the disk."""
+
+    def stop(number: int, step: Step) -> None:
+        seen.extend([step] if step.kind == kind else [])
+        if len(seen) > at:
+            raise KeyboardInterrupt
+
+    seen: list[Step] = []
+    with observe_steps(Counter(stop)), pytest.raises(KeyboardInterrupt):
+        yield
+
+
+def local(source: Path, to: Path, compression: str | None = None) -> dict[str, bytes]:
+    """What this process alone makes of a checkpoint."""
+    return contents(pull(Wish(str(source), compression, folder=to)).entry.folder)
+
+
+@pytest.mark.long
+def test_all_tasks_together_make_the_bytes_of_one_process(cluster: str, source: Path, tmp_path: Path) -> None:
+    expected = local(source, tmp_path / "local")
+    made = pull_on(cluster, Wish(str(source), folder=tmp_path / "spread"))
+    assert contents(made.entry.folder) == expected
+    assert made.shards is Shards.KEPT
+    assert pull_on("auto", Wish(str(source), folder=tmp_path / "spread")).before
+
+
+def test_a_killed_worker_is_replaced(cluster: str, source: Path, tmp_path: Path) -> None:
+    expected = local(source, tmp_path / "local")
+    marker = tmp_path / "died"
+    hands = RayHands(nodes(), None, quantises=False, fill=dying_once(marker, 7))
+    assert hands.at_once == AT_ONCE
+    made = pull(Wish(str(source), folder=tmp_path / "spread", sequential=True), hands)
+    assert len(marker.read_text().split()) == 3
+    assert contents(made.entry.folder) == expected
+    assert made.shards is Shards.DELETED
+    assert shards_in(source) == []
+
+
+@pytest.mark.long
+def test_a_shard_that_kills_each_of_its_workers_is_an_error(cluster: str, source: Path, tmp_path: Path) -> None:
+    before = contents(source)
+    hands = RayHands(nodes(), None, quantises=False, fill=dying_always)
+    with pytest.raises(ClusterError, match="died, 4 of them"):
+        pull(Wish(str(source), folder=tmp_path / "spread", sequential=True), hands)
+    assert contents(source) == before
+    assert not (tmp_path / "spread" / "splitted_model" / LEASE_NAME).exists()
+
+
+def test_a_driver_that_died_is_gone_on_with(cluster: str, source: Path, tmp_path: Path) -> None:
+    """On the cluster or without it; what was used up is not asked for again."""
+    expected = local(source, tmp_path / "local")
+    call = Call(str(source), str(tmp_path / "spread"))
+    options = SplitOptions(sequential=True)
+    folder = call.find().split_folder
+
+    def spread() -> None:
+        prepare.ensure_split(call.find(), options, hands=RayHands(nodes(), 2, quantises=False))
+
+    with broken_off("unlink", 2):
+        spread()
+    earlier = journal.replay(folder)
+    assert earlier is not None
+    assert len(earlier.used) == 3
+    assert len(shards_in(source)) == SHARDS - 2
+    with broken_off("rename", 1):
+        spread()
+    call.make()
+    assert contents(folder) == expected
+    assert shards_in(source) == []
+    (folder / LEASE_NAME).write_text("of a call that was killed when all was done")
+    call.make()
+    assert contents(folder) == expected
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("transfer", ["file", "stream"])
+def test_each_task_fetches_its_own_shard(
+    cluster: str, tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment, transfer: str
+) -> None:
+    build_checkpoint(tmp_path / "hub" / "org" / "rabbit", "llama", shards=SHARDS)
+    wish = functools.partial(Wish, "org/rabbit", shard_transfer=transfer)
+    expected = contents(pull(wish(folder=tmp_path / "local")).entry.folder)
+    fill = from_local_hub(hub_environment.url, tmp_path / "elsewhere")
+    made = pull(wish(folder=tmp_path / "spread"), RayHands(nodes(), 3, quantises=False, fill=fill))
+    assert contents(made.entry.folder) == expected
+    assert made.shards is Shards.FETCHED
+
+
+def test_what_does_not_fit_is_refused_before_the_first_byte(cluster: str, source: Path, tmp_path: Path) -> None:
+    hands = RayHands(nodes(), None, quantises=False)
+    with pytest.raises(NotEnoughSpaceException):
+        pull(Wish(str(source), folder=tmp_path / "spread", max_disk=1 << 16), hands)
+    assert not (tmp_path / "spread").exists()
+
+
+def test_a_damaged_shard_is_the_error_that_it_is_here(cluster: str, source: Path, tmp_path: Path) -> None:
+    spread, spoilt = tmp_path / "spread", shards_in(source)[4]
+    hands = RayHands(nodes(), 1, quantises=False)
+
+    def spoil(event: progress.Event) -> None:
+        if isinstance(event, progress.SplitStarted):
+            (source / spoilt).write_bytes((source / spoilt).read_bytes()[:-100])
+
+    with progress.listening(spoil), pytest.raises(CorruptShardError, match=spoilt):
+        pull(Wish(str(source), folder=spread, sequential=True), hands)
+    earlier = journal.replay(spread / "splitted_model")
+    assert earlier is not None
+    assert earlier.used == set(shards_in(source)).symmetric_difference(shard.name for shard in earlier.plan.shards)
+    assert len(earlier.used) == 4
+
+
+def test_every_machine_is_asked_first(
+    cluster: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with granted(tmp_path) as lease:
+        roll_call.check_machines(nodes(), lease, [source], quantises=True)
+        with pytest.raises(ClusterError, match=r"does not see .*\.lease"):
+            roll_call.check_machines(nodes(), Lease(tmp_path, "another"), [], quantises=False)
+        with pytest.raises(ClusterError, match="nowhere, where the source is"):
+            roll_call.check_machines(nodes(), lease, [tmp_path / "nowhere"], quantises=False)
+        monkeypatch.setattr(roll_call, "__version__", "0.1")
+        with pytest.raises(ClusterError, match=r"this machine has 0\.1"):
+            roll_call.check_machines(nodes(), lease, [], quantises=False)
+    with pytest.raises(ClusterError, match="this machine has 0"), connected(cluster):
+        pull_on(cluster, Wish(str(source), folder=tmp_path / "spread"))
+    assert not (tmp_path / "spread").exists()
+
+
+def test_keeping_shards_where_only_one_machine_has_them_is_refused(
+    cluster: str, tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment
+) -> None:
+    build_checkpoint(tmp_path / "hub" / "org" / "rabbit", "llama", shards=2)
+    with pytest.raises(OptionError, match="workers on others"):
+        pull_on(cluster, Wish("org/rabbit", keep_shards=True, folder=tmp_path / "spread"))
+
+
+# Batches
+
+
+def lines_of(count: int) -> list[dict[str, object]]:
+    """Prompts of several lengths, scores and a line that nothing can be made of."""
+    made: list[dict[str, object]] = [
+        {"id": f"line {n}", "prompt": "the rabbit and the hare " * (1 + n % 3) + str(n), "max_new_tokens": 4 + n % 5}
+        for n in range(count)
+    ]
+    made[3] = {"id": "scored", "context": "the rabbit", "continuation": " and the hare"}
+    made[7] = {"id": "nonsense"}
+    return made
+
+
+def write_lines(path: Path, lines: list[dict[str, object]]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def items(count: int) -> list[Item]:
+    return [Item(index, index, Generate("x", 1)) for index in range(count)]
+
+
+def taken(workers: int, count: int, worker: type) -> Generator[list[Answer]]:
+    """Answers of stand-ins for models, which are quick, by real actors."""
+    job = Job(Wish("any"), "any", Limits(sequences=2))
+    asked = items(count)
+    chunks = in_chunks(range(count), workers, 2)
+    return RayAnswers(Staff(workers, 1, 0, workers), job, worker).answered(chunks, asked.__getitem__)
+
+
+def pids(name: str) -> list[int]:
+    """Of actors that are in a method of this name."""
+    found = (process for process in processes() if process.is_running())
+    return [process.pid for process in found if f"ray::{name}" in " ".join(process.cmdline())]
+
+
+@pytest.mark.long
+def test_each_line_is_answered_once_though_workers_are_killed(cluster: str) -> None:
+    """Of what a killed worker had, only that is done again which had no answer yet."""
+    got, killed = list[Answer](), list[int]()
+    for group in taken(4, 96, Slow):
+        got += group
+        if len(got) > 10 * (1 + len(killed)) and len(killed) < 2 and (at_work := pids("Slow.answer")):
+            os.kill(at_work[0], signal.SIGKILL)
+            killed.append(at_work[0])
+    assert len({*killed}) == 2
+    assert sorted(one.index for one in got) == list(range(96))
+    assert {one.line["pid"] for one in got} - {*killed}
+
+
+@pytest.mark.long
+def test_workers_without_a_place_are_told_of(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, with what is wanted and what is there; they begin as soon as there is one."""
+    import ray
+
+    monkeypatch.setattr(ray_answers, "PLACE_SECONDS", 1.0)
+    job, told = Job(Wish("any"), "any", Limits(sequences=2)), list[str]()
+    other = ray.remote(Slow).options(num_cpus=CPUS - 1).remote(job)
+    ray.get(other.__ray_ready__.remote())
+
+    def tell(line: str) -> None:
+        told.append(line)
+        ray.kill(other)
+
+    answers = RayAnswers(Staff(1, 2, 0, 1), job, Slow, tell=tell).answered([[0, 1]], items(2).__getitem__)
+    assert sorted(one.index for group in answers for one in group) == [0, 1]
+    (line,) = told
+    assert "1 of 1 worker has no place" in line
+    assert f"each wants 2 processors of one machine; free in all: 1 of {CPUS} processors" in line
+
+
+@pytest.mark.long
+def test_workers_that_die_again_and_again_are_an_error(cluster: str) -> None:
+    with pytest.raises(ClusterError, match="died, 4 of them"):
+        list(taken(2, 8, Dying))
+    assert pids("Dying") == []
+
+
+@pytest.mark.long
+def test_what_a_worker_raises_is_raised_here(cluster: str) -> None:
+    with pytest.raises(HubError, match="no answer"):
+        list(taken(1, 8, Failing))
+    with pytest.raises(ClusterError, match="KeyError: 'what'"):
+        list(taken(1, 8, Puzzled))
+
+
+@pytest.mark.long
+def test_workers_with_different_models_are_refused(cluster: str) -> None:
+    with pytest.raises(ClusterError, match="is not the one on"):
+        list(taken(2, 8, Differing))
+
+
+def spread_batch(
+    source: Path,
+    out: Path,
+    model: Path,
+    limits: Limits,
+    elsewhere: Callable[[Survey, Journal], Generator[list[Answer]]],
+) -> Progress:
+    settings = settings_of(wish_of(str(model)), "float32")
+    never = lambda survey: NotImplemented  # noqa: E731
+    return work(Batch(source, out, str(model), never, Defaults(), limits, settings, elsewhere=elsewhere))
+
+
+def test_a_batch_has_the_output_of_one_process(cluster: str, tmp_path: Path) -> None:
+    """Float32, greedy; begun here and finished by a worker."""
+    model = build_checkpoint(tmp_path / "hare", "llama")
+    source, out = write_lines(tmp_path / "in.jsonl", lines_of(24)), tmp_path / "out.jsonl"
+    batch(str(model), source, tmp_path / "local.jsonl", dtype="float32")
+    elsewhere = answering_on(cluster, wish_of(str(model)), str(model), Limits(), workers=1, dtype="float32")
+    with pytest.raises(KeyboardInterrupt):
+        spread_batch(source, out, model, Limits(), lambda survey, journal: here(5, tmp_path / "local.jsonl", survey))
+    done = spread_batch(source, out, model, Limits(), elsewhere)
+    assert (done.done, done.resumed, done.errors) == (24, 5, 1)
+    assert out.read_bytes() == (tmp_path / "local.jsonl").read_bytes()
+
+
+@pytest.mark.long
+def test_other_weights_of_the_same_name_are_refused(cluster: str, tmp_path: Path) -> None:
+    said = list[str]()
+
+    def check(about: About) -> None:
+        said.append(about.computes)
+        raise ResultsError("It was begun with other weights.")
+
+    job = Job(Wish("any"), "any", Limits())
+    workers = RayAnswers(Staff(1, 1, 0, 1), job, Slow, check)
+    with pytest.raises(ResultsError):
+        list(workers.answered([[0]], items(1).__getitem__))
+    assert said == ["nothing"]
+
+
+def here(count: int, answers: Path, survey: Survey) -> Generator[list[Answer]]:
+    """The first answers of a finished output, and then an interrupt."""
+    lines = [json.loads(line) for line in answers.read_text().splitlines()]
+    yield [Answer(index, survey.item(index).key, lines[index], "error" in lines[index]) for index in range(count)]
+    raise KeyboardInterrupt
+
+
+@pytest.mark.long
+def test_the_command_with_four_workers_one_killed(cluster: str, tmp_path: Path) -> None:
+    """Nothing lost, nothing twice, and the output of one process, byte by byte."""
+    model = build_checkpoint(tmp_path / "hare", "llama")
+    source, out = write_lines(tmp_path / "in.jsonl", lines_of(200)), tmp_path / "out.jsonl"
+    batch(str(model), source, tmp_path / "local.jsonl", dtype="float32")
+    command = [sys.executable, "-m", "rabbitllm", "batch", str(model), str(source), "-o", str(out), "--json"]
+    options = ["--dtype", "float32", "--sequences", "4", "--ray", cluster, "--ray-workers", "4"]
+    journal, killed = tmp_path / "out.jsonl.journal", 0
+    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as running:
+        while running.poll() is None and not killed:
+            begun = journal.exists() and len(journal.read_bytes().splitlines()) > 20
+            if begun and (at_work := pids("Answerer.answer")):
+                os.kill(at_work[0], signal.SIGKILL)
+                killed = at_work[0]
+            time.sleep(0.01)
+        said = running.communicate()[0]
+    assert killed
+    assert running.returncode == 0
+    record = json.loads(said)
+    assert (record["lines"], record["resumed"], record["errors"]) == (200, 0, 1)
+    assert out.read_bytes() == (tmp_path / "local.jsonl").read_bytes()
+
+
+@pytest.mark.long
+def test_a_command_that_is_killed_is_gone_on_with(cluster: str, source: Path, tmp_path: Path) -> None:
+    """`rabbitllm pull --ray`, killed while it splits; the same command finishes, with the same bytes."""
+    expected = local(source, tmp_path / "local", "8bit")
+    command = [sys.executable, "-m", "rabbitllm", "pull", str(source), "--dir", str(tmp_path / "spread")]
+    options = ["--compression", "8bit", "--sequential", "--ray", cluster, "--ray-tasks", "2"]
+    folder = tmp_path / "spread" / "splitted_model.8bit"
+    with subprocess.Popen([*command, *options]) as running:
+        while running.poll() is None:
+            seen = journal.glance(folder) if (folder / "split.journal").exists() else None
+            if seen is not None and seen.used:
+                running.kill()
+            time.sleep(0.005)
+    assert running.returncode == -signal.SIGKILL
+    done = subprocess.run([*command, *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert contents(folder) == expected
+    assert shards_in(source) == []

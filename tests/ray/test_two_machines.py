@@ -1,0 +1,84 @@
+"""A cluster of two machines, as far as Ray is concerned: two of its nodes on this one, and one of them is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
+
+from rabbitllm.base import progress
+from rabbitllm.models.pull.make import Wish, pull
+from rabbitllm.ray.cluster import nodes
+from rabbitllm.ray.ray_hands import RayHands
+from rabbitllm.ray.roll_call import check_machines
+from tests.support.builders import build_checkpoint
+from tests.support.ray_cluster import OBJECT_STORE_BYTES, recorded, recording
+from tests.support.splitting import contents
+
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture
+def machines() -> Iterator[Any]:
+    import ray
+    from ray.cluster_utils import Cluster
+
+    each = {"num_cpus": 4, "object_store_memory": OBJECT_STORE_BYTES}
+    with contextlib.ExitStack() as stack:
+        noted = Path(
+            "/tmp/ray"
+        )  # where Ray's own stand-in for a cluster writes its address, and does not make the folder
+        if not noted.exists():
+            noted.mkdir()
+            stack.callback(shutil.rmtree, noted, ignore_errors=True)
+        folder = tempfile.mkdtemp(prefix="rr-", dir="/tmp")
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        head = {**each, "include_dashboard": False, "temp_dir": folder}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        stack.callback(cluster.shutdown)
+        cluster.add_node(**each)
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+        stack.callback(ray.shutdown)
+        yield cluster
+
+
+def test_no_layer_file_is_filled_by_both_at_once_and_one_may_go(machines: Any, tmp_path: Path) -> None:
+    source = build_checkpoint(tmp_path / "hare", "llama", shards=12, num_hidden_layers=8)
+    expected = contents(pull(Wish(str(source), folder=tmp_path / "local")).entry.folder)
+    log = tmp_path / "log"
+    log.mkdir()
+    hands = RayHands(nodes(), None, quantises=False, fill=recording(log, 0.3))
+    assert hands.at_once == 4
+    done: list[str] = []
+    lost: list[str] = []
+    check_machines(nodes(), None, [], quantises=False)  # each has a worker then, however busy it is
+
+    def lose_one(event: progress.Event) -> None:
+        if isinstance(event, progress.ShardDone):
+            done.append(event.shard)
+            if not lost and len({one.node for one in recorded(log)}) == 2:
+                lost.append(event.shard)
+                machines.remove_node(next(iter(machines.worker_nodes)), allow_graceful=False)
+
+    with progress.listening(lose_one):
+        made = pull(Wish(str(source), folder=tmp_path / "spread", sequential=True), hands)
+    assert contents(made.entry.folder) == expected
+    assert len(done) == 12
+    assert lost
+    seen = recorded(log)
+    assert len({one.node for one in seen}) == 2
+    together = [
+        (one, other)
+        for one in seen
+        for other in seen
+        if one.shard < other.shard and one.begin < other.end and other.begin < one.end
+    ]
+    assert together
+    assert not [(one, other) for one, other in together if one.layers & other.layers]

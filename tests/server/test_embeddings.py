@@ -1,0 +1,217 @@
+"""Embeddings by a checkpoint's own recipe, compared with plain transformers on one text at a time."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rabbitllm.server.embeddings import MOST_TOKENS, Recipe, groups, recipe_in
+from tests.server.serving import NAME, PATIENT, Running, running
+from tests.support.builders import build_checkpoint
+from tests.support.rounding import assert_as_near
+from tests.support.tiny_models import split
+
+TEXTS = ["the rain", "and then there was a longer one in the rain", "x"]
+
+
+GENERATES = "Qwen3ForCausalLM"
+
+
+def write_recipe(folder: Path, *chosen: str, more: tuple[str, ...] = ("Normalize",)) -> None:
+    """The files of sentence-transformers."""
+    kinds = ["Transformer", "Pooling", *more]
+    modules = [
+        {
+            "idx": at,
+            "name": str(at),
+            "path": f"{at}_{kind}" if at else "",
+            "type": f"sentence_transformers.models.{kind}",
+        }
+        for at, kind in enumerate(kinds)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    names = ("cls_token", "mean_tokens", "max_tokens", "lasttoken")
+    settings: dict[str, Any] = {f"pooling_mode_{name}": name in chosen for name in names}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 64, **settings}))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As Qwen3-Embedding is published: the base model's tensors without a head, and a class that has a tied one."""
+    folder = base_model(tmp_path_factory.mktemp("serve") / "qwen3", tied=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": [GENERATES]}))
+    return folder
+
+
+def base_model(folder: Path, *, tied: bool) -> Path:
+    """A checkpoint of a class without a head, as sentence-transformers publishes them."""
+    build_checkpoint(folder, "qwen3", tied=tied, dtype=torch.float32)
+    transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).save_pretrained(folder)
+    write_recipe(folder, "lasttoken")
+    return folder
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_base_model_serves_embeddings_and_refuses_text(tmp_path: Path, tied: bool) -> None:
+    """Its config names a class without a head, which is the class that is loaded."""
+    folder = base_model(tmp_path / "qwen3", tied=tied)
+    plain = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    split_folder = split(folder)
+    with running(split_folder, recipe=recipe_in(split_folder)) as served:
+        assert type(served.model).__name__ == "Qwen3Model"
+        inputs = served.model.tokenizer(TEXTS[0], return_tensors="pt")
+        with torch.inference_mode():
+            wanted = torch.nn.functional.normalize(plain(**inputs).last_hidden_state[0, -1], dim=0).tolist()
+        answer = served.post("/v1/embeddings", {"input": TEXTS[0]}).json()
+        assert answer["data"][0]["embedding"] == wanted
+        for route, body in (
+            ("/v1/completions", {"prompt": "the rain"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "the rain"}]}),
+        ):
+            refused = served.post(route, body)
+            assert refused.status_code == 400
+            assert "Qwen3Model" in refused.json()["error"]["message"]
+        with served.http as client:
+            assert client.get("/health").json()["status"] == "ok"
+            assert client.get("/metrics").status_code == 200
+
+
+@pytest.fixture(scope="module")
+def served(checkpoint: Path) -> Iterator[Running]:
+    split_folder = split(checkpoint)
+    recipe = recipe_in(split_folder)  # copied beside the layers
+    assert recipe == Recipe("last", True)
+    with running(split_folder, recipe=recipe) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def states(checkpoint: Path, served: Running) -> list[torch.Tensor]:
+    """Hidden states of each text, of shape (tokens, width)."""
+    plain = transformers.AutoModel.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        return [plain(**served.model.tokenizer(text, return_tensors="pt")).last_hidden_state[0] for text in TEXTS]
+
+
+def test_vectors_are_those_of_the_model_alone(checkpoint: Path, served: Running, states: list[torch.Tensor]) -> None:
+    client = served.openai()
+    wanted = [torch.nn.functional.normalize(state[-1], dim=0).tolist() for state in states]
+    plain = transformers.AutoModel.from_pretrained(checkpoint, dtype=torch.float64).eval()
+    with torch.inference_mode():
+        given = [served.model.tokenizer(text, return_tensors="pt") for text in TEXTS]
+        exact = torch.stack([plain(**one).last_hidden_state[0, -1] for one in given])
+    exact = torch.nn.functional.normalize(exact, dim=-1)
+    alone = [
+        client.embeddings.create(model=NAME, input=text, encoding_format="float").data[0].embedding for text in TEXTS
+    ]
+    assert alone == wanted
+    found = client.embeddings.create(model=NAME, input=TEXTS, encoding_format="float")
+    together = [one.embedding for one in found.data]
+    assert_as_near(torch.tensor(together), torch.tensor(wanted), exact)
+    assert [one.index for one in found.data] == [0, 1, 2]
+    assert found.usage.prompt_tokens == sum(map(len, states))
+    coded = client.embeddings.create(model=NAME, input=TEXTS)  # as base64, unless one says otherwise
+    assert [one.embedding for one in coded.data] == together
+    ids = [served.model.tokenizer(text)["input_ids"] for text in TEXTS]
+    assert client.embeddings.create(model=NAME, input=ids, encoding_format="float").data[1].embedding == together[1]
+    short = (
+        client.embeddings.create(model=NAME, input=TEXTS[0], dimensions=8, encoding_format="float").data[0].embedding
+    )
+    assert np.linalg.norm(short) == pytest.approx(1, abs=1e-6)
+    assert np.allclose(np.array(short) / short[0], np.array(wanted[0][:8]) / wanted[0][0], atol=1e-5)
+
+
+def test_other_poolings(served: Running, states: list[torch.Tensor]) -> None:
+    embedder = served.service.embedder
+    assert embedder is not None
+    ids = served.model.tokenizer(TEXTS[1])["input_ids"]
+    for pooling, wanted in (("cls", states[1][0]), ("mean", states[1].mean(dim=0))):
+        embedder._recipe = Recipe(pooling, False)
+        try:
+            assert embedder.vectors([ids]) == [wanted.tolist()]
+        finally:
+            embedder._recipe = Recipe("last", True)
+
+
+def test_they_come_beside_generations(served: Running) -> None:
+    """Which go on meanwhile, and are what they are without."""
+    body = {"prompt": "the rain", "max_tokens": 60, "temperature": 0}
+    wanted = served.post("/v1/completions", body).json()["choices"][0]["text"]
+    vectors = served.post("/v1/embeddings", {"input": TEXTS}).json()["data"]
+    texts: list[str] = []
+    asking = [
+        threading.Thread(target=lambda: texts.append(served.post("/v1/completions", body).json()["choices"][0]["text"]))
+        for _ in range(3)
+    ]
+    for thread in asking:
+        thread.start()
+    assert served.post("/v1/embeddings", {"input": TEXTS}).json()["data"] == vectors
+    for thread in asking:
+        thread.join()
+    assert texts == [wanted] * 3
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": ""}, None),
+        ({"input": []}, "input"),
+        ({"input": ["a"] * 2049}, "input"),
+        ({"input": [99_999]}, "input"),
+        ({"input": "the " * 400}, "input"),
+        ({"input": "a", "dimensions": 65}, "dimensions"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
+    ],
+)
+def test_what_has_no_vector(served: Running, body: dict[str, Any], param: str | None) -> None:
+    answer = served.post("/v1/embeddings", body)
+    if param is None:  # this tokenizer begins every text with a token of its own
+        assert answer.status_code == 200
+    else:
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@PATIENT
+@given(st.lists(st.integers(1, 6000), max_size=40))
+def test_each_input_is_in_one_group(lengths: list[int]) -> None:
+    found = groups(lengths)
+    assert sorted(place for group in found for place in group) == [*range(len(lengths))]
+    assert all(len(group) == 1 or max(lengths[at] for at in group) * len(group) <= MOST_TOKENS for group in found)
+
+
+def test_recipes(tmp_path: Path) -> None:
+    assert recipe_in(tmp_path) is None
+    write_recipe(tmp_path, "mean_tokens", more=())
+    assert recipe_in(tmp_path) == Recipe("mean", False)
+    write_recipe(tmp_path, "cls_token")
+    assert recipe_in(tmp_path) == Recipe("cls", True)
+    for chosen, more in ((("max_tokens",), ()), (("cls_token", "mean_tokens"), ()), (("cls_token",), ("Dense",))):
+        write_recipe(tmp_path, *chosen, more=more)
+        assert recipe_in(tmp_path) is None
+    (tmp_path / "modules.json").write_text("[1]")
+    assert recipe_in(tmp_path) is None
+    (tmp_path / "modules.json").write_text("{")
+    assert recipe_in(tmp_path) is None
+
+
+def test_damaged_files_of_a_recipe_are_none(tmp_path: Path) -> None:
+    deep = "[" * 100_000
+    for modules, pooling in ((deep, "{}"), (None, deep), (None, "[1]"), (None, "null")):
+        write_recipe(tmp_path, "mean_tokens")
+        assert recipe_in(tmp_path) is not None
+        if modules is not None:
+            (tmp_path / "modules.json").write_text(modules)
+        (tmp_path / "1_Pooling" / "config.json").write_text(pooling)
+        assert recipe_in(tmp_path) is None

@@ -1,0 +1,151 @@
+"""Server-sent events: framing that every reader takes apart alike, and what becomes of slow and absent readers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai._streaming import SSEDecoder
+
+from rabbitllm.generation.request import Chosen, Ended, Finished, Piece
+from rabbitllm.server.event_stream import COMMENT, DONE, EventStream, event
+from rabbitllm.server.inbox import Inbox
+from tests.server.serving import PATIENT
+
+VALUES = st.dictionaries(st.text(max_size=6), st.text(max_size=12) | st.integers() | st.none(), max_size=4)
+
+
+@PATIENT
+@given(values=st.lists(VALUES, max_size=6), cuts=st.lists(st.integers(0, 400), max_size=6))
+def test_whatever_is_said_arrives(values: list[Any], cuts: list[int]) -> None:
+    """In any pieces, for OpenAI's own reader and for one that ends lines wherever Unicode does."""
+    written = b"".join(map(event, values)) + COMMENT + DONE
+    places = sorted({0, len(written), *(min(cut, len(written)) for cut in cuts)})
+    parts = [written[a:b] for a, b in zip(places, places[1:], strict=False)]  # noqa: RUF007
+    found = [one.data for one in SSEDecoder().iter_bytes(iter(parts))]
+    assert found.pop() == "[DONE]"
+    assert [json.loads(one) for one in found] == values
+    lines = [line for line in written.decode().splitlines() if line.startswith("data: {")]
+    assert [json.loads(line.removeprefix("data: ")) for line in lines] == values
+
+
+EVENTS = st.lists(st.tuples(st.integers(0, 2), st.text(max_size=3), st.booleans()), max_size=30)
+END = Finished(Ended.STOP, None, 1, 0, 1, 0.1, 0.1)
+
+
+@PATIENT
+@given(EVENTS)
+def test_pieces_that_wait_are_joined(events: list[tuple[int, str, bool]]) -> None:
+    """Nothing is lost, doubled or in another order, and of each choice one piece waits at most."""
+
+    async def go() -> None:
+        inbox = Inbox(3)
+        texts, tokens = [""] * 3, [0] * 3
+        for number, (choice, text, takes) in enumerate(events):
+            inbox.put(choice, Piece(text, (Chosen(number),)))
+            if takes:
+                for at, one in await inbox.take():
+                    assert isinstance(one, Piece)
+                    texts[at] += one.text
+                    tokens[at] += len(one.tokens)
+        for choice in range(3):
+            inbox.put(choice, END)
+        last = await inbox.take()
+        assert len([one for _, one in last if isinstance(one, Piece)]) <= 3
+        over: set[int] = set()
+        for at, one in last:
+            if isinstance(one, Piece):
+                assert at not in over
+                texts[at] += one.text
+                tokens[at] += len(one.tokens)
+            else:
+                over.add(at)
+        assert over == {0, 1, 2}
+        assert texts == ["".join(text for choice, text, _ in events if choice == at) for at in range(3)]
+        assert tokens == [sum(choice == at for choice, _, _ in events) for at in range(3)]
+
+    asyncio.run(go())
+
+
+def test_the_inbox_keeps_no_tokens_that_nobody_wants() -> None:
+    async def go() -> None:
+        inbox = Inbox(1, keep_tokens=False)
+        inbox.put(0, Piece("a", (Chosen(1),)))
+        inbox.put(0, Piece("b", (Chosen(2),)))
+        assert await inbox.take() == [(0, Piece("ab", ()))]
+
+    asyncio.run(go())
+
+
+class Reader:
+    """What a server has at the other end of a response."""
+
+    def __init__(self) -> None:
+        self.written: list[dict[str, Any]] = []
+        self.stalls = asyncio.Event()
+        self.leaves = asyncio.Event()
+
+    async def send(self, message: Any) -> None:
+        if self.stalls.is_set():
+            await asyncio.Event().wait()
+        self.written.append(message)
+
+    async def receive(self) -> Any:
+        await self.leaves.wait()
+        return {"type": "http.disconnect"}
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.written)
+
+
+async def streamed(reader: Reader, frames: AsyncIterator[bytes]) -> list[bool]:
+    over: list[bool] = []
+    await EventStream(frames, over.append, {}, heartbeat_seconds=0.05, stall_seconds=0.1)(
+        {"type": "http"}, reader.receive, reader.send
+    )
+    return over
+
+
+async def frames(count: int, pause: float = 0.0, then: Any = None) -> AsyncIterator[bytes]:
+    for number in range(count):
+        await asyncio.sleep(pause)
+        yield event(number)
+    if then is not None:
+        await then.wait()
+
+
+def test_a_reader_that_stays() -> None:
+    async def go() -> None:
+        reader = Reader()
+        assert await streamed(reader, frames(3)) == [True]
+        assert reader.body == b"data: 0\n\ndata: 1\n\ndata: 2\n\n"
+        assert dict(reader.written[0]["headers"])[b"content-type"] == b"text/event-stream; charset=utf-8"
+        assert reader.written[-1]["more_body"] is False
+
+    asyncio.run(go())
+
+
+def test_while_there_is_nothing_to_say() -> None:
+    async def go() -> None:
+        reader = Reader()
+        assert await streamed(reader, frames(1, pause=0.18)) == [True]
+        assert reader.body.startswith(COMMENT * 2)
+        assert reader.body.endswith(event(0))
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("how", ["leaves", "stalls"])
+def test_a_reader_that_goes(how: str) -> None:
+    async def go() -> None:
+        reader = Reader()
+        asyncio.get_running_loop().call_later(0.02, getattr(reader, how).set)
+        assert await asyncio.wait_for(streamed(reader, frames(1, then=asyncio.Event())), 5) == [False]
+
+    asyncio.run(go())

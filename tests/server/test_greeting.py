@@ -1,0 +1,92 @@
+"""What is said at the start."""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rabbitllm.errors import OptionError
+from rabbitllm.server.address import bound, check_guarded, hosts_of, is_local
+from rabbitllm.server.greeting import put_greeting
+from rabbitllm.server.guards import name_of
+from rabbitllm.server.loading import served_name
+from tests.server.serving import Running
+from tests.support.builders import build_checkpoint
+
+
+def said(served: Running, split: tuple[bool, Path] | None, *, is_local: bool = True) -> str:
+    out = io.StringIO()
+    put_greeting(Console(file=out), served.service, served.address, split, is_local=is_local)
+    return out.getvalue()
+
+
+def test_where_what_and_a_line_to_try(served: Running, split_folder: Path) -> None:
+    lines = said(served, (True, split_folder)).splitlines()
+    assert lines[0] == f"tiny at {served.address}"
+    assert lines[1].split() == ["split", "was", "there", "already,", "in", str(split_folder)]
+    assert "read for each pass" in lines[2]
+    command = shlex.split(lines[-1].removeprefix("try").strip())
+    assert command[0] == "curl"
+    answer = served.post(command[1].removeprefix(served.address), json.loads(command[-1]))
+    assert answer.status_code == 200, answer.text
+
+
+def test_a_warning_where_everybody_reaches_it(served: Running) -> None:
+    assert "Everyone who reaches this machine" not in said(served, None)
+    assert "Everyone who reaches this machine" in said(served, None, is_local=False)
+    guarded = replace(served.service.settings, api_key="k")
+    before, served.service.settings = served.service.settings, guarded
+    try:
+        told = said(served, None, is_local=False)
+    finally:
+        served.service.settings = before
+    assert "Everyone who reaches this machine" not in told
+    assert "$RABBITLLM_API_KEY" in told
+
+
+def test_addresses() -> None:
+    with bound("127.0.0.1", 0) as local, bound("0.0.0.0", 0) as everywhere:
+        assert is_local(local)
+        assert not is_local(everywhere)
+        assert set(hosts_of(local, "localhost") or ()) == {"localhost", "127.0.0.1", "::1"}
+        named = hosts_of(everywhere, "0.0.0.0", ["LLM.example"]) or ()
+        assert {"localhost", "llm.example", socket.gethostname().lower()} <= set(named)
+        assert hosts_of(everywhere, "0.0.0.0", ["*"]) is None
+        local.listen()
+        with pytest.raises(OptionError, match="Nothing can listen"):
+            bound("127.0.0.1", local.getsockname()[1])
+    with pytest.raises(OptionError, match="no address"):
+        bound("nowhere.invalid", 0)
+
+
+def test_other_machines_need_a_key_unless_the_user_says_otherwise() -> None:
+    with bound("127.0.0.1", 0) as local, bound("0.0.0.0", 0) as everywhere:
+        check_guarded(local, None, insecure=False)
+        check_guarded(everywhere, "key", insecure=False)
+        check_guarded(everywhere, None, insecure=True)
+        for key in (None, ""):
+            with pytest.raises(OptionError, match=r"Other machines reach the server at 0\.0\.0\.0, port"):
+                check_guarded(everywhere, key, insecure=False)
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [("localhost:8000", "localhost"), ("[::1]:80", "::1"), ("LOCALHOST", "localhost"), ("[::1", ""), ("a@b", "b")],
+)
+def test_names_of_hosts(host: str, name: str) -> None:
+    assert name_of(host) == name
+
+
+def test_the_name_that_requests_use(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "my-model", "llama")
+    (folder / "splitted_model.4bit").mkdir()
+    for name in (folder, folder / "splitted_model.4bit", folder / "model.safetensors"):
+        assert served_name(str(name)) == "my-model"
+    assert served_name("org/name") == served_name("hf://org/name") == "org/name"

@@ -1,0 +1,376 @@
+"""What is served for the page, and its modules that need no browser, run by node."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rabbitllm.chat import chat_file
+from rabbitllm.chat.chat_file import SavedChat
+from rabbitllm.generation.conversation import Conversation, Exchange
+from rabbitllm.server import page
+from tests.server.serving import NAME, Running
+
+STATIC = Path(page.__file__).parent / "static"
+MOST_BYTES = 50_000
+"""Of all files together."""
+ELSEWHERE = re.compile(r"""(?:https?:)?//(?!www\.w3\.org/2000/svg")[\w.-]+\.\w|@import|url\(|data:[\w/]+[;,]""")
+
+
+# files ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", page.FILES)
+def test_a_file_is_served_with_headers_that_let_nothing_else_in(served: Running, path: str) -> None:
+    name, kind = page.FILES[path]
+    with served.http as client:
+        found = client.get(f"/{path}")
+        assert found.status_code == 200
+        assert found.content == (STATIC / name).read_bytes()
+        assert found.headers["content-type"] == kind
+        policy = dict(part.strip().split(" ", 1) for part in found.headers["content-security-policy"].split(";"))
+        assert policy["default-src"] == "'none'"
+        assert set(policy.values()) == {"'none'", "'self'"}
+        assert policy["frame-ancestors"] == policy["base-uri"] == policy["form-action"] == "'none'"
+        assert found.headers["x-content-type-options"] == "nosniff"
+        assert found.headers["referrer-policy"] == "no-referrer"
+        assert found.headers["cache-control"] == "no-cache"
+        again = client.get(f"/{path}", headers={"if-none-match": found.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+        assert client.get(f"/{path}", headers={"if-none-match": '"other"'}).status_code == 200
+        assert client.head(f"/{path}").headers["etag"] == found.headers["etag"]
+
+
+def test_what_is_not_listed_is_not_served(served: Running) -> None:
+    with served.http as client:
+        for path in ("/static/", "/static/page.py", "/static/../page.py", "/static/%2e%2e/page.py", "/page.html"):
+            assert client.get(path).status_code == 404
+
+
+def test_every_file_is_listed_and_all_are_small() -> None:
+    assert {file.name for file in STATIC.iterdir()} == {name for name, _ in page.FILES.values()}
+    assert sum(file.stat().st_size for file in STATIC.iterdir()) < MOST_BYTES
+
+
+def test_the_files_name_no_other_place_and_make_nothing_of_text() -> None:
+    for file in STATIC.iterdir():
+        text = file.read_text(encoding="utf-8")
+        assert not ELSEWHERE.findall(text), file.name
+        assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", text)
+        if file.suffix == ".html":
+            wanted = set(re.findall(r'(?:src|href)="([^"]*)"', text))
+            assert wanted <= set(page.FILES)
+            assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?! type=\"module\" src=)", text)
+        for module in re.findall(r'from "([^"]*)"', text):
+            assert f"static/{module.removeprefix('./')}" in page.FILES
+
+
+def test_packages_carry_the_files() -> None:
+    """`package_data` of setup.py."""
+    root = STATIC.parent.parent.parent
+    assert '"rabbitllm.server": ["static/*"]' in (root / "setup.py").read_text(encoding="utf-8")
+
+
+def test_the_status_says_where_the_time_goes(served: Running) -> None:
+    with served.http as client:
+        before = client.get("/status").json()
+        served.post("/v1/completions", {"prompt": "the rain", "max_tokens": 3, "temperature": 0}).raise_for_status()
+        reply = client.get("/status")
+    after = reply.json()
+    assert reply.headers["cache-control"] == "no-store"
+    assert after["model"] == NAME
+    assert after["passes"] - before["passes"] >= 3
+    assert after["new_tokens"] - before["new_tokens"] == 3
+    spent = {name: after[name] - before[name] for name in ("pass_seconds", "disk_seconds", "copy_seconds")}
+    assert spent["pass_seconds"] > 0
+    assert 0 <= spent["disk_seconds"] + spent["copy_seconds"] <= spent["pass_seconds"]
+    placement = after["placement"]
+    assert placement["streamed_bytes"] == served.model.placement.streamed_bytes > 0
+    assert sum(placement["places"]["disk"].values()) >= placement["streamed_bytes"]
+    assert str(served.model.name_or_path) not in reply.text
+
+
+# modules --------------------------------------------------------------------------------------------------------------
+
+needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+
+
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("page")
+    for file in STATIC.glob("*.js"):
+        shutil.copy(file, folder)
+    (folder / "package.json").write_text('{"type": "module"}')
+    return folder
+
+
+def evaluated(modules: Path, code: str, given: Any = None) -> Any:
+    """What a script, whose `given` is from here, returns; it may name what the modules export."""
+    names = {
+        "markdown.js": "parse",
+        "chats.js": "decode, encode, messagesOf, nameOf, Chats",
+        "talk.js": "ask, Events, refused, untilWhen",
+        "timing.js": "Readings, percentages, took, duration, size",
+    }
+    imports = "".join(f'import {{ {what} }} from "./{file}";\n' for file, what in names.items())
+    script = (
+        f"{imports}const given = {json.dumps(given)};\nconsole.log(JSON.stringify(await (async () => {{ {code} }})()));"
+    )
+    (modules / "script.js").write_text(script, encoding="utf-8")
+    done = subprocess.run(["node", "script.js"], cwd=modules, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def paragraph(*spans: Any) -> dict[str, Any]:
+    return {"kind": "paragraph", "spans": list(spans)}
+
+
+def code(text: str, language: str = "") -> dict[str, Any]:
+    return {"kind": "code", "language": language, "text": text}
+
+
+def bullets(*items: Any, ordered: bool = False, start: int = 1) -> dict[str, Any]:
+    return {"kind": "list", "ordered": ordered, "start": start, "items": list(items)}
+
+
+MARKDOWN: dict[str, list[dict[str, Any]]] = {
+    "": [],
+    " one\ntwo \n\nthree": [paragraph("one\ntwo"), paragraph("three")],
+    "a **b *c* d** e": [paragraph("a ", {"tag": "strong", "spans": ["b ", {"tag": "em", "spans": ["c"]}, " d"]}, " e")],
+    "2 * 3 * 4 and a_b_c": [paragraph("2 * 3 * 4 and a_b_c")],
+    "`**x**` and ``a`b``": [paragraph({"tag": "code", "text": "**x**"}, " and ", {"tag": "code", "text": "a`b"})],
+    "half **of it": [paragraph("half **of it")],
+    "<b>&amp;</b>": [paragraph("<b>&amp;</b>")],
+    "# Top #\ntext": [{"kind": "heading", "level": 1, "spans": ["Top"]}, paragraph("text")],
+    "#no heading": [paragraph("#no heading")],
+    "```py\na = 1\n\n# b\n```\nend": [code("a = 1\n\n# b", "py"), paragraph("end")],
+    "~~~\n```\n~~~": [code("```")],
+    "```js\nnot over": [code("not over", "js")],
+    "- a\n- b\n  - c\n\nend": [
+        bullets([paragraph("a")], [paragraph("b"), bullets([paragraph("c")])]),
+        paragraph("end"),
+    ],
+    "3. a\n\n4. b": [bullets([paragraph("a")], [paragraph("b")], ordered=True, start=3)],
+    "1. x\n   ```\n   y\n     z\n   ```\n2. w": [
+        bullets([paragraph("x"), code("y\n  z")], [paragraph("w")], ordered=True)
+    ],
+    "> a\n> - b": [{"kind": "quote", "blocks": [paragraph("a"), bullets([paragraph("b")])]}],
+    "a\n---\n***": [paragraph("a"), {"kind": "rule"}, {"kind": "rule"}],
+    "|a|b|\n|:-|-:|\n|1|2|": [{"kind": "table", "rows": [[["a"], ["b"]], [["1"], ["2"]]]}],
+}
+
+
+@needs_node
+def test_markdown(modules: Path) -> None:
+    found = evaluated(modules, "return given.map((text) => parse(text));", list(MARKDOWN))
+    assert dict(zip(MARKDOWN, found, strict=True)) == MARKDOWN
+
+
+@needs_node
+def test_markdown_of_long_and_deep_texts_comes_to_an_end(modules: Path) -> None:
+    """A text of opening marks, and lists in lists, are where parsers take the square of their length, which here would
+    be minutes, or all of the stack."""
+    marks = ["**a ", "*a ", "`", "``a ", "> ", "- ", "|a", "#", "```\n", "  - a\n", "* * ", "> - ", "1. ", "**", "\n"]
+    found = evaluated(modules, "return given.map((mark) => parse(mark.repeat(1e5)).length);", marks)
+    assert all(found[:-1])
+    assert found[-1] == 0
+
+
+@needs_node
+def test_events_come_whole_wherever_the_network_cuts_them(modules: Path) -> None:
+    stream = 'data: {"a": 1}\r\n\r\n: waiting\n\ndata:two\ndata: lines\n\nevent: x\ndata: ä\n\ndata: [DONE]\n\n'
+    expected = ['{"a": 1}', "two\nlines", "ä", "[DONE]"]
+    found = evaluated(
+        modules,
+        """
+        const cut = (...at) => {
+          const events = new Events();
+          const ends = [0, ...at, given.length];
+          return ends.slice(1).flatMap((end, i) => events.feed(given.slice(ends[i], end)));
+        };
+        const all = [cut(), cut(...Array.from(given, (_, i) => i))];
+        for (let i = 0; i <= given.length; i++) all.push(cut(i));
+        return all;
+        """,
+        stream,
+    )
+    assert all(events == expected for events in found)
+
+
+BROKEN = {
+    'data: {"choices": [{"delta": {"content": "a"}}]}\n\n': "The connection was lost. What came until then stays.",
+    'data: {"choices": [{"delta": {"content": "a"}}]}\n\ndata: {"error": {"message": "No disk."}}\n\n': (
+        "The server ended the answer. No disk."
+    ),
+    'data: {"choices": [{"delta": {"content": "a"}}]}\n\ndata: <html>\n\n': (
+        "The server sent what this page cannot read. What came until then stays."
+    ),
+}
+
+
+@needs_node
+def test_a_stream_that_breaks_off_gives_what_came_and_says_why(modules: Path) -> None:
+    found = evaluated(
+        modules,
+        """
+        const told = async (stream) => {
+          globalThis.fetch = async () => new Response(stream);
+          const came = [];
+          try {
+            for await (const event of ask({}, { key: "", signal: new AbortController().signal })) came.push(event);
+          } catch (error) {
+            return [came, error.message];
+          }
+        };
+        const all = [];
+        for (const stream of given) all.push(await told(stream));
+        return all;
+        """,
+        list(BROKEN),
+    )
+    assert found == [[[{"text": "a"}], words] for words in BROKEN.values()]
+
+
+@needs_node
+def test_refusals_in_words(modules: Path) -> None:
+    found = evaluated(
+        modules,
+        """
+        const now = Date.parse("2026-01-01T00:00:00Z");
+        return given.map((one) => {
+          const trouble = refused(...one, now);
+          return [trouble.message, trouble.wantsKey, trouble.until && (trouble.until - now) / 1000];
+        });
+        """,
+        [
+            [429, "64 run.", "7"],
+            [503, "Shutting down.", "Thu, 01 Jan 2026 00:01:00 GMT"],
+            [401, "No key.", None],
+            [400, "Too long.", "soon"],
+            [418, "", None],
+            [500, "Sorry.", None],
+        ],
+    )
+    assert found == [
+        ["The server has as many requests as it takes on.", False, 7],
+        ["The server takes nothing on now. Shutting down.", False, 60],
+        ["This server wants an API key.", True, None],
+        ["The server refused this. Too long.", False, None],
+        ["The server refused this. (HTTP 418)", False, None],
+        ["Something went wrong in the server. Sorry.", False, None],
+    ]
+
+
+CONVERSATIONS = [
+    Conversation(),
+    Conversation("Be brief.", (Exchange("Hello?", "Yes <b>\n```"), Exchange("مرحبا", "", True))),
+    Conversation(None, (Exchange("a", "b \U0001f407", True), Exchange("c", "d"))),
+]
+
+
+@needs_node
+def test_conversations_go_from_the_command_to_the_page_and_back(modules: Path) -> None:
+    files = [chat_file.encode(SavedChat("org/model", one)).decode() for one in CONVERSATIONS]
+    back = evaluated(modules, 'return given.map((text) => encode(decode(text), "org/model"));', files)
+    assert [chat_file.decode(text.encode(), "file") for text in back] == [
+        SavedChat("org/model", one) for one in CONVERSATIONS
+    ]
+
+
+@needs_node
+def test_a_question_without_an_answer_stays_out_of_the_file(modules: Path) -> None:
+    chat = {"title": "", "system": " ", "messages": [{"role": "user", "content": "Well?"}]}
+    text = evaluated(modules, 'return encode(given, "m");', chat)
+    assert chat_file.decode(text.encode(), "file").conversation == Conversation()
+
+
+def file_of(**changes: Any) -> str:
+    whole = {"format": chat_file.FORMAT, "version": 1, "model": "m", "messages": []}
+    return json.dumps({**whole, **changes})
+
+
+REFUSED = {
+    "no JSON": "{",
+    "a list": "[]",
+    "another format": file_of(format="other"),
+    "no version": file_of(version=None),
+    "a later version": file_of(version=2),
+    "no messages": file_of(messages={}),
+    "an answer first": file_of(messages=[{"role": "assistant", "content": "a"}]),
+    "a question last": file_of(messages=[{"role": "user", "content": "a"}]),
+    "two questions": file_of(messages=[{"role": "user", "content": "a"}] * 2),
+    "no text": file_of(messages=[{"role": "user", "content": 1}, {"role": "assistant", "content": "a"}]),
+    "half a character": file_of(messages=[{"role": "user", "content": "\ud800"}, {"role": "assistant", "content": ""}]),
+    "stopped is a number": file_of(
+        messages=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "stopped": 1}]
+    ),
+    "a message is null": file_of(messages=[None, None]),
+}
+
+
+@needs_node
+def test_what_the_command_refuses_the_page_refuses_too(modules: Path) -> None:
+    words = evaluated(
+        modules,
+        "return given.map((text) => { try { decode(text); return null; } catch (error) { return error.message; } });",
+        list(REFUSED.values()),
+    )
+    for (name, text), said in zip(REFUSED.items(), words, strict=True):
+        assert said, name
+        with pytest.raises(chat_file.ChatFileError):
+            chat_file.decode(text.encode(), name)
+
+
+@needs_node
+def test_shares_are_those_between_readings(modules: Path) -> None:
+    def reading(passes: int, seconds: float, disk: float, copies: float, nbytes: int) -> dict[str, float]:
+        sums = {"pass_seconds": seconds, "disk_seconds": disk, "copy_seconds": copies, "streamed_bytes": nbytes}
+        return {"passes": passes, **sums}
+
+    first, second = reading(4, 40.0, 20.0, 10.0, 400), reading(8, 48.0, 26.0, 11.0, 800)
+    found = evaluated(
+        modules,
+        """
+        const after = (readings) => { const r = new Readings(); readings.forEach((one) => r.add(one)); return r.work; };
+        return given.map(after);
+        """,
+        [[], [reading(0, 0, 0, 0, 0)], [first], [first, first, second, second], [second, first]],
+    )
+    since_begin = {"passes": 4, "seconds": 40, "disk": 20, "copies": 10, "computing": 10, "bytes": 400, "recent": False}
+    between = {"passes": 4, "seconds": 8, "disk": 6, "copies": 1, "computing": 1, "bytes": 400, "recent": True}
+    assert found == [None, None, since_begin, between, since_begin]
+
+
+@needs_node
+def test_percentages_add_up(modules: Path) -> None:
+    found = evaluated(modules, "return given.map(percentages);", [[1, 1, 1], [5, 0, 0], [1, 2, 4], [0.1, 999, 0.1]])
+    assert found == [[34, 33, 33], [100, 0, 0], [14, 29, 57], [0, 100, 0]]
+
+
+@needs_node
+def test_numbers_as_people_read_them(modules: Path) -> None:
+    found = evaluated(
+        modules,
+        """
+        return [took({ tokens: 11, first: 2, seconds: 7 }),
+                took({ tokens: 1, about: true, first: 75.2, seconds: 75.2 }),
+                duration(3723), duration(0.25), duration(12.4), size(3 << 20), size(471859), size(17)];
+        """,
+    )
+    assert found == [
+        "11 tokens · 2.00 a second · first after 2 s",
+        "about 1 token · first after 1:15 min",
+        "1:02 h",
+        "250 ms",
+        "12 s",
+        "3.00 MiB",
+        "0.45 MiB",
+        "17 bytes",
+    ]

@@ -1,0 +1,472 @@
+"""The page in a real browser, with a real server and a model that says "hop hop hop …" for as long as it may."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rabbitllm.chat import chat_file
+from rabbitllm.chat.chat_file import SavedChat
+from rabbitllm.errors import BusyError
+from rabbitllm.generation.batch import Limits
+from rabbitllm.generation.conversation import Conversation, Exchange
+from rabbitllm.generation.request import Request
+from tests.chat.talkers import parrot_folder
+from tests.server.serving import NAME, Running, running
+from tests.support.browser import SECONDS, Browser, Tab, chromium
+from tests.support.tiny_models import split
+
+pytestmark = pytest.mark.skipif(chromium() is None, reason="Chromium is not installed")
+
+SAYS = {" ": "h", "h": "o", "o": "p", "p": " "}
+HOPS = "hop " * 300
+SHIFT = 8
+KEY = "sesame"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return split(parrot_folder(tmp_path_factory.mktemp("page") / "model", SAYS))
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Running]:
+    with running(folder, limits=Limits(running=2, waiting=1)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("browser")) as found:
+        yield found
+
+
+@pytest.fixture
+def tab(browser: Browser, server: Running) -> Iterator[Tab]:
+    """The page, in a browser that has never seen it, asking for the likeliest tokens."""
+    found = browser.tab(f"{server.address}/")
+    found.wait(f"document.querySelector('#model').textContent === '{NAME}'")
+    settings(found, temperature=0)
+    yield found
+    assert all(address.startswith((server.address, "blob:")) for address in found.asked_for())
+    found.close()
+
+
+def settings(tab: Tab, **values: Any) -> None:
+    tab.click("#open")
+    for name, value in values.items():
+        tab.run(f"document.querySelector('#{name}').focus(); document.querySelector('#{name}').select()")
+        tab.write(str(value))
+    tab.click("#close")
+    tab.run("new Promise((settled) => setTimeout(settled))")  # what closing it does comes as an event
+
+
+def ask(tab: Tab, question: str) -> None:
+    tab.click("#question")
+    tab.write(question)
+    tab.press("Enter")
+
+
+def idle(tab: Tab) -> None:
+    tab.wait("document.querySelector('#log').ariaBusy === 'false' && !document.querySelector('#send').hidden")
+
+
+def texts(tab: Tab, kind: str = "article") -> list[str]:
+    found: list[str] = tab.run(f"[...document.querySelectorAll('{kind} .text')].map((one) => one.textContent)")
+    return found
+
+
+def trouble(tab: Tab) -> str:
+    found: str = tab.wait("document.querySelector('[role=alert]')?.textContent")
+    return found
+
+
+def kept(tab: Tab) -> list[dict[str, Any]]:
+    """The conversations in the browser's store."""
+    found: list[dict[str, Any]] = tab.run(
+        "Object.keys(localStorage).filter((key) => key.startsWith('rabbitllm.chat.'))"
+        ".map((key) => JSON.parse(localStorage[key]))"
+    )
+    return found
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def beside(server: Running, waits: Callable[[], object]) -> Iterator[None]:
+    """Another request, whose taker waits with every token and so holds up all passes: an answer then goes on for as
+    long as a test needs, however slow the browser is."""
+    begun = threading.Event()
+    goes_on = True
+
+    def notify(event: object) -> None:
+        begun.set()
+        if goes_on:
+            waits()
+
+    ids = tuple(server.model.tokenizer(" ")["input_ids"])
+    ticket = server.batch.submit(Request(ids, 1000), notify)
+    try:
+        assert begun.wait(SECONDS)
+        yield
+    finally:
+        goes_on = False
+        ticket.cancel()
+        eventually(lambda: server.batch.facts.running == 0)
+
+
+@pytest.fixture
+def slowly(server: Running) -> Iterator[None]:
+    """Tokens so far apart that an answer takes most of a minute."""
+    with beside(server, lambda: time.sleep(0.05)):
+        yield
+
+
+class Relay:
+    """Passes bytes on to a server, until it is cut."""
+
+    def __init__(self, port: int) -> None:
+        self._to = ("127.0.0.1", port)
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self._socket.getsockname()[1]
+        self._open: list[socket.socket] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        threading.Thread(target=self._accept, args=(self._socket,), daemon=True).start()
+
+    def _accept(self, listening: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                here, _ = listening.accept()
+                there = socket.create_connection(self._to)
+                self._open += [here, there]
+                for source, sink in ((here, there), (there, here)):
+                    threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
+
+    @staticmethod
+    def _pass_on(source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+        for one in (source, sink):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    def cut(self) -> None:
+        """End all connections, and take no more."""
+        for one in (self._socket, *self._open):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+        self._open.clear()
+
+    def mend(self) -> None:
+        """Take connections again."""
+        self._socket = socket.create_server(("127.0.0.1", self.port))
+        self._begin()
+
+
+def test_an_answer_comes_in_pieces_and_is_there_after_a_reload(tab: Tab) -> None:
+    settings(tab, max_tokens=201)
+    tab.run(
+        "window.seen = new Set(); new MutationObserver(() => seen.add(document.querySelector('.assistant .text')?."
+        "textContent.length)).observe(document.querySelector('#log'), {childList: true, subtree: true})"
+    )
+    ask(tab, "What do rabbits do?")
+    idle(tab)
+    assert texts(tab) == ["What do rabbits do?", HOPS[:201]]
+    assert len(tab.run("[...seen].filter(Boolean)")) > 2
+    below = tab.run("document.querySelector('.assistant .under span').textContent")
+    assert below.startswith("201 tokens · ")
+    assert "first after" in below
+    assert below.endswith("as long as it may be")
+    tab.wait("/disk \\d+ % .*copies \\d+ % .*computing \\d+ %/.test(document.querySelector('#shares').textContent)")
+    tab.wait("document.querySelector('#requests').textContent === 'requests: 0 running, 0 waiting'")
+    tab.click("summary")
+    tab.wait("document.querySelector('#facts').innerText.includes('KV cache')")
+
+    tab.reload()
+    tab.wait("document.querySelectorAll('article').length === 2")
+    assert texts(tab) == ["What do rabbits do?", HOPS[:201]]
+    assert tab.run("document.querySelector('.assistant .under span').textContent") == below
+    tab.wait("document.querySelector('#title').value === 'What do rabbits do?'")
+    assert tab.complaints() == []
+
+
+@pytest.mark.usefixtures("slowly")
+@pytest.mark.parametrize("how", ["key", "button"])
+def test_stopping_keeps_what_came_and_frees_the_place(tab: Tab, server: Running, how: str) -> None:
+    cancelled = server.batch.facts.ended.get("cancelled", 0)
+    ask(tab, "Go on!")
+    tab.wait("document.querySelector('.assistant .text')?.textContent.length > 3")
+    assert server.batch.facts.running == 2
+    if how == "key":
+        tab.press("Escape")
+    else:
+        tab.click("#stop")
+    idle(tab)
+    eventually(lambda: server.batch.facts.running == 1)
+    assert server.batch.facts.ended["cancelled"] == cancelled + 1
+    (answer,) = texts(tab, ".assistant")
+    assert HOPS.startswith(answer)
+    tab.wait("document.querySelector('.assistant .under').textContent.includes('stopped')")
+    (chat,) = kept(tab)
+    assert chat["messages"][1]["stopped"] is True
+    assert chat["messages"][1]["content"] == answer
+
+
+@pytest.mark.usefixtures("slowly")
+def test_what_came_until_a_reload_stays_and_the_place_is_freed(tab: Tab, server: Running) -> None:
+    ask(tab, "Go on!")
+    tab.wait("document.querySelector('.assistant .text')?.textContent.length > 3")
+    tab.reload()
+    tab.wait("document.querySelectorAll('article').length === 2")
+    assert HOPS.startswith(texts(tab)[1])
+    assert len(texts(tab)[1]) > 3
+    eventually(lambda: server.batch.facts.running == 1)
+
+
+def test_a_full_server_says_when_to_ask_again(tab: Tab, server: Running) -> None:
+    settings(tab, max_tokens=3)
+    held = threading.Event()
+    with beside(server, lambda: held.wait(SECONDS)):
+        waiting = []
+        with contextlib.suppress(BusyError):
+            while True:
+                waiting.append(server.batch.submit(Request((5,), 1), lambda event: None))
+        ask(tab, "Anybody there?")
+        assert "The server has as many requests as it takes on. It" in trouble(tab)
+        shown = f"requests: 1 running, {len(waiting)} waiting"
+        tab.wait(f"document.querySelector('#requests').textContent === '{shown}'")
+        for ticket in waiting:
+            ticket.cancel()
+        held.set()
+    tab.click("[role=alert] button")
+    tab.wait("!!document.querySelector('.assistant')")
+    idle(tab)
+    assert texts(tab) == ["Anybody there?", "hop"]
+    tab.wait("!document.querySelector('[role=alert]')")
+
+
+@pytest.mark.usefixtures("slowly")
+def test_a_lost_connection_leaves_what_came(browser: Browser, server: Running) -> None:
+    relay = Relay(server.port)
+    tab = browser.tab(f"http://127.0.0.1:{relay.port}/")
+    tab.wait(f"document.querySelector('#model').textContent === '{NAME}'")
+    settings(tab, temperature=0)
+    ask(tab, "Go on!")
+    tab.wait("document.querySelector('.assistant .text')?.textContent.length > 3")
+    relay.cut()
+    assert "The connection was lost. What came until then stays." in trouble(tab)
+    came = texts(tab)
+    assert HOPS.startswith(came[1])
+    assert len(came[1]) > 3
+    eventually(lambda: server.batch.facts.running == 1)
+    tab.click("[role=alert] button")
+    tab.wait("document.querySelector('[role=alert]')?.textContent.includes('cannot be reached')")
+    assert texts(tab) == came
+    relay.mend()
+    settings(tab, max_tokens=3)
+    tab.click("[role=alert] button")
+    tab.wait("document.querySelector('.assistant .text')?.textContent === 'hop'")
+    idle(tab)
+    assert texts(tab) == ["Go on!", "hop"]
+    tab.close()
+    relay.cut()
+
+
+def test_a_refusal_is_said_in_words(tab: Tab) -> None:
+    settings(tab, max_tokens=3)
+    ask(tab, "long " * 1000)
+    assert trouble(tab).startswith("The server refused this. ")
+    assert "1,024" in trouble(tab) or "1024" in trouble(tab)
+
+
+def test_a_server_that_ends_says_so(tab: Tab, server: Running) -> None:
+    server.service.is_closing = True
+    try:
+        ask(tab, "Still there?")
+        assert trouble(tab).startswith(
+            "The server takes nothing on now. The server is shutting down. It says to ask again"
+        )
+    finally:
+        server.service.is_closing = False
+
+
+def test_what_is_shown_already_stays_when_more_comes(tab: Tab) -> None:
+    """Else screen readers would read all of it again, and a selection would be lost."""
+    settings(tab, max_tokens=3)
+    ask(tab, "First?")
+    tab.wait("!!document.querySelector('.assistant')")
+    idle(tab)
+    tab.run("window.old = document.querySelector('.user'); window.removed = 0;")
+    tab.run(
+        "new MutationObserver((records) => records.forEach((one) => removed += [...one.removedNodes].includes(old)))"
+        ".observe(document.querySelector('#log'), {childList: true})"
+    )
+    ask(tab, "Second?")
+    tab.wait("document.querySelectorAll('.assistant').length === 2")
+    idle(tab)
+    assert texts(tab) == ["First?", "hop", "Second?", "hop"]
+    assert tab.run("document.querySelector('.user') === old && removed === 0")
+    again = "[...document.querySelectorAll('.assistant')].map((one) => one.textContent.includes('Ask again'))"
+    assert tab.run(again) == [False, True]
+
+
+def test_a_key_is_asked_for_and_kept_for_the_tab(browser: Browser, folder: Path) -> None:
+    with running(folder, api_key=KEY) as server:
+        tab = browser.tab(f"{server.address}/")
+        tab.wait("document.querySelector('#notice').textContent.includes('API key')")
+        settings(tab, temperature=0, max_tokens=3)
+        ask(tab, "Please?")
+        assert "This server wants an API key." in trouble(tab)
+        tab.click("[role=alert] input")
+        tab.write(KEY)
+        tab.click("[role=alert] button")
+        tab.wait("document.querySelector('.assistant .text')?.textContent === 'hop'")
+        idle(tab)
+        tab.wait(f"document.querySelector('#model').textContent === '{NAME}'")
+        tab.reload()
+        tab.wait(f"document.querySelector('#model').textContent === '{NAME}'")
+        assert KEY not in tab.run("JSON.stringify(localStorage)")
+        tab.close()
+
+
+HOSTILE = (
+    "<img src=x onerror=\"document.title='hostile'\"> <script>document.title='hostile'</script>\n\n"
+    "**bold** and `<b>`\n\n- one\n- two\n\n```html\n<b>code</b>\n```\n\n" + "x" * 500 + "\n\n\u05e9\u05dc\u05d5\u05dd"
+)
+
+
+def test_files_go_in_and_out_and_text_stays_text(tab: Tab, browser: Browser, tmp_path: Path) -> None:
+    saved = SavedChat(
+        NAME, Conversation("Be <i>brief</i>.", (Exchange("<b>Well?</b>", HOSTILE, True), Exchange("a", "b")))
+    )
+    chat_file.write(tmp_path / "talk.json", saved)
+    root = tab.call("DOM.getDocument")["root"]["nodeId"]
+    field = tab.call("DOM.querySelector", nodeId=root, selector="#file")["nodeId"]
+    tab.call("DOM.setFileInputFiles", files=[str(tmp_path / "talk.json")], nodeId=field)
+    tab.wait("document.querySelectorAll('article').length === 4")
+    assert texts(tab, ".user") == ["<b>Well?</b>", "a"]
+    assert tab.run("document.querySelectorAll('#log :is(img, script, b, i)').length") == 0
+    shape = tab.run("[...document.querySelector('.assistant .text').children].map((one) => one.tagName).join(' ')")
+    assert shape == "P P UL DIV P P"
+    assert tab.run("document.querySelector('.assistant code').textContent") == "<b>"
+    assert tab.run("document.querySelector('.assistant pre').textContent") == "<b>code</b>"
+    assert tab.run("getComputedStyle(document.querySelector('.assistant .text').lastChild).direction") == "rtl"
+    tab.resize(360, 640)
+    assert tab.run("document.documentElement.scrollWidth <= innerWidth")
+    assert tab.run("document.querySelector('#log').scrollWidth <= document.querySelector('#log').clientWidth")
+    tab.resize(1000, 700)
+
+    tab.click("#export")
+    out = browser.downloads / "b-Well-b.json"
+    eventually(out.exists)
+    assert chat_file.read(out) == saved
+    tab.wait(f"document.title === '{NAME} · RabbitLLM'")
+
+    (tmp_path / "other.json").write_text('{"format": "other"}')
+    tab.call("DOM.setFileInputFiles", files=[str(tmp_path / "other.json")], nodeId=field)
+    tab.wait("document.querySelector('#notice').textContent.includes('other.json was not imported')")
+
+
+def test_conversations_are_renamed_deleted_and_brought_back(tab: Tab) -> None:
+    settings(tab, max_tokens=3)
+    ask(tab, "First?")
+    tab.wait("!!document.querySelector('.assistant')")
+    idle(tab)
+    tab.click("#title")
+    tab.run("document.querySelector('#title').select()")
+    tab.write("Of hopping")
+    tab.press("Enter")
+    tab.click("#new")
+    assert texts(tab) == []
+    ask(tab, "Second?")
+    tab.wait("!!document.querySelector('.assistant')")
+    idle(tab)
+    names = "[...document.querySelectorAll('#chats button')].map((one) => one.textContent)"
+    assert tab.run(names) == ["Second?", "Of hopping"]
+    tab.click("#delete")
+    assert tab.run(names) == ["Of hopping"]
+    assert len(kept(tab)) == 1
+    tab.click("#notice button")
+    assert tab.run(names) == ["Second?", "Of hopping"]
+    assert texts(tab) == ["Second?", "hop"]
+    tab.click("#chats li:last-child button")
+    assert texts(tab) == ["First?", "hop"]
+
+
+def test_an_answer_goes_on_while_another_conversation_is_looked_at(tab: Tab, server: Running) -> None:
+    settings(tab, max_tokens=3)
+    held = threading.Event()
+    with beside(server, lambda: held.wait(SECONDS)):
+        ask(tab, "First?")
+        tab.click("#new")
+        assert texts(tab) == []
+        tab.click("#question")
+        tab.write("Second?")
+        tab.press("Enter")  # one at a time
+        assert tab.run("document.querySelector('#question').value") == "Second?"
+        assert texts(tab) == []
+        held.set()
+    idle(tab)
+    tab.press("Enter")
+    tab.wait("document.querySelector('.assistant .text')?.textContent === 'hop'")
+    idle(tab)
+    tab.click("#chats li:last-child button")
+    assert texts(tab) == ["First?", "hop"]
+
+
+def test_the_server_is_asked_for_what_was_set(tab: Tab) -> None:
+    settings(tab, system="Be brief.", temperature=0.5, top_p=0.9, max_tokens=2, seed=7)
+    tab.click("#question")
+    tab.write("one")
+    tab.press("Enter", SHIFT)
+    tab.write("two")
+    tab.press("Enter")
+    tab.wait("!!document.querySelector('.assistant')")
+    idle(tab)
+    (body,) = (json.loads(body) for body in tab.posted())
+    assert body == {
+        "model": NAME,
+        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one\ntwo"}],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "max_tokens": 2,
+        "seed": 7,
+    }
+
+
+def test_everything_has_a_name_for_those_who_do_not_see(tab: Tab) -> None:
+    settings(tab, max_tokens=3)
+    ask(tab, "Well?")
+    tab.wait("!!document.querySelector('.assistant')")
+    idle(tab)
+    tab.click("#open")
+    nodes = tab.call("Accessibility.getFullAXTree")["nodes"]
+    roles = {"button", "textbox", "spinbutton", "log", "navigation", "dialog"}
+    found = [
+        (node["role"]["value"], node.get("name", {}).get("value"))
+        for node in nodes
+        if not node["ignored"] and node["role"]["value"] in roles
+    ]
+    assert len(found) >= 7
+    assert all(name for _, name in found)
+    assert tab.run("document.querySelector('#log').getAttribute('role')") == "log"
+    assert tab.run("[...document.querySelectorAll('article h2')].map((one) => one.textContent)") == ["You", "Model"]

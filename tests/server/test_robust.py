@@ -1,0 +1,376 @@
+"""What the server holds out: bodies of all kinds, clients that go, wait, stall or speak no HTTP, and its own end."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rabbitllm.generation.batch import Limits
+from rabbitllm.server.connections import Connection
+from rabbitllm.server.schemas import Chat, Completion, Embedding
+from tests.server.serving import NAME, PATIENCE, Running, running
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+LONG: dict[str, Any] = {"prompt": "the rain", "max_tokens": 200, "temperature": 0}
+
+
+def refused(answer: httpx.Response, status: int, code: str | None = None, param: str | None = None) -> str:
+    """The message of a refusal in OpenAI's form, which tells nothing of this machine."""
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["code"], error["param"]) == (code if code else error["code"], param if param else error["param"])
+    harmless(answer.text)
+    return str(error["message"])
+
+
+def harmless(text: str) -> None:
+    assert "Traceback" not in text
+    assert str(Path(__file__).parents[2]) not in text
+    assert "/tmp" not in text
+    assert ".py" not in text
+
+
+def until(true: Any, seconds: float = PATIENCE) -> None:
+    limit = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+def posted(path: str, body: Any) -> bytes:
+    """A request as it goes over the wire."""
+    raw = json.dumps(body).encode()
+    return b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (path.encode(), len(raw), raw)
+
+
+def metrics(served: Running) -> str:
+    with served.http as client:
+        return client.get("/metrics").text
+
+
+def idle(served: Running) -> None:
+    """Nothing runs or waits any more."""
+    until(lambda: served.batch.facts.running + served.batch.facts.waiting == 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {}, "messages"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": [{"role": "robot", "content": ""}]}, "messages.0.role"),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages.0.content"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0"),
+        (CHAT, {"messages": HELLO, "temperature": 3}, "temperature"),
+        (CHAT, {"messages": HELLO, "temperature": "1"}, "temperature"),
+        (CHAT, {"messages": HELLO, "n": 129}, "n"),
+        (CHAT, {"messages": HELLO, "stop": ["a"] * 5}, "stop"),
+        (CHAT, {"messages": HELLO, "stop": "a" * 1001}, "stop"),
+        (CHAT, {"messages": HELLO, "top_logprobs": 3}, "top_logprobs"),
+        (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (CHAT, {"messages": HELLO, "presence_penalty": 0.5}, "presence_penalty"),
+        (CHAT, {"messages": HELLO, "logit_bias": {"7": 3}}, "logit_bias"),
+        (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, {"messages": HELLO, "reasoning_effort": "high"}, "reasoning_effort"),
+        (CHAT, {"messages": HELLO, "chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
+        (CHAT, {"messages": HELLO, "max_tokens": 250}, "messages"),
+        (COMPLETION, {"prompt": []}, "prompt"),
+        (COMPLETION, {"prompt": [[]]}, "prompt"),
+        (COMPLETION, {"prompt": [4, "a"]}, "prompt"),
+        (COMPLETION, {"prompt": [100_000]}, "prompt"),
+        (COMPLETION, {"prompt": [-1]}, "prompt"),
+        (COMPLETION, {"prompt": ["a"] * 65, "n": 2}, "prompt"),
+        (COMPLETION, {"prompt": "the " * 400}, "prompt"),
+        (COMPLETION, {"prompt": "a", "best_of": 3}, "best_of"),
+        (COMPLETION, {"prompt": "a", "suffix": "b"}, "suffix"),
+        (COMPLETION, {"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(served: Running, path: str, body: Any, param: str) -> None:
+    refused(served.post(path, body), 400, param=param)
+
+
+def test_what_changes_nothing_is_accepted(served: Running) -> None:
+    more = {"user": "u", "store": True, "metadata": {"a": "b"}, "frequency_penalty": 0, "logit_bias": {}, "unheard": 1}
+    found = served.post(CHAT, {"messages": HELLO, "max_tokens": 1, "model": "", "tool_choice": "none", **more})
+    assert found.status_code == 200, found.text
+    found = served.post(CHAT, {"messages": HELLO, "max_tokens": 1, "response_format": {"type": "text"}})
+    assert found.status_code == 200, found.text
+
+
+def test_another_model_is_not_found(served: Running) -> None:
+    refused(served.post(CHAT, {"messages": HELLO, "model": "gpt-4"}), 404, "model_not_found", "model")
+    refused(served.post("/v1/embeddings", {"input": "a"}), 404, "no_embeddings")
+
+
+def test_what_is_no_json(served: Running) -> None:
+    nested = b"[" * 100_000
+    for body in (
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b'{"a": NaN}',
+        b'{"messages": "\\ud800"}',
+        nested,
+        b"9" * 5000,
+        b"[]",
+        b"null",
+    ):
+        with served.http as client:
+            refused(client.post(CHAT, content=body), 400)
+
+
+def test_wrong_places_and_methods(served: Running) -> None:
+    with served.http as client:
+        refused(client.get("/nowhere"), 404)
+        refused(client.get(CHAT), 405)
+        refused(client.post("/v1/models", json={}), 405)
+
+
+def test_a_body_is_bounded_with_and_without_its_length(split_folder: Path) -> None:
+    with running(split_folder, body_bytes=1000) as served, served.http as client:
+        refused(client.post(CHAT, content=b" " * 1001), 413, "body_too_large")
+
+        def parts() -> Any:
+            for _ in range(200):
+                yield b" " * 100
+
+        refused(client.post(CHAT, content=parts()), 413, "body_too_large")
+        assert client.post(CHAT, json={"messages": HELLO, "max_tokens": 1}).status_code == 200
+
+
+def test_a_slow_body_and_a_slow_head_are_cut_off(split_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Connection, "head_seconds", 0.4)
+    with running(split_folder, body_seconds=0.3) as served:
+        with served.socket() as slow:
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{")
+            assert b" 408 " in slow.recv(4096)
+        for begun in (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: loc"):
+            with served.socket() as silent:
+                silent.sendall(begun)
+                assert silent.recv(4096) == b""
+        with served.socket() as quick:  # is not cut off meanwhile
+            quick.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert b" 200 " in quick.recv(4096)
+
+
+def test_garbage_and_pipelines(served: Running) -> None:
+    for garbage in (b"\x16\x03\x01\x02\x00\x01\x00", b"\r\n\r\n\r\n", b"GET\r\n\r\n", b"X" * 100_000):
+        with served.socket() as made:
+            made.sendall(garbage)
+            made.shutdown(socket.SHUT_WR)
+            harmless(everything(made).decode("latin-1"))
+    one = posted(COMPLETION, {"prompt": "the rain", "max_tokens": 2, "temperature": 0})
+    last = one.replace(b"Host", b"Connection: close\r\nHost")
+    with served.socket() as made:
+        made.sendall(one + one + last)
+        answers = everything(made)
+    assert answers.count(b"HTTP/1.1 200") == 3
+    bodies = [part.partition(b"\r\n\r\n")[2] for part in answers.split(b"HTTP/1.1 200")[1:]]
+    texts = [json.loads(body)["choices"][0]["text"] for body in bodies]
+    assert len(texts) == 3
+    assert len(set(texts)) == 1
+
+
+def everything(made: socket.socket) -> bytes:
+    found = b""
+    while True:
+        try:
+            part = made.recv(1 << 16)
+        except ConnectionResetError:
+            return found
+        if not part:
+            return found
+        found += part
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_whoever_leaves_gives_the_place_back(served: Running, stream: bool) -> None:
+    idle(served)
+    before = served.batch.facts.ended.get("cancelled", 0)
+    body = json.dumps({**LONG, "n": 3, "stream": stream}).encode()
+    made = served.socket()
+    made.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    )
+    until(lambda: served.batch.facts.running == 3)
+    made.close()
+    idle(served)
+    assert served.batch.facts.ended["cancelled"] == before + 3
+
+
+def test_more_than_may_wait_is_told_when_to_come_back(split_folder: Path) -> None:
+    with running(split_folder, limits=Limits(running=1, waiting=1)) as served:
+        started = [
+            threading.Thread(target=served.post, args=(COMPLETION, {**LONG, "max_tokens": 60}), daemon=True)
+            for _ in range(2)
+        ]
+        started[0].start()
+        until(lambda: served.batch.facts.running == 1)
+        started[1].start()
+        until(lambda: served.batch.facts.waiting == 1)
+        answer = served.post(COMPLETION, LONG)
+        refused(answer, 429, "queue_full")
+        assert int(answer.headers["retry-after"]) >= 1
+        with pytest.raises(openai.RateLimitError):
+            served.openai().completions.create(model=NAME, prompt="a")
+        for thread in started:
+            thread.join()
+
+
+def test_a_request_has_its_time(split_folder: Path) -> None:
+    with running(split_folder, seconds=0.3) as served:
+        answer = served.post(COMPLETION, LONG)
+        refused(answer, 504, "timeout")
+        assert answer.headers["x-should-retry"] == "false"
+        client = served.openai()
+        with pytest.raises(openai.APIError, match="not complete"):
+            list(client.completions.create(model=NAME, prompt="the rain", max_tokens=200, temperature=0, stream=True))
+        idle(served)
+
+
+def test_keys_and_hosts_and_origins(split_folder: Path) -> None:
+    with running(split_folder, api_key="secret-ä", origins=("https://page.example",)) as served:
+        key = served.key
+        served.key = None
+        with served.http as client:
+            refused(client.get("/v1/models"), 401, "invalid_api_key")
+            refused(client.get("/metrics"), 401, "invalid_api_key")
+            assert client.get("/health").status_code == 200
+            for wrong in ("Bearer secret", "Basic secret-ä", "Bearer", "secret-ä", "Bearer " + "x" * 4000):
+                refused(client.get("/v1/models", headers={"authorization": wrong.encode()}), 401)
+            right = {"authorization": f"Bearer {key}".encode()}
+            assert client.get("/v1/models", headers=right).status_code == 200
+            refused(client.get("/v1/models", headers={**right, "host": "evil.example"}), 403, "wrong_host")
+            assert client.get("/v1/models", headers={**right, "host": "localhost:1"}).status_code == 200
+            body = {"messages": HELLO, "max_tokens": 1}
+            for origin, status in (
+                ("https://evil.example", 403),
+                ("null", 403),
+                ("https://page.example", 200),
+                (served.address, 200),
+            ):
+                answer = client.post(CHAT, json=body, headers={**right, "origin": origin})
+                assert answer.status_code == status, answer.text
+                allowed = answer.headers.get("access-control-allow-origin")
+                assert allowed == ("https://page.example" if origin == "https://page.example" else None)
+
+
+def test_request_ids_go_round(served: Running) -> None:
+    with served.http as client:
+        assert client.get("/health", headers={"x-request-id": "a-1"}).headers["x-request-id"] == "a-1"
+        own = client.get("/health", headers={"x-request-id": "a b\t<script>"}).headers["x-request-id"]
+        assert own.isalnum()
+        assert own != client.get("/health").headers["x-request-id"]
+
+
+def test_a_reader_that_takes_nothing_ends(split_folder: Path) -> None:
+    """Its answer does not fit what the kernel holds back for it, and the server waits no longer than it says."""
+    with running(split_folder, stall_seconds=0.3, send_buffer=4096) as served:
+        made = socket.socket()
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        made.connect(("127.0.0.1", served.port))
+        made.sendall(posted(COMPLETION, {**LONG, "n": 4, "stream": True, "logprobs": 20}))
+        until(lambda: served.batch.facts.running > 0)
+        until(lambda: "rabbitllm_clients_left_total 1" in metrics(served))
+        idle(served)
+        assert served.post(COMPLETION, {"prompt": "a", "max_tokens": 1}).status_code == 200
+        made.close()
+
+
+def test_it_ends_when_what_runs_is_finished(split_folder: Path) -> None:
+    with running(split_folder, grace=None) as served:
+        answers: list[Any] = []
+        asking = threading.Thread(target=lambda: answers.append(served.post(COMPLETION, {**LONG, "max_tokens": 120})))
+        asking.start()
+        until(lambda: served.batch.facts.running == 1)
+        served.server.end()
+        with served.http as client:
+            assert client.get("/health").json()["status"] == "shutting down"
+            answer = client.post(COMPLETION, json=LONG)
+            refused(answer, 503, "shutting_down")
+            assert "retry-after" in answer.headers
+        asking.join()
+        assert answers[0].json()["usage"]["completion_tokens"] == 120
+
+
+def test_it_ends_with_what_there_is_when_the_grace_is_over(split_folder: Path) -> None:
+    with running(split_folder, grace=0.2) as served:
+        answers: list[Any] = []
+        asking = threading.Thread(target=lambda: answers.append(served.post(COMPLETION, {**LONG, "max_tokens": 240})))
+        asking.start()
+        until(lambda: served.batch.facts.new_tokens > 2)
+        served.server.end()
+        asking.join()
+        choice = answers[0].json()["choices"][0]
+        assert choice["finish_reason"] == "length"
+        assert 0 < answers[0].json()["usage"]["completion_tokens"] < 240
+        assert choice["text"]
+
+
+def test_a_dead_batch_is_unwell(split_folder: Path) -> None:
+    with running(split_folder) as served:
+        served.batch._drop_unwanted = lambda: 1 / 0  # type: ignore[method-assign]
+        refused(served.post(COMPLETION, LONG), 500, "internal_error")
+        with served.http as client:
+            answer = client.get("/health")
+            assert (answer.status_code, answer.json()["status"]) == (503, "failed")
+        refused(served.post(COMPLETION, LONG), 503)
+
+
+PLAIN = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8)
+)
+ANYTHING = st.recursive(
+    PLAIN,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = sorted({*Chat.model_fields, *Completion.model_fields, *Embedding.model_fields} - {"messages", "prompt"})
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {
+            "role": st.sampled_from(["user", "system", "assistant", "tool"]) | PLAIN,
+            "content": st.text(max_size=8) | ANYTHING,
+        }
+    ),
+    max_size=3,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    path=st.sampled_from([CHAT, COMPLETION, "/v1/embeddings"]),
+    body=st.dictionaries(st.sampled_from(FIELDS), ANYTHING, max_size=3) | ANYTHING,
+    messages=MESSAGES | ANYTHING,
+    prompt=st.text(max_size=8) | ANYTHING,
+)
+def test_no_body_whatever_is_a_fault_of_the_server(
+    served: Running, path: str, body: Any, messages: Any, prompt: Any
+) -> None:
+    if isinstance(body, dict):
+        body = {"max_tokens": 1, "messages": messages, "prompt": prompt, "input": prompt, **body}
+    try:
+        raw = json.dumps(body).encode()
+    except ValueError:
+        return
+    with served.http as client:
+        answer = client.post(path, content=raw)
+    assert answer.status_code in (200, 400, 404), (body, answer.text)
+    if answer.status_code != 200:
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        assert "Traceback" not in answer.text

@@ -1,0 +1,130 @@
+"""Tools from the request through the template to the model, and calls back, with OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.scripted import scripted_checkpoint
+from tests.server.serving import NAME, Running, running
+from tests.support.tiny_models import split
+
+TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}{{ tool.function.name }}{{ tool | tojson }}\n{% endfor %}{% endif %}"
+    "{% for message in messages %}{% if message.role == 'tool' %}got {% endif %}"
+    "{% if message.tool_calls %}{% for call in message.tool_calls %}"
+    "called {{ call.function.name }} with {{ call.function.arguments.items() | list }}\n{% endfor %}{% endif %}"
+    "{{ message.content }}{% endfor %}"
+    "{% if response_format %}{{ response_format.type }}<json>{% endif %}"
+)
+LINES = (
+    ("<call>", "<tool_call>\n", '{"name": "add", "arguments": {"a": 1, "b": 2}}', "\n</tool_call>"),
+    ("<both>", "Let me ", "see.\n", "<tool_call>\n"),
+    ("<talk>", "It is ", "three."),
+    ("<json>", '{"a": ', "1}"),
+    ("<later>", "So: ", "[TOOL_CALLS]"),
+    ("<mistral>", "[TOOL_CALLS]", '[{"name": "add", ', '"arguments": {}}]'),
+)
+ADD: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "adds",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder: Path = tmp_path_factory.mktemp("serve") / "scripted"
+    scripted_checkpoint(folder, LINES, TEMPLATE, special=("[TOOL_CALLS]",))
+    with running(split(folder)) as found:
+        yield found
+
+
+def ask(scripted: Running, word: str, **more: Any) -> Any:
+    settings: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "tools": [ADD], **more}
+    said: list[Any] = [{"role": "user", "content": word}]
+    return scripted.openai().chat.completions.create(model=NAME, messages=said, **settings)
+
+
+@pytest.mark.parametrize(
+    ("word", "text", "arguments"),
+    [
+        ("<call>", None, {"a": 1, "b": 2}),
+        ("<both>", "Let me see.", {"a": 1, "b": 2}),
+        ("<mistral>", None, {}),
+        ("<later>", "So:", {}),
+    ],
+)
+def test_a_call(scripted: Running, word: str, text: str | None, arguments: dict[str, int]) -> None:
+    choice = ask(scripted, word).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == text
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", arguments)
+
+    chunks = [chunk.choices[0] for chunk in ask(scripted, word, stream=True)]
+    assert chunks[-1].finish_reason == "tool_calls"
+    assert "".join(chunk.delta.content or "" for chunk in chunks).rstrip() == (text or "")
+    (streamed,) = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
+    assert (streamed.index, streamed.function.name) == (0, "add")
+    assert json.loads(streamed.function.arguments) == arguments
+    assert streamed.id.startswith("call_")
+
+
+def test_text_is_text(scripted: Running) -> None:
+    for found in (ask(scripted, "<talk>"), ask(scripted, "<talk>", tools=None)):
+        assert (found.choices[0].message.content, found.choices[0].message.tool_calls) == ("It is three.", None)
+        assert found.choices[0].finish_reason == "stop"
+    pieces = [chunk.choices[0].delta.content for chunk in ask(scripted, "<talk>", stream=True)]
+    assert [piece for piece in pieces if piece] == ["It is ", "three."]
+
+
+def test_tools_that_may_not_be_called_are_not_told(scripted: Running) -> None:
+    told, untold = ask(scripted, "<talk>"), ask(scripted, "<talk>", tool_choice="none")
+    assert untold.usage.prompt_tokens < told.usage.prompt_tokens
+    found = ask(scripted, "<call>", tool_choice="none")
+    assert found.choices[0].finish_reason == "stop"
+    assert found.choices[0].message.content.startswith("<tool_call>")
+
+
+def test_calls_and_answers_go_to_the_template(scripted: Running) -> None:
+    """Arguments as the table that templates expect."""
+    messages = [
+        {"role": "user", "content": "add"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "3 <talk>"},
+    ]
+    found = scripted.openai().chat.completions.create(model=NAME, messages=messages, temperature=0)  # type: ignore[arg-type]
+    said = "addcalled add with [('a', 1)]\ngot 3 <talk>"
+    assert found.usage is not None
+    assert found.usage.prompt_tokens == len(scripted.model.tokenizer(said, add_special_tokens=False)["input_ids"])
+    assert found.choices[0].message.content == "It is three."
+
+
+def test_json_is_asked_of_a_template_that_has_a_place_for_it(scripted: Running) -> None:
+    found = ask(scripted, "", tools=None, response_format={"type": "json_object"})
+    assert json.loads(found.choices[0].message.content) == {"a": 1}
+
+
+def test_forcing_is_refused(scripted: Running) -> None:
+    for more in (
+        {"tool_choice": {"type": "function", "function": {"name": "add"}}},
+        {"tool_choice": "required"},
+        {"parallel_tool_calls": False},
+    ):
+        answer = scripted.post(
+            "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [ADD], **more}
+        )
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "unsupported_parameter"

@@ -1,0 +1,572 @@
+"""Steps on the disk: what each leaves behind, in which order they come, and what a failure of any of them leaves."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import errno
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import rabbitllm
+from rabbitllm.formats.positional import page_aligned
+from rabbitllm.storage import durable
+from rabbitllm.storage.durable import GrowingFile, Log, Step, observe_steps
+from rabbitllm.storage.open_files import OpenFiles
+from rabbitllm.storage.page_cache import DIRECT_ALIGNMENT, write_back_call
+from tests.support.leftovers import open_files
+from tests.support.splitting import failing
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.fixture
+def steps() -> Iterator[list[Step]]:
+    seen: list[Step] = []
+    with observe_steps(seen.append):
+        yield seen
+
+
+def kinds(steps: list[Step]) -> list[str]:
+    return [step.kind for step in steps]
+
+
+# Whole files
+
+
+def test_whole_file_is_synced_before_its_name_and_its_folder_after(tmp_path: Path, steps: list[Step]) -> None:
+    durable.write_whole(tmp_path / "a.json", b"content")
+    assert (tmp_path / "a.json").read_bytes() == b"content"
+    assert kinds(steps) == ["create", "write", "sync", "rename", "sync_folder"]
+    assert [step.path.name for step in steps[:4]] == ["a.json.part"] * 4
+    assert (steps[3].target, steps[4].path) == (tmp_path / "a.json", tmp_path)
+    assert list(tmp_path.iterdir()) == [tmp_path / "a.json"]
+
+
+@pytest.mark.parametrize("before", [None, b"older and longer than the new one"])
+@pytest.mark.parametrize("leftover", [None, b"what a crash left of an earlier attempt, longer than both"])
+def test_whole_file_is_old_or_new_at_every_failure(
+    tmp_path: Path, before: bytes | None, leftover: bytes | None
+) -> None:
+    path, part = tmp_path / "a", tmp_path / "a.part"
+    for failed in range(7):
+        for file, content in ((path, before), (part, leftover)):
+            file.unlink(missing_ok=True)
+            if content is not None:
+                file.write_bytes(content)
+        with (
+            failing(FULL, lambda number, step, at=failed: number == at),  # type: ignore[misc]
+            pytest.raises(OSError, match="No space left") if failed < 5 else contextlib.suppress(OSError),
+        ):
+            durable.write_whole(path, b"new")
+        assert (path.read_bytes() if path.exists() else None) in (before, b"new")
+        durable.write_whole(path, b"new")
+        assert path.read_bytes() == b"new"
+        assert not part.exists()
+
+
+def test_empty_whole_file(tmp_path: Path) -> None:
+    durable.write_whole(tmp_path / "empty", b"")
+    assert (tmp_path / "empty").read_bytes() == b""
+
+
+# Files filled in place
+
+
+def test_growing_file_keeps_what_is_there(tmp_path: Path, steps: list[Step]) -> None:
+    path = tmp_path / "layer.part"
+    first = GrowingFile(path, 10)
+    first.write_at(memoryview(b"abc"), 4)
+    first.close()
+    second = GrowingFile(path, 10)
+    second.write_at(memoryview(b"xy"), 0)
+    second.sync()
+    second.close()
+    assert path.read_bytes() == b"xy\0\0abc\0\0\0"
+    assert kinds(steps) == ["create", "write", "write", "sync"]
+    assert (steps[1].offset, bytes(steps[1].data)) == (4, b"abc")
+
+
+@pytest.mark.parametrize(("size", "content"), [(3, b"abc"), (5, b"abcd\0"), (0, b"")])
+def test_growing_file_is_given_its_size(tmp_path: Path, size: int, content: bytes) -> None:
+    (tmp_path / "f").write_bytes(b"abcd")
+    GrowingFile(tmp_path / "f", size).close()
+    assert (tmp_path / "f").read_bytes() == content
+
+
+def test_growing_file_follows_no_link(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").write_bytes(b"precious")
+    (tmp_path / "f").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match=os.strerror(errno.ELOOP)):
+        GrowingFile(tmp_path / "f", 1)
+    assert (tmp_path / "elsewhere").read_bytes() == b"precious"
+
+
+def test_threads_fill_one_file(tmp_path: Path) -> None:
+    content = os.urandom(1 << 20)
+    file = GrowingFile(tmp_path / "f", len(content))
+    with ThreadPoolExecutor(8) as pool:
+        for at in range(0, len(content), 7000):
+            pool.submit(file.write_at, memoryview(content)[at : at + 7000], at)
+    file.close()
+    assert (tmp_path / "f").read_bytes() == content
+
+
+@pytest.mark.parametrize("offset", [0, DIRECT_ALIGNMENT, 3 * DIRECT_ALIGNMENT, 100])
+@pytest.mark.parametrize("length", [0, 1, DIRECT_ALIGNMENT - 1, DIRECT_ALIGNMENT, 3 * DIRECT_ALIGNMENT + 77])
+def test_aligned_writes_of_any_length(tmp_path: Path, offset: int, length: int) -> None:
+    buffer = page_aligned(1 << 16)[:length]
+    buffer[:] = content = os.urandom(length)
+    file = GrowingFile(tmp_path / "f", 1 << 16)
+    file.write_at(buffer, offset, aligned=True)
+    file.sync()
+    file.close()
+    found = (tmp_path / "f").read_bytes()
+    assert found[offset : offset + length] == content
+    assert found.count(0, offset + length) == len(found) - offset - length
+    assert not any(found[:offset])
+
+
+def test_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, refused = os.open, []
+
+    def refuse(path: Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            refused.append(path)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return opened(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+    buffer = page_aligned(3 * DIRECT_ALIGNMENT)
+    buffer[:] = content = os.urandom(len(buffer))
+    file = GrowingFile(tmp_path / "f", len(buffer))
+    for at in range(0, len(buffer), DIRECT_ALIGNMENT):
+        file.write_at(buffer[at : at + DIRECT_ALIGNMENT], at, aligned=True)
+    file.close()
+    assert (tmp_path / "f").read_bytes() == content
+    assert len(refused) == 1  # asked once
+
+
+def test_failed_direct_write_is_no_reason_to_try_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(descriptor: int, data: memoryview, offset: int) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    file = GrowingFile(tmp_path / "f", DIRECT_ALIGNMENT)
+    monkeypatch.setattr(os, "pwrite", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        file.write_at(page_aligned(DIRECT_ALIGNMENT), 0, aligned=True)
+    file.close()
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aligned: bool) -> None:
+    written = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: written(fd, data[:1000], offset))
+    buffer = page_aligned(2 * DIRECT_ALIGNMENT + 5)[: 2 * DIRECT_ALIGNMENT + 5]
+    buffer[:] = content = os.urandom(len(buffer))
+    file = GrowingFile(tmp_path / "f", len(buffer))
+    file.write_at(buffer, 0, aligned=aligned)
+    file.close()
+    assert (tmp_path / "f").read_bytes() == content
+
+
+def test_system_without_positional_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "pwrite")
+    monkeypatch.delattr(os, "O_DIRECT")
+    content = os.urandom(100_000)
+    file = GrowingFile(tmp_path / "f", len(content))
+    with ThreadPoolExecutor(4) as pool:
+        for at in range(0, len(content), 999):
+            pool.submit(file.write_at, memoryview(content)[at : at + 999], at, aligned=True)
+    file.close()
+    assert (tmp_path / "f").read_bytes() == content
+
+
+# Files of a pool
+
+
+def test_a_file_is_synced_before_it_is_closed_for_another(tmp_path: Path, steps: list[Step]) -> None:
+    pool = OpenFiles(1)
+    first, second = (GrowingFile(tmp_path / name, 8, write_back=True, files=pool) for name in "ab")
+    assert kinds(steps) == ["create", "create"]  # of a file that was only made nothing can be lost
+    first.write_at(memoryview(b"abc"), 0)
+    second.write_at(memoryview(b"xyz"), 0)
+    assert [(step.kind, step.path.name) for step in steps[2:]] == [("write", "a"), ("sync", "a"), ("write", "b")]
+    first.write_at(memoryview(b"de"), 3)
+    assert len(list(open_files(tmp_path))) == 1
+    second.sync()
+    assert [(step.kind, step.path.name) for step in steps[5:]] == [("sync", "b"), ("write", "a")]
+    first.sync()
+    first.sync()
+    assert kinds(steps)[7:] == ["sync"]
+    for file in (first, second):
+        file.close()
+    assert not list(open_files(tmp_path))
+    assert ((tmp_path / "a").read_bytes(), (tmp_path / "b").read_bytes()) == (b"abcde\0\0\0", b"xyz" + bytes(5))
+
+
+def test_a_file_that_was_closed_for_another_is_synced_even_if_nothing_was_written(
+    tmp_path: Path, steps: list[Step]
+) -> None:
+    """Bytes in it may be those of a process that died, and may not be durable."""
+    (tmp_path / "a").write_bytes(b"earlier")
+    pool = OpenFiles(1)
+    first, second = (GrowingFile(tmp_path / name, 7, files=pool) for name in "ab")
+    first.sync()
+    assert [(step.kind, step.path.name) for step in steps] == [("create", "b"), ("sync", "a")]
+    first.close()
+    second.close()
+
+
+def test_threads_fill_many_files_of_a_small_pool(tmp_path: Path) -> None:
+    pool = OpenFiles(3)
+    contents = [os.urandom(20_000) for _ in range(12)]
+    files = [GrowingFile(tmp_path / str(number), 20_000, files=pool) for number in range(12)]
+
+    def fill(at: int) -> int:
+        buffer = page_aligned(DIRECT_ALIGNMENT)
+        for file, content in zip(files, contents, strict=True):
+            part = content[at : at + DIRECT_ALIGNMENT]
+            buffer[: len(part)] = part
+            file.write_at(buffer[: len(part)], at, aligned=True)
+        return len(list(open_files(tmp_path)))
+
+    with ThreadPoolExecutor(4) as threads:
+        most = max(threads.map(fill, range(0, 20_000, DIRECT_ALIGNMENT)))
+    assert most <= 2 * 3  # each may have a second descriptor, for writes past the page cache
+    for file in files:
+        file.sync()
+        file.close()
+    assert [(tmp_path / str(number)).read_bytes() for number in range(12)] == contents
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_file_that_was_taken_away_meanwhile_is_not_made_anew(tmp_path: Path, there: bool) -> None:
+    pool = OpenFiles(1)
+    first, second = (GrowingFile(tmp_path / name, 3, files=pool) for name in "ab")
+    (tmp_path / "a").rename(tmp_path / "aside")
+    if there:
+        (tmp_path / "a").write_bytes(b"\0\0\0")
+    with pytest.raises(OSError, match="another file is in its place" if there else "No such file"):
+        first.write_at(memoryview(b"abc"), 0)
+    assert (tmp_path / "a").exists() == there
+    first.close()
+    second.close()
+
+
+def test_a_sync_that_fails_when_a_file_is_closed_for_another_is_told(tmp_path: Path) -> None:
+    pool = OpenFiles(1)
+    first, second = (GrowingFile(tmp_path / name, 3, files=pool) for name in "ab")
+    first.write_at(memoryview(b"abc"), 0)
+    error = OSError(errno.EIO, "Input/output error")
+    with (
+        failing(error, lambda number, step: step.path.name == "a", ("sync",)),
+        pytest.raises(OSError, match="Input/output error"),
+    ):
+        second.write_at(memoryview(b"xyz"), 0)
+    assert (tmp_path / "b").read_bytes() == bytes(3)
+    with failing(error, lambda number, step: True, ("sync",)), pytest.raises(OSError, match="Input/output error"):
+        first.sync()
+    first.close()
+    second.close()
+
+
+def test_a_sync_waits_for_one_that_another_thread_has_begun(tmp_path: Path) -> None:
+    pool = OpenFiles(1)
+    first, second = (GrowingFile(tmp_path / name, 3, files=pool) for name in "ab")
+    first.write_at(memoryview(b"abc"), 0)
+    begun, go_on = threading.Event(), threading.Event()
+    done: list[str] = []
+
+    def slow(descriptor: int) -> None:
+        begun.set()
+        assert go_on.wait(60)
+        done.append("synced")
+
+    def sync() -> None:
+        first.sync()
+        done.append("returned")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", slow)
+        closing = threading.Thread(target=lambda: second.write_at(memoryview(b"xyz"), 0))
+        closing.start()
+        assert begun.wait(60)
+        syncing = threading.Thread(target=sync)
+        syncing.start()
+        syncing.join(0.1)
+        go_on.set()
+        syncing.join(60)
+        closing.join(60)
+    assert done == ["synced", "returned"]
+    first.close()
+    second.close()
+
+
+def test_nothing_is_written_to_a_closed_file(tmp_path: Path) -> None:
+    file = GrowingFile(tmp_path / "a", 3)
+    file.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        file.write_at(memoryview(b"abc"), 0)
+
+
+def test_a_file_that_cannot_have_its_size_is_not_left_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        GrowingFile(tmp_path / "a", 3)
+    assert not list(open_files(tmp_path))
+
+
+# Lines
+
+
+def test_log_syncs_each_line(tmp_path: Path, steps: list[Step]) -> None:
+    (tmp_path / "log").write_bytes(b"first\n")
+    log = Log(tmp_path / "log")
+    log.append("sécond")
+    log.append("")
+    log.close()
+    assert (tmp_path / "log").read_text() == "first\nsécond\n\n"
+    assert kinds(steps) == ["write", "sync", "write", "sync"]
+    assert steps[0].offset == len(b"first\n")
+
+
+def test_log_is_not_made_by_opening_it(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        Log(tmp_path / "log")
+
+
+# Names
+
+
+def test_removing_what_is_gone_is_no_error(tmp_path: Path, steps: list[Step]) -> None:
+    (tmp_path / "f").touch()
+    durable.remove(tmp_path / "f")
+    durable.remove(tmp_path / "f")
+    assert kinds(steps) == ["unlink", "unlink"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_removing_a_link_spares_its_target(tmp_path: Path) -> None:
+    (tmp_path / "target").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    durable.remove(tmp_path / "link")
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+
+
+def test_folders_are_made_from_the_top_and_each_is_durable(tmp_path: Path, steps: list[Step]) -> None:
+    durable.make_folder(tmp_path / "a" / "b" / "c")
+    durable.make_folder(tmp_path / "a" / "b" / "c")
+    assert (tmp_path / "a" / "b" / "c").is_dir()
+    assert [(step.kind, step.path.name) for step in steps] == [
+        ("make_folder", "a"),
+        ("sync_folder", tmp_path.name),
+        ("make_folder", "b"),
+        ("sync_folder", "a"),
+        ("make_folder", "c"),
+        ("sync_folder", "b"),
+    ]
+
+
+def test_removing_a_folder_of_files(tmp_path: Path, steps: list[Step]) -> None:
+    folder = tmp_path / "staging"
+    durable.remove_folder(folder)
+    folder.mkdir()
+    (folder / "shard.part").touch()
+    durable.remove_folder(folder)
+    assert not folder.exists()
+    assert kinds(steps) == ["unlink", "remove_folder"]
+
+
+def test_touch_and_publish(tmp_path: Path, steps: list[Step]) -> None:
+    (tmp_path / "f.part").write_bytes(b"synced")
+    durable.publish(tmp_path / "f.part", tmp_path / "f")
+    durable.touch(tmp_path / "f.done")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"f": b"synced", "f.done": b""}
+    assert kinds(steps) == ["rename", "sync_folder", "create"]
+
+
+# The seam
+
+
+def test_steps_are_announced_before_they_happen(tmp_path: Path) -> None:
+    def refuse(step: Step) -> None:
+        raise FULL
+
+    (tmp_path / "f").write_bytes(b"kept")
+    for attempt in (
+        lambda: durable.remove(tmp_path / "f"),
+        lambda: durable.rename(tmp_path / "f", tmp_path / "g"),
+        lambda: durable.touch(tmp_path / "h"),
+        lambda: durable.make_folder(tmp_path / "i"),
+        lambda: durable.write_whole(tmp_path / "f", b"other"),
+        lambda: GrowingFile(tmp_path / "j", 5),
+        lambda: Log(tmp_path / "f").append("line"),
+    ):
+        with observe_steps(refuse), pytest.raises(OSError, match="No space left"):
+            attempt()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"f": b"kept"}
+
+
+def test_one_observer_at_a_time_and_none_afterwards(tmp_path: Path) -> None:
+    seen: list[Step] = []
+
+    def observed() -> None:
+        with observe_steps(seen.append):
+            with pytest.raises(RuntimeError, match="already observed"), observe_steps(seen.append):
+                pass
+            durable.touch(tmp_path / "a")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        observed()
+    durable.touch(tmp_path / "b")
+    assert [step.path.name for step in seen] == ["a"]
+
+
+WRITING_CALLS = {
+    "unlink",
+    "touch",
+    "rmdir",
+    "rmtree",
+    "write_bytes",
+    "write_text",
+    "rename",
+    "mkdir",
+    "makedirs",
+    "symlink_to",
+}
+WRITING_FUNCTIONS = {"os.replace", "os.remove", "os.write", "os.pwrite", "os.truncate", "os.ftruncate", "os.fsync"}
+
+
+def test_nothing_else_in_the_lower_half_changes_the_disk() -> None:
+    package = Path(rabbitllm.__file__).parent
+    modules = [
+        *package.glob("*.py"),
+        *(path for room in ("formats", "checkpoints", "layers", "splitter") for path in (package / room).glob("*.py")),
+    ]
+    assert len(modules) > 25
+    found = {path.name for path in modules for call in calls_in(path) if changes_the_disk(call)}
+    assert found == {"durable.py"}
+
+
+def calls_in(path: Path) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+
+
+def changes_the_disk(call: ast.Call) -> bool:
+    if not isinstance(call.func, ast.Attribute):
+        return False
+    name = ast.unparse(call.func)
+    if name.split(".")[0] == "durable":
+        return False
+    if name == "os.write" and ast.unparse(call.args[0]) == "2":  # standard error
+        return False
+    return call.func.attr in WRITING_CALLS or name in WRITING_FUNCTIONS
+
+
+# Writing back
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sync_file_range is Linux's")
+def test_kernel_takes_the_advice_to_begin_writing(tmp_path: Path) -> None:
+    begin = write_back_call()
+    assert begin is not None
+    with (tmp_path / "file").open("wb") as file:
+        file.write(b"x" * 100_000)
+        file.flush()
+        assert begin(file.fileno()) == 0
+    assert begin(2**20) == -1  # no file of that number is open
+
+
+def test_writing_begins_each_time_enough_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+    monkeypatch.setattr(durable, "write_back_call", lambda: begun.append)
+    monkeypatch.setattr(durable, "WRITE_BACK_BYTES", 1000)
+    data = bytes(range(250))
+    for write_back in (True, False):
+        file = GrowingFile(tmp_path / str(write_back), 5000, write_back=write_back)
+        for number in range(20):
+            file.write_at(memoryview(data), number * 250)
+        file.sync()
+        file.close()
+        assert (tmp_path / str(write_back)).read_bytes() == data * 20
+        assert len(begun) == 5
+
+
+# A file without a name
+
+
+@pytest.mark.parametrize("at_places", sorted({False, durable.NamelessFile.READS_AT_PLACES}))
+def test_a_nameless_file_is_for_one_user_and_gives_back_what_was_written(
+    tmp_path: Path, steps: list[Step], monkeypatch: pytest.MonkeyPatch, at_places: bool
+) -> None:
+    monkeypatch.setattr(durable.NamelessFile, "READS_AT_PLACES", at_places)
+    file = durable.NamelessFile(tmp_path)
+    file.write_at(memoryview(b"abc"), 0)
+    file.write_at(memoryview(b"defg"), 3)
+    descriptor = file._file.fileno()
+    assert not list(tmp_path.iterdir())
+    if os.name == "posix":
+        assert os.fstat(descriptor).st_mode & 0o777 == 0o600
+        assert os.fstat(descriptor).st_nlink == 0  # nothing of it outlives the process
+    assert [(step.kind, step.path, step.offset, bytes(step.data)) for step in steps] == [
+        ("write", tmp_path, 0, b"abc"),
+        ("write", tmp_path, 3, b"defg"),
+    ]
+    into = bytearray(5)
+    file.read_at(memoryview(into), 1)
+    assert into == b"bcdef"
+    with pytest.raises(OSError, match="shorter"):
+        file.read_at(memoryview(into), 3)
+    file.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="O_DIRECT")
+def test_a_nameless_file_that_cannot_be_opened_again_takes_whole_blocks_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, refused = os.open, []
+
+    def refuse(path: Path, flags: int, *mode: int, **more: int) -> int:
+        if flags & os.O_DIRECT == os.O_DIRECT:
+            refused.append(path)
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        return opened(path, flags, *mode, **more)
+
+    file = durable.NamelessFile(tmp_path)
+    monkeypatch.setattr(os, "open", refuse)
+    data, into = page_aligned(2 * DIRECT_ALIGNMENT), page_aligned(2 * DIRECT_ALIGNMENT)
+    data[:] = os.urandom(len(data))
+    file.write_at(data, DIRECT_ALIGNMENT, aligned=True)
+    file.read_at(into, DIRECT_ALIGNMENT, aligned=True)
+    assert into == data
+    assert len(refused) == 1  # asked once
+    file.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="O_DIRECT")
+def test_a_nameless_file_that_takes_part_of_whole_blocks_gets_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, read = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda file, data, offset: write(file, data[: 4096 + 512], offset))
+    monkeypatch.setattr(os, "preadv", lambda file, data, offset: read(file, [data[0][: 4096 + 512]], offset))
+    file = durable.NamelessFile(tmp_path)
+    data, into = page_aligned(3 * DIRECT_ALIGNMENT), page_aligned(3 * DIRECT_ALIGNMENT)
+    data[:] = os.urandom(len(data))
+    file.write_at(data, 0, aligned=True)
+    file.read_at(into, 0, aligned=True)
+    assert into == data
+    file.close()

@@ -1,0 +1,218 @@
+"""Locks on folders, between real processes: who shares, who is refused, who is named, and that nothing is left."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gc
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from rabbitllm.errors import InUseError, SplitError
+from rabbitllm.storage.folder_lock import NO_LOCKS, FolderKind, FolderLock, exclusive, shared
+from tests.support.small_disk import formatted_disk, small_disk
+from tests.support.splitting import contents
+
+ROOT = Path(__file__).parent.parent
+MIB = 1 << 20
+HOLD = """
+import sys
+from pathlib import Path
+from rabbitllm import folder_lock
+hold = getattr(folder_lock, sys.argv[2])(Path(sys.argv[1]), folder_lock.FolderKind.SOURCE)
+print("in", flush=True)
+sys.stdin.readline()
+"""
+
+
+class Holder:
+    """A process that holds a folder until it is told to end."""
+
+    def __init__(self, folder: Path, how: str) -> None:
+        command = [sys.executable, "-c", HOLD, str(folder), how]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        self.said = self.process.stdout.readline().strip()
+
+    def ends(self) -> None:
+        self.process.communicate("\n", timeout=60)
+
+    def is_killed(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def hold() -> Iterator[Callable[[Path, str], Holder]]:
+    started: list[Holder] = []
+
+    def start(folder: Path, how: str) -> Holder:
+        started.append(Holder(folder, how))
+        return started[-1]
+
+    yield start
+    for holder in started:
+        holder.is_killed()
+
+
+Start = Callable[[Path, str], Holder]
+
+
+def test_readers_share(tmp_path: Path, hold: Start) -> None:
+    assert hold(tmp_path, "shared").said == "in"
+    assert hold(tmp_path, "shared").said == "in"
+    shared(tmp_path, FolderKind.SOURCE).close()
+    assert contents(tmp_path) == {}
+
+
+def test_one_that_deletes_is_alone(tmp_path: Path, hold: Start) -> None:
+    first = hold(tmp_path, "exclusive")
+    assert first.said == "in"
+    for other in (shared, exclusive):
+        with pytest.raises(InUseError) as refused:
+            other(tmp_path, FolderKind.SOURCE)
+        begin, _, rest = refused.value.problem.partition(", which runs since ")
+        assert begin == f"{tmp_path} is being split by process {first.process.pid} on {socket.gethostname()}"
+        since, _, end = rest.partition(", which")
+        assert abs(datetime.fromisoformat(since).timestamp() - time.time()) < 60
+        assert end == " deletes its shards."
+        assert "Nothing was touched" in refused.value.remedy
+    first.ends()
+    exclusive(tmp_path, FolderKind.SOURCE).close()
+
+
+def test_readers_are_named(tmp_path: Path, hold: Start) -> None:
+    readers = [hold(tmp_path, "shared") for _ in range(4)]
+    with pytest.raises(InUseError, match=r"is in use by process \d+ on .* and 1 more; this call would") as refused:
+        exclusive(tmp_path, FolderKind.SPLIT)
+    named = {int(pid) for pid in re.findall(r"process (\d+) on", refused.value.problem)}
+    assert named < {reader.process.pid for reader in readers}
+    assert len(named) == 3
+    assert "replace or remove its layer files" in refused.value.problem
+    for reader in readers:
+        reader.is_killed()
+    with (
+        exclusive(tmp_path, FolderKind.SPLIT),
+        pytest.raises(InUseError, match=rf"removed by this process \({os.getpid()}\)"),
+    ):
+        shared(tmp_path, FolderKind.SPLIT)
+
+
+def test_nothing_is_left_after_a_kill(tmp_path: Path, hold: Start) -> None:
+    before = os.listdir(tmp_path)
+    hold(tmp_path, "exclusive").is_killed()
+    assert os.listdir(tmp_path) == before
+    exclusive(tmp_path, FolderKind.SOURCE).close()
+
+
+def test_a_hold_ends_with_what_refers_to_it(tmp_path: Path) -> None:
+    class User:
+        pass
+
+    hold, user = shared(tmp_path, FolderKind.SOURCE), User()
+    with hold:
+        hold.keep_for(user)
+    del hold
+    gc.collect()
+    with pytest.raises(InUseError, match="this process"):
+        exclusive(tmp_path, FolderKind.SOURCE)
+    del user
+    gc.collect()
+    forgotten = [exclusive(tmp_path, FolderKind.SOURCE)]
+    with pytest.raises(InUseError):
+        shared(tmp_path, FolderKind.SOURCE)
+    forgotten.clear()
+    gc.collect()
+    shared(tmp_path, FolderKind.SOURCE).close()
+
+
+def test_a_context_closes_its_hold(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), exclusive(tmp_path, FolderKind.SOURCE):
+        raise KeyError
+    exclusive(tmp_path, FolderKind.SOURCE).close()
+
+
+def test_a_fork_that_ends_takes_no_lock_away(tmp_path: Path) -> None:
+    code = f"""
+import os, sys
+from pathlib import Path
+from rabbitllm import folder_lock
+hold = folder_lock.exclusive(Path({str(tmp_path)!r}), folder_lock.FolderKind.SOURCE)
+child = os.fork()
+if not child:
+    hold.close()
+    sys.exit()  # with all that Python does at its end
+os.waitpid(child, 0)
+print("in", flush=True)
+sys.stdin.readline()
+hold.close()
+print("out", flush=True)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "in\n"
+    with pytest.raises(InUseError):
+        shared(tmp_path, FolderKind.SOURCE)
+    assert process.communicate("\n", timeout=60)[0] == "out\n"
+
+
+def test_a_folder_that_is_not_there_is_not_locked(tmp_path: Path) -> None:
+    shared(tmp_path / "nowhere", FolderKind.SOURCE).close()
+    (tmp_path / "file").touch()
+    exclusive(tmp_path / "file", FolderKind.SOURCE).close()
+
+
+def test_a_read_only_folder(tmp_path: Path, hold: Start) -> None:
+    with small_disk(tmp_path / "disk", MIB) as disk:
+        subprocess.run(["mount", "-o", "remount,ro", str(disk.path)], check=True)
+        assert hold(disk.path, "shared").said == "in"
+        with pytest.raises(InUseError, match="is in use by process"):
+            exclusive(disk.path, FolderKind.SOURCE)
+
+
+def test_the_process_is_known_on_a_btrfs(tmp_path: Path, hold: Start) -> None:
+    """Whose files say another device than its locks do."""
+    with formatted_disk(tmp_path / "disk", "btrfs", 200 * MIB) as disk:
+        folder = disk.path / "model"
+        folder.mkdir()
+        holder = hold(folder, "shared")
+        with pytest.raises(InUseError, match=f"is in use by process {holder.process.pid} on"):
+            exclusive(folder, FolderKind.SOURCE)
+        holder.ends()
+
+
+@pytest.mark.parametrize("code", NO_LOCKS)
+def test_a_file_system_without_locks(tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No such one can be had here, so its answer is put in place of the real one."""
+    monkeypatch.setattr(fcntl, "flock", _answering(code))
+    holds: list[FolderLock] = [exclusive(tmp_path, FolderKind.SOURCE), shared(tmp_path, FolderKind.SOURCE)]
+    for hold in holds:
+        hold.close()
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
+def test_a_file_system_that_does_not_answer(tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", _answering(code))
+    with pytest.raises(SplitError, match=f"{tmp_path} cannot be locked: {os.strerror(code)}") as error:
+        shared(tmp_path, FolderKind.SOURCE)
+    assert not isinstance(error.value, InUseError)
+
+
+def _answering(code: int) -> Callable[[int, int], None]:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return flock

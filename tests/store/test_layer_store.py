@@ -1,0 +1,324 @@
+"""A split directory read back: what its manifest says, what is missing, and folders of other makers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rabbitllm.checkpoints.checkpoint import SourceIdentity
+from rabbitllm.errors import CorruptShardError, IncompleteSplitError, SplitError, SplitMismatchError
+from rabbitllm.store.layer_store import (
+    LayerRecord,
+    LayerStore,
+    Manifest,
+    directory_name,
+    is_legacy,
+    read_manifest,
+    write_manifest,
+)
+from tests.support.builders import cut, llama_tensors, read_tensors, write_shards
+from tests.support.leftovers import none_left, open_files
+from tests.support.splitting import names_in, split
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+UNSOUND = "rabbitllm-1.1.0-none-UNSOUND-3-tensors-missing"
+LAYER_0 = "model.layers.0.safetensors"
+
+
+@pytest.fixture(params=[None, "4bit", "8bit"])
+def compression(request: pytest.FixtureRequest) -> str | None:
+    found: str | None = request.param
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return split(write_shards(tmp_path / "model", cut(llama_tensors(layers=2), 2)))
+
+
+def rewrite(folder: Path, **changes: Any) -> None:
+    content = json.loads((folder / "split.json").read_text())
+    (folder / "split.json").write_text(json.dumps(content | changes))
+
+
+# Files that are mapped when they are used
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks at what the process has open")
+@pytest.mark.parametrize("scheme", [None, "4bit"])
+def test_opening_maps_nothing_and_using_holds_nothing_open(tmp_path: Path, scheme: str | None) -> None:
+    made = split(write_shards(tmp_path / "model", cut(llama_tensors(layers=2), 2)), compression=scheme)
+    with none_left(made):
+        store = LayerStore(made)
+    first, second = (store.mapped(LAYER_0) for _ in range(2))
+    assert first is second
+    assert not list(open_files(made))
+
+
+def test_files_are_found_after_the_process_has_changed_its_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder.parent)
+    store = LayerStore(Path(folder.name))
+    monkeypatch.chdir(tmp_path)
+    spec = store.tensors["model.layers.0.mlp.up_proj.weight"].parts[0]
+    assert store.mapped(spec.file).tensor(spec).numel() > 0
+    assert store.path(spec.file).is_file()
+
+
+def test_a_file_that_is_cut_off_after_opening(folder: Path) -> None:
+    store = LayerStore(folder)
+    spec = max((t.parts[0] for t in store.tensors.values() if t.parts[0].file == LAYER_0), key=lambda s: s.offset)
+    os.truncate(folder / LAYER_0, spec.offset)
+    with pytest.raises(CorruptShardError, match=f"ends in the middle of {spec.name!r}"):
+        store.mapped(LAYER_0).tensor(spec)
+
+
+# The manifest
+
+
+@pytest.mark.parametrize("commit", [None, "c" * 40])
+def test_manifest_round_trip(tmp_path: Path, commit: str | None) -> None:
+    manifest = Manifest(
+        SourceIdentity("hub" if commit else "local", "acme/tiny", commit, {"a.safetensors": "sha256:12"}),
+        "4bit",
+        "bitsandbytes 0.50.2 on cpu",
+        (
+            LayerRecord(
+                "layers.0", "model.layers.0", LAYER_0, 4096, ("model.layers.0.w", "model.layers.0.猫"), 0xFF, ("a", "b")
+            ),
+            LayerRecord("norm", "model.norm", "model.norm.safetensors", 0, (), 0, ()),
+        ),
+    )
+    assert read_manifest(tmp_path) is None
+    write_manifest(tmp_path, manifest)
+    assert read_manifest(tmp_path) == manifest
+    assert names_in(tmp_path) == ["split.json"]
+    content = json.loads((tmp_path / "split.json").read_text())
+    assert (content["format"], content["format_version"]) == ("rabbitllm split directory", 2)
+    assert content["written_by"].startswith("rabbitllm 2.")
+
+
+def test_manifest_of_a_later_version(folder: Path) -> None:
+    rewrite(folder, format_version=3)
+    with pytest.raises(SplitMismatchError, match="has format version 3; this rabbitllm reads up to 2") as refused:
+        LayerStore(folder)
+    assert "Update rabbitllm" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"format_version": "1"}',
+        '{"format_version": 1}',
+        '{"format_version": 1, "format_version": 1}',
+        "\xff",
+    ],
+)
+def test_manifest_that_is_none(folder: Path, content: str) -> None:
+    (folder / "split.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(IncompleteSplitError) as refused:
+        read_manifest(folder)
+    assert str(folder / "split.json") in str(refused.value)
+    assert "Keep this one until that is done" in str(refused.value)
+
+
+RECORD = {
+    "id": "norm",
+    "stem": "model.norm",
+    "file": "model.norm.safetensors",
+    "size": 1,
+    "tensors": ["model.norm.weight"],
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"source": None},
+        {"source": []},
+        {"source": {"kind": "local"}},
+        {"source": {"kind": "local", "name": "m", "commit": None, "fingerprints": "abc"}},
+        {"source": {"kind": "local", "name": "m", "commit": None, "fingerprints": [["a"]]}},
+        {"source": {"kind": 5, "name": "m", "commit": None, "fingerprints": {}}},
+        {"layers": None},
+        {"layers": 5},
+        {"layers": ["norm"]},
+        {"layers": [{**RECORD, "size": "1"}]},
+        {"layers": [{**RECORD, "size": -1}]},
+        {"layers": [{**RECORD, "file": 5}]},
+        {"layers": [{**RECORD, "file": "../../other.safetensors"}]},
+        {"layers": [{**RECORD, "file": "/etc/passwd"}]},
+        {"layers": [{**RECORD, "file": ""}]},
+        {"layers": [{**RECORD, "file": ".."}]},
+        {"layers": [{**RECORD, "tensors": 5}]},
+        {"layers": [{**RECORD, "tensors": [5]}]},
+        {"compression": 4},
+        {"compression": "3bit"},
+    ],
+)
+def test_damaged_manifest(folder: Path, changes: dict[str, Any]) -> None:
+    rewrite(folder, **changes)
+    with pytest.raises(IncompleteSplitError, match=r"split.json is damaged") as refused:
+        LayerStore(folder)
+    assert "Keep this one until that is done" in str(refused.value)
+
+
+def test_names_of_directories() -> None:
+    assert [directory_name(c) for c in (None, "4bit", "8bit")] == [
+        "splitted_model",
+        "splitted_model.4bit",
+        "splitted_model.8bit",
+    ]
+    assert directory_name("4bit", "mine") == "mine.4bit"
+
+
+# What the manifest promises
+
+
+def test_store_knows_every_tensor(tmp_path: Path, compression: str | None) -> None:
+    tensors = llama_tensors(layers=2)
+    folder = split(write_shards(tmp_path / "model", cut(tensors, 2)), compression=compression)
+    store = LayerStore(folder)
+    assert store.compression == compression
+    assert store.tensors.keys() == tensors.keys()
+    compressed = {name for name, tensor in tensors.items() if tensor.ndim > 1 and tensor.numel() >= 4096}
+    for name, tensor in tensors.items():
+        found = store.tensors[name]
+        assert found.shape == tensor.shape
+        assert (found.quantised.scheme if found.quantised else None) == (compression if name in compressed else None)
+        if found.quantised is None:
+            (spec,) = found.parts
+            assert torch.equal(store.mapped(spec.file).tensor(spec), tensor)
+            assert found.nbytes == tensor.nbytes
+        assert {part.file for part in found.parts} == {found.parts[0].file}
+        assert store.path(found.parts[0].file).parent == folder
+
+
+@pytest.mark.parametrize("file", [LAYER_0, "lm_head.safetensors"])
+def test_missing_layer_file(folder: Path, file: str) -> None:
+    size = (folder / file).stat().st_size
+    (folder / file).unlink()
+    with pytest.raises(IncompleteSplitError, match=rf"{file} is missing; split.json says it has {size:,} bytes") as bad:
+        LayerStore(folder)
+    assert "if the checkpoint was deleted, it holds the only copy" in str(bad.value)
+    assert isinstance(bad.value, SplitError)
+
+
+@pytest.mark.parametrize("change", [-1, 1, -5000])
+def test_layer_file_of_another_length(folder: Path, change: int) -> None:
+    path = folder / LAYER_0
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[:change] if change < 0 else path.read_bytes() + b"x")
+    with pytest.raises(
+        IncompleteSplitError, match=rf"has {size + change:,} bytes; split.json says it has {size:,} bytes"
+    ):
+        LayerStore(folder)
+
+
+def test_layer_file_with_a_damaged_header(folder: Path) -> None:
+    raw = bytearray((folder / LAYER_0).read_bytes())
+    raw[8] = ord("x")
+    (folder / LAYER_0).write_bytes(raw)
+    with pytest.raises(IncompleteSplitError, match=rf"In {folder}: {LAYER_0} is not a sound safetensors file"):
+        LayerStore(folder)
+
+
+def test_layer_file_with_a_damaged_quantisation_state(tmp_path: Path) -> None:
+    folder = split(write_shards(tmp_path / "model", cut(llama_tensors(layers=1), 1)), compression="4bit")
+    path = folder / LAYER_0
+    raw = path.read_bytes().replace(b'"nf4"', b'"fp4"', 1)
+    path.write_bytes(raw)
+    with pytest.raises(IncompleteSplitError, match=rf"In {path}: the quantisation state of 'model.layers.0"):
+        LayerStore(folder)
+
+
+def test_other_files_do_not_matter_to_a_folder_with_a_manifest(folder: Path) -> None:
+    (folder / "extra.safetensors").write_bytes(b"not a layer")
+    assert LayerStore(folder).tensors.keys() == llama_tensors(layers=2).keys()
+
+
+# Folders that RabbitLLM 1.1.0 made
+
+
+def legacy(tmp_path: Path, name: str) -> Path:
+    """A copy of the golden folder of that name."""
+    (made,) = (GOLDEN / name).glob("splitted_model*")
+    return Path(shutil.copytree(made, tmp_path / made.name))
+
+
+def test_legacy_folder(tmp_path: Path, compression: str | None) -> None:
+    folder = legacy(tmp_path, f"rabbitllm-1.1.0-{compression or 'none'}")
+    assert is_legacy(folder)
+    store = LayerStore(folder)
+    assert store.manifest is None
+    assert store.compression == compression
+    expected = read_tensors(GOLDEN / "model-2-shards")
+    assert {name: tuple(tensor.shape) for name, tensor in expected.items()} == {
+        name: found.shape for name, found in store.tensors.items()
+    }
+    assert all((found.quantised is not None) == (compression is not None) for found in store.tensors.values())
+
+
+def test_legacy_folder_lacks_tensors_and_the_store_shows_which(tmp_path: Path) -> None:
+    store = LayerStore(legacy(tmp_path, UNSOUND))
+    missing = read_tensors(GOLDEN / "model-4-shards").keys() - store.tensors.keys()
+    assert len(missing) == 3
+    assert all(name.startswith("model.layers.1.") for name in missing)
+
+
+def test_legacy_folder_with_a_layer_that_is_not_done(tmp_path: Path) -> None:
+    folder = legacy(tmp_path, "rabbitllm-1.1.0-none")
+    (folder / f"{LAYER_0}.done").unlink()
+    with pytest.raises(IncompleteSplitError, match=f"is no finished split: {LAYER_0} has no .done marker"):
+        LayerStore(folder)
+
+
+def test_legacy_folder_with_a_torn_layer(tmp_path: Path) -> None:
+    folder = legacy(tmp_path, "rabbitllm-1.1.0-4bit")
+    (folder / LAYER_0).write_bytes((folder / LAYER_0).read_bytes()[:-100])
+    with pytest.raises(IncompleteSplitError, match=f"{LAYER_0} is not a sound safetensors file: it is truncated"):
+        LayerStore(folder)
+
+
+def test_legacy_folder_with_scales_for_too_few_blocks(tmp_path: Path) -> None:
+    folder = legacy(tmp_path, "rabbitllm-1.1.0-8bit")
+    tensors = load_file(folder / LAYER_0)
+    name = "model.layers.0.mlp.up_proj.weight.8bit.absmax"
+    tensors[name] = tensors[name][:-1].clone()
+    save_file(tensors, folder / LAYER_0)
+    with pytest.raises(IncompleteSplitError, match=rf"In .*{LAYER_0}: the part '{name}' has 3 elements of F32"):
+        LayerStore(folder)
+
+
+def test_empty_folder(tmp_path: Path) -> None:
+    with pytest.raises(IncompleteSplitError, match="is no finished split: it has no layer files"):
+        LayerStore(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ([], False),
+        (["lm_head.safetensors"], False),
+        (["lm_head.safetensors.done"], True),
+        (["lm_head.safetensors.done", "split.json"], False),
+        (["lm_head.safetensors.done", "split.journal"], False),
+    ],
+)
+def test_which_folders_are_legacy(tmp_path: Path, files: list[str], expected: bool) -> None:
+    for file in files:
+        (tmp_path / file).touch()
+    assert is_legacy(tmp_path) is expected
+    assert not is_legacy(tmp_path / "nowhere")

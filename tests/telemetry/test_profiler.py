@@ -1,0 +1,284 @@
+"""Where the time went: sums, the bottleneck, the report."""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from rabbitllm.telemetry.passes import Entry
+from rabbitllm.telemetry.profiler import (
+    COMPUTE,
+    FETCH,
+    QUANTISE,
+    READ,
+    READ_WAIT,
+    SHARD_WAIT,
+    UPLOAD,
+    WRITE,
+    Profiler,
+    Total,
+)
+
+
+def test_records_add_up_by_layer_and_stage() -> None:
+    profiler = Profiler()
+    profiler.add("layers.0", READ, 1.0, 10)
+    profiler.add("layers.0", READ, 0.5, 5)
+    profiler.add("layers.1", READ, 0.25)
+    profiler.add("layers.0", WRITE, 2.0, 7)
+    assert profiler.layers == {
+        "layers.0": {READ: Total(1.5, 2, 15), WRITE: Total(2.0, 1, 7)},
+        "layers.1": {READ: Total(0.25, 1, 0)},
+    }
+    assert profiler.stages == {WRITE: Total(2.0, 1, 7), READ: Total(1.75, 3, 15)}
+    assert list(profiler.stages) == [WRITE, READ]
+    profiler.clear()
+    assert (dict(profiler.layers), dict(profiler.stages), profiler.bottleneck) == ({}, {}, None)
+
+
+def test_stage_measures_time_and_survives_an_exception() -> None:
+    profiler = Profiler()
+
+    def fail() -> None:
+        with profiler.stage("norm", QUANTISE, 3):
+            time.sleep(0.02)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    total = profiler.layers["norm"][QUANTISE]
+    assert total.seconds >= 0.02
+    assert (total.count, total.nbytes) == (1, 3)
+
+
+def test_nothing_is_recorded_when_off() -> None:
+    profiler = Profiler(enabled=False)
+    profiler.add("norm", READ, 1.0)
+    with profiler.stage("norm", READ):
+        pass
+    assert profiler.layers == {}
+
+
+def test_threads_lose_no_record() -> None:
+    profiler = Profiler()
+    with ThreadPoolExecutor(8) as pool:
+        for number in range(4000):
+            pool.submit(profiler.add, f"layers.{number % 3}", READ, 0.001, 2)
+    assert sum(stages[READ].count for stages in profiler.layers.values()) == 4000
+    assert profiler.stages[READ].nbytes == 8000
+
+
+@pytest.mark.parametrize(
+    ("seconds", "bottleneck"),
+    [
+        ({READ: 1.0, WRITE: 2.0}, WRITE),
+        ({READ: 1.0, SHARD_WAIT: 50.0}, READ),  # a layer that waits for its shards costs no time
+        ({READ: 9.0, COMPUTE: 2.0, READ_WAIT: 1.0}, COMPUTE),  # read in the background of a pass
+        ({READ: 9.0, COMPUTE: 1.0, READ_WAIT: 2.0}, READ_WAIT),
+        ({READ: 1.0, UPLOAD: 9.0, COMPUTE: 1.0, READ_WAIT: 2.0}, UPLOAD),  # what is waited for is the copy
+        ({READ: 1.0, UPLOAD: 9.0, COMPUTE: 3.0, READ_WAIT: 2.0}, COMPUTE),
+        ({SHARD_WAIT: 1.0}, None),
+        ({}, None),
+    ],
+)
+def test_bottleneck_is_the_longest_that_makes_the_caller_wait(
+    seconds: dict[str, float], bottleneck: str | None
+) -> None:
+    profiler = Profiler()
+    for stage, length in seconds.items():
+        profiler.add("layers.0", stage, length)
+    assert profiler.bottleneck == bottleneck
+
+
+def test_stage_of_two_threads_is_the_limit_only_if_both_are_busy_longest() -> None:
+    profiler = Profiler()
+    both = threading.Barrier(2)
+
+    def record() -> None:
+        both.wait(60)
+        profiler.add("layers.0", QUANTISE, 3.0, 8)
+
+    threads = [threading.Thread(target=record) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    profiler.add("layers.0", FETCH, 4.0)
+    assert profiler.stages[QUANTISE] == Total(6.0, 2, 16, threads=2)
+    assert profiler.stages[QUANTISE].busy_seconds == 3.0
+    assert profiler.bottleneck == FETCH
+    profiler.add("layers.1", QUANTISE, 9.0)
+    assert profiler.bottleneck == QUANTISE
+
+
+def test_report_marks_the_bottleneck() -> None:
+    profiler = Profiler(title="Split of x, by stage")
+    profiler.add("layers.0", READ, 0.5, 10**9)
+    profiler.add("layers.0", WRITE, 2.0, 10**9)
+    profiler.add("layers.0", SHARD_WAIT, 9.0)
+    title, head, *rows, limit = profiler.report().splitlines()
+    assert (title, limit) == ("Split of x, by stage", "Bottleneck: write (2.000 s)")
+    assert head.split("  ")[0] == "stage"
+    assert [row.split()[0] for row in rows] == ["wait", "write", "read"]
+    assert rows[1].split() == ["write", "2.000", "1", "1", "2000.00", "477", "MiB/s", "<--", "BOTTLENECK"]
+    assert rows[2].split() == ["read", "0.500", "1", "1", "500.00", "1.86", "GiB/s"]
+
+
+def test_report_has_core_seconds_where_they_were_measured() -> None:
+    profiler = Profiler()
+    with profiler.stage("layers.0", QUANTISE, 10**6):
+        end = time.thread_time() + 0.05
+        while time.thread_time() < end:
+            pass
+    core_seconds = profiler.stages[QUANTISE].cpu_seconds
+    assert 0.05 <= core_seconds <= profiler.stages[QUANTISE].seconds + 0.001
+    head, row, _ = profiler.report().splitlines()
+    assert head.split("  ")[0] == "stage"
+    assert row.split()[3] == f"{core_seconds:.3f}"
+
+
+def test_report_of_nothing_says_how_to_get_one() -> None:
+    assert Profiler(title="Passes").report() == "Passes: nothing was recorded (pass profiling_mode=True)."
+    assert Profiler().report() == "(no profiling data)"
+
+
+# Passes
+
+
+class Text:
+    """Stands for a KV cache, of which the profiler wants nothing but that it is the same one."""
+
+
+def make_pass(profiler: Profiler, entry: Entry, text: Text | None = None, nbytes: int = 10) -> None:
+    with profiler.forward(entry, text):
+        profiler.add("layers.0", READ, 0.5, nbytes)
+        profiler.add("layers.0", COMPUTE, 0.25)
+
+
+def test_a_pass_has_what_was_recorded_since_the_one_before() -> None:
+    profiler = Profiler()
+    make_pass(profiler, Entry(2, 7, 0, 1))
+    profiler.add("layers.0", READ, 1.0, 5)  # ahead, for the next one
+    start = time.perf_counter()
+    make_pass(profiler, Entry(2, 1, 7, 1))
+    first, second = profiler.passes
+    assert (first.number, first.kind, first.tokens, first.stages[READ]) == (1, "prompt", 14, Total(0.5, 1, 10))
+    assert (second.number, second.kind, second.tokens, second.stages[READ]) == (2, "further", 2, Total(1.5, 2, 15))
+    assert second.stages.keys() == {READ, COMPUTE}
+    assert start <= second.start
+    assert second.start + second.wall <= time.perf_counter()
+
+
+def test_what_came_of_a_pass_is_known_when_its_text_goes_on() -> None:
+    profiler, text = Profiler(), Text()
+    make_pass(profiler, Entry(1, 7, 0, 1), text)
+    make_pass(profiler, Entry(1, 4, 7, 4), text)
+    make_pass(profiler, Entry(1, 4, 10, 4), text)
+    make_pass(profiler, Entry(1, 7, 0, 1), Text())
+    make_pass(profiler, Entry(1, 1, 7, 1), None)
+    assert [one.made for one in profiler.passes] == [1, 3, None, None, None]
+
+
+def test_a_text_is_not_kept_alive() -> None:
+    profiler, text = Profiler(), Text()
+    make_pass(profiler, Entry(1, 7, 0, 1), text)
+    kept = weakref.ref(text)
+    del text
+    gc.collect()
+    assert kept() is None
+
+
+def test_passes_are_bounded_and_nothing_is_lost_from_the_sums() -> None:
+    profiler, text = Profiler(kept_passes=3), Text()
+    for number in range(8):
+        make_pass(profiler, Entry(1, 1, 7 + number, 1), text)
+    assert [one.number for one in profiler.passes] == [6, 7, 8]
+    further = profiler.sums["further"]
+    assert (further.passes, further.tokens, further.made, further.made_passes) == (8, 8, 7, 7)
+    assert further.stages[READ] == Total(4.0, 8, 80)
+    profiler.clear()
+    assert (profiler.passes, profiler.sums) == ((), {})
+
+
+def test_a_pass_inside_another_is_part_of_it() -> None:
+    profiler = Profiler()
+    with profiler.forward(Entry(1, 7)):
+        make_pass(profiler, Entry(1, 1, 3))
+    (one,) = profiler.passes
+    assert (one.tokens, one.stages[READ].count) == (7, 1)
+
+
+def test_a_pass_that_fails_is_recorded_and_the_next_one_is_too() -> None:
+    profiler = Profiler()
+
+    def fail() -> None:
+        with profiler.forward(Entry(1, 7)):
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    make_pass(profiler, Entry(1, 1, 7))
+    assert [one.tokens for one in profiler.passes] == [7, 1]
+
+
+def test_no_pass_is_recorded_when_off() -> None:
+    profiler = Profiler(enabled=False)
+    make_pass(profiler, Entry(1, 1, 7))
+    assert (profiler.passes, profiler.sums, profiler.as_json()["passes"]) == ((), {}, [])
+
+
+def test_report_of_passes() -> None:
+    profiler, text = Profiler(title="Passes, by stage"), Text()
+    make_pass(profiler, Entry(1, 30, 0, 1), text, 2 * 10**9)
+    make_pass(profiler, Entry(1, 4, 30, 4), text, 10**9)
+    make_pass(profiler, Entry(1, 4, 33, 4), text, 10**9)
+    profiler.add("norm", COMPUTE, 0.001)
+    stages, passes, layers = profiler.report().split("\n\n")
+    assert stages.splitlines()[0] == "Passes, by stage"
+    head, first, further = passes.splitlines()
+    assert head.split("  ")[0] == "passes"
+    assert first.split()[:3] == ["first", "token", "1"]
+    assert first.split()[4:10] == ["30.0", "1.00", "1.86", "GiB", "0.00", "MiB"]
+    assert further.split()[:3] == ["further", "tokens", "2"]
+    assert further.split()[4:10] == ["4.0", "3.00", "954", "MiB", "0.00", "MiB"]
+    assert further.endswith("compute")
+    assert [line.split()[0] for line in layers.splitlines()] == ["slowest", "layers.0", "norm"]
+    assert all(len(line) <= 80 for line in profiler.report().splitlines())
+
+
+def test_a_split_has_no_passes_in_its_report() -> None:
+    profiler = Profiler(title="Split of x, by stage")
+    profiler.add("layers.0", READ, 0.5, 10**9)
+    assert "\n\n" not in profiler.report()
+
+
+def test_everything_as_json() -> None:
+    profiler, text = Profiler(title="Passes"), Text()
+    profiler.in_place = {"cpu resident": 77}
+    make_pass(profiler, Entry(2, 30, 0, 1), text, 20)
+    make_pass(profiler, Entry(2, 1, 30, 1), text)
+    record = json.loads(json.dumps(profiler.as_json()))
+    assert record.keys() == {"title", "bottleneck", "stages", "layers", "passes", "sums", "in_place_bytes"}
+    assert (record["title"], record["bottleneck"], record["in_place_bytes"]) == (
+        "Passes",
+        COMPUTE,
+        {"cpu resident": 77},
+    )
+    total = {"seconds": 1.0, "busy_seconds": 1.0, "count": 2, "bytes": 30, "cpu_seconds": 0.0, "threads": 1}
+    assert record["stages"][READ] == record["layers"]["layers.0"][READ] == total
+    first, second = record["passes"]
+    assert first.keys() == second.keys()
+    known = ("number", "kind", "tokens_in", "batch", "length", "past", "tokens_made")
+    assert [first[name] for name in known] == [1, "prompt", 60, 2, 30, 0, 2]
+    assert (first["disk_bytes"], first["copied_bytes"], first["bottleneck"]) == (20, 0, COMPUTE)
+    assert second["tokens_made"] is None
+    sums = record["sums"]["further"]
+    assert (sums["passes"], sums["tokens_in"], sums["disk_bytes"], sums["tokens_per_pass"]) == (1, 2, 10, None)
+    assert sums["median_seconds"] == sums["seconds"] == second["seconds"]
+    assert sums["overlap"] == pytest.approx(0.5 / second["seconds"])
