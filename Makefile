@@ -45,6 +45,7 @@ fuzz: $(VENV)/.fuzz
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/mypy & first=$$!; \
 	$(BIN)/mypy --platform win32 --no-warn-unreachable --cache-dir .mypy_cache/win32 & second=$$!; \
 	$(BIN)/mypy --platform darwin --no-warn-unreachable --cache-dir .mypy_cache/darwin & third=$$!; \

@@ -45,6 +45,7 @@ setup(
             "hypothesis",
             "ruff",
             "mypy",
+            "import-linter>=2",
             "sentencepiece",
             "gguf>=0.18",
             "tiktoken",

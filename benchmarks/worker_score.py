@@ -26,7 +26,7 @@ class Score:
         self.tasks = {"score": self.score, "score-plain": self.score_plain}
 
     def score(self, job: dict[str, Any]) -> dict[str, Any]:
-        """All texts, by `rabbitllm.generation.scoring`; then what reading the weights once takes when nothing computes."""
+        """All texts, by `rabbitllm.generation.scoring`; then the time of reading all weights once."""
         import torch
 
         from rabbitllm.generation.scoring import Room, ScoredText, score  # type: ignore[import-not-found,unused-ignore]

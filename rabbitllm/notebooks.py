@@ -22,14 +22,13 @@ from rabbitllm.checkpoints.index import ENTRY_NAMES, META_PARAMETERS
 from rabbitllm.prepare.locations import HOME_VARIABLE, LOCAL_FOLDER, home, local_folder_name
 from rabbitllm.splitter.watch import disk_bytes
 from rabbitllm.storage import durable
+from rabbitllm.storage.folders import KAGGLE_BYTES
 from rabbitllm.store.layer_store import MANIFEST_NAME
 
 logger = logging.getLogger(__name__)
 
 ROOT = Path("/")
 """Where the folders of a notebook are looked for; a test has another."""
-KAGGLE_BYTES = 50 << 30
-"""What a split may use on Kaggle: users report disks of 57 to 73 GB, and installed packages take some of it."""
 ELSEWHERE = "this machine"
 HF_HOME = "HF_HOME"
 _COLAB_VARIABLE = "COLAB_RELEASE_TAG"

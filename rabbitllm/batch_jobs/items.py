@@ -25,7 +25,7 @@ class Defaults:
 
     Attributes:
         max_new_tokens: generated, at most.
-        temperature, top_p, seed: see `rabbitllm.generation.answer.Sampling`; greedy where neither of the first two is given.
+        temperature, top_p, seed: see `rabbitllm.generation.answer.Sampling`; greedy without the first two.
             A line that is sampled gets the seed and its place in the input together, so that no two are alike.
         stop: texts at which an answer ends.
         pooling: of embeddings.

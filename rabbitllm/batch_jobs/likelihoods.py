@@ -1,4 +1,4 @@
-"""Items that ask how likely texts are, or for their embeddings, through `rabbitllm.generation.scoring`: many in one pass.
+"""Likelihoods and embeddings that items ask for, through `rabbitllm.generation.scoring`: many in one pass.
 
     {"id": …, "logprob": …, "tokens": …, "greedy": …}              of one continuation
     {"id": …, "scores": [{"logprob": …, "tokens": …, "greedy": …}, …]}    of a list of them

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from rabbitllm.engine.free_memory import available_ram
-from rabbitllm.estimate.doctor.places import folder_at
 from rabbitllm.generation.cache_parts import put_together, taken_apart
 from rabbitllm.storage import durable
+from rabbitllm.storage.folders import folder_at
 
 logger = logging.getLogger(__name__)
 

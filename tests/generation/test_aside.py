@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from rabbitllm.estimate.doctor.places import folder_at
 from rabbitllm.generation.aside import SHARE, Aside, usual_folder
 from rabbitllm.generation.cache_parts import put_together, taken_apart
 from rabbitllm.generation.room import append
 from rabbitllm.storage.durable import Step, observe_steps
+from rabbitllm.storage.folders import folder_at
 
 LIMIT = 1 << 20
 

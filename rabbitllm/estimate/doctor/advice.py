@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from rabbitllm.base.terminal import size
 from rabbitllm.base.words import speed
-from rabbitllm.estimate.doctor.facts import Advice, Folder, Machine, Package
+from rabbitllm.estimate.doctor.facts import Advice, Machine, Package
 from rabbitllm.estimate.doctor.places import SPLITS
+from rabbitllm.storage.folders import Folder
 
 LEAST_MEMORY = 1 << 30
 """Bytes of RAM without which no model of the list generates: torch and transformers take half of that."""

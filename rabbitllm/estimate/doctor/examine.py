@@ -15,6 +15,7 @@ from rabbitllm.estimate.doctor import hardware, hub, models, outlooks, packages,
 from rabbitllm.estimate.doctor.advice import advise
 from rabbitllm.estimate.doctor.facts import Failure, Machine, ModelOutlook, Report
 from rabbitllm.estimate.generation import Speed
+from rabbitllm.storage.folders import host_of
 from rabbitllm.version import __version__
 
 Found = TypeVar("Found")
@@ -85,7 +86,7 @@ def examine(*, quick: bool = False, every: bool = False, say: Say = lambda what:
     probes = Probes(say)
     memory = probes.ask("memory", hardware.memory)  # before any library takes its share
     asked = probes.begin("the hub", hub.hub, QUICK_HUB_SECONDS if quick else HUB_SECONDS)
-    host = probes.ask("the host", lambda: places.host(os.environ))
+    host = probes.ask("the host", lambda: host_of(os.environ))
     folders = probes.ask("disks", lambda: places.folders(host)) or ()
     outlook = [
         found

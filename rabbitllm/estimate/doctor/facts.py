@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from rabbitllm.engine.free_memory import GroupLimit, ProcessLimit
 from rabbitllm.estimate.generation import Generation, Speed
+from rabbitllm.storage.folders import Folder, Host
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,49 +71,6 @@ class Gpus:
     found: tuple[Gpu, ...]
     driver: bool
     torch: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Folder:
-    """A folder that matters, and the disk under it.
-
-    Attributes:
-        uses: what it is for.
-        path: where.
-        writable: whether files can be made there, or the folder itself.
-        filesystem: its kind, as the system names it.
-        disk: equal for folders on the same disk.
-        total, free: bytes of the disk; a container's quota does not show in them.
-        quota: bytes that a known host allows in it.
-    """
-
-    uses: tuple[str, ...]
-    path: Path
-    writable: bool
-    filesystem: str | None
-    disk: int
-    total: int
-    free: int
-    quota: int | None = None
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether what lies there takes memory."""
-        return self.filesystem in ("tmpfs", "ramfs")
-
-    @property
-    def room(self) -> int:
-        """Bytes that may be written there, as far as that is known."""
-        return self.free if self.quota is None else min(self.free, self.quota)
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """Where this runs, if that is a place with published limits: its name, and what to know of it."""
-
-    name: str
-    hints: tuple[str, ...]
-    quotas: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)

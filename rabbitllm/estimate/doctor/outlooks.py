@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rabbitllm.estimate.doctor.facts import AtCompression, Folder, ModelOutlook, Need
+from rabbitllm.estimate.doctor.facts import AtCompression, ModelOutlook, Need
 from rabbitllm.estimate.doctor.models import Published
 from rabbitllm.estimate.doctor.places import CACHE, SPLITS
 from rabbitllm.splitter.forecast import ROUTES, STANDARD
+from rabbitllm.storage.folders import Folder
 
 if TYPE_CHECKING:
     from rabbitllm.estimate.doctor.speeds import Bench

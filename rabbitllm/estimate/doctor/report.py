@@ -15,7 +15,6 @@ from rabbitllm.base.terminal import counted, harmless, large, put, put_fact, sho
 from rabbitllm.base.words import speed
 from rabbitllm.estimate.doctor.facts import (
     AtCompression,
-    Folder,
     Hub,
     Machine,
     Memory,
@@ -26,6 +25,7 @@ from rabbitllm.estimate.doctor.facts import (
 )
 from rabbitllm.estimate.generation_report import moment
 from rabbitllm.quant.compression import COMPRESSIONS
+from rabbitllm.storage.folders import Folder
 
 _CELL = 17
 _NAME = 21

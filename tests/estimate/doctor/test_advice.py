@@ -9,9 +9,10 @@ import pytest
 
 from rabbitllm.engine.free_memory import GroupLimit, ProcessLimit
 from rabbitllm.estimate.doctor.advice import advise
-from rabbitllm.estimate.doctor.facts import Advice, Folder, Gpu, Gpus, Host, Hub, Machine, Memory, Package, Processor
+from rabbitllm.estimate.doctor.facts import Advice, Gpu, Gpus, Hub, Machine, Memory, Package, Processor
 from rabbitllm.estimate.doctor.places import HERE, SPLITS
 from rabbitllm.estimate.generation import Speed
+from rabbitllm.storage.folders import Folder, Host
 
 GIB = 1 << 30
 NEEDED = GIB

@@ -11,13 +11,15 @@ import pytest
 from huggingface_hub import constants
 from rich.console import Console
 
+from rabbitllm.estimate.doctor import examine as examining
 from rabbitllm.estimate.doctor import hardware, hub, models, outlooks, packages, places, speeds
 from rabbitllm.estimate.doctor.examine import Probes, examine
-from rabbitllm.estimate.doctor.facts import Folder, Memory, Report
+from rabbitllm.estimate.doctor.facts import Memory, Report
 from rabbitllm.estimate.doctor.models import published
 from rabbitllm.estimate.doctor.record import as_record
 from rabbitllm.estimate.doctor.report import show
 from rabbitllm.estimate.reading import Sample
+from rabbitllm.storage.folders import Folder
 from tests.support.fake_gpu import FakeGpu
 from tests.support.quick_measuring import quick_measuring  # noqa: F401  applies by itself
 from tests.support.tiny_models import one_thread  # noqa: F401  one more
@@ -27,7 +29,7 @@ PROBES = {
     "memory": (hardware, "memory"),
     "the processor": (hardware, "processor"),
     "GPUs": (hardware, "gpus"),
-    "the host": (places, "host"),
+    "the host": (examining, "host_of"),
     "disks": (places, "folders"),
     "the hub": (hub, "hub"),
     "packages": (packages, "packages"),

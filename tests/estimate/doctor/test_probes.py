@@ -17,6 +17,7 @@ import torch
 from huggingface_hub import constants
 
 from rabbitllm.estimate.doctor import hardware, hub, packages, places
+from rabbitllm.storage.folders import host_of
 
 V2 = "sys/fs/cgroup"
 
@@ -97,7 +98,7 @@ def test_no_driver_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_hosts_are_known_by_their_environment(tmp_path: Path, environment: dict[str, str], name: str | None) -> None:
-    found = places.host(environment, tmp_path)
+    found = host_of(environment, tmp_path)
     assert (found.name if found is not None else None) == name
     assert found is None or found.hints
 
