@@ -30,7 +30,7 @@ BESIDE_TRANSFORMERS_GOAL = 0.97
 
 STREAMED = {"max_memory": {"cpu": 0}}
 ROOM = {"max_memory": {"cpu": "700MB"}}
-"""Less than the dequantised model, so that each layer is dequantised for each use."""
+"""Less than the dequantized model, so that each layer is dequantized for each use."""
 REFERENCE = "transformers"
 RUNNERS = {
     REFERENCE: Runner(TRANSFORMERS, "transformers", "in memory"),

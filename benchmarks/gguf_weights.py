@@ -1,4 +1,4 @@
-"""The way back from llama.cpp's file: its tensors as the checkpoint has them, dequantised by the `gguf` package.
+"""The way back from llama.cpp's file: its tensors as the checkpoint has them, dequantized by the `gguf` package.
 
 What `worker_llama_cpp.write_gguf` does on the way there is undone: names, and the order of a Llama's query and key
 rows.

@@ -189,7 +189,7 @@ def found(share: float) -> float:
 
 
 def _experts_seconds(routed: Sequence[RoutedWork], config: Any) -> float:
-    """Experts are dequantised, then multiplied with: codes read, float16 written and read."""
+    """Experts are dequantized, then multiplied with: codes read, float16 written and read."""
     made = 2 * 3 * config.hidden_size * config.moe_intermediate_size
     return sum(one.used * (one.expert_bytes + 2 * made) for one in routed) / MEMORY_RATE
 

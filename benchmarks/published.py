@@ -19,7 +19,7 @@ ELEMENT_BYTES = 2
 """bfloat16, as all of these are published."""
 NF4_BITS = 4.5
 """Of an element at 4bit: its code, and its share of a float32 scale for 64 of them."""
-LEAST_QUANTISED = 4096
+LEAST_QUANTIZED = 4096
 """Elements; smaller matrices stay as they are."""
 _HEADER_ALIGNMENT = 8
 
@@ -42,14 +42,14 @@ class Tensor:
         return self.elements * ELEMENT_BYTES
 
     @property
-    def is_quantised(self) -> bool:
+    def is_quantized(self) -> bool:
         """At 4bit."""
-        return len(self.shape) > 1 and self.elements >= LEAST_QUANTISED and not self.plain
+        return len(self.shape) > 1 and self.elements >= LEAST_QUANTIZED and not self.plain
 
     @property
     def nbytes_4bit(self) -> int:
         """In a layer file at 4bit, but for a few hundred bytes of constants."""
-        return math.ceil(self.elements * NF4_BITS / 8) if self.is_quantised else self.nbytes
+        return math.ceil(self.elements * NF4_BITS / 8) if self.is_quantized else self.nbytes
 
 
 @dataclass(frozen=True)

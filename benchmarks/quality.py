@@ -30,7 +30,7 @@ import rabbitllm.demo
 from benchmarks import command_line, report
 from benchmarks.gguf_weights import types, weights
 from benchmarks.llama_logits import next_tokens
-from benchmarks.llama_quantise import PLAIN, PRESETS, plain_file, quantised, tool
+from benchmarks.llama_quantize import PLAIN, PRESETS, plain_file, quantized, tool
 from benchmarks.peers import PeerError
 from benchmarks.scatter import Point, draw
 from benchmarks.work_folder import fresh_folder
@@ -185,7 +185,7 @@ def ours(subject: Subject, work: Path) -> Iterator[Row]:
 
 
 def of_bitsandbytes(subject: Subject) -> Iterator[Row]:
-    """As transformers loads them, with everything but embedding and head quantised, which is its default."""
+    """As transformers loads them, with everything but embedding and head quantized, which is its default."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
@@ -207,7 +207,7 @@ def of_bitsandbytes(subject: Subject) -> Iterator[Row]:
 
 
 def _stored(parameter: Any) -> int:
-    """Bytes of a parameter of transformers with bitsandbytes: what is not quantised as bfloat16."""
+    """Bytes of a parameter of transformers with bitsandbytes: what is not quantized as bfloat16."""
     if (state := getattr(parameter, "quant_state", None)) is not None:
         nbytes = parameter.numel() * parameter.element_size() + _bytes(state.absmax, state.code)
         return nbytes + (_bytes(state.state2.absmax, state.state2.code, state.offset) if state.nested else 0)
@@ -227,7 +227,7 @@ def of_llama_cpp(subject: Subject, work: Path) -> Iterator[Row]:
         with fresh_folder(work / "gguf") as folder:
             plain = plain_file(subject.folder, folder / f"{PLAIN}.gguf")
             for preset in (PLAIN, *PRESETS):
-                path = plain if preset == PLAIN else quantised(program, plain, folder / f"{preset}.gguf", preset)
+                path = plain if preset == PLAIN else quantized(program, plain, folder / f"{preset}.gguf", preset)
                 found = list(weights(path))
                 with subject.with_weights({one.name: torch.tensor(one.values) for one in found}) as model:
                     summary, expected = subject.summary(model), subject.at_middles(model)

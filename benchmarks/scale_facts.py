@@ -39,7 +39,7 @@ class Host:
         latency: of a message to another machine.
         hourly: dollars.
         weekly_hours: that it can be had.
-        codes: how fast quantised weights are read where they are multiplied with as they are; None where they are made
+        codes: how fast quantized weights are read where they are multiplied with as they are; None where they are made
             into 16 bits for each use.
         layer: what a decoder layer takes beside its weights.
         routed_layer: the same for one with experts.

@@ -1,7 +1,7 @@
 """Whether 4bit layer files hold what bitsandbytes itself makes of the checkpoint's weights; uses nothing of rabbitllm.
 
-The weights are made again, a piece of every matrix at a random place and its end are quantised by bitsandbytes, and
-codes and scales are compared with the layer file bit for bit; tensors that are not quantised are compared whole. A
+The weights are made again, a piece of every matrix at a random place and its end are quantized by bitsandbytes, and
+codes and scales are compared with the layer file bit for bit; tensors that are not quantized are compared whole. A
 piece is a whole number of blocks, which do not depend on each other.
 """
 
@@ -90,7 +90,7 @@ def _compare(
     import torch
 
     tensor = placed.tensor
-    if not tensor.is_quantised:
+    if not tensor.is_quantized:
         held = opened.get_tensor(tensor.name).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         expected = content.of_tensor(shard, placed, 0, tensor.elements)
         return len(expected), None if held == expected else "the bytes differ"
@@ -111,14 +111,14 @@ def _compare(
 
 
 def _constants(opened: Any, name: str, shape: tuple[int, ...]) -> str | None:
-    """What is wrong with the parts of a quantised tensor that its weights do not decide."""
+    """What is wrong with the parts of a quantized tensor that its weights do not decide."""
     from bitsandbytes.functional import get_4bit_type
 
     raw = opened.get_tensor(f"{name}.4bit.quant_state.bitsandbytes__nf4").numpy().tobytes()
     state: Mapping[str, Any] = json.loads(raw)
     expected = {"quant_type": "nf4", "blocksize": BLOCK, "dtype": "bfloat16", "shape": list(shape)}
     if state != expected:
-        return f"its quantisation state is {state}"
+        return f"its quantization state is {state}"
     levels = get_4bit_type("nf4", device="cpu").numpy().tobytes()
     return None if opened.get_tensor(f"{name}.4bit.quant_map").numpy().tobytes() == levels else "its levels are others"
 

@@ -106,7 +106,7 @@ class AutoModel:
             layer_shards_saving_path: folder for the split directory; by default beside a local checkpoint, and for a
                 repository in `HF_HOME/rabbitllm` (or `RABBITLLM_HOME`).
             profiling_mode: record where time goes; see `model.profiler.report()`.
-            compression: "8bit", "4bit", "4bit-double" (bitsandbytes; the last with scales quantised too), None, or
+            compression: "8bit", "4bit", "4bit-double" (bitsandbytes; the last with scales quantized too), None, or
                 "auto": one of these for each tensor, for the least expected loss in `max_disk` (or the free disk), and
                 in `max_memory` (or what is free) if all can be kept there, so that nothing is read anew for each token.
             token, hf_token: for the hub; the two names mean the same.
@@ -134,7 +134,7 @@ class AutoModel:
                 own: the same bytes and kernels, less loss, and a slower split.
             verify_source: read every shard that is still there and compare its bytes with the recorded checksum, or
                 with the hub's digest. If the split begins with this call, record the checksums of all shards.
-            exact: compute 4bit and 8bit with the very matrices that dequantising gives, to the last bit as an ordinary
+            exact: compute 4bit and 8bit with the very matrices that dequantizing gives, to the last bit as an ordinary
                 model of those would; on the CPU several times slower than with their codes, and no better.
             fast_bfloat16: on a CPU without instructions for bfloat16, multiply it by a kernel of this package: sooner,
                 most of all for prompts; sums are float32 as torch's are, in another order, so that last bits of logits

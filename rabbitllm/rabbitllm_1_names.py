@@ -23,10 +23,10 @@ from rabbitllm.quant.compression import (
     StoredForm,
     check_compression,
     constants,
-    dequantise,
+    dequantize,
     operands,
     part_names,
-    quantise_blocks,
+    quantize_blocks,
     read_state,
     schemes,
     settled,
@@ -137,11 +137,11 @@ def split_and_save_layers(
     with split_display.shown(), contextlib.ExitStack() as stack:
         deletes = sequential_shard_processing or delete_original
         accept = stack.enter_context(prepare.acceptance(source, StreamOptions(device="cpu"))) if deletes else None
-        prepare.ensure_split(source, options, _quantise_on(compression), _naming(layer_names), accept=accept)
+        prepare.ensure_split(source, options, _quantize_on(compression), _naming(layer_names), accept=accept)
     return str(source.split_folder)
 
 
-def _quantise_on(compression: str | None) -> str:
+def _quantize_on(compression: str | None) -> str:
     if compression is None:
         return "cpu"
     from rabbitllm.engine.devices import default_device
@@ -165,7 +165,7 @@ def _naming(layer_names: Mapping[str, str] | LayerNaming | None) -> LayerNaming 
 
 
 def compress_layer_state_dict(layer_state_dict: StateDict, compression: str | None = None) -> StateDict:
-    """Quantise a layer's tensors as a split does, into the keys of a layer file.
+    """Quantize a layer's tensors as a split does, into the keys of a layer file.
 
     Args:
         layer_state_dict: name -> tensor.
@@ -187,7 +187,7 @@ def compress_layer_state_dict(layer_state_dict: StateDict, compression: str | No
             stored[name] = tensor
             continue
         raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-        codes, scales = quantise_blocks(form.scheme, raw, spec.dtype, str(tensor.device))
+        codes, scales = quantize_blocks(form.scheme, raw, spec.dtype, str(tensor.device))
         contents = {form.parts[0].name: codes, form.parts[1].name: scales, **constants(form)}
         if form.scheme == DOUBLE:
             contents |= _settled(form, scales)
@@ -222,7 +222,7 @@ def uncompress_layer_state_dict(layer_state_dict: StateDict) -> StateDict:
         form = read_state(name, scheme, specs, bytes(layer_state_dict[key].cpu().numpy()) if key else b"")
         parts = [specs[part] for part in part_names(name, scheme)]
         dtype = getattr(torch, form.dtype) if form.dtype else torch.float16
-        plain[name] = dequantise(*operands(form, parts, lambda spec: layer_state_dict[spec.name]), dtype)
+        plain[name] = dequantize(*operands(form, parts, lambda spec: layer_state_dict[spec.name]), dtype)
     return plain
 
 

@@ -76,7 +76,7 @@ BITS = frozenset(
         "engine/test_packed_integers.py",
         "engine/test_packed_weight.py",
         "engine/test_published.py",
-        "engine/test_quick_dequantise.py",
+        "engine/test_quick_dequantize.py",
         "engine/test_reading.py",
         "engine/test_row_products.py",
         "engine/test_streamer.py",
@@ -131,7 +131,7 @@ FIRST = (
     "splitter/test_repair.py",
     "cli/test_worker.py",
     "splitter/test_memory.py",
-    "benchmarks/test_quantisers.py",
+    "benchmarks/test_quantizers.py",
     "quant/test_compiling.py",
 )
 """Files with few tests that take long, the longest ones first. By their number of tests, which orders the others, they

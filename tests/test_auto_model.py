@@ -40,7 +40,7 @@ from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
 from tests.support.one_thread import THREADS
 from tests.support.splitting import contents
-from tests.support.tiny_models import INPUT, NEW_TOKENS, assert_same, dequantised, plain_model, run, tiers
+from tests.support.tiny_models import INPUT, NEW_TOKENS, assert_same, dequantized, plain_model, run, tiers
 from tests.support.tiny_models import one_thread as one_thread
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -86,7 +86,7 @@ ADDED = {
     "hosts": None,
 }
 STREAM = {"device": "cpu", "max_memory": {"cpu": 0}, "show_layer_progress": False, "exact": True}
-"""Arguments under which all that can be streamed is, and compression has the bits of the dequantised model."""
+"""Arguments under which all that can be streamed is, and compression has the bits of the dequantized model."""
 
 
 @pytest.fixture
@@ -317,7 +317,7 @@ def test_routes(tmp_path: Path, sequential: bool, delete_original: bool, compres
     folder = build_checkpoint(tmp_path / "model", "llama", shards=4)
     wanted = folder
     if compression is not None:
-        wanted = dequantised(folder, tmp_path / "reference", compression, torch.float32)
+        wanted = dequantized(folder, tmp_path / "reference", compression, torch.float32)
     expected = reference_logits(wanted, INPUT, torch.float32)
     options = {"sequential_shard_processing": sequential, "delete_original": delete_original}
     model = AutoModel.from_pretrained(folder, compression=compression, **options, **STREAM)
@@ -533,7 +533,7 @@ def test_a_repository(
 ) -> None:
     wanted = published
     if compression is not None:
-        wanted = dequantised(published, tmp_path / "reference", compression, torch.float32)
+        wanted = dequantized(published, tmp_path / "reference", compression, torch.float32)
     expected = reference_logits(wanted, INPUT, torch.float32)
     options: Any = {"sequential_shard_processing": sequential, "compression": compression, **STREAM}
     model = AutoModel.from_pretrained("acme/tiny", **options)

@@ -319,14 +319,14 @@ def test_an_architecture_that_transformers_does_not_know_on_the_hub(
 
 
 @pytest.mark.parametrize("method", ["hqq", "torchao", "quanto"])
-def test_weights_that_another_program_quantised(checkpoint: Path, method: str) -> None:
+def test_weights_that_another_program_quantized(checkpoint: Path, method: str) -> None:
     """They would load, without their scales, and answer nonsense."""
     change(checkpoint / "config.json", quantization_config={"quant_method": method})
     before = weights(checkpoint)
     error = refused(UnknownArchitectureError, checkpoint)
-    assert f"are quantised already ({method}), which is not supported" in error.problem
+    assert f"are quantized already ({method}), which is not supported" in error.problem
     assert "fp8, mxfp8, mxfp4, compressed-tensors, awq or gptq" in error.problem
-    assert "its unquantised one" in error.remedy
+    assert "its unquantized one" in error.remedy
     assert weights(checkpoint) == before
     assert not list(checkpoint.glob("splitted_model*"))
 

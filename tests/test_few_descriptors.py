@@ -65,6 +65,6 @@ def test_it_is_converted_used_unsplit_and_opened_lazily(folder: Path) -> None:
 
 @pytest.mark.long
 def test_it_is_compressed(tmp_path: Path) -> None:
-    """Weights are wide enough for scales that are quantised themselves; each layer file then has a scratch file."""
+    """Weights are wide enough for scales that are quantized themselves; each layer file then has a scratch file."""
     build_checkpoint(tmp_path / "copy", "llama", shards=3, num_hidden_layers=61, intermediate_size=512)
     assert status_of(compress, tmp_path) == 0

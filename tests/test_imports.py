@@ -69,7 +69,7 @@ def test_few_modules_name_bitsandbytes() -> None:
                 naming.add(name)
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("bitsandbytes"):
                 naming.add(name)
-    # the one quantises with it; the other measures its own modules, of checkpoints that are published for them
+    # the one quantizes with it; the other measures its own modules, of checkpoints that are published for them
     assert naming == {"rabbitllm.quant.compression.library", "rabbitllm.estimate.bitsandbytes_products"}
 
 

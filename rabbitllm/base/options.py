@@ -43,7 +43,7 @@ class SplitOptions:
         verify_source: read every shard on this machine and compare its bytes with the recorded checksum, or with the
             hub's digest; when a split begins, record the checksums.
         profiling: record where the time of each layer goes.
-        threads: workers that read, quantise and write; by default one a core, at least 2.
+        threads: workers that read, quantize and write; by default one a core, at least 2.
         min_free: bytes; free disk below which a split stops cleanly, since the machine itself needs some.
     """
 

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+KEYS = {"quantize": "quantise", "quantized": "quantised", "quantize_on": "quantise_on"}
+"""Field -> its key, for the fields whose keys were published in another spelling: programs read them."""
+
 
 def plain(value: Any) -> Any:
     """A value with all that is in it as dicts, lists, strings and numbers.
@@ -16,7 +19,7 @@ def plain(value: Any) -> Any:
             plain values, paths, and what JSON knows itself.
     """
     if isinstance(value, Mapping):
-        return {key: plain(entry) for key, entry in value.items()}
+        return {KEYS.get(key, key): plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [plain(entry) for entry in value]
     if isinstance(value, enum.Enum):

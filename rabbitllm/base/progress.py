@@ -42,7 +42,7 @@ class SplitStarted:
         layers_before: of them, those that an earlier run finished.
         source_left_bytes: of the source's shards that are on this disk as it begins.
         fetches: whether any shard comes from the hub.
-        quantises: whether tensors are quantised on the way.
+        quantizes: whether tensors are quantized on the way.
     """
 
     label: str
@@ -55,7 +55,7 @@ class SplitStarted:
     layers: int = 0
     source_left_bytes: int = 0
     fetches: bool = False
-    quantises: bool = False
+    quantizes: bool = False
     layers_before: int = 0
 
 
@@ -89,14 +89,14 @@ class BytesDone:
 
     Attributes:
         layer: which the last of them went to.
-        quantised: of them, those that were quantised.
+        quantized: of them, those that were quantized.
         written: bytes that were made of them.
     """
 
     shard: str
     nbytes: int
     layer: str = ""
-    quantised: int = 0
+    quantized: int = 0
     written: int = 0
 
 

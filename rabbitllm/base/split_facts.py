@@ -27,13 +27,13 @@ class Rates:
     Attributes:
         done: source bytes that got into layer files; of a download, bytes that came.
         fetch: bytes that came from the hub.
-        quantise: source bytes that were quantised.
+        quantize: source bytes that were quantized.
         write: bytes that were written to layer files.
     """
 
     done: float | None = None
     fetch: float | None = None
-    quantise: float | None = None
+    quantize: float | None = None
     write: float | None = None
 
 
@@ -94,7 +94,7 @@ class _Counts:
     at: float
     done: int = 0
     fetched: int = 0
-    quantised: int = 0
+    quantized: int = 0
     written: int = 0
     idle: float = 0.0
 
@@ -137,7 +137,7 @@ class SplitLedger:
                 known = self._shard_done
                 known[event.shard] = known.get(event.shard, 0) + event.nbytes
                 self._layer = event.layer or self._layer
-                self._count(event.nbytes, 0, event.quantised, event.written)
+                self._count(event.nbytes, 0, event.quantized, event.written)
             case progress.BytesFetched():
                 self._fetched(event)
             case progress.DiskSampled():
@@ -179,13 +179,13 @@ class SplitLedger:
         self._number, self._of = event.resumed, event.resumed + len(event.shards)
         self._source_left = event.source_left_bytes
 
-    def _count(self, done: int, fetched: int, quantised: int, written: int) -> None:
+    def _count(self, done: int, fetched: int, quantized: int, written: int) -> None:
         now, last = self._clock(), self._counts
         self._counts = _Counts(
             now,
             last.done + done,
             last.fetched + fetched,
-            last.quantised + quantised,
+            last.quantized + quantized,
             last.written + written,
             self._idle_now(),
         )
@@ -243,7 +243,7 @@ class SplitLedger:
         return Rates(
             (last.done - first.done) / seconds,
             fetch if started is not None and started.fetches else None,
-            (last.quantised - first.quantised) / seconds if started is not None and started.quantises else None,
+            (last.quantized - first.quantized) / seconds if started is not None and started.quantizes else None,
             (last.written - first.written) / seconds,
         )
 

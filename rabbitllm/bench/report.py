@@ -10,12 +10,12 @@ from rich.text import Text
 from rabbitllm.base.terminal import counted, harmless, put, put_fact, size
 from rabbitllm.bench.measure import Measured
 from rabbitllm.telemetry.passes import FURTHER, PassSums
-from rabbitllm.telemetry.totals import COMPUTE, DEQUANTISE, NOTHING, READ, READ_WAIT, UPLOAD_WAIT, copies_of
+from rabbitllm.telemetry.totals import COMPUTE, DEQUANTIZE, NOTHING, READ, READ_WAIT, UPLOAD_WAIT, copies_of
 
 BAR = 36
 """Columns of a whole."""
-_STYLES = {READ_WAIT: "blue", UPLOAD_WAIT: "cyan", DEQUANTISE: "magenta", COMPUTE: "yellow"}
-_LABELS = {READ_WAIT: "wait for weights", UPLOAD_WAIT: UPLOAD_WAIT, DEQUANTISE: "dequantise", COMPUTE: "compute"}
+_STYLES = {READ_WAIT: "blue", UPLOAD_WAIT: "cyan", DEQUANTIZE: "magenta", COMPUTE: "yellow"}
+_LABELS = {READ_WAIT: "wait for weights", UPLOAD_WAIT: UPLOAD_WAIT, DEQUANTIZE: "dequantize", COMPUTE: "compute"}
 
 
 def show(measured: Measured, console: Console) -> None:

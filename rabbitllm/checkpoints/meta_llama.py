@@ -178,9 +178,9 @@ def translated(header: Header, params: MetaParams, rank: int, ranks: int, file: 
             )
         if tensor.dtype not in _FLOATING:
             raise UnreadableFormatError(
-                f"{file} has {name!r} in {tensor.dtype}: weights that are quantised already; expected one of "
+                f"{file} has {name!r} in {tensor.dtype}: weights that are quantized already; expected one of "
                 f"{', '.join(_FLOATING)}.",
-                "Name the model's unquantised checkpoint; compression='4bit' or '8bit' makes it small.",
+                "Name the model's unquantized checkpoint; compression='4bit' or '8bit' makes it small.",
             )
         if tensor.shape != expected[name][1]:
             raise _contradiction(tensor, file, str(expected[name][1]))

@@ -24,7 +24,7 @@ MAX_LAYERS = 4096
 _OTHERS = (
     (re.compile("moe|expert"), "a mixture of experts"),
     (re.compile("vision|image"), "a model that sees images"),
-    (re.compile("quant|lora|spin"), "quantised weights"),
+    (re.compile("quant|lora|spin"), "quantized weights"),
 )
 """Fields of other models, and what those are."""
 _OWN = "Put the params.json beside the weights that was published with them."

@@ -33,7 +33,7 @@ def bench_command(
     prompt_tokens: Annotated[int, typer.Option(help="Of the prompt, which is random.", min=1)] = 16,
     batch: Annotated[int, typer.Option(help="Sequences at a time.", min=1)] = 1,
     turns: Annotated[int, typer.Option(help="Generations of which the medians are taken.", min=1)] = 3,
-    exact: Annotated[bool, typer.Option("--exact", help="Dequantise on the CPU instead of using the codes.")] = False,
+    exact: Annotated[bool, typer.Option("--exact", help="Dequantize on the CPU instead of using the codes.")] = False,
     fast_bfloat16: FastOption = False,
     no_verify_checksums: NoVerifyOption = False,
     no_split: NoSplitOption = False,

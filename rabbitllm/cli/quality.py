@@ -43,7 +43,7 @@ def quality_command(
     device: DeviceOption = None,
     max_memory: MemoryOption = None,
     dtype: Annotated[str, typer.Option(help="To compute in; auto for the config's.")] = "float32",
-    exact: Annotated[bool, typer.Option("--exact", help="Dequantise on the CPU instead of using the codes.")] = False,
+    exact: Annotated[bool, typer.Option("--exact", help="Dequantize on the CPU instead of using the codes.")] = False,
     folder: FolderOption = None,
     revision: RevisionOption = None,
     trust_remote_code: TrustOption = False,

@@ -17,7 +17,7 @@ from rabbitllm.telemetry.totals import (
     CALLER_STAGES,
     COMPUTE,
     COPIES,
-    DEQUANTISE,
+    DEQUANTIZE,
     PINNED_UPLOAD,
     READ,
     READ_WAIT,
@@ -32,7 +32,7 @@ COLOURS: Mapping[str, str] = {
     PINNED_UPLOAD: "#009E73",
     READ_WAIT: "#D9D9D9",
     UPLOAD_WAIT: "#A6A6A6",
-    DEQUANTISE: "#CC79A7",
+    DEQUANTIZE: "#CC79A7",
     COMPUTE: "#E69F00",
 }
 """From the palette of Okabe and Ito, which the colour-blind can tell apart."""

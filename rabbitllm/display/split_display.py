@@ -150,7 +150,7 @@ def _disk_pieces(facts: Facts) -> list[Piece]:
 
 def _rate_pieces(facts: Facts) -> list[Piece]:
     rates = facts.rates
-    named = [("fetch", rates.fetch, 1), ("quantise", rates.quantise, 2), ("write", rates.write, 3)]
+    named = [("fetch", rates.fetch, 1), ("quantize", rates.quantize, 2), ("write", rates.write, 3)]
     return [Piece(f"{name} {speed(rate)}", rank) for name, rate, rank in named if rate is not None]
 
 

@@ -40,7 +40,7 @@ from rabbitllm.errors import (
     RabbitLLMError,
 )
 from rabbitllm.formats.tensor_spec import torch_dtype
-from rabbitllm.quant.compression import Quantised
+from rabbitllm.quant.compression import Quantized
 from rabbitllm.quant.packed_products import Matrix, multiplies
 from rabbitllm.store.layer_store import WeightFiles
 
@@ -65,7 +65,7 @@ class Blueprint:
         sources: its units, in the order of a pass, without the experts.
         experts: the modules whose experts are brought in one by one.
         placement: where each goes.
-        quantiser: transformers' own, of weights that are published quantised; None for plain ones.
+        quantizer: transformers' own, of weights that are published quantized; None for plain ones.
     """
 
     model: Any
@@ -73,7 +73,7 @@ class Blueprint:
     sources: Mapping[str, UnitSource]
     experts: tuple[ExpertSource, ...]
     placement: Placement
-    quantiser: Any = None
+    quantizer: Any = None
 
 
 @uncollected()
@@ -93,17 +93,17 @@ def blueprint(store: WeightFiles, options: StreamOptions, home: Path, devices: S
     """
     config = skeleton.read_config(home, options.trust_remote_code)
     skeleton.check_counts(config, len(store.tensors), store.label)
-    quantiser = published.quantiser_for(home, config, devices)
+    quantizer = published.quantizer_for(home, config, devices)
     dtype = _choose_dtype(options.dtype, config, store, devices)
-    if quantiser is not None:
-        dtype = quantiser.update_dtype(dtype)
+    if quantizer is not None:
+        dtype = quantizer.update_dtype(dtype)
     attention = _attention(options.attn_implementation, config, devices, dtype)
-    model = skeleton.build_skeleton(home, config, dtype, attention, options.trust_remote_code, quantiser)
+    model = skeleton.build_skeleton(home, config, dtype, attention, options.trust_remote_code, quantizer)
     route_llama4(model)
     packs = _packs_on_host if not options.exact and all(device.shares_host_memory for device in devices) else None
     units = find_units(model)
     try:
-        weights = map_weights(model, store.tensors, store.label, quantiser)
+        weights = map_weights(model, store.tensors, store.label, quantizer)
         if not store.is_split:
             check_unused(model, weights, store)
         experts = expert_sources(model, units, weights, store, packs)
@@ -119,7 +119,7 @@ def blueprint(store: WeightFiles, options: StreamOptions, home: Path, devices: S
             f"{size(ready_once(unit_costs(model, sources)))}, more than the limits allow.",
             "Allow more with max_memory.",
         )
-    return Blueprint(model, weights, sources, tuple(experts), placement, quantiser)
+    return Blueprint(model, weights, sources, tuple(experts), placement, quantizer)
 
 
 def check(config_folder: Path, options: StreamOptions, devices: Sequence[Device]) -> None:
@@ -130,10 +130,10 @@ def check(config_folder: Path, options: StreamOptions, devices: Sequence[Device]
     """
     config = skeleton.read_config(config_folder, options.trust_remote_code)
     skeleton.check_counts(config, None, str(config_folder))
-    quantiser = published.quantiser_for(config_folder, config, devices)
+    quantizer = published.quantizer_for(config_folder, config, devices)
     dtype = _named_dtype(options.dtype) or _config_dtype(config) or torch.float32
     attention = _attention(options.attn_implementation, config, devices, dtype)
-    skeleton.build_skeleton(config_folder, config, dtype, attention, options.trust_remote_code, quantiser)
+    skeleton.build_skeleton(config_folder, config, dtype, attention, options.trust_remote_code, quantizer)
 
 
 def accept(
@@ -241,11 +241,11 @@ def _config_dtype(config: Any) -> torch.dtype | None:
 
 def _stored_dtype(store: WeightFiles) -> torch.dtype:
     for tensor in store.tensors.values():
-        if tensor.quantised is not None and tensor.quantised.dtype is not None:
-            found: torch.dtype = getattr(torch, tensor.quantised.dtype)
+        if tensor.quantized is not None and tensor.quantized.dtype is not None:
+            found: torch.dtype = getattr(torch, tensor.quantized.dtype)
             return found
         dtype = torch_dtype(tensor.parts[0].dtype)
-        if tensor.quantised is None and dtype.is_floating_point and dtype.itemsize > 1:  # a byte is a published code
+        if tensor.quantized is None and dtype.is_floating_point and dtype.itemsize > 1:  # a byte is a published code
             return dtype
     return torch.float32
 
@@ -292,5 +292,5 @@ def place_units(
     )
 
 
-def _packs_on_host(form: Quantised, dtype: torch.dtype) -> type[StoredMatrix] | None:
+def _packs_on_host(form: Quantized, dtype: torch.dtype) -> type[StoredMatrix] | None:
     return Matrix if multiplies(form) else None

@@ -264,7 +264,7 @@ def _gpu(name: str, count: int, pin_memory: bool, subject: str = "") -> CudaDevi
 
 
 def default_device() -> str:
-    """Where a model runs, and where it is quantised, if nobody says otherwise: the first GPU, else the CPU."""
+    """Where a model runs, and where it is quantized, if nobody says otherwise: the first GPU, else the CPU."""
     return "cuda:0" if torch.cuda.is_available() else "cpu"
 
 

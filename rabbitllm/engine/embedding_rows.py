@@ -2,7 +2,7 @@
 
 A token uses one row of a matrix of gigabytes. Before the embedding's forward, its weight is replaced by the rows of
 the distinct ids at hand, and the ids by their positions among those; the result has the same bits. Works on stored
-bytes too, where a row is a whole number of quantisation blocks.
+bytes too, where a row is a whole number of quantization blocks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from rabbitllm.engine.unit_source import PartReader, UnitSource
-from rabbitllm.quant.compression import BLOCKS, NESTED_BLOCK, Quantised, dequantise, scales_at
+from rabbitllm.quant.compression import BLOCKS, NESTED_BLOCK, Quantized, dequantize, scales_at
 from rabbitllm.store.checksums import LayerChecks
 from rabbitllm.store.layer_store import StoredTensor
 
@@ -30,9 +30,9 @@ def can_bring_rows(source: UnitSource, embedding: nn.Module | None) -> bool:
     if job.recipe.converter is not None or len(job.places) != 1:
         return False
     stored = source.stored[job.recipe.sources[0][1]]
-    if stored.quantised is None:
+    if stored.quantized is None:
         return True
-    return stored.shape[1] % BLOCKS[stored.quantised.scheme] == 0
+    return stored.shape[1] % BLOCKS[stored.quantized.scheme] == 0
 
 
 def check_rows(stored: StoredTensor, ids: torch.Tensor, checks: LayerChecks) -> None:
@@ -108,7 +108,7 @@ class EmbeddingRows:
         self._unbind()
 
     def _rows(self, ids: torch.Tensor) -> torch.Tensor:
-        form = self._stored.quantised
+        form = self._stored.quantized
         if form is None:
             return self._part(self._stored.parts[0]).index_select(0, ids).to(self._dtype)
         assert self._dtype is not None
@@ -123,4 +123,4 @@ class EmbeddingRows:
             scales = scales_at(scales, nested[0], nested[1], form.offset, within)
         kind = form.codes.scheme
         codes = codes.view(-1, 1) if kind == "4bit" else codes
-        return dequantise(Quantised(kind, (count, width), form.dtype), codes, scales, table, self._dtype)
+        return dequantize(Quantized(kind, (count, width), form.dtype), codes, scales, table, self._dtype)

@@ -25,7 +25,7 @@ from rabbitllm.engine.unit_source import Packs
 from rabbitllm.engine.units import Place, Unit
 from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
-from rabbitllm.quant.compression import BLOCKS, NESTED_BLOCK, SCALE_BYTES, Quantised
+from rabbitllm.quant.compression import BLOCKS, NESTED_BLOCK, SCALE_BYTES, Quantized
 from rabbitllm.store.layer_store import StoredTensor, WeightFiles
 from rabbitllm.store.order import TENSOR_ALIGNMENT
 
@@ -169,24 +169,24 @@ def _block(pattern: str, stored: Sequence[StoredTensor], experts: int) -> Block 
     if any(_kind_of(tensor) != alike for tensor in stored):
         return None
     payload = _part([tensor.parts[0] for tensor in stored])
-    if first.quantised is None:
+    if first.quantized is None:
         return Block(pattern, False, None, payload)
     tables = tuple(tensor.parts[2] for tensor in stored)
     scales, nesting = _part([tensor.parts[1] for tensor in stored]), _nesting(stored, first.parts[1].elements)
-    return Block(pattern, False, first.quantised.codes, payload, scales, tables, nesting=nesting)
+    return Block(pattern, False, first.quantized.codes, payload, scales, tables, nesting=nesting)
 
 
-def _kind_of(stored: StoredTensor) -> tuple[str | None, Quantised | None, str, tuple[int, ...]]:
+def _kind_of(stored: StoredTensor) -> tuple[str | None, Quantized | None, str, tuple[int, ...]]:
     """All but the mean of its scales."""
-    form = stored.quantised
+    form = stored.quantized
     if form is None:
         return None, None, stored.parts[0].dtype, stored.shape
     return form.scheme, form.codes, stored.parts[0].dtype, stored.shape
 
 
 def _nesting(stored: Sequence[StoredTensor], blocks: int) -> Nesting | None:
-    """Of scales that are quantised themselves, so many of each expert."""
-    offsets = [tensor.quantised.offset for tensor in stored if tensor.quantised is not None]
+    """Of scales that are quantized themselves, so many of each expert."""
+    offsets = [tensor.quantized.offset for tensor in stored if tensor.quantized is not None]
     if None in offsets:
         return None
     made = Part("F32", (blocks,), blocks * SCALE_BYTES, 0, (), np.empty(0, np.int64))
@@ -196,9 +196,9 @@ def _nesting(stored: Sequence[StoredTensor], blocks: int) -> Nesting | None:
 
 def _slices(pattern: str, stored: StoredTensor, experts: int) -> Block | None:
     shape, payload = stored.shape[1:], stored.parts[0]
-    if stored.quantised is None:
+    if stored.quantized is None:
         return Block(pattern, True, None, _slice(payload, payload.dtype, shape, experts))
-    form = replace(stored.quantised.codes, shape=shape)
+    form = replace(stored.quantized.codes, shape=shape)
     block, elements = BLOCKS[form.scheme], int(np.prod(shape))
     if elements % block or (form.scheme == "4bit" and elements % 2):
         return None

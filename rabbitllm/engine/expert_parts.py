@@ -14,7 +14,7 @@ import torch
 
 from rabbitllm.engine.unit_source import typed
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
-from rabbitllm.quant.compression import Quantised, expand_scales
+from rabbitllm.quant.compression import Quantized, expand_scales
 
 BytesOf = Callable[["Part"], torch.Tensor]
 """A part of one expert -> its bytes, uint8 (nbytes,)."""
@@ -46,7 +46,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Nesting:
-    """What makes float32 of the quantised scales of experts: little enough to be kept in memory.
+    """What makes float32 of the quantized scales of experts: little enough to be kept in memory.
 
     Attributes:
         made: float32, of one expert; among its bytes, behind all that is read.
@@ -83,12 +83,12 @@ class Block:
         payload, scales: its bytes.
         tables: where it lies what each code means: once, or once for each expert.
         table: that, once it is read (`with_tables`); the same for all.
-        nesting: how scales are made that are quantised themselves; None where they are stored as they are.
+        nesting: how scales are made that are quantized themselves; None where they are stored as they are.
     """
 
     pattern: str
     sliced: bool
-    form: Quantised | None
+    form: Quantized | None
     payload: Part
     scales: Part | None = None
     tables: tuple[TensorSpec, ...] = ()
@@ -106,7 +106,7 @@ class Block:
         return (self.payload,) if self.scales is None else (self.payload, self.scales)
 
     def absmax(self, bytes_of: BytesOf, expert: int) -> torch.Tensor:
-        """One expert's scales, float32 (blocks,); new ones, if they are quantised themselves."""
+        """One expert's scales, float32 (blocks,); new ones, if they are quantized themselves."""
         assert self.scales is not None
         stored = typed(bytes_of(self.scales), retyped(self.scales, self.scales.shape))
         return stored if self.nesting is None else self.nesting.expanded(stored, expert)

@@ -25,7 +25,7 @@ from rabbitllm.engine.units import Place
 from rabbitllm.engine.weights import Recipe
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.tensor_spec import TensorSpec, torch_dtype
-from rabbitllm.quant.compression import BLOCKS, dequantise
+from rabbitllm.quant.compression import BLOCKS, dequantize
 from rabbitllm.store.layer_store import WeightFiles
 
 
@@ -131,7 +131,7 @@ class Leaf:
             return payload.to(dtype) if dtype is not None and payload.is_floating_point() else payload
         assert dtype is not None
         assert block.table is not None
-        return dequantise(block.form, payload, block.absmax(bytes_of, expert), block.table, dtype)
+        return dequantize(block.form, payload, block.absmax(bytes_of, expert), block.table, dtype)
 
     def _converted(self, model: PreTrainedModel, bytes_of: BytesOf, expert: int) -> torch.Tensor:
         names = tuple((block.pattern, str(at)) for at, block in enumerate(self.blocks))
@@ -303,7 +303,7 @@ def _table(
     found = {bytes(store.mapped(spec.file).bytes_of(spec)) for spec in tables}
     if len(found) > 1:
         raise IncompleteSplitError(
-            f"the experts of {source.name} were quantised with {len(found)} different tables; expected one for all.",
+            f"the experts of {source.name} were quantized with {len(found)} different tables; expected one for all.",
             "Split the checkpoint again, into another folder (layer_shards_saving_path).",
         )
     return torch.frombuffer(bytearray(found.pop()), dtype=torch.float32).to(device)

@@ -110,7 +110,7 @@ class ExpertStack(torch.Tensor):
         places = {expert: [at for at, one in enumerate(experts) if one == expert] for expert in distinct}
         for expert, weight in zip(distinct, self.each(distinct), strict=True):
             for at in places[expert]:
-                made[at].copy_(weight.dequantised() if isinstance(weight, PackedWeight) else weight)
+                made[at].copy_(weight.dequantized() if isinstance(weight, PackedWeight) else weight)
         return made
 
     def grouped_mm(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Whether a device multiplies one input with 4bit codes, or with the matrix dequantised for it: by trying both there.
+"""Whether a device multiplies one input with 4bit codes, or with the matrix dequantized for it: by trying both there.
 
 What is sooner depends on the GPU, the shape and the version of bitsandbytes, and that its kernel is right on this
 device is better seen than believed. One trial a shape, of zeros and random codes, when the model is loaded.
@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from rabbitllm.engine.devices import Device
-from rabbitllm.quant.compression import NF4_BLOCK, Quantised
+from rabbitllm.quant.compression import NF4_BLOCK, Quantized
 from rabbitllm.quant.fused_products import FusedMatrix, can_multiply
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class FusedChoice:
     def __init__(self) -> None:
         self._known: dict[Shape, bool] = {}
 
-    def pays(self, device: Device, form: Quantised, dtype: torch.dtype) -> bool:
+    def pays(self, device: Device, form: Quantized, dtype: torch.dtype) -> bool:
         """Whether to multiply from the codes.
 
         Args:
@@ -47,13 +47,13 @@ class FusedChoice:
         key = (device.name, rows, columns, dtype)
         if key not in self._known:
             name = str(dtype).removeprefix("torch.")  # not the stored one, to which a made matrix is rounded first
-            self._known[key] = _try(device, Quantised("4bit", (rows, columns), name), dtype)
+            self._known[key] = _try(device, Quantized("4bit", (rows, columns), name), dtype)
         return self._known[key]
 
 
-def is_sooner(fused_seconds: float, dequantised_seconds: float) -> bool:
+def is_sooner(fused_seconds: float, dequantized_seconds: float) -> bool:
     """Whether products from codes are so much sooner that they are used."""
-    return fused_seconds < WORTH_IT * dequantised_seconds
+    return fused_seconds < WORTH_IT * dequantized_seconds
 
 
 def is_near(fused: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -62,26 +62,26 @@ def is_near(fused: torch.Tensor, expected: torch.Tensor) -> bool:
     return error <= max(8 * torch.finfo(fused.dtype).eps, 1e-5) * float(expected.float().norm())
 
 
-def _try(device: Device, form: Quantised, dtype: torch.dtype) -> bool:
+def _try(device: Device, form: Quantized, dtype: torch.dtype) -> bool:
     """One trial. Whatever fails in it, a kernel that is not there or memory that does not suffice, is a no."""
     try:
         matrix, x = _sample(device, form, dtype)
-        near = is_near(matrix.linear(x, None), torch.nn.functional.linear(x, matrix.dequantised(dtype)))
+        near = is_near(matrix.linear(x, None), torch.nn.functional.linear(x, matrix.dequantized(dtype)))
         if not near:
-            logger.warning("bitsandbytes multiplies 4bit codes wrongly on %s; layers are dequantised.", device.name)
+            logger.warning("bitsandbytes multiplies 4bit codes wrongly on %s; layers are dequantized.", device.name)
             return False
         fused = _seconds(device, lambda: matrix.linear(x, None))
-        plain = _seconds(device, lambda: torch.nn.functional.linear(x, matrix.dequantised(dtype)))
+        plain = _seconds(device, lambda: torch.nn.functional.linear(x, matrix.dequantized(dtype)))
     except Exception as error:
         logger.info("4bit codes are not multiplied on %s: %s: %s", device.name, type(error).__name__, error)
         return False
     logger.info(
-        "%s at 4bit on %s: %.0f us from codes, %.0f us dequantised.", form.shape, device.name, fused * 1e6, plain * 1e6
+        "%s at 4bit on %s: %.0f us from codes, %.0f us dequantized.", form.shape, device.name, fused * 1e6, plain * 1e6
     )
     return is_sooner(fused, plain)
 
 
-def _sample(device: Device, form: Quantised, dtype: torch.dtype) -> tuple[FusedMatrix, torch.Tensor]:
+def _sample(device: Device, form: Quantized, dtype: torch.dtype) -> tuple[FusedMatrix, torch.Tensor]:
     (rows, columns), place = form.shape, device.torch_device
     generator = torch.Generator().manual_seed(0)
     payload = torch.randint(0, 256, (rows * columns // 2, 1), dtype=torch.uint8, generator=generator)

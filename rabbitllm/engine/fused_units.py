@@ -13,7 +13,7 @@ from rabbitllm.engine.packed_weight import StoredMatrix
 from rabbitllm.engine.placement import Placement, Tier
 from rabbitllm.engine.unit_source import Packs, UnitSource, source_of
 from rabbitllm.engine.weights import WeightMap
-from rabbitllm.quant.compression import Quantised
+from rabbitllm.quant.compression import Quantized
 from rabbitllm.quant.fused_products import FusedMatrix
 from rabbitllm.store.layer_store import WeightFiles
 
@@ -51,7 +51,7 @@ def fused_experts(
 
 
 def _packs_on(device: Device, choice: FusedChoice) -> Packs:
-    def packs(form: Quantised, dtype: torch.dtype) -> type[StoredMatrix] | None:
+    def packs(form: Quantized, dtype: torch.dtype) -> type[StoredMatrix] | None:
         return FusedMatrix if choice.pays(device, form, dtype) else None
 
     return packs

@@ -74,13 +74,13 @@ def load_model(
         DeviceError: the device does not exist.
         NotEnoughMemoryError: not even one layer at a time fits the memory that this process may take.
         MissingPackageError: the layers are compressed and bitsandbytes is not installed, or they are published
-            quantised in a way that needs a package which is not.
+            quantized in a way that needs a package which is not.
     """
     store: WeightFiles = (
         LayerStore(folder, verify_checksums=options.verify_checksums) if isinstance(folder, Path) else folder
     )
     folder = store.folder
-    for scheme in {tensor.quantised.scheme for tensor in store.tensors.values() if tensor.quantised}:
+    for scheme in {tensor.quantized.scheme for tensor in store.tensors.values() if tensor.quantized}:
         check_compression(scheme)  # now, rather than in the first pass
     home = folder if (folder / "config.json").exists() or config_folder is None else config_folder
     chosen = list(devices or resolve_devices(options.device, options.max_memory, options.pin_memory))
@@ -128,8 +128,8 @@ def load_model(
             check_unused(model, weights, store)
         except IncompleteSplitError as error:
             logger.warning("%s The config and the weights may be of different models.", error.problem)
-    published.finish(model, drawn.quantiser)
-    published.say_how(drawn.quantiser, folder, model.dtype, chosen)
+    published.finish(model, drawn.quantizer)
+    published.say_how(drawn.quantizer, folder, model.dtype, chosen)
     if options.fast_bfloat16:
         RowProducts(model)
     streamed = adopt(model, home_device, placement)

@@ -1,6 +1,6 @@
 """AWQ and GPTQ: small integers in int32, their scales and zeros in groups of inputs, as the matrices they stand for.
 
-transformers runs such checkpoints by a package of kernels, gptqmodel; here each matrix is dequantised when it is used,
+transformers runs such checkpoints by a package of kernels, gptqmodel; here each matrix is dequantized when it is used,
 wherever that is. The layouts are those of AutoAWQ's "gemm" and of AutoGPTQ ("gptq", and "gptq_v2", which differs in how
 zeros are stored), of a Linear with K inputs and N outputs and 32 / bits integers in an int32:
 
@@ -125,7 +125,7 @@ def _product(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return codes.to(torch.float32) * scales.to(torch.float32)
 
 
-class Dequantise(ConversionOps):  # type: ignore[misc]
+class Dequantize(ConversionOps):  # type: ignore[misc]
     """A conversion of transformers' kind: the parts of a matrix, or of every expert's, to the matrices."""
 
     def __init__(self, hf_quantizer: PackedIntegers) -> None:
@@ -160,7 +160,7 @@ class Dequantise(ConversionOps):  # type: ignore[misc]
 
 
 class PackedIntegers(HfQuantizer):  # type: ignore[misc]
-    """A quantiser of transformers' kind that loads AWQ's and GPTQ's parts into plain Linears.
+    """A quantizer of transformers' kind that loads AWQ's and GPTQ's parts into plain Linears.
 
     Raises:
         UnknownArchitectureError: the parts are laid out in a way that is not known here.
@@ -176,9 +176,9 @@ class PackedIntegers(HfQuantizer):  # type: ignore[misc]
         if form not in _FORMATS[method] or quantization_config.bits not in _BITS[method]:
             known = f"{' or '.join(_FORMATS[method])} at {' or '.join(map(str, _BITS[method]))} bits"
             raise UnknownArchitectureError(
-                f"The weights are quantised already by {method}, in the form {form} at {quantization_config.bits} "
+                f"The weights are quantized already by {method}, in the form {form} at {quantization_config.bits} "
                 f"bits; expected {known}.",
-                "Name the model's checkpoint in that form, or its unquantised one.",
+                "Name the model's checkpoint in that form, or its unquantized one.",
             )
         quantization_config.dequantize = True
 
@@ -192,13 +192,13 @@ class PackedIntegers(HfQuantizer):  # type: ignore[misc]
         if self.quantization_config.quant_method == AWQ and kind in _SCALED_ACTIVATIONS:
             raise UnknownArchitectureError(
                 f"AWQ of a model of type {kind} scales its activations too, which is not supported.",
-                "Name the model's unquantised checkpoint; compression='4bit' or '8bit' makes it small.",
+                "Name the model's unquantized checkpoint; compression='4bit' or '8bit' makes it small.",
             )
         super().preprocess_model(model, **options)
 
     def get_load_operations(self) -> dict[str, type]:
         """What makes a matrix of its parts."""
-        return {"dequantize": Dequantise}
+        return {"dequantize": Dequantize}
 
     def is_serializable(self) -> bool:
         """No: the plain matrices are another checkpoint."""

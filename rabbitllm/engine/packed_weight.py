@@ -1,7 +1,7 @@
 """The weight of a Linear that stays as it is stored, at 4bit or 8bit, and is multiplied without being made.
 
 To a model it is a parameter of the ordinary shape and dtype. `torch.nn.functional.linear` is answered from the codes;
-whatever else is asked of it is answered by the dequantised matrix, made for that one question. Knows no kernels.
+whatever else is asked of it is answered by the dequantized matrix, made for that one question. Knows no kernels.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from rabbitllm.engine.unwritable import reads_memory, refuse_writing
-from rabbitllm.quant.compression import Quantised
+from rabbitllm.quant.compression import Quantized
 
 _WHY = "it is there by its codes alone, at 4bit or 8bit"
 
@@ -33,10 +33,10 @@ class Grouping(Protocol):
 class StoredMatrix(Protocol):
     """A matrix (N, K) by its stored parts, where it is multiplied."""
 
-    def __init__(self, form: Quantised, payload: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor) -> None: ...
+    def __init__(self, form: Quantized, payload: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor) -> None: ...
 
     @property
-    def form(self) -> Quantised: ...
+    def form(self) -> Quantized: ...
 
     @property
     def payload(self) -> torch.Tensor: ...
@@ -47,7 +47,7 @@ class StoredMatrix(Protocol):
     @property
     def table(self) -> torch.Tensor: ...
 
-    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """The matrix itself, anew."""
         ...
 
@@ -65,7 +65,7 @@ class PackedWeight(torch.Tensor):
 
     Args:
         matrix: as it is stored; nothing is copied.
-        dtype: what it says it has, and gets where it is dequantised.
+        dtype: what it says it has, and gets where it is dequantized.
     """
 
     matrix: StoredMatrix
@@ -79,9 +79,9 @@ class PackedWeight(torch.Tensor):
     def __init__(self, matrix: StoredMatrix, dtype: torch.dtype) -> None:
         self.matrix = matrix
 
-    def dequantised(self) -> torch.Tensor:
+    def dequantized(self) -> torch.Tensor:
         """The matrix, an ordinary tensor of its own."""
-        return self.matrix.dequantised(self.dtype)
+        return self.matrix.dequantized(self.dtype)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"PackedWeight({tuple(self.shape)}, {self.dtype}, stored at {self.matrix.form.scheme})"
@@ -98,7 +98,7 @@ class PackedWeight(torch.Tensor):
             return _linear(*args, **(kwargs or {}))
         refuse_writing(func, args, kwargs, PackedWeight, _WHY)
         if reads_memory(func, _WHY):
-            return func(args[0].dequantised(), *args[1:], **(kwargs or {}))
+            return func(args[0].dequantized(), *args[1:], **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():  # or its results would be said to be packed too
             return func(*args, **(kwargs or {}))
 
@@ -116,15 +116,15 @@ class PackedWeight(torch.Tensor):
             old = args[0].matrix
             copied = type(old)(old.form, old.payload.clone(), old.absmax.clone(), old.table.clone())
             return PackedWeight(copied, args[0].dtype)
-        plain = tree_map(lambda value: value.dequantised() if isinstance(value, PackedWeight) else value, args)
-        named = tree_map(lambda value: value.dequantised() if isinstance(value, PackedWeight) else value, kwargs or {})
+        plain = tree_map(lambda value: value.dequantized() if isinstance(value, PackedWeight) else value, args)
+        named = tree_map(lambda value: value.dequantized() if isinstance(value, PackedWeight) else value, kwargs or {})
         return func(*plain, **named)
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """As `torch.nn.functional.linear`, whose arguments may be given by name."""
     if isinstance(input, PackedWeight) or not isinstance(weight, PackedWeight):
-        plain = [value.dequantised() if isinstance(value, PackedWeight) else value for value in (input, weight, bias)]
+        plain = [value.dequantized() if isinstance(value, PackedWeight) else value for value in (input, weight, bias)]
         return torch.nn.functional.linear(*plain)  # type: ignore[arg-type]
     if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
         return _Differentiable.apply(input, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
@@ -144,7 +144,7 @@ class _Differentiable(torch.autograd.Function):
         (gradient,) = gradients
         of_input = of_bias = None
         if context.needs_input_grad[0]:
-            of_input = gradient @ context.weight.dequantised().to(gradient.dtype)
+            of_input = gradient @ context.weight.dequantized().to(gradient.dtype)
         if context.needs_input_grad[2]:
             of_bias = gradient.flatten(0, -2).sum(0)
         return of_input, None, of_bias

@@ -18,17 +18,17 @@ Waited: TypeAlias = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Seconds of the caller: waiting for the disk, waiting for copies, dequantising (and binding), computing."""
+    """Seconds of the caller: waiting for the disk, waiting for copies, dequantizing (and binding), computing."""
 
     disk: float = 0.0
     copies: float = 0.0
-    dequantise: float = 0.0
+    dequantize: float = 0.0
     compute: float = 0.0
 
     @property
     def shares(self) -> dict[str, float]:
         """Name -> part of all, from 0 to 1; empty before anything was spent."""
-        found = {"disk": self.disk, "copies": self.copies, "dequantise": self.dequantise, "compute": self.compute}
+        found = {"disk": self.disk, "copies": self.copies, "dequantize": self.dequantize, "compute": self.compute}
         total = sum(found.values())
         return {name: seconds / total for name, seconds in found.items()} if total > 0 else {}
 
@@ -104,10 +104,10 @@ class PassLedger:
         self._number, self._done, self._start = self._number + 1, 0, now
         return not continues
 
-    def spend(self, disk: float = 0.0, copies: float = 0.0, dequantise: float = 0.0, compute: float = 0.0) -> None:
+    def spend(self, disk: float = 0.0, copies: float = 0.0, dequantize: float = 0.0, compute: float = 0.0) -> None:
         """The caller has spent so many seconds more."""
         old = self._spent
-        self._spent = Spent(old.disk + disk, old.copies + copies, old.dequantise + dequantise, old.compute + compute)
+        self._spent = Spent(old.disk + disk, old.copies + copies, old.dequantize + dequantize, old.compute + compute)
 
     def unit_done(self) -> None:
         """A unit has computed."""

@@ -95,7 +95,7 @@ class PassLine:
 
     def _before_computing(self, module: nn.Module, args: Any) -> None:
         if self._open:
-            self._lap("dequantise")
+            self._lap("dequantize")
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._open:
@@ -126,7 +126,7 @@ def pieces_of(facts: PassFacts) -> list[Piece]:
         Piece(duration(facts.seconds) if facts.prompt else "", 4),
         Piece(_pace_text(facts.tokens_per_second), 2, "bold"),
     ]
-    ranks = {"disk": 3, "compute": 5, "dequantise": 6, "copies": 7}
+    ranks = {"disk": 3, "compute": 5, "dequantize": 6, "copies": 7}
     shares = [(name, share) for name, share in facts.spent.shares.items() if share >= 0.005]
     return found + [Piece(f"{name} {100 * share:.0f} %", ranks[name]) for name, share in shares]
 

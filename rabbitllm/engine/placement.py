@@ -26,7 +26,7 @@ class Tier(enum.Enum):
     RESIDENT = "resident"
     """Ready to use, on the device that computes."""
     PACKED = "packed"
-    """On the device, as stored; dequantised or fused for each use."""
+    """On the device, as stored; dequantized or fused for each use."""
     ROWS = "rows"
     """An embedding of which only the rows of the tokens at hand are brought in."""
     MAPPED = "mapped rows"

@@ -1,9 +1,9 @@
-"""Weights that are quantised as they are published, loaded by transformers' own quantisers a layer at a time.
+"""Weights that are quantized as they are published, loaded by transformers' own quantizers a layer at a time.
 
-A quantiser of transformers changes the skeleton's modules before weights are loaded, and its rules of conversion make
+A quantizer of transformers changes the skeleton's modules before weights are loaded, and its rules of conversion make
 their parameters from the stored codes and scales. Both serve here as they are; only the loading is ours, so what is
-streamed is what the file holds. Where a quantiser has no kernels for a device it dequantises while it loads, and then a
-layer is dequantised each time it is used, by the same operation and with the same bits; nothing is written.
+streamed is what the file holds. Where a quantizer has no kernels for a device it dequantizes while it loads, and then a
+layer is dequantized each time it is used, by the same operation and with the same bits; nothing is written.
 
 Knows the methods that are tried out, and what of them has to be seen to beside transformers. Knows no files.
 """
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rabbitllm.checkpoints.quantised import BITSANDBYTES, LEFTOVER, method_of
+from rabbitllm.checkpoints.quantized import BITSANDBYTES, LEFTOVER, method_of
 from rabbitllm.errors import MissingPackageError, UnknownArchitectureError
 
 if TYPE_CHECKING:
@@ -32,16 +32,16 @@ KEPT = (f"{BITSANDBYTES} 4bit", f"{BITSANDBYTES} 8bit")
 """Methods whose modules compute with the stored bytes."""
 _COMPRESSED_TENSORS = "compressed-tensors"
 _INTEGERS = ("awq", "gptq")
-DEQUANTISED = ("fp8", "mxfp8", "mxfp4", _COMPRESSED_TENSORS, *_INTEGERS)
-"""Methods of which each layer is dequantised when it is used."""
+DEQUANTIZED = ("fp8", "mxfp8", "mxfp4", _COMPRESSED_TENSORS, *_INTEGERS)
+"""Methods of which each layer is dequantized when it is used."""
 _WRAPPED = ("WrapAgain", "Bnb8bitDeserialize")
 """Operations of transformers that make a parameter around the stored bytes, without copying them."""
-BY_MATRIX = frozenset({"QuickFp8", "QuickMxfp4", "ExpertMatrices", "Dequantise"})
+BY_MATRIX = frozenset({"QuickFp8", "QuickMxfp4", "ExpertMatrices", "Dequantize"})
 """Operations that make each matrix of its own parts, so that one expert is made like all."""
 
 
 def settings_in(config: PretrainedConfig) -> Any:
-    """What a config says of its weights' quantisation, as a dict or transformers' own object; None for plain ones."""
+    """What a config says of its weights' quantization, as a dict or transformers' own object; None for plain ones."""
     for part in (config, config.get_text_config(decoder=True)):
         found = getattr(part, "quantization_config", None)
         if found:
@@ -61,26 +61,26 @@ def check_method(folder: Path, config: PretrainedConfig) -> None:
     """Refuse weights that would load without their scales, and answer nonsense.
 
     Raises:
-        UnknownArchitectureError: they are quantised by a method that is not supported.
+        UnknownArchitectureError: they are quantized by a method that is not supported.
     """
     found = settings_in(config)
-    if found is None or (method := _method(found)) in (*KEPT, *DEQUANTISED):
+    if found is None or (method := _method(found)) in (*KEPT, *DEQUANTIZED):
         return
     raise UnknownArchitectureError(
-        f"The weights that belong to {folder} are quantised already ({method}), which is not supported; expected "
-        f"plain ones, or {', '.join(KEPT)}, {', '.join(DEQUANTISED[:-1])} or {DEQUANTISED[-1]}.",
-        "Name the model's checkpoint in one of these forms, or its unquantised one; compression='4bit' or '8bit' makes "
+        f"The weights that belong to {folder} are quantized already ({method}), which is not supported; expected "
+        f"plain ones, or {', '.join(KEPT)}, {', '.join(DEQUANTIZED[:-1])} or {DEQUANTIZED[-1]}.",
+        "Name the model's checkpoint in one of these forms, or its unquantized one; compression='4bit' or '8bit' makes "
         "that small.",
     )
 
 
-def quantiser_for(folder: Path, config: PretrainedConfig, devices: Iterable[Device]) -> Any:
-    """transformers' quantiser for a checkpoint's weights, ready for these devices; None for plain weights.
+def quantizer_for(folder: Path, config: PretrainedConfig, devices: Iterable[Device]) -> Any:
+    """transformers' quantizer for a checkpoint's weights, ready for these devices; None for plain weights.
 
     The config gets its settings as transformers' own object, as `from_pretrained` would give it.
 
     Raises:
-        MissingPackageError: the quantiser needs a package that is not installed.
+        MissingPackageError: the quantizer needs a package that is not installed.
         UnknownArchitectureError: the settings are malformed.
     """
     import transformers
@@ -95,63 +95,63 @@ def quantiser_for(folder: Path, config: PretrainedConfig, devices: Iterable[Devi
     method, names = _method(settings), [str(device.torch_device) for device in devices]
     if not hasattr(HfQuantizer, "serialized_names"):  # what its conversions are told apart by
         raise MissingPackageError(
-            f"The weights that belong to {folder} are quantised already ({method}), which needs transformers 5.21 or "
+            f"The weights that belong to {folder} are quantized already ({method}), which needs transformers 5.21 or "
             f"later; found {transformers.__version__}.",
             "Run `pip install --upgrade transformers`.",
         )
     try:
         config.quantization_config = AutoHfQuantizer.merge_quantization_configs(settings, None)
         if method in _INTEGERS:
-            quantiser: Any = PackedIntegers(config.quantization_config, pre_quantized=True)
+            quantizer: Any = PackedIntegers(config.quantization_config, pre_quantized=True)
         else:
-            quantiser = AutoHfQuantizer.from_config(config.quantization_config, pre_quantized=True)
-        if method in DEQUANTISED:
-            quantiser.quantization_config.dequantize = True
-        quantiser.validate_environment(device_map={"": names[0]}, weights_only=True)
+            quantizer = AutoHfQuantizer.from_config(config.quantization_config, pre_quantized=True)
+        if method in DEQUANTIZED:
+            quantizer.quantization_config.dequantize = True
+        quantizer.validate_environment(device_map={"": names[0]}, weights_only=True)
     except ImportError as error:
         raise MissingPackageError(
-            f"The weights that belong to {folder} are quantised already ({method}), and transformers cannot load "
+            f"The weights that belong to {folder} are quantized already ({method}), and transformers cannot load "
             f"such ones here: {error}.",
-            "Install the package that it names, or name the model's unquantised checkpoint.",
+            "Install the package that it names, or name the model's unquantized checkpoint.",
         ) from error
     except (ValueError, TypeError, RuntimeError, AttributeError) as error:
         raise UnknownArchitectureError(
-            f"The weights that belong to {folder} are quantised already ({method}), in a way that transformers does "
+            f"The weights that belong to {folder} are quantized already ({method}), in a way that transformers does "
             f"not take: {error}.",
-            "Fetch its config.json again, update transformers, or name the model's unquantised checkpoint.",
+            "Fetch its config.json again, update transformers, or name the model's unquantized checkpoint.",
         ) from error
-    return quantiser
+    return quantizer
 
 
-def say_how(quantiser: Any, folder: Path, dtype: torch.dtype, devices: Iterable[Device]) -> None:
-    """Say, once a model, that its layers are dequantised, where they are."""
-    if quantiser is not None and is_dequantised(quantiser):
+def say_how(quantizer: Any, folder: Path, dtype: torch.dtype, devices: Iterable[Device]) -> None:
+    """Say, once a model, that its layers are dequantized, where they are."""
+    if quantizer is not None and is_dequantized(quantizer):
         where = ", ".join(device.name for device in devices)
         logger.warning(
-            "The weights in %s are %s. On %s each layer is dequantised to %s when it is used; the files stay as they "
+            "The weights in %s are %s. On %s each layer is dequantized to %s when it is used; the files stay as they "
             "are.",
             folder,
-            _method(quantiser.quantization_config),
+            _method(quantizer.quantization_config),
             where,
             str(dtype).removeprefix("torch."),
         )
 
 
-def is_dequantised(quantiser: Any) -> bool:
+def is_dequantized(quantizer: Any) -> bool:
     """Whether its model computes with plain matrices."""
-    return bool(getattr(quantiser.quantization_config, "dequantize", False))
+    return bool(getattr(quantizer.quantization_config, "dequantize", False))
 
 
-def change_modules(model: PreTrainedModel, quantiser: Any, dtype: torch.dtype) -> None:
-    """Let a quantiser put its own modules into a skeleton. In training mode, as new modules are: call `eval` after."""
+def change_modules(model: PreTrainedModel, quantizer: Any, dtype: torch.dtype) -> None:
+    """Let a quantizer put its own modules into a skeleton. In training mode, as new modules are: call `eval` after."""
     import torch
 
     with torch.device("meta"):
-        quantiser.preprocess_model(
+        quantizer.preprocess_model(
             model=model, dtype=dtype, device_map={"": "cpu"}, checkpoint_files=[], use_kernels=False
         )
-        if _method(quantiser.quantization_config) == _COMPRESSED_TENSORS:
-            _quantise_activations(model, quantiser)
+        if _method(quantizer.quantization_config) == _COMPRESSED_TENSORS:
+            _quantize_activations(model, quantizer)
     for module in model.modules():
         if type(module).__name__ == "Linear8bitLt":
             _say_casts_once()
@@ -160,11 +160,11 @@ def change_modules(model: PreTrainedModel, quantiser: Any, dtype: torch.dtype) -
             module.register_forward_hook(_give_back_4bit)
 
 
-def _quantise_activations(model: PreTrainedModel, quantiser: Any) -> None:
+def _quantize_activations(model: PreTrainedModel, quantizer: Any) -> None:
     """Where a scheme rounds inputs or outputs too, let compressed-tensors' own modules do it, around plain weights."""
     from compressed_tensors.quantization import QuantizationStatus, apply_quantization_config
 
-    config = quantiser.compressor.quantization_config
+    config = quantizer.compressor.quantization_config
     schemes = config.config_groups.values()
     if config.kv_cache_scheme is None and not any(s.input_activations or s.output_activations for s in schemes):
         return
@@ -205,23 +205,23 @@ def _give_back_4bit(module: Any, args: Any, output: Any) -> None:
     module.quant_state = None  # the weight has it too
 
 
-def finish(model: PreTrainedModel, quantiser: Any) -> None:
+def finish(model: PreTrainedModel, quantizer: Any) -> None:
     """Leave on the model what transformers' own loading leaves there."""
-    if quantiser is not None:
-        model.hf_quantizer = quantiser
-        quantiser.postprocess_model(model)
+    if quantizer is not None:
+        model.hf_quantizer = quantizer
+        quantizer.postprocess_model(model)
 
 
-def loads(converter: Any, quantiser: Any) -> bool:
-    """Whether a conversion is a quantiser's own, which gets its tensors in the dtype in which they are stored."""
-    if quantiser is None or converter is None:
+def loads(converter: Any, quantizer: Any) -> bool:
+    """Whether a conversion is a quantizer's own, which gets its tensors in the dtype in which they are stored."""
+    if quantizer is None or converter is None:
         return False
     return any(getattr(operation, "hf_quantizer", None) for operation in converter.operations)
 
 
 def for_many_passes(converter: Any) -> Any:
     """The same conversion, for one target that is made anew for each pass."""
-    from rabbitllm.engine.quick_dequantise import QuickFp8, QuickMxfp4
+    from rabbitllm.engine.quick_dequantize import QuickFp8, QuickMxfp4
     from rabbitllm.engine.wrapped_codes import WrapAgain
 
     first, *others = converter.operations
@@ -246,17 +246,17 @@ def wraps(converter: Any) -> bool:
     return converter is not None and any(type(operation).__name__ in _WRAPPED for operation in converter.operations)
 
 
-def needed(sources: tuple[tuple[str, str], ...], quantiser: Any) -> tuple[tuple[str, str], ...]:
-    """Sources of a quantiser's own conversion, without those that it can do without.
+def needed(sources: tuple[tuple[str, str], ...], quantizer: Any) -> tuple[tuple[str, str], ...]:
+    """Sources of a quantizer's own conversion, without those that it can do without.
 
     compressed-tensors stores the shape of each packed matrix, which for experts is known where whole codes fill an
     int32; an expert would take a read for each of them.
     """
-    if _method(quantiser.quantization_config) != _COMPRESSED_TENSORS or not any("*" in p for p, _ in sources):
+    if _method(quantizer.quantization_config) != _COMPRESSED_TENSORS or not any("*" in p for p, _ in sources):
         return sources
     from transformers.integrations.compressed_tensors import get_experts_scheme
 
-    bits = get_experts_scheme(quantiser.compressor.quantization_config).weights.num_bits
+    bits = get_experts_scheme(quantizer.compressor.quantization_config).weights.num_bits
     return sources if 32 % bits else tuple(s for s in sources if not s[0].endswith(".weight_shape"))
 
 

@@ -1,6 +1,6 @@
-"""Whether the parts of weights that are published quantised belong together, by names, counts and sizes alone.
+"""Whether the parts of weights that are published quantized belong together, by names, counts and sizes alone.
 
-For conversions that cannot be tried out before there are bytes. Knows the parts' names, and no quantiser.
+For conversions that cannot be tried out before there are bytes. Knows the parts' names, and no quantizer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FETCH_AGAIN = "The checkpoint is incomplete: fetch it again, its config.json an
 
 
 def check_alone(target: torch.Tensor, stored: StoredTensor, key: str) -> None:
-    """Refuse codes that came without their scales: a quantiser's conversion takes what comes alone for a plain tensor.
+    """Refuse codes that came without their scales: a quantizer's conversion takes what comes alone for a plain tensor.
 
     Raises:
         IncompleteSplitError: the target is of another kind than what is stored.
@@ -32,7 +32,7 @@ def check_alone(target: torch.Tensor, stored: StoredTensor, key: str) -> None:
         if target.dtype.is_floating_point:
             return
         problem = (
-            f"the tensor for {key} is plain {stored.parts[0].dtype}, where the model's config says it is quantised."
+            f"the tensor for {key} is plain {stored.parts[0].dtype}, where the model's config says it is quantized."
         )
     else:
         problem = f"the tensor for {key} holds codes ({stored.parts[0].dtype}) and has no scales beside it."

@@ -150,7 +150,7 @@ def _changeable(model: Any, origin: Origin, reader: PlainReader) -> dict[str, to
         known = found.get(source)
         if known is not None:
             same = known.data_ptr() == parameter.data_ptr() or torch.equal(known, parameter)
-        elif recipe.converter is None and stored.quantised is None and _is_stored_as(parameter, stored):
+        elif recipe.converter is None and stored.quantized is None and _is_stored_as(parameter, stored):
             found[source], same = parameter, True
         else:
             made = recipe.make(model, lambda stored_name, dtype: reader.read(origin.store.tensors[stored_name], dtype))
@@ -213,10 +213,10 @@ def _beside(model: Any, origin: Origin, tokenizer: bool) -> dict[str, bytes]:
 
 
 def _config(model: Any, origin: Origin) -> bytes:
-    """The checkpoint's own config, with what the caller changed in it, and the dtype of what was dequantised."""
+    """The checkpoint's own config, with what the caller changed in it, and the dtype of what was dequantized."""
     content = read_json(origin.home / CONFIG_NAME)
     changed = _changes(origin.config, model.config.to_dict())
-    if any(stored.quantised for stored in origin.store.tensors.values()):
+    if any(stored.quantized for stored in origin.store.tensors.values()):
         key = "torch_dtype" if "torch_dtype" in content and "dtype" not in content else "dtype"
         changed[key] = str(model.dtype).removeprefix("torch.")
     if not changed:

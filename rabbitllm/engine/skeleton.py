@@ -34,7 +34,7 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConf
 
     Raises:
         UnknownArchitectureError: transformers does not know the model type, its code is not trusted, or the weights
-            are quantised by a method that is not supported.
+            are quantized by a method that is not supported.
     """
     from transformers import AutoConfig
 
@@ -172,7 +172,7 @@ def build_skeleton(
     dtype: torch.dtype,
     attn_implementation: str | None,
     trust_remote_code: bool = False,
-    quantiser: Any = None,
+    quantizer: Any = None,
 ) -> PreTrainedModel:
     """The model of a config, in eval mode, all parameters and buffers on the meta device.
 
@@ -181,7 +181,7 @@ def build_skeleton(
         config: as `read_config` gave it.
         dtype: of the parameters, except those that the model keeps in float32.
         attn_implementation: as transformers takes it; None for its own choice.
-        quantiser: of weights that are published quantised, see `engine.published`.
+        quantizer: of weights that are published quantized, see `engine.published`.
 
     Raises:
         UnknownArchitectureError: transformers has no model for this config.
@@ -199,8 +199,8 @@ def build_skeleton(
                 model = chosen._from_config(config, **options)
             else:
                 model = chosen.from_config(config, trust_remote_code=trust_remote_code, **options)
-        if quantiser is not None:
-            change_modules(model, quantiser, dtype)
+        if quantizer is not None:
+            change_modules(model, quantizer, dtype)
     except RabbitLLMError:
         raise
     except Exception as error:  # sizes that contradict each other make transformers raise anything

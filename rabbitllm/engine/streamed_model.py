@@ -268,8 +268,8 @@ class StreamedModel:
         """Write the whole model as a checkpoint that transformers loads: safetensors, config and generation config.
 
         The weights go from the model's files to the shards a few megabytes at a time, whatever stays in memory. Stored
-        as they are, they keep their bits, and the dtype that they are stored in; at 4bit and 8bit they are dequantised
-        to the dtype that the model computes in; published quantised ones stay quantised. Uncompressed weights that stay
+        as they are, they keep their bits, and the dtype that they are stored in; at 4bit and 8bit they are dequantized
+        to the dtype that the model computes in; published quantized ones stay quantized. Uncompressed weights that stay
         in memory are written with what was made of them there (a merged adapter); other changes are refused. With an
         adapter of `load_adapter`, that alone is saved, as transformers does.
 

@@ -43,7 +43,7 @@ from rabbitllm.engine.unwritable import called_by, untrainable
 from rabbitllm.engine.uploader import Uploader
 from rabbitllm.errors import AbsentWeightError
 from rabbitllm.store.layer_store import WeightFiles
-from rabbitllm.telemetry.profiler import COMPUTE, DEQUANTISE, Profiler
+from rabbitllm.telemetry.profiler import COMPUTE, DEQUANTIZE, Profiler
 
 _calling: ContextVar[object] = ContextVar("whose model is being called", default=None)
 """In this thread and this greenlet: members of a joint pass are in calls of the model that go on by turns."""
@@ -316,10 +316,10 @@ class Streamer:
         def before(module: nn.Module, args: Any) -> None:
             self._letting_go[name] = let_go
             part = supply.bring()
-            if is_plain := not source.dequantises:
+            if is_plain := not source.dequantizes:
                 self._start(name)  # binding is counted with computing
             # a parameter that is made in a caller's inference mode hides that it requires a gradient: see Place.bind
-            with self._dequantising(source), torch.inference_mode(False):
+            with self._dequantizing(source), torch.inference_mode(False):
                 source.make(self._model, part)
                 if self._profiler.enabled:
                     device.synchronise()
@@ -333,10 +333,10 @@ class Streamer:
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after, always_call=True)
 
-    def _dequantising(self, source: UnitSource) -> AbstractContextManager[None]:
+    def _dequantizing(self, source: UnitSource) -> AbstractContextManager[None]:
         """The stage in which a unit's parameters are made; none where they are not made from codes."""
-        if source.dequantises:
-            return self._profiler.stage(source.unit.name, DEQUANTISE)
+        if source.dequantizes:
+            return self._profiler.stage(source.unit.name, DEQUANTIZE)
         return contextlib.nullcontext()
 
     def _start(self, unit: str) -> None:
@@ -377,7 +377,7 @@ class Streamer:
             made = self._brought.get(unit.name)
             if made is None:
                 memo = ChainMap(self._brought_memos[device.name], self._memos[device.name])
-                with self._dequantising(source):
+                with self._dequantizing(source):
                     made = self._brought[unit.name] = self._made_for_reading(source, device, memo)
             return made[place.target]
         if not elsewhere and called_by("peft"):  # some adapters begin with the weights that they are put on

@@ -19,7 +19,7 @@ from rabbitllm.engine.span_reader import BLOCK, Span
 from rabbitllm.engine.units import Place, Unit
 from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
-from rabbitllm.quant.compression import Quantised, dequantise, expanded_bytes, operands
+from rabbitllm.quant.compression import Quantized, dequantize, expanded_bytes, operands
 from rabbitllm.store.layer_store import StoredTensor, WeightFiles
 from rabbitllm.store.order import TENSOR_ALIGNMENT
 
@@ -33,7 +33,7 @@ Memo = MutableMapping[str, dict[str, torch.Tensor]]
 """Recipe key -> target -> tensor, of recipes that were carried out for good."""
 
 
-Packs = Callable[[Quantised, torch.dtype], type[StoredMatrix] | None]
+Packs = Callable[[Quantized, torch.dtype], type[StoredMatrix] | None]
 """How a stored matrix is multiplied by inputs of a dtype without being made, or None where it is better made."""
 
 
@@ -75,10 +75,10 @@ class UnitSource:
     is_view: bool
 
     @property
-    def dequantises(self) -> bool:
+    def dequantizes(self) -> bool:
         """Whether some of its tensors are codes: compressed here, or published so."""
         return any(
-            tensor.quantised is not None or any(part.dtype not in _PLAIN for part in tensor.parts)
+            tensor.quantized is not None or any(part.dtype not in _PLAIN for part in tensor.parts)
             for tensor in self.stored.values()
         )
 
@@ -103,9 +103,9 @@ class UnitSource:
 
     @property
     def scale_bytes(self) -> int:
-        """Of scales that are made, before codes are multiplied, of such that are quantised themselves."""
+        """Of scales that are made, before codes are multiplied, of such that are quantized themselves."""
         packed = {job.recipe.sources[0][1] for job in self.jobs if job.packed}
-        return sum(expanded_bytes(form) for name in packed if (form := self.stored[name].quantised) is not None)
+        return sum(expanded_bytes(form) for name in packed if (form := self.stored[name].quantized) is not None)
 
     def make(
         self,
@@ -156,15 +156,15 @@ class UnitSource:
 
     def _packed(self, kind: type[StoredMatrix], recipe: Recipe, part: PartReader) -> PackedWeight:
         stored = self.stored[recipe.sources[0][1]]
-        assert stored.quantised is not None
+        assert stored.quantized is not None
         assert recipe.dtype is not None
-        return PackedWeight(kind(*operands(stored.quantised, stored.parts, part)), recipe.dtype)
+        return PackedWeight(kind(*operands(stored.quantized, stored.parts, part)), recipe.dtype)
 
     def _checkpoint_tensor(self, name: str, dtype: torch.dtype | None, part: PartReader, apart: bool) -> torch.Tensor:
         tensor = self.stored[name]
-        if tensor.quantised is not None:
+        if tensor.quantized is not None:
             assert dtype is not None
-            return dequantise(*operands(tensor.quantised, tensor.parts, part), dtype)
+            return dequantize(*operands(tensor.quantized, tensor.parts, part), dtype)
         plain = part(tensor.parts[0])
         wanted = dtype if dtype is not None and plain.is_floating_point() else plain.dtype
         return plain.to(wanted, copy=apart)
@@ -236,7 +236,7 @@ def source_of(unit: Unit, weights: WeightMap, store: WeightFiles, packs: Packs |
 
 
 def _kind(place: Place, recipe: Recipe, tensors: Mapping[str, StoredTensor], packs: Packs) -> type[StoredMatrix] | None:
-    form = tensors[recipe.sources[0][1]].quantised
+    form = tensors[recipe.sources[0][1]].quantized
     if not place.is_linear_weight or recipe.converter is not None or form is None or recipe.dtype is None:
         return None
     return packs(form.codes, recipe.dtype)
@@ -246,7 +246,7 @@ def _is_view(recipe: Recipe, stored: Mapping[str, StoredTensor]) -> bool:
     if recipe.converter is not None:
         return recipe.wraps
     tensor = stored[recipe.sources[0][1]]
-    if tensor.quantised is not None:
+    if tensor.quantized is not None:
         return False
     dtype = torch_dtype(tensor.parts[0].dtype)
     return dtype == recipe.dtype or not dtype.is_floating_point

@@ -30,7 +30,7 @@ class Place:
         target: the full name in the model.
         shape, dtype: of the tensor that belongs there.
         is_linear_weight: whether it is only multiplied with, by `torch.nn.functional.linear`.
-        marks: what a quantiser says of its own kind of parameter, as attributes of it, and peft asks of it.
+        marks: what a quantizer says of its own kind of parameter, as attributes of it, and peft asks of it.
     """
 
     table: MutableMapping[str, Any]
@@ -49,7 +49,7 @@ class Place:
         """A tensor as it belongs there: as a parameter if parameters live there.
 
         It says that it requires a gradient, as a parameter of an ordinary model does, because torch.matmul folds its
-        operands differently if one does, and the last bits with them. One that is a parameter already is a quantiser's
+        operands differently if one does, and the last bits with them. One that is a parameter already is a quantizer's
         own kind, with its scales on it.
         """
         if isinstance(tensor, nn.Parameter) or not self._is_parameter:

@@ -105,7 +105,7 @@ class WeightMap:
 
 
 def map_weights(
-    model: PreTrainedModel, stored: Mapping[str, StoredTensor], where: str, quantiser: Any = None
+    model: PreTrainedModel, stored: Mapping[str, StoredTensor], where: str, quantizer: Any = None
 ) -> WeightMap:
     """Match a split directory's tensors with a model's parameters.
 
@@ -113,14 +113,14 @@ def map_weights(
         model: the skeleton.
         stored: checkpoint name -> stored tensor.
         where: the folder, for messages.
-        quantiser: of weights that are published quantised, see `engine.published`.
+        quantizer: of weights that are published quantized, see `engine.published`.
 
     Raises:
         IncompleteSplitError: a parameter has no tensor, or one of another shape; all of them are named.
     """
     expected = model.state_dict()
-    recipes, unused = _recipes(model, stored, expected, quantiser)
-    if quantiser is None:
+    recipes, unused = _recipes(model, stored, expected, quantizer)
+    if quantizer is None:
         _check_scales(stored, unused)
     ties = _ties(model, recipes)
     absent = frozenset(name for name in expected if name not in recipes and name not in ties)
@@ -189,12 +189,12 @@ def _recipes(
     model: PreTrainedModel,
     stored: Mapping[str, StoredTensor],
     expected: Mapping[str, torch.Tensor],
-    quantiser: Any,
+    quantizer: Any,
 ) -> tuple[dict[str, Recipe], list[str]]:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
-    mapping = get_model_conversion_mapping(model, hf_quantizer=quantiser)
+    mapping = get_model_conversion_mapping(model, hf_quantizer=quantizer)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
@@ -211,7 +211,7 @@ def _recipes(
     recipes: dict[str, Recipe] = {}
     alike: dict[tuple[Any, ...], torch.Size] = {}
     for key, (converter, sources) in groups.items():
-        recipe = _recipe(key, tuple(sources), converter, stored, expected, quantiser)
+        recipe = _recipe(key, tuple(sources), converter, stored, expected, quantizer)
         if recipe.dtype is not None:
             _check_kind(recipe, stored, expected)
         # layers convert alike, and trying it out on hundreds of experts takes long
@@ -232,22 +232,22 @@ def _recipe(
     converter: Any,
     stored: Mapping[str, StoredTensor],
     expected: Mapping[str, torch.Tensor],
-    quantiser: Any,
+    quantizer: Any,
 ) -> Recipe:
     """A recipe before it is tried out.
 
-    A quantiser's own conversion is tried on every tensor of a name that it knows, and passes on as it is what has
+    A quantizer's own conversion is tried on every tensor of a name that it knows, and passes on as it is what has
     nothing beside it: that is no conversion.
     """
-    if not published.loads(converter, quantiser):
+    if not published.loads(converter, quantizer):
         return Recipe(key, (key,), sources, converter, expected[key].dtype)
-    if len(sources) == 1 and sources[0][0] in quantiser.serialized_names:
+    if len(sources) == 1 and sources[0][0] in quantizer.serialized_names:
         alone = stored[sources[0][1]]
         published_checks.check_alone(expected[key], alone, key)
-        as_stored = not getattr(quantiser, "casts_plain", False)
+        as_stored = not getattr(quantizer, "casts_plain", False)
         dtype = torch_dtype(alone.parts[0].dtype) if as_stored else expected[key].dtype
         return Recipe(key, (key,), sources, None, dtype)
-    needed, converter = published.needed(sources, quantiser), published.for_many_passes(converter)
+    needed, converter = published.needed(sources, quantizer), published.for_many_passes(converter)
     return Recipe(key, (key,), needed, converter, None, published.wraps(converter))
 
 
@@ -265,7 +265,7 @@ def _check_kind(recipe: Recipe, stored: Mapping[str, StoredTensor], expected: Ma
         return
     for _, name in recipe.sources:
         tensor = stored[name]
-        if tensor.quantised is None and not torch_dtype(tensor.parts[0].dtype).is_floating_point:
+        if tensor.quantized is None and not torch_dtype(tensor.parts[0].dtype).is_floating_point:
             raise IncompleteSplitError(
                 f"the tensor {name} holds {tensor.parts[0].dtype}; the model needs floating numbers for {recipe.key}, "
                 "and its config.json has no quantization_config.",
@@ -282,7 +282,7 @@ def _check_scales(stored: Mapping[str, StoredTensor], unused: Iterable[str]) -> 
     by_owner = {name.rpartition(".")[0]: name for name in unused if _SCALES.search(name)}
     for name, tensor in stored.items():
         owner = name.rpartition(".")[0]
-        if tensor.quantised is None and torch_dtype(tensor.parts[0].dtype).itemsize == 1 and owner in by_owner:
+        if tensor.quantized is None and torch_dtype(tensor.parts[0].dtype).itemsize == 1 and owner in by_owner:
             raise IncompleteSplitError(
                 f"the tensor {name} holds codes ({tensor.parts[0].dtype}) and {by_owner[owner]} its scales, but "
                 "config.json has no quantization_config that says how they are used.",

@@ -1,6 +1,6 @@
 """How fast this machine multiplies with weights that are published in bitsandbytes' own form: by its own modules.
 
-They are made as a checkpoint's are, around codes and scales that are there, and nothing is quantised for it.
+They are made as a checkpoint's are, around codes and scales that are there, and nothing is quantized for it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rabbitllm.quant.compression import Quantised
+from rabbitllm.quant.compression import Quantized
 
 _FORM = "bitsandbytes "
 _BLOCK = 64
@@ -51,12 +51,12 @@ class BitsandbytesMatrix:
         form: of which only the shape is asked.
     """
 
-    def __init__(self, module: Any, form: Quantised) -> None:
+    def __init__(self, module: Any, form: Quantized) -> None:
         self._module = module
         self.form = form
         self.payload = self.absmax = self.table = module.weight.data
 
-    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """Never asked for."""
         raise NotImplementedError
 
@@ -99,7 +99,7 @@ def matrix(form: str, rows: int, columns: int, filled: Callable[[int], torch.Ten
         made.weight = modules.Params4bit(
             codes, requires_grad=False, quant_state=state, quant_type="nf4", bnb_quantized=True, module=made
         )
-    return BitsandbytesMatrix(made.eval(), Quantised(form, (rows, columns), None))
+    return BitsandbytesMatrix(made.eval(), Quantized(form, (rows, columns), None))
 
 
 def made_up_state(name: str) -> torch.Tensor | None:

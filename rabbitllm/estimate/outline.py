@@ -53,7 +53,7 @@ class Outline:
 
     @property
     def compressions(self) -> tuple[str | None, ...]:
-        """At which it can be split: published quantised, only as it is."""
+        """At which it can be split: published quantized, only as it is."""
         return (None,) if self.config.get("quantization_config") else COMPRESSIONS
 
     def times(self, layer: str) -> int:

@@ -1,7 +1,7 @@
 """The tensors of a few families of models, as functions of their configs; names and shapes as they are published.
 
 Sources: the models' own repositories (model.safetensors.index.json) and the classes of transformers that read them;
-the tests compare every family with these classes, the published quantised forms of GPT-OSS and DeepSeek-V3 too.
+the tests compare every family with these classes, the published quantized forms of GPT-OSS and DeepSeek-V3 too.
 """
 
 from __future__ import annotations

@@ -155,17 +155,17 @@ def _measure(survey: Survey, said: Rate | None) -> Rates:
         fetch = rates.fetch_rate(survey.source.repository, staged[0])
     if here and read is None and survey.checkpoint is not None:
         read = rates.read_rate([survey.checkpoint.acquire(shard) for shard in here])
-    quantise: dict[str, Rate] = {}
+    quantize: dict[str, Rate] = {}
     fitted = survey.options.fit_scales
     for scheme, codes in CODES.items():
         dtype = commonest_dtype(survey.feasible[scheme]) if scheme in survey.feasible else None
-        # before its scales are quantised 4bit-double is 4bit, unless they are fitted
+        # before its scales are quantized 4bit-double is 4bit, unless they are fitted
         same = scheme if fitted else codes
-        if dtype is None or same in quantise:
+        if dtype is None or same in quantize:
             continue
-        if (rate := rates.quantise_rate(same, dtype, threads, device, fitted=fitted)) is not None:
-            quantise[same] = rate
-    return Rates(fetch, read, quantise, threads, device)
+        if (rate := rates.quantize_rate(same, dtype, threads, device, fitted=fitted)) is not None:
+            quantize[same] = rate
+    return Rates(fetch, read, quantize, threads, device)
 
 
 def outlook_at(survey: Survey, compression: str | None, measured: Rates) -> Outlook:

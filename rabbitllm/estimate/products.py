@@ -18,7 +18,7 @@ import torch
 from rabbitllm.engine.devices import Device, aligned_host
 from rabbitllm.engine.packed_weight import PackedWeight
 from rabbitllm.estimate.bitsandbytes_products import is_form, matrix, nbytes_of
-from rabbitllm.quant.compression import BLOCKS, CODES_A_BYTE, Quantised, code_values
+from rabbitllm.quant.compression import BLOCKS, CODES_A_BYTE, Quantized, code_values
 from rabbitllm.quant.packed_products import Matrix
 
 SET_BYTES = 256 << 20
@@ -155,7 +155,7 @@ def _weight(form: str, rows: int, columns: int, dtype: torch.dtype, memory: Memo
     elements = rows * columns
     payload = _filled(memory, elements // CODES_A_BYTE[form]).view(-1, 1)
     absmax = torch.ones(-(-elements // BLOCKS[form]))
-    return PackedWeight(Matrix(Quantised(form, (rows, columns), "float32"), payload, absmax, code_values(form)), dtype)
+    return PackedWeight(Matrix(Quantized(form, (rows, columns), "float32"), payload, absmax, code_values(form)), dtype)
 
 
 def _filled(memory: Memory, nbytes: int) -> torch.Tensor:

@@ -112,8 +112,8 @@ def _of_anatomy(anatomy: Anatomy) -> Iterator[tuple[str, str]]:
     spread = f"{anatomy.layers_over_shards} in several shards (at most {anatomy.most_shards_of_a_layer})"
     yield "layers", f"{anatomy.layers:,}, {largest}" + (f"; {spread}" if anatomy.layers_over_shards else "")
     yield "embeddings", _HEADS[anatomy.tied_embeddings]
-    if anatomy.quantised is not None:
-        yield "quantised", f"{anatomy.quantised}, as published; split and streamed so"
+    if anatomy.quantized is not None:
+        yield "quantized", f"{anatomy.quantized}, as published; split and streamed so"
     elif anatomy.never_compressed:
         yield "kept as is", f"{_groups(anatomy.never_compressed)}, at any compression"
     if anatomy.not_floating:
@@ -250,10 +250,10 @@ def _basis(forecast: Forecast) -> Iterator[str]:
         yield f"{_rate(rates.fetch)} from the hub"
     if rates.read is not None:
         yield f"{_rate(rates.read)} from this disk"
-    where = f"on {rates.threads} CPU threads" if rates.quantise_on == "cpu" else f"on {rates.quantise_on}"
-    if rates.quantise:
-        found = " and ".join(f"{scheme} {speed(rate.bytes_per_second)}" for scheme, rate in rates.quantise.items())
-        yield f"quantising {found} (measured {where})"
+    where = f"on {rates.threads} CPU threads" if rates.quantize_on == "cpu" else f"on {rates.quantize_on}"
+    if rates.quantize:
+        found = " and ".join(f"{scheme} {speed(rate.bytes_per_second)}" for scheme, rate in rates.quantize.items())
+        yield f"quantizing {found} (measured {where})"
 
 
 def _rate(rate: Rate) -> str:

@@ -16,7 +16,7 @@ from rabbitllm import prepare
 from rabbitllm.base.options import SplitOptions
 from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity
 from rabbitllm.checkpoints.json_file import read_json
-from rabbitllm.checkpoints.quantised import quantised_as
+from rabbitllm.checkpoints.quantized import quantized_as
 from rabbitllm.checkpoints.routing import experts_a_token
 from rabbitllm.errors import InvalidIndexError, NotEnoughSpaceException
 from rabbitllm.quant.compression import COMPRESSIONS
@@ -87,9 +87,9 @@ class Survey:
             return {}
 
     @cached_property
-    def quantised(self) -> str | None:
-        """How the weights are quantised as they are published; None for plain ones."""
-        return quantised_as(self.config)
+    def quantized(self) -> str | None:
+        """How the weights are quantized as they are published; None for plain ones."""
+        return quantized_as(self.config)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -119,7 +119,7 @@ class Survey:
     def plans(self) -> dict[str | None, SplitPlan]:
         """What was or would be done at each compression that applies, be there still a way to it or not."""
         base = self.base
-        applies = [c for c in self.folders if c is None or self.quantised is None]
+        applies = [c for c in self.folders if c is None or self.quantized is None]
         plans = {} if base is None else {c: recompressed(base, c) if c else base for c in applies if c != AUTO}
         if AUTO in applies and isinstance(self._mixed, SplitPlan):
             plans[AUTO] = self._mixed
@@ -154,9 +154,9 @@ class Survey:
         """Whether scales of 4bit fit their blocks, as it was begun or as it is asked for now."""
         if compression in self.manifests:
             manifest = self.manifests[compression]
-            return manifest is not None and is_fitted(manifest.quantiser)
+            return manifest is not None and is_fitted(manifest.quantizer)
         earlier = self.journals.get(compression)
-        return is_fitted(earlier.quantiser) if earlier is not None else self.options.fit_scales
+        return is_fitted(earlier.quantizer) if earlier is not None else self.options.fit_scales
 
     @cached_property
     def feasible(self) -> dict[str | None, SplitPlan]:
@@ -178,8 +178,8 @@ class Survey:
         """Why a split at this compression can be neither used, begun nor finished; None if nothing is in the way."""
         if compression in self.manifests:
             return self._other_split(compression, self.manifests[compression])
-        if compression is not None and self.quantised is not None:
-            return f"the weights are quantised already ({self.quantised})"
+        if compression is not None and self.quantized is not None:
+            return f"the weights are quantized already ({self.quantized})"
         if compression in self.refused:
             return f"loading would refuse it: {self.refused[compression].rstrip('.')}"
         earlier = self.journals.get(compression)

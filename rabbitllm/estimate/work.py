@@ -121,9 +121,9 @@ def _products(source: UnitSource, picked: int | None) -> Iterable[Product]:
     for job in source.jobs:
         for _, place in job.packed:
             stored = source.stored[job.recipe.sources[0][1]]
-            assert stored.quantised is not None
-            nbytes = stored.nbytes + expanded_bytes(stored.quantised)
-            yield Product(stored.quantised.codes.scheme, _matrix(place), nbytes)
+            assert stored.quantized is not None
+            nbytes = stored.nbytes + expanded_bytes(stored.quantized)
+            yield Product(stored.quantized.codes.scheme, _matrix(place), nbytes)
         for _, place in job.places:
             if job.recipe.wraps and (form := form_of(_owner(source, place))) is not None:
                 yield Product(form, _matrix(place), sum(source.stored[name].nbytes for _, name in job.recipe.sources))

@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """One element type: bits an element, and whether bitsandbytes can quantise it."""
+    """One element type: bits an element, and whether bitsandbytes can quantize it."""
 
     bits: int
     torch_name: str
-    quantisable: bool = False
+    quantizable: bool = False
 
 
 DTYPES: dict[str, Dtype] = {
     "F64": Dtype(64, "float64"),
-    "F32": Dtype(32, "float32", quantisable=True),
-    "F16": Dtype(16, "float16", quantisable=True),
-    "BF16": Dtype(16, "bfloat16", quantisable=True),
+    "F32": Dtype(32, "float32", quantizable=True),
+    "F16": Dtype(16, "float16", quantizable=True),
+    "BF16": Dtype(16, "bfloat16", quantizable=True),
     "F8_E4M3": Dtype(8, "float8_e4m3fn"),
     "F8_E4M3FNUZ": Dtype(8, "float8_e4m3fnuz"),
     "F8_E5M2": Dtype(8, "float8_e5m2"),

@@ -2,7 +2,7 @@
 
 Source: `torch.save` and what `torch.load(weights_only=True)` allows
 (https://github.com/pytorch/pytorch, torch/serialization.py, torch/_weights_only_unpickler.py, torch/_utils.py). Less is
-allowed here: no sparse, quantised, nested or distributed tensors, no subclasses, and no element type that safetensors
+allowed here: no sparse, quantized, nested or distributed tensors, no subclasses, and no element type that safetensors
 does not have. torch itself is never imported.
 """
 

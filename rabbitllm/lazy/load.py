@@ -180,9 +180,9 @@ def _open_meta(folder: Path, mapped: bool) -> LazyCheckpoint:
 
 def _open_split(folder: Path, mapped: bool, verify_checksums: bool) -> LazyCheckpoint:
     store = LayerStore(folder, verify_checksums=verify_checksums)
-    if packed := next((tensor.name for tensor in store.tensors.values() if tensor.quantised), None):
+    if packed := next((tensor.name for tensor in store.tensors.values() if tensor.quantized), None):
         raise UnreadableFormatError(
-            f"{folder} is split with compression: {packed!r} is quantised in it.",
+            f"{folder} is split with compression: {packed!r} is quantized in it.",
             "AutoModel.from_pretrained reads it; lazy tensors are of an uncompressed split or of the original.",
         )
     files = {name: tensor.parts[0].file for name, tensor in store.tensors.items()}

@@ -55,7 +55,7 @@ def check_finished(source: Source, options: SplitOptions, accept: Acceptance | N
             "Split into another folder (layer_shards_saving_path).",
         )
     _tell_other_budget(source, manifest, options)
-    if options.fit_scales and not is_fitted(manifest.quantiser):
+    if options.fit_scales and not is_fitted(manifest.quantizer):
         raise SplitMismatchError(
             f"{source.split_folder} is a split whose scales are bitsandbytes' own; fit_scales=True was asked for.",
             "Split into another folder (layer_shards_saving_path), or leave fit_scales out.",

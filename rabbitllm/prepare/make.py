@@ -18,7 +18,7 @@ from rabbitllm.checkpoints.hub_checkpoint import HubCheckpoint
 from rabbitllm.checkpoints.index import WEIGHT_SUFFIXES
 from rabbitllm.checkpoints.local import LocalCheckpoint, is_writable
 from rabbitllm.checkpoints.naming import LayerNaming
-from rabbitllm.checkpoints.quantised import quantised_as
+from rabbitllm.checkpoints.quantized import quantized_as
 from rabbitllm.errors import IncompleteSplitError, MissingShardError, OptionError, system_errors_by_name
 from rabbitllm.prepare.config import config_of, experts_of, family_of
 from rabbitllm.prepare.finished import check_finished, has_work_left
@@ -43,7 +43,7 @@ from rabbitllm.telemetry.profiler import Profiler
 def ensure_split(
     source: Source,
     options: SplitOptions,
-    quantise_on: str = "cpu",
+    quantize_on: str = "cpu",
     naming: LayerNaming | None = None,
     hands: Hands | None = None,
     accept: Acceptance | None = None,
@@ -59,7 +59,7 @@ def ensure_split(
     Raises:
         SplitMismatchError: the directory belongs to another source.
         MissingShardError: shards are gone and no unfinished split has their tensors.
-        OptionError: the weights are quantised as they are published, and compression would quantise them once more.
+        OptionError: the weights are quantized as they are published, and compression would quantize them once more.
         InUseError: another process reads shards that this call would delete, or deletes shards that it would read.
         ClusterError: the hands cannot do it.
         DiskFullError: something else has taken the disk; the same call goes on where it stopped.
@@ -84,12 +84,12 @@ def ensure_split(
                 "Name the checkpoint that it is made from: the same call then finishes it, or splits it again.",
             )
         locks.enter_context(lock_source(source, options, by_hands=hands is not None))
-        _refuse_to_quantise_again(source, options)
+        _refuse_to_quantize_again(source, options)
         checkpoint, chosen = _open(source, options, naming, accept, by_hands=hands is not None)
         family = family_of(source.config_folder, checkpoint)
         picked = experts_of(source.config_folder, checkpoint)
         request = Request(
-            checkpoint, source.split_folder, family, options, naming, quantise_on, hands, chosen, picked, accept
+            checkpoint, source.split_folder, family, options, naming, quantize_on, hands, chosen, picked, accept
         )
         try:
             with _sharing(source, hands):
@@ -151,12 +151,12 @@ def _sharing(source: Source, hands: Hands | None) -> AbstractContextManager[None
     return hands.sharing(source.split_folder, [source.local] if source.local is not None else [])
 
 
-def _refuse_to_quantise_again(source: Source, options: SplitOptions) -> None:
-    method = quantised_as(config_of(source.config_folder)) if options.compression is not None else None
+def _refuse_to_quantize_again(source: Source, options: SplitOptions) -> None:
+    method = quantized_as(config_of(source.config_folder)) if options.compression is not None else None
     if method is not None:
         raise OptionError(
-            f"The weights of {source.name} are quantised already ({method}); compression={options.compression!r} would "
-            "quantise what is left, their scales among it.",
+            f"The weights of {source.name} are quantized already ({method}); compression={options.compression!r} would "
+            "quantize what is left, their scales among it.",
             "Leave compression out: they are split and streamed as they are.",
         )
 
@@ -243,7 +243,7 @@ def repair_split(folder: Path, manifest: Manifest, layers: Collection[str], orig
             f"{folder} was split from a folder named {known.name!r}, whose place is not known.",
             "Name it with --original, if its shards are still there; otherwise split another copy of the model.",
         )
-    fitted = is_fitted(manifest.quantiser)
+    fitted = is_fitted(manifest.quantizer)
     options = SplitOptions(compression=manifest.compression, sequential=original is None, fit_scales=fitted)
     source = Source(known.name, folder, folder, finished=False, repository=repository, local=original)
     with (

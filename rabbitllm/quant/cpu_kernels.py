@@ -1,4 +1,4 @@
-"""Blockwise quantisers for the CPU, compiled by numba: what bitsandbytes' own CPU kernels give, bit for bit, sooner.
+"""Blockwise quantizers for the CPU, compiled by numba: what bitsandbytes' own CPU kernels give, bit for bit, sooner.
 
 The rules, read off bitsandbytes 0.50's results (it is the referee in the tests):
 
@@ -39,8 +39,8 @@ _KEYS = 1 << 15
 """Magnitudes of a 16-bit float."""
 
 
-def quantise_nf4(values: Values, kind: int, levels: Scales) -> tuple[Codes, Scales]:
-    """Quantise to 4bit.
+def quantize_nf4(values: Values, kind: int, levels: Scales) -> tuple[Codes, Scales]:
+    """Quantize to 4bit.
 
     Args:
         values: the bits of bfloat16 or float16 as uint16, or float32; one-dimensional.
@@ -61,8 +61,8 @@ def quantise_nf4(values: Values, kind: int, levels: Scales) -> tuple[Codes, Scal
     return codes, scales
 
 
-def quantise_int8(values: Values, kind: int, levels: Scales) -> tuple[Codes, Scales]:
-    """Quantise to 8bit.
+def quantize_int8(values: Values, kind: int, levels: Scales) -> tuple[Codes, Scales]:
+    """Quantize to 8bit.
 
     Args:
         values: the bits of bfloat16 or float16 as uint16, or float32; one-dimensional.

@@ -13,10 +13,10 @@ from rabbitllm.quant.compiling import compiled
 from rabbitllm.quant.cpu_kernels import F32, KINDS, NF4_BLOCK, Codes, Scales, Values, _widen
 
 
-def quantise_fitted(
+def quantize_fitted(
     values: Values, kind: int, midpoints: Scales, nearest: Scales, multiples: Scales, usual: Scales, zero_code: int
 ) -> tuple[Codes, Scales]:
-    """Quantise to 4bit with fitted scales.
+    """Quantize to 4bit with fitted scales.
 
     Args:
         values: the bits of bfloat16 or float16 as uint16, or float32; one-dimensional.
@@ -33,7 +33,7 @@ def quantise_fitted(
     codes = np.empty((values.size + 1) // 2, np.uint8)
     scales = np.empty(-(-values.size // NF4_BLOCK), np.float32)
     words: Any = values.view(np.uint32) if kind == KINDS["F32"] else values
-    _quantise(words, kind, midpoints, nearest, multiples, usual, zero_code, codes, scales)
+    _quantize(words, kind, midpoints, nearest, multiples, usual, zero_code, codes, scales)
     return codes, scales
 
 
@@ -75,7 +75,7 @@ def _error(values, scale, nearest, ys, places, squares):  # type: ignore[no-unty
 
 
 @compiled
-def _quantise(words, kind, midpoints, nearest, multiples, usual, zero_code, codes, scales):  # type: ignore[no-untyped-def]
+def _quantize(words, kind, midpoints, nearest, multiples, usual, zero_code, codes, scales):  # type: ignore[no-untyped-def]
     values = np.empty(NF4_BLOCK, np.float32)
     bits = values.view(np.uint32)
     ys = np.empty(NF4_BLOCK, np.float32)

@@ -1,6 +1,6 @@
 """Products with a matrix that is stored at 4bit, on a device for which bitsandbytes has a kernel.
 
-One input is multiplied from the codes; more are with the matrix, dequantised for that one product. Knows no modules.
+One input is multiplied from the codes; more are with the matrix, dequantized for that one product. Knows no modules.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rabbitllm.quant.compression import NF4_BLOCK, Quantised, dequantise, multiply_4bit
+from rabbitllm.quant.compression import NF4_BLOCK, Quantized, dequantize, multiply_4bit
 
 if TYPE_CHECKING:
     import torch
@@ -25,14 +25,14 @@ class FusedMatrix:
         table: float32 (16,), what each code means.
     """
 
-    form: Quantised
+    form: Quantized
     payload: torch.Tensor
     absmax: torch.Tensor
     table: torch.Tensor
 
-    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """The matrix itself, anew."""
-        return dequantise(self.form, self.payload, self.absmax, self.table, dtype)
+        return dequantize(self.form, self.payload, self.absmax, self.table, dtype)
 
     def grouped(self, x: torch.Tensor) -> None:
         """One by one."""
@@ -42,13 +42,13 @@ class FusedMatrix:
         import torch
 
         if x.numel() != x.shape[-1]:
-            return torch.nn.functional.linear(x, self.dequantised(x.dtype), bias)
+            return torch.nn.functional.linear(x, self.dequantized(x.dtype), bias)
         product = multiply_4bit(self.form, self.payload, self.absmax, self.table, x.reshape(1, -1).contiguous())
         if bias is not None:
             product = product + bias
         return product.view(*x.shape[:-1], self.form.shape[0])
 
 
-def can_multiply(form: Quantised) -> bool:
+def can_multiply(form: Quantized) -> bool:
     """Whether bitsandbytes' kernel takes such a matrix: 2-D at 4bit, each row whole blocks."""
     return form.scheme == "4bit" and len(form.shape) == 2 and all(form.shape) and form.shape[1] % NF4_BLOCK == 0

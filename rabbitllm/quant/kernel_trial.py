@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from rabbitllm.quant.compression import BLOCKS, CODES_A_BYTE, Quantised
+from rabbitllm.quant.compression import BLOCKS, CODES_A_BYTE, Quantized
 
 if TYPE_CHECKING:
     import torch
 
-    Product = Callable[[Quantised, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    Product = Callable[[Quantized, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 TOLERANCE = 1e-5
 """Of the norm of a product: sums of thousands in float32, in another order."""
@@ -61,4 +61,4 @@ def of_codes(
         x = torch.randn(inputs, columns, generator=generator).to(dtype)
         apart = torch.stack([codes >> 4, codes & 15], -1).view(-1) if scheme == "4bit" else codes
         matrix = (values[apart.long()] * scales.repeat_interleave(BLOCKS[scheme])[:elements]).view(rows, columns)
-        yield product(Quantised(scheme, (rows, columns), "float32"), codes, scales, values, x), x.float() @ matrix.T
+        yield product(Quantized(scheme, (rows, columns), "float32"), codes, scales, values, x), x.float() @ matrix.T

@@ -2,10 +2,10 @@
 
 For few inputs what each code means is found and multiplied on the spot (`packed_kernels.py`): a token then reads a
 quarter of the bytes that bfloat16 takes. For more it is found once for all of them, of a few rows at a time
-(`panel_kernels.py`). For very many, as in a long prompt, a few rows at a time are dequantised into memory that stays in
+(`panel_kernels.py`). For very many, as in a long prompt, a few rows at a time are dequantized into memory that stays in
 the cache, and multiplied by torch. So are those whose codes mean what no kernel here has a table for.
 
-What is multiplied is code value times scale in float32, which the dequantised matrix is the rounding of. Knows no
+What is multiplied is code value times scale in float32, which the dequantized matrix is the rounding of. Knows no
 modules.
 """
 
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm.quant import bfloat_products, kernel_trial, panel_products
 from rabbitllm.quant.code_tables import PAIRS, table_of
-from rabbitllm.quant.compression import BLOCKS, Quantised, dequantise
+from rabbitllm.quant.compression import BLOCKS, Quantized, dequantize
 from rabbitllm.quant.row_team import over_rows
 
 if TYPE_CHECKING:
@@ -31,17 +31,17 @@ logger = logging.getLogger(__name__)
 
 MOST_INPUTS = 16
 MOST_INPUTS_IN_PAIRS = 64
-"""Rows of input up to which the kernel without panels is the faster way than dequantising, in float32 and in pairs of
+"""Rows of input up to which the kernel without panels is the faster way than dequantizing, in float32 and in pairs of
 bfloat16 (2 cores of an AMD EPYC, with AVX-512)."""
 MOST_GROUPED = 512
 """Rows of all groups together, which are in memory in float32 as inputs and as results."""
 CHUNK_ELEMENTS = 1 << 21
-"""Elements that are dequantised at a time: 4 MiB of bfloat16."""
+"""Elements that are dequantized at a time: 4 MiB of bfloat16."""
 WORTH_A_THREAD = 1 << 16
 """Bytes of codes for each thread: about 4 microseconds of work, where asking for a second thread takes 2."""
 
 
-def multiplies(form: Quantised) -> bool:
+def multiplies(form: Quantized) -> bool:
     """Whether there is a kernel for this matrix on this machine: 2-D, of rows that are whole segments."""
     if len(form.shape) != 2 or not all(form.shape) or form.shape[1] % 64:
         return False
@@ -59,7 +59,7 @@ class Matrix:
         table: float32, what each code means.
     """
 
-    form: Quantised
+    form: Quantized
     payload: torch.Tensor
     absmax: torch.Tensor
     table: torch.Tensor
@@ -72,9 +72,9 @@ class Matrix:
         shift = (BLOCKS[scheme] // segment).bit_length() - 1
         object.__setattr__(self, "_given", (row_bytes, columns // segment, shift))
 
-    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """The matrix itself, anew."""
-        return dequantise(self.form, self.payload, self.absmax, self.table, dtype)
+        return dequantize(self.form, self.payload, self.absmax, self.table, dtype)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """See `linear`."""
@@ -242,7 +242,7 @@ def linear(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.
     flat = x.reshape(-1, x.shape[-1])
     width = kernel_for(matrix.form.scheme, x.dtype)
     way = _way(matrix, width, len(flat))
-    if way is Way.DEQUANTISED:
+    if way is Way.DEQUANTIZED:
         result = _in_chunks(flat, matrix, bias)
     else:
         result = matrix.times_with(width, flat) if way is Way.CODES else matrix.by_panels(width, flat)
@@ -257,16 +257,16 @@ class Way(enum.Enum):
 
     CODES = enum.auto()
     PANELS = enum.auto()
-    DEQUANTISED = enum.auto()
+    DEQUANTIZED = enum.auto()
 
 
 def _way(matrix: Matrix, width: int, count: int) -> Way:
     """The fastest for so many rows, with a kernel of so many lanes."""
     if not matrix.is_known_to(width):
-        return Way.DEQUANTISED
+        return Way.DEQUANTIZED
     if panel_products.multiplies(matrix.form.scheme, width, count):
         return Way.PANELS
-    return Way.CODES if count <= (MOST_INPUTS_IN_PAIRS if width == PAIRS else MOST_INPUTS) else Way.DEQUANTISED
+    return Way.CODES if count <= (MOST_INPUTS_IN_PAIRS if width == PAIRS else MOST_INPUTS) else Way.DEQUANTIZED
 
 
 def _in_chunks(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
@@ -284,7 +284,7 @@ def _in_chunks(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> to
         end = min(begin + step, rows)
         scales = matrix.absmax.view(-1)[begin * columns // block : -(-end * columns // block)]
         few = replace(form, shape=(end - begin, columns))
-        part = dequantise(few, codes[begin:end].reshape(-1, 1), scales, matrix.table, wide.dtype)
+        part = dequantize(few, codes[begin:end].reshape(-1, 1), scales, matrix.table, wide.dtype)
         added = None if bias is None else bias[begin:end].to(wide.dtype)
         out[:, begin:end] = torch.nn.functional.linear(wide, part, added)
     return out
@@ -292,11 +292,11 @@ def _in_chunks(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> to
 
 @functools.cache
 def _kernel_agrees(scheme: str) -> bool:
-    """Whether this machine has a kernel, and it gives on a sample what dequantising does."""
+    """Whether this machine has a kernel, and it gives on a sample what dequantizing does."""
     try:
         lanes = _vectors().lanes()
     except ImportError:
-        logger.info("numba is not installed; compressed layers are dequantised for each use.")
+        logger.info("numba is not installed; compressed layers are dequantized for each use.")
         return False
     return bool(lanes) and _agrees(scheme, lanes)
 
@@ -304,7 +304,7 @@ def _kernel_agrees(scheme: str) -> bool:
 def _agrees(scheme: str, width: int) -> bool:
     import torch
 
-    def product(form: Quantised, payload: Any, absmax: Any, table: Any, x: torch.Tensor) -> torch.Tensor:
+    def product(form: Quantized, payload: Any, absmax: Any, table: Any, x: torch.Tensor) -> torch.Tensor:
         return Matrix(form, payload, absmax, table).times_with(width, x)
 
     dtype = torch.bfloat16 if width == PAIRS else torch.float32

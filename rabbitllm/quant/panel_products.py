@@ -1,7 +1,7 @@
 """When many rows are multiplied with a matrix of codes by panels, and how. Knows no modules.
 
 On a Xeon with AVX-512, one thread, 5632 x 2048 at 4bit, milliseconds of the processor: 16 rows 7 by panels and 8 code
-by code, 64 rows 22 and 36, 256 rows 88 and 163; dequantised and multiplied by torch 22, 45 and 92. With fewer than 6
+by code, 64 rows 22 and 36, 256 rows 88 and 163; dequantized and multiplied by torch 22, 45 and 92. With fewer than 6
 rows code by code is sooner, and beyond 256 torch is.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm.quant import kernel_trial
 from rabbitllm.quant.code_tables import table_of
-from rabbitllm.quant.compression import BLOCKS, Quantised
+from rabbitllm.quant.compression import BLOCKS, Quantized
 from rabbitllm.quant.row_team import over_rows
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _agrees(scheme: str, width: int) -> bool:
     if table is None:
         return False
 
-    def product(form: Quantised, codes: Any, scales: Any, values: Any, x: torch.Tensor) -> torch.Tensor:
+    def product(form: Quantized, codes: Any, scales: Any, values: Any, x: torch.Tensor) -> torch.Tensor:
         return times(width, scheme, (codes.data_ptr(), scales.data_ptr()), table.ctypes.data, x, form.shape[0])
 
     shapes = ((7, 5, 192), (13, 70, 4096))  # the last by several threads, in two parts a row

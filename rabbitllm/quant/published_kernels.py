@@ -1,4 +1,4 @@
-"""Codes of published quantisations to the numbers they stand for, on the CPU, compiled by numba.
+"""Codes of published quantizations to the numbers they stand for, on the CPU, compiled by numba.
 
 torch's own operations, one after the other over whole matrices, take up to fifty times as long. The bits are theirs: a
 product of a code's value and its scale in float32, rounded once to the nearest, or a value that is looked up. Knows no
@@ -101,7 +101,7 @@ def _share(work: Callable[[int, int], Any], count: int, elements: int, threads: 
 
 @cache
 def _pool() -> Workers:
-    return Workers(os.cpu_count() or 1, "dequantise")
+    return Workers(os.cpu_count() or 1, "dequantize")
 
 
 # Rows are cut out before the innermost loops: an index that is only counted up there is not asked whether it is

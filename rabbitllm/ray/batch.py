@@ -53,7 +53,7 @@ def answering_on(
         order = [int(index) for index in survey.ordered(journal.missing())]
         with connected(address) as nodes:
             staff = staff_of(nodes, workers)
-            check_machines(nodes, None, [], quantises=wish.compression is not None)
+            check_machines(nodes, None, [], quantizes=wish.compression is not None)
             say(f"{counted(len(nodes), 'machine')}, {counted(staff.workers, 'worker')}; they get the model ready …")
             job = Job(everywhere(wish), name, limits, split, dtype, _longest(survey, limits.sequences), staff.share)
             chunks = in_chunks(order, staff.workers, limits.sequences)

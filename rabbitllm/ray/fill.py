@@ -23,7 +23,7 @@ def fill_from(shard: PlannedShard, work: Work, lease: Lease, threads: int) -> Sh
         shard: which.
         work: the part of a split that is about this shard (`Work.of_shard`).
         lease: asked before every few MB; without it nothing more is written.
-        threads: that read, quantise and write.
+        threads: that read, quantize and write.
 
     Returns:
         The checksums of the shard's tensors. All of its bytes are durable.
@@ -37,7 +37,7 @@ def fill_from(shard: PlannedShard, work: Work, lease: Lease, threads: int) -> Sh
     profiler = Profiler(enabled=False)
     layers = list(work.plan.layouts)
     targets: dict[str, Target] = {}
-    mover = Mover(threads, work.quantise_on, profiler, looks.check, fitted=work.fitted)
+    mover = Mover(threads, work.quantize_on, profiler, looks.check, fitted=work.fitted)
     arrivals = Arrivals(work.checkpoint, ROOM[work.arrival], looks.check)
     try:
         filler = Filler(work, mover, profiler)

@@ -39,18 +39,18 @@ class RayHands:
     Args:
         nodes: its machines.
         at_once: shards in work at a time; None for as many as the machines have processors for.
-        quantises: whether tensors are quantised.
+        quantizes: whether tensors are quantized.
         fill: what a worker does with a shard.
 
     Raises:
         OptionError: no number of shards.
     """
 
-    def __init__(self, nodes: Sequence[Node], at_once: int | None, *, quantises: bool, fill: Fill = fill_from) -> None:
+    def __init__(self, nodes: Sequence[Node], at_once: int | None, *, quantizes: bool, fill: Fill = fill_from) -> None:
         if at_once is not None and at_once < 1:
             raise OptionError(f"--ray-tasks {at_once} is no number of shards.", "Say 1 or more, or leave it out.")
         self._nodes = nodes
-        self._quantises = quantises
+        self._quantizes = quantizes
         self._fill = fill
         self._lease: Lease | None = None
         self._cpus = min(CPUS_A_TASK, *(node.cpus for node in nodes)) if nodes else CPUS_A_TASK
@@ -59,7 +59,7 @@ class RayHands:
     @contextlib.contextmanager
     def sharing(self, folder: Path, seen: Sequence[Path]) -> Iterator[None]:
         with granted(folder.absolute()) as lease:
-            check_machines(self._nodes, lease, [path.absolute() for path in seen], quantises=self._quantises)
+            check_machines(self._nodes, lease, [path.absolute() for path in seen], quantizes=self._quantizes)
             self._lease = lease
             try:
                 yield

@@ -26,36 +26,36 @@ class Present:
 
     Attributes:
         rabbitllm: its version; None where it cannot be imported.
-        quantiser: version of bitsandbytes; None where there is none.
+        quantizer: version of bitsandbytes; None where there is none.
         lease: whether it reads the lease.
         unseen: of the paths asked for, those that are not there.
         error: why the package cannot be imported.
     """
 
     rabbitllm: str | None
-    quantiser: str | None
+    quantizer: str | None
     lease: bool
     unseen: tuple[str, ...]
     error: str = ""
 
 
-def check_machines(nodes: Sequence[Node], lease: Lease | None, seen: Sequence[Path], *, quantises: bool) -> None:
+def check_machines(nodes: Sequence[Node], lease: Lease | None, seen: Sequence[Path], *, quantizes: bool) -> None:
     """Make sure that every machine can take part.
 
     Args:
         nodes: which.
         lease: that is in the shared folder; None where none is needed.
         seen: further paths that each has to see.
-        quantises: whether it matters which bitsandbytes each has.
+        quantizes: whether it matters which bitsandbytes each has.
 
     Raises:
         ClusterError: one cannot, or does not answer; with its name.
     """
     for node, present in zip(nodes, _answers(nodes, lease, seen), strict=True):
-        _check(node, present, lease, quantises)
+        _check(node, present, lease, quantizes)
 
 
-def _check(node: Node, present: Present, lease: Lease | None, quantises: bool) -> None:
+def _check(node: Node, present: Present, lease: Lease | None, quantizes: bool) -> None:
     if present.rabbitllm is None:
         raise ClusterError(
             f"rabbitllm cannot be imported on {node.host}: {present.error}.",
@@ -66,11 +66,11 @@ def _check(node: Node, present: Present, lease: Lease | None, quantises: bool) -
             f"{node.host} has rabbitllm {present.rabbitllm}; this machine has {__version__}.",
             "Install the same version on all machines.",
         )
-    ours = quantiser_version()
-    if quantises and present.quantiser != ours:
+    ours = quantizer_version()
+    if quantizes and present.quantizer != ours:
         raise ClusterError(
-            f"{node.host} has bitsandbytes {present.quantiser}; this machine has {ours}.",
-            "Install the same version on all machines, so that all quantise alike.",
+            f"{node.host} has bitsandbytes {present.quantizer}; this machine has {ours}.",
+            "Install the same version on all machines, so that all quantize alike.",
         )
     if lease is not None and not present.lease:
         raise ClusterError(
@@ -86,7 +86,7 @@ def _check(node: Node, present: Present, lease: Lease | None, quantises: bool) -
         )
 
 
-def quantiser_version() -> str | None:
+def quantizer_version() -> str | None:
     """Of bitsandbytes here."""
     from importlib.metadata import PackageNotFoundError, version
 
@@ -132,14 +132,14 @@ def _looker() -> Callable[[str, str, list[str]], tuple[Any, ...]]:
         except Exception as error:
             return None, None, False, (), f"{type(error).__name__}: {error}"
         try:
-            quantiser = importlib.metadata.version("bitsandbytes")
+            quantizer = importlib.metadata.version("bitsandbytes")
         except importlib.metadata.PackageNotFoundError:
-            quantiser = None
+            quantizer = None
         try:
             with open(lease) as file:
                 reads = file.read() == run
         except OSError:
             reads = False
-        return version, quantiser, reads, tuple(path for path in seen if not os.path.exists(path))
+        return version, quantizer, reads, tuple(path for path in seen if not os.path.exists(path))
 
     return look

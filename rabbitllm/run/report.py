@@ -11,9 +11,9 @@ from rich.text import Text
 from rabbitllm.base.terminal import counted, put_fact, size
 from rabbitllm.generation.answer import END, INTERRUPTED, Answer
 from rabbitllm.telemetry.passes import PROMPT, PassSums
-from rabbitllm.telemetry.totals import COMPUTE, DEQUANTISE, NOTHING, READ_WAIT, UPLOAD_WAIT
+from rabbitllm.telemetry.totals import COMPUTE, DEQUANTIZE, NOTHING, READ_WAIT, UPLOAD_WAIT
 
-_STAGES = {READ_WAIT: "waiting for the disk", UPLOAD_WAIT: "waiting for copies", DEQUANTISE: "dequantising"}
+_STAGES = {READ_WAIT: "waiting for the disk", UPLOAD_WAIT: "waiting for copies", DEQUANTIZE: "dequantizing"}
 _NAMES = {True: "prompt", False: "each token"}
 
 

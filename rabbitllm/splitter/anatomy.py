@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rabbitllm.base.options import BIG_LAYER_BYTES
-from rabbitllm.checkpoints.quantised import quantised_as
+from rabbitllm.checkpoints.quantized import quantized_as
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec
 from rabbitllm.quant.compression import MAX_ROUTER_ROWS, MIN_ELEMENTS, is_compressible
 from rabbitllm.splitter.plan import SplitPlan
@@ -41,7 +41,7 @@ class Anatomy:
         not_floating: by dtype.
         empty, scalars: how many tensors have no element, and no dimension.
         layers_over_shards, most_shards_of_a_layer: how many layers lie in several shards, and the most that one does.
-        quantised: how the weights are quantised as they are published; None for plain ones.
+        quantized: how the weights are quantized as they are published; None for plain ones.
     """
 
     total_bytes: int
@@ -59,7 +59,7 @@ class Anatomy:
     scalars: int
     layers_over_shards: int
     most_shards_of_a_layer: int
-    quantised: str | None = None
+    quantized: str | None = None
 
 
 def anatomy_of(plan: SplitPlan, config: Mapping[str, Any]) -> Anatomy:
@@ -84,7 +84,7 @@ def anatomy_of(plan: SplitPlan, config: Mapping[str, Any]) -> Anatomy:
         scalars=sum(spec.shape == () for spec in specs),
         layers_over_shards=sum(shards > 1 for shards in spread),
         most_shards_of_a_layer=max(spread, default=0),
-        quantised=quantised_as(config),
+        quantized=quantized_as(config),
     )
 
 
@@ -97,7 +97,7 @@ def why_never_compressed(spec: TensorSpec) -> str | None:
     """Why compression leaves a floating tensor of two or more dimensions alone; None for every other tensor."""
     if not is_floating(spec) or len(spec.shape) < 2 or not spec.elements or is_compressible(spec):
         return None
-    if not DTYPES[spec.dtype].quantisable:
+    if not DTYPES[spec.dtype].quantizable:
         return f"{spec.dtype} already"
     if spec.elements < MIN_ELEMENTS:
         return f"under {MIN_ELEMENTS:,} elements"
@@ -132,7 +132,7 @@ def big_layers(plan: SplitPlan) -> tuple[str, ...]:
 
 
 def commonest_dtype(plan: SplitPlan) -> str | None:
-    """The dtype of most of the bytes that compression quantises; None if it would touch nothing."""
+    """The dtype of most of the bytes that compression quantizes; None if it would touch nothing."""
     sums: dict[str, int] = {}
     for spec in filter(is_compressible, plan.tensors):
         sums[spec.dtype] = sums.get(spec.dtype, 0) + spec.nbytes

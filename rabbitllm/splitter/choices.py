@@ -46,7 +46,7 @@ class Choice:
         schemes: of each group.
         shards, layer_map: of the plan.
         layouts: layer id -> sizes of its file.
-        scales_made: bytes of the scales that are made of quantised ones when the model is used.
+        scales_made: bytes of the scales that are made of quantized ones when the model is used.
     """
 
     schemes: tuple[str | None, ...]

@@ -94,7 +94,7 @@ class _Limits:
         return shortage(made, self.ground, self.options, way)
 
     def resident_bytes(self, made: Choice) -> int:
-        """Memory in which all of a choice's weights stay: as they are stored, scales that are made of quantised ones
+        """Memory in which all of a choice's weights stay: as they are stored, scales that are made of quantized ones
         beside them, and room to make the largest layer."""
         largest = max((layout.size for layout in self.bare.layouts.values()), default=0)
         return made.output_bytes + made.scales_made + largest

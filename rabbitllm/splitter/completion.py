@@ -1,7 +1,7 @@
 """Makes filled layer files whole, and gives them their final names.
 
 A layer file is whole when every tensor is in its place: those that came as they are, scales that had to wait in the
-scratch file to be quantised themselves, and tensors that were put there piece by piece. It is synced before it is
+scratch file to be quantized themselves, and tensors that were put there piece by piece. It is synced before it is
 named, and its scratch file goes when the name is durable. Knows no journal and releases no shard.
 """
 

@@ -26,13 +26,13 @@ STAGING_NAME = ".staging"
 
 
 def manifest_of(
-    work: Work, quantiser: str | None, checksums: TensorSums, source_checksums: Mapping[str, int]
+    work: Work, quantizer: str | None, checksums: TensorSums, source_checksums: Mapping[str, int]
 ) -> Manifest:
     """What is to be declared of a directory all of whose layer files are whole.
 
     Args:
         work: the split.
-        quantiser: as the manifest names it.
+        quantizer: as the manifest names it.
         checksums: of every tensor whose writing was summed.
         source_checksums: shard -> `source_check.source_crc32`.
     """
@@ -52,7 +52,7 @@ def manifest_of(
         for crc, blocks in [_checksums(layout, checksums, work.folder)]
     )
     ordered = {s.name: source_checksums[s.name] for s in plan.shards if s.name in source_checksums}
-    return Manifest(plan.source, plan.compression, quantiser, records, plan.format_version, plan.chosen, ordered)
+    return Manifest(plan.source, plan.compression, quantizer, records, plan.format_version, plan.chosen, ordered)
 
 
 def finish(request: Request, manifest: Manifest) -> None:

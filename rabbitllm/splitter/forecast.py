@@ -52,32 +52,32 @@ class Rates:
     Attributes:
         fetch: from the hub.
         read: from this disk.
-        quantise: source bytes, by compression; 4bit-double by itself where scales fit their blocks, since fewer of them
+        quantize: source bytes, by compression; 4bit-double by itself where scales fit their blocks, since fewer of them
             are tried then.
-        threads: that quantise.
-        quantise_on: "cpu" or "cuda:N".
+        threads: that quantize.
+        quantize_on: "cpu" or "cuda:N".
     """
 
     fetch: Rate | None
     read: Rate | None
-    quantise: Mapping[str, Rate]
+    quantize: Mapping[str, Rate]
     threads: int
-    quantise_on: str
+    quantize_on: str
 
-    def quantising(self, compression: str) -> Rate | None:
-        """How fast a split at a compression quantises, or at "auto" at the slowest that it may use."""
+    def quantizing(self, compression: str) -> Rate | None:
+        """How fast a split at a compression quantizes, or at "auto" at the slowest that it may use."""
         if compression == AUTO:
-            return min(self.quantise.values(), key=lambda rate: rate.bytes_per_second, default=None)
-        return self.quantise.get(compression) or self.quantise.get(CODES[compression])
+            return min(self.quantize.values(), key=lambda rate: rate.bytes_per_second, default=None)
+        return self.quantize.get(compression) or self.quantize.get(CODES[compression])
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Source bytes that are still to be fetched from the hub, to be read from this disk, and to be quantised."""
+    """Source bytes that are still to be fetched from the hub, to be read from this disk, and to be quantized."""
 
     fetched: int
     read: int
-    quantised: int
+    quantized: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ class Forecast:
         """What people call the layer files at a compression: those of codes are not "uncompressed"."""
         if compression is not None:
             return compression
-        return "as published" if self.anatomy is not None and self.anatomy.quantised is not None else "uncompressed"
+        return "as published" if self.anatomy is not None and self.anatomy.quantized is not None else "uncompressed"
 
 
 def memory_bytes(tensors: int) -> int:
@@ -222,7 +222,7 @@ def load_of(plan: SplitPlan, used: frozenset[str]) -> Load:
     return Load(
         fetched=sum(shard.size for shard in waiting if shard.staged),
         read=sum(shard.size for shard in waiting if not shard.staged) + sum(form.source.nbytes for form in joins),
-        quantised=sum(form.source.nbytes for form in (*forms, *joins) if form.scheme),
+        quantized=sum(form.source.nbytes for form in (*forms, *joins) if form.scheme),
     )
 
 
@@ -236,13 +236,13 @@ def seconds_of(load: Load, route: str, compression: str | None, rates: Rates) ->
     Returns:
         Seconds; None if a rate that it needs is not known.
     """
-    quantiser = rates.quantising(compression) if compression else None
-    parts = [_seconds(load.fetched, rates.fetch), _seconds(load.read, rates.read), _seconds(load.quantised, quantiser)]
+    quantizer = rates.quantizing(compression) if compression else None
+    parts = [_seconds(load.fetched, rates.fetch), _seconds(load.read, rates.read), _seconds(load.quantized, quantizer)]
     if any(part is None for part in parts):
         return None
-    fetch, read, quantise = (part or 0.0 for part in parts)
+    fetch, read, quantize = (part or 0.0 for part in parts)
     overlap = ROUTES[route] is not Arrival.FILE
-    return max(fetch, read + quantise) if overlap else fetch + read + quantise
+    return max(fetch, read + quantize) if overlap else fetch + read + quantize
 
 
 def _seconds(nbytes: int, rate: Rate | None) -> float | None:

@@ -43,23 +43,23 @@ class Replay:
 
     Attributes:
         plan: what is being done.
-        quantiser: what it was begun with.
+        quantizer: what it was begun with.
         used: shards used up so far.
         checksums: of the tensors whose writing the journal knows of.
         source_checksums: shard -> `source_check.source_crc32`, of used shards that have no digest.
     """
 
     plan: SplitPlan
-    quantiser: str | None
+    quantizer: str | None
     used: frozenset[str]
     checksums: TensorSums
     source_checksums: Mapping[str, int] = field(default_factory=dict)
 
 
 @uncollected()
-def begin(folder: Path, plan: SplitPlan, quantiser: str | None) -> None:
+def begin(folder: Path, plan: SplitPlan, quantizer: str | None) -> None:
     """Write a journal with no shard used up yet, durably."""
-    line = json.dumps(_encode(plan, quantiser), separators=(",", ":"))
+    line = json.dumps(_encode(plan, quantizer), separators=(",", ":"))
     durable.write_whole(folder / JOURNAL_NAME, (line + "\n").encode())
 
 
@@ -75,7 +75,7 @@ def replay(folder: Path) -> Replay | None:
         return None
     head, *rest = path.read_bytes().split(b"\n")
     try:
-        plan, quantiser = _decode(json.loads(head))
+        plan, quantizer = _decode(json.loads(head))
         entries = [entry for line in rest if (entry := _entry(line)) is not None]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise IncompleteSplitError(
@@ -87,7 +87,7 @@ def replay(folder: Path) -> Replay | None:
     for entry in entries:
         checksums |= entry.checksums
     source_checksums = {entry.shard: entry.source_crc32 for entry in entries if entry.source_crc32 is not None}
-    return Replay(plan, quantiser, frozenset(entry.shard for entry in entries), checksums, source_checksums)
+    return Replay(plan, quantizer, frozenset(entry.shard for entry in entries), checksums, source_checksums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ def settle(folder: Path) -> None:
         file.close()
 
 
-def _encode(plan: SplitPlan, quantiser: str | None) -> dict[str, Any]:
+def _encode(plan: SplitPlan, quantizer: str | None) -> dict[str, Any]:
     source = plan.source
     return {
         "journal_version": JOURNAL_VERSION if plan.chosen is None else MIXED_VERSION,
@@ -213,7 +213,7 @@ def _encode(plan: SplitPlan, quantiser: str | None) -> dict[str, Any]:
         "source": [source.kind, source.name, source.commit],
         "compression": plan.compression,
         **({} if plan.chosen is None else {"chosen": plan.chosen.as_json()}),
-        "quantiser": quantiser,
+        "quantiser": quantizer,
         "shards": [
             {
                 "name": shard.name,

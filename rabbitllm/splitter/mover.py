@@ -1,4 +1,4 @@
-"""Carries runs of bytes from a shard to their places in layer files, quantised on the way, in a few threads.
+"""Carries runs of bytes from a shard to their places in layer files, quantized on the way, in a few threads.
 
 From a file the threads read for themselves, anywhere in it; from a stream one reader fills a fixed number of buffers
 in order. Memory is those buffers and nothing that grows with a tensor, a layer or a shard. Every byte that is written
@@ -26,7 +26,7 @@ from rabbitllm.quant.compression import (
     Settling,
     StoredForm,
     constants,
-    quantise_blocks,
+    quantize_blocks,
 )
 from rabbitllm.splitter.byte_stream import ByteStream
 from rabbitllm.splitter.moves import CHUNK_BYTES, Move
@@ -36,7 +36,7 @@ from rabbitllm.storage import durable
 from rabbitllm.storage.page_cache import DIRECT_ALIGNMENT
 from rabbitllm.store.layer_file import LayerLayout
 from rabbitllm.store.order import TENSOR_ALIGNMENT
-from rabbitllm.telemetry.profiler import FETCH, QUANTISE, READ, SYNC, WRITE, Profiler
+from rabbitllm.telemetry.profiler import FETCH, QUANTIZE, READ, SYNC, WRITE, Profiler
 
 SPARE_BUFFERS = 2
 """Buffers of a stream beyond one a thread, so that the reader need not wait for the slowest."""
@@ -81,8 +81,8 @@ class Mover:
 
     Args:
         threads: how many.
-        quantise_on: "cpu" or "cuda:N".
-        profiler: told of every read, quantisation and write.
+        quantize_on: "cpu" or "cuda:N".
+        profiler: told of every read, quantization and write.
         watch: called before each batch; may raise to stop.
         fitted: whether scales of 4bit are to fit their blocks.
     """
@@ -90,7 +90,7 @@ class Mover:
     def __init__(
         self,
         threads: int,
-        quantise_on: str,
+        quantize_on: str,
         profiler: Profiler,
         watch: Callable[[], None],
         *,
@@ -98,7 +98,7 @@ class Mover:
     ) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="split")
         self._threads = threads
-        self._quantise_on = quantise_on
+        self._quantize_on = quantize_on
         self._fitted = fitted
         self._profiler = profiler
         self._watch = watch
@@ -181,7 +181,7 @@ class Mover:
         _still_running(running)
 
     def settle(self, targets: Iterable[tuple[Target, Path]]) -> None:
-        """Quantise the scales that have waited for it in scratch files, all of which are there.
+        """Quantize the scales that have waited for it in scratch files, all of which are there.
 
         Args:
             targets: layer files, each with the path of its scratch file.
@@ -193,7 +193,7 @@ class Mover:
 
     def _settle(self, form: Settling, target: Target, path: Path) -> None:
         self._watch()
-        stage = self._profiler.stage(target.layout.layer.id, QUANTISE, form.source.nbytes)
+        stage = self._profiler.stage(target.layout.layer.id, QUANTIZE, form.source.nbytes)
         with stage, contextlib.closing(settled_parts(form, path)) as runs:
             for part, begin, content in runs:
                 self._put(target, form, part, begin, content)
@@ -261,7 +261,7 @@ class Mover:
         tell(_done(label, batch, written))
 
     def _write(self, target: Target, move: Move, data: memoryview, *, aligned: bool) -> int:
-        """Put a run where it belongs, quantised if it is to be; how many bytes were made of it."""
+        """Put a run where it belongs, quantized if it is to be; how many bytes were made of it."""
         form = move.form
         if form.scheme is None:
             with self._profiler.stage(move.layer, WRITE, move.nbytes):
@@ -269,9 +269,9 @@ class Mover:
             return move.nbytes
         made = 0
         if move.nbytes:
-            with self._profiler.stage(move.layer, QUANTISE, move.nbytes):
-                codes, scales = quantise_blocks(
-                    form.scheme, data, form.source.dtype, self._quantise_on, fitted=self._fitted
+            with self._profiler.stage(move.layer, QUANTIZE, move.nbytes):
+                codes, scales = quantize_blocks(
+                    form.scheme, data, form.source.dtype, self._quantize_on, fitted=self._fitted
                 )
             made = len(codes) + len(scales)
             with self._profiler.stage(move.layer, WRITE, made):
@@ -309,8 +309,8 @@ class Mover:
 
 
 def _done(shard: str, batch: list[Move], written: int) -> BytesDone:
-    quantised = sum(move.nbytes for move in batch if move.form.scheme is not None)
-    return BytesDone(shard, sum(move.nbytes for move in batch), batch[-1].layer, quantised, written)
+    quantized = sum(move.nbytes for move in batch if move.form.scheme is not None)
+    return BytesDone(shard, sum(move.nbytes for move in batch), batch[-1].layer, quantized, written)
 
 
 def _still_running(futures: list[Future[None]]) -> list[Future[None]]:

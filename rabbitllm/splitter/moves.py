@@ -10,7 +10,7 @@ from rabbitllm.quant.compression import BLOCKS, StoredForm
 from rabbitllm.splitter.plan import SplitPlan
 
 CHUNK_BYTES = 4 << 20
-"""Source bytes that are read, quantised and written at a time by one thread."""
+"""Source bytes that are read, quantized and written at a time by one thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Move:
 def moves(plan: SplitPlan, shard: str, layers: Iterable[str]) -> Iterator[Move]:
     """The runs of a shard that go to `layers`, in the shard's own order, each at most `CHUNK_BYTES` long.
 
-    A run that is quantised is a whole number of blocks, unless it ends its tensor. A tensor without elements yields
+    A run that is quantized is a whole number of blocks, unless it ends its tensor. A tensor without elements yields
     one empty run, so that its constants are written all the same.
     """
     wanted = set(layers)

@@ -11,7 +11,7 @@ from pathlib import Path
 from rabbitllm.base.collection import uncollected
 from rabbitllm.formats.safetensors_file import MappedFile
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, byte_size
-from rabbitllm.quant.compression import DOUBLE, Quantised, StoredForm, form_in
+from rabbitllm.quant.compression import DOUBLE, Quantized, StoredForm, form_in
 from rabbitllm.splitter.plan import SplitPlan
 from rabbitllm.store.checksums import LayerChecks
 from rabbitllm.store.layer_file import LayerLayout
@@ -76,4 +76,4 @@ def _planned(form: StoredForm, layout: LayerLayout, file: str) -> StoredTensor:
         return StoredTensor(form.source.name, parts, None)
     dtype = None if form.scheme == "8bit" else DTYPES[form.source.dtype].torch_name  # which does not store it
     mean = 0.0 if form.scheme == DOUBLE else None  # of scales that are not there yet
-    return StoredTensor(form.source.name, parts, Quantised(form.scheme, form.source.shape, dtype, mean))
+    return StoredTensor(form.source.name, parts, Quantized(form.scheme, form.source.shape, dtype, mean))

@@ -1,4 +1,4 @@
-"""How fast this machine fetches, reads and quantises, measured on small samples; nothing is written.
+"""How fast this machine fetches, reads and quantizes, measured on small samples; nothing is written.
 
 Each measurement takes a bounded time and gives None where it cannot be made: an estimate is not worth an error.
 """
@@ -17,7 +17,7 @@ from rabbitllm.checkpoints.hub import HubFile, HubRepository
 from rabbitllm.errors import MissingPackageError, RabbitLLMError
 from rabbitllm.formats.positional import PositionalFile, page_aligned
 from rabbitllm.formats.tensor_spec import DTYPES, torch_dtype
-from rabbitllm.quant.compression import quantise_blocks
+from rabbitllm.quant.compression import quantize_blocks
 from rabbitllm.splitter.forecast import Rate
 from rabbitllm.splitter.moves import CHUNK_BYTES
 
@@ -27,7 +27,7 @@ READ_BYTES = 64 << 20
 """Of the shards on this disk, in pieces spread evenly over them, at most."""
 MOST_SECONDS = 3.0
 """A fetch or a read stops then, and what came until then counts."""
-QUANTISE_SECONDS = 0.3
+QUANTIZE_SECONDS = 0.3
 
 
 def fetch_rate(repository: HubRepository, shard: str) -> Rate | None:
@@ -100,8 +100,8 @@ def _pieces(paths: Sequence[Path]) -> Iterator[tuple[Path, int]]:
         at -= size
 
 
-def quantise_rate(scheme: str, dtype: str, threads: int, device: str, *, fitted: bool = False) -> Rate | None:
-    """How many source bytes a second the quantiser takes, called as a split calls it.
+def quantize_rate(scheme: str, dtype: str, threads: int, device: str, *, fitted: bool = False) -> Rate | None:
+    """How many source bytes a second the quantizer takes, called as a split calls it.
 
     Args:
         scheme: "4bit", "4bit-double" or "8bit".
@@ -117,16 +117,16 @@ def quantise_rate(scheme: str, dtype: str, threads: int, device: str, *, fitted:
     chunk = values.view(torch.uint8).numpy().data
 
     def work(_: int) -> tuple[int, float]:
-        quantise_blocks(
+        quantize_blocks(
             scheme, chunk, dtype, device, fitted=fitted
         )  # a thread's first call loads kernels and starts threads
         done, start = 0, time.perf_counter()
-        while time.perf_counter() - start < QUANTISE_SECONDS:
-            quantise_blocks(scheme, chunk, dtype, device, fitted=fitted)
+        while time.perf_counter() - start < QUANTIZE_SECONDS:
+            quantize_blocks(scheme, chunk, dtype, device, fitted=fitted)
             done += len(chunk)
         return done, time.perf_counter() - start
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="quantise-rate") as pool:
+    with ThreadPoolExecutor(threads, thread_name_prefix="quantize-rate") as pool:
         try:
             found = list(pool.map(work, range(threads)))
         except MissingPackageError:

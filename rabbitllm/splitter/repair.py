@@ -16,7 +16,7 @@ from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import SplitMismatchError
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.plan import SplitPlan
-from rabbitllm.splitter.request import Request, plan_split, quantiser_of
+from rabbitllm.splitter.request import Request, plan_split, quantizer_of
 from rabbitllm.splitter.split import split
 from rabbitllm.storage import durable
 from rabbitllm.store.layer_file import DONE_SUFFIX
@@ -49,9 +49,9 @@ def repair(request: Request, manifest: Manifest, layers: Collection[str]) -> Non
     assigned = {tensor: LayerName(record.id, record.stem) for record in manifest.layers for tensor in record.tensors}
     plan = plan_split(replace(request, chosen=manifest.chosen), manifest.format_version, assigned)
     _refuse_another(plan, manifest, folder)
-    quantiser = quantiser_of(request)
-    if quantiser != manifest.quantiser:
-        logger.warning("The other layers were quantised by %s, these will be by %s.", manifest.quantiser, quantiser)
+    quantizer = quantizer_of(request)
+    if quantizer != manifest.quantizer:
+        logger.warning("The other layers were quantized by %s, these will be by %s.", manifest.quantizer, quantizer)
     needed = set(shards_for(manifest, layers))
     known = manifest.source_checksums
     # the shards that are read must be unchanged since the split was made; changes of the others do not matter
@@ -60,7 +60,7 @@ def repair(request: Request, manifest: Manifest, layers: Collection[str]) -> Non
         for shard in plan.shards
     ]
     plan = replace(plan, shards=tuple(shards))
-    journal.begin(folder, plan, manifest.quantiser)
+    journal.begin(folder, plan, manifest.quantizer)
     opened = journal.Journal(folder)
     try:
         for shard in plan.shards:

@@ -45,7 +45,7 @@ class Request:
         family: `model_type` of the config, which names the layers.
         naming: patterns of the caller's own, instead of the family's.
         options: see `SplitOptions`.
-        quantise_on: "cpu" or "cuda:N".
+        quantize_on: "cpu" or "cuda:N".
         hands: who fills layer files elsewhere; None for this process.
         chosen: at "auto", what each tensor has; None to choose.
         experts_a_token: how many a router picks, by the config; None where it does not say.
@@ -58,7 +58,7 @@ class Request:
     family: str | None
     options: SplitOptions
     naming: LayerNaming | None = None
-    quantise_on: str = "cpu"
+    quantize_on: str = "cpu"
     hands: Hands | None = None
     chosen: Chosen | None = None
     experts_a_token: int | None = None
@@ -163,13 +163,13 @@ def check_before_download(request: Request) -> Chosen | None:
     return kept.chosen
 
 
-def quantiser_of(request: Request) -> str | None:
-    """What would quantise, as the manifest names it; None without compression."""
+def quantizer_of(request: Request) -> str | None:
+    """What would quantize, as the manifest names it; None without compression."""
     if request.options.compression is None:
         return None
     from importlib.metadata import version
 
-    own = f"bitsandbytes {version('bitsandbytes')} on {request.quantise_on.split(':')[0]}"
+    own = f"bitsandbytes {version('bitsandbytes')} on {request.quantize_on.split(':')[0]}"
     return own + FITTED if request.options.fit_scales else own
 
 

@@ -1,11 +1,11 @@
-"""What quantising a tensor is expected to cost in answer quality, from its name and shape alone. Pure.
+"""What quantizing a tensor is expected to cost in answer quality, from its name and shape alone. Pure.
 
 A matrix whose elements are off by a relative squared error e adds noise of about e, relative too, to what it computes;
 how far that moves the distribution of the next token depends on what the matrix is for, and hardly on its size. So the
 expected loss of a tensor is a weight times e of the scheme, and the whole model's the sum of those: noise of many
 matrices adds up like that as long as it is small. A decoder layer adds one part of many to the hidden states, so its
 noise counts for less the more layers there are; what the first ones add is read by all others, and theirs counts for
-more. Weights and errors are from trained models, one tensor quantised at a time (docs/PERFORMANCE.md, "Bits by
+more. Weights and errors are from trained models, one tensor quantized at a time (docs/PERFORMANCE.md, "Bits by
 budget"). What a particular tensor's error is, is not known before its bytes are read.
 
 An expert counts for the share of the tokens that use it, and for its part of what these compute. Of a layer with E

@@ -1,4 +1,4 @@
-"""Scales that waited in a scratch file until all of them were there: read from it, and quantised. Writes nothing."""
+"""Scales that waited in a scratch file until all of them were there: read from it, and quantized. Writes nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rabbitllm.quant.compression import SCALE_BYTES, Settling, settled
 
 
 def settled_parts(form: Settling, scratch: Path) -> Generator[tuple[int, int, memoryview]]:
-    """What a tensor's stored parts are made of once its scales are quantised, a run at a time.
+    """What a tensor's stored parts are made of once its scales are quantized, a run at a time.
 
     Args:
         form: the tensor.

@@ -4,7 +4,7 @@ The order of steps for one shard is what makes a crash harmless:
 
 1. its bytes are written into unfinished layer files (`.part`), at places fixed by the plan; or into a scratch file
    beside one, if they are a piece of a tensor that has to wait for its other pieces;
-2. in layers that now have all their tensors, scales that are quantised themselves are, from the scratch file that they
+2. in layers that now have all their tensors, scales that are quantized themselves are, from the scratch file that they
    have waited in; every file it touched is fsynced, and these layers get their final name; where some tensors lie in
    pieces, these are joined first, one layer after the other; the scratch file goes when the name is durable;
 3. the folder is fsynced, then the journal says that the shard is used up, and is fsynced;
@@ -66,7 +66,7 @@ class ShardLoop:
         self.source_checksums = dict(work.source_checksums)
         self._deletes = work.options.sequential and work.checkpoint.deletable
         self._journal = journal.Journal(work.folder)
-        self._mover = Mover(work.options.threads, work.quantise_on, profiler, watch, fitted=work.fitted)
+        self._mover = Mover(work.options.threads, work.quantize_on, profiler, watch, fitted=work.fitted)
         self._filler = Filler(work, self._mover, profiler)
         self._completion = Completion(work, self._mover, self._filler, profiler)
         self._arrivals = Arrivals(work.checkpoint, ROOM[work.arrival], watch)

@@ -1,7 +1,7 @@
 """Makes a split directory: plans it or takes up an earlier plan, runs the loop over shards, declares it whole.
 
 The sequential and the standard route differ in one thing only: when a used-up shard is released. Knows no models and
-no devices but the one that quantises.
+no devices but the one that quantizes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rabbitllm.splitter.request import (
     facts_of,
     ground_of,
     plan_split,
-    quantiser_of,
+    quantizer_of,
     require_shards,
     resumed_ground,
     with_places,
@@ -62,14 +62,14 @@ def split(request: Request) -> Profiler:
         DiskFullError: something else took the disk; the same call goes on where it stopped.
     """
     start = time.perf_counter()
-    work, quantiser = _begin(request)
+    work, quantizer = _begin(request)
     profiler = Profiler(request.options.profiling, f"Split of {request.checkpoint.label}, by stage")
     with Watch(request.folder, request.options.min_free, max_disk=request.options.max_disk) as watch:
         loop = ShardLoop(work, profiler, watch.check, request.hands, holds_last=request.accept is not None)
         try:
             loop.take_shards()
             loop.finish_leftovers()
-            manifest = manifest_of(work, quantiser, loop.checksums, loop.source_checksums)
+            manifest = manifest_of(work, quantizer, loop.checksums, loop.source_checksums)
             if request.accept is not None:
                 request.accept(LayerStore(request.folder, manifest))
             loop.give_up_last()
@@ -93,13 +93,13 @@ def split(request: Request) -> Profiler:
 
 
 def _begin(request: Request) -> tuple[Work, str | None]:
-    """Take up the journal of an earlier run, or plan anew, check the space and begin one; and what quantises."""
+    """Take up the journal of an earlier run, or plan anew, check the space and begin one; and what quantizes."""
     earlier = journal.replay(request.folder)
     if earlier is not None:
-        return _take_up(request, earlier), earlier.quantiser
+        return _take_up(request, earlier), earlier.quantizer
     plan = plan_split(request)
-    quantiser = quantiser_of(request)
-    work = _work(request, plan, ground_of(request, plan), {}, is_fitted(quantiser))
+    quantizer = quantizer_of(request)
+    work = _work(request, plan, ground_of(request, plan), {}, is_fitted(quantizer))
     _warn_of_big_layers(plan)
     if request.options.verify_source:
         plan = with_checksums(plan, request.checkpoint)
@@ -113,8 +113,8 @@ def _begin(request: Request) -> tuple[Work, str | None]:
             _remove(request.folder, copied)
             raise
     _clear_stale(request.folder, plan)
-    journal.begin(request.folder, plan, quantiser)
-    return work, quantiser
+    journal.begin(request.folder, plan, quantizer)
+    return work, quantizer
 
 
 def _take_up(request: Request, earlier: journal.Replay) -> Work:
@@ -148,7 +148,7 @@ def _take_up(request: Request, earlier: journal.Replay) -> Work:
     verify = request.options.verify_source
     plan = with_places(check_resumed(earlier, facts, checkpoint, request.folder, verify=verify), checkpoint)
     ground = resumed_ground(ground_of(request, plan), earlier.used)
-    work = _work(request, plan, ground, earlier.checksums, is_fitted(earlier.quantiser))
+    work = _work(request, plan, ground, earlier.checksums, is_fitted(earlier.quantizer))
     work = dataclasses.replace(work, source_checksums=earlier.source_checksums)
     journal.settle(request.folder)
     if work.arrival is Arrival.STREAM:  # whatever was fetched of a shard, it comes anew
@@ -166,7 +166,7 @@ def _work(request: Request, plan: SplitPlan, ground: Ground, checksums: TensorSu
         request.checkpoint,
         request.folder,
         request.options,
-        request.quantise_on,
+        request.quantize_on,
         arrival,
         use_of(plan, ground, arrival, at_once),
         ground.used,

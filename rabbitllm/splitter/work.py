@@ -27,7 +27,7 @@ class Work:
         checkpoint: the source.
         folder: the split directory, with a journal in it.
         options: the caller's.
-        quantise_on: "cpu" or "cuda:N".
+        quantize_on: "cpu" or "cuda:N".
         arrival: how fetched shards reach the layer files.
         use: what it takes of the disk.
         used: shards that an earlier run used up.
@@ -41,7 +41,7 @@ class Work:
     checkpoint: Checkpoint
     folder: Path
     options: SplitOptions
-    quantise_on: str
+    quantize_on: str
     arrival: Arrival
     use: DiskUse
     used: frozenset[str]

@@ -25,7 +25,7 @@ LAYER_SUFFIX = ".safetensors"
 DONE_SUFFIX = ".done"
 SCRATCH_SUFFIX = ".pieces"
 """Of the file beside an unfinished layer file that pieces of its tensors lie in until all are there, and scales that
-are quantised themselves."""
+are quantized themselves."""
 MAX_STEM = 180
 """File systems allow names of 255 bytes; suffixes need some of them."""
 

@@ -30,7 +30,7 @@ from rabbitllm.formats.json_text import text_of
 from rabbitllm.formats.positional import PositionalFile
 from rabbitllm.formats.safetensors_file import Header, MappedFile, read_header
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.quant.compression import BLOCKS, Quantised, part_names, read_state, schemes, state_key
+from rabbitllm.quant.compression import BLOCKS, Quantized, part_names, read_state, schemes, state_key
 from rabbitllm.storage import durable
 from rabbitllm.store import chosen
 from rabbitllm.store.checksums import SUM_BYTES, LayerChecks, damaged
@@ -75,7 +75,7 @@ class Manifest:
     Attributes:
         source: what was split.
         compression: None, one that all tensors have, or "auto".
-        quantiser: what quantised; None without compression.
+        quantizer: what quantized; None without compression.
         layers: every layer file.
         format_version: in which order these hold their tensors, see `order.py`.
         chosen: what each tensor has at "auto"; None at every other compression.
@@ -85,7 +85,7 @@ class Manifest:
 
     source: SourceIdentity
     compression: str | None
-    quantiser: str | None
+    quantizer: str | None
     layers: tuple[LayerRecord, ...]
     format_version: int = FORMAT_VERSION
     chosen: Chosen | None = None
@@ -93,12 +93,12 @@ class Manifest:
 
 
 FITTED = ", scales fitted"
-"""What a quantiser's name ends with whose scales of 4bit fit their blocks."""
+"""What a quantizer's name ends with whose scales of 4bit fit their blocks."""
 
 
-def is_fitted(quantiser: str | None) -> bool:
-    """Whether the scales of 4bit fit their blocks, by what the journal or the manifest says of the quantiser."""
-    return quantiser is not None and quantiser.endswith(FITTED)
+def is_fitted(quantizer: str | None) -> bool:
+    """Whether the scales of 4bit fit their blocks, by what the journal or the manifest says of the quantizer."""
+    return quantizer is not None and quantizer.endswith(FITTED)
 
 
 def directory_name(compression: str | None, base: str = SPLIT_DIRECTORY) -> str:
@@ -138,7 +138,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         },
         "compression": manifest.compression,
         **({} if manifest.chosen is None else {"chosen": manifest.chosen.as_json()}),
-        "quantiser": manifest.quantiser,
+        "quantiser": manifest.quantizer,
         "layers": layers,
     }
     durable.write_whole(folder / MANIFEST_NAME, (json.dumps(content, indent=1) + "\n").encode())
@@ -228,17 +228,17 @@ class StoredTensor:
     Attributes:
         name: the checkpoint's name.
         parts: its stored keys in `part_names` order, payload first; `file` is the layer file's name.
-        quantised: how it is compressed; None if it is stored as it is.
+        quantized: how it is compressed; None if it is stored as it is.
     """
 
     name: str
     parts: tuple[TensorSpec, ...]
-    quantised: Quantised | None
+    quantized: Quantized | None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the checkpoint tensor."""
-        return self.quantised.shape if self.quantised else self.parts[0].shape
+        return self.quantized.shape if self.quantized else self.parts[0].shape
 
     @property
     def nbytes(self) -> int:
@@ -246,7 +246,7 @@ class StoredTensor:
         return sum(part.nbytes for part in self.parts)
 
 
-def read_forms(path: Path, keys: Mapping[str, TensorSpec]) -> dict[str, Quantised | None]:
+def read_forms(path: Path, keys: Mapping[str, TensorSpec]) -> dict[str, Quantized | None]:
     """How the checkpoint tensors of a layer file are compressed: name -> form, None for one that is stored as it is.
 
     Args:
@@ -256,7 +256,7 @@ def read_forms(path: Path, keys: Mapping[str, TensorSpec]) -> dict[str, Quantise
     Raises:
         RabbitLLMError: the parts of a compressed tensor contradict each other.
     """
-    found: dict[str, Quantised | None] = {}
+    found: dict[str, Quantized | None] = {}
     with PositionalFile(path) as file:
         for name, scheme in schemes(keys).items():
             key = state_key(name, scheme)
@@ -389,9 +389,9 @@ class LayerStore:
                 states = (key for name, scheme in schemes(keys).items() if (key := state_key(name, scheme)))
                 self.checks.stored(file, [(keys[key].offset, keys[key].nbytes) for key in states])
         try:
-            for name, quantised in read_forms(self.folder / file, keys).items():
-                parts = tuple(keys[part] for part in part_names(name, quantised.scheme if quantised else None))
-                self.tensors[name] = StoredTensor(name, parts, quantised)
+            for name, quantized in read_forms(self.folder / file, keys).items():
+                parts = tuple(keys[part] for part in part_names(name, quantized.scheme if quantized else None))
+                self.tensors[name] = StoredTensor(name, parts, quantized)
         except RabbitLLMError as error:
             raise IncompleteSplitError(f"In {self.folder / file}: {error.problem}", remedy) from None
 
@@ -400,7 +400,7 @@ class LayerStore:
         """The compression of the directory as a whole."""
         if self.manifest is not None:
             return self.manifest.compression
-        return next((t.quantised.scheme for t in self.tensors.values() if t.quantised), None)
+        return next((t.quantized.scheme for t in self.tensors.values() if t.quantized), None)
 
     def mapped(self, file: str) -> MappedFile:
         """A layer file, mapped."""

@@ -1,7 +1,7 @@
 """Stored tensors as a checkpoint holds them: plain bytes, in chunks, in a memory that does not grow with the tensor.
 
-What is stored as it is comes with its own bits; what is stored at 4bit or 8bit comes dequantised, a run of blocks at a
-time, with the bits that dequantising the whole gives. Reads with positional reads, not through a mapping. Knows no
+What is stored as it is comes with its own bits; what is stored at 4bit or 8bit comes dequantized, a run of blocks at a
+time, with the bits that dequantizing the whole gives. Reads with positional reads, not through a mapping. Knows no
 models.
 """
 
@@ -22,14 +22,14 @@ from rabbitllm.quant.compression import (
     CODES_A_BYTE,
     NESTED_BLOCK,
     SCALE_BYTES,
-    Quantised,
-    dequantise,
+    Quantized,
+    dequantize,
     expand_scales,
 )
 from rabbitllm.store.layer_store import StoredTensor, WeightFiles
 
 CHUNK_BYTES = 8 << 20
-"""Of a stored tensor that are in memory at a time; of a quantised one also what becomes of a chunk of this size."""
+"""Of a stored tensor that are in memory at a time; of a quantized one also what becomes of a chunk of this size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class PlainTensor:
 
 
 def plain(stored: StoredTensor, dtype: str) -> PlainTensor:
-    """What becomes of a stored tensor; `dtype` is that of what is dequantised."""
-    form = stored.quantised
+    """What becomes of a stored tensor; `dtype` is that of what is dequantized."""
+    form = stored.quantized
     if form is None:
         return PlainTensor(stored, Placed(stored.name, stored.parts[0].dtype, stored.parts[0].shape))
     return PlainTensor(stored, Placed(stored.name, dtype, form.shape))
@@ -76,12 +76,12 @@ class PlainReader:
             whole = tensor.memory.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
             for begin in range(0, len(whole), CHUNK_BYTES):
                 yield whole[begin : begin + CHUNK_BYTES]
-        elif tensor.stored.quantised is None:
+        elif tensor.stored.quantized is None:
             part = tensor.stored.parts[0]
             for begin in range(0, part.nbytes, CHUNK_BYTES):
                 yield self._read(part, begin, min(CHUNK_BYTES, part.nbytes - begin))
         else:
-            yield from self._dequantised(tensor.stored, tensor.stored.quantised, tensor.placed.dtype)
+            yield from self._dequantized(tensor.stored, tensor.stored.quantized, tensor.placed.dtype)
 
     def read(self, stored: StoredTensor, dtype: torch.dtype | None) -> torch.Tensor:
         """A tensor anew from its file, a floating one in this dtype, where one is asked for."""
@@ -93,7 +93,7 @@ class PlainReader:
         found = view_bytes(memoryview(data), spec)
         return found.to(dtype) if dtype is not None and found.is_floating_point() else found
 
-    def _dequantised(self, stored: StoredTensor, form: Quantised, dtype: str) -> Iterator[memoryview]:
+    def _dequantized(self, stored: StoredTensor, form: Quantized, dtype: str) -> Iterator[memoryview]:
         payload, _, table = stored.parts[:3]
         values = torch.frombuffer(self._read(table, 0, table.nbytes, own=True), dtype=torch.float32)
         block, codes_each = BLOCKS[form.scheme], CODES_A_BYTE[form.scheme]
@@ -105,8 +105,8 @@ class PlainReader:
             scales = self._scales(stored, form, begin // block, math.ceil(count / block))
             codes = self._read(payload, begin // codes_each, math.ceil(count / codes_each))
             shape = (count // block, block) if count % block == 0 else (count,)  # rows go to several threads
-            made = dequantise(
-                Quantised(form.codes.scheme, shape, form.dtype),
+            made = dequantize(
+                Quantized(form.codes.scheme, shape, form.dtype),
                 torch.frombuffer(codes, dtype=torch.uint8),
                 scales,
                 values,
@@ -114,8 +114,8 @@ class PlainReader:
             )
             yield made.view(-1).view(torch.uint8).numpy().data.cast("B")
 
-    def _scales(self, stored: StoredTensor, form: Quantised, first: int, count: int) -> torch.Tensor:
-        """A run of a tensor's scales, float32; of quantised ones it begins with a block of them."""
+    def _scales(self, stored: StoredTensor, form: Quantized, first: int, count: int) -> torch.Tensor:
+        """A run of a tensor's scales, float32; of quantized ones it begins with a block of them."""
         absmax = stored.parts[1]
         if form.offset is None:
             plain = self._read(absmax, first * SCALE_BYTES, count * SCALE_BYTES, own=True)

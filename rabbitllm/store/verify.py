@@ -111,5 +111,5 @@ def _problem(path: Path, record: LayerRecord | None) -> str | None:
 
 
 def _tensors(path: Path, header: Header) -> set[str]:
-    """The checkpoint's tensors that a layer file holds; every part of a quantised one is checked against the others."""
+    """The checkpoint's tensors that a layer file holds; every part of a quantized one is checked against the others."""
     return set(read_forms(path, {spec.name: spec for spec in header.tensors}))

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
-from rabbitllm.telemetry.totals import COMPUTE, DEQUANTISE, NOTHING, READ, Total, copies_of, limit_of
+from rabbitllm.telemetry.totals import COMPUTE, DEQUANTIZE, NOTHING, READ, Total, copies_of, limit_of
 
 PROMPT = "prompt"
 FURTHER = "further"
@@ -183,8 +183,8 @@ def median_pass(passes: Iterable[Pass]) -> Pass | None:
 def overlap_of(stages: Mapping[str, Total], wall: float) -> float:
     """max(moving weights, computing) / wall: 1 where the shorter of both is hidden altogether.
 
-    Moving is the longer of reading and copying, which overlap too; computing is dequantising and computing.
+    Moving is the longer of reading and copying, which overlap too; computing is dequantizing and computing.
     """
     moving = max(stages.get(READ, NOTHING).busy_seconds, copies_of(stages).busy_seconds)
-    computing = stages.get(COMPUTE, NOTHING).busy_seconds + stages.get(DEQUANTISE, NOTHING).busy_seconds
+    computing = stages.get(COMPUTE, NOTHING).busy_seconds + stages.get(DEQUANTIZE, NOTHING).busy_seconds
     return max(moving, computing) / wall if wall > 0 else 0.0

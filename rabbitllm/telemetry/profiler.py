@@ -23,7 +23,7 @@ from rabbitllm.telemetry.record import as_record
 from rabbitllm.telemetry.report import expert_table, pass_table, slowest_layers, stage_table
 from rabbitllm.telemetry.totals import (
     COMPUTE,
-    DEQUANTISE,
+    DEQUANTIZE,
     EXPERTS_IN_HOST_MEMORY,
     EXPERTS_ON_DEVICE,
     EXPERTS_READ,
@@ -32,7 +32,7 @@ from rabbitllm.telemetry.totals import (
     NOTHING,
     OVERLAPPED_STAGES,
     PINNED_UPLOAD,
-    QUANTISE,
+    QUANTIZE,
     READ,
     READ_WAIT,
     SHARD_WAIT,
@@ -47,7 +47,7 @@ from rabbitllm.telemetry.trace import MOST_EVENTS, Event, Trace
 
 __all__ = [
     "COMPUTE",
-    "DEQUANTISE",
+    "DEQUANTIZE",
     "EXPERTS_IN_HOST_MEMORY",
     "EXPERTS_ON_DEVICE",
     "EXPERTS_READ",
@@ -55,7 +55,7 @@ __all__ = [
     "HIDDEN_STAGES",
     "OVERLAPPED_STAGES",
     "PINNED_UPLOAD",
-    "QUANTISE",
+    "QUANTIZE",
     "READ",
     "READ_WAIT",
     "SHARD_WAIT",

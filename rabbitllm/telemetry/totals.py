@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 READ = "read"
-QUANTISE = "quantise"
+QUANTIZE = "quantise"
 WRITE = "write"
 SYNC = "sync"
 SHARD_WAIT = "wait for shards"
@@ -14,7 +14,7 @@ READ_WAIT = "wait for disk"
 UPLOAD = "copy to device"
 PINNED_UPLOAD = "copy from page-locked RAM"
 UPLOAD_WAIT = "wait for copies"
-DEQUANTISE = "dequantise"
+DEQUANTIZE = "dequantise"
 COMPUTE = "compute"
 FETCH = "fetch"
 EXPERTS_ON_DEVICE = "experts on the device"
@@ -29,7 +29,7 @@ COPIES = (UPLOAD, PINNED_UPLOAD)
 """To a device: of what was read for this pass, and of what is kept in host memory."""
 OVERLAPPED_STAGES = frozenset({READ, *COPIES})
 """Done in the background of a pass; what of them was not hidden shows as `READ_WAIT` and `UPLOAD_WAIT`."""
-CALLER_STAGES = (READ_WAIT, UPLOAD_WAIT, DEQUANTISE, COMPUTE)
+CALLER_STAGES = (READ_WAIT, UPLOAD_WAIT, DEQUANTIZE, COMPUTE)
 """What the caller of a pass spends its time on, in the order in which a layer does."""
 
 

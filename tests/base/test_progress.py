@@ -85,21 +85,21 @@ def test_what_a_split_tells(tmp_path: Path) -> None:
     left = [event.source_left_bytes for event in middle if isinstance(event, ShardDone)]
     assert left == [sum(list(sizes.values())[number:]) for number in (1, 2, 3)]
     assert (started.shard_bytes, started.layers) == (tuple(sizes.values()), 6)
-    assert (started.source_left_bytes, started.fetches, started.quantises) == (sum(sizes.values()), False, False)
+    assert (started.source_left_bytes, started.fetches, started.quantizes) == (sum(sizes.values()), False, False)
     chunks = [event for event in middle if isinstance(event, BytesDone)]
-    assert all((event.written, event.quantised) == (event.nbytes, 0) for event in chunks)
+    assert all((event.written, event.quantized) == (event.nbytes, 0) for event in chunks)
     assert {event.layer for event in chunks} <= {event.layer for event in layers}
     assert told[0] == looks[0]  # before the first byte
     assert max(event.disk_bytes for event in looks) == finished.peak_disk_bytes
 
 
-def test_what_quantising_makes_of_the_bytes(tmp_path: Path) -> None:
+def test_what_quantizing_makes_of_the_bytes(tmp_path: Path) -> None:
     source = write_shards(tmp_path / "model", cut(llama_tensors(), 3))
     told: list[Event] = []
     with listening(told.append):
         folder = split(source, compression="4bit", max_disk=10_000_000)
     chunks = [event for event in told if isinstance(event, BytesDone)]
-    assert 0 < sum(event.quantised for event in chunks) < sum(event.nbytes for event in chunks)
+    assert 0 < sum(event.quantized for event in chunks) < sum(event.nbytes for event in chunks)
     written = sum(event.written for event in chunks)
     assert 0.9 < written / sum(tensor_bytes(path) for path in folder.glob("*.safetensors")) <= 1
     assert all(event.limit_bytes == 10_000_000 for event in told if isinstance(event, DiskSampled))

@@ -44,7 +44,7 @@ def started(resumed: int = 0, **details: object) -> SplitStarted:
 def test_bytes_rates_and_time_left() -> None:
     clock = Clock()
     ledger = SplitLedger(clock)
-    ledger.hear(started(quantises=True))
+    ledger.hear(started(quantizes=True))
     ledger.hear(ShardStarted("a", 1, 4))
     for _ in range(80):  # 20 s, in which 80 MB come
         clock.now += 0.25
@@ -52,7 +52,7 @@ def test_bytes_rates_and_time_left() -> None:
     facts = ledger.facts()
     assert (facts.doing, facts.done_bytes, facts.total_bytes, facts.share) == ("splitting", 80 * MB, 400 * MB, 0.2)
     assert facts.rates.done == pytest.approx(4 * MB, rel=0.05)
-    assert facts.rates.quantise == facts.rates.done
+    assert facts.rates.quantize == facts.rates.done
     assert facts.rates.write == pytest.approx(MB, rel=0.05)
     assert facts.rates.fetch is None
     assert facts.seconds_left == pytest.approx(80, rel=0.05)

@@ -64,7 +64,7 @@ def test_every_tensor_comes_back_bit_for_bit(checkpoint: Path) -> None:
         )
 
 
-def test_quantised_rows_come_back_as_the_reference_dequantises_them(checkpoint: Path) -> None:
+def test_quantized_rows_come_back_as_the_reference_dequantizes_them(checkpoint: Path) -> None:
     tensors = load_file(checkpoint / "model.safetensors")
     kind = gguf.GGMLQuantizationType.Q4_0
     for weight in weights(written(checkpoint, "Q4_0")):

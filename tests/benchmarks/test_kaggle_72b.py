@@ -101,10 +101,10 @@ def test_names_and_shapes_of_experts_are_those_that_transformers_saves(model: Mo
 
 
 @pytest.mark.parametrize("model", [BIG, CODER, TINY, TINY_MOE], ids=["72b", "coder-next", "tiny", "tiny-moe"])
-def test_what_is_quantised_is_what_the_package_quantises(model: Model) -> None:
+def test_what_is_quantized_is_what_the_package_quantizes(model: Model) -> None:
     for tensor in model.tensors({**model.config, "num_hidden_layers": 4}):
         spec = TensorSpec(tensor.name, "BF16", tensor.shape, "shard", 0, tensor.nbytes)
-        assert is_compressible(spec) is tensor.is_quantised, tensor
+        assert is_compressible(spec) is tensor.is_quantized, tensor
 
 
 @pytest.mark.parametrize("model", [BIG, TINY], ids=["published", "tiny"])

@@ -40,11 +40,11 @@ from tests.support.crashes import KILLED
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
 from tests.support.meta_files import tiny_llama, weights_of, write_meta
-from tests.support.quantised import build_fp8
+from tests.support.quantized import build_fp8
 from tests.support.scenes import sample
 from tests.support.splitting import Counter, contents, names_in, split
 from tests.support.ticks import observe_ticks
-from tests.support.tiny_models import dequantised, one_thread  # noqa: F401  a fixture that applies by itself
+from tests.support.tiny_models import dequantized, one_thread  # noqa: F401  a fixture that applies by itself
 from tests.support.torch_files import archive, pack
 
 ROOT = Path(__file__).parent.parent.parent
@@ -320,7 +320,7 @@ def test_an_uncompressed_split_gives_the_very_checkpoint(tmp_path: Path, named: 
 @pytest.mark.parametrize("compression", ["4bit", "8bit", "4bit-double"])
 def test_a_compressed_split_gives_what_bitsandbytes_dequantizes(tmp_path: Path, compression: str) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama", shards=2, dtype=torch.bfloat16)
-    reference = dequantised(folder, tmp_path / "reference", compression, torch.bfloat16)
+    reference = dequantized(folder, tmp_path / "reference", compression, torch.bfloat16)
     split(folder, folder, compression=compression, sequential=True)
     convert(folder, tmp_path / "new")
     expected, found = read_tensors(reference), read_tensors(tmp_path / "new")

@@ -28,7 +28,7 @@ from rabbitllm.splitter.disk_use import on_disk
 from rabbitllm.splitter.forecast import ROUTES, Forecast, Outlook, Route
 from rabbitllm.splitter.rates import FETCHED_BYTES
 from tests.splitter.test_split import LARGE
-from tests.support import quantised
+from tests.support import quantized
 from tests.support.builders import SINGLE_NAME, build_checkpoint, cut, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
@@ -128,13 +128,13 @@ def test_folder_as_text(folder: Path) -> None:
 def test_fitted_scales_of_double_are_timed_by_themselves(folder: Path, fitted: bool, measured: set[str]) -> None:
     """It tries fewer scales; scales that are not fitted are 4bit's."""
     found = plan(folder, compression="4bit-double", fit_scales=fitted, device="cpu")
-    assert set(found.rates.quantise) == measured
+    assert set(found.rates.quantize) == measured
     assert all(route.seconds is not None for route in at(found, "4bit-double").routes)
 
 
 def test_codes_as_they_are_published_are_not_called_uncompressed(tmp_path: Path) -> None:
-    text = run(str(quantised.build_fp8(tmp_path / "model", "llama")), "--bandwidth", "100MB", "--device", "cpu")
-    assert re.search(r"^quantised +fp8, as published", text, re.MULTILINE)
+    text = run(str(quantized.build_fp8(tmp_path / "model", "llama")), "--bandwidth", "100MB", "--device", "cpu")
+    assert re.search(r"^quantized +fp8, as published", text, re.MULTILINE)
     assert re.search(r"^as published, [\d.]+ MiB of layer files$", text, re.MULTILINE)
     assert re.search(r"^  as published +[\d.]+ MiB", text, re.MULTILINE)
     assert re.search(r"^As published fits:$", text, re.MULTILINE)

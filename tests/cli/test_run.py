@@ -83,9 +83,9 @@ def test_statistics_are_on_stderr(checkpoint: Path) -> None:
         assert re.search(rf"^{fact} +\S", result.stderr, re.MULTILINE), fact
     said = r"^each token +[\d.]+ s: .*computing \d+%.*, [\d.,]+ (MiB|bytes) read"
     assert re.search(said, result.stderr, re.MULTILINE)
-    assert "dequantising" not in result.stderr
+    assert "dequantizing" not in result.stderr
     packed = run(str(checkpoint), PROMPT, "--raw", *SHORT, *streamed, "--compression", "4bit")
-    assert "dequantising" in packed.stderr
+    assert "dequantizing" in packed.stderr
 
 
 def test_an_answer_that_ends_at_once_says_so(tmp_path: Path) -> None:

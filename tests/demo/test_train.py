@@ -34,7 +34,7 @@ def test_the_bundled_model_can_be_made_again() -> None:
     assert plan.prose == 0
 
 
-def test_the_larger_model_can_be_quantised_by_others() -> None:
+def test_the_larger_model_can_be_quantized_by_others() -> None:
     """Rows of 256-weight blocks, about 25 million weights, and none of them ever rounded."""
     shape = SHAPES[LARGER]
     assert not any(size % 256 for size in (shape.hidden, shape.intermediate, shape.heads * shape.head_dim))

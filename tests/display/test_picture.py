@@ -12,7 +12,7 @@ import torch
 from rabbitllm.display.picture import draw, spent_by_layer
 from rabbitllm.errors import OptionError
 from rabbitllm.telemetry.passes import Entry, Pass
-from rabbitllm.telemetry.profiler import COMPUTE, DEQUANTISE, READ, READ_WAIT
+from rabbitllm.telemetry.profiler import COMPUTE, DEQUANTIZE, READ, READ_WAIT
 from rabbitllm.telemetry.trace import Event, Trace
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import INPUT, load, split
@@ -59,14 +59,14 @@ def test_a_layer_has_the_reading_that_brought_it() -> None:
         Event(10.0, 0.25, "main", "a", READ_WAIT, 0),
         Event(10.25, 0.25, "main", "a", COMPUTE, 0),
         Event(10.5, 0.5, "reader", "b", READ, 1),
-        Event(10.75, 0.25, "main", "b", DEQUANTISE, 0),
+        Event(10.75, 0.25, "main", "b", DEQUANTIZE, 0),
         Event(11.0, 0.5, "main", "b", COMPUTE, 0),
         Event(11.25, 0.5, "reader", "a", READ, 1),
         Event(12.5, 0.5, "main", "a", COMPUTE, 0),
     ]
     assert spent_by_layer(one, events) == {
         "a": {READ_WAIT: 0.25, COMPUTE: 0.25, READ: 0.75},
-        "b": {DEQUANTISE: 0.25, COMPUTE: 0.5, READ: 0.5},
+        "b": {DEQUANTIZE: 0.25, COMPUTE: 0.5, READ: 0.5},
     }
 
 

@@ -11,8 +11,8 @@ import torch
 
 from rabbitllm.errors import RabbitLLMError, ReadOnlyWeightError
 from tests.support.builders import build_checkpoint, read_tensors
-from tests.support.quantised import build_bitsandbytes, build_fp8
-from tests.support.tiny_models import ALL, INPUT, dequantised, load, plain_model, split
+from tests.support.quantized import build_bitsandbytes, build_fp8
+from tests.support.tiny_models import ALL, INPUT, dequantized, load, plain_model, split
 
 peft = pytest.importorskip("peft")
 
@@ -66,7 +66,7 @@ def test_an_adapter_gives_the_logits_of_the_plain_model(
 ) -> None:
     source = build_checkpoint(tmp_path / "source", family, dtype=torch.bfloat16)
     folder = adapter(source, tmp_path / "adapter")
-    meant = source if compression is None else dequantised(source, tmp_path / "meant", compression, torch.bfloat16)
+    meant = source if compression is None else dequantized(source, tmp_path / "meant", compression, torch.bfloat16)
     wanted = logits(peft.PeftModel.from_pretrained(plain_model(meant), folder))
     model = load(split(source, compression), budget)
     without = logits(model)
@@ -121,7 +121,7 @@ def test_several_adapters_and_weight_decomposition(source: Path, tmp_path: Path)
     ],
     ids=["fp8", "4bit", "8bit"],
 )
-def test_on_published_quantised_weights(tmp_path: Path, build: Any, budget: int) -> None:
+def test_on_published_quantized_weights(tmp_path: Path, build: Any, budget: int) -> None:
     source = build(tmp_path / "source", family="llama")
     folder = adapter(build_checkpoint(tmp_path / "plain", "llama", dtype=torch.bfloat16), tmp_path / "adapter")
     wanted = logits(peft.PeftModel.from_pretrained(plain_model(source), folder))

@@ -21,7 +21,7 @@ from rabbitllm.errors import AbsentWeightError, CopyError
 from rabbitllm.quant import bfloat_products
 from tests.support.builders import FAMILIES, build_checkpoint
 from tests.support.one_tiny_model import checkpoint, plain, split_folder
-from tests.support.tiny_models import ALL, INPUT, dequantised, load, split
+from tests.support.tiny_models import ALL, INPUT, dequantized, load, split
 
 __all__ = ["checkpoint", "plain", "split_folder"]
 
@@ -149,7 +149,7 @@ def test_adapters_of_a_model_in_memory_have_the_gradients_of_transformers(
     for dtype, name in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16")):
         folder = build_checkpoint(tmp_path / name, FAMILIES["llama"], dtype=dtype)
         stored = split(folder, compression)
-        meant = folder if compression is None else dequantised(folder, tmp_path / f"{name} meant", compression, dtype)
+        meant = folder if compression is None else dequantized(folder, tmp_path / f"{name} meant", compression, dtype)
         expected = gradients(with_lora(AutoModelForCausalLM.from_pretrained(meant, dtype=dtype)))
         found = gradients(with_lora(load(stored, dtype=name)))
         assert found.keys() == expected.keys()

@@ -14,7 +14,7 @@ import torch
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.scoring import Room
 from tests.support.builders import build_checkpoint
-from tests.support.tiny_models import ALL, dequantised, load, plain_model, split
+from tests.support.tiny_models import ALL, dequantized, load, plain_model, split
 
 pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance
@@ -73,7 +73,7 @@ def test_loglikelihoods_are_those_of_the_plain_model(
     source = build_checkpoint(tmp_path / "source", "llama")
     meant = source
     if compression is not None:
-        meant = dequantised(source, tmp_path / "meant", compression, plain_model(source).dtype)
+        meant = dequantized(source, tmp_path / "meant", compression, plain_model(source).dtype)
     model = load(split(source, compression), budget)
     found, wanted = (evaluated(harness_own(who, model.tokenizer), task) for who in (model, plain_model(meant)))
     assert found == wanted

@@ -16,7 +16,7 @@ from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATION
 from rabbitllm.engine.placement import Tier
 from rabbitllm.telemetry.profiler import READ
 from tests.support.builders import build_checkpoint
-from tests.support.tiny_models import ALL, bytes_when_made, dequantised, load, plain_model, split, tiers
+from tests.support.tiny_models import ALL, bytes_when_made, dequantized, load, plain_model, split, tiers
 
 FAMILIES = ["llama", "gemma2"]
 """With full attention, and with layers of sliding windows in turns with it."""
@@ -24,7 +24,7 @@ PLACES = ["streamed", "resident", "packed"]
 LONG = {"max_position_embeddings": 1024}
 TOKENS = 6
 ON_GPU = [name for name in ALL_CACHE_IMPLEMENTATIONS if name.startswith("offloaded")]
-QUANTISED = ["quanto", "hqq", "fp8"]
+QUANTIZED = ["quanto", "hqq", "fp8"]
 
 
 def ids_of(batch: int, length: int) -> torch.Tensor:
@@ -141,7 +141,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str | N
         home = tmp_path_factory.mktemp(family)
         folder = build_checkpoint(home / "model", family, shards=2)
         found[family, None] = split(folder), plain_model(folder)
-        same = dequantised(folder, home / "same", "4bit", torch.float32)
+        same = dequantized(folder, home / "same", "4bit", torch.float32)
         found[family, "4bit"] = split(folder, "4bit"), plain_model(same)
     return found
 
@@ -182,8 +182,8 @@ def test_caches_where_codes_are_multiplied(folders: Any, budget: int, implementa
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("backend", QUANTISED)
-def test_quantised_caches(folders: Any, place: str, backend: str) -> None:
+@pytest.mark.parametrize("backend", QUANTIZED)
+def test_quantized_caches(folders: Any, place: str, backend: str) -> None:
     model, plain = placed(folders, "llama", place)
     ids, way = ids_of(2, 150), {"cache_implementation": "quantized", "cache_config": {"backend": backend}}
     wanted = outcome(plain, ids, **way)

@@ -23,7 +23,7 @@ from tests.support.tiny_models import (
     assert_same,
     budget_that_keeps,
     bytes_when_made,
-    dequantised,
+    dequantized,
     load,
     run,
     split,
@@ -51,7 +51,7 @@ class Case:
 
 def case(root: Path, family: str, dtype: torch.dtype, **more: Any) -> Case:
     folder = build_checkpoint(root / "model", family, dtype=dtype, shards=3, **{**FAMILIES[family], **more})
-    expected = reference_logits(dequantised(folder, root / "reference", DOUBLE, dtype), INPUT, dtype)
+    expected = reference_logits(dequantized(folder, root / "reference", DOUBLE, dtype), INPUT, dtype)
     return Case(folder, split(folder, DOUBLE), expected)
 
 
@@ -68,7 +68,7 @@ def case(root: Path, family: str, dtype: torch.dtype, **more: Any) -> Case:
 )
 def test_every_tier_has_the_bits_of_bitsandbytes(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     made = case(tmp_path, family, dtype)
-    kinds = {t.quantised.scheme for t in LayerStore(made.directory).tensors.values() if t.quantised}
+    kinds = {t.quantized.scheme for t in LayerStore(made.directory).tensors.values() if t.quantized}
     assert DOUBLE in kinds
     resident = load(made.directory)
     assert_same(run(resident), made.expected)
@@ -106,14 +106,14 @@ def test_products_from_codes(tmp_path: Path) -> None:
         assert_as_near(results[-1].logits, made.expected.logits, exact)
     assert torch.equal(results[0].logits, results[1].logits)
     if not vectors.lanes():
-        return  # codes are dequantised for each use
+        return  # codes are dequantized for each use
     resident = load(made.directory, exact=False)
     weight = resident.model.layers[0].self_attn.q_proj.weight
     assert isinstance(weight, PackedWeight)
     assert (weight.matrix.form.scheme, weight.matrix.absmax.dtype) == ("4bit", torch.float32)
 
 
-@pytest.mark.skipif(not vectors.lanes(), reason="codes are dequantised for each use")
+@pytest.mark.skipif(not vectors.lanes(), reason="codes are dequantized for each use")
 def test_scales_that_are_made_count_as_memory(tmp_path: Path) -> None:
     """What stays is 4.5 bits a weight, on the disk it is 4.13."""
     folder = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16, **LARGE)
@@ -123,7 +123,7 @@ def test_scales_that_are_made_count_as_memory(tmp_path: Path) -> None:
     made = sum(
         tensor.parts[1].elements * 4
         for name, tensor in LayerStore(Path(double.name_or_path)).tensors.items()
-        if tensor.quantised is not None and tensor.quantised.scheme == DOUBLE and "embed_tokens" not in name
+        if tensor.quantized is not None and tensor.quantized.scheme == DOUBLE and "embed_tokens" not in name
     )
     less = sum(p.stored - d.stored for p, d in zip(plain.placement.units, double.placement.units, strict=True))
     less -= plain.placement.units[0].stored - double.placement.units[0].stored  # the embedding is made, as ever

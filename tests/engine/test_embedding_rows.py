@@ -12,7 +12,7 @@ from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.unwritable import AbsentWeight
 from tests.support.builders import build_checkpoint, reference_logits
 from tests.support.fake_gpu import FakeGpu
-from tests.support.tiny_models import INPUT, assert_same, dequantised, load, run, split, tiers
+from tests.support.tiny_models import INPUT, assert_same, dequantized, load, run, split, tiers
 
 
 def by_rows(folder: Path, **options: Any) -> Any:
@@ -23,7 +23,7 @@ def by_rows(folder: Path, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "opt"])
-def test_packed_rows_are_those_of_the_dequantised_matrix(tmp_path: Path, family: str) -> None:
+def test_packed_rows_are_those_of_the_dequantized_matrix(tmp_path: Path, family: str) -> None:
     folder = build_checkpoint(tmp_path / "model", family, tied=True)
     directory = split(folder, "4bit")
     whole = load(directory).get_input_embeddings()
@@ -52,7 +52,7 @@ def test_rows_of_whole_blocks(tmp_path: Path, compression: str, dtype: torch.dty
         head_dim=8,
     )
     model = by_rows(split(folder, compression))
-    plain = dequantised(folder, tmp_path / "reference", compression, dtype)
+    plain = dequantized(folder, tmp_path / "reference", compression, dtype)
     assert_same(run(model), reference_logits(plain, INPUT, dtype))
 
 

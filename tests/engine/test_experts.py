@@ -25,7 +25,7 @@ from tests.support.tiny_models import (
     INPUT,
     assert_same,
     budget_that_keeps,
-    dequantised,
+    dequantized,
     load,
     plain_model,
     run,
@@ -109,7 +109,7 @@ def every_way() -> Iterator[Any]:
 def test_bits_do_not_depend_on_where_experts_are(tmp_path: Path, family: str, compression: str | None) -> None:
     dtype = torch.float32 if list(FAMILIES).index(family) % 2 == 0 else torch.bfloat16
     folder = build_checkpoint(tmp_path / "model", family, shards=3, dtype=dtype, **{FAMILIES[family]: 24})
-    meant = dequantised(folder, tmp_path / "reference", compression, dtype) if compression else folder
+    meant = dequantized(folder, tmp_path / "reference", compression, dtype) if compression else folder
     expected = reference_logits(meant, INPUT, dtype)
     directory = split(folder, compression)
     for share in SHARES:
@@ -325,12 +325,12 @@ def test_without_a_split_experts_come_out_of_the_shards(tmp_path: Path) -> None:
         assert {placed.tier for placed in model.placement.experts} == {Tier.RESIDENT if budget == ALL else Tier.ROUTED}
 
 
-def test_from_their_codes_experts_are_near_to_the_dequantised_ones(tmp_path: Path) -> None:
+def test_from_their_codes_experts_are_near_to_the_dequantized_ones(tmp_path: Path) -> None:
     wide = {"hidden_size": 128, "moe_intermediate_size": 64, **MANY}
     folder = build_checkpoint(tmp_path / "model", "qwen3_moe", shards=2, dtype=torch.float32, **wide)
     for compression in ("4bit", "8bit"):
         expected = reference_logits(
-            dequantised(folder, tmp_path / compression, compression, torch.float32), INPUT, torch.float32
+            dequantized(folder, tmp_path / compression, compression, torch.float32), INPUT, torch.float32
         )
         got = {}
         for share in SHARES:

@@ -313,7 +313,7 @@ def test_page_locked_memory_changes_no_bit(tmp_path: Path, count: int, compressi
 def test_4bit_layers_are_multiplied_from_their_codes_where_that_is_sooner(
     tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By what bitsandbytes has for a CPU; whether that has the bits of the dequantised matrices is its own affair."""
+    """By what bitsandbytes has for a CPU; whether that has the bits of the dequantized matrices is its own affair."""
     folder = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16, num_hidden_layers=4)
     directory = split(folder, "4bit")
     made = bytes_when_made(load(directory))
@@ -349,7 +349,7 @@ def test_4bit_layers_are_multiplied_from_their_codes_where_that_is_sooner(
     assert not products
 
 
-def test_8bit_layers_are_dequantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_8bit_layers_are_dequantized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16), "8bit")
     monkeypatch.setattr(fused_choice, "is_sooner", lambda *times: True)
     model = load_on([FakeGpu(0)], directory, exact=False)

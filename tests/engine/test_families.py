@@ -16,7 +16,7 @@ from tests.support.tiny_models import (
     INPUT,
     assert_same,
     bytes_when_made,
-    dequantised,
+    dequantized,
     is_compressed,
     load,
     plain_model,
@@ -73,16 +73,16 @@ def test_uncompressed_is_what_transformers_computes(
 
 
 @pytest.mark.parametrize(("family", "tied", "dtype", "compression"), compressed_variants())
-def test_compressed_is_what_transformers_makes_of_dequantised_weights(
+def test_compressed_is_what_transformers_makes_of_dequantized_weights(
     tmp_path: Path, family: str, tied: bool, dtype: torch.dtype, compression: str
 ) -> None:
     folder = build_checkpoint(tmp_path / "model", family, tied=tied, dtype=dtype, shards=3)
-    expected = reference_logits(dequantised(folder, tmp_path / "reference", compression, dtype), INPUT, dtype)
+    expected = reference_logits(dequantized(folder, tmp_path / "reference", compression, dtype), INPUT, dtype)
     directory = split(folder, compression)
     stored = LayerStore(directory).tensors
     wanted = {name for name, tensor in read_tensors(folder).items() if is_compressed(name, tensor)}
     assert wanted
-    assert {name for name, tensor in stored.items() if tensor.quantised} == wanted
+    assert {name for name, tensor in stored.items() if tensor.quantized} == wanted
 
     resident = load(directory)
     assert resident.placement.is_resident
@@ -120,7 +120,7 @@ def test_another_dtype_than_the_stored_one(
 ) -> None:
     folder = plain = build_checkpoint(tmp_path / "model", family, dtype=stored, shards=2)
     if compression is not None:
-        plain = dequantised(folder, tmp_path / "reference", compression, wanted)
+        plain = dequantized(folder, tmp_path / "reference", compression, wanted)
     model = load(split(folder, compression), budget, dtype=str(wanted).removeprefix("torch."))
     assert model.dtype == wanted
     assert_same(run(model), reference_logits(plain, INPUT, wanted))
@@ -133,9 +133,9 @@ def test_a_router_large_enough_to_compress_is_left_alone(tmp_path: Path, compres
     assert read_tensors(folder)[router].numel() == 4096
     directory = split(folder, compression)
     stored = LayerStore(directory).tensors
-    assert stored[router].quantised is None
-    assert stored["model.layers.1.mlp.experts.63.up_proj.weight"].quantised is not None
-    plain = dequantised(folder, tmp_path / "reference", compression, torch.float32)
+    assert stored[router].quantized is None
+    assert stored["model.layers.1.mlp.experts.63.up_proj.weight"].quantized is not None
+    plain = dequantized(folder, tmp_path / "reference", compression, torch.float32)
     assert_same(run(load(directory, 0)), reference_logits(plain, INPUT, torch.float32))
 
 

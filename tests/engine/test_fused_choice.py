@@ -11,10 +11,10 @@ import torch
 from rabbitllm.engine import fused_choice
 from rabbitllm.engine.fused_choice import MOST_ROWS, FusedChoice, is_near, is_sooner
 from rabbitllm.quant import fused_products
-from rabbitllm.quant.compression import Quantised
+from rabbitllm.quant.compression import Quantized
 from tests.support.fake_gpu import FakeGpu
 
-FORM = Quantised("4bit", (96, 128), "bfloat16")
+FORM = Quantized("4bit", (96, 128), "bfloat16")
 
 
 def test_codes_must_be_clearly_sooner() -> None:
@@ -69,7 +69,7 @@ def test_times_are_taken_when_the_device_is_done(monkeypatch: pytest.MonkeyPatch
 def test_one_trial_for_all_matrices_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Any] = []
 
-    def note(device: Any, form: Quantised, dtype: torch.dtype) -> bool:
+    def note(device: Any, form: Quantized, dtype: torch.dtype) -> bool:
         tried.append((device.name, form.shape, dtype))
         return True
 
@@ -79,7 +79,7 @@ def test_one_trial_for_all_matrices_of_a_shape(monkeypatch: pytest.MonkeyPatch) 
     for _ in range(3):
         for gpu in gpus:
             for shape in ((96, 128), (128, 128), (50_000, 64), (150_000, 64)):
-                assert choice.pays(gpu, Quantised("4bit", shape, "bfloat16"), torch.bfloat16)
+                assert choice.pays(gpu, Quantized("4bit", shape, "bfloat16"), torch.bfloat16)
     shapes = [(96, 128), (128, 128), (MOST_ROWS, 64)]
     assert tried == [(gpu.name, shape, torch.bfloat16) for gpu in gpus for shape in shapes]
 
@@ -87,8 +87,8 @@ def test_one_trial_for_all_matrices_of_a_shape(monkeypatch: pytest.MonkeyPatch) 
 def test_no_trial_for_what_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_choice, "_try", lambda *given: pytest.fail("tried"))
     choice = FusedChoice()
-    assert not choice.pays(FakeGpu(0), Quantised("8bit", (96, 128), None), torch.bfloat16)
-    assert not choice.pays(FakeGpu(0), Quantised("4bit", (96, 100), "bfloat16"), torch.bfloat16)
+    assert not choice.pays(FakeGpu(0), Quantized("8bit", (96, 128), None), torch.bfloat16)
+    assert not choice.pays(FakeGpu(0), Quantized("4bit", (96, 100), "bfloat16"), torch.bfloat16)
     assert not choice.pays(FakeGpu(0), FORM, torch.float64)
 
 

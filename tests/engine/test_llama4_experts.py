@@ -19,7 +19,7 @@ from tests.engine.test_expert_stack import Given
 from tests.support.builders import build_checkpoint
 from tests.support.hybrid_families import HYBRIDS
 from tests.support.long_generation import assert_same_trail, continued, prompts
-from tests.support.tiny_models import ALL, dequantised, load, plain_model, split
+from tests.support.tiny_models import ALL, dequantized, load, plain_model, split
 
 EXPERTS = 8
 
@@ -135,7 +135,7 @@ def test_experts_that_come_and_go(tmp_path: Path, dtype: torch.dtype, compressio
     """A loaded model brings in the routed experts, and no other; and has the bits of transformers' own model."""
     sizes = {"num_local_experts": 12, "num_hidden_layers": 4}
     folder = build_checkpoint(tmp_path / "model", HYBRIDS["llama4"], dtype=dtype, shards=2, **sizes)
-    meant = dequantised(folder, tmp_path / "meant", compression, dtype) if compression else folder
+    meant = dequantized(folder, tmp_path / "meant", compression, dtype) if compression else folder
     expected = continued(plain_model(meant, dtype=dtype), prompts(), 12)
     directory = split(folder, compression)
     for budget in (0, 200_000, ALL):

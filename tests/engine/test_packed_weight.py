@@ -21,7 +21,7 @@ from rabbitllm.quant.packed_products import Matrix
 from tests.quant.test_packed_products import error, matrix, meant
 from tests.support.builders import FAMILIES, build_checkpoint, reference_logits
 from tests.support.rounding import assert_greedy, assert_products
-from tests.support.tiny_models import ALL, INPUT, dequantised, load, plain_model, run, split, tiers
+from tests.support.tiny_models import ALL, INPUT, dequantized, load, plain_model, run, split, tiers
 
 pytestmark = pytest.mark.skipif(not vectors.lanes(), reason="no vectors of a kind that is used here")
 WIDE = {"hidden_size": 128, "intermediate_size": 192}
@@ -42,13 +42,13 @@ def test_a_linear_has_it_like_any_other_weight(scheme: str) -> None:
     x = torch.randn(2, 5, 128)
     with torch.no_grad():
         for got in (module(x), nn.functional.linear(input=x, weight=module.weight, bias=module.bias)):
-            assert_products(got.view(10, 32), x.view(10, 128), packed.dequantised(), module.bias)
+            assert_products(got.view(10, 32), x.view(10, 128), packed.dequantized(), module.bias)
     assert "PackedWeight((32, 128), torch.float32, stored at " + scheme in repr(module.weight)
 
 
 def test_whatever_else_is_asked_gets_the_matrix() -> None:
     packed = weight()
-    plain = packed.dequantised()
+    plain = packed.dequantized()
     assert torch.equal(packed + 1, plain + 1)
     assert torch.equal(packed[3:5], plain[3:5])
     assert torch.equal(torch.cat([packed, plain]), torch.cat([plain, plain]))
@@ -62,7 +62,7 @@ def test_whatever_else_is_asked_gets_the_matrix() -> None:
 
 def test_every_way_of_reading_it_gets_the_matrix() -> None:
     packed = weight(rows=128, columns=128)
-    plain = packed.dequantised()
+    plain = packed.dequantized()
     ids, x, projection = torch.tensor([[3, 127, 3]]), torch.randn(5, 2, 128), torch.randn(384, 128)
 
     def attention(out: torch.Tensor) -> torch.Tensor:
@@ -105,17 +105,17 @@ def test_gradients_of_inputs_and_bias_are_those_of_the_matrix() -> None:
     assert of_x is not None
     assert of_bias is not None
     x2, bias2 = x.detach().clone().requires_grad_(), bias.detach().clone().requires_grad_()
-    nn.functional.linear(x2, packed.dequantised(), bias2).square().sum().backward()
+    nn.functional.linear(x2, packed.dequantized(), bias2).square().sum().backward()
     torch.testing.assert_close(of_x, x2.grad, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(of_bias, bias2.grad, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("compression", ["4bit", "8bit"])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_every_family_is_near_to_its_dequantised_self(tmp_path: Path, family: str, compression: str) -> None:
+def test_every_family_is_near_to_its_dequantized_self(tmp_path: Path, family: str, compression: str) -> None:
     folder = build_checkpoint(tmp_path / "model", family, tied=FAMILIES[family].ties[0], dtype=torch.float32)
     plain = reference_logits(
-        dequantised(folder, tmp_path / "reference", compression, torch.float32), INPUT, torch.float32
+        dequantized(folder, tmp_path / "reference", compression, torch.float32), INPUT, torch.float32
     )
     directory, model = split(folder, compression), plain_model(tmp_path / "reference", dtype=torch.float32)
     for budget in (ALL, 0):
@@ -134,7 +134,7 @@ def test_resident_and_streamed_have_the_same_bits(tmp_path: Path, compression: s
     assert torch.equal(one.tokens, other.tokens)
 
 
-def test_nothing_is_dequantised_when_a_token_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_dequantized_when_a_token_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is kept is what is stored: the model fits where its dense matrices would not."""
     folder = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16, **WIDE)
     directory = split(folder, "4bit")
@@ -145,10 +145,10 @@ def test_nothing_is_dequantised_when_a_token_is_made(tmp_path: Path, monkeypatch
     assert model.placement.is_resident
 
     def refuse(*_: object) -> torch.Tensor:
-        raise AssertionError("a matrix was dequantised")
+        raise AssertionError("a matrix was dequantized")
 
-    monkeypatch.setattr(packed_products, "dequantise", refuse)
-    monkeypatch.setattr(unit_source, "dequantise", refuse)
+    monkeypatch.setattr(packed_products, "dequantize", refuse)
+    monkeypatch.setattr(unit_source, "dequantize", refuse)
     with torch.inference_mode():
         model(INPUT[:, :1])
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
@@ -156,17 +156,17 @@ def test_nothing_is_dequantised_when_a_token_is_made(tmp_path: Path, monkeypatch
     assert all(isinstance(module._parameters["weight"], PackedWeight) for module in linears)
 
 
-def test_exact_has_the_bits_of_the_dequantised_model(tmp_path: Path) -> None:
+def test_exact_has_the_bits_of_the_dequantized_model(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16, **WIDE)
     expected = reference_logits(
-        dequantised(folder, tmp_path / "reference", "4bit", torch.bfloat16), INPUT, torch.bfloat16
+        dequantized(folder, tmp_path / "reference", "4bit", torch.bfloat16), INPUT, torch.bfloat16
     )
     exact, default = (run(load(split(folder, "4bit"), exact=exact)) for exact in (True, False))
     assert torch.equal(exact.logits, expected.logits)
     assert not torch.equal(default.logits, expected.logits)
 
 
-def test_meant_is_what_dequantising_gives() -> None:
+def test_meant_is_what_dequantizing_gives() -> None:
     """The referee of these tests agrees with bitsandbytes."""
     parts = matrix("4bit", 16, 128, dtype=torch.float32)
-    assert error(weight("4bit", 16, 128).dequantised(), meant(parts)) < 1e-6
+    assert error(weight("4bit", 16, 128).dequantized(), meant(parts)) < 1e-6

@@ -50,12 +50,12 @@ def test_where_the_time_goes() -> None:
     ledger, cache = PassLedger(2), Cache()
     ledger.begin(Entry(1, 10, 0, 1), cache, 0.0)
     assert ledger.facts(0.0).spent.shares == {}
-    ledger.spend(disk=6, dequantise=1)
+    ledger.spend(disk=6, dequantize=1)
     ledger.spend(compute=3)
     ledger.unit_done()
     facts = ledger.facts(10.0)
     assert facts.layer == 1
-    assert facts.spent.shares == {"disk": 0.6, "copies": 0, "dequantise": 0.1, "compute": 0.3}
+    assert facts.spent.shares == {"disk": 0.6, "copies": 0, "dequantize": 0.1, "compute": 0.3}
     ledger.begin(Entry(1, 1, 10, 1), cache, 10.0)  # a further token is another thing
     assert ledger.facts(10.0).layer == 0
     ledger.spend(copies=1)

@@ -13,7 +13,7 @@ import torch
 
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import SpanReader
-from rabbitllm.telemetry.profiler import COMPUTE, DEQUANTISE, READ, READ_WAIT, UPLOAD
+from rabbitllm.telemetry.profiler import COMPUTE, DEQUANTIZE, READ, READ_WAIT, UPLOAD
 from rabbitllm.telemetry.totals import copies_of
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu
@@ -96,22 +96,22 @@ def test_slow_computation_is_the_bottleneck_and_hides_the_disk(checkpoint: Path,
     assert stages[READ_WAIT].seconds < stages[READ].seconds / 3
 
 
-def test_slow_dequantising_is_told_apart(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_dequantizing_is_told_apart(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rabbitllm.engine import unit_source
 
-    dequantise, slept = unit_source.dequantise, []
+    dequantize, slept = unit_source.dequantize, []
 
     def slow(*args: Any) -> torch.Tensor:
         time.sleep(0.01)
         slept.append(0.01)
-        return dequantise(*args)
+        return dequantize(*args)
 
     model = load(split(checkpoint, "4bit"), 0, profiling=True)
-    monkeypatch.setattr(unit_source, "dequantise", slow)
+    monkeypatch.setattr(unit_source, "dequantize", slow)
     passes(model)
     assert slept
-    assert model.profiler.stages[DEQUANTISE].seconds >= sum(slept)
-    assert set(model.profiler.layers["model.layers.0"]) == {READ, READ_WAIT, DEQUANTISE, COMPUTE}
+    assert model.profiler.stages[DEQUANTIZE].seconds >= sum(slept)
+    assert set(model.profiler.layers["model.layers.0"]) == {READ, READ_WAIT, DEQUANTIZE, COMPUTE}
 
 
 def test_copies_to_a_gpu_are_recorded(checkpoint: Path) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints that are published quantised: kept as they are, and bit for bit what transformers computes with them."""
+"""Checkpoints that are published quantized: kept as they are, and bit for bit what transformers computes with them."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import IncompleteSplitError, MissingPackageError, OptionError
 from rabbitllm.store.layer_store import LayerStore
 from tests.engine.test_fake_gpu import run_on
-from tests.support import quantised, splitting
+from tests.support import quantized, splitting
 from tests.support.builders import SINGLE_NAME, build_checkpoint, read_tensors, reference_logits
 from tests.support.fake_gpu import FakeGpu
 from tests.support.tiny_models import ALL, INPUT, assert_same, load, run, split, tiers
 
 pytestmark = pytest.mark.skipif(
-    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 21), reason="its quantisers are others"
+    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 21), reason="its quantizers are others"
 )
 
 Build = Callable[[Path], Path]
 
 PUBLISHED: dict[str, Build] = {
-    "fp8-llama": lambda folder: quantised.build_fp8(folder, "llama", shards=3),
-    "fp8-qwen3_moe": lambda folder: quantised.build_fp8(folder, "qwen3_moe", shards=3, tied=True),
-    "fp8-deepseek_v3": lambda folder: quantised.build_fp8(folder, "deepseek_v3", shards=3),
-    "mxfp8-qwen2": lambda folder: quantised.build_mxfp8(folder, "qwen2", shards=3),
-    "mxfp4-gpt_oss": lambda folder: quantised.build_mxfp4(folder, shards=3),
-    "4bit-llama-nf4-nested": lambda folder: quantised.build_bitsandbytes(
+    "fp8-llama": lambda folder: quantized.build_fp8(folder, "llama", shards=3),
+    "fp8-qwen3_moe": lambda folder: quantized.build_fp8(folder, "qwen3_moe", shards=3, tied=True),
+    "fp8-deepseek_v3": lambda folder: quantized.build_fp8(folder, "deepseek_v3", shards=3),
+    "mxfp8-qwen2": lambda folder: quantized.build_mxfp8(folder, "qwen2", shards=3),
+    "mxfp4-gpt_oss": lambda folder: quantized.build_mxfp4(folder, shards=3),
+    "4bit-llama-nf4-nested": lambda folder: quantized.build_bitsandbytes(
         folder, "llama", 4, shards=3, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
     ),
-    "4bit-qwen3_moe-fp4": lambda folder: quantised.build_bitsandbytes(folder, "qwen3_moe", 4, shards=3),
-    "4bit-qwen3-bfloat16-storage": lambda folder: quantised.build_bitsandbytes(
+    "4bit-qwen3_moe-fp4": lambda folder: quantized.build_bitsandbytes(folder, "qwen3_moe", 4, shards=3),
+    "4bit-qwen3-bfloat16-storage": lambda folder: quantized.build_bitsandbytes(
         folder,
         "qwen3",
         4,
@@ -50,14 +50,14 @@ PUBLISHED: dict[str, Build] = {
         bnb_4bit_compute_dtype=torch.bfloat16,
         bnb_4bit_quant_storage=torch.bfloat16,
     ),
-    "4bit-gpt2": lambda folder: quantised.build_bitsandbytes(folder, "gpt2", 4, shards=2),
-    "8bit-llama": lambda folder: quantised.build_bitsandbytes(folder, "llama", 8, shards=3),
-    "8bit-qwen2-float16": lambda folder: quantised.build_bitsandbytes(
+    "4bit-gpt2": lambda folder: quantized.build_bitsandbytes(folder, "gpt2", 4, shards=2),
+    "8bit-llama": lambda folder: quantized.build_bitsandbytes(folder, "llama", 8, shards=3),
+    "8bit-qwen2-float16": lambda folder: quantized.build_bitsandbytes(
         folder, "qwen2", 8, shards=2, dtype=torch.float16, llm_int8_threshold=0.0
     ),
 }
 COMPRESSED = {
-    f"{scheme}-{family}": lambda folder, family=family, scheme=scheme: quantised.build_compressed_tensors(
+    f"{scheme}-{family}": lambda folder, family=family, scheme=scheme: quantized.build_compressed_tensors(
         folder, family, scheme, shards=3
     )
     for scheme, family in (
@@ -122,7 +122,7 @@ def test_what_transformers_computes_with_compressed_tensors(tmp_path: Path, buil
 @pytest.mark.parametrize("scheme", ["INT8", "FP8_BLOCK"])
 def test_experts_that_transformers_does_not_decompress(tmp_path: Path, scheme: str) -> None:
     """It raises while it loads them. The reference is the model of codes times scales, in the dtype of the scales."""
-    folder = quantised.build_compressed_tensors(tmp_path / "model", "qwen3_moe", scheme, shards=3)
+    folder = quantized.build_compressed_tensors(tmp_path / "model", "qwen3_moe", scheme, shards=3)
     stored = read_tensors(folder)
     plain = {name: tensor for name, tensor in stored.items() if not name.endswith("_scale")}
     for name in [name for name in plain if f"{name}_scale" in stored]:
@@ -148,7 +148,7 @@ def test_experts_that_transformers_does_not_decompress(tmp_path: Path, scheme: s
 )
 def test_packed_codes_without_a_part(tmp_path: Path, gone: str, said: str) -> None:
     family = "qwen3_moe" if "experts" in gone else "llama"
-    folder = quantised.build_compressed_tensors(tmp_path / "model", family, "W4A16")
+    folder = quantized.build_compressed_tensors(tmp_path / "model", family, "W4A16")
     take_out(folder, gone)
     with pytest.raises(IncompleteSplitError, match=said):
         load(split(folder))
@@ -208,26 +208,26 @@ def test_codes_that_are_streamed_leave_nothing(tmp_path: Path, name: str) -> Non
             assert state is None or (state.CB is None and state.SCB is None)
 
 
-def test_a_layer_is_said_to_be_dequantised_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = quantised.build_fp8(tmp_path / "model", "llama")
+def test_a_layer_is_said_to_be_dequantized_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = quantized.build_fp8(tmp_path / "model", "llama")
     directory = split(folder)
     with caplog.at_level(logging.WARNING, "rabbitllm"):
         model = load(directory, 0)
         run(model)
-    said = [record.message for record in caplog.records if "dequantised" in record.message]
+    said = [record.message for record in caplog.records if "dequantized" in record.message]
     assert said == [
-        f"The weights in {directory} are fp8. On cpu each layer is dequantised to bfloat16 when it is used; the files "
+        f"The weights in {directory} are fp8. On cpu each layer is dequantized to bfloat16 when it is used; the files "
         "stay as they are."
     ]
     assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
-    assert not hasattr(model.config, "quantization_config")  # as transformers leaves a model that it dequantised
+    assert not hasattr(model.config, "quantization_config")  # as transformers leaves a model that it dequantized
 
 
 def test_a_model_of_bitsandbytes_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = quantised.build_bitsandbytes(tmp_path / "model", "llama", 4)
+    folder = quantized.build_bitsandbytes(tmp_path / "model", "llama", 4)
     with caplog.at_level(logging.WARNING, "rabbitllm"):
         model = load(split(folder))
-    assert "dequantised" not in caplog.text
+    assert "dequantized" not in caplog.text
     assert model.is_loaded_in_4bit
     assert model.is_quantized
     assert model.config.quantization_config.load_in_4bit
@@ -235,12 +235,12 @@ def test_a_model_of_bitsandbytes_says_so(tmp_path: Path, caplog: pytest.LogCaptu
 
 @pytest.mark.parametrize("compression", ["4bit", "8bit"])
 @pytest.mark.parametrize("sequential", [True, False])
-def test_they_are_not_quantised_once_more(tmp_path: Path, compression: str, sequential: bool) -> None:
-    folder = quantised.build_fp8(tmp_path / "model", "llama", shards=2)
+def test_they_are_not_quantized_once_more(tmp_path: Path, compression: str, sequential: bool) -> None:
+    folder = quantized.build_fp8(tmp_path / "model", "llama", shards=2)
     before = splitting.contents(folder)
     with pytest.raises(OptionError) as refused:
         AutoModel.from_pretrained(folder, device="cpu", compression=compression, sequential_shard_processing=sequential)
-    assert "are quantised already (fp8)" in refused.value.problem
+    assert "are quantized already (fp8)" in refused.value.problem
     assert f"compression={compression!r}" in refused.value.problem
     assert "Leave compression out" in refused.value.remedy
     assert splitting.contents(folder) == before
@@ -248,8 +248,8 @@ def test_they_are_not_quantised_once_more(tmp_path: Path, compression: str, sequ
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_matrices_that_are_no_whole_number_of_blocks(tmp_path: Path, family: str) -> None:
-    """As DeepSeek-V3 is; transformers itself dequantises none of them."""
-    folder = quantised.build_fp8(tmp_path / "model", family, block=24)
+    """As DeepSeek-V3 is; transformers itself dequantizes none of them."""
+    folder = quantized.build_fp8(tmp_path / "model", family, block=24)
     published = read_tensors(folder)
     plain = build_checkpoint(tmp_path / "plain", family, dtype=torch.bfloat16)
     for name, tensor in published.items():
@@ -263,7 +263,7 @@ def test_matrices_that_are_no_whole_number_of_blocks(tmp_path: Path, family: str
 
 
 def test_codes_without_scales(tmp_path: Path) -> None:
-    folder = quantised.build_fp8(tmp_path / "model", "llama")
+    folder = quantized.build_fp8(tmp_path / "model", "llama")
     take_out(folder, "layers.1.mlp.up_proj.weight_scale_inv")
     with pytest.raises(IncompleteSplitError) as refused:
         load(split(folder))
@@ -272,14 +272,14 @@ def test_codes_without_scales(tmp_path: Path) -> None:
 
 
 def test_an_expert_s_codes_without_scales(tmp_path: Path) -> None:
-    folder = quantised.build_fp8(tmp_path / "model", "qwen3_moe")
+    folder = quantized.build_fp8(tmp_path / "model", "qwen3_moe")
     take_out(folder, "layers.1.mlp.experts.2.down_proj.weight_scale_inv")
     with pytest.raises(IncompleteSplitError, match=r"model.layers.1.mlp.experts.down_proj"):
         load(split(folder))
 
 
 def test_scales_without_codes(tmp_path: Path) -> None:
-    folder = quantised.build_mxfp4(tmp_path / "model")
+    folder = quantized.build_mxfp4(tmp_path / "model")
     take_out(folder, "layers.1.mlp.experts.down_proj_blocks")
     with pytest.raises(IncompleteSplitError, match=r"model.layers.1.mlp.experts.down_proj"):
         load(split(folder))
@@ -287,23 +287,23 @@ def test_scales_without_codes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("gone", ["absmax", "quant_map", "quant_state.bitsandbytes__nf4"])
 def test_codes_of_bitsandbytes_without_a_part(tmp_path: Path, gone: str) -> None:
-    folder = quantised.build_bitsandbytes(tmp_path / "model", "llama", 4, bnb_4bit_quant_type="nf4")
+    folder = quantized.build_bitsandbytes(tmp_path / "model", "llama", 4, bnb_4bit_quant_type="nf4")
     take_out(folder, f"layers.1.mlp.up_proj.weight.{gone}")
     with pytest.raises(IncompleteSplitError, match=rf"model.layers.1.mlp.up_proj.weight lack weight\.{gone}"):
         load(split(folder))
 
 
 def test_plain_weights_where_the_config_says_codes(tmp_path: Path) -> None:
-    folder = quantised.build_bitsandbytes(tmp_path / "model", "llama", 4)
+    folder = quantized.build_bitsandbytes(tmp_path / "model", "llama", 4)
     name = "model.layers.1.mlp.up_proj.weight"
     take_out(folder, name, *(f"{name}.{part}" for part in ("absmax", "quant_map", "quant_state.bitsandbytes__fp4")))
     take_out(folder, **{name: torch.zeros(128, 64, dtype=torch.bfloat16)})
-    with pytest.raises(IncompleteSplitError, match="is plain BF16, where the model's config says it is quantised"):
+    with pytest.raises(IncompleteSplitError, match="is plain BF16, where the model's config says it is quantized"):
         load(split(folder))
 
 
 def test_codes_of_another_size(tmp_path: Path) -> None:
-    folder = quantised.build_bitsandbytes(tmp_path / "model", "llama", 4)
+    folder = quantized.build_bitsandbytes(tmp_path / "model", "llama", 4)
     take_out(folder, **{"model.layers.1.mlp.up_proj.weight": torch.zeros(96, 1, dtype=torch.uint8)})
     with pytest.raises(
         IncompleteSplitError, match=r"up_proj.weight have shape \(96, 1\); the model's config asks for \(128, 64\)"
@@ -313,7 +313,7 @@ def test_codes_of_another_size(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(find_spec("compressed_tensors") is not None, reason="it is installed")
 def test_a_package_that_is_missing_is_named(tmp_path: Path) -> None:
-    folder = quantised.build_compressed_tensors(tmp_path / "model", "llama", "W4A16", packed=False)
+    folder = quantized.build_compressed_tensors(tmp_path / "model", "llama", "W4A16", packed=False)
     before = splitting.contents(folder)
     with pytest.raises(MissingPackageError) as refused:
         AutoModel.from_pretrained(folder, device="cpu")
@@ -327,12 +327,12 @@ def test_a_plan_says_what_they_are(tmp_path: Path, build: Build) -> None:
     folder = build(tmp_path / "model")
     made = rabbitllm.plan(folder, device="cpu", max_memory={"cpu": 0})
     assert made.anatomy is not None
-    method = made.anatomy.quantised
+    method = made.anatomy.quantized
     assert method is not None
     as_it_is, *others = made.outlooks
     assert as_it_is.obstacle is None
     assert any(route.fits for route in as_it_is.routes)
-    assert {outlook.obstacle for outlook in others} == {f"the weights are quantised already ({method})"}
+    assert {outlook.obstacle for outlook in others} == {f"the weights are quantized already ({method})"}
     first, *rest = made.generations
     assert first.obstacle is None
     assert first.token_seconds is not None

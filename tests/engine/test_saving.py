@@ -15,8 +15,8 @@ from safetensors import safe_open
 from rabbitllm import AutoModel
 from rabbitllm.errors import OptionError, RabbitLLMError
 from tests.support.builders import build_checkpoint, read_tensors, reference_logits, write_torch
-from tests.support.quantised import build_bitsandbytes, build_fp8
-from tests.support.tiny_models import ALL, INPUT, assert_same, dequantised, load, plain_model, run, split
+from tests.support.quantized import build_bitsandbytes, build_fp8
+from tests.support.tiny_models import ALL, INPUT, assert_same, dequantized, load, plain_model, run, split
 
 FAMILIES = ["llama", "qwen3_moe", "gpt_oss", "t5", "qwen3_next"]
 
@@ -65,17 +65,17 @@ def test_files_of_torch_become_safetensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("budget", [ALL, 0])
 @pytest.mark.parametrize("compression", ["4bit", "8bit"])
-def test_what_is_compressed_is_dequantised(tmp_path: Path, compression: str, budget: int) -> None:
+def test_what_is_compressed_is_dequantized(tmp_path: Path, compression: str, budget: int) -> None:
     source = build_checkpoint(tmp_path / "source", "qwen3_moe", dtype=torch.bfloat16)
     model = load(split(source, compression), budget)
     expected = run(model)
     model.save_pretrained(tmp_path / "copy")
-    meant = dequantised(source, tmp_path / "meant", compression, torch.bfloat16)
+    meant = dequantized(source, tmp_path / "meant", compression, torch.bfloat16)
     assert_holds(tmp_path / "copy", read_tensors(meant))
     assert_same(reference_logits(tmp_path / "copy", INPUT, torch.bfloat16), expected)
 
 
-def test_the_dtype_of_what_is_dequantised_is_the_models(tmp_path: Path) -> None:
+def test_the_dtype_of_what_is_dequantized_is_the_models(tmp_path: Path) -> None:
     source = build_checkpoint(tmp_path / "source", "llama", dtype=torch.bfloat16)
     model = load(split(source, "8bit"), 0, dtype="float16")
     model.save_pretrained(tmp_path / "copy")
@@ -85,7 +85,7 @@ def test_the_dtype_of_what_is_dequantised_is_the_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("build", [build_fp8, functools.partial(build_bitsandbytes, bits=4)], ids=["fp8", "4bit"])
-def test_published_quantised_weights_stay_as_they_are(tmp_path: Path, build: Any) -> None:
+def test_published_quantized_weights_stay_as_they_are(tmp_path: Path, build: Any) -> None:
     source = build(tmp_path / "source", family="llama")
     load(split(source), 0).save_pretrained(tmp_path / "copy")
     assert_holds(tmp_path / "copy", read_tensors(source))

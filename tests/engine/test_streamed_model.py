@@ -138,7 +138,7 @@ def test_it_says_how_much_of_it_is_in_memory(tmp_path: Path) -> None:
     layer = next(unit.stored for unit in nothing.placement.units if unit.unit.endswith("layers.0"))
     assert 2 * layer <= nothing.get_memory_footprint() < 3 * layer + plain.lm_head.weight.nbytes
     assert nothing.get_memory_footprint() < half.get_memory_footprint() < plain.get_memory_footprint()
-    # exact: dequantised once, and kept so
+    # exact: dequantized once, and kept so
     assert load(split(source, "4bit")).get_memory_footprint() == plain.get_memory_footprint()
     assert load(split(source, "4bit"), exact=False).get_memory_footprint() < plain.get_memory_footprint() / 2
 

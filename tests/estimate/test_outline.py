@@ -134,7 +134,7 @@ def test_published_figures_are_those_of_the_models_own_class(model: Published) -
 
 @pytest.mark.parametrize("model", published(), ids=lambda model: model.repository)
 def test_the_engine_takes_the_sample_of_a_published_model(tmp_path: Path, model: Published) -> None:
-    """Quantised as it is published: nothing is missing, and nothing left over but a layer that is known for that."""
+    """Quantized as it is published: nothing is missing, and nothing left over but a layer that is known for that."""
     (tmp_path / "config.json").write_text(json.dumps(model.outline.sample))
     files = PlannedFiles(model.outline.plans[None], tmp_path / "split")
     drawn = blueprint(files, StreamOptions(device="cpu", max_memory={"cpu": 1 << 45}), tmp_path, [CpuDevice()])

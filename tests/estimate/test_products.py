@@ -39,7 +39,7 @@ def test_shapes_and_proportions(form: str) -> None:
 @pytest.mark.parametrize("form", ["4bit", "8bit"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_is_measured_is_the_kernel(form: str, dtype: torch.dtype) -> None:
-    """Made-up codes with a meaning that no kernel knows would be dequantised."""
+    """Made-up codes with a meaning that no kernel knows would be dequantized."""
     for weight in working_set(form, SHAPES, dtype, CpuDevice(), ALL).weights:
         assert isinstance(weight, PackedWeight)
         assert isinstance(weight.matrix, Matrix)

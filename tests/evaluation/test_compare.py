@@ -22,7 +22,7 @@ from rabbitllm.generation.scoring import Room, ScoredText
 from rabbitllm.storage.durable import NamelessFile
 from tests.support.builders import FAMILIES, VOCABULARY_SIZE, build_checkpoint
 from tests.support.fake_gpu import FakeGpu, watched
-from tests.support.tiny_models import dequantised, load, one_thread, plain_model, split  # noqa: F401  a fixture
+from tests.support.tiny_models import dequantized, load, one_thread, plain_model, split  # noqa: F401  a fixture
 
 STREAMED = 60_000
 """Bytes with which most of a tiny model streams."""
@@ -83,9 +83,9 @@ def test_as_plain_transformers_has_it(tmp_path: Path, family: str, tied: bool, m
 
 @pytest.mark.parametrize("compression", ["4bit", "8bit"])
 def test_what_is_compressed(tmp_path: Path, compression: str) -> None:
-    """Beside bitsandbytes' own dequantised weights."""
+    """Beside bitsandbytes' own dequantized weights."""
     folder = build_checkpoint(tmp_path / "model", FAMILIES["llama"], dtype=torch.float32)
-    rounded = dequantised(folder, tmp_path / "rounded", compression, torch.float32)
+    rounded = dequantized(folder, tmp_path / "rounded", compression, torch.float32)
     expected = directly(*(plain_model(one, dtype=torch.float32).eval() for one in (folder, rounded)), texts())
     found = compare(load(split(folder, compression)), load(split(folder), STREAMED), texts(), FEW)
     assert_near(found, expected)

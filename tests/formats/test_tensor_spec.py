@@ -16,7 +16,7 @@ def test_dtype_is_torchs_own_and_the_name_comes_back(name: str) -> None:
 
 
 def test_what_bitsandbytes_takes() -> None:
-    assert {name for name, dtype in DTYPES.items() if dtype.quantisable} == {"F32", "F16", "BF16"}
+    assert {name for name, dtype in DTYPES.items() if dtype.quantizable} == {"F32", "F16", "BF16"}
 
 
 @pytest.mark.parametrize(

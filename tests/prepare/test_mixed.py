@@ -41,7 +41,7 @@ from tests.support.quick_measuring import quick_measuring as quick_measuring
 from tests.support.rounding import assert_as_near, exact_logits
 from tests.support.scenes import Scene, sample
 from tests.support.splitting import Call, contents, interrupted
-from tests.support.tiny_models import INPUT, assert_same, dequantised, plain_model, run, tiers
+from tests.support.tiny_models import INPUT, assert_same, dequantized, plain_model, run, tiers
 from tests.support.tiny_models import one_thread as one_thread
 
 REPO = "acme/tiny"
@@ -172,13 +172,13 @@ def test_logits_are_those_of_the_weights_it_stands_for(tmp_path: Path, family: s
     model = load(folder, tmp_path / "mixed", memory, exact=True)
     made = tmp_path / "mixed" / "splitted_model.auto"
     assert set(chosen_in(made).values()) >= {"4bit-double" if wide else "4bit", "8bit"}
-    meant = dequantised(folder, tmp_path / "meant", chosen_in(made), dtype)
+    meant = dequantized(folder, tmp_path / "meant", chosen_in(made), dtype)
     expected = run(plain_model(meant, dtype=dtype))
     assert_same(run(model), expected)
     assert not {Tier.STREAMED, Tier.ROUTED} & {*tiers(model).values()}
     assert_same(run(load(folder, tmp_path / "mixed", 0, exact=True)), expected)
     quick = run(load(folder, tmp_path / "mixed", memory)).logits
-    codes = dequantised(folder, tmp_path / "codes", chosen_in(made), torch.float64)
+    codes = dequantized(folder, tmp_path / "codes", chosen_in(made), torch.float64)
     assert_as_near(quick, expected.logits, exact_logits(codes, INPUT), routed=family == "qwen3_moe")
 
 
@@ -256,7 +256,7 @@ def test_scales_are_fitted_where_there_are_any(made: Path, tmp_path: Path) -> No
     found = Call(str(made.parent), str(tmp_path / "fitted"), "auto", sequential=False).find()
     prepare.ensure_split(found, SplitOptions("auto", max_disk=chosen.max_disk, fit_scales=True))
     fitted = manifest_of(found.split_folder)
-    assert is_fitted(fitted.quantiser)
+    assert is_fitted(fitted.quantizer)
     assert fitted.chosen == chosen
     losses = []
     for folder, is_so in ((made.parent, False), (tmp_path / "fitted", True)):  # what is finished says which it has

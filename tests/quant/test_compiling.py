@@ -26,8 +26,8 @@ try:
 except RuntimeError as error:
     print("numba:", error)
 from rabbitllm.store import packed_kernels, packed_products, vectors
-from rabbitllm.quant.compression import quantise
-assert quantise._compiled_kernels_agree("4bit")
+from rabbitllm.quant.compression import quantize
+assert quantize._compiled_kernels_agree("4bit")
 assert packed_products._kernel_agrees("4bit") == bool(vectors.lanes())
 if width := vectors.lanes():
     assert packed_kernels.in_a_team("4bit", width)

@@ -1,4 +1,4 @@
-"""What compression touches, that it is bitsandbytes' own quantisation bit for bit, and states nobody should believe."""
+"""What compression touches, that it is bitsandbytes' own quantization bit for bit, and states nobody should believe."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from rabbitllm.quant.compression import (
     INT8_BLOCK,
     NF4_BLOCK,
     NF4_STATE,
-    Quantised,
+    Quantized,
     check_compression,
     constants,
-    dequantise,
+    dequantize,
     is_compressible,
     library,
     part_names,
-    quantise_blocks,
+    quantize_blocks,
     read_state,
     schemes,
     stored_form,
@@ -158,7 +158,7 @@ def in_chunks(tensor: torch.Tensor, scheme: str, blocks: int) -> dict[str, bytes
     form = stored_form(spec, scheme)
     assert form.scheme == scheme
     data, step = memoryview(bytearray(raw(tensor))), blocks * BLOCKS[scheme] * tensor.element_size()
-    pieces = [quantise_blocks(scheme, data[at : at + step], spec.dtype, "cpu") for at in range(0, len(data), step)]
+    pieces = [quantize_blocks(scheme, data[at : at + step], spec.dtype, "cpu") for at in range(0, len(data), step)]
     stored = {
         form.parts[0].name: b"".join(bytes(codes) for codes, _ in pieces),
         form.parts[1].name: b"".join(bytes(scales) for _, scales in pieces),
@@ -215,18 +215,18 @@ def test_the_way_back_is_bitsandbytes_own(dtype: torch.dtype, scheme: str, shape
     stored = in_chunks(tensor, scheme, 5)
     parts, state = specs_of(stored, scheme, shape, dtype)
     form = read_state("w", scheme, parts, state)
-    assert form == Quantised(scheme, shape, str(dtype).removeprefix("torch.") if scheme == "4bit" else None)
+    assert form == Quantized(scheme, shape, str(dtype).removeprefix("torch.") if scheme == "4bit" else None)
     payload = torch.frombuffer(bytearray(stored["w"]), dtype=torch.uint8).view(parts["w"].shape)
     absmax = torch.frombuffer(bytearray(stored[f"w.{scheme}.absmax"]), dtype=torch.float32)
     table = torch.frombuffer(bytearray(stored[part_names("w", scheme)[2]]), dtype=torch.float32)
     if scheme == "4bit":
-        codes, quantised = functional.quantize_4bit(tensor, blocksize=NF4_BLOCK, quant_type="nf4")
-        quantised.shape = torch.Size([tensor.numel()])  # its kernel for the CPU begins a block with each row
-        expected = functional.dequantize_4bit(codes, quantised).view(shape)
+        codes, quantized = functional.quantize_4bit(tensor, blocksize=NF4_BLOCK, quant_type="nf4")
+        quantized.shape = torch.Size([tensor.numel()])  # its kernel for the CPU begins a block with each row
+        expected = functional.dequantize_4bit(codes, quantized).view(shape)
     else:
-        codes, quantised = functional.quantize_blockwise(tensor, blocksize=INT8_BLOCK)
-        expected = functional.dequantize_blockwise(codes, quantised)
-    found = dequantise(form, payload, absmax, table, dtype)
+        codes, quantized = functional.quantize_blockwise(tensor, blocksize=INT8_BLOCK)
+        expected = functional.dequantize_blockwise(codes, quantized)
+    found = dequantize(form, payload, absmax, table, dtype)
     assert (found.dtype, found.shape) == (dtype, shape)
     assert raw(found) == raw(expected.to(dtype))
     assert (found.float() - tensor.float()).abs().max() < 0.2 * tensor.float().abs().max()
@@ -240,8 +240,8 @@ def test_each_element_has_the_scale_of_its_block(columns: int) -> None:
     assert state.code is not None
     pairs = torch.stack([codes.view(-1) >> 4, codes.view(-1) & 15], dim=1).view(-1).long()
     expected = (state.code[pairs] * state.absmax.repeat_interleave(NF4_BLOCK)[: len(pairs)]).view(tensor.shape)
-    form = Quantised("4bit", (64, columns), "float32")
-    assert torch.equal(dequantise(form, codes, state.absmax, state.code, torch.float32), expected)
+    form = Quantized("4bit", (64, columns), "float32")
+    assert torch.equal(dequantize(form, codes, state.absmax, state.code, torch.float32), expected)
 
 
 def specs_of(
@@ -386,7 +386,7 @@ def test_hostile_state(case: str) -> None:
         change = state | change
     with pytest.raises(IncompleteSplitError) as refused:
         read_state("w", "4bit", parts, change if isinstance(change, bytes) else json.dumps(change).encode())
-    assert "the quantisation state of 'w' is" in str(refused.value)
+    assert "the quantization state of 'w' is" in str(refused.value)
     assert "expected the JSON of an unnested nf4 state of blocks of 64" in str(refused.value)
     assert len(str(refused.value)) < 1000
 

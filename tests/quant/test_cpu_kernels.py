@@ -1,4 +1,4 @@
-"""Our compiled quantisers against bitsandbytes, the referee: the same codes and the same scales, bit for bit."""
+"""Our compiled quantizers against bitsandbytes, the referee: the same codes and the same scales, bit for bit."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rabbitllm.quant import cpu_kernels
-from rabbitllm.quant.compression import BLOCKS, quantise, quantise_blocks
+from rabbitllm.quant.compression import BLOCKS, quantize, quantize_blocks
 from rabbitllm.quant.compression.library import functional
-from rabbitllm.quant.compression.quantise import (
+from rabbitllm.quant.compression.quantize import (
     _bytes_of,
     _compiled_kernels_agree,
-    _quantise_compiled,
-    _quantise_with_bitsandbytes,
+    _quantize_compiled,
+    _quantize_with_bitsandbytes,
 )
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -70,7 +70,7 @@ CASES: dict[str, Callable[[], torch.Tensor]] = {
 
 def same(scheme: str, values: torch.Tensor, dtype: str) -> None:
     data = _bytes_of(values.to(DTYPES[dtype]).contiguous().view(torch.uint8))
-    ours, theirs = _quantise_compiled(scheme, data, dtype), _quantise_with_bitsandbytes(scheme, data, dtype, "cpu")
+    ours, theirs = _quantize_compiled(scheme, data, dtype), _quantize_with_bitsandbytes(scheme, data, dtype, "cpu")
     codes, scales = (np.frombuffer(part, np.uint8) for part in ours)
     assert np.flatnonzero(codes != np.frombuffer(theirs[0], np.uint8)).tolist() == []
     assert np.flatnonzero(scales.view(np.uint32) != np.frombuffer(theirs[1], np.uint32)).tolist() == []
@@ -121,13 +121,13 @@ def test_any_values(scheme: str, dtype: str, values: list[float]) -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_kernels_are_what_quantises(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_what_quantizes(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> None:
         raise AssertionError("bitsandbytes was asked")
 
     assert _compiled_kernels_agree(scheme)
-    monkeypatch.setattr(quantise, "_quantise_with_bitsandbytes", refuse)
-    codes, scales = quantise_blocks(scheme, memoryview(bytearray(4096 * 2)), "BF16", "cpu")
+    monkeypatch.setattr(quantize, "_quantize_with_bitsandbytes", refuse)
+    codes, scales = quantize_blocks(scheme, memoryview(bytearray(4096 * 2)), "BF16", "cpu")
     assert (len(codes), len(scales)) == ((2048, 256) if scheme == "4bit" else (4096, 8))
 
 
@@ -140,12 +140,12 @@ def asked_anew() -> object:
 
 @pytest.mark.usefixtures("asked_anew")
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_without_numba_bitsandbytes_quantises(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_numba_bitsandbytes_quantizes(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = memoryview(bytearray(np.random.default_rng(0).bytes(4096 * 4)))
-    with_kernels = _quantise_compiled(scheme, data, "BF16")
+    with_kernels = _quantize_compiled(scheme, data, "BF16")
     monkeypatch.setitem(sys.modules, "numba", None)
     assert not _compiled_kernels_agree(scheme)
-    assert quantise_blocks(scheme, data, "BF16", "cpu") == with_kernels
+    assert quantize_blocks(scheme, data, "BF16", "cpu") == with_kernels
 
 
 @pytest.mark.usefixtures("asked_anew")
@@ -154,17 +154,17 @@ def test_bitsandbytes_with_other_rules_is_the_one_that_counts(
     scheme: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another version, or another processor's path, may round otherwise; what it gives is what is written."""
-    theirs = quantise._quantise_with_bitsandbytes
+    theirs = quantize._quantize_with_bitsandbytes
 
     def otherwise(scheme: str, data: memoryview, dtype: str, device: str) -> tuple[memoryview, memoryview]:
         codes, scales = theirs(scheme, data, dtype, device)
         return memoryview(bytes([codes[0] ^ 1]) + bytes(codes[1:])), scales
 
-    monkeypatch.setattr(quantise, "_quantise_with_bitsandbytes", otherwise)
+    monkeypatch.setattr(quantize, "_quantize_with_bitsandbytes", otherwise)
     data = memoryview(bytearray(8192))
-    assert quantise_blocks(scheme, data, "F16", "cpu") == otherwise(scheme, data, "F16", "cpu")
+    assert quantize_blocks(scheme, data, "F16", "cpu") == otherwise(scheme, data, "F16", "cpu")
     assert [record.message for record in caplog.records] == [
-        f"This bitsandbytes quantises to {scheme} otherwise than our kernels; it is used instead."
+        f"This bitsandbytes quantizes to {scheme} otherwise than our kernels; it is used instead."
     ]
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rabbitllm.errors import OptionError
-from rabbitllm.quant.compression import Quantised, check_fitting, dequantise, quantise_blocks
-from rabbitllm.quant.compression.fitting import by_numpy, quantise_fitted
+from rabbitllm.quant.compression import Quantized, check_fitting, dequantize, quantize_blocks
+from rabbitllm.quant.compression.fitting import by_numpy, quantize_fitted
 from rabbitllm.quant.compression.library import nf4_map
 
 SCHEMES = ("4bit", "4bit-double")
@@ -44,7 +44,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_numba_and_numpy_find_the_same(case: str, dtype: str, scheme: str) -> None:
     data = data_of(CASES[case], dtype)
-    codes, scales = quantise_fitted(scheme, data, dtype)
+    codes, scales = quantize_fitted(scheme, data, dtype)
     expected_codes, expected_scales = by_numpy(scheme, data, dtype)
     found = np.frombuffer(scales, np.float32)
     assert np.array_equal(found.view(np.uint32), expected_scales.view(np.uint32))
@@ -53,17 +53,17 @@ def test_numba_and_numpy_find_the_same(case: str, dtype: str, scheme: str) -> No
 
 def test_without_numba_it_is_numpys(monkeypatch: pytest.MonkeyPatch) -> None:
     data = data_of(normal(6400), "BF16")
-    expected = [bytes(part) for part in quantise_fitted("4bit", data, "BF16")]
+    expected = [bytes(part) for part in quantize_fitted("4bit", data, "BF16")]
     monkeypatch.setitem(sys.modules, "rabbitllm.quant.fitted_kernels", None)
-    assert [bytes(part) for part in quantise_fitted("4bit", data, "BF16")] == expected
+    assert [bytes(part) for part in quantize_fitted("4bit", data, "BF16")] == expected
 
 
 def error(values: torch.Tensor, codes: memoryview, scales: memoryview) -> float:
-    """Squared, relative, of what bitsandbytes itself dequantises."""
-    form = Quantised("4bit", (len(values) // 64, 64), "float32")
+    """Squared, relative, of what bitsandbytes itself dequantizes."""
+    form = Quantized("4bit", (len(values) // 64, 64), "float32")
     parts = (torch.frombuffer(codes, dtype=torch.uint8), torch.frombuffer(scales, dtype=torch.float32))
     table = torch.frombuffer(bytearray(nf4_map()), dtype=torch.float32)
-    made = dequantise(form, *parts, table, torch.float32).view(-1)
+    made = dequantize(form, *parts, table, torch.float32).view(-1)
     return float((made - values).square().sum() / values.square().sum())
 
 
@@ -72,7 +72,7 @@ def error(values: torch.Tensor, codes: memoryview, scales: memoryview) -> float:
 def test_there_is_less_error(case: str, share: float, scheme: str) -> None:
     values = CASES[case]
     plain, fitted = (
-        error(values, *quantise_blocks(scheme, data_of(values, "F32"), "F32", "cpu", fitted=fit))
+        error(values, *quantize_blocks(scheme, data_of(values, "F32"), "F32", "cpu", fitted=fit))
         for fit in (False, True)
     )
     assert fitted < share * plain
@@ -81,10 +81,10 @@ def test_there_is_less_error(case: str, share: float, scheme: str) -> None:
 @pytest.mark.parametrize("scheme", ["4bit", "4bit-double"])
 def test_chunks_of_whole_blocks_give_the_same(scheme: str) -> None:
     data = data_of(normal(64 * 40 + 5), "BF16")
-    whole = quantise_blocks(scheme, data, "BF16", "cpu", fitted=True)
+    whole = quantize_blocks(scheme, data, "BF16", "cpu", fitted=True)
     step = 64 * 7 * 2
     pieces = [
-        quantise_blocks(scheme, data[at : at + step], "BF16", "cpu", fitted=True) for at in range(0, len(data), step)
+        quantize_blocks(scheme, data[at : at + step], "BF16", "cpu", fitted=True) for at in range(0, len(data), step)
     ]
     for part, found in enumerate(whole):
         assert bytes(found) == b"".join(bytes(piece[part]) for piece in pieces)
@@ -92,7 +92,7 @@ def test_chunks_of_whole_blocks_give_the_same(scheme: str) -> None:
 
 def test_8bit_has_nothing_to_fit() -> None:
     data = data_of(normal(4096), "BF16")
-    assert quantise_blocks("8bit", data, "BF16", "cpu", fitted=True) == quantise_blocks("8bit", data, "BF16", "cpu")
+    assert quantize_blocks("8bit", data, "BF16", "cpu", fitted=True) == quantize_blocks("8bit", data, "BF16", "cpu")
     for compression in (None, "8bit"):
         with pytest.raises(OptionError, match="fit_scales=True has nothing to fit at compression="):
             check_fitting(compression, fit_scales=True)
@@ -100,14 +100,14 @@ def test_8bit_has_nothing_to_fit() -> None:
     assert check_fitting("4bit", fit_scales=True)
 
 
-def test_scales_that_are_quantised_have_one_sign() -> None:
-    _, scales = quantise_fitted("4bit-double", data_of(normal(64 * 64), "F32"), "F32")
+def test_scales_that_are_quantized_have_one_sign() -> None:
+    _, scales = quantize_fitted("4bit-double", data_of(normal(64 * 64), "F32"), "F32")
     assert (np.frombuffer(scales, np.float32) > 0).all()
 
 
 def test_bitsandbytes_reads_scales_of_either_sign() -> None:
     values = normal(64 * 64)
-    codes, scales = quantise_fitted("4bit", data_of(values, "F32"), "F32")
+    codes, scales = quantize_fitted("4bit", data_of(values, "F32"), "F32")
     found = torch.frombuffer(scales, dtype=torch.float32)
     assert (found < 0).any()
     assert (found > 0).any()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rabbitllm.quant import fused_products
-from rabbitllm.quant.compression import Quantised
+from rabbitllm.quant.compression import Quantized
 from rabbitllm.quant.fused_products import FusedMatrix, can_multiply
 from tests.quant.test_packed_products import error, inputs, matrix, meant
 
@@ -19,12 +19,12 @@ def test_one_input_is_multiplied_from_the_codes(
     parts = matrix("4bit", rows, columns, dtype=dtype)
     x, bias = inputs(1, columns, dtype), inputs(1, rows, dtype)[0]
     exact = x.double() @ meant(parts).T
-    dense = torch.nn.functional.linear(x, FusedMatrix(*parts).dequantised(dtype), bias)
+    dense = torch.nn.functional.linear(x, FusedMatrix(*parts).dequantized(dtype), bias)
 
     def refuse(*_: object) -> torch.Tensor:
         raise AssertionError("the matrix was made")
 
-    monkeypatch.setattr(fused_products, "dequantise", refuse)
+    monkeypatch.setattr(fused_products, "dequantize", refuse)
     found = FusedMatrix(*parts)
     assert error(found.linear(x, None), exact) < 4 * torch.finfo(dtype).eps
     assert error(found.linear(x, bias), dense.double()) < 4 * torch.finfo(dtype).eps
@@ -45,7 +45,7 @@ def test_more_inputs_have_the_bits_of_the_matrix(count: int, monkeypatch: pytest
 
     monkeypatch.setattr(fused_products, "multiply_4bit", refuse)
     found = FusedMatrix(*parts)
-    assert torch.equal(found.linear(x, bias), torch.nn.functional.linear(x, found.dequantised(x.dtype), bias))
+    assert torch.equal(found.linear(x, bias), torch.nn.functional.linear(x, found.dequantized(x.dtype), bias))
 
 
 def test_inputs_that_are_views_of_others() -> None:
@@ -68,4 +68,4 @@ def test_inputs_that_are_views_of_others() -> None:
     ],
 )
 def test_which_matrices_the_kernel_takes(scheme: str, shape: tuple[int, ...], can: bool) -> None:
-    assert can_multiply(Quantised(scheme, shape, "bfloat16")) == can
+    assert can_multiply(Quantized(scheme, shape, "bfloat16")) == can

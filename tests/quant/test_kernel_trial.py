@@ -7,14 +7,14 @@ import math
 import pytest
 import torch
 
-from rabbitllm.quant.compression import Quantised
+from rabbitllm.quant.compression import Quantized
 from rabbitllm.quant.kernel_trial import first_error, of_codes
 from tests.quant.test_packed_products import meant
 
 SHAPES = ((1, 7, 192), (3, 5, 2048))
 
 
-def right(form: Quantised, codes: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+def right(form: Quantized, codes: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
     scales, values, x = others
     return (x.double() @ meant((form, codes, scales, values)).T).float()
 

@@ -1,4 +1,4 @@
-"""Scales that are quantised themselves: the bytes that bitsandbytes makes of the whole tensor, and its bits back."""
+"""Scales that are quantized themselves: the bytes that bitsandbytes makes of the whole tensor, and its bits back."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from rabbitllm.quant.compression import (
     NESTED_BLOCK,
     NF4_BLOCK,
     NF4_STATE,
-    Quantised,
+    Quantized,
     arriving,
     constants,
-    dequantise,
+    dequantize,
     form_in,
     mean_of,
     nested_state,
     operands,
     part_names,
-    quantise_blocks,
+    quantize_blocks,
     read_state,
     scales_at,
     schemes,
@@ -70,7 +70,7 @@ def ours(tensor: torch.Tensor, blocks: int = 1000) -> dict[str, bytes]:
     spec = TensorSpec("w", dtype_name(tensor.dtype), tuple(tensor.shape), "f", 0, tensor.nbytes)
     form = form_in(spec, DOUBLE)
     data, step = memoryview(bytearray(raw(tensor))), blocks * NF4_BLOCK * tensor.element_size()
-    pieces = [quantise_blocks(DOUBLE, data[at : at + step], spec.dtype, "cpu") for at in range(0, len(data), step)]
+    pieces = [quantize_blocks(DOUBLE, data[at : at + step], spec.dtype, "cpu") for at in range(0, len(data), step)]
     scales = np.frombuffer(b"".join(bytes(found) for _, found in pieces), np.float32)
     stored = {"w": bytearray(b"".join(bytes(codes) for codes, _ in pieces))}
     stored |= {name: bytearray(content) for name, content in constants(form).items()}
@@ -147,10 +147,10 @@ def test_the_way_back_is_bitsandbytes_own(shape: tuple[int, ...], dtype: torch.d
     assert (form.scheme, form.shape, form.dtype) == (DOUBLE, shape, str(dtype).removeprefix("torch."))
     assert form.offset == state.offset.item()
     given = operands(form, [specs_of(shape, dtype)[name] for name in part_names("w", DOUBLE)], lambda s: parts[s.name])
-    assert given[0] == Quantised("4bit", shape, form.dtype)
+    assert given[0] == Quantized("4bit", shape, form.dtype)
     state.shape = torch.Size([tensor.numel()])
     expected = functional.dequantize_4bit(codes, state).view(shape)
-    assert raw(dequantise(*given, dtype)) == raw(expected)
+    assert raw(dequantize(*given, dtype)) == raw(expected)
 
 
 def test_scales_from_anywhere() -> None:
@@ -282,5 +282,5 @@ def test_state_that_says_something_else(wrong: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("raw_state", [b"", b"[]", b"{}", b"{" * 3000, b"\xff", b"0" * 5000], ids=str)
 def test_state_that_is_none(raw_state: bytes) -> None:
-    with pytest.raises(IncompleteSplitError, match="the quantisation state of 'w' is"):
+    with pytest.raises(IncompleteSplitError, match="the quantization state of 'w' is"):
         read_state("w", DOUBLE, specs_of((65, 67)), raw_state)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rabbitllm.quant import bfloat_products, packed_kernels, packed_products, panel_products, row_team, vectors
 from rabbitllm.quant.code_tables import PAIRS, table_of
-from rabbitllm.quant.compression import BLOCKS, Quantised, dequantise
+from rabbitllm.quant.compression import BLOCKS, Quantized, dequantize
 from rabbitllm.quant.compression.library import functional as functions
 from rabbitllm.quant.packed_products import (
     MOST_GROUPED,
@@ -30,19 +30,19 @@ from tests.support.rounding import assert_products
 
 SCHEMES = ("4bit", "8bit")
 needs_kernel = pytest.mark.skipif(not vectors.lanes(), reason="no vectors of a kind that is used here")
-Parts = tuple[Quantised, torch.Tensor, torch.Tensor, torch.Tensor]
+Parts = tuple[Quantized, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def matrix(scheme: str, rows: int, columns: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Parts:
-    """A matrix as bitsandbytes quantises it."""
+    """A matrix as bitsandbytes quantizes it."""
     functional = functions()
     values = (torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 0.02).to(dtype)
     name = str(dtype).removeprefix("torch.")
     if scheme == "4bit":
         codes, state = functional.quantize_4bit(values, blocksize=64, quant_type="nf4")
-        return Quantised("4bit", (rows, columns), name), codes, state.absmax, state.code
+        return Quantized("4bit", (rows, columns), name), codes, state.absmax, state.code
     codes, state = functional.quantize_blockwise(values, blocksize=2048)
-    return Quantised("8bit", (rows, columns), None), codes, state.absmax, state.code
+    return Quantized("8bit", (rows, columns), None), codes, state.absmax, state.code
 
 
 def meant(parts: Parts) -> torch.Tensor:
@@ -162,7 +162,7 @@ def test_few_inputs_are_nearer_than_the_rounded_matrix(scheme: str) -> None:
     parts = matrix(scheme, 256, 4096)
     x = inputs(1, 4096, torch.bfloat16)
     expected = x.double() @ meant(parts).T
-    rounded = torch.nn.functional.linear(x, dequantise(*parts, torch.bfloat16))
+    rounded = torch.nn.functional.linear(x, dequantize(*parts, torch.bfloat16))
     assert error(linear(x, Matrix(*parts), None), expected) < error(rounded, expected)
 
 
@@ -246,7 +246,7 @@ def test_many_rows_are_not_grouped() -> None:
 
 
 @needs_kernel
-def test_codes_that_mean_what_no_kernel_has_are_dequantised() -> None:
+def test_codes_that_mean_what_no_kernel_has_are_dequantized() -> None:
     """Alone and among others of a group; in float32, whose kernels reckon the values of 8bit from ramps."""
     ordinary, x = matrix("8bit", 64, 256), inputs(6, 256)
     form, payload, absmax, table = matrix("8bit", 64, 256, seed=1)
@@ -292,7 +292,7 @@ def test_what_is_not_a_number_stays_so() -> None:
 
 def test_matrices_without_a_kernel() -> None:
     for shape in ((8, 100), (8, 32), (128,), (2, 8, 64), (0, 64), (8, 0)):
-        assert not multiplies(Quantised("4bit", shape, "bfloat16"))
+        assert not multiplies(Quantized("4bit", shape, "bfloat16"))
 
 
 def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -300,7 +300,7 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr(Matrix, "times_with", lambda self, width, x: right(self, width, x) * 1.001)
     packed_products._kernel_agrees.cache_clear()
     try:
-        assert not multiplies(Quantised("4bit", (8, 64), "bfloat16"))
+        assert not multiplies(Quantized("4bit", (8, 64), "bfloat16"))
         if vectors.lanes():
             assert "is off by 1.0e-03 here and is not used" in caplog.text
     finally:

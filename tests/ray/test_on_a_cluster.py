@@ -115,7 +115,7 @@ def test_all_tasks_together_make_the_bytes_of_one_process(cluster: str, source: 
 def test_a_killed_worker_is_replaced(cluster: str, source: Path, tmp_path: Path) -> None:
     expected = local(source, tmp_path / "local")
     marker = tmp_path / "died"
-    hands = RayHands(nodes(), None, quantises=False, fill=dying_once(marker, 7))
+    hands = RayHands(nodes(), None, quantizes=False, fill=dying_once(marker, 7))
     assert hands.at_once == AT_ONCE
     made = pull(Wish(str(source), folder=tmp_path / "spread", sequential=True), hands)
     assert len(marker.read_text().split()) == 3
@@ -127,7 +127,7 @@ def test_a_killed_worker_is_replaced(cluster: str, source: Path, tmp_path: Path)
 @pytest.mark.long
 def test_a_shard_that_kills_each_of_its_workers_is_an_error(cluster: str, source: Path, tmp_path: Path) -> None:
     before = contents(source)
-    hands = RayHands(nodes(), None, quantises=False, fill=dying_always)
+    hands = RayHands(nodes(), None, quantizes=False, fill=dying_always)
     with pytest.raises(ClusterError, match="died, 4 of them"):
         pull(Wish(str(source), folder=tmp_path / "spread", sequential=True), hands)
     assert contents(source) == before
@@ -142,7 +142,7 @@ def test_a_driver_that_died_is_gone_on_with(cluster: str, source: Path, tmp_path
     folder = call.find().split_folder
 
     def spread() -> None:
-        prepare.ensure_split(call.find(), options, hands=RayHands(nodes(), 2, quantises=False))
+        prepare.ensure_split(call.find(), options, hands=RayHands(nodes(), 2, quantizes=False))
 
     with broken_off("unlink", 2):
         spread()
@@ -169,13 +169,13 @@ def test_each_task_fetches_its_own_shard(
     wish = functools.partial(Wish, "org/rabbit", shard_transfer=transfer)
     expected = contents(pull(wish(folder=tmp_path / "local")).entry.folder)
     fill = from_local_hub(hub_environment.url, tmp_path / "elsewhere")
-    made = pull(wish(folder=tmp_path / "spread"), RayHands(nodes(), 3, quantises=False, fill=fill))
+    made = pull(wish(folder=tmp_path / "spread"), RayHands(nodes(), 3, quantizes=False, fill=fill))
     assert contents(made.entry.folder) == expected
     assert made.shards is Shards.FETCHED
 
 
 def test_what_does_not_fit_is_refused_before_the_first_byte(cluster: str, source: Path, tmp_path: Path) -> None:
-    hands = RayHands(nodes(), None, quantises=False)
+    hands = RayHands(nodes(), None, quantizes=False)
     with pytest.raises(NotEnoughSpaceException):
         pull(Wish(str(source), folder=tmp_path / "spread", max_disk=1 << 16), hands)
     assert not (tmp_path / "spread").exists()
@@ -183,7 +183,7 @@ def test_what_does_not_fit_is_refused_before_the_first_byte(cluster: str, source
 
 def test_a_damaged_shard_is_the_error_that_it_is_here(cluster: str, source: Path, tmp_path: Path) -> None:
     spread, spoilt = tmp_path / "spread", shards_in(source)[4]
-    hands = RayHands(nodes(), 1, quantises=False)
+    hands = RayHands(nodes(), 1, quantizes=False)
 
     def spoil(event: progress.Event) -> None:
         if isinstance(event, progress.SplitStarted):
@@ -201,14 +201,14 @@ def test_every_machine_is_asked_first(
     cluster: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with granted(tmp_path) as lease:
-        roll_call.check_machines(nodes(), lease, [source], quantises=True)
+        roll_call.check_machines(nodes(), lease, [source], quantizes=True)
         with pytest.raises(ClusterError, match=r"does not see .*\.lease"):
-            roll_call.check_machines(nodes(), Lease(tmp_path, "another"), [], quantises=False)
+            roll_call.check_machines(nodes(), Lease(tmp_path, "another"), [], quantizes=False)
         with pytest.raises(ClusterError, match="nowhere, where the source is"):
-            roll_call.check_machines(nodes(), lease, [tmp_path / "nowhere"], quantises=False)
+            roll_call.check_machines(nodes(), lease, [tmp_path / "nowhere"], quantizes=False)
         monkeypatch.setattr(roll_call, "__version__", "0.1")
         with pytest.raises(ClusterError, match=r"this machine has 0\.1"):
-            roll_call.check_machines(nodes(), lease, [], quantises=False)
+            roll_call.check_machines(nodes(), lease, [], quantizes=False)
     with pytest.raises(ClusterError, match="this machine has 0"), connected(cluster):
         pull_on(cluster, Wish(str(source), folder=tmp_path / "spread"))
     assert not (tmp_path / "spread").exists()

@@ -54,11 +54,11 @@ def test_no_layer_file_is_filled_by_both_at_once_and_one_may_go(machines: Any, t
     expected = contents(pull(Wish(str(source), folder=tmp_path / "local")).entry.folder)
     log = tmp_path / "log"
     log.mkdir()
-    hands = RayHands(nodes(), None, quantises=False, fill=recording(log, 0.3))
+    hands = RayHands(nodes(), None, quantizes=False, fill=recording(log, 0.3))
     assert hands.at_once == 4
     done: list[str] = []
     lost: list[str] = []
-    check_machines(nodes(), None, [], quantises=False)  # each has a worker then, however busy it is
+    check_machines(nodes(), None, [], quantizes=False)  # each has a worker then, however busy it is
 
     def lose_one(event: progress.Event) -> None:
         if isinstance(event, progress.ShardDone):

@@ -120,7 +120,7 @@ def test_which_dtypes_are_floating() -> None:
     assert others == {"I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL", "C64"}
 
 
-def test_what_the_quantiser_is_measured_with() -> None:
+def test_what_the_quantizer_is_measured_with() -> None:
     tensors = {"model.layers.0.a": ("F32", (64, 64)), "model.layers.0.b": ("BF16", (64, 256))}
     assert anatomy.commonest_dtype(plan_of((shard_of("a", tensors),))) == "BF16"
     assert anatomy.commonest_dtype(plan_of((shard_of("a", {"model.norm.weight": ("F32", (4096,))}),))) is None

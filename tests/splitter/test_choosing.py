@@ -15,7 +15,7 @@ import rabbitllm.demo
 from rabbitllm.base.options import SplitOptions
 from rabbitllm.errors import NotEnoughSpaceException
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.quant.compression import COMPRESSIONS, DOUBLE, NESTED_BLOCK, NF4_BLOCK, code_values, quantise_blocks
+from rabbitllm.quant.compression import COMPRESSIONS, DOUBLE, NESTED_BLOCK, NF4_BLOCK, code_values, quantize_blocks
 from rabbitllm.splitter.choosing import WORTH_LESS_BITS, mixture_of, with_choice
 from rabbitllm.splitter.plan import SplitPlan, recompressed
 from rabbitllm.splitter.sensitivity import ERRORS, FITTED_ERRORS, groups, role_of
@@ -198,7 +198,7 @@ def test_expected_errors_are_those_of_a_trained_matrix(scheme: str) -> None:
 
     def error(fitted: bool) -> float:
         data = memoryview(weights.flatten().view(torch.uint8).numpy())
-        codes, scales = (torch.frombuffer(part, dtype=torch.uint8) for part in quantised(scheme, data, fitted))
+        codes, scales = (torch.frombuffer(part, dtype=torch.uint8) for part in quantized(scheme, data, fitted))
         found = scales.view(torch.float32)
         if scheme == DOUBLE:
             packed, state = functional.quantize_blockwise(found - found.mean(), blocksize=NESTED_BLOCK)
@@ -211,8 +211,8 @@ def test_expected_errors_are_those_of_a_trained_matrix(scheme: str) -> None:
     assert error(True) / error(False) == pytest.approx(FITTED_ERRORS[scheme] / ERRORS[scheme], abs=0.03)
 
 
-def quantised(scheme: str, data: memoryview, fitted: bool) -> tuple[memoryview, memoryview]:
-    return quantise_blocks(scheme, data, "BF16", "cpu", fitted=fitted)
+def quantized(scheme: str, data: memoryview, fitted: bool) -> tuple[memoryview, memoryview]:
+    return quantize_blocks(scheme, data, "BF16", "cpu", fitted=fitted)
 
 
 def test_roles() -> None:

@@ -73,7 +73,7 @@ def test_bytes_are_those_of_the_whole_tensor(tmp_path: Path, tensors: Weights, s
     check(made, tensors)
     store = LayerStore(made)
     assert store.compression == DOUBLE
-    kinds = {tensor.quantised.scheme if tensor.quantised else None for tensor in store.tensors.values()}
+    kinds = {tensor.quantized.scheme if tensor.quantized else None for tensor in store.tensors.values()}
     assert kinds == {DOUBLE, "4bit", None}
 
 
@@ -218,7 +218,7 @@ def test_the_way_out_has_bitsandbytes_bits(
     with PlainReader(store) as reader:
         for name, stored in store.tensors.items():
             tensor = tensors[name]
-            if stored.quantised is not None and stored.quantised.scheme == DOUBLE:
+            if stored.quantized is not None and stored.quantized.scheme == DOUBLE:
                 codes, state = functional.quantize_4bit(tensor, quant_type="nf4", compress_statistics=True)
                 state.shape = torch.Size([tensor.numel()])  # its kernel for the CPU begins a block with each row
                 tensor = functional.dequantize_4bit(codes, state).view(tensor.shape)
@@ -270,7 +270,7 @@ def test_ranks_of_metas(
     assert layer_files(folder) == expected
     assert verify(folder).damaged == ()
     assert most <= peak
-    kinds = {t.quantised.scheme for t in LayerStore(folder).tensors.values() if t.quantised}
+    kinds = {t.quantized.scheme for t in LayerStore(folder).tensors.values() if t.quantized}
     assert kinds == {DOUBLE, "4bit"} or kinds == {DOUBLE}
 
 

@@ -1,6 +1,6 @@
 """Experts in layer files: compressed like any matrix, fused ones slice by slice, and adjacent where they are fused.
 
-Quantisers that replace modules pass over parameters of three dimensions and say nothing; so bytes are counted here.
+Quantizers that replace modules pass over parameters of three dimensions and say nothing; so bytes are counted here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def checkpoint_of(family: str, folder: Path) -> Path:
     return build_checkpoint(folder, family, dtype=torch.bfloat16, shards=3, **inner)  # type: ignore[arg-type]
 
 
-def quantised(tensor: torch.Tensor, compression: str) -> tuple[bytes, bytes]:
+def quantized(tensor: torch.Tensor, compression: str) -> tuple[bytes, bytes]:
     """Codes and scales by bitsandbytes itself."""
     if compression == "4bit":
         codes, state = functional.quantize_4bit(tensor.contiguous(), blocksize=64, quant_type="nf4")
@@ -75,12 +75,12 @@ def test_every_byte_of_a_model_is_accounted_for(tmp_path: Path, family: str, com
     found = {path.name: path.stat().st_size - read_header(path).data_start for path in folder.glob("*.safetensors")}
     assert sum(found.values()) == sum(stored_bytes(name, tensor, compression) for name, tensor in tensors.items())
     store = LayerStore(folder)
-    assert {store.tensors[name].quantised is not None for name in experts} == {compression is not None}
-    assert not any(store.tensors[name].quantised for name in large.keys() - experts.keys())
+    assert {store.tensors[name].quantized is not None for name in experts} == {compression is not None}
+    assert not any(store.tensors[name].quantized for name in large.keys() - experts.keys())
 
 
 @pytest.mark.parametrize("compression", ["4bit", "8bit"])
-def test_each_slice_of_fused_experts_is_quantised_as_if_it_were_alone(tmp_path: Path, compression: str) -> None:
+def test_each_slice_of_fused_experts_is_quantized_as_if_it_were_alone(tmp_path: Path, compression: str) -> None:
     checkpoint = checkpoint_of("gpt_oss", tmp_path / "model")
     tensors = read_tensors(checkpoint)
     store = LayerStore(split(checkpoint, compression=compression, sequential=False))
@@ -91,7 +91,7 @@ def test_each_slice_of_fused_experts_is_quantised_as_if_it_were_alone(tmp_path: 
             assert experts.dim() == 3
             assert experts[0].numel() % BLOCKS[compression] == 0
             codes, scales = (bytes(store.mapped(part.file).bytes_of(part)) for part in stored.parts[:2])
-            alone = [quantised(expert, compression) for expert in experts]
+            alone = [quantized(expert, compression) for expert in experts]
             step, scale_step = len(codes) // len(experts), len(scales) // len(experts)
             assert len(alone) * step == len(codes)
             for number, (own_codes, own_scales) in enumerate(alone):
@@ -100,7 +100,7 @@ def test_each_slice_of_fused_experts_is_quantised_as_if_it_were_alone(tmp_path: 
 
 
 @pytest.mark.parametrize("compression", ["4bit", "8bit"])
-def test_fused_experts_of_odd_sizes_are_quantised_as_bitsandbytes_does_the_whole(
+def test_fused_experts_of_odd_sizes_are_quantized_as_bitsandbytes_does_the_whole(
     tmp_path: Path, compression: str
 ) -> None:
     """Where a block holds elements of two experts."""
@@ -111,7 +111,7 @@ def test_fused_experts_of_odd_sizes_are_quantised_as_bitsandbytes_does_the_whole
     assert tensors[name][0].numel() % BLOCKS["8bit"]
     parts = store.tensors[name].parts[:2]
     found = tuple(bytes(store.mapped(part.file).bytes_of(part)) for part in parts)
-    assert found == quantised(tensors[name], compression)
+    assert found == quantized(tensors[name], compression)
 
 
 @pytest.mark.parametrize("compression", [None, "4bit", "8bit"])
@@ -129,7 +129,7 @@ def test_gate_and_up_lie_as_one_matrix(tmp_path: Path, family: str, compression:
         fused = torch.cat([tensors[gate], tensors[up]])
         wanted: tuple[bytes, ...] = (fused.view(torch.uint8).numpy().tobytes(),)
         if compression is not None:
-            wanted = quantised(fused, compression)
+            wanted = quantized(fused, compression)
         for part, content in zip(store.tensors[gate].parts, wanted, strict=False):
             assert raw[part.offset : part.offset + len(content)] == content
         data = [part for name in (gate, up, down) for part in store.tensors[name].parts[: len(wanted)]]

@@ -34,7 +34,7 @@ def error(made: Path) -> float:
     wrong = right = 0.0
     with PlainReader(store := LayerStore(made)) as reader:
         for name, stored in store.tensors.items():
-            if stored.quantised is not None:
+            if stored.quantized is not None:
                 found = reader.read(stored, torch.float32)
                 wrong += float((found - tensors[name].float()).square().sum())
                 right += float(tensors[name].float().square().sum())
@@ -51,7 +51,7 @@ def test_same_bytes_less_error(tmp_path: Path, compression: str) -> None:
     assert verify(fitted).damaged == ()
     manifest = read_manifest(fitted)
     assert manifest is not None
-    assert is_fitted(manifest.quantiser)
+    assert is_fitted(manifest.quantizer)
     other = split(model(tmp_path / "standard"), compression, fit=True, sequential=False)
     assert layer_files(other) == layer_files(fitted)
 

@@ -27,9 +27,9 @@ def test_load_is_of_what_is_left() -> None:
     plan = plan_of((*staged, *here), "4bit")
     assert forecast.load_of(plan, frozenset()) == Load(2 * staged[0].size, here[0].size, 3 * MIB)
     assert forecast.load_of(plan, frozenset({"shard-0"})) == Load(staged[0].size, here[0].size, 2 * MIB)
-    assert forecast.load_of(plan_of((*staged, *here)), frozenset()).quantised == 0
+    assert forecast.load_of(plan_of((*staged, *here)), frozenset()).quantized == 0
     small = shard_of("small", {"model.layers.9.norm": ("BF16", (64,))})
-    assert forecast.load_of(plan_of((small,), "4bit"), frozenset()).quantised == 0
+    assert forecast.load_of(plan_of((small,), "4bit"), frozenset()).quantized == 0
 
 
 @pytest.mark.parametrize(
@@ -49,21 +49,21 @@ def test_the_slower_side_decides_where_both_go_on_at_once() -> None:
     load = Load(1000, 0, 700)
     assert forecast.seconds_of(load, "sequential_stream", "4bit", RATES) == pytest.approx(700 / 5)
     assert forecast.seconds_of(load, "sequential_file", "4bit", RATES) == pytest.approx(1000 / 10 + 700 / 5)
-    assert forecast.seconds_of(dataclasses.replace(load, quantised=0), "sequential_stream", None, RATES) == 100
+    assert forecast.seconds_of(dataclasses.replace(load, quantized=0), "sequential_stream", None, RATES) == 100
 
 
 def test_double_goes_by_its_own_rate_where_there_is_one() -> None:
-    assert RATES.quantising("4bit-double") == RATES.quantising("4bit") == Rate(5)
-    own = dataclasses.replace(RATES, quantise={**RATES.quantise, "4bit-double": Rate(3)})
-    assert own.quantising("4bit-double") == own.quantising("auto") == Rate(3)
-    assert own.quantising("4bit") == Rate(5)
+    assert RATES.quantizing("4bit-double") == RATES.quantizing("4bit") == Rate(5)
+    own = dataclasses.replace(RATES, quantize={**RATES.quantize, "4bit-double": Rate(3)})
+    assert own.quantizing("4bit-double") == own.quantizing("auto") == Rate(3)
+    assert own.quantizing("4bit") == Rate(5)
     assert forecast.seconds_of(Load(0, 0, 700), "standard", "4bit-double", own) == pytest.approx(700 / 3)
 
 
-@pytest.mark.parametrize("lacking", ["fetch", "read", "quantise"])
+@pytest.mark.parametrize("lacking", ["fetch", "read", "quantize"])
 def test_no_estimate_without_a_rate_that_it_needs(lacking: str) -> None:
-    rates = dataclasses.replace(RATES, **{lacking: {} if lacking == "quantise" else None})
-    nothing = {"fetch": Load(0, 300, 700), "read": Load(1000, 0, 700), "quantise": Load(1000, 300, 0)}[lacking]
+    rates = dataclasses.replace(RATES, **{lacking: {} if lacking == "quantize" else None})
+    nothing = {"fetch": Load(0, 300, 700), "read": Load(1000, 0, 700), "quantize": Load(1000, 300, 0)}[lacking]
     for route in forecast.ROUTES:
         assert forecast.seconds_of(Load(1000, 300, 700), route, "8bit", rates) is None
         assert forecast.seconds_of(nothing, route, "8bit", rates) is not None

@@ -126,11 +126,11 @@ def test_no_files_have_no_rate(tmp_path: Path) -> None:
     assert rates.read_rate([folder]) is None
 
 
-def test_quantiser_is_called_as_a_split_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantizer_is_called_as_a_split_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: set[tuple[str, int, str, str, bool]] = set()
     threads = set()
 
-    def quantise(
+    def quantize(
         scheme: str, data: memoryview, dtype: str, device: str, *, fitted: bool
     ) -> tuple[memoryview, memoryview]:
         seen.add((scheme, len(data), dtype, device, fitted))
@@ -138,9 +138,9 @@ def test_quantiser_is_called_as_a_split_calls_it(monkeypatch: pytest.MonkeyPatch
         time.sleep(0.01)
         return data, data
 
-    monkeypatch.setattr(rates, "quantise_blocks", quantise)
-    monkeypatch.setattr(rates, "QUANTISE_SECONDS", 0.1)
-    found = rates.quantise_rate("4bit", "F32", 3, "cuda:7", fitted=True)
+    monkeypatch.setattr(rates, "quantize_blocks", quantize)
+    monkeypatch.setattr(rates, "QUANTIZE_SECONDS", 0.1)
+    found = rates.quantize_rate("4bit", "F32", 3, "cuda:7", fitted=True)
     assert seen == {("4bit", CHUNK_BYTES, "F32", "cuda:7", True)}
     assert len(threads) == 3
     assert found is not None
@@ -149,8 +149,8 @@ def test_quantiser_is_called_as_a_split_calls_it(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("scheme", "fitted"), [("4bit", False), ("8bit", False), ("4bit-double", True)])
-def test_quantiser_itself(scheme: str, fitted: bool) -> None:
-    found = rates.quantise_rate(scheme, "BF16", 2, "cpu", fitted=fitted)
+def test_quantizer_itself(scheme: str, fitted: bool) -> None:
+    found = rates.quantize_rate(scheme, "BF16", 2, "cpu", fitted=fitted)
     assert found is not None
     assert found.measured_bytes % CHUNK_BYTES == 0
     assert 1e6 < found.bytes_per_second < 1e12
@@ -158,7 +158,7 @@ def test_quantiser_itself(scheme: str, fitted: bool) -> None:
 
 def test_nothing_is_drawn_from_a_caller_s_seed() -> None:
     state = torch.get_rng_state()
-    assert rates.quantise_rate("8bit", "BF16", 1, "cpu") is not None
+    assert rates.quantize_rate("8bit", "BF16", 1, "cpu") is not None
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -166,5 +166,5 @@ def test_without_bitsandbytes_there_is_no_rate(monkeypatch: pytest.MonkeyPatch) 
     def missing(*arguments: object, **named: object) -> None:
         raise MissingPackageError("not installed")
 
-    monkeypatch.setattr(rates, "quantise_blocks", missing)
-    assert rates.quantise_rate("8bit", "BF16", 2, "cpu") is None
+    monkeypatch.setattr(rates, "quantize_blocks", missing)
+    assert rates.quantize_rate("8bit", "BF16", 2, "cpu") is None

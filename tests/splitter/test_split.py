@@ -35,7 +35,7 @@ from rabbitllm.splitter import split as split_module
 from rabbitllm.splitter.disk_use import Arrival
 from rabbitllm.storage.durable import Step, observe_steps
 from rabbitllm.store.layer_store import LayerStore
-from rabbitllm.telemetry.profiler import FETCH, QUANTISE, READ, SHARD_WAIT, WRITE
+from rabbitllm.telemetry.profiler import FETCH, QUANTIZE, READ, SHARD_WAIT, WRITE
 from tests.support.builders import (
     INDEX_NAME,
     SINGLE_NAME,
@@ -484,7 +484,7 @@ def test_profile_of_each_layer(tmp_path: Path, tensors: Weights, compression: st
         nbytes = sum(tensor.nbytes for name, tensor in tensors.items() if name.startswith(stem))
         assert stages[READ].nbytes == nbytes
         assert stages[WRITE].seconds > 0
-        assert (QUANTISE in stages) == (compression is not None and layer != "norm")
+        assert (QUANTIZE in stages) == (compression is not None and layer != "norm")
         assert (SHARD_WAIT in stages) == layer.startswith("layers.")  # the others are in the third shard alone
     waits = [profiler.layers[layer][SHARD_WAIT] for layer in layers if layer.startswith("layers.")]
     assert all(wait.count == 1 and wait.seconds > 0.09 for wait in waits)  # until the third shard began, twice 0.05 s

@@ -197,8 +197,8 @@ def test_store_knows_every_tensor(tmp_path: Path, compression: str | None) -> No
     for name, tensor in tensors.items():
         found = store.tensors[name]
         assert found.shape == tensor.shape
-        assert (found.quantised.scheme if found.quantised else None) == (compression if name in compressed else None)
-        if found.quantised is None:
+        assert (found.quantized.scheme if found.quantized else None) == (compression if name in compressed else None)
+        if found.quantized is None:
             (spec,) = found.parts
             assert torch.equal(store.mapped(spec.file).tensor(spec), tensor)
             assert found.nbytes == tensor.nbytes
@@ -235,12 +235,12 @@ def test_layer_file_with_a_damaged_header(folder: Path) -> None:
         LayerStore(folder)
 
 
-def test_layer_file_with_a_damaged_quantisation_state(tmp_path: Path) -> None:
+def test_layer_file_with_a_damaged_quantization_state(tmp_path: Path) -> None:
     folder = split(write_shards(tmp_path / "model", cut(llama_tensors(layers=1), 1)), compression="4bit")
     path = folder / LAYER_0
     raw = path.read_bytes().replace(b'"nf4"', b'"fp4"', 1)
     path.write_bytes(raw)
-    with pytest.raises(IncompleteSplitError, match=rf"In {path}: the quantisation state of 'model.layers.0"):
+    with pytest.raises(IncompleteSplitError, match=rf"In {path}: the quantization state of 'model.layers.0"):
         LayerStore(folder)
 
 
@@ -268,7 +268,7 @@ def test_legacy_folder(tmp_path: Path, compression: str | None) -> None:
     assert {name: tuple(tensor.shape) for name, tensor in expected.items()} == {
         name: found.shape for name, found in store.tensors.items()
     }
-    assert all((found.quantised is not None) == (compression is not None) for found in store.tensors.values())
+    assert all((found.quantized is not None) == (compression is not None) for found in store.tensors.values())
 
 
 def test_legacy_folder_lacks_tensors_and_the_store_shows_which(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from rabbitllm.store import plain_tensors
 from rabbitllm.store.layer_store import LayerStore
 from rabbitllm.store.plain_tensors import PlainReader, in_memory, plain
 from tests.support.builders import build_checkpoint, read_tensors
-from tests.support.tiny_models import dequantised, split
+from tests.support.tiny_models import dequantized, split
 
 
 @pytest.mark.parametrize("chunk", [4096, 6144, 8 << 20])
@@ -26,7 +26,7 @@ def test_chunks_make_the_whole(
     monkeypatch.setattr(plain_tensors, "CHUNK_BYTES", max(chunk, 2048 * dtype.itemsize))
     # rows of 80 elements: no whole blocks; 17,408 elements of the embedding: no whole chunks
     source = build_checkpoint(tmp_path / "source", "llama", dtype=dtype, intermediate_size=80)
-    meant = source if compression is None else dequantised(source, tmp_path / "meant", compression, dtype)
+    meant = source if compression is None else dequantized(source, tmp_path / "meant", compression, dtype)
     store, expected = LayerStore(split(source, compression)), read_tensors(meant)
     assert store.tensors.keys() == expected.keys()
     several = 0

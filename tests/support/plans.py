@@ -58,7 +58,7 @@ def uses_of(call: Call) -> dict[Arrival, DiskUse]:
 
 
 def resident_bytes(plan: SplitPlan, bare: SplitPlan) -> int:
-    """Memory in which all of a split's weights stay: as they are stored, scales that are made of quantised ones
+    """Memory in which all of a split's weights stay: as they are stored, scales that are made of quantized ones
     beside them, and room to make the largest layer.
 
     Args:

@@ -10,7 +10,7 @@ from rabbitllm.splitter.forecast import Rate
 
 @pytest.fixture(autouse=True)
 def quick_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every measurement is made, on as little as it can be; but for the quantiser's, which has tests of its own."""
+    """Every measurement is made, on as little as it can be; but for the quantizer's, which has tests of its own."""
     measure_quickly(monkeypatch)
 
 
@@ -21,4 +21,4 @@ def measure_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "SECONDS", 0.0)
     monkeypatch.setattr(reading, "WRITTEN_BYTES", reading.READ_BYTES)
     monkeypatch.setattr(overheads, "TOKENS", 4)
-    monkeypatch.setattr("rabbitllm.splitter.rates.quantise_rate", lambda *arguments, **named: Rate(50e6, 1))
+    monkeypatch.setattr("rabbitllm.splitter.rates.quantize_rate", lambda *arguments, **named: Rate(50e6, 1))

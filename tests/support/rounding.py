@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tests.support.tiny_models import dequantised, plain_model
+from tests.support.tiny_models import dequantized, plain_model
 
 _ONE = 4.0
 """How many times `u sqrt(n)` a single number may be off: ten times the standard deviation of the worst order. The bound
@@ -87,7 +87,7 @@ def exact_logits(folder: Path, ids: torch.Tensor, compression: str | None = None
             rounded; they are written into a folder near it.
     """
     if compression is not None:
-        folder = dequantised(folder, folder.parent / f"exact-{compression}", compression, torch.float64)
+        folder = dequantized(folder, folder.parent / f"exact-{compression}", compression, torch.float64)
     model = plain_model(folder, dtype=torch.float64, experts_implementation="eager").eval()
     decoder = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
     with torch.inference_mode():

@@ -1,6 +1,6 @@
 """Tiny checkpoints split and run, beside plain transformers on the same weights; for the tests of the engine.
 
-Compression is referred to bitsandbytes itself: `dequantised` writes the checkpoint that compressed weights stand for,
+Compression is referred to bitsandbytes itself: `dequantized` writes the checkpoint that compressed weights stand for,
 by rules written down here a second time, so that a wrong rule in the package shows.
 """
 
@@ -132,7 +132,7 @@ def is_compressed(name: str, tensor: torch.Tensor) -> bool:
     return large and not _NEVER_COMPRESSED.search(name)
 
 
-def dequantised(folder: Path, target: Path, compression: str | Mapping[str, str], dtype: torch.dtype) -> Path:
+def dequantized(folder: Path, target: Path, compression: str | Mapping[str, str], dtype: torch.dtype) -> Path:
     """The checkpoint of the weights that bitsandbytes makes of a compressed one, computing in `dtype`.
 
     `compression` may be one for all tensors, or one by name for some of them. For float64 the weights are those that

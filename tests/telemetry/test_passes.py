@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from rabbitllm.telemetry.passes import FURTHER, PROMPT, Entry, Pass, PassSums, median_of, median_pass, sums_of
-from rabbitllm.telemetry.totals import COMPUTE, DEQUANTISE, READ, READ_WAIT, UPLOAD, WRITE, Total, limit_of
+from rabbitllm.telemetry.totals import COMPUTE, DEQUANTIZE, READ, READ_WAIT, UPLOAD, WRITE, Total, limit_of
 
 
 def a_pass(number: int, wall: float, entry: Entry, made: int | None = None, **seconds: float) -> Pass:
-    stages = {"read": READ, "copy": UPLOAD, "wait": READ_WAIT, "make": DEQUANTISE, "compute": COMPUTE}
+    stages = {"read": READ, "copy": UPLOAD, "wait": READ_WAIT, "make": DEQUANTIZE, "compute": COMPUTE}
     totals = {stages[name]: Total(length, 2, 100) for name, length in seconds.items()}
     return Pass(number, 10.0 * number, wall, entry, made, totals)
 
@@ -71,7 +71,7 @@ def test_overlap_is_the_longer_of_moving_and_computing() -> None:
         ({READ: 9.0, READ_WAIT: 4.0, COMPUTE: 3.0}, READ_WAIT),
         ({READ: 2.0, UPLOAD: 7.0, READ_WAIT: 4.0, COMPUTE: 3.0}, UPLOAD),  # what is waited for is the copy
         ({READ: 2.0, UPLOAD: 7.0, READ_WAIT: 1.0, COMPUTE: 3.0}, COMPUTE),
-        ({DEQUANTISE: 4.0, COMPUTE: 3.0}, DEQUANTISE),
+        ({DEQUANTIZE: 4.0, COMPUTE: 3.0}, DEQUANTIZE),
         ({READ: 2.0, WRITE: 1.0}, READ),  # a split
         ({}, None),
     ],

@@ -15,7 +15,7 @@ from rabbitllm.telemetry.passes import Entry
 from rabbitllm.telemetry.profiler import (
     COMPUTE,
     FETCH,
-    QUANTISE,
+    QUANTIZE,
     READ,
     READ_WAIT,
     SHARD_WAIT,
@@ -46,13 +46,13 @@ def test_stage_measures_time_and_survives_an_exception() -> None:
     profiler = Profiler()
 
     def fail() -> None:
-        with profiler.stage("norm", QUANTISE, 3):
+        with profiler.stage("norm", QUANTIZE, 3):
             time.sleep(0.02)
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
-    total = profiler.layers["norm"][QUANTISE]
+    total = profiler.layers["norm"][QUANTIZE]
     assert total.seconds >= 0.02
     assert (total.count, total.nbytes) == (1, 3)
 
@@ -102,7 +102,7 @@ def test_stage_of_two_threads_is_the_limit_only_if_both_are_busy_longest() -> No
 
     def record() -> None:
         both.wait(60)
-        profiler.add("layers.0", QUANTISE, 3.0, 8)
+        profiler.add("layers.0", QUANTIZE, 3.0, 8)
 
     threads = [threading.Thread(target=record) for _ in range(2)]
     for thread in threads:
@@ -110,11 +110,11 @@ def test_stage_of_two_threads_is_the_limit_only_if_both_are_busy_longest() -> No
     for thread in threads:
         thread.join()
     profiler.add("layers.0", FETCH, 4.0)
-    assert profiler.stages[QUANTISE] == Total(6.0, 2, 16, threads=2)
-    assert profiler.stages[QUANTISE].busy_seconds == 3.0
+    assert profiler.stages[QUANTIZE] == Total(6.0, 2, 16, threads=2)
+    assert profiler.stages[QUANTIZE].busy_seconds == 3.0
     assert profiler.bottleneck == FETCH
-    profiler.add("layers.1", QUANTISE, 9.0)
-    assert profiler.bottleneck == QUANTISE
+    profiler.add("layers.1", QUANTIZE, 9.0)
+    assert profiler.bottleneck == QUANTIZE
 
 
 def test_report_marks_the_bottleneck() -> None:
@@ -132,12 +132,12 @@ def test_report_marks_the_bottleneck() -> None:
 
 def test_report_has_core_seconds_where_they_were_measured() -> None:
     profiler = Profiler()
-    with profiler.stage("layers.0", QUANTISE, 10**6):
+    with profiler.stage("layers.0", QUANTIZE, 10**6):
         end = time.thread_time() + 0.05
         while time.thread_time() < end:
             pass
-    core_seconds = profiler.stages[QUANTISE].cpu_seconds
-    assert 0.05 <= core_seconds <= profiler.stages[QUANTISE].seconds + 0.001
+    core_seconds = profiler.stages[QUANTIZE].cpu_seconds
+    assert 0.05 <= core_seconds <= profiler.stages[QUANTIZE].seconds + 0.001
     head, row, _ = profiler.report().splitlines()
     assert head.split("  ")[0] == "stage"
     assert row.split()[3] == f"{core_seconds:.3f}"

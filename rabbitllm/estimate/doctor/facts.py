@@ -182,14 +182,14 @@ class ModelOutlook:
         parameters: how many it has.
         checkpoint_bytes: of its shards.
         at: by compression, from the largest output to the smallest.
-        quantised: how it is published quantised; None for plain weights.
+        quantized: how it is published quantized; None for plain weights.
     """
 
     repository: str
     parameters: int
     checkpoint_bytes: int
     at: tuple[AtCompression, ...]
-    quantised: str | None = None
+    quantized: str | None = None
 
     @property
     def name(self) -> str:

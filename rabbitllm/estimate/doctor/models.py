@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from rabbitllm.checkpoints.quantised import quantised_as
+from rabbitllm.checkpoints.quantized import quantized_as
 from rabbitllm.estimate.outline import Outline
 from rabbitllm.estimate.outline_families import outline_of
 
@@ -38,9 +38,9 @@ class Published:
         return outline_of(self.config)
 
     @property
-    def quantised(self) -> str | None:
-        """How it is published quantised."""
-        return quantised_as(self.config)
+    def quantized(self) -> str | None:
+        """How it is published quantized."""
+        return quantized_as(self.config)
 
 
 @functools.cache

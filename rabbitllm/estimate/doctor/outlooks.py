@@ -36,7 +36,7 @@ def on_disk(model: Published, folders: Iterable[Folder]) -> ModelOutlook:
         for compression in outline.compressions
         for output in [outline.output_bytes(compression)]
     )
-    return ModelOutlook(model.repository, model.parameters, outline.checkpoint_bytes, found, model.quantised)
+    return ModelOutlook(model.repository, model.parameters, outline.checkpoint_bytes, found, model.quantized)
 
 
 def _need(route: str, model: Published, output: int, places: Mapping[str, Folder]) -> Need:

@@ -21,7 +21,7 @@ ESSENTIAL: Mapping[str, str] = {
 }
 WANTED: Mapping[str, str] = {
     "bitsandbytes": "compression, 8bit and 4bit",
-    "numba": "quantises and multiplies with codes at full speed on the CPU",
+    "numba": "quantizes and multiplies with codes at full speed on the CPU",
 }
 OPTIONAL: Mapping[str, str] = {
     "hf_xet": "faster downloads on the standard route",

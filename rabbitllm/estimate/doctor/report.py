@@ -179,7 +179,7 @@ def _show_models(console: Console, report: Report, every: bool) -> None:
 
 
 def _line(model: ModelOutlook, shown: Sequence[str | None], timed: bool, wide: bool) -> Text:
-    name = f"{model.name} ({model.quantised})" if model.quantised else model.name
+    name = f"{model.name} ({model.quantized})" if model.quantized else model.name
     name = name.replace("-Instruct", "")
     line = Text.assemble((f"{name:<{_NAME}}", "bold"), f"{_short(model.parameters):>6}  ")
     at = {one.compression: one for one in model.at}
@@ -212,7 +212,7 @@ def _rough(nbytes: int) -> str:
 
 def _show_model(console: Console, model: ModelOutlook) -> None:
     console.print()
-    kind = f", {model.quantised}" if model.quantised else ""
+    kind = f", {model.quantized}" if model.quantized else ""
     about = f": {large(model.parameters)} parameters, {size(model.checkpoint_bytes)} as published{kind}"
     put(console, Text.assemble((model.repository, "bold"), about))
     heads = ("standard", "sequential", "stream", "fits by", "stays", "read", "a token")

@@ -247,9 +247,9 @@ def _identity_of(store: LayerStore) -> SourceIdentity:
 
 def _dtype_of(stored: StoredTensor, home: Path) -> str:
     """What a compressed tensor is dequantized to: the dtype that it had, else the config's, else float32."""
-    names = {entry.torch_name: name for name, entry in DTYPES.items() if entry.quantisable}
-    if stored.quantised is not None and stored.quantised.dtype is not None:
-        return names[stored.quantised.dtype]
+    names = {entry.torch_name: name for name, entry in DTYPES.items() if entry.quantizable}
+    if stored.quantized is not None and stored.quantized.dtype is not None:
+        return names[stored.quantized.dtype]
     config = read_json(home / CONFIG_NAME) if (home / CONFIG_NAME).exists() else {}
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):

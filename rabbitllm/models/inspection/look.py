@@ -83,7 +83,7 @@ def _look_at_split(folder: Path) -> Inspection:
 
 def _stored(tensor: StoredTensor, layer: str) -> TensorFact:
     first = tensor.parts[0]
-    dtype = tensor.quantised.scheme if tensor.quantised is not None else first.dtype
+    dtype = tensor.quantized.scheme if tensor.quantized is not None else first.dtype
     strides = row_major(tensor.shape)
     return TensorFact(tensor.name, dtype, tensor.shape, strides, first.offset, tensor.nbytes, layer, first.file)
 

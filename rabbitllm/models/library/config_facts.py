@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rabbitllm.checkpoints.quantised import quantised_as
+from rabbitllm.checkpoints.quantized import quantized_as
 from rabbitllm.checkpoints.routing import experts_a_token
 
 
@@ -22,7 +22,7 @@ class ConfigFacts:
         context: positions that it was made for.
         dtype: of the weights as they are published.
         experts, experts_a_token: of a mixture of experts.
-        quantised: how the weights are quantised as they are published.
+        quantized: how the weights are quantized as they are published.
     """
 
     architecture: str | None
@@ -36,7 +36,7 @@ class ConfigFacts:
     dtype: str | None
     experts: int | None
     experts_a_token: int | None
-    quantised: str | None
+    quantized: str | None
 
 
 def config_facts(config: Mapping[str, Any]) -> ConfigFacts:
@@ -70,5 +70,5 @@ def config_facts(config: Mapping[str, Any]) -> ConfigFacts:
         dtype=word("dtype", "torch_dtype"),
         experts=number("num_experts", "num_local_experts", "n_routed_experts"),
         experts_a_token=experts_a_token(config),
-        quantised=quantised_as(config),
+        quantized=quantized_as(config),
     )

@@ -129,8 +129,8 @@ def _put_config(config: ConfigFacts, console: Console) -> None:
         put_fact(console, "vocabulary", f"{config.vocabulary:,} tokens")
     if config.dtype is not None:
         put_fact(console, "published in", harmless(config.dtype))
-    if config.quantised is not None:
-        put_fact(console, "quantised", harmless(config.quantised))
+    if config.quantized is not None:
+        put_fact(console, "quantized", harmless(config.quantized))
 
 
 def _put_split(entry: Entry, original: Original, console: Console) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from rabbitllm import prepare
 from rabbitllm.base.options import expand
+from rabbitllm.base.plain_json import plain as plain_record
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.json_file import read_json
 from rabbitllm.errors import InvalidIndexError, RabbitLLMError
@@ -85,7 +86,7 @@ def shown_record(shown: Shown) -> dict[str, Any]:
     tensors, inside = shown.tensors, shown.inside
     record: dict[str, Any] = {
         "model": shown.name,
-        "config": dataclasses.asdict(shown.config) if shown.config is not None else None,
+        "config": plain_record(dataclasses.asdict(shown.config)) if shown.config is not None else None,
         "format": inside.format if inside is not None else None,
         "bytes": inside.size if inside is not None else None,
         "files": len(inside.shards) if inside is not None else None,

@@ -191,7 +191,7 @@ def pull(wish: Wish, hands: Hands | None = None, *, loads: bool = False) -> Pull
 
     Args:
         wish: what, and how.
-        hands: who fills layer files elsewhere, quantising on the CPU; None for this process.
+        hands: who fills layer files elsewhere, quantizing on the CPU; None for this process.
         loads: this process will load the model; without, too little memory for a layer is a warning only, unless the
             wish has a device or limits.
 

@@ -1,8 +1,8 @@
 """What a tensor becomes under compression, how it gets there block by block, and the way back.
 
-The only room that quantises with bitsandbytes. The stored keys are in `keys.py`, which tensors are compressed in
-`schemes.py`, what is stored of them in `forms.py`, bitsandbytes' JSON in `states.py`, the arithmetic in `quantise.py`,
-`nested.py` (scales that are quantised themselves) and `way_back.py`. Knows no files.
+The only room that quantizes with bitsandbytes. The stored keys are in `keys.py`, which tensors are compressed in
+`schemes.py`, what is stored of them in `forms.py`, bitsandbytes' JSON in `states.py`, the arithmetic in `quantize.py`,
+`nested.py` (scales that are quantized themselves) and `way_back.py`. Knows no files.
 """
 
 from rabbitllm.quant.compression.forms import (
@@ -23,7 +23,7 @@ from rabbitllm.quant.compression.nested import (
     scales_at,
     settled,
 )
-from rabbitllm.quant.compression.quantise import quantise_blocks
+from rabbitllm.quant.compression.quantize import quantize_blocks
 from rabbitllm.quant.compression.schemes import (
     BLOCKS,
     CODES,
@@ -41,8 +41,8 @@ from rabbitllm.quant.compression.schemes import (
     is_compressible,
     scheme_of,
 )
-from rabbitllm.quant.compression.states import Quantised, nested_state, read_state
-from rabbitllm.quant.compression.way_back import dequantise, multiply_4bit, operands
+from rabbitllm.quant.compression.states import Quantized, nested_state, read_state
+from rabbitllm.quant.compression.way_back import dequantize, multiply_4bit, operands
 
 __all__ = [
     "BLOCKS",
@@ -57,7 +57,7 @@ __all__ = [
     "NF4_BLOCK",
     "NF4_STATE",
     "SCALE_BYTES",
-    "Quantised",
+    "Quantized",
     "Settling",
     "StoredForm",
     "arriving",
@@ -65,7 +65,7 @@ __all__ = [
     "check_fitting",
     "code_values",
     "constants",
-    "dequantise",
+    "dequantize",
     "expand_scales",
     "expanded_bytes",
     "form_in",
@@ -75,7 +75,7 @@ __all__ = [
     "nested_state",
     "operands",
     "part_names",
-    "quantise_blocks",
+    "quantize_blocks",
     "read_state",
     "scales_at",
     "scheme_of",

@@ -2,7 +2,7 @@
 
 A few multiples of the largest magnitude of a block of 64 are tried, and the one with the least squared error is taken.
 A smaller one cuts off the largest value and has finer steps for all others; and as the 16 values of NF4 are not
-symmetrical, a negative one turns them round. At 4bit-double, where scales are quantised less their mean, all are
+symmetrical, a negative one turns them round. At 4bit-double, where scales are quantized less their mean, all are
 positive.
 
 The rule, in float32: y = x * (1 / s); v is the NF4 value nearest to the nearest 1024th of y, of -1 to 1; the error is
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 POSITIVE = (0.78, 0.84, 0.9, 0.96, 1.02)
 """Multiples of the largest magnitude that are tried. Twice as many found 1 to 2 % less error."""
 MULTIPLES = {"4bit": (*POSITIVE, *(-multiple for multiple in POSITIVE)), DOUBLE: POSITIVE}
-"""By scheme: scales of both signs lose more in being quantised than they gain."""
+"""By scheme: scales of both signs lose more in being quantized than they gain."""
 STEPS = 1024
 """From 0 to 1, of which y is taken to be the nearest."""
 SMALLEST, LARGEST = 1e-18, 1e18
@@ -38,8 +38,8 @@ ZERO_CODE = 7
 """Of NF4's value 0."""
 
 
-def quantise_fitted(scheme: str, data: memoryview, dtype: str) -> tuple[memoryview, memoryview]:
-    """Quantise a run of blocks; see `quantise.quantise_blocks`."""
+def quantize_fitted(scheme: str, data: memoryview, dtype: str) -> tuple[memoryview, memoryview]:
+    """Quantize a run of blocks; see `quantize.quantize_blocks`."""
     import numpy as np
 
     try:
@@ -53,7 +53,7 @@ def quantise_fitted(scheme: str, data: memoryview, dtype: str) -> tuple[memoryvi
         midpoints, nearest = _tables()
         multiples = np.array(MULTIPLES[scheme], np.float32)
         usual = np.array([SMALLEST, LARGEST], np.float32)
-        codes, scales = fitted_kernels.quantise_fitted(
+        codes, scales = fitted_kernels.quantize_fitted(
             values, cpu_kernels.KINDS[dtype], midpoints, nearest, multiples, usual, ZERO_CODE
         )
     return codes.data.cast("B"), scales.data.cast("B")

@@ -1,7 +1,7 @@
 """What a tensor becomes: the parts that a layer file holds of it, their dtypes and shapes, and those that are the same
 for any weights.
 
-At 4bit-double scales are quantised by their mean, which is known when the last of them is. Until then they wait as they
+At 4bit-double scales are quantized by their mean, which is known when the last of them is. Until then they wait as they
 are, outside the layer file: `arriving` is what a shard gives, `settling` what becomes of it when all is there.
 """
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
 WAITING_SCALES = ".4bit.absmax.float32"
-"""What the name of scales that wait to be quantised ends with; never in a layer file."""
+"""What the name of scales that wait to be quantized ends with; never in a layer file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def code_values(scheme: str) -> torch.Tensor:
 
 
 def arriving(form: StoredForm) -> StoredForm:
-    """What a tensor's shard gives of it: all that is stored, but for scales that are quantised themselves. These are
+    """What a tensor's shard gives of it: all that is stored, but for scales that are quantized themselves. These are
     float32 then, under a name of their own, and still second."""
     if form.scheme != DOUBLE:
         return form

@@ -47,7 +47,7 @@ def nf4_map() -> bytes:
 
 @functools.cache
 def int8_code() -> bytes:
-    """What the 256 codes of 8bit, and of scales that are quantised themselves, mean, float32, rising.
+    """What the 256 codes of 8bit, and of scales that are quantized themselves, mean, float32, rising.
 
     The values of bitsandbytes' `create_dynamic_map`. That one uses `torch.linspace`, whose last bits differ where a
     processor has no fused multiply-add. These are the same on every machine: those of a processor that has it.

@@ -1,6 +1,6 @@
-"""Scales of 4bit that are quantised themselves, and the way back: bitsandbytes' `compress_statistics`.
+"""Scales of 4bit that are quantized themselves, and the way back: bitsandbytes' `compress_statistics`.
 
-All scales of a tensor less their mean are quantised in blocks of 256 by the 256 values of 8bit. The mean is summed in
+All scales of a tensor less their mean are quantized in blocks of 256 by the 256 values of 8bit. The mean is summed in
 the order in which torch (2.13) sums so many float32 on x86-64 in one thread: 32 sums side by side, of rows, of groups
 of them, of groups of groups and of groups of those. With several threads torch sums each one's share of more than
 32,768 scales, and the last bit of the mean then depends on how many there are; a layer file must not.
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from rabbitllm.quant.compression.forms import Settling
 from rabbitllm.quant.compression.library import functional, int8_table
 from rabbitllm.quant.compression.schemes import NESTED_BLOCK, NF4_BLOCK, SCALE_BYTES
-from rabbitllm.quant.compression.states import Quantised, nested_state
+from rabbitllm.quant.compression.states import Quantized, nested_state
 
 if TYPE_CHECKING:
     import numpy as np
@@ -99,7 +99,7 @@ def _one_by_one(items: Scales, begin: Scales) -> Scales:
     return begin
 
 
-def expanded_bytes(form: Quantised) -> int:
+def expanded_bytes(form: Quantized) -> int:
     """What a tensor's scales take once they are float32, where they are not stored so; else 0."""
     if form.offset is None:
         return 0
@@ -107,7 +107,7 @@ def expanded_bytes(form: Quantised) -> int:
 
 
 def expand_scales(codes: torch.Tensor, nested: torch.Tensor, table: torch.Tensor, offset: float) -> torch.Tensor:
-    """What quantised scales mean, with bitsandbytes' own bits.
+    """What quantized scales mean, with bitsandbytes' own bits.
 
     Args:
         codes: uint8 (blocks,); all of a tensor's, or a run that begins with a block of 256; on any device.

@@ -21,7 +21,7 @@ INT8_BLOCK = 2048
 NESTED_BLOCK = 256
 """Scales that share a scale of their own at 4bit-double."""
 DOUBLE = "4bit-double"
-"""4bit with scales that are quantised themselves, as bitsandbytes' `compress_statistics` does."""
+"""4bit with scales that are quantized themselves, as bitsandbytes' `compress_statistics` does."""
 BLOCKS: Mapping[str, int] = {"4bit": NF4_BLOCK, "8bit": INT8_BLOCK, DOUBLE: NF4_BLOCK}
 CODES_A_BYTE: Mapping[str, int] = {"4bit": 2, "8bit": 1, DOUBLE: 2}
 CODES: Mapping[str, str] = {"4bit": "4bit", "8bit": "8bit", DOUBLE: "4bit"}
@@ -29,7 +29,7 @@ CODES: Mapping[str, str] = {"4bit": "4bit", "8bit": "8bit", DOUBLE: "4bit"}
 COMPRESSIONS: tuple[str | None, ...] = (None, "8bit", "4bit", DOUBLE)
 """At which a model can be split, from the largest output to the smallest."""
 SCALE_BYTES = 4
-"""A scale is a float32, unless it is quantised itself."""
+"""A scale is a float32, unless it is quantized itself."""
 MIN_ELEMENTS = 4096
 """Smaller tensors stay as they are: the keys would cost more than is saved."""
 MIN_DOUBLE_ELEMENTS = 1 << 15
@@ -90,7 +90,7 @@ def is_compressible(spec: TensorSpec) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _is_worth_it(dtype: str, shape: tuple[int, ...]) -> bool:
-    return DTYPES[dtype].quantisable and 2 <= len(shape) <= 3 and math.prod(shape) >= MIN_ELEMENTS
+    return DTYPES[dtype].quantizable and 2 <= len(shape) <= 3 and math.prod(shape) >= MIN_ELEMENTS
 
 
 def scheme_of(spec: TensorSpec, compression: str | None) -> str | None:

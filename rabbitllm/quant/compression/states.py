@@ -1,7 +1,7 @@
 """The JSON that bitsandbytes packs into a tensor beside a weight at 4bit, and what is believed of it.
 
 bitsandbytes' `QuantState.as_dict(packed=True)` (0.50) writes it; its `QuantState.from_dict` reads what is written here.
-With scales that are quantised themselves it has a number that depends on the weights, whose text is of any length; it
+With scales that are quantized themselves it has a number that depends on the weights, whose text is of any length; it
 is followed by blanks, which JSON allows, so that a layer file can be laid out before the number is known.
 """
 
@@ -26,14 +26,14 @@ LONGEST_NUMBER = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Quantised:
-    """What is known of a stored, quantised tensor without its weights.
+class Quantized:
+    """What is known of a stored, quantized tensor without its weights.
 
     Attributes:
         scheme: "4bit", "4bit-double" or "8bit".
         shape: of the tensor it stands for.
-        dtype: the torch dtype name it was quantised from; None at 8bit, which does not store it.
-        offset: at 4bit-double what was taken from all scales before they were quantised: their mean.
+        dtype: the torch dtype name it was quantized from; None at 8bit, which does not store it.
+        offset: at 4bit-double what was taken from all scales before they were quantized: their mean.
     """
 
     scheme: str
@@ -42,7 +42,7 @@ class Quantised:
     offset: float | None = None
 
     @property
-    def codes(self) -> Quantised:
+    def codes(self) -> Quantized:
         """The same once its scales are float32: what kernels are given."""
         return self if self.scheme == CODES[self.scheme] else replace(self, scheme=CODES[self.scheme], offset=None)
 
@@ -79,8 +79,8 @@ def _nested(dtype: str, shape: tuple[int, ...], offset: float) -> dict[str, obje
     return _plain(dtype, shape) | more
 
 
-def read_state(name: str, scheme: str, parts: Mapping[str, TensorSpec], state: bytes) -> Quantised:
-    """Check the sizes of a quantised tensor's parts against each other.
+def read_state(name: str, scheme: str, parts: Mapping[str, TensorSpec], state: bytes) -> Quantized:
+    """Check the sizes of a quantized tensor's parts against each other.
 
     The kernels trust them: scales for fewer blocks than there are would be read past their end.
 
@@ -96,7 +96,7 @@ def read_state(name: str, scheme: str, parts: Mapping[str, TensorSpec], state: b
     for part in part_names(name, scheme):
         if part not in parts:
             raise IncompleteSplitError(f"tensor {name!r} is stored at {scheme} without its part {part!r}.")
-    found = Quantised(scheme, parts[name].shape, None) if scheme == "8bit" else _parse_state(name, scheme, state)
+    found = Quantized(scheme, parts[name].shape, None) if scheme == "8bit" else _parse_state(name, scheme, state)
     for part, (dtype, elements) in zip(part_names(name, scheme), _part_sizes(scheme, found.shape), strict=False):
         spec = parts[part]
         if spec.dtype != dtype or spec.elements != elements:
@@ -118,19 +118,19 @@ def _part_sizes(scheme: str, shape: tuple[int, ...]) -> tuple[tuple[str, int], .
     return ("U8", payload), ("F32", blocks), ("F32", 16 if scheme == "4bit" else 256)
 
 
-def _parse_state(name: str, scheme: str, raw: bytes) -> Quantised:
+def _parse_state(name: str, scheme: str, raw: bytes) -> Quantized:
     found = (_nested_form(raw) if scheme == DOUBLE else _nf4_form(raw)) if len(raw) <= LONGEST_STATE else None
     if found is None:
-        nested = f" with scales quantised in blocks of {NESTED_BLOCK}" if scheme == DOUBLE else ""
+        nested = f" with scales quantized in blocks of {NESTED_BLOCK}" if scheme == DOUBLE else ""
         raise IncompleteSplitError(
-            f"the quantisation state of {name!r} is {raw[:120]!r}; expected the JSON of "
+            f"the quantization state of {name!r} is {raw[:120]!r}; expected the JSON of "
             f"{'a nested' if nested else 'an unnested'} nf4 state of blocks of {NF4_BLOCK}{nested}."
         )
     return found
 
 
 @functools.lru_cache(maxsize=1024)
-def _nf4_form(raw: bytes) -> Quantised | None:
+def _nf4_form(raw: bytes) -> Quantized | None:
     """What the JSON of a QuantState says; None where it is none of ours. Experts have the same in their thousands."""
     try:
         state = json.loads(raw)
@@ -141,7 +141,7 @@ def _nf4_form(raw: bytes) -> Quantised | None:
         return None
 
 
-def _nested_form(raw: bytes) -> Quantised | None:
+def _nested_form(raw: bytes) -> Quantized | None:
     try:
         state = json.loads(raw)
         offset = state["nested_offset"]
@@ -152,7 +152,7 @@ def _nested_form(raw: bytes) -> Quantised | None:
         return None
 
 
-def _form(state: dict[str, Any], scheme: str, offset: float | None) -> Quantised | None:
+def _form(state: dict[str, Any], scheme: str, offset: float | None) -> Quantized | None:
     shape = tuple(state["shape"])
     sound = (
         state["quant_type"] == "nf4"
@@ -160,4 +160,4 @@ def _form(state: dict[str, Any], scheme: str, offset: float | None) -> Quantised
         and state["dtype"] in ("bfloat16", "float16", "float32")
         and all(type(size) is int and size >= 0 for size in shape)
     )
-    return Quantised(scheme, shape, state["dtype"], offset) if sound else None
+    return Quantized(scheme, shape, state["dtype"], offset) if sound else None

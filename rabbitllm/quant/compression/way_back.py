@@ -1,4 +1,4 @@
-"""The way back: a tensor, or products with it, from its quantised parts. Knows no files."""
+"""The way back: a tensor, or products with it, from its quantized parts. Knows no files."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant.compression.library import bitsandbytes, functional
 from rabbitllm.quant.compression.nested import expand_scales
 from rabbitllm.quant.compression.schemes import INT8_BLOCK, NF4_BLOCK
-from rabbitllm.quant.compression.states import Quantised
+from rabbitllm.quant.compression.states import Quantized
 
 if TYPE_CHECKING:
     import torch
 
 
 def operands(
-    form: Quantised, parts: Sequence[TensorSpec], read: Callable[[TensorSpec], torch.Tensor]
-) -> tuple[Quantised, torch.Tensor, torch.Tensor, torch.Tensor]:
+    form: Quantized, parts: Sequence[TensorSpec], read: Callable[[TensorSpec], torch.Tensor]
+) -> tuple[Quantized, torch.Tensor, torch.Tensor, torch.Tensor]:
     """What kernels are given of a stored tensor: its form, codes, float32 scales and what codes mean.
 
-    Scales that are quantised themselves are made anew, n / 64 float32 where `read` puts the parts; all else is what it
+    Scales that are quantized themselves are made anew, n / 64 float32 where `read` puts the parts; all else is what it
     reads.
 
     Args:
@@ -36,18 +36,18 @@ def operands(
     return form.codes, payload, absmax, table
 
 
-def dequantise(
-    form: Quantised, payload: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor, dtype: torch.dtype
+def dequantize(
+    form: Quantized, payload: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The tensor that quantised parts stand for, on their device.
+    """The tensor that quantized parts stand for, on their device.
 
     Args:
         form: as `read_state` found it; at 4bit-double as `operands` gives it.
         payload: uint8 codes.
         absmax: float32, one a block.
         table: float32, what each code means.
-        dtype: of the result. At 4bit bitsandbytes dequantises to the dtype stored with the tensor, and the result is
-            cast; at 8bit, where none is stored, it dequantises to `dtype` directly.
+        dtype: of the result. At 4bit bitsandbytes dequantizes to the dtype stored with the tensor, and the result is
+            cast; at 8bit, where none is stored, it dequantizes to `dtype` directly.
 
     Returns:
         A new tensor of shape `form.shape`.
@@ -65,7 +65,7 @@ def dequantise(
 def _in_whole_blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
     """A shape of as many elements whose rows are whole blocks, where that can be; else one row.
 
-    bitsandbytes' kernel for the CPU (0.50) begins a block with each row, whatever was quantised: in rows of 80 elements
+    bitsandbytes' kernel for the CPU (0.50) begins a block with each row, whatever was quantized: in rows of 80 elements
     all but the first come out with the scales of others.
     """
     if shape and shape[-1] % NF4_BLOCK == 0:
@@ -75,26 +75,26 @@ def _in_whole_blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def multiply_4bit(
-    form: Quantised, payload: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor, x: torch.Tensor
+    form: Quantized, payload: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor, x: torch.Tensor
 ) -> torch.Tensor:
-    """`x @ W.T` by bitsandbytes from the codes, where it has a kernel for the device; else it dequantises.
+    """`x @ W.T` by bitsandbytes from the codes, where it has a kernel for the device; else it dequantizes.
 
     Its `matmul_4bit` is called rather than `gemv_4bit`, which on some CPUs takes the codes in another order.
 
     Args:
         form: (N, K) at 4bit, K a multiple of 64.
-        payload, absmax, table: as for `dequantise`.
+        payload, absmax, table: as for `dequantize`.
         x: (1, K), contiguous, of a floating dtype.
 
     Returns:
-        (1, N), of x's dtype; rounded otherwise than a product with the dequantised matrix.
+        (1, N), of x's dtype; rounded otherwise than a product with the dequantized matrix.
     """
     state = _nf4_quant_state(form, absmax, table)
     product: torch.Tensor = bitsandbytes().matmul_4bit(x, payload.view(-1, 1).t(), quant_state=state)
     return product
 
 
-def _nf4_quant_state(form: Quantised, absmax: torch.Tensor, table: torch.Tensor) -> Any:
+def _nf4_quant_state(form: Quantized, absmax: torch.Tensor, table: torch.Tensor) -> Any:
     import torch
 
     assert form.dtype is not None

@@ -1,4 +1,4 @@
-"""How a config says that its weights are quantised."""
+"""How a config says that its weights are quantized."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rabbitllm.checkpoints.quantised import quantised_as
+from rabbitllm.checkpoints.quantized import quantized_as
 
 
 @pytest.mark.parametrize(
@@ -24,4 +24,4 @@ from rabbitllm.checkpoints.quantised import quantised_as
     ],
 )
 def test_what_a_config_says(config: dict[str, Any], said: str | None) -> None:
-    assert quantised_as(config) == said
+    assert quantized_as(config) == said

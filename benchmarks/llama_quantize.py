@@ -1,4 +1,4 @@
-"""llama.cpp's own quantiser: a checkpoint as its file in bfloat16, and what `llama-quantize` makes of that.
+"""llama.cpp's own quantizer: a checkpoint as its file in bfloat16, and what `llama-quantize` makes of that.
 
 Which type a matrix gets is the tool's choice: another than the preset is named after where it deems a matrix sensitive,
 and where rows are no multiple of a type's block.
@@ -32,7 +32,7 @@ def plain_file(checkpoint: Path, path: Path) -> Path:
     return path
 
 
-def quantised(program: Path, plain: Path, path: Path, preset: str) -> Path:
+def quantized(program: Path, plain: Path, path: Path, preset: str) -> Path:
     """What the tool makes of a file, on one thread.
 
     Raises:

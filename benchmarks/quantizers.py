@@ -1,8 +1,8 @@
-"""The compiled quantisers beside bitsandbytes' own, on one core: MB of the source a second, and how many times as fast.
+"""The compiled quantizers beside bitsandbytes' own, on one core: MB of the source a second, and how many times as fast.
 
 The two take turns on the same values, in runs as long as the splitter's, and must give the same bytes.
 
-    python -m benchmarks.quantisers [--turns 7] [--megabytes 32] [--results FILE]
+    python -m benchmarks.quantizers [--turns 7] [--megabytes 32] [--results FILE]
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from pathlib import Path
 from benchmarks import command_line, report
 from benchmarks.measure import spread
 from rabbitllm.formats.tensor_spec import torch_dtype
-from rabbitllm.quant.compression import quantise
+from rabbitllm.quant.compression import quantize
 from rabbitllm.splitter.moves import CHUNK_BYTES
 
 DTYPES = ("BF16", "F16", "F32")
 SLOW_PART = 8
 """bitsandbytes gets such a part of the values: it is that much slower."""
 GOALS = {("4bit", "BF16"): 15.0, ("8bit", "BF16"): 6.0}
-_RESULTS = Path(__file__).resolve().parent / "results" / "quantisers"
+_RESULTS = Path(__file__).resolve().parent / "results" / "quantizers"
 
-Quantise = Callable[[memoryview], tuple[memoryview, memoryview]]
+Quantize = Callable[[memoryview], tuple[memoryview, memoryview]]
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,10 @@ def measure(scheme: str, dtype: str, nbytes: int, turns: int) -> Row:
     part = data[: max(nbytes // SLOW_PART, min(nbytes, CHUNK_BYTES))]
 
     def compiled(run: memoryview) -> tuple[memoryview, memoryview]:
-        return quantise._quantise_compiled(scheme, run, dtype)
+        return quantize._quantize_compiled(scheme, run, dtype)
 
     def library(run: memoryview) -> tuple[memoryview, memoryview]:
-        return quantise._quantise_with_bitsandbytes(scheme, run, dtype, "cpu")
+        return quantize._quantize_with_bitsandbytes(scheme, run, dtype, "cpu")
 
     same = compiled(part) == library(part)
     ours, theirs = [], []
@@ -74,10 +74,10 @@ def measure(scheme: str, dtype: str, nbytes: int, turns: int) -> Row:
     return Row(scheme, dtype, ours, theirs, same)
 
 
-def _rate(quantise: Quantise, data: memoryview) -> float:
+def _rate(quantize: Quantize, data: memoryview) -> float:
     start = time.perf_counter()
     for at in range(0, len(data), CHUNK_BYTES):
-        quantise(data[at : at + CHUNK_BYTES])
+        quantize(data[at : at + CHUNK_BYTES])
     return len(data) / (time.perf_counter() - start)
 
 
@@ -115,7 +115,7 @@ def _write(base: Path, rows: Sequence[Row], machine: dict[str, object], turns: i
             for row in rows
         ],
     )
-    title = f"Quantising on one core, {turns} turns"
+    title = f"Quantizing on one core, {turns} turns"
     described = "; ".join(f"{name.replace('_', ' ')}: {value}" for name, value in machine.items())
     found = {(row.scheme, row.dtype): report.median(spread(row.ratios)) for row in rows}
     notes = [

@@ -12,11 +12,11 @@ from torch import nn
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, _dequantize_fp8_weight
 from transformers.integrations.mxfp4 import Mxfp4Dequantize
 
-from rabbitllm.engine.quick_dequantise import QuickFp8, QuickMxfp4
+from rabbitllm.engine.quick_dequantize import QuickFp8, QuickMxfp4
 from rabbitllm.quant import published_kernels
 
 pytestmark = pytest.mark.skipif(
-    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 21), reason="its quantisers are others"
+    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 21), reason="its quantizers are others"
 )
 
 
@@ -94,10 +94,10 @@ def test_what_the_kernel_does_not_know_is_done_without(
 @pytest.mark.parametrize(("rows", "columns"), [(72, 48), (24, 40), (64, 24), (8, 8)])
 def test_smaller_blocks_at_the_ends(rows: int, columns: int, made: torch.dtype) -> None:
     """As transformers' own FP8 products cut them; of blocks of 16, (24, 40) has as many as two by four equal ones."""
-    quantiser = SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=(16, 16)))
+    quantizer = SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=(16, 16)))
     codes = everything(torch.float8_e4m3fn, rows, columns)
     scales = torch.rand(-(-rows // 16), -(-columns // 16), generator=torch.Generator().manual_seed(1)) * 1e-2
-    found = QuickFp8(quantiser)._dequantize_one(codes, scales, made)
+    found = QuickFp8(quantizer)._dequantize_one(codes, scales, made)
     exact = _dequantize_fp8_weight(codes, scales, [16, 16], torch.float32)
     assert torch.equal(found, exact.to(made))
 

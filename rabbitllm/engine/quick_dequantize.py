@@ -1,4 +1,4 @@
-"""transformers' operations that dequantise FP8 and MXFP4, by compiled kernels where the codes are on the CPU.
+"""transformers' operations that dequantize FP8 and MXFP4, by compiled kernels where the codes are on the CPU.
 
 With the same bits, in a fraction of the time, and without tensors of float32 or of indices as large as the matrix.
 Anywhere else, and for what the kernels do not know, they are transformers' own.
@@ -28,7 +28,7 @@ class QuickFp8(Fp8Dequantize):  # type: ignore[misc]
     """See `Fp8Dequantize`, which cuts a matrix into as many equal blocks as there are scales.
 
     A matrix that is no whole number of the config's blocks (DeepSeek-V3 has some of 576 rows, with blocks of 128) has
-    smaller ones at its ends instead. transformers multiplies with FP8 so, but does not dequantise so: it refuses such a
+    smaller ones at its ends instead. transformers multiplies with FP8 so, but does not dequantize so: it refuses such a
     matrix, or cuts it elsewhere.
     """
 

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is published quantised, and how, by what its config.json says. Knows neither torch nor tensors.
+"""Whether a checkpoint is published quantized, and how, by what its config.json says. Knows neither torch nor tensors.
 
 transformers writes it under `quantization_config`, in the config itself or in that of its language model.
 """
@@ -14,7 +14,7 @@ LEFTOVER = "gguf"
 
 
 def settings_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What a config says of its weights' quantisation; None where they are plain."""
+    """What a config says of its weights' quantization; None where they are plain."""
     text = config.get("text_config")
     for part in (config, text if isinstance(text, Mapping) else {}):
         found = part.get("quantization_config")
@@ -23,8 +23,8 @@ def settings_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None
 
 
-def quantised_as(config: Mapping[str, Any]) -> str | None:
-    """How the weights are quantised, in a word or two: "fp8", "mxfp4", "bitsandbytes 4bit"; None for plain ones."""
+def quantized_as(config: Mapping[str, Any]) -> str | None:
+    """How the weights are quantized, in a word or two: "fp8", "mxfp4", "bitsandbytes 4bit"; None for plain ones."""
     found = settings_of(config)
     return method_of(found) if found is not None else None
 

@@ -1,4 +1,4 @@
-"""Quantises runs of blocks, by kernels of our own that give what bitsandbytes gives, or by bitsandbytes itself.
+"""Quantizes runs of blocks, by kernels of our own that give what bitsandbytes gives, or by bitsandbytes itself.
 
 Blocks are independent, so a tensor of any size goes through in chunks of whole blocks. Knows no files.
 """
@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from rabbitllm.formats.tensor_spec import torch_dtype
-from rabbitllm.quant.compression.fitting import quantise_fitted
+from rabbitllm.quant.compression.fitting import quantize_fitted
 from rabbitllm.quant.compression.library import functional, int8_code, int8_table, nf4_map
 from rabbitllm.quant.compression.schemes import CODES, INT8_BLOCK, NF4_BLOCK
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def quantise_blocks(
+def quantize_blocks(
     scheme: str, data: memoryview, dtype: str, device: str, *, fitted: bool = False
 ) -> tuple[memoryview, memoryview]:
-    """Quantise a run of blocks.
+    """Quantize a run of blocks.
 
     Args:
         scheme: one of `BLOCKS`.
@@ -34,17 +34,17 @@ def quantise_blocks(
 
     Returns:
         The payload (uint8: two elements a byte at 4bit, one at 8bit) and the scales (float32, one a block), as bytes;
-        at 4bit-double these are yet to be quantised (`nested.py`).
+        at 4bit-double these are yet to be quantized (`nested.py`).
     """
     if fitted and CODES[scheme] == "4bit":
-        return quantise_fitted(scheme, data, dtype)
+        return quantize_fitted(scheme, data, dtype)
     scheme = CODES[scheme]
     if device == "cpu" and _compiled_kernels_agree(scheme):
-        return _quantise_compiled(scheme, data, dtype)
-    return _quantise_with_bitsandbytes(scheme, data, dtype, device)
+        return _quantize_compiled(scheme, data, dtype)
+    return _quantize_with_bitsandbytes(scheme, data, dtype, device)
 
 
-def _quantise_with_bitsandbytes(
+def _quantize_with_bitsandbytes(
     scheme: str, data: memoryview, dtype: str, device: str
 ) -> tuple[memoryview, memoryview]:
     import torch
@@ -57,15 +57,15 @@ def _quantise_with_bitsandbytes(
     return _bytes_of(codes), _bytes_of(state.absmax)
 
 
-def _quantise_compiled(scheme: str, data: memoryview, dtype: str) -> tuple[memoryview, memoryview]:
+def _quantize_compiled(scheme: str, data: memoryview, dtype: str) -> tuple[memoryview, memoryview]:
     import numpy as np
 
     from rabbitllm.quant import cpu_kernels
 
     values: cpu_kernels.Values = np.frombuffer(data, np.float32) if dtype == "F32" else np.frombuffer(data, np.uint16)
-    quantise = cpu_kernels.quantise_nf4 if scheme == "4bit" else cpu_kernels.quantise_int8
+    quantize = cpu_kernels.quantize_nf4 if scheme == "4bit" else cpu_kernels.quantize_int8
     levels = np.frombuffer(nf4_map() if scheme == "4bit" else int8_code(), np.float32)
-    codes, scales = quantise(values, cpu_kernels.KINDS[dtype], levels)
+    codes, scales = quantize(values, cpu_kernels.KINDS[dtype], levels)
     return codes.data.cast("B"), scales.data.cast("B")
 
 
@@ -80,15 +80,15 @@ def _compiled_kernels_agree(scheme: str) -> bool:
     try:
         import numba  # noqa: F401
     except ImportError:
-        logger.info("numba is not installed; bitsandbytes quantises, at a fraction of the speed.")
+        logger.info("numba is not installed; bitsandbytes quantizes, at a fraction of the speed.")
         return False
     generator = torch.Generator().manual_seed(0)
     sample = torch.randn(8 * INT8_BLOCK + 33, generator=generator) * 0.02
     sample[:NF4_BLOCK] = 0
     for dtype in ("BF16", "F16", "F32"):
         data = _bytes_of(sample.to(torch_dtype(dtype)).view(torch.uint8))
-        if _quantise_compiled(scheme, data, dtype) != _quantise_with_bitsandbytes(scheme, data, dtype, "cpu"):
-            logger.warning("This bitsandbytes quantises to %s otherwise than our kernels; it is used instead.", scheme)
+        if _quantize_compiled(scheme, data, dtype) != _quantize_with_bitsandbytes(scheme, data, dtype, "cpu"):
+            logger.warning("This bitsandbytes quantizes to %s otherwise than our kernels; it is used instead.", scheme)
             return False
     return True
 

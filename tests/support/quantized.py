@@ -1,4 +1,4 @@
-"""Tiny checkpoints that are published quantised: the same random models, their weights as codes and scales.
+"""Tiny checkpoints that are published quantized: the same random models, their weights as codes and scales.
 
 bitsandbytes' are saved by transformers itself; the others are written here by the published rule of their format, and
 it is transformers that says in the tests what they mean.
@@ -183,14 +183,14 @@ def _int32(bits: Any) -> torch.Tensor:
 
 
 def _rewrite(
-    folder: Path, change: Callable[[str, torch.Tensor], Named], quantised: Mapping[str, Any] | None, shards: int
+    folder: Path, change: Callable[[str, torch.Tensor], Named], quantized: Mapping[str, Any] | None, shards: int
 ) -> Path:
     """Replace the tensors of a checkpoint by what `change` makes of each, and say so in its config, if it is to."""
     changed = dict(entry for name, tensor in read_tensors(folder).items() for entry in change(name, tensor))
     save_file(changed, folder / SINGLE_NAME, metadata={"format": "pt"})
-    if quantised is not None:
+    if quantized is not None:
         path = folder / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": dict(quantised)}))
+        path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": dict(quantized)}))
     _spread(folder, shards)
     return folder
 

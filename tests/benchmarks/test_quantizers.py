@@ -1,4 +1,4 @@
-"""The benchmark of the quantisers, in small."""
+"""The benchmark of the quantizers, in small."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.quantisers import measure
+from benchmarks.quantizers import measure
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -25,8 +25,8 @@ def test_a_turn_of_each() -> None:
 
 @pytest.mark.long
 def test_both_give_the_same_bytes_and_the_figures_are_written(tmp_path: Path) -> None:
-    base = tmp_path / "found" / "quantisers"
-    command = [sys.executable, "-m", "benchmarks.quantisers", "--turns", "2", "--megabytes", "4"]
+    base = tmp_path / "found" / "quantizers"
+    command = [sys.executable, "-m", "benchmarks.quantizers", "--turns", "2", "--megabytes", "4"]
     ran = subprocess.run(
         [*command, "--results", str(base)],
         cwd=ROOT,
