@@ -87,14 +87,14 @@ def together(model: Any, given: Sequence[Sequence[int]], tokens: int) -> list[li
     """What they get when all are there at once."""
     from rabbitllm.generation.answer import Sampling
     from rabbitllm.generation.batch import Batch, Limits
-    from rabbitllm.generation.request import Piece, Request
+    from rabbitllm.generation.request import Delta, Request
 
     found: list[list[int]] = [[] for _ in given]
     over = threading.Semaphore(0)
 
     def taker(number: int) -> Any:
         def take(event: Any) -> None:
-            if isinstance(event, Piece):
+            if isinstance(event, Delta):
                 found[number] += [one.token for one in event.tokens]
             else:
                 over.release()

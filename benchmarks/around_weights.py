@@ -36,10 +36,10 @@ def load(folder: Path, **options: Any) -> Any:
 
 def read_past_the_cache(model: Any) -> None:
     """As where it does not fit beside what is kept."""
-    from rabbitllm.engine.span_reader import Way
+    from rabbitllm.engine.span_reader import ReadMode
 
     for lane in model.streamer.lanes.values():
-        lane.loader._disk.way = Way(direct=True)
+        lane.loader._disk.way = ReadMode(direct=True)
 
 
 def run(model: Any, tokens: int, batch: int, options: Mapping[str, Any]) -> dict[str, float]:

@@ -27,7 +27,7 @@ from benchmarks.worker_batch import prompt
 from rabbitllm import AutoModel
 from rabbitllm.base.options import parse_size
 from rabbitllm.batch_jobs.answering import answered
-from rabbitllm.batch_jobs.items import Generate, Item, Limits
+from rabbitllm.batch_jobs.items import Generate, Item, JobLimits
 
 ROOM_FOR_ALL = 1 << 30
 
@@ -53,7 +53,7 @@ class Outcome:
 def run(model: Any, row: Row, prompts: Sequence[Sequence[int]], tokens: int) -> Outcome:
     """Answer all prompts."""
     items = [Item(number, number, Generate(tuple(ids), tokens)) for number, ids in enumerate(prompts)]
-    limits = Limits(len(prompts), row.cache_bytes, cache_disk=row.cache_disk)
+    limits = JobLimits(len(prompts), row.cache_bytes, cache_disk=row.cache_disk)
     facts: list[Any] = []
     begun = time.perf_counter()
     found = {one.index: one.line for group in answered(model, "m", iter(items), limits, facts.append) for one in group}

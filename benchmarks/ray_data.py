@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import command_line
-from rabbitllm.batch_jobs.items import Answer, Generate, Item, Limits
+from rabbitllm.batch_jobs.items import BatchAnswer, Generate, Item, JobLimits
 from rabbitllm.models.pull.make import Wish
-from rabbitllm.ray.answerer import About, Job
+from rabbitllm.ray.answerer import About, WorkerJob
 from rabbitllm.ray.chunks import Staff
 from rabbitllm.ray.ray_answers import RayAnswers
 
@@ -144,22 +144,22 @@ def by_ray_data(log: Path, lines: int) -> Iterator[int]:
 class Sleeper:
     """A worker as `Answerer` is one."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: WorkerJob) -> None:
         self.log = Path(job.name)
         begin_work(self.log)
 
     def ready(self) -> About:
         return About("here", os.getpid(), None, None, "nothing")
 
-    def answer(self, items: Sequence[Item]) -> Generator[list[Answer]]:
+    def answer(self, items: Sequence[Item]) -> Generator[list[BatchAnswer]]:
         for one in items:
             compute(one.index, self.log)
-            yield [Answer(one.index, one.key, {})]
+            yield [BatchAnswer(one.index, one.key, {})]
 
 
 def by_actors(log: Path, lines: int) -> Iterator[int]:
     """Chunks of as many lines."""
-    workers = RayAnswers(Staff(WORKERS, 1, 0, WORKERS), Job(Wish("none"), str(log), Limits()), Sleeper)
+    workers = RayAnswers(Staff(WORKERS, 1, 0, WORKERS), WorkerJob(Wish("none"), str(log), JobLimits()), Sleeper)
     chunks = [range(at, at + AT_A_TIME) for at in range(0, lines, AT_A_TIME)]
     for group in workers.answered(chunks, lambda index: Item(index, index, Generate("", 1))):
         yield from (one.index for one in group)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from benchmarks.scale_facts import Host
 from benchmarks.scale_shape import TWO_BYTES, Drawn, Shape, Unit, fits_disk
-from rabbitllm.estimate.pace import Step, pass_seconds
+from rabbitllm.estimate.pace import UnitTime, pass_seconds
 from rabbitllm.estimate.routing import RoutedWork
 
 PROMPT, ANSWER = 512, 32
@@ -94,7 +94,7 @@ def pass_over(units: Sequence[Unit], shape: Shape, host: Host, sequences: int, e
         python = (host.routed_layer if routed else host.layer).value if unit.is_layer else 0.0
         ahead = unit.read / host.disk.value, _over(unit.copied, host)
         asked = sum(of.read for of in routed) / host.disk.value, _over(sum(of.copied for of in routed), host)
-        steps.append(Step(unit.device, max(memory, compute) + python + max(asked), max(ahead)))
+        steps.append(UnitTime(unit.device, max(memory, compute) + python + max(asked), max(ahead)))
         found = {DISK: ahead[0] + asked[0], LINK: ahead[1] + asked[1], MEMORY: memory, COMPUTE: compute, PYTHON: python}
         parts = {name: seconds + found[name] for name, seconds in parts.items()}
     return Pass(pass_seconds(steps, host.strain), parts)

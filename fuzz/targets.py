@@ -22,7 +22,7 @@ import torch
 from rabbitllm.errors import CorruptShardError
 from rabbitllm.formats.pickle_reader import list_opcodes
 from rabbitllm.formats.recognise import recognise
-from rabbitllm.formats.safetensors_file import LENGTH_BYTES, Placed, encode_header, header_length, parse_header
+from rabbitllm.formats.safetensors_file import LENGTH_BYTES, TensorToWrite, encode_header, header_length, parse_header
 from rabbitllm.formats.sentencepiece_model import SpecialIds, parse_model
 from rabbitllm.formats.torch_legacy import parse_legacy_torch
 from rabbitllm.formats.torch_names import name_tensors
@@ -118,7 +118,9 @@ def read_vocabulary(data: bytes) -> None:
 
 def _safetensors() -> list[bytes]:
     sound = [content for content, _ in safetensors_files.LEGAL.values()]
-    lead, _ = encode_header([Placed("a", "F32", (2, 3)), Placed("b", "BF16", (0, 4)), Placed("c", "F8_E4M3", ())])
+    lead, _ = encode_header(
+        [TensorToWrite("a", "F32", (2, 3)), TensorToWrite("b", "BF16", (0, 4)), TensorToWrite("c", "F8_E4M3", ())]
+    )
     return [lead + bytes(25), *sound, *(data for data, _ in safetensors_files.HOSTILE.values())]
 
 

@@ -21,7 +21,7 @@ FIRST_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class CurrentRates:
     """Bytes a second over the last seconds; None where there is no such stage, or not long enough.
 
     Attributes:
@@ -38,7 +38,7 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class SplitStats:
     """A split, or the download before it, at a moment.
 
     Attributes:
@@ -65,7 +65,7 @@ class Facts:
     label: str = ""
     done_bytes: int = 0
     total_bytes: int = 0
-    rates: Rates = Rates()
+    rates: CurrentRates = CurrentRates()
     seconds_left: float | None = None
     disk_bytes: int | None = None
     limit_bytes: int | None = None
@@ -194,11 +194,11 @@ class SplitLedger:
         while len(self._points) > 1 and self._points[1].at <= now - RATE_SECONDS:
             self._points.popleft()
 
-    def facts(self) -> Facts:
+    def facts(self) -> SplitStats:
         """As things are now."""
         now = self._clock()
         rates, done, started = self._rates(now), self._done(), self._started
-        return Facts(
+        return SplitStats(
             self._doing,
             self._label,
             done,
@@ -227,27 +227,27 @@ class SplitLedger:
         size, fetched = self._sizes.get(self._current, 0), self._shard_fetched.get(self._current)
         return 1.0 if fetched is None or not size else min(max(fetched / size, 0.0), 1.0)
 
-    def _rates(self, now: float) -> Rates:
+    def _rates(self, now: float) -> CurrentRates:
         while len(self._points) > 1 and self._points[1].at <= now - RATE_SECONDS:
             self._points.popleft()
         first, last, started = self._points[0], self._counts, self._started
         seconds = now - max(first.at, now - RATE_SECONDS)
         if seconds < FIRST_SECONDS:
-            return Rates()
+            return CurrentRates()
         fetch = (last.fetched - first.fetched) / seconds
         if self._doing == "downloading":
-            return Rates(fetch, fetch)
+            return CurrentRates(fetch, fetch)
         active = seconds - (self._idle_now() - first.idle)
         if active >= FIRST_SECONDS:
             self._pace = (last.fetched - first.fetched) / active
-        return Rates(
+        return CurrentRates(
             (last.done - first.done) / seconds,
             fetch if started is not None and started.fetches else None,
             (last.quantized - first.quantized) / seconds if started is not None and started.quantizes else None,
             (last.written - first.written) / seconds,
         )
 
-    def _seconds_left(self, rates: Rates, done: int) -> float | None:
+    def _seconds_left(self, rates: CurrentRates, done: int) -> float | None:
         """What is left to split at the rate of splitting, or what is left to fetch at that of fetching: the longer."""
         found = []
         if rates.done:

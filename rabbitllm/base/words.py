@@ -65,7 +65,7 @@ def bar(share: float, width: int) -> Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class LinePiece:
     """A part of a line that may be left out.
 
     Attributes:
@@ -79,7 +79,7 @@ class Piece:
     style: str = ""
 
 
-def fitting(pieces: Iterable[Piece], width: int) -> Row:
+def fitting(pieces: Iterable[LinePiece], width: int) -> Row:
     """As many of the pieces as fit so many columns, in their order, with a separator between them."""
     all_of_them = [piece for piece in pieces if piece.text]
     chosen: list[int] = []

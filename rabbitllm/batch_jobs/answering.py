@@ -8,14 +8,16 @@ from typing import Any
 
 from rabbitllm.batch_jobs.asking import refused_line
 from rabbitllm.batch_jobs.generation import Watch, generated
-from rabbitllm.batch_jobs.items import Answer, Item, Limits, Refused
+from rabbitllm.batch_jobs.items import BatchAnswer, Item, JobLimits, Refused
 from rabbitllm.batch_jobs.likelihoods import scored
 from rabbitllm.batch_jobs.order import ERRORS, GENERATIONS, kind_of, ordered
 
-LIMITS = Limits()
+LIMITS = JobLimits()
 
 
-def answers(model: Any, items: Sequence[Item], limits: Limits = LIMITS, name: str = "model") -> Iterator[Answer]:
+def answers(
+    model: Any, items: Sequence[Item], limits: JobLimits = LIMITS, name: str = "model"
+) -> Iterator[BatchAnswer]:
     """Answers to items, each as soon as it is complete.
 
     Args:
@@ -33,8 +35,8 @@ def answers(model: Any, items: Sequence[Item], limits: Limits = LIMITS, name: st
 
 
 def answered(
-    model: Any, name: str, items: Iterable[Item], limits: Limits, watch: Watch = lambda facts: None
-) -> Generator[list[Answer]]:
+    model: Any, name: str, items: Iterable[Item], limits: JobLimits, watch: Watch = lambda facts: None
+) -> Generator[list[BatchAnswer]]:
     """Answers, those that are complete at the same time together.
 
     Args:
@@ -51,7 +53,7 @@ def answered(
             yield from scored(model, name, group, limits)
 
 
-def _refused(item: Item) -> Answer:
+def _refused(item: Item) -> BatchAnswer:
     assert isinstance(item.asked, Refused)
     line = refused_line(item, item.asked.message, item.asked.code, as_call=item.asked.as_call)
-    return Answer(item.index, item.key, line, is_error=True)
+    return BatchAnswer(item.index, item.key, line, is_error=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm.base.options import expand, parse_size
 from rabbitllm.batch_jobs.installed import check_installed
-from rabbitllm.batch_jobs.items import Defaults, Limits, Pooling
+from rabbitllm.batch_jobs.items import Defaults, JobLimits, Pooling
 from rabbitllm.batch_jobs.lines import pooling_of
 from rabbitllm.batch_jobs.spool import STDIN
 from rabbitllm.errors import system_errors_by_name
@@ -75,13 +75,13 @@ def batch(
     """
     check_installed()
 
-    from rabbitllm.batch_jobs.work import Batch, Ready, loading, settings_of, work
+    from rabbitllm.batch_jobs.work import BatchJob, Ready, loading, settings_of, work
 
     texts = (stop,) if isinstance(stop, str) else tuple(stop)
     cache_bytes = None if cache_memory is None else parse_size(cache_memory, "cache_memory")
     defaults = Defaults(max_new_tokens, temperature, top_p, seed, texts, pooling_of(pooling), normalise)
     disk_bytes = None if cache_disk is None else parse_size(cache_disk, "cache_disk")
-    limits = Limits(sequences, cache_bytes, exact, disk_bytes)
+    limits = JobLimits(sequences, cache_bytes, exact, disk_bytes)
     if isinstance(model, str | os.PathLike):
         from rabbitllm.batch_jobs.loading import wish_of
 
@@ -102,7 +102,7 @@ def batch(
         inputs = expand(Path(inputs))
 
     def made(path: Path) -> Progress:
-        return work(Batch(inputs, path, name, load, defaults, limits, said, columns, overwrite))
+        return work(BatchJob(inputs, path, name, load, defaults, limits, said, columns, overwrite))
 
     if out is not None:
         return made(expand(Path(out)))

@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rabbitllm.batch_jobs.items import Answer, Call, Defaults, Generate, Item
+from rabbitllm.batch_jobs.items import BatchAnswer, BatchCall, Defaults, Generate, Item
 from rabbitllm.errors import MissingPackageError
 from rabbitllm.generation.answer import Sampling, context_of, end_tokens
-from rabbitllm.generation.request import Chosen, Ended, Finished, Piece, Request
+from rabbitllm.generation.request import Delta, Ended, Finished, Request, TokenLogprob
 from rabbitllm.server.refusal import BROKEN, Refusal, bad
 from rabbitllm.server.settings import ModelFacts, Settings
 from rabbitllm.server.templates import Template
@@ -40,7 +40,7 @@ class Answered:
     """
 
     text: str
-    tokens: tuple[Chosen, ...]
+    tokens: tuple[TokenLogprob, ...]
     finished: Finished
 
 
@@ -60,7 +60,7 @@ class Wanted:
     requests: tuple[Request, ...]
     answer: Callable[[Sequence[Answered]], Mapping[str, Any]]
     keeps_tokens: bool = False
-    text_of: Callable[[Piece], str] = lambda piece: piece.text
+    text_of: Callable[[Delta], str] = lambda piece: piece.text
 
 
 class Desk:
@@ -90,7 +90,7 @@ class Desk:
             Refusal: it cannot be honoured; that is its answer.
             MissingPackageError: a line of OpenAI's format, and what reads those is not installed.
         """
-        if isinstance(item.asked, Call):
+        if isinstance(item.asked, BatchCall):
             return self._call(item, item.asked)
         assert isinstance(item.asked, Generate)
         return self._own(item, item.asked)
@@ -131,13 +131,13 @@ class Desk:
             requests.append(Request(ids, most, sampling, stop))
         return Wanted(item, tuple(requests), lambda answered: _own_line(item, answered))
 
-    def _call(self, item: Item, asked: Call) -> Wanted:
+    def _call(self, item: Item, asked: BatchCall) -> Wanted:
         try:
             from rabbitllm.server.chat_answers import ChatChoices
             from rabbitllm.server.chat_requests import chat_asked
             from rabbitllm.server.completion_answers import CompletionChoices
             from rabbitllm.server.completion_requests import completion_asked
-            from rabbitllm.server.schemas import Chat, Completion, parsed
+            from rabbitllm.server.schemas import ChatBody, CompletionBody, parsed
         except ImportError as error:
             raise missing_pydantic(error) from None
         from rabbitllm.server.answers import Envelope
@@ -147,13 +147,13 @@ class Desk:
         body = _with_defaults(asked, item.index)
         choices: ChatChoices | CompletionChoices
         if asked.url == "/v1/chat/completions":
-            chat = parsed(Chat, body)
+            chat = parsed(ChatBody, body)
             chat_wanted = chat_asked(chat, self.template, facts, settings)
             choices = ChatChoices(chat_wanted, Spelling(self.tokenizer), self.ends, lambda: _new("call_"))
             kinds, lead, n = ("chat.completion", ""), "chatcmpl-", chat.n or 1
             requests, likeliest, text_of = chat_wanted.requests, chat_wanted.likeliest, choices.text_of
         else:
-            completion = parsed(Completion, body)
+            completion = parsed(CompletionBody, body)
             completion_wanted = completion_asked(completion, self.tokenizer, facts, settings)
             choices = CompletionChoices(completion_wanted, Spelling(self.tokenizer), self.ends)
             kinds, lead, n = ("text_completion", ""), "cmpl-", completion.n or 1
@@ -162,7 +162,7 @@ class Desk:
         def answer(answered: Sequence[Answered]) -> Mapping[str, Any]:
             envelope = Envelope(_new(lead), int(time.time()), self.name, *kinds)
             made = [
-                choices.whole(number, Piece(one.text, one.tokens), one.finished) for number, one in enumerate(answered)
+                choices.whole(number, Delta(one.text, one.tokens), one.finished) for number, one in enumerate(answered)
             ]
             from rabbitllm.server.answers import usage_of
 
@@ -178,11 +178,11 @@ class Desk:
         return ModelFacts(self.context, self.vocabulary, defaults.temperature or 0.0, defaults.top_p)
 
 
-def _text_of(piece: Piece) -> str:
+def _text_of(piece: Delta) -> str:
     return piece.text
 
 
-def _with_defaults(asked: Call, index: int) -> dict[str, Any]:
+def _with_defaults(asked: BatchCall, index: int) -> dict[str, Any]:
     body = {name: value for name, value in asked.body.items() if value is not None}
     if asked.defaults.seed is not None:
         body.setdefault("seed", (asked.defaults.seed + index) & _SEEDS)
@@ -203,7 +203,7 @@ def missing_pydantic(error: ImportError) -> MissingPackageError:
 
 def error_line(item: Item, error: Refusal) -> Mapping[str, Any]:
     """What is answered to an item that cannot be honoured."""
-    if isinstance(item.asked, Call):
+    if isinstance(item.asked, BatchCall):
         return call_line(item, error.status, error.as_object())
     code = error.code or ("internal_error" if error.status >= BROKEN else "invalid_line")
     return {"id": item.key, "error": {"code": code, "message": error.message}}
@@ -223,10 +223,12 @@ def refused_line(item: Item, message: str, code: str, *, as_call: bool) -> Mappi
     return {"id": item.key, "error": error}
 
 
-def answer_of(item: Item, line: Mapping[str, Any], answered: Sequence[Answered]) -> Answer:
+def answer_of(item: Item, line: Mapping[str, Any], answered: Sequence[Answered]) -> BatchAnswer:
     """An answer of a generation."""
     finished = [one.finished for one in answered]
-    return Answer(item.index, item.key, line, False, finished[0].prompt_tokens, sum(one.new_tokens for one in finished))
+    return BatchAnswer(
+        item.index, item.key, line, False, finished[0].prompt_tokens, sum(one.new_tokens for one in finished)
+    )
 
 
 def _own_line(item: Item, answered: Sequence[Answered]) -> Mapping[str, Any]:

@@ -12,9 +12,9 @@ from typing import Any
 from rich.console import Console
 
 from rabbitllm.base.terminal import counted, put_fact, shortened
-from rabbitllm.base.words import Piece, Row, bar, duration, fitting, text_of
+from rabbitllm.base.words import LinePiece, Row, bar, duration, fitting, text_of
 from rabbitllm.batch_jobs.run import Progress
-from rabbitllm.generation.request import Facts
+from rabbitllm.generation.request import BatchStats
 
 BAR = 24
 """Columns."""
@@ -27,14 +27,14 @@ class Answering:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._progress: Progress | None = None
-        self._facts: Callable[[], Facts] | None = None
+        self._facts: Callable[[], BatchStats] | None = None
 
     def told(self, progress: Progress) -> None:
         """Take what is durable by now."""
         with self._lock:
             self._progress = progress
 
-    def watch(self, facts: Callable[[], Facts]) -> None:
+    def watch(self, facts: Callable[[], BatchStats]) -> None:
         """Have the batch asked what it does."""
         with self._lock:
             self._facts = facts
@@ -48,7 +48,7 @@ class Answering:
         drawn: Row = (("answering ", "bold"),)
         if width >= LEAST_BAR_COLUMNS:
             drawn = (*drawn, *bar(progress.done / progress.lines, BAR), (" ", ""))
-        pieces = [Piece(text, rank) for text, rank in self._pieces(progress)]
+        pieces = [LinePiece(text, rank) for text, rank in self._pieces(progress)]
         return [(*drawn, *fitting(pieces, width - len(text_of(drawn))))]
 
     def line(self) -> str:
@@ -100,7 +100,7 @@ def said_when_interrupted(console: Console) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def rate_of(progress: Progress, facts: Facts | None) -> str:
+def rate_of(progress: Progress, facts: BatchStats | None) -> str:
     """Tokens a second: generated ones, or where none are, those that were read."""
     made = max(progress.new_tokens, facts.new_tokens if facts is not None else 0)
     seconds = facts.pass_seconds if facts is not None else progress.seconds

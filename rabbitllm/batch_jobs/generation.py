@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from rabbitllm.batch_jobs.asking import Answered, Desk, Wanted, answer_of, error_line
-from rabbitllm.batch_jobs.items import Answer, Item, Limits
+from rabbitllm.batch_jobs.items import BatchAnswer, Item, JobLimits
 from rabbitllm.batch_jobs.lines import MOST_ANSWERS
 from rabbitllm.errors import BatchError, OptionError, RabbitLLMError
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.limits import Limits as BatchLimits
-from rabbitllm.generation.request import Chosen, Ended, Event, Facts, Failed, Finished, Piece
+from rabbitllm.generation.request import BatchStats, Delta, Ended, Event, Failed, Finished, TokenLogprob
 from rabbitllm.server.refusal import BROKEN, Refusal, bad
 
 READY = 2
@@ -31,7 +31,7 @@ MOST_REFUSED = 256
 _ENDS_ALL = (OSError, MemoryError, BatchError)
 """What is no fault of the request that it happened to."""
 
-Watch = Callable[[Callable[[], Facts]], object]
+Watch = Callable[[Callable[[], BatchStats]], object]
 
 
 class _Open:
@@ -52,7 +52,7 @@ class _Open:
         self.error: Exception | None = None
         count = len(wanted.requests)
         self._texts: list[list[str]] = [[] for _ in range(count)]
-        self._tokens: list[list[Chosen]] = [[] for _ in range(count)]
+        self._tokens: list[list[TokenLogprob]] = [[] for _ in range(count)]
         self._ends: list[Finished | None] = [None] * count
         self._left = count
         self._done = done
@@ -65,7 +65,7 @@ class _Open:
 
     def told(self, number: int, event: Event) -> None:
         """Take an event of one of the requests; in the batch's thread."""
-        if isinstance(event, Piece):
+        if isinstance(event, Delta):
             self._texts[number].append(self.wanted.text_of(event))
             if self.wanted.keeps_tokens:
                 self._tokens[number] += event.tokens
@@ -83,7 +83,7 @@ class _Open:
         """Whether the batch ended before it was answered."""
         return any(end is not None and end.ended not in (Ended.STOP, Ended.LENGTH) for end in self._ends)
 
-    def answer(self) -> Answer:
+    def answer(self) -> BatchAnswer:
         """The line."""
         answered = [
             Answered("".join(texts), tuple(tokens), end)
@@ -94,15 +94,15 @@ class _Open:
 
 
 def generated(
-    model: Any, name: str, items: Iterator[Item], limits: Limits, watch: Watch = lambda facts: None
-) -> Iterator[list[Answer]]:
+    model: Any, name: str, items: Iterator[Item], limits: JobLimits, watch: Watch = lambda facts: None
+) -> Iterator[list[BatchAnswer]]:
     """Answers, in the order in which they are complete; those that are so at the same time together.
 
     Args:
         model: as `AutoModel.from_pretrained` returns it; nobody else may call it meanwhile.
         name: of it, in answers.
         items: that ask for a generation, in a good order; taken as there is room.
-        limits: see `Limits`.
+        limits: see `JobLimits`.
         watch: is given what tells, from any thread, what the batch does.
 
     Raises:
@@ -163,7 +163,7 @@ class _Asking:
         self._desk = desk
         self._items = items
         self._next: Wanted | None = None
-        self._refused: list[Answer] = []
+        self._refused: list[BatchAnswer] = []
 
     def next(self, room: int, *, alone: bool) -> Iterator[Wanted]:
         """As many as there is room for.
@@ -182,7 +182,7 @@ class _Asking:
             found, self._next = self._next, None
             yield found
 
-    def refused(self) -> list[Answer]:
+    def refused(self) -> list[BatchAnswer]:
         """Those that could not be asked, since this was called last."""
         found, self._refused = self._refused, []
         return found
@@ -192,14 +192,14 @@ class _Asking:
             try:
                 return self._desk.wanted(item)
             except Refusal as error:
-                self._refused.append(Answer(item.index, item.key, error_line(item, error), is_error=True))
+                self._refused.append(BatchAnswer(item.index, item.key, error_line(item, error), is_error=True))
                 if len(self._refused) >= MOST_REFUSED:  # or they would be kept until one is found that can be asked
                     return None
         self.at_end = True
         return None
 
 
-def _submit(batch: Batch, begin: list[_Open]) -> list[Answer]:
+def _submit(batch: Batch, begin: list[_Open]) -> list[BatchAnswer]:
     """Submit all at once, so that the first pass is not for the first of them alone; returns those that are refused."""
     refused = []
     with batch.held():
@@ -216,9 +216,9 @@ def _submit(batch: Batch, begin: list[_Open]) -> list[Answer]:
     return refused
 
 
-def _answered(over: list[_Open], batch: Batch) -> tuple[list[Answer], BaseException | None]:
+def _answered(over: list[_Open], batch: Batch) -> tuple[list[BatchAnswer], BaseException | None]:
     """Answers, and what ends all of them if something does."""
-    made: list[Answer] = []
+    made: list[BatchAnswer] = []
     failed: BaseException | None = None
     for one in over:
         if one.error is not None and not (batch.error or _ends_all(one.error)):
@@ -241,6 +241,6 @@ def _ends_all(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and "memory" in str(error)  # as torch says on the CPU
 
 
-def _refused(item: Item, error: Exception) -> Answer:
+def _refused(item: Item, error: Exception) -> BatchAnswer:
     told = bad(error.problem) if isinstance(error, OptionError) else Refusal(BROKEN, f"{type(error).__name__}: {error}")
-    return Answer(item.index, item.key, error_line(item, told), is_error=True)
+    return BatchAnswer(item.index, item.key, error_line(item, told), is_error=True)

@@ -63,7 +63,7 @@ class Generate:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class ScoreItem:
     """How likely texts are behind a context.
 
     Attributes:
@@ -107,7 +107,7 @@ class Embed:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class BatchCall:
     """A line of OpenAI's batch format, as it is; what its body asks for is looked at where the tokenizer is.
 
     Attributes:
@@ -136,7 +136,7 @@ class Refused:
     as_call: bool = False
 
 
-Asked = Generate | Score | Choose | Embed | Call | Refused
+Asked = Generate | ScoreItem | Choose | Embed | BatchCall | Refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class BatchAnswer:
     """One line of the output.
 
     Attributes:
@@ -174,7 +174,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class JobLimits:
     """What one model takes on at a time; changes how fast answers come, and (`exact` aside) no greedy fp32 answer.
 
     Attributes:

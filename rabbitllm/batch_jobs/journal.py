@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rabbitllm.batch_jobs.items import Answer
+from rabbitllm.batch_jobs.items import BatchAnswer
 from rabbitllm.errors import ResultsError
 from rabbitllm.storage import durable
 
@@ -37,7 +37,7 @@ BLOCK_BYTES = 4 << 20
 _ABSENT = -1
 
 
-class Journal:
+class BatchJournal:
     """The journal of one output. Made by `opened`.
 
     Args:
@@ -93,7 +93,7 @@ class Journal:
                 "Name another output, or remove that file to begin anew.",
             )
 
-    def add(self, answers: Sequence[Answer]) -> None:
+    def add(self, answers: Sequence[BatchAnswer]) -> None:
         """Append answers; they are durable when this returns.
 
         Raises:
@@ -194,7 +194,7 @@ def errors_of_finished(out: Path, head: Mapping[str, Any]) -> int | None:
 
 
 @contextlib.contextmanager
-def opened(out: Path, lines: int, head: Mapping[str, Any], *, overwrite: bool = False) -> Iterator[Journal]:
+def opened(out: Path, lines: int, head: Mapping[str, Any], *, overwrite: bool = False) -> Iterator[BatchJournal]:
     """The journal of an output, begun or gone on with; nobody else has it meanwhile.
 
     Args:
@@ -222,7 +222,7 @@ def opened(out: Path, lines: int, head: Mapping[str, Any], *, overwrite: bool = 
                 _begin(path, head)
             elif overwrite and not _belongs(path, head):
                 _begin(path, head)
-            journal = Journal(path, lines, head)
+            journal = BatchJournal(path, lines, head)
         except OSError as error:
             raise _unwritten(error, path) from error
         stack.callback(journal.close)
@@ -270,7 +270,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:80] + "…"
 
 
-def _entry(answer: Answer) -> str:
+def _entry(answer: BatchAnswer) -> str:
     return _summed({"index": answer.index, "is_error": answer.is_error, "line": answer.line})
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rabbitllm.batch_jobs.asking import Desk, call_line, error_line, missing_pydantic
-from rabbitllm.batch_jobs.items import Answer, Call, Choose, Embed, Item, Limits, Score
+from rabbitllm.batch_jobs.items import BatchAnswer, BatchCall, Choose, Embed, Item, JobLimits, ScoreItem
 from rabbitllm.errors import RabbitLLMError
 from rabbitllm.generation.scoring import Room, Scored, ScoredText, score
 from rabbitllm.server.refusal import Refusal, bad
@@ -44,14 +44,14 @@ class _Open:
     found: dict[int, Scored] = field(default_factory=dict)
 
 
-def scored(model: Any, name: str, items: Iterator[Item], limits: Limits) -> Iterator[list[Answer]]:
+def scored(model: Any, name: str, items: Iterator[Item], limits: JobLimits) -> Iterator[list[BatchAnswer]]:
     """Answers, in the order in which they are complete.
 
     Args:
         model: as `AutoModel.from_pretrained` returns it; nobody else may call it meanwhile.
         name: of it, in answers.
         items: that ask for likelihoods or embeddings.
-        limits: see `Limits`.
+        limits: see `JobLimits`.
     """
     desk = Desk(model, name)
     room = Room(memory_bytes=limits.cache_bytes, exact=limits.exact)
@@ -59,7 +59,7 @@ def scored(model: Any, name: str, items: Iterator[Item], limits: Limits) -> Iter
     while not at_end:
         by_text: list[_Open] = []  # whose each text is
         texts: list[ScoredText] = []
-        refused: list[Answer] = []
+        refused: list[BatchAnswer] = []
         tokens = 0
         while tokens < MOST_TOKENS and len(by_text) < MOST_TEXTS:
             item = next(items, None)
@@ -69,7 +69,7 @@ def scored(model: Any, name: str, items: Iterator[Item], limits: Limits) -> Iter
             try:
                 one = _open(desk, item, len(by_text))
             except Refusal as error:
-                refused.append(Answer(item.index, item.key, error_line(item, error), is_error=True))
+                refused.append(BatchAnswer(item.index, item.key, error_line(item, error), is_error=True))
                 continue
             tokens += sum(len(text.context) + len(text.continuation) for text in one.texts)
             by_text += [one] * len(one.texts)
@@ -95,14 +95,14 @@ def _open(desk: Desk, item: Item, first: int) -> _Open:
         Refusal: it cannot be answered.
     """
     asked = item.asked
-    if isinstance(asked, Score | Choose):
-        wanted = asked.continuations if isinstance(asked, Score) else asked.choices
+    if isinstance(asked, ScoreItem | Choose):
+        wanted = asked.continuations if isinstance(asked, ScoreItem) else asked.choices
         pairs = [_pair(desk, asked.context, text) for text in wanted]
         return _Open(item, [ScoredText(first + at, *pair) for at, pair in enumerate(pairs)])
     if isinstance(asked, Embed):
         ids = [desk.ids_of(text) for text in asked.texts]
         return _Open(item, [ScoredText(first + at, one, (), asked.pooling) for at, one in enumerate(ids)])
-    assert isinstance(asked, Call)
+    assert isinstance(asked, BatchCall)
     wanted_call = _embedding_call(asked, desk)
     pooling = asked.defaults.pooling
     texts = [ScoredText(first + at, one, (), pooling) for at, one in enumerate(wanted_call.inputs)]
@@ -128,7 +128,7 @@ def _pair(desk: Desk, context: str, continuation: str) -> tuple[tuple[int, ...],
     return before, behind
 
 
-def _embedding_call(asked: Call, desk: Desk) -> Any:
+def _embedding_call(asked: BatchCall, desk: Desk) -> Any:
     try:
         from rabbitllm.server.completion_requests import listed
         from rabbitllm.server.embeddings import EmbeddingAsked
@@ -145,20 +145,20 @@ def _embedding_call(asked: Call, desk: Desk) -> Any:
     return EmbeddingAsked(inputs, body.encoding_format == "base64", body.dimensions)
 
 
-def _answer(desk: Desk, one: _Open) -> Answer:
+def _answer(desk: Desk, one: _Open) -> BatchAnswer:
     found = [one.found[text.index] for text in one.texts]
     item = one.item
     for result in found:
         if result.error is not None:
-            return Answer(item.index, item.key, error_line(item, _refusal(result.error)), is_error=True)
+            return BatchAnswer(item.index, item.key, error_line(item, _refusal(result.error)), is_error=True)
     line = _line(desk, one, found)
     prompt = sum(len(text.context) + len(text.continuation) for text in one.texts)
-    return Answer(item.index, item.key, line, False, prompt, 0)
+    return BatchAnswer(item.index, item.key, line, False, prompt, 0)
 
 
 def _line(desk: Desk, one: _Open, found: Sequence[Scored]) -> Mapping[str, Any]:
     item, asked = one.item, one.item.asked
-    if isinstance(asked, Score):
+    if isinstance(asked, ScoreItem):
         scores = [{"logprob": each.logprob, "tokens": each.tokens, "greedy": each.greedy} for each in found]
         return {"id": item.key, "scores": scores} if asked.is_listed else {"id": item.key, **scores[0]}
     if isinstance(asked, Choose):
@@ -176,7 +176,7 @@ def _line(desk: Desk, one: _Open, found: Sequence[Scored]) -> Mapping[str, Any]:
         return {"id": item.key, "embeddings": vectors} if asked.is_listed else {"id": item.key, "embedding": vectors[0]}
     from rabbitllm.server.embeddings import embedding_object
 
-    assert isinstance(asked, Call)
+    assert isinstance(asked, BatchCall)
     vectors = [_vector(each, normalise=asked.defaults.normalise) for each in found]
     return call_line(item, 200, embedding_object(one.embedding, vectors, desk.name))
 

@@ -16,7 +16,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from rabbitllm.batch_jobs.items import Asked, Call, Choose, Defaults, Embed, Generate, Key, Pooling, Refused, Score
+from rabbitllm.batch_jobs.items import (
+    Asked,
+    BatchCall,
+    Choose,
+    Defaults,
+    Embed,
+    Generate,
+    Key,
+    Pooling,
+    Refused,
+    ScoreItem,
+)
 from rabbitllm.errors import OptionError
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
@@ -93,7 +104,7 @@ def asked_of(value: Any, index: int, defaults: Defaults) -> Asked:
         return Refused(f"{error}.", as_call=is_call(value))
 
 
-def _call(value: Mapping[str, Any], defaults: Defaults) -> Call:
+def _call(value: Mapping[str, Any], defaults: Defaults) -> BatchCall:
     method, url, body = value.get("method", "POST"), value.get("url"), value.get("body")
     if method != "POST":
         raise LineError(f"method is {_shown(method)}; expected POST")
@@ -103,7 +114,7 @@ def _call(value: Mapping[str, Any], defaults: Defaults) -> Call:
         raise LineError(f"body is {_kind(body)}; expected an object")
     if body.get("stream"):
         raise LineError("stream is not for batches; leave it out")
-    return Call(url, body, defaults)
+    return BatchCall(url, body, defaults)
 
 
 def _own(value: Any, index: int, defaults: Defaults) -> Asked:
@@ -163,7 +174,7 @@ def _tokens(given: Any, kind: str) -> tuple[int, ...]:
     return tuple(given)
 
 
-def _likelihood(value: Mapping[str, Any], kind: str) -> Score | Choose:
+def _likelihood(value: Mapping[str, Any], kind: str) -> ScoreItem | Choose:
     context, given = value.get("context", ""), value[kind]
     if not isinstance(context, str):
         raise LineError(f"context is {_kind(context)}; expected a text")
@@ -172,7 +183,7 @@ def _likelihood(value: Mapping[str, Any], kind: str) -> Score | Choose:
     if not texts or not all(isinstance(one, str) and one for one in texts) or (kind == "choices" and not listed):
         wanted = "a list of texts" if kind == "choices" else "a text, or a list of texts"
         raise LineError(f"{kind} is {_kind(given)}; expected {wanted}, none of them empty")
-    return Choose(context, texts) if kind == "choices" else Score(context, texts, listed)
+    return Choose(context, texts) if kind == "choices" else ScoreItem(context, texts, listed)
 
 
 def _embedding(value: Mapping[str, Any], defaults: Defaults) -> Embed:

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from rabbitllm.batch_jobs.order import CHARACTERS_OF_A_TOKEN, GENERATIONS
-from rabbitllm.batch_jobs.survey import Survey
+from rabbitllm.batch_jobs.survey import InputScan
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.engine.devices import resolve_devices
@@ -40,7 +40,7 @@ MOST_PASS_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class BatchModel:
     """A model that is ready.
 
     Attributes:
@@ -72,13 +72,13 @@ def wish_of(name: str, *, compression: str | None = None, revision: str | None =
 def loaded(
     wish: Wish,
     console: Console,
-    survey: Survey,
+    survey: InputScan,
     sequences: int,
     *,
     split: bool = True,
     dtype: str | None = None,
     cache_bytes: int | None = None,
-) -> Loaded:
+) -> BatchModel:
     """Load it.
 
     Args:
@@ -108,8 +108,8 @@ def loaded(
     if cache_bytes is not None and not is_said:  # what is free now is less than was foretold
         cache_bytes = left_of(free_memory(model), cache_bytes, pass_bytes)
     if found is None:
-        return Loaded(model, cache_bytes, None)
-    return Loaded(model, cache_bytes, found.entry.folder, digest_of(found.entry.source))
+        return BatchModel(model, cache_bytes, None)
+    return BatchModel(model, cache_bytes, found.entry.folder, digest_of(found.entry.source))
 
 
 def left_of(free: int, cache_bytes: int, pass_bytes: int) -> int:

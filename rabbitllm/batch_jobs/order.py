@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rabbitllm.batch_jobs.items import Asked, Call, Choose, Embed, Generate, Item, Key, Refused, Score
+from rabbitllm.batch_jobs.items import Asked, BatchCall, Choose, Embed, Generate, Item, Key, Refused, ScoreItem
 
 BEGINNING = 256
 """Characters by which lines are said to begin alike."""
@@ -50,9 +50,9 @@ def kind_of(asked: Asked) -> int:
     """Lines of one number share passes."""
     if isinstance(asked, Refused):
         return ERRORS
-    if isinstance(asked, Generate) or (isinstance(asked, Call) and not asked.url.endswith("embeddings")):
+    if isinstance(asked, Generate) or (isinstance(asked, BatchCall) and not asked.url.endswith("embeddings")):
         return GENERATIONS
-    return LIKELIHOODS if isinstance(asked, Score | Choose) else EMBEDDINGS
+    return LIKELIHOODS if isinstance(asked, ScoreItem | Choose) else EMBEDDINGS
 
 
 def sized(asked: Asked) -> tuple[str, int]:
@@ -64,13 +64,13 @@ def sized(asked: Asked) -> tuple[str, int]:
             return str(asked.given[:BEGINNING]), len(asked.given) + asked.max_new_tokens
         said = "".join(str(message.get("content")) for message in asked.given if not isinstance(message, int))
         return said, len(said) // CHARACTERS_OF_A_TOKEN + asked.max_new_tokens
-    if isinstance(asked, Score | Choose):
-        texts = asked.continuations if isinstance(asked, Score) else asked.choices
+    if isinstance(asked, ScoreItem | Choose):
+        texts = asked.continuations if isinstance(asked, ScoreItem) else asked.choices
         return asked.context, (len(asked.context) + max(map(len, texts))) // CHARACTERS_OF_A_TOKEN
     if isinstance(asked, Embed):
         longest = max(asked.texts, key=len)
         return "", len(longest) // (CHARACTERS_OF_A_TOKEN if isinstance(longest, str) else 1)
-    if isinstance(asked, Call):
+    if isinstance(asked, BatchCall):
         said = str(asked.body.get("messages") or asked.body.get("prompt") or asked.body.get("input") or "")
         most = asked.body.get("max_completion_tokens") or asked.body.get("max_tokens") or asked.defaults.max_new_tokens
         return said, len(said) // CHARACTERS_OF_A_TOKEN + (most if isinstance(most, int) else 0)

@@ -18,11 +18,11 @@ from typing import Any
 
 from rabbitllm.batch_jobs.answering import answered
 from rabbitllm.batch_jobs.generation import Watch
-from rabbitllm.batch_jobs.items import Answer, Defaults, Limits
-from rabbitllm.batch_jobs.journal import Journal
-from rabbitllm.batch_jobs.survey import Survey
+from rabbitllm.batch_jobs.items import BatchAnswer, Defaults, JobLimits
+from rabbitllm.batch_jobs.journal import BatchJournal
+from rabbitllm.batch_jobs.survey import InputScan
 
-Groups = Generator[list[Answer]]
+Groups = Generator[list[BatchAnswer]]
 """Answers, those that are complete at the same time together."""
 
 
@@ -48,7 +48,7 @@ class Progress:
     seconds: float
 
 
-def head_of(survey: Survey, model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+def head_of(survey: InputScan, model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """What a journal belongs to.
 
     Args:
@@ -72,9 +72,9 @@ def _written(defaults: Defaults) -> dict[str, Any]:
 def run(
     model: Any,
     name: str,
-    survey: Survey,
-    journal: Journal,
-    limits: Limits,
+    survey: InputScan,
+    journal: BatchJournal,
+    limits: JobLimits,
     tell: Callable[[Progress], object] = lambda progress: None,
     watch: Watch = lambda facts: None,
 ) -> Progress:
@@ -90,14 +90,14 @@ def run(
         watch: see `answering.answered`.
 
     Raises:
-        RabbitLLMError, OSError, MemoryError: see `answering.answers` and `Journal.add`; what was answered so far is
+        RabbitLLMError, OSError, MemoryError: see `answering.answers` and `BatchJournal.add`; answers made before are
             durable.
     """
     order = survey.ordered(journal.missing())
     return keep(answered(model, name, map(survey.item, order), limits, watch), journal, tell)
 
 
-def keep(groups: Groups, journal: Journal, tell: Callable[[Progress], object]) -> Progress:
+def keep(groups: Groups, journal: BatchJournal, tell: Callable[[Progress], object]) -> Progress:
     """Make answers durable, wherever they come from; see `run`."""
     writer = _Writer(journal, tell)
     try:
@@ -118,12 +118,12 @@ class _Writer:
         tell: see `run`.
     """
 
-    def __init__(self, journal: Journal, tell: Callable[[Progress], object]) -> None:
+    def __init__(self, journal: BatchJournal, tell: Callable[[Progress], object]) -> None:
         self._journal = journal
         self._tell = tell
         self._start = time.monotonic()
         self._tokens = [0, 0]
-        self._queue: queue.SimpleQueue[list[Answer] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[list[BatchAnswer] | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="rabbitllm-journal", daemon=True)
         self._thread.start()
@@ -136,7 +136,7 @@ class _Writer:
         read, made = self._tokens
         return Progress(len(journal), journal.done, journal.errors, journal.resumed, read, made, seconds)
 
-    def put(self, answers: list[Answer]) -> None:
+    def put(self, answers: list[BatchAnswer]) -> None:
         """Have answers written.
 
         Raises:

@@ -41,7 +41,7 @@ class Line:
 
 
 @dataclass(slots=True)
-class Survey:
+class InputScan:
     """What is known of an input.
 
     Attributes:
@@ -83,7 +83,7 @@ class Survey:
         return [int(index) for index in chosen[places]]
 
 
-def surveyed(file: BinaryIO, defaults: Defaults) -> Survey:
+def surveyed(file: BinaryIO, defaults: Defaults) -> InputScan:
     """Go through an input.
 
     Args:
@@ -93,7 +93,7 @@ def surveyed(file: BinaryIO, defaults: Defaults) -> Survey:
     Raises:
         InputError: an id twice, or no line at all.
     """
-    made = Survey(file, defaults)
+    made = InputScan(file, defaults)
     digest = hashlib.blake2b(digest_size=16)
     keys = array("q")
     number = 0
@@ -163,7 +163,7 @@ def _decoded(raw: bytes, number: int) -> Line:
         return Line(number, None, f"Line {number:,} is no JSON that is taken here: {error}.")
 
 
-def _refuse_twins(survey: Survey, keys: array[int]) -> None:
+def _refuse_twins(survey: InputScan, keys: array[int]) -> None:
     """
     Raises:
         InputError: an id twice.

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm.batch_jobs.display import Answering
-from rabbitllm.batch_jobs.items import Defaults, Limits
-from rabbitllm.batch_jobs.journal import Journal, errors_of_finished, opened
+from rabbitllm.batch_jobs.items import Defaults, JobLimits
+from rabbitllm.batch_jobs.journal import BatchJournal, errors_of_finished, opened
 from rabbitllm.batch_jobs.run import Groups, Progress, head_of, keep, run
 from rabbitllm.batch_jobs.spool import opened as opened_input
-from rabbitllm.batch_jobs.survey import Survey, surveyed
+from rabbitllm.batch_jobs.survey import InputScan, surveyed
 from rabbitllm.display.region import THE_REGION
 from rabbitllm.generation.answer import Sampling
 from rabbitllm.models.pull.make import Wish
@@ -36,7 +36,7 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class BatchJob:
     """What is to be done.
 
     Attributes:
@@ -55,16 +55,16 @@ class Batch:
     source: Any
     out: Path
     name: str
-    load: Callable[[Survey], Ready]
+    load: Callable[[InputScan], Ready]
     defaults: Defaults
-    limits: Limits
+    limits: JobLimits
     settings: Mapping[str, Any]
     columns: Mapping[str, str] | None = None
     overwrite: bool = False
-    elsewhere: Callable[[Survey, Journal], Groups] | None = None
+    elsewhere: Callable[[InputScan, BatchJournal], Groups] | None = None
 
 
-def work(batch: Batch) -> Progress:
+def work(batch: BatchJob) -> Progress:
     """Do it; a finished output of the same input, model and settings stays as it is.
 
     What can be refused is refused before the model is loaded.
@@ -89,7 +89,7 @@ def work(batch: Batch) -> Progress:
         return progress
 
 
-def _answer(batch: Batch, survey: Survey, journal: Journal) -> Progress:
+def _answer(batch: BatchJob, survey: InputScan, journal: BatchJournal) -> Progress:
     if batch.elsewhere is not None:
         shown = Answering()
         claim = THE_REGION.claim(shown)
@@ -113,7 +113,9 @@ def _answer(batch: Batch, survey: Survey, journal: Journal) -> Progress:
         ready.model.pass_line = line
 
 
-def loading(wish: Wish, limits: Limits, *, split: bool = True, dtype: str | None = None) -> Callable[[Survey], Ready]:
+def loading(
+    wish: Wish, limits: JobLimits, *, split: bool = True, dtype: str | None = None
+) -> Callable[[InputScan], Ready]:
     """What loads a model when the input is known.
 
     Args:
@@ -122,7 +124,7 @@ def loading(wish: Wish, limits: Limits, *, split: bool = True, dtype: str | None
         split, dtype: see `bulk.loading.loaded`.
     """
 
-    def load(survey: Survey) -> Ready:
+    def load(survey: InputScan) -> Ready:
         from rich.console import Console
         from transformers import logging
 

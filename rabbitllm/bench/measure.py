@@ -26,7 +26,7 @@ SEED = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class BenchRequest:
     """What to generate.
 
     Attributes:
@@ -76,7 +76,7 @@ class Measured:
     """
 
     name: str
-    request: Request
+    request: BenchRequest
     device: str
     dtype: str
     compression: str | None
@@ -112,7 +112,7 @@ class Measured:
 
 
 def measure(
-    source: str, request: Request, options: Mapping[str, Any], say: Callable[[str], None] = lambda text: None
+    source: str, request: BenchRequest, options: Mapping[str, Any], say: Callable[[str], None] = lambda text: None
 ) -> Measured:
     """Load and generate.
 
@@ -163,7 +163,7 @@ def measure(
     )
 
 
-def _prompt(model: Any, request: Request) -> torch.Tensor:
+def _prompt(model: Any, request: BenchRequest) -> torch.Tensor:
     """Ids (batch, prompt tokens), the same every time."""
     random = torch.Generator().manual_seed(SEED)
     vocabulary = model.config.get_text_config().vocab_size

@@ -28,7 +28,7 @@ from rabbitllm.chat.report import CacheState, Totals, show_stats
 from rabbitllm.errors import RabbitLLMError
 from rabbitllm.generation.conversation import Conversation, Exchange
 from rabbitllm.generation.generation_stream import print_text
-from rabbitllm.generation.session import BY_THE_CONTEXT, BY_THE_LIMIT, BY_THE_USER, Answer, Session
+from rabbitllm.generation.session import BY_THE_CONTEXT, BY_THE_LIMIT, BY_THE_USER, ChatAnswer, Session
 
 PATIENCE = 0.4
 """Seconds until it is shown what an answer waits for."""
@@ -74,7 +74,7 @@ def _tolerate_any_bytes(stream: Any) -> None:
         stream.reconfigure(errors="replace")
 
 
-class Chat:
+class ChatLoop:
     """A conversation under way.
 
     Args:
@@ -88,7 +88,7 @@ class Chat:
         self._session = session
         self._surface = surface
         self._model = model
-        self._last: Answer | None = None
+        self._last: ChatAnswer | None = None
         self._totals = Totals()
         self._failed = False
         self.conversation = conversation

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 from rabbitllm.base.terminal import counted, put_fact, size
-from rabbitllm.generation.session import Answer
-from rabbitllm.generation.work import PLACES, Work
+from rabbitllm.generation.session import ChatAnswer
+from rabbitllm.generation.work import PLACES, AnswerWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Totals:
 
     Attributes:
         answers: how many.
-        tokens, prompt_tokens, kept_tokens, seconds, work: sums of what `Answer` has.
+        tokens, prompt_tokens, kept_tokens, seconds, work: sums of what `ChatAnswer` has.
         further_tokens, further_seconds: generated after each first token, and how long that took.
     """
 
@@ -30,9 +30,9 @@ class Totals:
     seconds: float = 0.0
     further_tokens: int = 0
     further_seconds: float = 0.0
-    work: Work = field(default_factory=Work)
+    work: AnswerWork = field(default_factory=AnswerWork)
 
-    def plus(self, answer: Answer) -> Totals:
+    def plus(self, answer: ChatAnswer) -> Totals:
         """With one more."""
         return Totals(
             self.answers + 1,
@@ -69,7 +69,7 @@ class CacheState:
 
 
 def show_stats(
-    console: Console, last: Answer | None, totals: Totals, cache: CacheState, in_place: Mapping[str, int]
+    console: Console, last: ChatAnswer | None, totals: Totals, cache: CacheState, in_place: Mapping[str, int]
 ) -> None:
     """Print them.
 
@@ -97,7 +97,7 @@ def show_stats(
     put_fact(console, "KV cache", held if cache.kept else "not kept: of this kind of model it cannot go on exactly")
 
 
-def _show(console: Console, tokens: int, rate: float | None, prompt: int, kept: int, work: Work) -> None:
+def _show(console: Console, tokens: int, rate: float | None, prompt: int, kept: int, work: AnswerWork) -> None:
     put_fact(console, "  generated", counted(tokens, "token") + (f", {rate:,.2f} a second" if rate else ""))
     put_fact(console, "  prompt", f"{counted(prompt, 'token')}: {kept:,} kept in the cache, {prompt - kept:,} computed")
     put_fact(console, "  passes", f"{work.passes:,}, with {counted(work.tokens, 'token')} altogether")

@@ -15,7 +15,7 @@ from pathlib import Path
 from rabbitllm.checkpoints.index import META_PARAMETERS, CheckpointIndex, is_rank, natural_key
 from rabbitllm.checkpoints.json_file import read_json
 from rabbitllm.checkpoints.meta_llama import (
-    Vocabulary,
+    LlamaVocabulary,
     as_json,
     config_of,
     context_length,
@@ -101,7 +101,7 @@ class MetaCheckpoint:
             CheckpointError: as `shapes_of` and `derive_tokenizer`; or the tokenizer has more tokens than the model.
         """
         shapes = shapes_of(header, self.params, len(self.ranks), shard)
-        known: Vocabulary | None = None
+        known: LlamaVocabulary | None = None
         files: dict[str, bytes] = {}
         if vocabulary is not None and not set(TOKENIZER_NAMES) & set(beside):
             longest = context_length(self.params, shapes, None)

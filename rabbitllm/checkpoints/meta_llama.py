@@ -24,7 +24,7 @@ from rabbitllm.checkpoints.index import CheckpointIndex, index_of
 from rabbitllm.checkpoints.meta_params import MetaParams
 from rabbitllm.errors import InvalidIndexError, MissingShardError, UnreadableFormatError
 from rabbitllm.formats.safetensors_file import Header
-from rabbitllm.formats.tensor_spec import DTYPES, Piece, TensorSpec
+from rabbitllm.formats.tensor_spec import DTYPES, TensorPiece, TensorSpec
 
 _LAYER = re.compile(r"layers\.(0|[1-9]\d{0,5})\.(.+)\.weight")
 _IN_LAYER: Mapping[str, tuple[str, int | None]] = {
@@ -69,7 +69,7 @@ class Shapes:
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class LlamaVocabulary:
     """What the tokenizer says of a model.
 
     Attributes:
@@ -245,7 +245,7 @@ def _as_piece(tensor: TensorSpec, name: str, dim: int | None, rank: int, ranks: 
     if dim is None or ranks == 1:
         return tensor._replace(name=name)
     shape = tuple(size * ranks if at == dim else size for at, size in enumerate(tensor.shape))
-    piece = Piece(name, shape, dim, rank * tensor.shape[dim])
+    piece = TensorPiece(name, shape, dim, rank * tensor.shape[dim])
     return tensor._replace(name=f"{name}{PIECE_MARK}{rank}", piece=piece)
 
 
@@ -268,7 +268,7 @@ def index_from(header: Header, params: MetaParams, ranks: tuple[str, ...], file:
     return index_of(weight_map)
 
 
-def config_of(params: MetaParams, shapes: Shapes, vocabulary: Vocabulary | None) -> dict[str, Any]:
+def config_of(params: MetaParams, shapes: Shapes, vocabulary: LlamaVocabulary | None) -> dict[str, Any]:
     """The config.json of the same model for transformers.
 
     The rotary base is params.json's; where it says none, 10,000 (Llama 1 and 2), or 500,000 (Llama 3). Where the
@@ -307,14 +307,14 @@ def config_of(params: MetaParams, shapes: Shapes, vocabulary: Vocabulary | None)
     return config
 
 
-def is_llama_3(params: MetaParams, shapes: Shapes, vocabulary: Vocabulary | None) -> bool:
+def is_llama_3(params: MetaParams, shapes: Shapes, vocabulary: LlamaVocabulary | None) -> bool:
     """Which generation it is, by its tokenizer, or else by the size of its vocabulary."""
     if vocabulary is not None:
         return vocabulary.llama_3
     return params.scaled_rope or shapes.vocab_size >= LLAMA_3_VOCABULARY
 
 
-def token_ids(llama_3: bool, shapes: Shapes, vocabulary: Vocabulary | None) -> dict[str, Any]:
+def token_ids(llama_3: bool, shapes: Shapes, vocabulary: LlamaVocabulary | None) -> dict[str, Any]:
     """The ids that begin and end a text; without a tokenizer, those of the published ones."""
     if vocabulary is not None:
         stops = list(vocabulary.stops)
@@ -324,7 +324,7 @@ def token_ids(llama_3: bool, shapes: Shapes, vocabulary: Vocabulary | None) -> d
     return {"bos_token_id": 1, "eos_token_id": 2}
 
 
-def context_length(params: MetaParams, shapes: Shapes, vocabulary: Vocabulary | None) -> int:
+def context_length(params: MetaParams, shapes: Shapes, vocabulary: LlamaVocabulary | None) -> int:
     """`max_position_embeddings`, which no file of Meta's says: that of the generation, in tokens.
 
     131,072 where the rotary frequencies are scaled (from Llama 3.1 on) and else 8,192 for Llama 3, as its model cards

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rabbitllm.checkpoints.meta_llama import Vocabulary, as_json
+from rabbitllm.checkpoints.meta_llama import LlamaVocabulary, as_json
 from rabbitllm.errors import CorruptVocabularyError
 from rabbitllm.formats.sentencepiece_model import ModelType, SentencePieceModel, read_model
 from rabbitllm.formats.sentencepiece_pieces import PieceType
@@ -42,7 +42,7 @@ _ADVICE = "Put the tokenizer.json of the same model in transformers' format besi
 class DerivedTokenizer:
     """A tokenizer, and what it says of the model; `files` are content by name."""
 
-    vocabulary: Vocabulary
+    vocabulary: LlamaVocabulary
     files: Mapping[str, bytes]
 
 
@@ -88,7 +88,7 @@ def _from_ranks(tokens: Sequence[bytes], later: bool, longest: int) -> DerivedTo
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": _model(ids, list(_pairs(texts, ids)), ignore_merges=True),
     }
-    vocabulary = Vocabulary(True, first + _SPECIALS, first, tuple(first + number for number in stops))
+    vocabulary = LlamaVocabulary(True, first + _SPECIALS, first, tuple(first + number for number in stops))
     config = _config(longest, bos_token=bos, eos_token=end)
     return DerivedTokenizer(vocabulary, {"tokenizer.json": as_json(content), "tokenizer_config.json": as_json(config)})
 
@@ -156,7 +156,7 @@ def _from_pieces(model: SentencePieceModel, file: str, longest: int) -> DerivedT
             byte_fallback=True,
         ),
     }
-    vocabulary = Vocabulary(False, len(texts), special.bos, (special.eos,))
+    vocabulary = LlamaVocabulary(False, len(texts), special.bos, (special.eos,))
     names = {"bos_token": texts[special.bos], "eos_token": texts[special.eos], "unk_token": texts[special.unk]}
     files = {"tokenizer.json": as_json(content), "tokenizer_config.json": as_json(_config(longest, **names))}
     return DerivedTokenizer(vocabulary, files)

@@ -101,10 +101,10 @@ def batch_command(
 
     from rabbitllm.base.options import expand, parse_size
     from rabbitllm.batch_jobs.display import put_end, record, said_when_interrupted
-    from rabbitllm.batch_jobs.items import Defaults, Limits
+    from rabbitllm.batch_jobs.items import Defaults, JobLimits
     from rabbitllm.batch_jobs.lines import pooling_of
     from rabbitllm.batch_jobs.spool import STDIN, columns_of
-    from rabbitllm.batch_jobs.work import Batch, loading, settings_of, work
+    from rabbitllm.batch_jobs.work import BatchJob, loading, settings_of, work
 
     wish = wish_to_run(
         model,
@@ -122,9 +122,9 @@ def batch_command(
     )
     cache_bytes = None if cache_memory is None else parse_size(cache_memory, "--cache-memory")
     disk_bytes = None if cache_disk is None else parse_size(cache_disk, "--cache-disk")
-    limits = Limits(sequences, cache_bytes, exact, disk_bytes)
+    limits = JobLimits(sequences, cache_bytes, exact, disk_bytes)
     output = expand(out)
-    task = Batch(
+    task = BatchJob(
         source=source if source == STDIN else expand(source),
         out=output,
         name=model,

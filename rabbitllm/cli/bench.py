@@ -55,7 +55,7 @@ def bench_command(
     """
     from rich.console import Console
 
-    from rabbitllm.bench.measure import Request, measure
+    from rabbitllm.bench.measure import BenchRequest, measure
     from rabbitllm.bench.record import as_record
     from rabbitllm.bench.report import headline, show, summary
     from rabbitllm.display.figure import check_picture
@@ -76,7 +76,7 @@ def bench_command(
     }
     with Console(stderr=True).status("starting") as status:
         measured = measure(
-            model, Request(tokens, prompt_tokens, batch, turns), options, lambda text: status.update(f"{text} …")
+            model, BenchRequest(tokens, prompt_tokens, batch, turns), options, lambda text: status.update(f"{text} …")
         )
     if plot is not None:
         draw(measured.trace, plot, headline(measured), summary(measured))

@@ -82,13 +82,13 @@ def chat_command(
 
     from transformers import logging
 
-    from rabbitllm.chat.loop import Chat, standard_surface
+    from rabbitllm.chat.loop import ChatLoop, standard_surface
     from rabbitllm.generation.conversation import Conversation
-    from rabbitllm.generation.session import Choices, Session
+    from rabbitllm.generation.session import ChatOptions, Session
 
     logging.set_verbosity_error()  # which of its kernels a model lacks is nothing to read amid an answer
-    chat = Chat(
-        Session(loaded, Choices(max_new_tokens, sampling)),
+    chat = ChatLoop(
+        Session(loaded, ChatOptions(max_new_tokens, sampling)),
         standard_surface(),
         model,
         Conversation().with_system(system),

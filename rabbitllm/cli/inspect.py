@@ -35,7 +35,7 @@ def inspect_command(
     from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console
 
-    from rabbitllm.models.inspection.choice import Choice
+    from rabbitllm.models.inspection.choice import RowChoice
     from rabbitllm.models.inspection.look import look
     from rabbitllm.models.inspection.record import as_record
     from rabbitllm.models.inspection.report import ON_A_TERMINAL, show
@@ -48,7 +48,7 @@ def inspect_command(
         found = look(source, revision=revision, opcodes=opcodes)
     if limit is None and console.is_terminal and not as_json:
         limit = ON_A_TERMINAL
-    choice = Choice(name, skip, limit or None)
+    choice = RowChoice(name, skip, limit or None)
     if as_json:
         put_json(as_record(found, choice))
     else:

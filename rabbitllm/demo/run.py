@@ -38,7 +38,7 @@ MIB = 1 << 20
 
 
 @dataclass
-class Peaks:
+class DemoPeaks:
     """The most that was seen: bytes on disk below the working folder, and resident memory of this process."""
 
     disk: int = 0
@@ -47,14 +47,14 @@ class Peaks:
 
 
 @contextmanager
-def watching(folder: Path) -> Iterator[Peaks]:
+def watching(folder: Path) -> Iterator[DemoPeaks]:
     """Sample disk and memory in a thread while the context is open."""
     import psutil
 
     from rabbitllm.splitter.watch import disk_bytes
 
     process = psutil.Process()
-    peaks = Peaks(memory_before=process.memory_info().rss)
+    peaks = DemoPeaks(memory_before=process.memory_info().rss)
     over = threading.Event()
 
     def sample() -> None:
@@ -104,7 +104,7 @@ class ShardTable:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class DemoAnswer:
     """One question, and what the model said to it."""
 
     question: str
@@ -145,7 +145,7 @@ class Outcome:
     problems: int
     exact_match: float
     recorded_exact_match: float
-    asked: tuple[Asked, ...]
+    asked: tuple[DemoAnswer, ...]
 
     @property
     def passed(self) -> bool:
@@ -224,7 +224,7 @@ def _recorded_score() -> float:
     return float(record[COMPRESSION]["exact_match"])
 
 
-def _ask(console: Console, model: Any, problems: list[Problem]) -> tuple[tuple[Asked, ...], float]:
+def _ask(console: Console, model: Any, problems: list[Problem]) -> tuple[tuple[DemoAnswer, ...], float]:
     """Print questions with the model's answers, one at a time; return them, and tokens a second."""
     from rabbitllm.demo.answering import answers
 
@@ -235,7 +235,7 @@ def _ask(console: Console, model: Any, problems: list[Problem]) -> tuple[tuple[A
         seconds += time.perf_counter() - start
         tokens += len(model.tokenizer(answer)["input_ids"]) + 1
         question = problem.prompt.removeprefix("Q: ").removesuffix("\nA:")
-        asked.append(one := Asked(question, answer, problem.answer, exact_match(answer, problem)))
+        asked.append(one := DemoAnswer(question, answer, problem.answer, exact_match(answer, problem)))
         mark = "[green]right[/]" if one.right else f"[red]wrong, {problem.answer}[/]"
         console.print(f"  {question:<44} {answer:<22} {mark}", highlight=False)
     return tuple(asked), tokens / seconds

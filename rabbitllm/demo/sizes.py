@@ -25,7 +25,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """How long and how hard to train."""
 
     steps: int
@@ -52,11 +52,11 @@ SHAPES = {
 }
 
 
-def plan_for(size: str, *, steps: int | None, minutes: float | None, seed: int) -> Plan:
+def plan_for(size: str, *, steps: int | None, minutes: float | None, seed: int) -> TrainingPlan:
     """How a model of this size is trained; `steps` None for as many as the bundled one had, and 1,000 for the other."""
     if size == BUNDLED:
-        return Plan(steps=steps or 4000, minutes=minutes, seed=seed)
-    return Plan(
+        return TrainingPlan(steps=steps or 4000, minutes=minutes, seed=seed)
+    return TrainingPlan(
         steps=steps or 1000,
         minutes=minutes,
         seed=seed,

@@ -35,7 +35,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rabbitllm.demo.answering import answers
 from rabbitllm.demo.prose import held_out_prose
-from rabbitllm.demo.sizes import BUNDLED, SHAPES, VOCABULARY, Plan, Shape, plan_for
+from rabbitllm.demo.sizes import BUNDLED, SHAPES, VOCABULARY, Shape, TrainingPlan, plan_for
 from rabbitllm.demo.tasks import KINDS, Problem, exact_match, held_out, training_facts, training_stream
 from rabbitllm.demo.training_data import UNLABELLED, batches
 
@@ -62,7 +62,7 @@ CHAT_TEMPLATE = (
 
 
 @dataclass(frozen=True)
-class Score:
+class HeldOutScore:
     """What one precision achieves on the held-out problems; the loss is nats per answer token, end included."""
 
     exact_match: float
@@ -164,7 +164,7 @@ def rounded_weights(model: torch.nn.Module, precision: str) -> Iterator[None]:
 def train(
     model: Qwen3ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
-    plan: Plan,
+    plan: TrainingPlan,
     say: Callable[[str], None],
     now_and_then: Callable[[], None],
 ) -> float:
@@ -209,7 +209,7 @@ def train(
 @torch.inference_mode()
 def evaluate(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem], precision: str
-) -> Score:
+) -> HeldOutScore:
     """Score a bf16 model with its weights rounded to ``precision``."""
     model.eval()
     total, tokens = 0.0, 0
@@ -228,7 +228,7 @@ def evaluate(
         / sum(problem.kind == kind for problem in problems)
         for kind in KINDS
     }
-    return Score(sum(hits) / len(hits), sum(hits), total / tokens, by_kind)
+    return HeldOutScore(sum(hits) / len(hits), sum(hits), total / tokens, by_kind)
 
 
 def scores(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, count: int, seed: int) -> dict[str, Any]:

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from rabbitllm.demo.prose import training_prose
-from rabbitllm.demo.sizes import Plan
+from rabbitllm.demo.sizes import TrainingPlan
 from rabbitllm.demo.tasks import training_stream
 
 UNLABELLED = -100
 
 
 @dataclass(frozen=True)
-class Part:
+class TrainingRows:
     """Rows of a batch that are computed together.
 
     Attributes:
@@ -32,7 +32,7 @@ class Part:
     divisor: int
 
 
-def batches(tokenizer: Any, plan: Plan) -> Iterator[list[Part]]:
+def batches(tokenizer: Any, plan: TrainingPlan) -> Iterator[list[TrainingRows]]:
     """Batches without end.
 
     Problems come in two parts of like length (less padding). Only the answer and its end carry a label. One example in
@@ -63,7 +63,7 @@ def batches(tokenizer: Any, plan: Plan) -> Iterator[list[Part]]:
             ]
 
 
-def _windows(tokenizer: Any, plan: Plan) -> Iterator[list[int]]:
+def _windows(tokenizer: Any, plan: TrainingPlan) -> Iterator[list[int]]:
     """Windows of the prose without end, each once before any comes again, in an order that the seed says."""
     ids = tokenizer(training_prose(), verbose=False)["input_ids"]
     order = random.Random(f"prose {plan.seed}")
@@ -75,9 +75,9 @@ def _windows(tokenizer: Any, plan: Plan) -> Iterator[list[int]]:
             yield ids[begin : begin + plan.window]
 
 
-def _padded(rows: Sequence[tuple[list[int], list[int]]], pad: int, divisor: int) -> Part:
+def _padded(rows: Sequence[tuple[list[int], list[int]]], pad: int, divisor: int) -> TrainingRows:
     """Rows filled up on the right, where a causal model cannot see them."""
     width = max(len(ids) for ids, _ in rows)
     ids = torch.tensor([row + [pad] * (width - len(row)) for row, _ in rows])
     labels = torch.tensor([row + [UNLABELLED] * (width - len(row)) for _, row in rows])
-    return Part(ids, labels, divisor)
+    return TrainingRows(ids, labels, divisor)

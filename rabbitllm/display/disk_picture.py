@@ -31,7 +31,7 @@ _WIDTH, _HEIGHT, _DPI = 8.0, 4.4, 200
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class DiskSample:
     """A look at the disk.
 
     Attributes:
@@ -71,7 +71,7 @@ class DiskRecord:
         self._clock = clock
         self._lock = threading.Lock()
         self._start: float | None = None
-        self._points: list[Point] = []
+        self._points: list[DiskSample] = []
         self._shards: list[UsedUp] = []
         self._source_left = 0
         self._limit = 0
@@ -97,18 +97,18 @@ class DiskRecord:
     def _take_up(self, event: progress.SplitStarted) -> None:
         self.label, self.source_bytes = event.label, event.source_bytes
         self._source_left = event.source_left_bytes
-        self._points = [Point(p.seconds, p.disk_bytes, self._source_left, p.limit_bytes) for p in self._points]
+        self._points = [DiskSample(p.seconds, p.disk_bytes, self._source_left, p.limit_bytes) for p in self._points]
 
     def _add(self, disk_bytes: int) -> float:
         now = self._clock()
         self._start = now if self._start is None else self._start
-        self._points.append(Point(now - self._start, disk_bytes, self._source_left, self._limit))
+        self._points.append(DiskSample(now - self._start, disk_bytes, self._source_left, self._limit))
         if len(self._points) > MOST_POINTS:
             self._points = thinned(self._points)
         return now - self._start
 
     @property
-    def points(self) -> tuple[Point, ...]:
+    def points(self) -> tuple[DiskSample, ...]:
         """In their order."""
         with self._lock:
             return tuple(self._points)
@@ -120,12 +120,12 @@ class DiskRecord:
             return tuple(self._shards)
 
     @property
-    def peak(self) -> Point | None:
+    def peak(self) -> DiskSample | None:
         """The first of those with the most on the disk, source and split together; None without any."""
         return max(self.points, key=lambda point: point.total, default=None)
 
 
-def thinned(points: Sequence[Point]) -> list[Point]:
+def thinned(points: Sequence[DiskSample]) -> list[DiskSample]:
     """Half as many: of each two neighbours the one with more on the disk; first and last stay."""
     inner = points[1:-1]
     pairs = (inner[at : at + 2] for at in range(0, len(inner), 2))
@@ -233,7 +233,7 @@ def _limits(axes: Any, record: DiskRecord, most: int, scale: float) -> str:
     return ""
 
 
-def _label_peak(axes: Any, peak: Point, end: float, per: float, scale: float) -> None:
+def _label_peak(axes: Any, peak: DiskSample, end: float, per: float, scale: float) -> None:
     """Beside the peak's dot, on the side where there is room."""
     left = peak.seconds / per > end / 2
     axes.annotate(

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-class Form(enum.Enum):
+class DisplayForm(enum.Enum):
     """How progress is shown."""
 
     TERMINAL = "rows that change in place"
@@ -18,7 +18,7 @@ class Form(enum.Enum):
     LINES = "a line every few seconds"
 
 
-def form_of(stream: Any, environment: Mapping[str, str] = os.environ) -> Form:
+def form_of(stream: Any, environment: Mapping[str, str] = os.environ) -> DisplayForm:
     """The form for a stream, as things are now.
 
     Lines where nobody can watch (files, pipes, CI, Kaggle's commit runs) and where rows cannot change: on terminals
@@ -26,17 +26,17 @@ def form_of(stream: Any, environment: Mapping[str, str] = os.environ) -> Form:
     draws something of its own on this stream.
     """
     if in_notebook():
-        return Form.LINES if environment.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch" else Form.NOTEBOOK
+        return DisplayForm.LINES if environment.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch" else DisplayForm.NOTEBOOK
     isatty = getattr(stream, "isatty", None)
     if isatty is None or not isatty():
-        return Form.LINES
+        return DisplayForm.LINES
     if environment.get("TERM") == "dumb" or "JPY_PARENT_PID" in environment:
-        return Form.LINES
+        return DisplayForm.LINES
     if type(stream).__module__ == "rich.file_proxy":
-        return Form.LINES
+        return DisplayForm.LINES
     if os.name == "nt" and "WT_SESSION" not in environment:  # an older console may not know escape sequences
-        return Form.LINES
-    return Form.TERMINAL
+        return DisplayForm.LINES
+    return DisplayForm.TERMINAL
 
 
 def in_notebook() -> bool:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from rabbitllm.base.forks import in_child
 from rabbitllm.base.words import Row, text_of
-from rabbitllm.display.form import Form, form_of, size_of
+from rabbitllm.display.form import DisplayForm, form_of, size_of
 from rabbitllm.display.notebook import COLUMNS, NotebookOutput
 from rabbitllm.display.terminal import Terminal
 
@@ -40,7 +40,7 @@ class Content(Protocol):
         ...
 
 
-class Pace:
+class LinePace:
     """When the next line is due. Seconds are those of any one clock."""
 
     def __init__(self, start: float) -> None:
@@ -58,11 +58,11 @@ class Pace:
 class Claim:
     """The right to be shown, until `release`."""
 
-    def __init__(self, region: Region, content: Content, pace: Pace, form: Form) -> None:
+    def __init__(self, region: Region, content: Content, pace: LinePace, form: DisplayForm) -> None:
         self.content = content
         self.pace = pace
         self.form = form
-        self.output = NotebookOutput(NOTEBOOK_SECONDS) if form is Form.NOTEBOOK else None
+        self.output = NotebookOutput(NOTEBOOK_SECONDS) if form is DisplayForm.NOTEBOOK else None
         self._region = region
         self._over = False
 
@@ -83,7 +83,7 @@ class Region:
         self._terminal: Terminal | None = None
         self._ticking: threading.Event | None = None
 
-    def claim(self, content: Content, pace: Pace | None = None) -> Claim:
+    def claim(self, content: Content, pace: LinePace | None = None) -> Claim:
         """Show something from now on.
 
         Args:
@@ -91,12 +91,12 @@ class Region:
             pace: of its lines, for one who asks again and again.
         """
         form = form_of(sys.stderr)
-        claim = Claim(self, content, pace or Pace(self._clock()), form)
+        claim = Claim(self, content, pace or LinePace(self._clock()), form)
         with self._lock:
             self._claims.append(claim)
-            if form is Form.TERMINAL:
+            if form is DisplayForm.TERMINAL:
                 self._attach().begin()
-            if form is not Form.LINES:
+            if form is not DisplayForm.LINES:
                 self._show()
             if self._ticking is None:
                 self._ticking = threading.Event()
@@ -105,7 +105,7 @@ class Region:
 
     def observe(self) -> None:
         """Begin to note where others' text ends on a terminal, for rows that come later."""
-        if form_of(sys.stderr) is Form.TERMINAL:
+        if form_of(sys.stderr) is DisplayForm.TERMINAL:
             with self._lock:
                 self._attach()
 
@@ -118,7 +118,7 @@ class Region:
             if not self._claims and self._ticking is not None:
                 self._ticking.set()
                 self._ticking = None
-            terminal = self._terminal if claim.form is Form.TERMINAL else None
+            terminal = self._terminal if claim.form is DisplayForm.TERMINAL else None
             if claim.output is not None:
                 claim.output.close(last)
             elif terminal is not None:
@@ -133,7 +133,7 @@ class Region:
             terminal.guests.let_go()  # without our lock: tqdm takes its own first, then ours
 
     def _rows_wanted(self) -> bool:
-        return any(claim.form is Form.TERMINAL for claim in self._claims)
+        return any(claim.form is DisplayForm.TERMINAL for claim in self._claims)
 
     def _attach(self) -> Terminal:
         if self._terminal is None or self._terminal.stream is not sys.stderr:
@@ -154,7 +154,7 @@ class Region:
         if not self._claims:
             return
         claim = self._claims[-1]
-        if claim.form is Form.TERMINAL and self._terminal is not None:
+        if claim.form is DisplayForm.TERMINAL and self._terminal is not None:
             self._terminal.paint(claim.content.rows(size_of(self._terminal.stream)[0] - 1))
         elif claim.output is not None:
             claim.output.show("\n".join(map(text_of, claim.content.rows(COLUMNS))), self._clock())

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from rabbitllm.base import progress
-from rabbitllm.base.split_facts import Facts, SplitLedger
-from rabbitllm.base.words import Piece, Row, amount, bar, duration, fitting, part, speed
+from rabbitllm.base.split_facts import SplitLedger, SplitStats
+from rabbitllm.base.words import LinePiece, Row, amount, bar, duration, fitting, part, speed
 from rabbitllm.display.region import THE_REGION, Claim
 
 TOGETHER = 90
@@ -45,7 +45,7 @@ class SplitDisplay:
             case progress.SplitDone():
                 self.close(done_line(event) if self._claim is not None else "")
 
-    def facts(self) -> Facts:
+    def facts(self) -> SplitStats:
         """As things are now."""
         with self._lock:
             return self._ledger.facts()
@@ -69,7 +69,7 @@ class SplitDisplay:
             self._claim = None
 
 
-def rows_of(facts: Facts, width: int) -> list[Row]:
+def rows_of(facts: SplitStats, width: int) -> list[Row]:
     """Three rows, or four where they are narrow.
 
     Args:
@@ -79,9 +79,9 @@ def rows_of(facts: Facts, width: int) -> list[Row]:
     head = f"{facts.doing} "
     tail = fitting(
         [
-            Piece(f"{100 * facts.share:.0f} %", 0, "bold"),
-            Piece(_rate(facts.rates.done), 2),
-            Piece(_left(facts), 1, "bold"),
+            LinePiece(f"{100 * facts.share:.0f} %", 0, "bold"),
+            LinePiece(_rate(facts.rates.done), 2),
+            LinePiece(_left(facts), 1, "bold"),
         ],
         width - len(head) - LEAST_BAR - 1,
     )
@@ -96,7 +96,7 @@ def rows_of(facts: Facts, width: int) -> list[Row]:
     return [row for row in rows if row]
 
 
-def line_of(facts: Facts) -> str:
+def line_of(facts: SplitStats) -> str:
     """All of it in one plain line."""
     pieces = [
         f"{facts.doing} {100 * facts.share:.0f} %",
@@ -120,38 +120,38 @@ def _rate(rate: float | None) -> str:
     return speed(rate) if rate else ""
 
 
-def _left(facts: Facts) -> str:
+def _left(facts: SplitStats) -> str:
     if facts.seconds_left is not None:
         return f"{duration(facts.seconds_left)} left"
     return "" if facts.rates.done is None else "waiting"
 
 
-def _place_pieces(facts: Facts) -> list[Piece]:
-    found = [Piece(part(facts.done_bytes, facts.total_bytes), 0)]
+def _place_pieces(facts: SplitStats) -> list[LinePiece]:
+    found = [LinePiece(part(facts.done_bytes, facts.total_bytes), 0)]
     if facts.shards:
-        found.append(Piece(f"shard {max(facts.shard, 1)} of {facts.shards}", 1))
+        found.append(LinePiece(f"shard {max(facts.shard, 1)} of {facts.shards}", 1))
     if facts.shard_here < 1:
-        found.append(Piece(f"{100 * facts.shard_here:.0f} % of it here", 3))
+        found.append(LinePiece(f"{100 * facts.shard_here:.0f} % of it here", 3))
     if facts.layer:
-        found.append(Piece(facts.layer, 2))
+        found.append(LinePiece(facts.layer, 2))
     if facts.layers:
-        found.append(Piece(f"{facts.layers_done} of {facts.layers} layers", 4))
+        found.append(LinePiece(f"{facts.layers_done} of {facts.layers} layers", 4))
     return found
 
 
-def _disk_pieces(facts: Facts) -> list[Piece]:
+def _disk_pieces(facts: SplitStats) -> list[LinePiece]:
     if facts.disk_bytes is None or facts.limit_bytes is None:
         return []
-    found = [Piece(f"disk in use {part(facts.disk_bytes, facts.limit_bytes)}", 0)]
+    found = [LinePiece(f"disk in use {part(facts.disk_bytes, facts.limit_bytes)}", 0)]
     if facts.source_left_bytes:
-        found.append(Piece(f"source {amount(facts.source_left_bytes)}", 5))
+        found.append(LinePiece(f"source {amount(facts.source_left_bytes)}", 5))
     return found
 
 
-def _rate_pieces(facts: Facts) -> list[Piece]:
+def _rate_pieces(facts: SplitStats) -> list[LinePiece]:
     rates = facts.rates
     named = [("fetch", rates.fetch, 1), ("quantize", rates.quantize, 2), ("write", rates.write, 3)]
-    return [Piece(f"{name} {speed(rate)}", rank) for name, rate, rank in named if rate is not None]
+    return [LinePiece(f"{name} {speed(rate)}", rank) for name, rate, rank in named if rate is not None]
 
 
 @contextlib.contextmanager

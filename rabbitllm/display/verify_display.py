@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from rabbitllm.base.words import Piece, Row, bar, duration, fitting, part, speed, text_of
+from rabbitllm.base.words import LinePiece, Row, bar, duration, fitting, part, speed, text_of
 from rabbitllm.display.region import THE_REGION
 
 BAR = 24
@@ -39,10 +39,10 @@ class Reading:
         left = f"{duration((self._total - self._done) / rate)} left" if rate else ""
         pieces = (f"{share:.0%}".replace("%", " %"), part(self._done, self._total), speed(rate), left)
         drawn: Row = (("reading ", "bold"), *bar(share, BAR), (" ", ""))
-        row = fitting([Piece(text, rank) for rank, text in enumerate(pieces)], width - len(text_of(drawn)))
+        row = fitting([LinePiece(text, rank) for rank, text in enumerate(pieces)], width - len(text_of(drawn)))
         if not row:
             drawn = (("reading ", "bold"),)
-            row = fitting([Piece(text, rank) for rank, text in enumerate(pieces)], width - len(text_of(drawn)))
+            row = fitting([LinePiece(text, rank) for rank, text in enumerate(pieces)], width - len(text_of(drawn)))
         return [(*drawn, *row)]
 
     def line(self) -> str:

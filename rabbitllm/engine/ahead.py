@@ -19,7 +19,7 @@ from rabbitllm.base.forks import Workers
 
 
 @dataclass(eq=False)
-class Slot:
+class BufferSlot:
     """A buffer, uint8 (bytes,).
 
     Attributes:
@@ -34,15 +34,15 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class FilledSlot:
     """A unit's bytes in a slot, and what its job returned."""
 
     unit: str
-    slot: Slot
+    slot: BufferSlot
     ticket: Any
 
 
-Job = Callable[[Slot], Any]
+Job = Callable[[BufferSlot], Any]
 
 
 class Ahead:
@@ -53,10 +53,10 @@ class Ahead:
         thread: what to call the thread.
     """
 
-    def __init__(self, slots: Sequence[Slot], thread: str) -> None:
+    def __init__(self, slots: Sequence[BufferSlot], thread: str) -> None:
         self._slots = tuple(slots)
         self._wanted: dict[str, Job] = {}
-        self._pending: dict[str, tuple[Slot, Future[Any]]] = {}
+        self._pending: dict[str, tuple[BufferSlot, Future[Any]]] = {}
         self._thread = Workers(1, thread)
 
     def is_coming(self, unit: str) -> bool:
@@ -77,7 +77,7 @@ class Ahead:
             _, future = self._pending.pop(unit)
             future.cancel()
 
-    def take(self, unit: str) -> Loaded:
+    def take(self, unit: str) -> FilledSlot:
         """A unit that `is_coming`; blocks until its job is done. `give_back` it after use.
 
         Raises:
@@ -95,9 +95,9 @@ class Ahead:
         # only now: had the wait been interrupted, the next call would still find the slot
         del self._pending[unit]
         slot.taken = True
-        return Loaded(unit, slot, ticket)
+        return FilledSlot(unit, slot, ticket)
 
-    def give_back(self, loaded: Loaded, left: Any = None) -> None:
+    def give_back(self, loaded: FilledSlot, left: Any = None) -> None:
         """Declare that a slot may be filled again once `left` is reached, whatever that means to the jobs."""
         loaded.slot.left = left
         # last, so that the one that is free for longest is filled next, and least has to be waited for

@@ -26,7 +26,7 @@ from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.experts import expert_costs
 from rabbitllm.engine.llama4_experts import route_llama4
 from rabbitllm.engine.packed_weight import StoredMatrix
-from rabbitllm.engine.part import Share, with_others
+from rabbitllm.engine.part import PartChooser, with_others
 from rabbitllm.engine.placement import Budget, Placement
 from rabbitllm.engine.placing import least_bytes, place, ready_once
 from rabbitllm.engine.unit_source import UnitSource, source_of
@@ -202,7 +202,7 @@ def warn_of_too_little_memory(drawn: Blueprint, devices: Sequence[Device]) -> No
 
 
 def only_a_part(
-    drawn: Blueprint, share: Share, store: WeightFiles, devices: Sequence[Device], options: StreamOptions
+    drawn: Blueprint, share: PartChooser, store: WeightFiles, devices: Sequence[Device], options: StreamOptions
 ) -> Blueprint:
     """The same model, of which this process places and computes a part."""
     budgets = {device.name: budget_of(device, options) for device in devices}

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rabbitllm.checkpoints.routing import picked_by
-from rabbitllm.engine.expert_parts import Block, Nesting, Part
+from rabbitllm.engine.expert_parts import Block, ExpertPart, Nesting
 from rabbitllm.engine.expert_source import ExpertSource, Leaf, packed_by
 from rabbitllm.engine.published import BY_MATRIX
 from rabbitllm.engine.span_reader import BLOCK
@@ -189,7 +189,7 @@ def _nesting(stored: Sequence[StoredTensor], blocks: int) -> Nesting | None:
     offsets = [tensor.quantized.offset for tensor in stored if tensor.quantized is not None]
     if None in offsets:
         return None
-    made = Part("F32", (blocks,), blocks * SCALE_BYTES, 0, (), np.empty(0, np.int64))
+    made = ExpertPart("F32", (blocks,), blocks * SCALE_BYTES, 0, (), np.empty(0, np.int64))
     where, tables = zip(*(tensor.parts[3:5] for tensor in stored), strict=True)
     return Nesting(made, np.array(offsets, np.float32), where, tables)
 
@@ -211,17 +211,17 @@ def _slices(pattern: str, stored: StoredTensor, experts: int) -> Block | None:
     return Block(pattern, True, form, payload_part, scales, tables, nesting=nesting)
 
 
-def _slice(whole: TensorSpec, dtype: str, shape: tuple[int, ...], experts: int) -> Part:
+def _slice(whole: TensorSpec, dtype: str, shape: tuple[int, ...], experts: int) -> ExpertPart:
     nbytes = byte_size(dtype, shape)
     offsets = whole.offset + nbytes * np.arange(experts, dtype=np.int64)
-    return Part(dtype, shape, nbytes, 0, (whole.file,), offsets)
+    return ExpertPart(dtype, shape, nbytes, 0, (whole.file,), offsets)
 
 
-def _part(specs: Sequence[TensorSpec]) -> Part:
+def _part(specs: Sequence[TensorSpec]) -> ExpertPart:
     files = tuple(spec.file for spec in specs)
     offsets = np.array([spec.offset for spec in specs], np.int64)
     first = specs[0]
-    return Part(first.dtype, first.shape, first.nbytes, 0, files[:1] if len(set(files)) == 1 else files, offsets)
+    return ExpertPart(first.dtype, first.shape, first.nbytes, 0, files[:1] if len(set(files)) == 1 else files, offsets)
 
 
 def _number(name: str) -> int:
@@ -255,7 +255,7 @@ def _lay_out(leaves: Mapping[str, Leaf]) -> tuple[dict[str, Leaf], int]:
             places[id(part)] = end
             end += part.nbytes
 
-    def placed(part: Part | None) -> Any:
+    def placed(part: ExpertPart | None) -> Any:
         return replace(part, at=places[id(part)]) if part is not None else None
 
     made = {

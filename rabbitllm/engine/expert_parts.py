@@ -16,12 +16,12 @@ from rabbitllm.engine.unit_source import typed
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
 from rabbitllm.quant.compression import Quantized, expand_scales
 
-BytesOf = Callable[["Part"], torch.Tensor]
+BytesOf = Callable[["ExpertPart"], torch.Tensor]
 """A part of one expert -> its bytes, uint8 (nbytes,)."""
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class ExpertPart:
     """Bytes of one kind that each expert has.
 
     Attributes:
@@ -57,7 +57,7 @@ class Nesting:
         table: what lies at `tables`, the same for all.
     """
 
-    made: Part
+    made: ExpertPart
     offsets: npt.NDArray[np.float32]
     where: tuple[TensorSpec, ...]
     tables: tuple[TensorSpec, ...]
@@ -89,8 +89,8 @@ class Block:
     pattern: str
     sliced: bool
     form: Quantized | None
-    payload: Part
-    scales: Part | None = None
+    payload: ExpertPart
+    scales: ExpertPart | None = None
     tables: tuple[TensorSpec, ...] = ()
     table: torch.Tensor | None = None
     nesting: Nesting | None = None
@@ -101,7 +101,7 @@ class Block:
         return self.form.shape if self.form else self.payload.shape
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[ExpertPart, ...]:
         """Its bytes, payload first."""
         return (self.payload,) if self.scales is None else (self.payload, self.scales)
 
@@ -112,6 +112,6 @@ class Block:
         return stored if self.nesting is None else self.nesting.expanded(stored, expert)
 
 
-def retyped(part: Part, shape: tuple[int, ...]) -> TensorSpec:
+def retyped(part: ExpertPart, shape: tuple[int, ...]) -> TensorSpec:
     """A part as a tensor of another shape, for `typed`."""
     return TensorSpec("", part.dtype, shape, "", 0, byte_size(part.dtype, shape))

@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 
 from rabbitllm.engine.devices import Device
 from rabbitllm.engine.expert_cache import ExpertCache, Numbers, Values
-from rabbitllm.engine.expert_parts import Part
-from rabbitllm.engine.expert_slots import ExpertMemory, Shelf, Slot
+from rabbitllm.engine.expert_parts import ExpertPart
+from rabbitllm.engine.expert_slots import ExpertMemory, ExpertSlot, Shelf
 from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.page_locked import HostBuffers
 from rabbitllm.engine.span_reader import SpanReader
@@ -42,7 +42,7 @@ class _Call:
     and places in host memory that are free after it."""
 
     module: int
-    slots: Mapping[int, Slot]
+    slots: Mapping[int, ExpertSlot]
     passing: Mapping[int, Shelf]
     promoted: tuple[int, ...]
 
@@ -91,7 +91,7 @@ class ExpertPool:
         self._slots, self._transit = cut[:slots], cut[slots:]
         self.cache, self.host_cache = ExpertCache(counts, slots), ExpertCache(counts, host_slots)
         self._call: _Call | None = None
-        self._sent: list[tuple[Future[Any], Slot | None]] = []
+        self._sent: list[tuple[Future[Any], ExpertSlot | None]] = []
 
     def close(self) -> None:
         """Stop the reading threads."""
@@ -232,7 +232,7 @@ class ExpertPool:
 
     def _through(self, module: int, leaf: str, experts: Sequence[tuple[int, Shelf]]) -> Iterator[torch.Tensor]:
         """One leaf of experts that have no slot, read ahead as far as transit slots reach."""
-        coming: deque[tuple[Slot, int]] = deque()
+        coming: deque[tuple[ExpertSlot, int]] = deque()
         free, wanted = deque(self._transit), deque(experts)
         for _ in experts:
             while free and wanted:
@@ -244,12 +244,12 @@ class ExpertPool:
             yield self._weight(module, leaf, slot, expert)
             free.append(slot)
 
-    def _weight(self, module: int, leaf: str, slot: Slot, expert: int) -> torch.Tensor:
+    def _weight(self, module: int, leaf: str, slot: ExpertSlot, expert: int) -> torch.Tensor:
         source, key = self.sources[module], (self._kinds[module], leaf)
         self._wait(source, slot)
         chosen = source.leaves[leaf]
 
-        def bytes_of(part: Part) -> torch.Tensor:
+        def bytes_of(part: ExpertPart) -> torch.Tensor:
             return slot.memory[part.at : part.at + part.nbytes]
 
         if chosen.makes_scales and key not in slot.made:
@@ -263,7 +263,7 @@ class ExpertPool:
             slot.ready[key] = made
         return made
 
-    def _wait(self, source: ExpertSource, slot: Slot) -> None:
+    def _wait(self, source: ExpertSource, slot: ExpertSlot) -> None:
         if slot.coming is not None:
             start = time.perf_counter()
             try:
@@ -277,7 +277,7 @@ class ExpertPool:
             self._device.arrive(slot.ticket)
             slot.ticket = None
 
-    def _send(self, module: int, expert: int, slot: Slot, shelf: Shelf, leaf: str | None = None) -> None:
+    def _send(self, module: int, expert: int, slot: ExpertSlot, shelf: Shelf, leaf: str | None = None) -> None:
         """Begin to fill a slot with an expert, or with what one of its leaves is made from."""
         self._sent.append((self._memory.bring(module, expert, slot, shelf, leaf), slot))
 

@@ -27,7 +27,7 @@ Whose = tuple[int, int]
 
 
 @dataclass(eq=False)
-class Slot:
+class ExpertSlot:
     """Memory of one expert.
 
     Attributes:
@@ -105,19 +105,19 @@ class ExpertMemory:
         self._keeper = host  # unlocked when nobody has it any more
         self._threads = Workers(EXPERT_STAGING, f"experts-{device.name}")
 
-    def slots(self, count: int) -> list[Slot]:
+    def slots(self, count: int) -> list[ExpertSlot]:
         """So many, numbered."""
         if self._device.shares_host_memory:
             cut = self._cut(self._device.host_buffer(count * self._nbytes), count)  # in one, for huge pages
         else:
             cut = [self._device.device_buffer(self._nbytes) for _ in range(count)]
-        return [Slot(part, number, self._device.leave()) for number, part in enumerate(cut)]
+        return [ExpertSlot(part, number, self._device.leave()) for number, part in enumerate(cut)]
 
     def close(self) -> None:
         """Stop the threads."""
         self._threads.shutdown()
 
-    def bring(self, module: int, expert: int, slot: Slot, shelf: Shelf, leaf: str | None = None) -> Future[Any]:
+    def bring(self, module: int, expert: int, slot: ExpertSlot, shelf: Shelf, leaf: str | None = None) -> Future[Any]:
         """Begin to fill a slot, with an expert or what one of its leaves is made from.
 
         Args:
@@ -141,7 +141,7 @@ class ExpertMemory:
     def _cut(self, memory: torch.Tensor, count: int) -> list[torch.Tensor]:
         return [memory[at * self._nbytes : (at + 1) * self._nbytes] for at in range(count)]
 
-    def _fill(self, module: int, expert: int, slot: Slot, shelf: Shelf, leaf: str | None) -> Any:
+    def _fill(self, module: int, expert: int, slot: ExpertSlot, shelf: Shelf, leaf: str | None) -> Any:
         source, ticket = self._sources[module], None
         if self._device.shares_host_memory:
             self._read(source, expert, leaf, slot.memory)
@@ -161,7 +161,7 @@ class ExpertMemory:
         slot.has = (module, expert) if leaf is None else None
         return ticket
 
-    def _upload(self, host: torch.Tensor, slot: Slot, extent: slice) -> Any:
+    def _upload(self, host: torch.Tensor, slot: ExpertSlot, extent: slice) -> Any:
         return self._device.upload(host[extent], slot.memory[extent], slot.left)
 
     def _shelve(self, module: int, expert: int, place: int) -> None:

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rabbitllm.engine.expert_parts import Block, BytesOf, Part, retyped
+from rabbitllm.engine.expert_parts import Block, BytesOf, ExpertPart, retyped
 from rabbitllm.engine.packed_weight import PackedWeight, StoredMatrix
-from rabbitllm.engine.span_reader import BLOCK, Span
+from rabbitllm.engine.span_reader import BLOCK, FileSpan
 from rabbitllm.engine.unit_source import Packs, typed
 from rabbitllm.engine.units import Place
 from rabbitllm.engine.weights import Recipe
@@ -48,7 +48,7 @@ class Leaf:
     packed: type[StoredMatrix] | None = None
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[ExpertPart, ...]:
         """The bytes it is made from."""
         return tuple(part for block in self.blocks for part in block.parts)
 
@@ -210,10 +210,10 @@ class ExpertSource:
         """Whether every weight is used as it is stored: a view, or multiplied from its codes."""
         return all(leaf.is_view or leaf.packed is not None for leaf in self.leaves.values())
 
-    def spans(self, expert: int, leaf: str | None = None) -> list[Span]:
+    def spans(self, expert: int, leaf: str | None = None) -> list[FileSpan]:
         """What to read of an expert into memory of `nbytes` bytes: all of it, or what one leaf is made from."""
         return [
-            Span(file.file(expert), int(file.offsets[expert]), nbytes, file.at) for file, nbytes in self._runs[leaf]
+            FileSpan(file.file(expert), int(file.offsets[expert]), nbytes, file.at) for file, nbytes in self._runs[leaf]
         ]
 
     def extent(self, leaf: str | None = None) -> slice:
@@ -223,12 +223,12 @@ class ExpertSource:
         return slice(min(part.at for part in parts), max(part.at + part.nbytes for part in parts))
 
     @cached_property
-    def _runs(self) -> Mapping[str | None, list[tuple[Part, int]]]:
+    def _runs(self) -> Mapping[str | None, list[tuple[ExpertPart, int]]]:
         """Parts that lie one after the other, in the files as in memory: the first one, and the bytes of all."""
-        found: dict[str | None, list[tuple[Part, int]]] = {}
+        found: dict[str | None, list[tuple[ExpertPart, int]]] = {}
         everything = [part for leaf in self.leaves.values() for part in leaf.parts]
         for key, parts in ((None, everything), *((name, list(leaf.parts)) for name, leaf in self.leaves.items())):
-            runs: list[list[Part]] = []
+            runs: list[list[ExpertPart]] = []
             for part in sorted(parts, key=lambda part: part.at):
                 if runs and _follows(runs[-1][-1], part):
                     runs[-1].append(part)
@@ -324,7 +324,7 @@ def _packing(leaf: Leaf, packs: Packs) -> type[StoredMatrix] | None:
     return packs(replace(first, shape=leaf.shape), leaf.recipe.dtype) if leaf.recipe.dtype is not None else None
 
 
-def _follows(before: Part, after: Part) -> bool:
+def _follows(before: ExpertPart, after: ExpertPart) -> bool:
     """Whether one part of every expert lies right behind another, in its file as in memory."""
     if before.at + before.nbytes != after.at or before.files != after.files:
         return False

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from rabbitllm.engine.expert_parts import Part
+from rabbitllm.engine.expert_parts import ExpertPart
 from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.store.layer_store import WeightFiles
 from rabbitllm.store.order import TENSOR_ALIGNMENT
@@ -63,7 +63,7 @@ class MappedExperts:
     def _weight(self, leaf: str, expert: int) -> torch.Tensor:
         chosen = self._source.leaves[leaf]
 
-        def bytes_of(part: Part) -> torch.Tensor:
+        def bytes_of(part: ExpertPart) -> torch.Tensor:
             begin = int(part.offsets[expert])
             return self._file_bytes(part.file(expert))[begin : begin + part.nbytes]
 

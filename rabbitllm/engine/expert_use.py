@@ -13,13 +13,13 @@ import numpy as np
 from rabbitllm.engine.expert_cache import HALF_LIVES, Values
 from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.errors import OptionError
-from rabbitllm.formats.safetensors_file import MappedFile, Placed, encode_header
+from rabbitllm.formats.safetensors_file import MappedFile, TensorToWrite, encode_header
 from rabbitllm.storage import durable
 
 
 def write_uses(path: Path, uses: Mapping[str, Values]) -> None:
     """Write the uses of every module, durably."""
-    header, _ = encode_header(Placed(name, "F64", found.shape) for name, found in uses.items())
+    header, _ = encode_header(TensorToWrite(name, "F64", found.shape) for name, found in uses.items())
     durable.write_whole(path, header + b"".join(found.astype("<f8").tobytes() for found in uses.values()))
 
 

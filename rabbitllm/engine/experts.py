@@ -19,7 +19,7 @@ from rabbitllm.engine.expert_supply import FileBytes, MappedExperts, mapped_byte
 from rabbitllm.engine.first_use import check_experts_before
 from rabbitllm.engine.page_locked import HostBuffers
 from rabbitllm.engine.placement import ExpertCost, Placement, Tier
-from rabbitllm.engine.span_reader import SpanReader, Way
+from rabbitllm.engine.span_reader import ReadMode, SpanReader
 from rabbitllm.store.layer_store import WeightFiles
 from rabbitllm.telemetry.profiler import Profiler
 
@@ -48,7 +48,7 @@ def bind_experts(
     devices: Mapping[str, Device],
     store: WeightFiles,
     profiler: Profiler,
-    ways: Mapping[str, Way],
+    ways: Mapping[str, ReadMode],
 ) -> dict[str, ExpertPool]:
     """Give every routed module its experts.
 

@@ -24,13 +24,13 @@ from rabbitllm.engine.first_use import check_rows_before, wait_before
 from rabbitllm.engine.fused_choice import FusedChoice
 from rabbitllm.engine.fused_units import fused_experts, fused_units
 from rabbitllm.engine.page_locked import keep_units
-from rabbitllm.engine.part import Share
+from rabbitllm.engine.part import PartChooser
 from rabbitllm.engine.pass_line import PassLine
 from rabbitllm.engine.placement import READY, Placement, Tier
 from rabbitllm.engine.read_ahead import ReadAhead
 from rabbitllm.engine.row_products import RowProducts
 from rabbitllm.engine.saving import origin_of
-from rabbitllm.engine.span_reader import PROBES, THROUGH_THE_CACHE, Way, choose_way
+from rabbitllm.engine.span_reader import PROBES, THROUGH_THE_CACHE, ReadMode, choose_way
 from rabbitllm.engine.streamed_model import adopt
 from rabbitllm.engine.streamer import Streamer
 from rabbitllm.engine.unit_source import UnitSource
@@ -54,7 +54,7 @@ def load_model(
     options: StreamOptions,
     config_folder: Path | None = None,
     devices: Sequence[Device] | None = None,
-    share: Share | None = None,
+    share: PartChooser | None = None,
 ) -> Any:
     """A genuine transformers model whose weights are in `folder`.
 
@@ -187,7 +187,7 @@ def _compare_before_use(
 
 def _way(
     sources: Mapping[str, UnitSource], placement: Placement, devices: Mapping[str, Device], store: WeightFiles
-) -> Way:
+) -> ReadMode:
     """How what is streamed is read, by whether the page cache could hold it beside what stays in host memory."""
     spans = [span for p in placement.units if p.tier is Tier.STREAMED for span in sources[p.unit].spans]
     return choose_way(store, spans, cache_room(placement, devices.values()))
@@ -195,7 +195,7 @@ def _way(
 
 def _expert_ways(
     experts: Sequence[ExpertSource], placement: Placement, devices: Mapping[str, Device], store: WeightFiles
-) -> dict[str, Way]:
+) -> dict[str, ReadMode]:
     """Device -> how experts that come and go are read: those that are read through the page cache stay there as long
     as the system lets them, since many are used again."""
     found = {}

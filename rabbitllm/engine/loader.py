@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rabbitllm.engine.ahead import Ahead, Loaded, Slot
+from rabbitllm.engine.ahead import Ahead, BufferSlot, FilledSlot
 from rabbitllm.engine.devices import Device
 from rabbitllm.engine.span_reader import SpanReader
 from rabbitllm.engine.unit_source import UnitSource
@@ -54,7 +54,7 @@ class Loader:
         self._device = device
         self._profiler = profiler
         self._depth = depth
-        self._ahead = Ahead([Slot(buffer) for buffer in buffers], f"read-{device.name}")
+        self._ahead = Ahead([BufferSlot(buffer) for buffer in buffers], f"read-{device.name}")
         self.loads = 0
         self.waited = 0.0
 
@@ -69,7 +69,7 @@ class Loader:
         for unit in soon:
             self.request(unit)
 
-    def take(self, unit: str) -> Loaded:
+    def take(self, unit: str) -> FilledSlot:
         """The unit's bytes; blocks until they are read, and records how long. `give_back` its slot after use."""
         start = time.perf_counter()
         loaded = self.bring(unit)
@@ -78,14 +78,14 @@ class Loader:
         self._profiler.add(unit, READ_WAIT, waited)
         return loaded
 
-    def bring(self, unit: str) -> Loaded:
+    def bring(self, unit: str) -> FilledSlot:
         """The same, and nothing recorded."""
         if not self._ahead.is_coming(unit):
             self._ahead.forget()  # something else was expected; its buffers are needed now
             self.request(unit)
         return self._ahead.take(unit)
 
-    def give_back(self, loaded: Loaded, ticket: Any = None) -> None:
+    def give_back(self, loaded: FilledSlot, ticket: Any = None) -> None:
         """Declare a slot free, once the upload of this ticket has left it."""
         self._ahead.give_back(loaded, ticket)
 
@@ -97,7 +97,7 @@ class Loader:
         """Stop the reading thread."""
         self._ahead.close()
 
-    def _read(self, unit: str, slot: Slot) -> None:
+    def _read(self, unit: str, slot: BufferSlot) -> None:
         self.loads += 1
         source = self._sources[unit]
         if slot.left is not None:

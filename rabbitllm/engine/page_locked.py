@@ -18,7 +18,7 @@ from rabbitllm.base.terminal import size
 from rabbitllm.engine.devices import Device, aligned_host
 from rabbitllm.engine.loader import bytes_of
 from rabbitllm.engine.placement import Placement, Tier
-from rabbitllm.engine.span_reader import SpanReader, Way
+from rabbitllm.engine.span_reader import ReadMode, SpanReader
 from rabbitllm.engine.unit_source import UnitSource
 from rabbitllm.store.layer_store import WeightFiles
 
@@ -65,7 +65,7 @@ def _release(device: Device, buffers: list[torch.Tensor], guard: ForkGuard) -> N
 
 
 @dataclass(frozen=True)
-class Kept:
+class PinnedUnits:
     """What is in host memory for one device: unit -> its bytes, and whose they are."""
 
     units: Mapping[str, torch.Tensor]
@@ -74,7 +74,7 @@ class Kept:
 
 def keep_units(
     placement: Placement, sources: Mapping[str, UnitSource], devices: Mapping[str, Device], store: WeightFiles
-) -> tuple[Placement, dict[str, Kept]]:
+) -> tuple[Placement, dict[str, PinnedUnits]]:
     """Read the units of `Tier.PINNED` into page-locked memory.
 
     Args:
@@ -94,7 +94,7 @@ def keep_units(
     kept: dict[str, dict[str, torch.Tensor]] = {name: {} for name in memories}
     wanted = [placed for placed in placement.units if placed.tier is Tier.PINNED]
     # read once, so the page cache is better left to what is read again and again
-    reader = SpanReader(store, Way(drop=True), store.checks)
+    reader = SpanReader(store, ReadMode(drop=True), store.checks)
     for at, placed in enumerate(wanted):
         source = sources[placed.unit]
         try:
@@ -113,4 +113,4 @@ def keep_units(
             break
         reader.read(source.spans, bytes_of(buffer))
         kept[placed.device][placed.unit] = buffer
-    return placement, {name: Kept(kept[name], memories[name]) for name in memories}
+    return placement, {name: PinnedUnits(kept[name], memories[name]) for name in memories}

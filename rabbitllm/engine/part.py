@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from rabbitllm.engine.placement import Placed, Placement, Tier, UnitCost
+from rabbitllm.engine.placement import PlacedUnit, Placement, Tier, UnitCost
 from rabbitllm.engine.unit_source import UnitSource
 from rabbitllm.store.layer_store import WeightFiles
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ModelPart:
     """What a process has of a model.
 
     Attributes:
@@ -28,7 +28,7 @@ class Part:
     budgets: Mapping[str, int]
 
 
-class Share(Protocol):
+class PartChooser(Protocol):
     """Decides which part this process has, before any weight is read."""
 
     def __call__(
@@ -38,7 +38,7 @@ class Share(Protocol):
         costs: Sequence[UnitCost],
         store: WeightFiles,
         budgets: Mapping[str, int],
-    ) -> Part:
+    ) -> ModelPart:
         """
         Args:
             model: the skeleton, on the meta device.
@@ -63,6 +63,7 @@ def with_others(placement: Placement, sources: Mapping[str, UnitSource]) -> Plac
     here = {placed.unit: placed for placed in placement.units}
     away = placement.home  # what stands in for them is there
     units = (
-        here.get(name) or Placed(name, away, Tier.ELSEWHERE, source.stored_bytes) for name, source in sources.items()
+        here.get(name) or PlacedUnit(name, away, Tier.ELSEWHERE, source.stored_bytes)
+        for name, source in sources.items()
     )
     return replace(placement, units=tuple(units))

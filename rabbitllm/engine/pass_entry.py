@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rabbitllm.telemetry.passes import Entry
+from rabbitllm.telemetry.passes import PassInput
 
 _INPUTS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
 _CACHES = ("past_key_values", "cache_params")
 
 
-def entry_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Entry, Any]:
+def entry_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[PassInput, Any]:
     """The entry, and the KV cache (None without one).
 
     Args:
@@ -22,7 +22,7 @@ def entry_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Entry, Any
     batch, length = shape[:2] if len(shape) >= 2 else (1, 0)
     cache = next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None)
     asked = kwargs.get("logits_to_keep")
-    return Entry(batch, length, _past(cache), asked if isinstance(asked, int) and asked > 0 else None), cache
+    return PassInput(batch, length, _past(cache), asked if isinstance(asked, int) and asked > 0 else None), cache
 
 
 def _past(cache: Any) -> int | None:

@@ -10,7 +10,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from rabbitllm.telemetry.passes import PROMPT, Entry
+from rabbitllm.telemetry.passes import PROMPT, PassInput
 
 Waited: TypeAlias = tuple[float, float]
 """Seconds that callers have waited in all: for the disk, and for copies to a device."""
@@ -76,12 +76,12 @@ class PassLedger:
     def __init__(self, layers: int) -> None:
         self._layers = layers
         self._number = self._done = self._tokens = 0
-        self._entry: Entry | None = None
+        self._entry: PassInput | None = None
         self._text: Any = None
         self._start = self._prompt_end = 0.0
         self._spent = Spent()
 
-    def begin(self, entry: Entry, text: Any, now: float) -> bool:
+    def begin(self, entry: PassInput, text: Any, now: float) -> bool:
         """A pass begins; whether it is the first of a generation.
 
         Args:

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from rabbitllm.base.words import Piece, Row, duration, fitting
-from rabbitllm.display.region import THE_REGION, Claim, Pace
+from rabbitllm.base.words import LinePiece, Row, duration, fitting
+from rabbitllm.display.region import THE_REGION, Claim, LinePace
 from rabbitllm.engine.pass_facts import PassFacts, PassLedger, Waited
-from rabbitllm.telemetry.passes import Entry
+from rabbitllm.telemetry.passes import PassInput
 
 SLOW_SECONDS = 2.0
 """A pass that is over sooner needs no line."""
@@ -40,7 +40,7 @@ class PassLine:
         self._waited = waited
         self._clock = clock
         self._claim: Claim | None = None
-        self._pace = Pace(clock())
+        self._pace = LinePace(clock())
         self._open = False
         self._start = 0.0
         self._kind = ""
@@ -54,7 +54,7 @@ class PassLine:
             module.register_forward_hook(self._after, always_call=True)
 
     @contextlib.contextmanager
-    def over(self, entry: Entry, text: Any) -> Iterator[None]:
+    def over(self, entry: PassInput, text: Any) -> Iterator[None]:
         """A pass is what happens inside the context; one inside another is part of it.
 
         Args:
@@ -68,7 +68,7 @@ class PassLine:
         self._start = self._mark = self._clock()
         self._waited_before = self._waited()
         if self._ledger.begin(entry, text, self._start):
-            self._pace = Pace(self._start)
+            self._pace = LinePace(self._start)
         try:
             yield
         finally:  # torch runs no hooks after a KeyboardInterrupt, but this
@@ -117,18 +117,18 @@ class PassLine:
         return now
 
 
-def pieces_of(facts: PassFacts) -> list[Piece]:
+def pieces_of(facts: PassFacts) -> list[LinePiece]:
     """What the line says, the most important with the lowest rank."""
     found = [
-        Piece(f"pass {facts.number}", 0),
-        Piece(f"{facts.prompt:,} tokens of prompt" if facts.prompt else "", 2),
-        Piece(f"layer {facts.layer} of {facts.layers}", 1),
-        Piece(duration(facts.seconds) if facts.prompt else "", 4),
-        Piece(_pace_text(facts.tokens_per_second), 2, "bold"),
+        LinePiece(f"pass {facts.number}", 0),
+        LinePiece(f"{facts.prompt:,} tokens of prompt" if facts.prompt else "", 2),
+        LinePiece(f"layer {facts.layer} of {facts.layers}", 1),
+        LinePiece(duration(facts.seconds) if facts.prompt else "", 4),
+        LinePiece(_pace_text(facts.tokens_per_second), 2, "bold"),
     ]
     ranks = {"disk": 3, "compute": 5, "dequantize": 6, "copies": 7}
     shares = [(name, share) for name, share in facts.spent.shares.items() if share >= 0.005]
-    return found + [Piece(f"{name} {100 * share:.0f} %", ranks[name]) for name, share in shares]
+    return found + [LinePiece(f"{name} {100 * share:.0f} %", ranks[name]) for name, share in shares]
 
 
 def _pace_text(rate: float | None) -> str:

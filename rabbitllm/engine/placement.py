@@ -124,7 +124,7 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedUnit:
     """Where one unit went.
 
     Attributes:
@@ -191,12 +191,12 @@ class Placement:
         pools: memory for those that come and go, one for each device that has any.
     """
 
-    units: tuple[Placed, ...]
+    units: tuple[PlacedUnit, ...]
     budgets: tuple[Budget, ...]
-    experts: tuple[Placed, ...] = ()
+    experts: tuple[PlacedUnit, ...] = ()
     pools: tuple[Pool, ...] = ()
 
-    def of(self, unit: str) -> Placed:
+    def of(self, unit: str) -> PlacedUnit:
         """Where one unit went."""
         return next(placed for placed in self.units if placed.unit == unit)
 

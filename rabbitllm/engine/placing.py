@@ -19,7 +19,7 @@ from rabbitllm.engine.placement import (
     STAGING,
     Budget,
     ExpertCost,
-    Placed,
+    PlacedUnit,
     Placement,
     Pool,
     SharedTensor,
@@ -27,7 +27,7 @@ from rabbitllm.engine.placement import (
     UnitCost,
 )
 
-Sized = TypeVar("Sized", UnitCost, Placed)
+Sized = TypeVar("Sized", UnitCost, PlacedUnit)
 
 
 def place(
@@ -52,15 +52,15 @@ def place(
         host_bytes: host memory that may be page-locked for devices that share none.
         experts: those of the units that are brought in by themselves.
     """
-    placed: list[Placed] = []
-    routed: list[Placed] = []
+    placed: list[PlacedUnit] = []
+    routed: list[PlacedUnit] = []
     pools: list[Pool] = []
     for budget, share in zip(budgets, _spans(costs, budgets), strict=True):
         names = {cost.name for cost in share}
         own = [cost for cost in experts if cost.unit in names]
         tiers, left = _tiers(share, replace(budget, nbytes=budget.nbytes - _transit_bytes(own)), small_first)
         tier = _experts_tier(own, budget, left, all(t in READY for t in tiers.values()))
-        routed += [Placed(cost.name, budget.device, tier, cost.stored) for cost in own]
+        routed += [PlacedUnit(cost.name, budget.device, tier, cost.stored) for cost in own]
         if own and tier is Tier.ROUTED:
             pools.append(_pool(own, budget, left))
         if budget.is_host:
@@ -68,7 +68,7 @@ def place(
             for cost in layers:
                 if tiers[cost.name] is Tier.STREAMED:
                     tiers[cost.name] = _kept(cost, budget)
-        placed += [Placed(cost.name, budget.device, tiers[cost.name], cost.stored) for cost in share]
+        placed += [PlacedUnit(cost.name, budget.device, tiers[cost.name], cost.stored) for cost in share]
     placement = Placement(tuple(placed), tuple(budgets), tuple(routed), tuple(pools))
     decoder = {cost.name for cost in costs if cost.is_layer}
     placement = placement.changed(
@@ -214,7 +214,7 @@ _COUNTING = (Tier.RESIDENT, Tier.PACKED, Tier.PINNED, Tier.STREAMED, Tier.ROWS, 
 """Of units that are made from one tensor, the one whose tier comes first counts it."""
 
 
-def _counted_once(placement: Placement, shared: Mapping[str, Sequence[SharedTensor]]) -> tuple[Placed, ...]:
+def _counted_once(placement: Placement, shared: Mapping[str, Sequence[SharedTensor]]) -> tuple[PlacedUnit, ...]:
     """The units, each with what of its tensors is counted at another one of its device.
 
     Args:
@@ -271,7 +271,7 @@ def _kept(cost: UnitCost, budget: Budget) -> Tier:
     return Tier.RESIDENT if once else Tier.PACKED
 
 
-def _stored(sized: UnitCost | Placed) -> int:
+def _stored(sized: UnitCost | PlacedUnit) -> int:
     return sized.stored
 
 

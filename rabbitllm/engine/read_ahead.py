@@ -19,7 +19,7 @@ from concurrent.futures import Future
 
 from rabbitllm.base.forks import fail_unfinished, in_child
 from rabbitllm.base.options import usable_cores
-from rabbitllm.engine.span_reader import Paths, Span
+from rabbitllm.engine.span_reader import FileSpan, Paths
 from rabbitllm.errors import ForkedError
 from rabbitllm.formats.positional import PositionalFile
 from rabbitllm.store.checksums import GROUP_BYTES, LayerChecks
@@ -39,7 +39,9 @@ class ReadAhead:
         threads: that are at work.
     """
 
-    def __init__(self, units: Mapping[str, Sequence[Span]], store: Paths, checks: LayerChecks | None = None) -> None:
+    def __init__(
+        self, units: Mapping[str, Sequence[FileSpan]], store: Paths, checks: LayerChecks | None = None
+    ) -> None:
         stop = threading.Event()
         weakref.finalize(self, stop.set)
         spans = [span for runs in units.values() for span in runs]
@@ -82,7 +84,7 @@ class ReadAhead:
         fail_unfinished(self._checked.values())
 
 
-def _ask(spans: Sequence[Span], store: Paths) -> None:
+def _ask(spans: Sequence[FileSpan], store: Paths) -> None:
     with contextlib.suppress(OSError):  # of files that are gone, or cannot be read, the pass says so
         for span in spans:
             end = span.offset + span.nbytes
@@ -92,7 +94,7 @@ def _ask(spans: Sequence[Span], store: Paths) -> None:
 
 
 def _check(
-    waiting: Iterator[tuple[str, Sequence[Span]]],
+    waiting: Iterator[tuple[str, Sequence[FileSpan]]],
     checks: LayerChecks,
     told: Mapping[str, Future[None]],
     stop: threading.Event,
@@ -106,7 +108,7 @@ def _check(
             told[unit].set_result(None)
 
 
-def _compare(spans: Sequence[Span], checks: LayerChecks, stop: threading.Event) -> None:
+def _compare(spans: Sequence[FileSpan], checks: LayerChecks, stop: threading.Event) -> None:
     for span in spans:
         at, end = span.offset, span.offset + span.nbytes
         while at < end and not stop.is_set():

@@ -39,7 +39,7 @@ _SHARE_OF_ROOM = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class FileSpan:
     """A run of bytes of one layer file, and where it goes in a buffer (bytes), at the same distance from a block."""
 
     file: str
@@ -59,14 +59,14 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class ReadMode:
     """How to read: past the page cache, or through it and dropped from it behind."""
 
     direct: bool = False
     drop: bool = False
 
 
-THROUGH_THE_CACHE = Way()
+THROUGH_THE_CACHE = ReadMode()
 
 
 class Paths(Protocol):
@@ -86,13 +86,13 @@ class SpanReader:
         checks: compares what is read for the first time with its checksums; None for no comparison.
     """
 
-    def __init__(self, store: Paths, way: Way, checks: LayerChecks | None = None) -> None:
+    def __init__(self, store: Paths, way: ReadMode, checks: LayerChecks | None = None) -> None:
         self._store = store
         self.way = way
         self._checks = checks
         self._summing: Workers | None = None
 
-    def read(self, spans: Iterable[Span], buffer: memoryview) -> None:
+    def read(self, spans: Iterable[FileSpan], buffer: memoryview) -> None:
         """Fill `buffer`, which begins on a page and ends on or behind the last span's block.
 
         Raises:
@@ -106,10 +106,10 @@ class SpanReader:
                 if not self.way.direct or error.errno != errno.EINVAL:
                     raise
                 logger.info("%s cannot be read past the page cache; it is read through it.", span.file)
-                self.way = Way(drop=True)
+                self.way = ReadMode(drop=True)
                 self._read(span, buffer)
 
-    def _read(self, span: Span, buffer: memoryview) -> None:
+    def _read(self, span: FileSpan, buffer: memoryview) -> None:
         way = self.way
         lead = span.lead if way.direct else 0
         first, end = span.offset - lead, span.offset + span.nbytes
@@ -150,7 +150,7 @@ class SpanReader:
         return self._summing
 
 
-def choose_way(store: Paths, spans: Iterable[Span], room: int, nbytes: int | None = None) -> Way:
+def choose_way(store: Paths, spans: Iterable[FileSpan], room: int, nbytes: int | None = None) -> ReadMode:
     """How these spans, which are read again and again, are best read on this machine.
 
     Args:
@@ -165,7 +165,7 @@ def choose_way(store: Paths, spans: Iterable[Span], room: int, nbytes: int | Non
     longest = heapq.nlargest(PROBES, chosen, key=lambda span: span.nbytes)
     buffer = page_aligned(max(_probe(span).end for span in longest))
     buffer[:] = bytes(len(buffer))  # memory that is touched for the first time would count as reading
-    ways = (Way(direct=True), Way(drop=True))
+    ways = (ReadMode(direct=True), ReadMode(drop=True))
     # the least of several: one reading is easily disturbed, and a wrong choice lasts
     past, through = (min(_seconds(store, span, way, buffer) for span in longest) for way in ways)
     logger.info("A byte past the page cache takes %.3f ns, through it %.3f ns.", past * 1e9, through * 1e9)
@@ -177,12 +177,12 @@ def stays_cached(nbytes: int, room: int) -> bool:
     return nbytes <= room * _SHARE_OF_ROOM
 
 
-def _probe(span: Span) -> Span:
+def _probe(span: FileSpan) -> FileSpan:
     """The beginning of a span, read to the beginning of a buffer."""
-    return Span(span.file, span.offset, min(span.nbytes, PROBE_BYTES), span.lead)
+    return FileSpan(span.file, span.offset, min(span.nbytes, PROBE_BYTES), span.lead)
 
 
-def _seconds(store: Paths, span: Span, way: Way, buffer: memoryview) -> float:
+def _seconds(store: Paths, span: FileSpan, way: ReadMode, buffer: memoryview) -> float:
     """Seconds a byte of reading the beginning of a span that is not in the page cache; infinite where it cannot be
     read so."""
     probe = _probe(span)

@@ -25,7 +25,7 @@ from rabbitllm.engine.saving import Origin, save
 from rabbitllm.engine.streamer import Streamer
 from rabbitllm.engine.unwritable import AbsentWeight, untrainable
 from rabbitllm.errors import CopyError
-from rabbitllm.telemetry.passes import Entry
+from rabbitllm.telemetry.passes import PassInput
 from rabbitllm.telemetry.profiler import Profiler
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class StreamedModel:
         return untrainable(output, training=self.training)  # type: ignore[attr-defined]
 
     @contextlib.contextmanager
-    def joint_pass(self, entry: Entry) -> Iterator[None]:
+    def joint_pass(self, entry: PassInput) -> Iterator[None]:
         """A pass of several callers is what happens inside the context; see `rabbitllm.generation`.
 
         Args:

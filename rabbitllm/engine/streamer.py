@@ -28,15 +28,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rabbitllm.base.forks import ForkGuard, compute_on_one_thread, own_lock
-from rabbitllm.engine.ahead import Loaded
+from rabbitllm.engine.ahead import FilledSlot
 from rabbitllm.engine.boundary import Boundary
 from rabbitllm.engine.devices import Device
 from rabbitllm.engine.embedding_rows import EmbeddingRows
 from rabbitllm.engine.expert_pool import ExpertPool
 from rabbitllm.engine.loader import Loader, largest
-from rabbitllm.engine.page_locked import Kept
+from rabbitllm.engine.page_locked import PinnedUnits
 from rabbitllm.engine.placement import READY, SLOTS, Placement, Tier
-from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, SpanReader, Way
+from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, SpanReader
 from rabbitllm.engine.unit_source import Memo, PartReader, UnitSource, mapped_part
 from rabbitllm.engine.units import Place
 from rabbitllm.engine.unwritable import called_by, untrainable
@@ -100,10 +100,10 @@ class Streamer:
         devices: Mapping[str, Device],
         store: WeightFiles,
         profiler: Profiler,
-        kept: Mapping[str, Kept],
+        kept: Mapping[str, PinnedUnits],
         pools: Mapping[str, ExpertPool],
         *,
-        way: Way = THROUGH_THE_CACHE,
+        way: ReadMode = THROUGH_THE_CACHE,
         prefetching: bool = True,
     ) -> None:
         self._model = model
@@ -139,7 +139,7 @@ class Streamer:
             self._install(sources[placed.unit], placed.tier, self.lanes[placed.device])
         self._watch_calls(sources, placement)
 
-    def _loader(self, moving: Mapping[str, UnitSource], device: Device, kept: Kept | None) -> Loader | Uploader:
+    def _loader(self, moving: Mapping[str, UnitSource], device: Device, kept: PinnedUnits | None) -> Loader | Uploader:
         disk = SpanReader(self._store, self.way, self._store.checks)
         if kept is not None:
             return Uploader(moving, kept.units, disk, device, self._profiler, kept.memory)
@@ -454,7 +454,7 @@ class _Streamed:
         self._source = source
         self._lane = lane
         self._prefetching = prefetching
-        self._loaded: Loaded | None = None
+        self._loaded: FilledSlot | None = None
 
     def bring(self) -> PartReader:
         lane, name = self._lane, self._source.unit.name

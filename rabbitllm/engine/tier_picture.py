@@ -15,7 +15,7 @@ from typing import Any
 
 from rabbitllm.base.terminal import unit_of
 from rabbitllm.display.figure import blank, check_picture, unframed, write
-from rabbitllm.engine.placement import Placed, Placement, Tier
+from rabbitllm.engine.placement import PlacedUnit, Placement, Tier
 
 READY, STORED = "on the GPU, ready", "on the GPU, as stored"
 MAPPED, CODES = "in RAM", "in RAM, as stored"
@@ -78,7 +78,7 @@ def bars(placement: Placement) -> tuple[Bar, ...]:
     """What is drawn of each unit, in the order of a pass."""
     hosts = {budget.device for budget in placement.budgets if budget.is_host}
     shares = {pool.device: (pool.slots / pool.experts, pool.host_slots / pool.experts) for pool in placement.pools}
-    experts: dict[str, list[Placed]] = {}
+    experts: dict[str, list[PlacedUnit]] = {}
     units = {placed.unit for placed in placement.units}
     for placed in placement.experts:
         experts.setdefault(_unit_of(placed.unit, units), []).append(placed)
@@ -101,7 +101,7 @@ def _unit_of(module: str, units: set[str]) -> str:
     return module
 
 
-def _word(placed: Placed, hosts: set[str]) -> str:
+def _word(placed: PlacedUnit, hosts: set[str]) -> str:
     own = _ON_HOST if placed.device in hosts else _ON_GPU
     return own.get(placed.tier) or _ANYWHERE[placed.tier]
 

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rabbitllm.engine.packed_weight import PackedWeight, StoredMatrix
-from rabbitllm.engine.span_reader import BLOCK, Span
+from rabbitllm.engine.span_reader import BLOCK, FileSpan
 from rabbitllm.engine.units import Place, Unit
 from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
@@ -38,7 +38,7 @@ Packs = Callable[[Quantized, torch.dtype], type[StoredMatrix] | None]
 
 
 @dataclass(frozen=True)
-class Job:
+class UnitJob:
     """A recipe and the places of the unit that its targets go to: (target made, place); `packed` are those that get
     its one stored tensor as it is stored, in a matrix of this kind."""
 
@@ -46,10 +46,10 @@ class Job:
     places: tuple[tuple[str, Place], ...]
     packed: tuple[tuple[type[StoredMatrix], Place], ...] = ()
 
-    def alone(self, target: str) -> Job:
+    def alone(self, target: str) -> UnitJob:
         """What is left of it for one place."""
         places = tuple(entry for entry in self.places if entry[1].target == target)
-        return Job(self.recipe, places, tuple(entry for entry in self.packed if entry[1].target == target))
+        return UnitJob(self.recipe, places, tuple(entry for entry in self.packed if entry[1].target == target))
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class UnitSource:
     """
 
     unit: Unit
-    jobs: tuple[Job, ...]
+    jobs: tuple[UnitJob, ...]
     stored: Mapping[str, StoredTensor]
-    spans: tuple[Span, ...]
+    spans: tuple[FileSpan, ...]
     buffer_bytes: int
     ready_bytes: int
     is_view: bool
@@ -89,7 +89,7 @@ class UnitSource:
             yield from (place for _, place in job.places)
             yield from (place for _, place in job.packed)
 
-    def bytes_of(self, job: Job) -> tuple[int, int]:
+    def bytes_of(self, job: UnitJob) -> tuple[int, int]:
         """What a job's tensors take: as they are stored, and made."""
         names = [name for _, name in job.recipe.sources]
         stored = sum(self.stored[name].nbytes for name in names)
@@ -225,7 +225,7 @@ def source_of(unit: Unit, weights: WeightMap, store: WeightFiles, packs: Packs |
             packed.append((kind, place))
         else:
             made.append((made_as, place))
-    jobs = tuple(Job(recipe, tuple(made), tuple(packed)) for recipe, made, packed in by_key.values())
+    jobs = tuple(UnitJob(recipe, tuple(made), tuple(packed)) for recipe, made, packed in by_key.values())
     stored = {name: store.tensors[name] for job in jobs for _, name in job.recipe.sources}
     spans = _spans(stored)
     size = spans[-1].end if spans else 0
@@ -252,13 +252,13 @@ def _is_view(recipe: Recipe, stored: Mapping[str, StoredTensor]) -> bool:
     return dtype == recipe.dtype or not dtype.is_floating_point
 
 
-def _spans(stored: Mapping[str, StoredTensor]) -> tuple[Span, ...]:
+def _spans(stored: Mapping[str, StoredTensor]) -> tuple[FileSpan, ...]:
     """Parts that touch each other in their file, in one buffer, each run in blocks of its own, in file order.
 
     Where several begin at one place, as weights that share a storage do, the longest comes last.
     """
     parts = sorted((part.file, part.offset, part.nbytes) for tensor in stored.values() for part in tensor.parts)
-    spans: list[Span] = []
+    spans: list[FileSpan] = []
     end = 0
     for file, run in itertools.groupby(((f, o, n) for f, o, n in parts if n), key=operator.itemgetter(0)):
         runs: list[list[int]] = []
@@ -268,6 +268,6 @@ def _spans(stored: Mapping[str, StoredTensor]) -> tuple[Span, ...]:
             else:
                 runs.append([offset, nbytes])
         for offset, nbytes in runs:
-            spans.append(Span(file, offset, nbytes, end + offset % BLOCK))
+            spans.append(FileSpan(file, offset, nbytes, end + offset % BLOCK))
             end = spans[-1].end
     return tuple(spans)

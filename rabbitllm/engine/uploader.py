@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from rabbitllm.engine.ahead import Ahead, Loaded, Slot
+from rabbitllm.engine.ahead import Ahead, BufferSlot, FilledSlot
 from rabbitllm.engine.devices import Device
 from rabbitllm.engine.loader import Loader, largest
 from rabbitllm.engine.page_locked import HostBuffers
@@ -63,7 +63,7 @@ class Uploader:
         self._disk = Loader(on_disk, disk, device, profiler, staging, STAGING)
         buffers = [device.device_buffer(largest(sources)) for _ in range(SLOTS if sources else 0)]
         # the first copy waits too: this memory may belong to a computation that is not over
-        self._ahead = Ahead([Slot(buffer, device.leave()) for buffer in buffers], f"upload-{device.name}")
+        self._ahead = Ahead([BufferSlot(buffer, device.leave()) for buffer in buffers], f"upload-{device.name}")
 
     @property
     def loads(self) -> int:
@@ -79,7 +79,7 @@ class Uploader:
             reads = tuple(islice((name for name in order[at:] if name not in self._kept), STAGING))
             self._ahead.request(unit, partial(self._upload, unit, reads))
 
-    def take(self, unit: str) -> Loaded:
+    def take(self, unit: str) -> FilledSlot:
         """The unit's bytes on the device; blocks until their copy is asked for. `give_back` its slot after use."""
         start = time.perf_counter()
         if not self._ahead.is_coming(unit):
@@ -97,7 +97,7 @@ class Uploader:
             self._record_copy(loaded)
         return loaded
 
-    def give_back(self, loaded: Loaded) -> None:
+    def give_back(self, loaded: FilledSlot) -> None:
         """Declare that the computation asked so far is the last to use this slot."""
         self._ahead.give_back(loaded, self._device.leave())
 
@@ -111,7 +111,7 @@ class Uploader:
         self._ahead.close()
         self._disk.close()
 
-    def _upload(self, unit: str, reads: tuple[str, ...] | None, slot: Slot) -> Any:
+    def _upload(self, unit: str, reads: tuple[str, ...] | None, slot: BufferSlot) -> Any:
         """Begin a copy; in the thread. `reads`: what to read ahead, or None to leave that as it is."""
         if reads is not None:
             self._disk.expect(reads)
@@ -125,7 +125,7 @@ class Uploader:
             self._disk.give_back(read, ticket)
         return ticket
 
-    def _record_copy(self, loaded: Loaded) -> None:
+    def _record_copy(self, loaded: FilledSlot) -> None:
         unit, device = loaded.unit, self._device
         with self._profiler.stage(unit, UPLOAD_WAIT):
             device.landed(loaded.ticket)

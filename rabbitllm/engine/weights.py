@@ -31,7 +31,7 @@ _DIFFERENT = "The config and the weights are of different models: check where ea
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class WeightTarget:
     """One parameter or persistent buffer of the model: its full name and dtype."""
 
     name: str

@@ -22,16 +22,16 @@ from torch import nn
 
 from rabbitllm.engine.devices import Device
 from rabbitllm.engine.expert_cache import HALF_LIVES, Numbers
-from rabbitllm.engine.expert_parts import Block, Part
+from rabbitllm.engine.expert_parts import Block, ExpertPart
 from rabbitllm.engine.expert_pool import ExpertPool, PooledExperts
 from rabbitllm.engine.expert_source import ExpertSource, Leaf
 from rabbitllm.engine.expert_stack import ExpertStack, Supply
 from rabbitllm.engine.expert_supply import MappedExperts
 from rabbitllm.engine.page_locked import HostBuffers
-from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, Span, SpanReader, Way
+from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, FileSpan, ReadMode, SpanReader
 from rabbitllm.estimate import products
 from rabbitllm.estimate.products import small_pages
-from rabbitllm.estimate.reading import Sample
+from rabbitllm.estimate.reading import FileSample
 from rabbitllm.quant.compression import NESTED_BLOCK, code_values
 from rabbitllm.store.order import TENSOR_ALIGNMENT
 from rabbitllm.telemetry.profiler import Profiler
@@ -59,7 +59,7 @@ class ExpertCalls:
             caches between two calls, and are not counted.
     """
 
-    def __init__(self, model: Any, source: ExpertSource, device: Device, sample: Sample, between: int = 0) -> None:
+    def __init__(self, model: Any, source: ExpertSource, device: Device, sample: FileSample, between: int = 0) -> None:
         self._model = model
         self._source = source
         self._device = device
@@ -85,7 +85,7 @@ class ExpertCalls:
             _bring_all(pool, self._some)
             return self._mean(lambda: call(self._draw(tokens, np.arange(self._some))))
 
-    def read(self, way: Way, slots: int) -> float | None:
+    def read(self, way: ReadMode, slots: int) -> float | None:
         """Seconds of a token's call whose experts are all read, into one slot after the other: the processor's caches
         have none of it; None where there is nothing to read.
 
@@ -101,7 +101,7 @@ class ExpertCalls:
 
         return self._reading(way, slots, once)
 
-    def first(self, tokens: int, way: Way, slots: int) -> float | None:
+    def first(self, tokens: int, way: ReadMode, slots: int) -> float | None:
         """Seconds of a call for a prompt, with a pool that is empty."""
 
         def once(pool: ExpertPool, call: _Call) -> None:
@@ -111,7 +111,7 @@ class ExpertCalls:
 
         return self._reading(way, min(slots, self._some), once)
 
-    def _reading(self, way: Way, slots: int, once: Callable[[ExpertPool, _Call], None]) -> float | None:
+    def _reading(self, way: ReadMode, slots: int, once: Callable[[ExpertPool, _Call], None]) -> float | None:
         places = [span for span in self._sample.spans if span.nbytes >= self._source.nbytes]
         if not places:
             return None
@@ -140,9 +140,11 @@ class ExpertCalls:
         return torch.from_numpy(np.stack(chosen)).to(self._device.torch_device)
 
     @contextmanager
-    def _pool(self, slots: int, host_slots: int, disk: SpanReader, places: Sequence[Span] = ()) -> Iterator[ExpertPool]:
+    def _pool(
+        self, slots: int, host_slots: int, disk: SpanReader, places: Sequence[FileSpan] = ()
+    ) -> Iterator[ExpertPool]:
         host = None if self._device.shares_host_memory else HostBuffers(self._device)
-        source = _moved(self._source, places or [Span("", 0, self._source.nbytes, 0)], self._device.torch_device)
+        source = _moved(self._source, places or [FileSpan("", 0, self._source.nbytes, 0)], self._device.torch_device)
         pool = ExpertPool(self._model, [source], self._device, slots, disk, Profiler(False), host, host_slots)
         try:
             yield pool
@@ -224,12 +226,12 @@ def _bring_all(pool: ExpertPool, count: int) -> None:
     pool.warm({source.name: uses})
 
 
-def _moved(source: ExpertSource, places: Sequence[Span], device: torch.device) -> ExpertSource:
+def _moved(source: ExpertSource, places: Sequence[FileSpan], device: torch.device) -> ExpertSource:
     """The same experts as if they lay at these places of a sample, in as many runs each as they really do."""
     runs = source.spans(0)
     experts = np.arange(source.experts)
 
-    def part(old: Part) -> Part:
+    def part(old: ExpertPart) -> ExpertPart:
         number = max(at for at, run in enumerate(runs) if run.at <= old.at)
         chosen = [places[at % len(places)] for at in (experts * len(runs) + number).tolist()]
         offsets = np.array([span.offset for span in chosen], np.int64) + (old.at - runs[number].at)
@@ -238,7 +240,7 @@ def _moved(source: ExpertSource, places: Sequence[Span], device: torch.device) -
     return _with_parts(source, part, device)
 
 
-def _with_parts(source: ExpertSource, part: Callable[[Part], Part], device: torch.device) -> ExpertSource:
+def _with_parts(source: ExpertSource, part: Callable[[ExpertPart], ExpertPart], device: torch.device) -> ExpertSource:
     """A source with other parts, and made-up tables."""
 
     def block(old: Block) -> Block:
@@ -278,7 +280,7 @@ def _laid_over_each_other(model: Any, source: ExpertSource, for_good: bool) -> d
 
 
 def _overlapping(source: ExpertSource, step: int) -> ExpertSource:
-    def part(old: Part) -> Part:
+    def part(old: ExpertPart) -> ExpertPart:
         return dataclasses.replace(old, files=("",), offsets=old.at + step * np.arange(source.experts, dtype=np.int64))
 
     return _with_parts(source, part, torch.device("cpu"))

@@ -11,14 +11,14 @@ from rabbitllm.engine.blueprint import Blueprint
 from rabbitllm.engine.costs import cache_room
 from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.placement import Tier
-from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, Way, stays_cached
+from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, stays_cached
 from rabbitllm.estimate.expert_calls import ExpertCalls
 from rabbitllm.estimate.generation import PROMPT_TOKENS
 from rabbitllm.estimate.machine import Machine
-from rabbitllm.estimate.reading import Sample
+from rabbitllm.estimate.reading import FileSample
 from rabbitllm.estimate.routing import RoutedWork
 
-DIRECT, DROPPED = Way(direct=True), Way(drop=True)
+DIRECT, DROPPED = ReadMode(direct=True), ReadMode(drop=True)
 PIECE_BYTES = 1 << 20
 """Smaller experts are read from pieces of so much."""
 
@@ -76,7 +76,7 @@ class ExpertTimes:
 
     def _measured(self, work: RoutedWork) -> CallTimes:
         source = self._sources[work.name]
-        sample = Sample(self._files, max(source.nbytes, PIECE_BYTES), whole=True)
+        sample = FileSample(self._files, max(source.nbytes, PIECE_BYTES), whole=True)
         prompts = self._machine.prompts
         between = self._drawn.sources[source.unit].stored_bytes
         calls = ExpertCalls(self._drawn.model, source, self._machine.device(work.device), sample, between)
@@ -96,7 +96,7 @@ class ExpertTimes:
             read = calls.read(way, pool.slots)
         return CallTimes(calls.found(1), calls.near(1) if pool.host_slots else None, read, prompt)
 
-    def _way(self, sample: Sample, own: Sequence[ExpertSource], nbytes: int) -> tuple[Way, bool]:
+    def _way(self, sample: FileSample, own: Sequence[ExpertSource], nbytes: int) -> tuple[ReadMode, bool]:
         """How the engine will read these experts, and whether they come out of the page cache."""
         if stays_cached(nbytes, cache_room(self._drawn.placement, self._machine.devices)):
             return THROUGH_THE_CACHE, True
@@ -108,7 +108,7 @@ class ExpertTimes:
         return DROPPED, False
 
 
-def _staying(calls: ExpertCalls, work: RoutedWork, sample: Sample | None) -> CallTimes:
+def _staying(calls: ExpertCalls, work: RoutedWork, sample: FileSample | None) -> CallTimes:
     """Of experts in mapped files, of which the first prompt touches many for the first time."""
     for_good = work.tier is Tier.RESIDENT
     rate = sample.mapped_rate() if sample is not None else None

@@ -12,7 +12,7 @@ PROMPT_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class TierContent:
     """What is in one place: `tier` as in `engine.placement.Tier`, units and the bytes they are stored in."""
 
     device: str
@@ -59,7 +59,7 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class GenerationEstimate:
     """Generating at one compression.
 
     Of a mixture of experts a token reads what it does not find in memory. Which it finds is in the text; bytes and
@@ -87,7 +87,7 @@ class Generation:
 
     compression: str | None
     obstacle: str | None = None
-    placed: tuple[Held, ...] = ()
+    placed: tuple[TierContent, ...] = ()
     stays_bytes: int = 0
     read_bytes: int = 0
     from_the_disk: bool = False
@@ -114,4 +114,4 @@ class Plan(Forecast):
 
     devices: tuple[str, ...] = ()
     prompt_tokens: int = PROMPT_TOKENS
-    generations: tuple[Generation, ...] = ()
+    generations: tuple[GenerationEstimate, ...] = ()

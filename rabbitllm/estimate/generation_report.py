@@ -13,7 +13,7 @@ from rich.text import Text
 from rabbitllm.base.terminal import put, size
 from rabbitllm.base.words import speed
 from rabbitllm.engine.placement import Tier
-from rabbitllm.estimate.generation import Experts, Generation, Plan
+from rabbitllm.estimate.generation import Experts, GenerationEstimate, Plan
 
 NAME_WIDTH = 19
 """Of the first column."""
@@ -49,7 +49,7 @@ def _columns(name: str, stays: str, read: str, first: str, token: str) -> str:
     return f"{name:<{NAME_WIDTH}}{stays:>12}{read:>21}{first:>14}{token:>12}"
 
 
-def _show(console: Console, plan: Plan, found: Generation) -> None:
+def _show(console: Console, plan: Plan, found: GenerationEstimate) -> None:
     source = "disk" if found.from_the_disk else "cached"
     read = f"{size(found.read_bytes)}, {source}" if found.read_bytes else "nothing"
     times = (moment(found.first_token_seconds), moment(found.token_seconds))
@@ -69,7 +69,7 @@ def _show(console: Console, plan: Plan, found: Generation) -> None:
         put(console, Text("    " + ", ".join(f"{size(nbytes)} on {device}" for device, nbytes in kept.items()), "dim"))
 
 
-def _of_experts(found: Generation) -> Iterator[str]:
+def _of_experts(found: GenerationEstimate) -> Iterator[str]:
     """What is kept of the experts that come and go, and a token that misses none."""
     coming = [own for own in found.experts if own.tier == Tier.ROUTED.value]
     if not coming:

@@ -12,11 +12,11 @@ import torch
 
 from rabbitllm.base.options import StreamOptions
 from rabbitllm.engine.devices import Device
-from rabbitllm.estimate.overheads import Overhead, Sizes, overhead
+from rabbitllm.estimate.overheads import LayerSizes, Overhead, overhead
 from rabbitllm.estimate.reading import something_to_read, upload_rate
 
 Measured = TypeVar("Measured")
-TYPICAL = Sizes(vocabulary=128256, hidden=4096, inner=14336, heads=32, key_heads=8, head=128)
+TYPICAL = LayerSizes(vocabulary=128256, hidden=4096, inner=14336, heads=32, key_heads=8, head=128)
 """Of a model with 8 billion parameters."""
 
 
@@ -47,7 +47,7 @@ class Machine:
     options: StreamOptions
     min_free: int
     prompts: bool = True
-    _overheads: dict[tuple[Sizes, torch.dtype, str], Overhead] = field(default_factory=dict)
+    _overheads: dict[tuple[LayerSizes, torch.dtype, str], Overhead] = field(default_factory=dict)
     _uploads: dict[str, float] = field(default_factory=dict)
 
     def device(self, name: str) -> Device:
@@ -62,7 +62,7 @@ class Machine:
         """What is measured for one model, of its own shapes and sizes; `key` says what kind of thing it is."""
         return measure()
 
-    def overhead(self, sizes: Sizes, dtype: torch.dtype, device: str) -> Overhead:
+    def overhead(self, sizes: LayerSizes, dtype: torch.dtype, device: str) -> Overhead:
         """See `overheads.overhead`."""
         key = (sizes, dtype, device)
         if key not in self._overheads:
@@ -100,6 +100,6 @@ class RoughMachine(Machine):
             self._measured[key] = measure()
         return cast(Measured, self._measured[key])
 
-    def overhead(self, sizes: Sizes, dtype: torch.dtype, device: str) -> Overhead:
+    def overhead(self, sizes: LayerSizes, dtype: torch.dtype, device: str) -> Overhead:
         """Of typical sizes."""
         return super().overhead(TYPICAL, dtype, device)

@@ -27,7 +27,7 @@ _LAYER = re.compile(r"layers\.(\d+)$")
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class OutlinedTensor:
     """A tensor of a checkpoint: its name, shape and dtype, as safetensors names it."""
 
     name: str
@@ -48,7 +48,7 @@ class Outline:
 
     config: Mapping[str, Any]
     sample: Mapping[str, Any]
-    stored: tuple[Stored, ...]
+    stored: tuple[OutlinedTensor, ...]
     layers: tuple[int, ...]
 
     @property

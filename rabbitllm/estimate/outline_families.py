@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from rabbitllm.errors import UnknownArchitectureError
-from rabbitllm.estimate.outline import Outline, Stored
+from rabbitllm.estimate.outline import Outline, OutlinedTensor
 
 Config = Mapping[str, Any]
 _FP8_BLOCK = 128
@@ -40,10 +40,10 @@ def outline_of(config: Config) -> Outline:
 
 def _outline(
     config: Config,
-    kinds: Iterable[Iterable[Stored]],
+    kinds: Iterable[Iterable[OutlinedTensor]],
     layers: Iterable[int],
     changed: Config | None = None,
-    beside: Iterable[Stored] = (),
+    beside: Iterable[OutlinedTensor] = (),
 ) -> Outline:
     numbered = [[replace(one, name=f"model.layers.{at}.{one.name}") for one in kind] for at, kind in enumerate(kinds)]
     sample = {**config, "num_hidden_layers": len(numbered), **(changed or {})}
@@ -51,42 +51,44 @@ def _outline(
     return Outline(config, sample, tuple(stored), tuple(layers))
 
 
-def _around(config: Config) -> Iterator[Stored]:
+def _around(config: Config) -> Iterator[OutlinedTensor]:
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
-    yield Stored("model.embed_tokens.weight", (vocabulary, hidden))
-    yield Stored("model.norm.weight", (hidden,))
+    yield OutlinedTensor("model.embed_tokens.weight", (vocabulary, hidden))
+    yield OutlinedTensor("model.norm.weight", (hidden,))
     if not config.get("tie_word_embeddings", False):
-        yield Stored("lm_head.weight", (vocabulary, hidden))
+        yield OutlinedTensor("lm_head.weight", (vocabulary, hidden))
 
 
 # Parts of decoder layers
 
 
-def _norms(config: Config) -> Iterator[Stored]:
+def _norms(config: Config) -> Iterator[OutlinedTensor]:
     for name in ("input_layernorm", "post_attention_layernorm"):
-        yield Stored(f"{name}.weight", (config["hidden_size"],))
+        yield OutlinedTensor(f"{name}.weight", (config["hidden_size"],))
 
 
-def _attention(config: Config, *, biased: str = "", normed: bool = False, gated: bool = False) -> Iterator[Stored]:
+def _attention(
+    config: Config, *, biased: str = "", normed: bool = False, gated: bool = False
+) -> Iterator[OutlinedTensor]:
     """Grouped queries. `biased`: of q, k, v, o; `gated`: `q_proj` makes a gate of the output beside the queries."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head = config.get("head_dim") or hidden // heads
     keys = config["num_key_value_heads"] * head
     shapes = {"q": (heads * head * (2 if gated else 1), hidden), "k": (keys, hidden), "v": (keys, hidden)}
     for which, shape in {**shapes, "o": (hidden, heads * head)}.items():
-        yield Stored(f"self_attn.{which}_proj.weight", shape)
+        yield OutlinedTensor(f"self_attn.{which}_proj.weight", shape)
         if which in biased:
-            yield Stored(f"self_attn.{which}_proj.bias", shape[:1])
+            yield OutlinedTensor(f"self_attn.{which}_proj.bias", shape[:1])
     for which in "qk" if normed else "":
-        yield Stored(f"self_attn.{which}_norm.weight", (head,))
+        yield OutlinedTensor(f"self_attn.{which}_norm.weight", (head,))
 
 
-def _mlp(name: str, hidden: int, inner: int) -> Iterator[Stored]:
+def _mlp(name: str, hidden: int, inner: int) -> Iterator[OutlinedTensor]:
     for which, shape in {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}.items():
-        yield Stored(f"{name}.{which}_proj.weight", shape)
+        yield OutlinedTensor(f"{name}.{which}_proj.weight", shape)
 
 
-def _experts(config: Config, count: int) -> Iterator[Stored]:
+def _experts(config: Config, count: int) -> Iterator[OutlinedTensor]:
     for expert in range(count):
         yield from _mlp(f"mlp.experts.{expert}", config["hidden_size"], config["moe_intermediate_size"])
 
@@ -95,7 +97,7 @@ def _experts(config: Config, count: int) -> Iterator[Stored]:
 
 
 def _dense(config: Config, biased: str = "", normed: bool = False) -> Outline:
-    def layer() -> Iterator[Stored]:
+    def layer() -> Iterator[OutlinedTensor]:
         yield from _norms(config)
         yield from _attention(config, biased=biased, normed=normed)
         yield from _mlp("mlp", config["hidden_size"], config["intermediate_size"])
@@ -112,10 +114,10 @@ def _types(config: Config, count: int) -> Config:
 def _qwen3_moe(config: Config) -> Outline:
     experts = config.get("num_experts") or config["num_local_experts"]  # as transformers saves it again
 
-    def layer() -> Iterator[Stored]:
+    def layer() -> Iterator[OutlinedTensor]:
         yield from _norms(config)
         yield from _attention(config, normed=True)
-        yield Stored("mlp.gate.weight", (experts, config["hidden_size"]))
+        yield OutlinedTensor("mlp.gate.weight", (experts, config["hidden_size"]))
         yield from _experts(config, experts)
 
     return _outline(config, [layer()], [0] * config["num_hidden_layers"])
@@ -128,14 +130,14 @@ def _qwen3_next(config: Config) -> Outline:
     kinds = ("linear_attention", "full_attention")
     named = config.get("layer_types") or [kinds[(at + 1) % every == 0] for at in range(number)]
 
-    def layer(kind: str) -> Iterator[Stored]:
+    def layer(kind: str) -> Iterator[OutlinedTensor]:
         yield from _norms(config)
         if kind == "full_attention":
             yield from _attention(config, normed=True, gated=True)
         else:
             yield from _delta_net(config)
-        yield Stored("mlp.gate.weight", (config["num_experts"], hidden))
-        yield Stored("mlp.shared_expert_gate.weight", (1, hidden))
+        yield OutlinedTensor("mlp.gate.weight", (config["num_experts"], hidden))
+        yield OutlinedTensor("mlp.shared_expert_gate.weight", (1, hidden))
         yield from _mlp("mlp.shared_expert", hidden, config["shared_expert_intermediate_size"])
         yield from _experts(config, config["num_experts"])
 
@@ -143,7 +145,7 @@ def _qwen3_next(config: Config) -> Outline:
     return _outline(config, map(layer, there), map(there.index, named), {"layer_types": there})
 
 
-def _delta_net(config: Config) -> Iterator[Stored]:
+def _delta_net(config: Config) -> Iterator[OutlinedTensor]:
     hidden, heads = config["hidden_size"], config["linear_num_value_heads"]
     keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
     values = heads * config["linear_value_head_dim"]
@@ -157,7 +159,7 @@ def _delta_net(config: Config) -> Iterator[Stored]:
         "norm.weight": (config["linear_value_head_dim"],),
         "out_proj.weight": (hidden, values),
     }.items():
-        yield Stored(f"linear_attn.{name}", shape)
+        yield OutlinedTensor(f"linear_attn.{name}", shape)
 
 
 def _gpt_oss(config: Config) -> Outline:
@@ -165,20 +167,20 @@ def _gpt_oss(config: Config) -> Outline:
     hidden, inner, experts = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
     packed = bool(config.get("quantization_config"))
 
-    def layer() -> Iterator[Stored]:
+    def layer() -> Iterator[OutlinedTensor]:
         yield from _norms(config)
         yield from _attention(config, biased="qkvo")
-        yield Stored("self_attn.sinks", (config["num_attention_heads"],))
-        yield Stored("mlp.router.weight", (experts, hidden))
-        yield Stored("mlp.router.bias", (experts,))
+        yield OutlinedTensor("self_attn.sinks", (config["num_attention_heads"],))
+        yield OutlinedTensor("mlp.router.weight", (experts, hidden))
+        yield OutlinedTensor("mlp.router.bias", (experts,))
         for name, columns, rows in (("gate_up_proj", hidden, 2 * inner), ("down_proj", inner, hidden)):
-            yield Stored(f"mlp.experts.{name}_bias", (experts, rows))
+            yield OutlinedTensor(f"mlp.experts.{name}_bias", (experts, rows))
             if packed:
                 blocks = (experts, rows, columns // _MXFP4_BLOCK)
-                yield Stored(f"mlp.experts.{name}_blocks", (*blocks, _MXFP4_BLOCK // 2), "U8")
-                yield Stored(f"mlp.experts.{name}_scales", blocks, "U8")
+                yield OutlinedTensor(f"mlp.experts.{name}_blocks", (*blocks, _MXFP4_BLOCK // 2), "U8")
+                yield OutlinedTensor(f"mlp.experts.{name}_scales", blocks, "U8")
             else:
-                yield Stored(f"mlp.experts.{name}", (experts, columns, rows))
+                yield OutlinedTensor(f"mlp.experts.{name}", (experts, columns, rows))
 
     return _outline(config, [layer()], [0] * config["num_hidden_layers"], _types(config, 1))
 
@@ -189,15 +191,15 @@ def _deepseek_v3(config: Config) -> Outline:
     few = min(dense, 1)
     fp8 = bool(config.get("quantization_config"))
 
-    def layer(is_dense: bool) -> Iterator[Stored]:
+    def layer(is_dense: bool) -> Iterator[OutlinedTensor]:
         yield from _norms(config)
         parts = [*_latent_attention(config)]
         if is_dense:
             parts += _mlp("mlp", hidden, config["intermediate_size"])
         else:
             experts = config["n_routed_experts"]
-            yield Stored("mlp.gate.weight", (experts, hidden))
-            yield Stored("mlp.gate.e_score_correction_bias", (experts,), "F32")
+            yield OutlinedTensor("mlp.gate.weight", (experts, hidden))
+            yield OutlinedTensor("mlp.gate.e_score_correction_bias", (experts,), "F32")
             shared = config["moe_intermediate_size"] * config["n_shared_experts"]
             parts += [*_mlp("mlp.shared_experts", hidden, shared), *_experts(config, experts)]
         yield from _in_fp8(parts) if fp8 else parts
@@ -209,7 +211,7 @@ def _deepseek_v3(config: Config) -> Outline:
     return _outline(config, kinds, layers, {"first_k_dense_replace": few}, beside)
 
 
-def _latent_attention(config: Config) -> Iterator[Stored]:
+def _latent_attention(config: Config) -> Iterator[OutlinedTensor]:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     queries, latent, turned = config["q_lora_rank"], config["kv_lora_rank"], config["qk_rope_head_dim"]
     plain, values = config["qk_nope_head_dim"], config["v_head_dim"]
@@ -222,20 +224,20 @@ def _latent_attention(config: Config) -> Iterator[Stored]:
         "kv_b_proj": (heads * (plain + values), latent),
         "o_proj": (hidden, heads * values),
     }.items():
-        yield Stored(f"self_attn.{name}.weight", shape)
+        yield OutlinedTensor(f"self_attn.{name}.weight", shape)
 
 
-def _ahead(config: Config, layer: Callable[[bool], Iterable[Stored]]) -> Iterator[Stored]:
+def _ahead(config: Config, layer: Callable[[bool], Iterable[OutlinedTensor]]) -> Iterator[OutlinedTensor]:
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     yield from layer(False)
-    yield Stored("eh_proj.weight", (hidden, 2 * hidden))
+    yield OutlinedTensor("eh_proj.weight", (hidden, 2 * hidden))
     for name in ("enorm", "hnorm", "shared_head.norm"):
-        yield Stored(f"{name}.weight", (hidden,))
-    yield Stored("embed_tokens.weight", (vocabulary, hidden))
-    yield Stored("shared_head.head.weight", (vocabulary, hidden))
+        yield OutlinedTensor(f"{name}.weight", (hidden,))
+    yield OutlinedTensor("embed_tokens.weight", (vocabulary, hidden))
+    yield OutlinedTensor("shared_head.head.weight", (vocabulary, hidden))
 
 
-def _in_fp8(parts: Iterable[Stored]) -> Iterator[Stored]:
+def _in_fp8(parts: Iterable[OutlinedTensor]) -> Iterator[OutlinedTensor]:
     """Matrices with a float32 for each block beside them; the others as they are."""
     for one in parts:
         if len(one.shape) < 2:
@@ -243,7 +245,7 @@ def _in_fp8(parts: Iterable[Stored]) -> Iterator[Stored]:
             continue
         blocks = tuple(-(-size // _FP8_BLOCK) for size in one.shape)
         yield replace(one, dtype="F8_E4M3")
-        yield Stored(f"{one.name}_scale_inv", blocks, "F32")
+        yield OutlinedTensor(f"{one.name}_scale_inv", blocks, "F32")
 
 
 _FAMILIES: Mapping[str, Callable[[Config], Outline]] = {

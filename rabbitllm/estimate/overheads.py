@@ -20,7 +20,7 @@ from torch import nn
 
 from rabbitllm.engine.blueprint import Blueprint
 from rabbitllm.engine.devices import Device
-from rabbitllm.engine.unit_source import Job, PartReader, UnitSource, typed
+from rabbitllm.engine.unit_source import PartReader, UnitJob, UnitSource, typed
 from rabbitllm.engine.units import Place
 from rabbitllm.estimate.bitsandbytes_products import made_up_state
 from rabbitllm.estimate.generation import PROMPT_TOKENS
@@ -41,7 +41,7 @@ class Overhead:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class LayerSizes:
     """What the small operations of a layer are the size of."""
 
     vocabulary: int
@@ -52,7 +52,7 @@ class Sizes:
     head: int
 
 
-def sizes_of(config: Any) -> Sizes:
+def sizes_of(config: Any) -> LayerSizes:
     """By the words of a config; those of a small model for what it does not say, or says in another form."""
 
     def whole(name: str, default: int) -> int:
@@ -65,7 +65,7 @@ def sizes_of(config: Any) -> Sizes:
     heads = whole("num_attention_heads", 4)
     key_heads = whole("num_key_value_heads", heads)
     head = whole("head_dim", whole("hidden_size", 16 * heads) // heads)
-    return Sizes(
+    return LayerSizes(
         whole("vocab_size", 32),
         whole("hidden_size", 16 * heads),
         whole("intermediate_size", 64),
@@ -75,7 +75,7 @@ def sizes_of(config: Any) -> Sizes:
     )
 
 
-def overhead(sizes: Sizes, dtype: torch.dtype, device: Device) -> Overhead:
+def overhead(sizes: LayerSizes, dtype: torch.dtype, device: Device) -> Overhead:
     """Measure it, with models of few and of more layers."""
     few, more = (_weightless(layers, sizes, dtype, device) for layers in (FEW_LAYERS, MORE_LAYERS))
     short, long = _token_seconds(few), _token_seconds(more)
@@ -84,7 +84,7 @@ def overhead(sizes: Sizes, dtype: torch.dtype, device: Device) -> Overhead:
     return Overhead(max(short - FEW_LAYERS * a_layer, 0.0), a_layer / modules)
 
 
-def _weightless(layers: int, sizes: Sizes, dtype: torch.dtype, device: Device) -> Any:
+def _weightless(layers: int, sizes: LayerSizes, dtype: torch.dtype, device: Device) -> Any:
     """A Llama of these sizes whose matrices are never multiplied with, so that it has none."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -182,7 +182,7 @@ def _seconds(source: UnitSource, model: Any, part: PartReader, device: Device) -
     return time.perf_counter() - start
 
 
-def _in_small(source: UnitSource) -> Iterator[tuple[Job, float]]:
+def _in_small(source: UnitSource) -> Iterator[tuple[UnitJob, float]]:
     """Each job, or one like it with fewer sources, and how many times as long the whole of it takes."""
     for job in source.jobs:
         of_pattern: dict[str, list[tuple[str, str]]] = {}

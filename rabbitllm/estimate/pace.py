@@ -26,7 +26,7 @@ _NOTHING = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class UnitTime:
     """One unit of a pass, in seconds of work that nothing else disturbs.
 
     Attributes:
@@ -51,7 +51,7 @@ class Strain:
 ALONE = Strain()
 
 
-def pass_seconds(steps: Sequence[Step], strain: Strain = ALONE) -> float:
+def pass_seconds(steps: Sequence[UnitTime], strain: Strain = ALONE) -> float:
     """What a pass takes that follows others: the mean of a few, since those of several devices may differ in turn.
 
     Args:
@@ -73,7 +73,7 @@ def pass_seconds(steps: Sequence[Step], strain: Strain = ALONE) -> float:
     return (walk.now - begun) / PASSES
 
 
-def _followers(steps: Sequence[Step]) -> dict[int, int]:
+def _followers(steps: Sequence[UnitTime]) -> dict[int, int]:
     """Streamed unit -> the one that the same device streams next, around the end; itself where it is the only one."""
     found: dict[int, int] = {}
     for device in {step.device for step in steps}:

@@ -18,12 +18,12 @@ from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.routing import experts_a_token
 from rabbitllm.errors import OptionError, system_errors_by_name
 from rabbitllm.estimate.generation import Plan
-from rabbitllm.estimate.survey import Survey
+from rabbitllm.estimate.survey import SourceSurvey
 from rabbitllm.quant.compression import CODES, check_fitting
 from rabbitllm.splitter import forecast, rates
 from rabbitllm.splitter.anatomy import anatomy_of, big_layers, commonest_dtype
 from rabbitllm.splitter.choosing import Mixture, mixture_of
-from rabbitllm.splitter.forecast import ROUTES, STANDARD, Choice, Disk, Outlook, Rate, Rates, Route
+from rabbitllm.splitter.forecast import ROUTES, STANDARD, Disk, Outlook, Rate, Rates, Recommendation, Route
 from rabbitllm.splitter.plan import SplitPlan
 from rabbitllm.splitter.request import ground_of, resumed_ground
 from rabbitllm.splitter.space import Ground, candidates, shortage
@@ -92,7 +92,7 @@ def plan(
     access = HubAccess(revision, token, expand(cache_dir) if cache_dir else None)
     sought = prepare.Sought(str(path_or_repo_id), compression, saving_path, access, only_look=True)
     source = prepare.find(sought)
-    survey = Survey(source, sought, options)
+    survey = SourceSurvey(source, sought, options)
 
     from rabbitllm.estimate.predict import generations  # seconds, with all of transformers: not before it is needed
 
@@ -139,7 +139,7 @@ def _said_rate(bandwidth: int | str) -> Rate:
     return Rate(said)
 
 
-def _measure(survey: Survey, said: Rate | None) -> Rates:
+def _measure(survey: SourceSurvey, said: Rate | None) -> Rates:
     """What the estimates rest on; what is not needed is not measured."""
     from rabbitllm.engine.devices import default_device
 
@@ -168,7 +168,7 @@ def _measure(survey: Survey, said: Rate | None) -> Rates:
     return Rates(fetch, read, quantize, threads, device)
 
 
-def outlook_at(survey: Survey, compression: str | None, measured: Rates) -> Outlook:
+def outlook_at(survey: SourceSurvey, compression: str | None, measured: Rates) -> Outlook:
     """What lies ahead at one compression."""
     folder, plan = survey.folders[compression], survey.plans.get(compression)
     manifest = survey.manifests.get(compression)
@@ -195,7 +195,7 @@ def outlook_at(survey: Survey, compression: str | None, measured: Rates) -> Outl
     )
 
 
-def _mixture(survey: Survey, compression: str | None) -> Mixture | None:
+def _mixture(survey: SourceSurvey, compression: str | None) -> Mixture | None:
     plan = survey.plans.get(compression)
     if plan is None:
         return None
@@ -210,7 +210,7 @@ def _finished_at(folder: Path) -> str:
     return datetime.datetime.fromtimestamp(last).astimezone().isoformat(timespec="seconds")
 
 
-def _route_names(survey: Survey, compression: str | None) -> Sequence[str]:
+def _route_names(survey: SourceSurvey, compression: str | None) -> Sequence[str]:
     """The routes that there are, the one to prefer first.
 
     The standard one deletes nothing, so it comes first; but a split that was begun on a sequential one goes on there,
@@ -223,7 +223,7 @@ def _route_names(survey: Survey, compression: str | None) -> Sequence[str]:
     return [*sequential, STANDARD] if begun else [STANDARD, *sequential]
 
 
-def _route(survey: Survey, name: str, compression: str | None, measured: Rates) -> Route:
+def _route(survey: SourceSurvey, name: str, compression: str | None, measured: Rates) -> Route:
     plan, used = survey.feasible[compression], survey.used(compression)
     seconds = forecast.seconds_of(forecast.load_of(plan, used), name, compression, measured)
     placed, ground = _placed(survey, name, compression)
@@ -233,7 +233,7 @@ def _route(survey: Survey, name: str, compression: str | None, measured: Rates) 
     return forecast.route_of(name, placed, ground, lacking, seconds)
 
 
-def _placed(survey: Survey, name: str, compression: str | None) -> tuple[SplitPlan, Ground]:
+def _placed(survey: SourceSurvey, name: str, compression: str | None) -> tuple[SplitPlan, Ground]:
     """The plan and its ground on a route; on the standard one what the hub cache lacks is downloaded there first."""
     sequential = name != STANDARD and not survey.options.keep_own
     plan, request = survey.feasible[compression], survey.request(compression, sequential=sequential)
@@ -244,7 +244,7 @@ def _placed(survey: Survey, name: str, compression: str | None) -> tuple[SplitPl
     return dataclasses.replace(plan, shards=kept), ground
 
 
-def _disks(survey: Survey) -> tuple[Disk, ...]:
+def _disks(survey: SourceSurvey) -> tuple[Disk, ...]:
     """The disk of the split directory, and that of the hub cache if it is another one."""
     places = [survey.folders.get(survey.options.compression, survey.source.split_folder)]
     if survey.source.repository is not None:
@@ -261,12 +261,12 @@ def _of_different_disks(places: Iterable[Path]) -> tuple[Path, ...]:
 
 
 def _choice(
-    survey: Survey,
+    survey: SourceSurvey,
     outlooks: Sequence[Outlook],
     asked: str | None,
     refused: Collection[str | None],
     given: Mapping[str, object],
-) -> Choice | None:
+) -> Recommendation | None:
     found = forecast.best(outlooks, asked, refused)
     if found is None:
         return None
@@ -277,4 +277,4 @@ def _choice(
     if outlook.compression not in (None, "8bit") and survey.options.fit_scales and survey.fitted(outlook.compression):
         given = {**given, "fit_scales": True}  # elsewhere it would be refused
     call = forecast.call_of(survey.source.name, {**own, **given})
-    return Choice(outlook.compression, route.name if route is not None else None, call)
+    return Recommendation(outlook.compression, route.name if route is not None else None, call)

@@ -17,11 +17,11 @@ from rabbitllm.engine.blueprint import Blueprint, blueprint, too_little_memory
 from rabbitllm.engine.devices import resolve_devices
 from rabbitllm.engine.placement import Placement, Tier
 from rabbitllm.errors import RabbitLLMError
-from rabbitllm.estimate.generation import Experts, Generation, Held
+from rabbitllm.estimate.generation import Experts, GenerationEstimate, TierContent
 from rabbitllm.estimate.machine import Machine
 from rabbitllm.estimate.reckoning import Reckoning
 from rabbitllm.estimate.routing import RoutedWork, routed_work
-from rabbitllm.estimate.survey import Survey
+from rabbitllm.estimate.survey import SourceSurvey
 from rabbitllm.estimate.work import work_of
 from rabbitllm.splitter.planned_files import PlannedFiles
 from rabbitllm.store.layer_file import LAYER_SUFFIX
@@ -31,7 +31,9 @@ STAYING = (Tier.RESIDENT, Tier.PACKED, Tier.PINNED)
 """Tiers that the disk is not asked for again."""
 
 
-def generations(survey: Survey, options: StreamOptions, min_free: int) -> tuple[tuple[str, ...], list[Generation]]:
+def generations(
+    survey: SourceSurvey, options: StreamOptions, min_free: int
+) -> tuple[tuple[str, ...], list[GenerationEstimate]]:
     """Where a model will compute, and what generating takes at each compression.
 
     Args:
@@ -51,19 +53,19 @@ def generations(survey: Survey, options: StreamOptions, min_free: int) -> tuple[
                 store = _store(survey, compression)
                 drawn = blueprint(store, options, home, devices) if store is not None else None
             except RabbitLLMError as error:
-                found.append(Generation(compression, obstacle=error.problem, refused=True))
+                found.append(GenerationEstimate(compression, obstacle=error.problem, refused=True))
                 continue
             if store is None or drawn is None:
-                found.append(Generation(compression, obstacle=survey.obstacle(compression)))
+                found.append(GenerationEstimate(compression, obstacle=survey.obstacle(compression)))
                 continue
             try:
                 found.append(foretell(compression, drawn, store.folder, machine, _readable(survey, compression)))
             except RabbitLLMError as error:
-                found.append(Generation(compression, obstacle=error.problem))
+                found.append(GenerationEstimate(compression, obstacle=error.problem))
     return tuple(device.name for device in devices), found
 
 
-def _store(survey: Survey, compression: str | None) -> WeightFiles | None:
+def _store(survey: SourceSurvey, compression: str | None) -> WeightFiles | None:
     """The layer files as they are, or as they are planned."""
     folder = survey.folders[compression]
     if compression in survey.manifests and survey.obstacle(compression) is None:
@@ -71,7 +73,7 @@ def _store(survey: Survey, compression: str | None) -> WeightFiles | None:
     return PlannedFiles(survey.plans[compression], folder) if compression in survey.plans else None
 
 
-def _readable(survey: Survey, compression: str | None) -> Sequence[Path]:
+def _readable(survey: SourceSurvey, compression: str | None) -> Sequence[Path]:
     """Files to measure reading with: layer files of this compression, or shards, or layer files of another one."""
     groups = [list(survey.folders[compression].glob(f"*{LAYER_SUFFIX}"))]
     if survey.source.local is not None and survey.checkpoint is not None:
@@ -82,7 +84,7 @@ def _readable(survey: Survey, compression: str | None) -> Sequence[Path]:
 
 def foretell(
     compression: str | None, drawn: Blueprint, folder: Path, machine: Machine, readable: Sequence[Path]
-) -> Generation:
+) -> GenerationEstimate:
     """What generating takes with a model that is drawn already.
 
     Args:
@@ -95,7 +97,7 @@ def foretell(
     work, routed = work_of(drawn), routed_work(drawn)
     experts, refusal = experts_of(routed), too_little_memory(drawn, machine.devices)
     stays = sum(p.counted for p in drawn.placement.units if p.tier in STAYING)
-    found = Generation(
+    found = GenerationEstimate(
         compression,
         placed=_held(drawn.placement),
         stays_bytes=stays + sum(own.kept_bytes + own.host_bytes for own in experts),
@@ -117,13 +119,15 @@ def foretell(
     )
 
 
-def _held(placement: Placement) -> tuple[Held, ...]:
+def _held(placement: Placement) -> tuple[TierContent, ...]:
     units: Counter[tuple[str, Tier]] = Counter()
     nbytes: Counter[tuple[str, Tier]] = Counter()
     for placed in placement.units:
         units[placed.device, placed.tier] += 1
         nbytes[placed.device, placed.tier] += placed.counted
-    return tuple(Held(device, tier.value, count, nbytes[device, tier]) for (device, tier), count in units.items())
+    return tuple(
+        TierContent(device, tier.value, count, nbytes[device, tier]) for (device, tier), count in units.items()
+    )
 
 
 def experts_of(work: Sequence[RoutedWork]) -> tuple[Experts, ...]:

@@ -21,7 +21,7 @@ import numpy as np
 from rabbitllm.engine.devices import Device
 from rabbitllm.engine.page_locked import HostBuffers
 from rabbitllm.engine.placement import SLOTS
-from rabbitllm.engine.span_reader import BLOCK, READ_BYTES, THROUGH_THE_CACHE, Span, SpanReader, Way
+from rabbitllm.engine.span_reader import BLOCK, READ_BYTES, THROUGH_THE_CACHE, FileSpan, ReadMode, SpanReader
 from rabbitllm.formats.positional import PositionalFile, page_aligned
 from rabbitllm.storage import durable
 
@@ -38,7 +38,7 @@ UPLOADED_BYTES = 64 << 20
 """What is copied to a device at a time."""
 
 
-class Sample:
+class FileSample:
     """Runs of bytes of files on a disk.
 
     Args:
@@ -61,7 +61,7 @@ class Sample:
         """A file's path, for `SpanReader`."""
         return self._files[file]
 
-    def rate(self, way: Way) -> float | None:
+    def rate(self, way: ReadMode) -> float | None:
         """Bytes a second from the disk; None where it cannot be read this way, or not at all."""
         self.forget()
         found = self._rate(way)
@@ -107,7 +107,7 @@ class Sample:
             with contextlib.suppress(OSError), PositionalFile(self.path(span.file)) as file:
                 file.drop_cache(span.offset, span.nbytes)
 
-    def _rate(self, way: Way) -> float | None:
+    def _rate(self, way: ReadMode) -> float | None:
         reader, done = SpanReader(self, way), 0
         start = time.perf_counter()
         try:
@@ -121,7 +121,7 @@ class Sample:
         return done / (time.perf_counter() - start) if done and reader.way == way else None
 
     @contextlib.contextmanager
-    def going_on(self, way: Way) -> Iterator[Beside]:
+    def going_on(self, way: ReadMode) -> Iterator[Beside]:
         """Read over and over in a thread while the context is open."""
         beside = Beside(self, way)
         thread = threading.Thread(target=beside.run, name="read-beside", daemon=True)
@@ -136,7 +136,7 @@ class Sample:
 class Beside:
     """Reading that goes on beside something else; `rate` when it is over, bytes a second."""
 
-    def __init__(self, sample: Sample, way: Way) -> None:
+    def __init__(self, sample: FileSample, way: ReadMode) -> None:
         self.stop = threading.Event()
         self.rate: float | None = None
         self._sample = sample
@@ -156,10 +156,12 @@ class Beside:
         self.rate = done / (time.perf_counter() - start) if done else None
 
 
-def _pieces(sizes: dict[str, int], piece: int) -> Iterator[Span]:
+def _pieces(sizes: dict[str, int], piece: int) -> Iterator[FileSpan]:
     """Spans that are spread evenly over files, of at most `SAMPLE_BYTES` in all."""
     whole = [
-        Span(file, at, min(piece, size - at), 0) for file, size in sizes.items() for at in range(0, size, _up(piece))
+        FileSpan(file, at, min(piece, size - at), 0)
+        for file, size in sizes.items()
+        for at in range(0, size, _up(piece))
     ]
     count = max(SAMPLE_BYTES // piece, 1)
     yield from whole[:: max(-(-len(whole) // count), 1)]

@@ -12,15 +12,15 @@ from typing import Any
 from rabbitllm.engine.blueprint import Blueprint
 from rabbitllm.engine.costs import cache_room
 from rabbitllm.engine.placement import Tier
-from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, Way, stays_cached
+from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, stays_cached
 from rabbitllm.engine.units import input_embedding
 from rabbitllm.estimate.expert_times import DIRECT, DROPPED, ExpertTimes
 from rabbitllm.estimate.generation import PROMPT_TOKENS, Speed
 from rabbitllm.estimate.machine import Machine, product_key
 from rabbitllm.estimate.overheads import binding_seconds, sizes_of
-from rabbitllm.estimate.pace import ALONE, Step, Strain, pass_seconds
+from rabbitllm.estimate.pace import ALONE, Strain, UnitTime, pass_seconds
 from rabbitllm.estimate.products import WorkingSet, working_set
-from rabbitllm.estimate.reading import Sample
+from rabbitllm.estimate.reading import FileSample
 from rabbitllm.estimate.routing import RoutedWork, by_unit
 from rabbitllm.estimate.work import UnitWork, shapes
 from rabbitllm.quant.compression import BLOCKS
@@ -32,7 +32,7 @@ _SMALL = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class PassTimes:
     """Times in seconds, None for what could not be measured; see `generation.Generation`."""
 
     from_the_disk: bool
@@ -46,7 +46,7 @@ class Pace:
 class _Reads:
     """How streamed units are read between two tokens, and at the first: bytes a second."""
 
-    way: Way
+    way: ReadMode
     steady: float
     disk: float
 
@@ -117,11 +117,11 @@ class Reckoning:
         self._cached = stays_cached(self._streamed, cache_room(drawn.placement, machine.devices))
         self._speeds: list[Speed] = []
 
-    def pace(self) -> Pace:
+    def pace(self) -> PassTimes:
         """The times."""
         reads = self._reads()
         if reads is None and self._streamed:
-            return Pace(not self._cached, None, None, ())
+            return PassTimes(not self._cached, None, None, ())
         sets = {device: self._working_sets(device) for device in self._devices()}
         one = {name: _Products(found, 1) for name, found in sets.items()}
         strain = self._strain(reads, sets, one) if reads is not None and self._streamed else ALONE
@@ -143,7 +143,7 @@ class Reckoning:
             computing = pass_seconds(self._steps(many, binding, disk, self._work, prompt), strain)
             touched = sum(routed.touched_bytes(PROMPT_TOKENS) for routed in self._routed)
             first = max(computing, (self._mapped_bytes() + self._streamed + touched) / disk)
-        return Pace(
+        return PassTimes(
             from_the_disk=(bool(self._streamed) and not self._cached) or calls.from_the_disk,
             token_seconds=token(self._of_units(lambda routed: calls.of(routed).token(routed))),
             first_token_seconds=first,
@@ -168,10 +168,10 @@ class Reckoning:
     # Reading
 
     @cached_property
-    def _sample(self) -> Sample:
-        return Sample(self._files, self._largest)
+    def _sample(self) -> FileSample:
+        return FileSample(self._files, self._largest)
 
-    def _read_rate(self, way: Way) -> float | None:
+    def _read_rate(self, way: ReadMode) -> float | None:
         return self._machine.measured(("read", way), lambda: self._sample.rate(way))
 
     def _cached_rate(self) -> float | None:
@@ -256,11 +256,11 @@ class Reckoning:
         read_rate: float,
         work: Sequence[UnitWork],
         experts: Mapping[str, float],
-    ) -> list[Step]:
+    ) -> list[UnitTime]:
         """A pass, in seconds; `experts`: unit -> those of its experts, which nothing is read ahead of."""
         dtype, home = self._drawn.model.dtype, self._drawn.placement.home
         sizes = sizes_of(self._drawn.model.config.get_text_config())
-        steps = [Step(home, self._machine.overhead(sizes, dtype, home).a_pass)]
+        steps = [UnitTime(home, self._machine.overhead(sizes, dtype, home).a_pass)]
         bringing = {device: self._bringing(device, work, read_rate) for device in self._devices()}
         for unit in work:
             device = self._machine.device(unit.device)
@@ -271,7 +271,7 @@ class Reckoning:
             compute = bound + (small + products if device.shares_host_memory else max(small, products))
             compute += experts.get(unit.unit, 0.0)
             brought = unit.streamed if device.shares_host_memory else unit.uploaded
-            steps.append(Step(unit.device, compute, brought * bringing[unit.device]))
+            steps.append(UnitTime(unit.device, compute, brought * bringing[unit.device]))
         return steps
 
     def _bringing(self, name: str, work: Sequence[UnitWork], read_rate: float) -> float:

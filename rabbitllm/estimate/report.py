@@ -19,7 +19,7 @@ from rabbitllm.errors import OptionError
 from rabbitllm.estimate.generation import Plan
 from rabbitllm.estimate.generation_report import generation_basis, moment, show_generations
 from rabbitllm.estimate.mixture_report import show_mixture
-from rabbitllm.splitter.anatomy import Anatomy, Group
+from rabbitllm.splitter.anatomy import Anatomy, TensorGroup
 from rabbitllm.splitter.forecast import Forecast, Outlook, Rate, Route, best, least, missing_bytes
 
 GROUPS_SHOWN = 3
@@ -123,7 +123,7 @@ def _of_anatomy(anatomy: Anatomy) -> Iterator[tuple[str, str]]:
         yield "odd shapes", ", ".join(counted(count, what) for count, what in odd if count)
 
 
-def _groups(groups: Iterable[Group]) -> str:
+def _groups(groups: Iterable[TensorGroup]) -> str:
     found = list(groups)
     shown = [f"{group.what} ({counted(group.count, 'tensor')}, {size(group.total_bytes)})" for group in found]
     more = sum(group.count for group in found[GROUPS_SHOWN:])

@@ -14,7 +14,7 @@ from pathlib import Path
 from rabbitllm.engine.blueprint import Blueprint, blueprint, place_units
 from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.unit_source import UnitSource
-from rabbitllm.estimate.generation import Generation
+from rabbitllm.estimate.generation import GenerationEstimate
 from rabbitllm.estimate.machine import Machine
 from rabbitllm.estimate.outline import Outline
 from rabbitllm.estimate.predict import foretell
@@ -28,7 +28,7 @@ def predict_outline(
     machine: Machine,
     readable: Sequence[Path],
     work: Path,
-) -> tuple[Blueprint, Generation]:
+) -> tuple[Blueprint, GenerationEstimate]:
     """Where the weights of a model would be, and how long a token.
 
     Args:

@@ -23,13 +23,13 @@ from rabbitllm.quant.compression import COMPRESSIONS
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.choosing import with_choice
 from rabbitllm.splitter.plan import SplitPlan, recompressed
-from rabbitllm.splitter.request import Request, ground_of, plan_split
+from rabbitllm.splitter.request import SplitRequest, ground_of, plan_split
 from rabbitllm.store.chosen import AUTO
 from rabbitllm.store.layer_store import JOURNAL_NAME, Manifest, is_finished, is_fitted, read_manifest
 
 
 @dataclass
-class Survey:
+class SourceSurvey:
     """A source and its split directories, looked at.
 
     Attributes:
@@ -227,11 +227,11 @@ class Survey:
     def _differs(self, known: SourceIdentity) -> str | None:
         return known.differs_from(self._identity) if self._identity is not None else None
 
-    def request(self, compression: str | None, *, sequential: bool) -> Request:
+    def request(self, compression: str | None, *, sequential: bool) -> SplitRequest:
         """The split that `from_pretrained` would make, on one of the two routes."""
         assert self.checkpoint is not None
         family = self.config.get("model_type")
         options = dataclasses.replace(self.options, compression=compression, sequential=sequential)
         named = family if isinstance(family, str) else None
         folder, picked = self.folders[compression], experts_a_token(self.config)
-        return Request(self.checkpoint, folder, named, options, experts_a_token=picked)
+        return SplitRequest(self.checkpoint, folder, named, options, experts_a_token=picked)

@@ -42,7 +42,7 @@ class Loading:
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamedModel:
     """A model, as it is asked for.
 
     Attributes:
@@ -56,7 +56,7 @@ class Named:
     revision: str | None = None
 
 
-def the_model(name: str, compression: str | None, loading: Loading, *, alone: bool = False) -> Named:
+def the_model(name: str, compression: str | None, loading: Loading, *, alone: bool = False) -> NamedModel:
     """What is compared; without a compression, that of a split that is here.
 
     Raises:
@@ -71,37 +71,37 @@ def the_model(name: str, compression: str | None, loading: Loading, *, alone: bo
                 f"{name} is not compressed; by default it would be compared with itself.",
                 "Name a compression (--compression 4bit), or what to compare with (--against; in Python, against=).",
             )
-    return Named(name, None if chosen == "none" else chosen, loading.revision)
+    return NamedModel(name, None if chosen == "none" else chosen, loading.revision)
 
 
-def the_reference(model: Named, against: Any, loading: Loading) -> Named:
+def the_reference(model: NamedModel, against: Any, loading: Loading) -> NamedModel:
     """What it is compared with: what the user says, else the same model uncompressed.
 
     Raises:
         QualityError: a split directory does not say where its original is.
     """
     if against is not None:
-        return Named(str(against), None, loading.revision)
+        return NamedModel(str(against), None, loading.revision)
     folder = expand(meant(model.name))
     manifest = read_manifest(folder) if folder.is_dir() else None
     if manifest is None:
-        return Named(model.name, None, model.revision)
+        return NamedModel(model.name, None, model.revision)
     if manifest.compression is None:
         return model
     beside = folder.parent / directory_name(None)
     if read_manifest(beside) is not None:
-        return Named(str(beside))
+        return NamedModel(str(beside))
     if _is_checkpoint(folder.parent):
-        return Named(str(folder.parent))
+        return NamedModel(str(folder.parent))
     if manifest.source is not None and manifest.source.kind == "hub":
-        return Named(manifest.source.name, None, manifest.source.commit)
+        return NamedModel(manifest.source.name, None, manifest.source.commit)
     raise QualityError(
         f"{folder} is compressed, and the uncompressed model is not beside it.",
         "Say where it is, with --against (in Python, against=).",
     )
 
 
-def loaded(named: Named, loading: Loading, *, split: bool) -> Any:
+def loaded(named: NamedModel, loading: Loading, *, split: bool) -> Any:
     """The model.
 
     Args:

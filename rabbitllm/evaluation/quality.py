@@ -18,7 +18,7 @@ from rabbitllm.demo.tasks import Problem, exact_match, held_out
 from rabbitllm.errors import CheckpointError, OptionError, QualityError, system_errors_by_name
 from rabbitllm.evaluation.compare import compare
 from rabbitllm.evaluation.divergence import Summary
-from rabbitllm.evaluation.models import Loading, Named, loaded, the_model, the_reference
+from rabbitllm.evaluation.models import Loading, NamedModel, loaded, the_model, the_reference
 from rabbitllm.evaluation.texts import answers_of, bundled_text, is_trained_here, text_of, windows
 from rabbitllm.generation.answer import context_of
 from rabbitllm.store.layer_store import read_manifest
@@ -163,13 +163,13 @@ def quality(
     return Quality(sides[0], sides[1], shown, len(texts), dtype_name, summary, len(asked))
 
 
-def _reference(own: Named | None, against: Any, loading: Loading) -> tuple[Named | None, Any]:
+def _reference(own: NamedModel | None, against: Any, loading: Loading) -> tuple[NamedModel | None, Any]:
     """What is compared with: its name where it has one, and the model."""
     if against is not None and not isinstance(against, str | os.PathLike):
         return None, against
     if against is None and own is None:
         raise OptionError("A loaded model is to be compared with nothing.", "Give against=, a model or its name.")
-    other = Named(str(against), None, loading.revision) if own is None else the_reference(own, against, loading)
+    other = NamedModel(str(against), None, loading.revision) if own is None else the_reference(own, against, loading)
     try:
         return other, loaded(other, loading, split=False)
     except CheckpointError as error:
@@ -218,7 +218,7 @@ def _right(model: Any, tokenizer: Any, problems: Sequence[Problem]) -> int:
     return right
 
 
-def _side_of(model: Any, named: Named | None) -> Side:
+def _side_of(model: Any, named: NamedModel | None) -> Side:
     name = named.name if named is not None else str(model.name_or_path)
     compression = named.compression if named is not None else None
     folder = Path(model.name_or_path)

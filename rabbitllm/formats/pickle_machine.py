@@ -41,7 +41,7 @@ class Attributed(dict[Any, object]):
 
 
 @dataclass(slots=True)
-class Machine:
+class PickleMachine:
     """The state of reading one pickle."""
 
     data: bytes

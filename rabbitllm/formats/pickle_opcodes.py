@@ -20,7 +20,7 @@ from rabbitllm.formats.pickle_machine import (
     Attributed,
     CutOffError,
     Known,
-    Machine,
+    PickleMachine,
     RefusedValueError,
     describe,
 )
@@ -29,32 +29,32 @@ _U8, _U16, _U32, _U64, _I32 = (struct.Struct("<" + code) for code in "BHIQi")
 _DOUBLE = struct.Struct(">d")
 
 
-def _mark(machine: Machine) -> None:
+def _mark(machine: PickleMachine) -> None:
     if len(machine.marks) >= MAX_MARKS:
         raise RefusedValueError(f"opens more than {MAX_MARKS:,} structures in one another")
     machine.marks.append(len(machine.stack))
 
 
-def _constant(value: object) -> Callable[[Machine], None]:
+def _constant(value: object) -> Callable[[PickleMachine], None]:
     return lambda machine: _bounded_push(machine, value)
 
 
-def _made(make: Callable[[], object]) -> Callable[[Machine], None]:
+def _made(make: Callable[[], object]) -> Callable[[PickleMachine], None]:
     return lambda machine: _bounded_push(machine, make())
 
 
-def _bounded_push(machine: Machine, value: object) -> None:
+def _bounded_push(machine: PickleMachine, value: object) -> None:
     if len(machine.stack) >= MAX_STACK:
         raise RefusedValueError(f"puts more than {MAX_STACK:,} values on the stack")
     machine.stack.append(value)
 
 
-def _integer(layout: struct.Struct) -> Callable[[Machine], None]:
+def _integer(layout: struct.Struct) -> Callable[[PickleMachine], None]:
     return lambda machine: _bounded_push(machine, machine.number(layout))
 
 
-def _long(layout: struct.Struct) -> Callable[[Machine], None]:
-    def step(machine: Machine) -> None:
+def _long(layout: struct.Struct) -> Callable[[PickleMachine], None]:
+    def step(machine: PickleMachine) -> None:
         length = machine.number(layout)
         if not 0 <= length <= MAX_NUMBER_BYTES:
             raise RefusedValueError(f"has a number of {length:,} bytes; at most {MAX_NUMBER_BYTES} are read")
@@ -63,50 +63,50 @@ def _long(layout: struct.Struct) -> Callable[[Machine], None]:
     return step
 
 
-def _float(machine: Machine) -> None:
+def _float(machine: PickleMachine) -> None:
     _bounded_push(machine, _DOUBLE.unpack(machine.take(8))[0])
 
 
-def _text(layout: struct.Struct) -> Callable[[Machine], None]:
+def _text(layout: struct.Struct) -> Callable[[PickleMachine], None]:
     return lambda machine: _bounded_push(machine, _sized(machine, layout).decode("utf-8"))
 
 
-def _bytes(layout: struct.Struct) -> Callable[[Machine], None]:
+def _bytes(layout: struct.Struct) -> Callable[[PickleMachine], None]:
     return lambda machine: _bounded_push(machine, _sized(machine, layout))
 
 
-def _sized(machine: Machine, layout: struct.Struct) -> bytes:
+def _sized(machine: PickleMachine, layout: struct.Struct) -> bytes:
     return machine.take(machine.number(layout))
 
 
-def _tuple(length: int) -> Callable[[Machine], None]:
-    def step(machine: Machine) -> None:
+def _tuple(length: int) -> Callable[[PickleMachine], None]:
+    def step(machine: PickleMachine) -> None:
         items = [machine.pop() for _ in range(length)]
         machine.push(tuple(reversed(items)))
 
     return step
 
 
-def _tuple_of_marked(machine: Machine) -> None:
+def _tuple_of_marked(machine: PickleMachine) -> None:
     machine.push(tuple(machine.pop_mark()))
 
 
-def _append(machine: Machine) -> None:
+def _append(machine: PickleMachine) -> None:
     item = machine.pop()
     machine.top(list, "a list").append(item)
 
 
-def _extend(machine: Machine) -> None:
+def _extend(machine: PickleMachine) -> None:
     items = machine.pop_mark()
     machine.top(list, "a list or a set").extend(items)
 
 
-def _set_item(machine: Machine) -> None:
+def _set_item(machine: PickleMachine) -> None:
     value, key = machine.pop(), machine.pop()
     _store(machine.top(dict, "a dict"), key, value)
 
 
-def _set_items(machine: Machine) -> None:
+def _set_items(machine: PickleMachine) -> None:
     items = machine.pop_mark()
     table = machine.top(dict, "a dict")
     if len(items) % 2:
@@ -124,8 +124,8 @@ def _store(table: dict[Any, object], key: object, value: object) -> None:
     table[key] = value
 
 
-def _put(layout: struct.Struct | None) -> Callable[[Machine], None]:
-    def step(machine: Machine) -> None:
+def _put(layout: struct.Struct | None) -> Callable[[PickleMachine], None]:
+    def step(machine: PickleMachine) -> None:
         number = len(machine.memo) if layout is None else machine.number(layout)
         if len(machine.memo) >= MAX_MEMO:
             raise RefusedValueError(f"keeps more than {MAX_MEMO:,} values in the memo")
@@ -136,8 +136,8 @@ def _put(layout: struct.Struct | None) -> Callable[[Machine], None]:
     return step
 
 
-def _get(layout: struct.Struct) -> Callable[[Machine], None]:
-    def step(machine: Machine) -> None:
+def _get(layout: struct.Struct) -> Callable[[PickleMachine], None]:
+    def step(machine: PickleMachine) -> None:
         number = machine.number(layout)
         if number not in machine.memo:
             raise CutOffError(f"asks for value {number:,} of the memo, which is not there")
@@ -146,25 +146,25 @@ def _get(layout: struct.Struct) -> Callable[[Machine], None]:
     return step
 
 
-def _global(machine: Machine) -> None:
+def _global(machine: PickleMachine) -> None:
     _look_up(machine, machine.line(), machine.line())
 
 
-def _stack_global(machine: Machine) -> None:
+def _stack_global(machine: PickleMachine) -> None:
     name, module = machine.pop(), machine.pop()
     if type(name) is not str or type(module) is not str:
         raise RefusedValueError(f"names a global by {describe(module)} and {describe(name)}")
     _look_up(machine, module, name)
 
 
-def _look_up(machine: Machine, module: str, name: str) -> None:
+def _look_up(machine: PickleMachine, module: str, name: str) -> None:
     found = machine.known.get((module, name))
     if found is None:
         raise RefusedValueError(f"names the global {module[:MAX_NAME]!r} {name[:MAX_NAME]!r}, which is not on the list")
     _bounded_push(machine, found)
 
 
-def _reduce(machine: Machine) -> None:
+def _reduce(machine: PickleMachine) -> None:
     arguments, function = machine.pop(), machine.pop()
     if not isinstance(function, Known) or function.call is None:
         raise RefusedValueError(f"calls {describe(function)}, which cannot be called")
@@ -176,24 +176,24 @@ def _reduce(machine: Machine) -> None:
         raise RefusedValueError(f"calls {function.name}, which {refusal}") from None
 
 
-def _build(machine: Machine) -> None:
+def _build(machine: PickleMachine) -> None:
     state = machine.pop()
     machine.top(Attributed, "an OrderedDict")
     if type(state) is not dict or not all(type(key) is str for key in state):
         raise RefusedValueError(f"sets {describe(state)} as attributes; expected a dict of text")
 
 
-def _persistent(machine: Machine) -> None:
+def _persistent(machine: PickleMachine) -> None:
     machine.push(machine.persistent(machine.pop()))
 
 
-def _frame(machine: Machine) -> None:
+def _frame(machine: PickleMachine) -> None:
     length = machine.number(_U64)
     if length > len(machine.data) - machine.at:
         raise CutOffError(f"announces {length:,} bytes, and {len(machine.data) - machine.at:,} are left")
 
 
-_BY_NAME: dict[str, Callable[[Machine], None]] = {
+_BY_NAME: dict[str, Callable[[PickleMachine], None]] = {
     "MARK": _mark,
     "NONE": _constant(None),
     "NEWTRUE": _constant(True),
@@ -237,7 +237,7 @@ _BY_NAME: dict[str, Callable[[Machine], None]] = {
     "BINPERSID": _persistent,
     "FRAME": _frame,
 }
-STEPS: dict[int, Callable[[Machine], None]] = {
+STEPS: dict[int, Callable[[PickleMachine], None]] = {
     ord(op.code): _BY_NAME[op.name] for op in pickletools.opcodes if op.name in _BY_NAME
 }
 """By the byte that stands for it; PROTO and STOP, which begin and end every pickle, are the reader's own."""

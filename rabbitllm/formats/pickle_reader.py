@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from rabbitllm.errors import CorruptShardError, UnsafePickleError
-from rabbitllm.formats.pickle_machine import MAX_NUMBER_BYTES, CutOffError, Known, Machine, RefusedValueError
+from rabbitllm.formats.pickle_machine import MAX_NUMBER_BYTES, CutOffError, Known, PickleMachine, RefusedValueError
 from rabbitllm.formats.pickle_opcodes import STEPS
 
 MAX_PICKLE_BYTES = 32 << 20
@@ -80,7 +80,7 @@ def _read(
     alone: bool,
 ) -> tuple[object, int]:
     _check_size(data, file)
-    machine = Machine(data, known, persistent, at)
+    machine = PickleMachine(data, known, persistent, at)
     begin, opcode = at, -1
     try:
         _start(machine)
@@ -106,7 +106,7 @@ def _read(
 
 
 @dataclass(frozen=True, slots=True)
-class Opcode:
+class ListedOpcode:
     """One opcode of a listing: where it stands (bytes), its name, and its argument as text, cut short."""
 
     position: int
@@ -114,7 +114,7 @@ class Opcode:
     argument: str
 
 
-def list_opcodes(data: bytes, file: str, most: int = MAX_LISTED) -> Iterator[Opcode]:
+def list_opcodes(data: bytes, file: str, most: int = MAX_LISTED) -> Iterator[ListedOpcode]:
     """The opcodes of any pickle up to its STOP, refused ones too, for people to look at. Runs nothing.
 
     Args:
@@ -132,7 +132,7 @@ def list_opcodes(data: bytes, file: str, most: int = MAX_LISTED) -> Iterator[Opc
     try:
         for opcode, argument, at in itertools.islice(listing, most):
             position = at or 0
-            yield Opcode(position, opcode.name, _shortened(argument))
+            yield ListedOpcode(position, opcode.name, _shortened(argument))
     except (ValueError, OverflowError) as error:
         raise CorruptShardError(
             f"The pickle of {file} cannot be listed beyond byte {position:,}: {str(error)[:200]}.",
@@ -162,13 +162,13 @@ def _opcode_name(code: int) -> str:
     return known if known else (f"opcode {code:#04x}" if code >= 0 else "its beginning")
 
 
-def _start(machine: Machine) -> None:
+def _start(machine: PickleMachine) -> None:
     head = machine.take(2)
     if head[0] != _PROTO or not 2 <= head[1] <= 5:
         raise RefusedValueError(f"is {head!r}; expected protocol 2, 3, 4 or 5")
 
 
-def _finish(machine: Machine, *, alone: bool) -> object:
+def _finish(machine: PickleMachine, *, alone: bool) -> object:
     value = machine.pop()
     if machine.stack or machine.marks:
         raise RefusedValueError(f"leaves {len(machine.stack):,} values on the stack")

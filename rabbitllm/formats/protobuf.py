@@ -29,7 +29,7 @@ class WireFormatError(ValueError):
     """Bytes that no protobuf writer makes, or not for this schema; the message names the byte."""
 
 
-class Kind(Enum):
+class FieldKind(Enum):
     """What a field's value becomes."""
 
     BOOL = "bool"
@@ -42,13 +42,13 @@ class Kind(Enum):
     @property
     def wire_type(self) -> int:
         """The wire type that it is stored with."""
-        if self in (Kind.TEXT, Kind.SPAN):
+        if self in (FieldKind.TEXT, FieldKind.SPAN):
             return LENGTH_DELIMITED
-        return FIXED32 if self is Kind.FLOAT else VARINT
+        return FIXED32 if self is FieldKind.FLOAT else VARINT
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class SchemaField:
     """One field of a schema.
 
     Attributes:
@@ -59,12 +59,12 @@ class Slot:
     """
 
     name: str
-    kind: Kind
+    kind: FieldKind
     repeated: bool = False
     values: type[IntEnum] | None = None
 
 
-Schema = Mapping[int, Slot]
+Schema = Mapping[int, SchemaField]
 """Field number -> what is expected there."""
 
 FieldRead = tuple[int, int, int]
@@ -72,7 +72,7 @@ FieldRead = tuple[int, int, int]
 
 
 def numbered(
-    number: int, kind: Kind, default: _Value, *, repeated: bool = False, values: type[IntEnum] | None = None
+    number: int, kind: FieldKind, default: _Value, *, repeated: bool = False, values: type[IntEnum] | None = None
 ) -> _Value:
     """A field of a dataclass that stands for a message, with its number there; `schema_of` collects them."""
     made: Any = field(default=default, metadata={"number": number, "slot": (kind, repeated, values)})
@@ -82,7 +82,7 @@ def numbered(
 def schema_of(record: type) -> Schema:
     """The schema of a dataclass whose fields are `numbered`; the others are not read from a message."""
     return {
-        entry.metadata["number"]: Slot(entry.name, *entry.metadata["slot"])
+        entry.metadata["number"]: SchemaField(entry.name, *entry.metadata["slot"])
         for entry in fields(record)
         if "number" in entry.metadata
     }
@@ -210,17 +210,17 @@ def read_text(data: bytes, begin: int, end: int, name: str) -> str:
         ) from None
 
 
-def _value(data: bytes, value: int, after: int, slot: Slot) -> Any:
+def _value(data: bytes, value: int, after: int, slot: SchemaField) -> Any:
     kind = slot.kind
-    if kind is Kind.SPAN:
+    if kind is FieldKind.SPAN:
         return value, after
-    if kind is Kind.BOOL:
+    if kind is FieldKind.BOOL:
         return bool(value)
-    if kind is Kind.UINT64:
+    if kind is FieldKind.UINT64:
         return value
-    if kind is Kind.FLOAT:
+    if kind is FieldKind.FLOAT:
         return _FLOAT.unpack_from(data, value)[0]
-    if kind is Kind.TEXT:
+    if kind is FieldKind.TEXT:
         return read_text(data, value, after, slot.name)
     number = (value & 0xFFFFFFFF ^ 0x80000000) - 0x80000000  # the format: cut to 32 bits, as a cast would
     if slot.values is None:

@@ -217,7 +217,7 @@ def _corrupt(file: str, what: str) -> CorruptShardError:
     return CorruptShardError(f"{file} is not a sound safetensors file: {what}.", "Fetch or copy the file again.")
 
 
-class Placed(NamedTuple):
+class TensorToWrite(NamedTuple):
     """A tensor to be written: its name, dtype and shape. Its place follows from its turn."""
 
     name: str
@@ -230,7 +230,7 @@ class Placed(NamedTuple):
         return byte_size(self.dtype, self.shape)
 
 
-def encode_header(tensors: Iterable[Placed]) -> tuple[bytes, tuple[int, ...]]:
+def encode_header(tensors: Iterable[TensorToWrite]) -> tuple[bytes, tuple[int, ...]]:
     """The leading bytes of a file that holds `tensors` in this order, and each one's absolute offset.
 
     The header is padded with spaces, which the format allows, so that the data starts on a multiple

@@ -18,9 +18,9 @@ from typing import Any
 
 from rabbitllm.errors import CorruptVocabularyError
 from rabbitllm.formats.protobuf import (
-    Kind,
+    FieldKind,
     Schema,
-    Slot,
+    SchemaField,
     numbered,
     read_message,
     schema_of,
@@ -53,47 +53,47 @@ class TrainerSpec:
     unknown characters become byte pieces, and the four texts which pieces have a special meaning. The rest is history.
     """
 
-    input: tuple[str, ...] = numbered(1, Kind.TEXT, (), repeated=True)
-    model_prefix: str = numbered(2, Kind.TEXT, "")
-    model_type: ModelType = numbered(3, Kind.INT32, ModelType.UNIGRAM, values=ModelType)  # noqa: RUF009 (an enumerator)
-    vocab_size: int = numbered(4, Kind.INT32, 8000)
-    accept_language: tuple[str, ...] = numbered(5, Kind.TEXT, (), repeated=True)
-    self_test_sample_size: int = numbered(6, Kind.INT32, 0)
-    input_format: str = numbered(7, Kind.TEXT, "")
-    character_coverage: float = numbered(10, Kind.FLOAT, 0.9995)
-    input_sentence_size: int = numbered(11, Kind.UINT64, 0)
-    seed_sentencepiece_size: int = numbered(14, Kind.INT32, 1_000_000)
-    shrinking_factor: float = numbered(15, Kind.FLOAT, 0.75)
-    num_threads: int = numbered(16, Kind.INT32, 16)
-    num_sub_iterations: int = numbered(17, Kind.INT32, 2)
-    max_sentence_length: int = numbered(18, Kind.INT32, 4192)
-    shuffle_input_sentence: bool = numbered(19, Kind.BOOL, True)
-    max_sentencepiece_length: int = numbered(20, Kind.INT32, 16)
-    split_by_unicode_script: bool = numbered(21, Kind.BOOL, True)
-    split_by_whitespace: bool = numbered(22, Kind.BOOL, True)
-    split_by_number: bool = numbered(23, Kind.BOOL, True)
-    treat_whitespace_as_suffix: bool = numbered(24, Kind.BOOL, False)
-    split_digits: bool = numbered(25, Kind.BOOL, False)
-    allow_whitespace_only_pieces: bool = numbered(26, Kind.BOOL, False)
-    control_symbols: tuple[str, ...] = numbered(30, Kind.TEXT, (), repeated=True)
-    user_defined_symbols: tuple[str, ...] = numbered(31, Kind.TEXT, (), repeated=True)
-    vocabulary_output_piece_score: bool = numbered(32, Kind.BOOL, True)
-    hard_vocab_limit: bool = numbered(33, Kind.BOOL, True)
-    use_all_vocab: bool = numbered(34, Kind.BOOL, False)
-    byte_fallback: bool = numbered(35, Kind.BOOL, False)
-    required_chars: str = numbered(36, Kind.TEXT, "")
-    unk_id: int = numbered(40, Kind.INT32, 0)
-    bos_id: int = numbered(41, Kind.INT32, 1)
-    eos_id: int = numbered(42, Kind.INT32, 2)
-    pad_id: int = numbered(43, Kind.INT32, -1)
-    unk_surface: str = numbered(44, Kind.TEXT, " \u2047 ")
-    unk_piece: str = numbered(45, Kind.TEXT, "<unk>")
-    bos_piece: str = numbered(46, Kind.TEXT, "<s>")
-    eos_piece: str = numbered(47, Kind.TEXT, "</s>")
-    pad_piece: str = numbered(48, Kind.TEXT, "<pad>")
-    train_extremely_large_corpus: bool = numbered(49, Kind.BOOL, False)
-    pretokenization_delimiter: str = numbered(53, Kind.TEXT, "")
-    seed_sentencepieces_file: str = numbered(54, Kind.TEXT, "")
+    input: tuple[str, ...] = numbered(1, FieldKind.TEXT, (), repeated=True)
+    model_prefix: str = numbered(2, FieldKind.TEXT, "")
+    model_type: ModelType = numbered(3, FieldKind.INT32, ModelType.UNIGRAM, values=ModelType)  # noqa: RUF009 (an enumerator)
+    vocab_size: int = numbered(4, FieldKind.INT32, 8000)
+    accept_language: tuple[str, ...] = numbered(5, FieldKind.TEXT, (), repeated=True)
+    self_test_sample_size: int = numbered(6, FieldKind.INT32, 0)
+    input_format: str = numbered(7, FieldKind.TEXT, "")
+    character_coverage: float = numbered(10, FieldKind.FLOAT, 0.9995)
+    input_sentence_size: int = numbered(11, FieldKind.UINT64, 0)
+    seed_sentencepiece_size: int = numbered(14, FieldKind.INT32, 1_000_000)
+    shrinking_factor: float = numbered(15, FieldKind.FLOAT, 0.75)
+    num_threads: int = numbered(16, FieldKind.INT32, 16)
+    num_sub_iterations: int = numbered(17, FieldKind.INT32, 2)
+    max_sentence_length: int = numbered(18, FieldKind.INT32, 4192)
+    shuffle_input_sentence: bool = numbered(19, FieldKind.BOOL, True)
+    max_sentencepiece_length: int = numbered(20, FieldKind.INT32, 16)
+    split_by_unicode_script: bool = numbered(21, FieldKind.BOOL, True)
+    split_by_whitespace: bool = numbered(22, FieldKind.BOOL, True)
+    split_by_number: bool = numbered(23, FieldKind.BOOL, True)
+    treat_whitespace_as_suffix: bool = numbered(24, FieldKind.BOOL, False)
+    split_digits: bool = numbered(25, FieldKind.BOOL, False)
+    allow_whitespace_only_pieces: bool = numbered(26, FieldKind.BOOL, False)
+    control_symbols: tuple[str, ...] = numbered(30, FieldKind.TEXT, (), repeated=True)
+    user_defined_symbols: tuple[str, ...] = numbered(31, FieldKind.TEXT, (), repeated=True)
+    vocabulary_output_piece_score: bool = numbered(32, FieldKind.BOOL, True)
+    hard_vocab_limit: bool = numbered(33, FieldKind.BOOL, True)
+    use_all_vocab: bool = numbered(34, FieldKind.BOOL, False)
+    byte_fallback: bool = numbered(35, FieldKind.BOOL, False)
+    required_chars: str = numbered(36, FieldKind.TEXT, "")
+    unk_id: int = numbered(40, FieldKind.INT32, 0)
+    bos_id: int = numbered(41, FieldKind.INT32, 1)
+    eos_id: int = numbered(42, FieldKind.INT32, 2)
+    pad_id: int = numbered(43, FieldKind.INT32, -1)
+    unk_surface: str = numbered(44, FieldKind.TEXT, " \u2047 ")
+    unk_piece: str = numbered(45, FieldKind.TEXT, "<unk>")
+    bos_piece: str = numbered(46, FieldKind.TEXT, "<s>")
+    eos_piece: str = numbered(47, FieldKind.TEXT, "</s>")
+    pad_piece: str = numbered(48, FieldKind.TEXT, "<pad>")
+    train_extremely_large_corpus: bool = numbered(49, FieldKind.BOOL, False)
+    pretokenization_delimiter: str = numbered(53, FieldKind.TEXT, "")
+    seed_sentencepieces_file: str = numbered(54, FieldKind.TEXT, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,20 +109,20 @@ class NormalizerSpec:
         normalization_rule_tsv: the rule as its author wrote it, if it is a custom one.
     """
 
-    name: str = numbered(1, Kind.TEXT, "")
-    precompiled_charsmap_bytes: int = numbered(2, Kind.SPAN, 0)
-    add_dummy_prefix: bool = numbered(3, Kind.BOOL, True)
-    remove_extra_whitespaces: bool = numbered(4, Kind.BOOL, True)
-    escape_whitespaces: bool = numbered(5, Kind.BOOL, True)
-    normalization_rule_tsv: str = numbered(6, Kind.TEXT, "")
+    name: str = numbered(1, FieldKind.TEXT, "")
+    precompiled_charsmap_bytes: int = numbered(2, FieldKind.SPAN, 0)
+    add_dummy_prefix: bool = numbered(3, FieldKind.BOOL, True)
+    remove_extra_whitespaces: bool = numbered(4, FieldKind.BOOL, True)
+    escape_whitespaces: bool = numbered(5, FieldKind.BOOL, True)
+    normalization_rule_tsv: str = numbered(6, FieldKind.TEXT, "")
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class PieceSample:
     """A text and its pieces, with a space between them, as the trainer's library split it."""
 
-    input: str = numbered(1, Kind.TEXT, "")
-    expected: str = numbered(2, Kind.TEXT, "")
+    input: str = numbered(1, FieldKind.TEXT, "")
+    expected: str = numbered(2, FieldKind.TEXT, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class SentencePieceModel:
     trainer: TrainerSpec
     normalizer: NormalizerSpec
     denormalizer: NormalizerSpec | None
-    samples: tuple[Sample, ...]
+    samples: tuple[PieceSample, ...]
 
     def special_ids(self) -> SpecialIds:
         """What the library's `unk_id()`, `bos_id()`, `eos_id()` and `pad_id()` give.
@@ -166,14 +166,16 @@ class SentencePieceModel:
 
 
 _MODEL = {
-    1: Slot("pieces", Kind.SPAN, repeated=True),  # only those of another wire type get here, and are refused
-    2: Slot("trainer_spec", Kind.SPAN),
-    3: Slot("normalizer_spec", Kind.SPAN),
-    4: Slot("self_test_data", Kind.SPAN),
-    5: Slot("denormalizer_spec", Kind.SPAN),
+    1: SchemaField(
+        "pieces", FieldKind.SPAN, repeated=True
+    ),  # only those of another wire type get here, and are refused
+    2: SchemaField("trainer_spec", FieldKind.SPAN),
+    3: SchemaField("normalizer_spec", FieldKind.SPAN),
+    4: SchemaField("self_test_data", FieldKind.SPAN),
+    5: SchemaField("denormalizer_spec", FieldKind.SPAN),
 }
-_TRAINER, _NORMALIZER, _SAMPLE = schema_of(TrainerSpec), schema_of(NormalizerSpec), schema_of(Sample)
-_SAMPLES = {1: Slot("samples", Kind.SPAN, repeated=True)}
+_TRAINER, _NORMALIZER, _SAMPLE = schema_of(TrainerSpec), schema_of(NormalizerSpec), schema_of(PieceSample)
+_SAMPLES = {1: SchemaField("samples", FieldKind.SPAN, repeated=True)}
 
 
 def read_model(path: Path, file: str | None = None) -> SentencePieceModel:
@@ -221,7 +223,7 @@ def _parse(data: bytes) -> SentencePieceModel:
         trainer,
         _normalizer(data, found.get("normalizer_spec")),
         denormalizer and _normalizer(data, denormalizer),
-        tuple(Sample(**_message(data, span, _SAMPLE)) for span in samples),
+        tuple(PieceSample(**_message(data, span, _SAMPLE)) for span in samples),
     )
 
 

@@ -14,7 +14,15 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import overload
 
-from rabbitllm.formats.protobuf import FieldRead, Kind, Slot, WireFormatError, read_fields, read_message, read_text
+from rabbitllm.formats.protobuf import (
+    FieldKind,
+    FieldRead,
+    SchemaField,
+    WireFormatError,
+    read_fields,
+    read_message,
+    read_text,
+)
 
 MAX_PIECES = 1 << 20
 """The largest published vocabulary has nine tenths of that (XLM-V, 901,629)."""
@@ -41,14 +49,14 @@ class PieceType(IntEnum):
 _TYPES = frozenset(PieceType)
 _RESERVED = frozenset({PieceType.UNKNOWN, PieceType.CONTROL, PieceType.BYTE})
 _PIECE = {
-    1: Slot("piece", Kind.TEXT),
-    2: Slot("score", Kind.FLOAT),
-    3: Slot("type", Kind.INT32, values=PieceType),
+    1: SchemaField("piece", FieldKind.TEXT),
+    2: SchemaField("score", FieldKind.FLOAT),
+    3: SchemaField("type", FieldKind.INT32, values=PieceType),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class VocabularyPiece:
     """One entry of the vocabulary.
 
     Attributes:
@@ -65,7 +73,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces(Sequence[Piece]):
+class Pieces(Sequence[VocabularyPiece]):
     """All pieces in the order of their ids, one column each.
 
     Attributes:
@@ -82,16 +90,16 @@ class Pieces(Sequence[Piece]):
         return len(self.texts)
 
     @overload
-    def __getitem__(self, index: int) -> Piece: ...
+    def __getitem__(self, index: int) -> VocabularyPiece: ...
 
     @overload
-    def __getitem__(self, index: slice) -> Sequence[Piece]: ...
+    def __getitem__(self, index: slice) -> Sequence[VocabularyPiece]: ...
 
-    def __getitem__(self, index: int | slice) -> Piece | Sequence[Piece]:
+    def __getitem__(self, index: int | slice) -> VocabularyPiece | Sequence[VocabularyPiece]:
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
         number = range(len(self))[index]
-        return Piece(number, self.texts[number].decode(), self.scores[number], PieceType(self.types[number]))
+        return VocabularyPiece(number, self.texts[number].decode(), self.scores[number], PieceType(self.types[number]))
 
     def is_reserved(self, index: int) -> bool:
         """Whether a piece is unknown, control or byte: the library keeps these in a table of their own."""

@@ -52,7 +52,7 @@ The sub-byte F6 types are left out: torch has no dtype to give their bytes.
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPiece:
     """Which part of a larger tensor, cut along one dimension, a tensor is.
 
     Attributes:
@@ -95,7 +95,7 @@ class TensorSpec(NamedTuple):
     nbytes: int
     strides: tuple[int, ...] | None = None
     view: tuple[int, ...] | None = None
-    piece: Piece | None = None
+    piece: TensorPiece | None = None
 
     @property
     def elements(self) -> int:

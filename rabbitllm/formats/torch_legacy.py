@@ -18,7 +18,7 @@ from rabbitllm.formats.pickle_machine import describe
 from rabbitllm.formats.pickle_reader import MAX_PICKLE_BYTES
 from rabbitllm.formats.positional import PositionalFile
 from rabbitllm.formats.recognise import LEGACY_NUMBER
-from rabbitllm.formats.torch_names import Named, name_tensors
+from rabbitllm.formats.torch_names import NamedTensors, name_tensors
 from rabbitllm.formats.torch_pickle import (
     Storage,
     element_bytes,
@@ -79,7 +79,7 @@ def corrupt_legacy(file: str, what: str) -> CorruptShardError:
     )
 
 
-def _pickles(read: ReadAt, size: int, file: str) -> tuple[Named, Mapping[str, Storage], tuple[str, ...], int]:
+def _pickles(read: ReadAt, size: int, file: str) -> tuple[NamedTensors, Mapping[str, Storage], tuple[str, ...], int]:
     """What the pickles say: the tensors, their storages, the storages' order, and where the first one begins."""
     for length in READS:
         data = read(0, min(length, size))
@@ -91,7 +91,7 @@ def _pickles(read: ReadAt, size: int, file: str) -> tuple[Named, Mapping[str, St
     raise AssertionError("the last length returns or raises")
 
 
-def _parse(data: bytes, file: str) -> tuple[Named, Mapping[str, Storage], tuple[str, ...], int]:
+def _parse(data: bytes, file: str) -> tuple[NamedTensors, Mapping[str, Storage], tuple[str, ...], int]:
     number, at = read_plain_pickle(data, 0, file)
     version, at = read_plain_pickle(data, at, file)
     if number != LEGACY_NUMBER or version != PROTOCOL:

@@ -34,14 +34,14 @@ _REMEDY = "Save a dict of names and tensors, for instance model.state_dict(), an
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamedTensors:
     """The tensors by name, in the pickle's order, and the keys that were left out since they hold no weights."""
 
     tensors: Mapping[str, PickledTensor]
     left_out: tuple[str, ...]
 
 
-def name_tensors(root: object, file: str) -> Named:
+def name_tensors(root: object, file: str) -> NamedTensors:
     """Give every tensor of a checkpoint its name.
 
     Args:
@@ -66,7 +66,7 @@ def name_tensors(root: object, file: str) -> Named:
         tensors[name] = tensor
     if not tensors:
         raise CorruptShardError(f"{file} holds no tensor under a name.", _REMEDY)
-    return Named(tensors, left_out)
+    return NamedTensors(tensors, left_out)
 
 
 def _unwrapped(

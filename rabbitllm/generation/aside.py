@@ -46,7 +46,7 @@ class _Form:
 
 
 @dataclass(eq=False, slots=True)
-class Held:
+class SwappedOutCache:
     """A cache that is aside.
 
     Attributes:
@@ -83,7 +83,7 @@ class Aside:
         self._rate = FIRST_RATE
         self._has_failed = False
 
-    def put(self, cache: Any, anew: float | None) -> Held | None:
+    def put(self, cache: Any, anew: float | None) -> SwappedOutCache | None:
         """Take a cache; None if it is better computed anew, or has to be.
 
         Args:
@@ -94,7 +94,7 @@ class Aside:
         if parts is None or self.nbytes + parts.nbytes > self.limit:
             return None
         forms = [_form(tensor) for tensor in parts.tensors]
-        held = Held(parts.nbytes, parts.shell, forms, None, None)
+        held = SwappedOutCache(parts.nbytes, parts.shell, forms, None, None)
         try:
             if _leaves_a_device(forms) and parts.nbytes <= available_ram() // SHARE:
                 held.tensors = [_dense(tensor) for tensor in parts.tensors]
@@ -108,7 +108,7 @@ class Aside:
         self.nbytes += held.nbytes
         return held
 
-    def take(self, held: Held) -> Any | None:
+    def take(self, held: SwappedOutCache) -> Any | None:
         """The cache again, which is no longer held; None if it is lost.
 
         Args:
@@ -127,7 +127,7 @@ class Aside:
             self.drop(held)
         return put_together(held.shell, tensors)
 
-    def drop(self, held: Held) -> None:
+    def drop(self, held: SwappedOutCache) -> None:
         """Forget a cache."""
         self.nbytes -= held.nbytes
         held.tensors = None

@@ -29,8 +29,8 @@ from rabbitllm.generation.filing import Begins
 from rabbitllm.generation.generation import Generation
 from rabbitllm.generation.joint_pass import JointPasses
 from rabbitllm.generation.limits import Limits
-from rabbitllm.generation.picking import Pace, take_part, too_many
-from rabbitllm.generation.request import Ended, Event, Facts, Request
+from rabbitllm.generation.picking import TokenBudget, take_part, too_many
+from rabbitllm.generation.request import BatchStats, Ended, Event, Request
 from rabbitllm.generation.text_caches import TextCaches
 from rabbitllm.generation.ticket import Ticket
 
@@ -84,7 +84,7 @@ class Batch:
         self._model = model
         self._limits = limits
         self._caches = TextCaches(model, limits)
-        self._pace = Pace()
+        self._pace = TokenBudget()
         self._door = Door(limits.running, limits.waiting)
         self._sums = _Sums()
         self._waited_before = model.streamer.waited()
@@ -145,13 +145,13 @@ class Batch:
         self._thread.join()
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> BatchStats:
         """What it has done so far, and does now."""
         disk, copies = self._model.streamer.waited()
         disk_before, copies_before = self._waited_before
         sums = self._sums
         with self._door.still():
-            return Facts(
+            return BatchStats(
                 running=len(self._door.running),
                 waiting=len(self._door.waiting),
                 most_running=self._limits.running,

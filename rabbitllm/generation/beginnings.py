@@ -13,7 +13,7 @@ WORTH_WAITING = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class PrefixSource:
     """A text that begins as another one does.
 
     Attributes:
@@ -27,14 +27,14 @@ class Source:
     tokens: int
 
 
-def best_source(wanted: Sequence[int], texts: Iterable[tuple[Sequence[int], Any]]) -> Source | None:
+def best_source(wanted: Sequence[int], texts: Iterable[tuple[Sequence[int], Any]]) -> PrefixSource | None:
     """The one of which the most can be used; None if nothing can.
 
     Args:
         wanted: the text that begins.
         texts: ids and caches that hold their keys and values.
     """
-    found = (Source(ids, cache, usable(wanted, ids, cache)) for ids, cache in texts)
+    found = (PrefixSource(ids, cache, usable(wanted, ids, cache)) for ids, cache in texts)
     best = max(found, key=lambda source: source.tokens, default=None)
     return best if best is not None and best.tokens else None
 

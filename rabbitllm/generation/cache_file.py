@@ -26,7 +26,7 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 from rabbitllm.generation.cache_image import Image, image_of, image_over
-from rabbitllm.generation.image_file import ImageFile, Stored
+from rabbitllm.generation.image_file import ImageFile, StoredImage
 from rabbitllm.generation.images_ahead import ImagesAhead, Key
 from rabbitllm.generation.room import append
 
@@ -46,7 +46,7 @@ class _Layer:
         tail: how many.
     """
 
-    stored: Stored
+    stored: StoredImage
     device: torch.device
     tokens: int
     tail_keys: torch.Tensor | None = None
@@ -270,7 +270,7 @@ class CacheFile:
         else:
             text.layers[number] = _Layer(stored, keys.device, keys.shape[2])
 
-    def _find(self, key: Key) -> Stored | None:
+    def _find(self, key: Key) -> StoredImage | None:
         cache, number = key
         text = self._texts.get(cache)
         layer = text.layers.get(number) if text is not None else None

@@ -10,7 +10,7 @@ from rabbitllm.errors import OptionError
 from rabbitllm.generation.cache_cost import CacheCost, cost_by_cache, cost_by_config
 from rabbitllm.generation.cache_file import TAIL_TOKENS
 from rabbitllm.generation.pass_cost import cost_of_a_pass
-from rabbitllm.generation.picking import Text
+from rabbitllm.generation.picking import SequenceMemory
 
 AHEAD_SHARE = 8
 """One part in so many of the limit is for what is brought from a file before its attention comes."""
@@ -86,11 +86,11 @@ class CacheMemory:
         """That may be read of a file ahead of its use."""
         return self.limit // AHEAD_SHARE
 
-    def now(self, texts: Iterable[Text]) -> int:
+    def now(self, texts: Iterable[SequenceMemory]) -> int:
         """Bytes for these texts in the next pass."""
         return sum(self.bytes_for(text.tokens + 1) for text in texts)
 
-    def soon(self, texts: Iterable[Text]) -> int:
+    def soon(self, texts: Iterable[SequenceMemory]) -> int:
         """Bytes for these texts before long."""
         return sum(self.bytes_for(text.soon) for text in texts)
 

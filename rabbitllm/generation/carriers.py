@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from rabbitllm.generation.members import Member, call_of
-from rabbitllm.generation.packed import PackedForward, Text
+from rabbitllm.generation.packed import PackedForward, PackedSequence
 from rabbitllm.generation.packed_cache import NotPackable
 from rabbitllm.generation.picking import grouped
 
@@ -34,7 +34,7 @@ class Carrier:
         error: what ended it else.
     """
 
-    def __init__(self, forward: PackedForward, members: Sequence[Member], texts: Sequence[Text]) -> None:
+    def __init__(self, forward: PackedForward, members: Sequence[Member], texts: Sequence[PackedSequence]) -> None:
         self._forward = forward
         self._texts = texts
         self.members = members

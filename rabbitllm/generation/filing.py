@@ -25,7 +25,7 @@ from rabbitllm.engine.placement import Placement
 from rabbitllm.generation.cache_file import TAIL_TOKENS, CacheFile, goes_to_a_file
 from rabbitllm.generation.cache_memory import CacheMemory
 from rabbitllm.generation.packed_families import can_be_packed, shares_keys
-from rabbitllm.generation.picking import Text, fits
+from rabbitllm.generation.picking import SequenceMemory, fits
 
 SHARE = 4
 """One part in so many of what is free on the disk may be taken where nobody says."""
@@ -76,8 +76,8 @@ class Running:
         most: bytes that the file may have.
     """
 
-    near: Sequence[Text]
-    filed: Sequence[Text]
+    near: Sequence[SequenceMemory]
+    filed: Sequence[SequenceMemory]
     most: int
 
     def soon(self, memory: CacheMemory) -> int:
@@ -85,12 +85,12 @@ class Running:
         beside = len(self.filed) * memory.beside_file() + memory.ahead() if self.filed else 0
         return memory.soon(self.near) + beside
 
-    def has_place(self, text: Text, memory: CacheMemory) -> bool:
+    def has_place(self, text: SequenceMemory, memory: CacheMemory) -> bool:
         """Whether the file has room for one more, which takes so much less memory then that it is worth it."""
         in_file = sum(memory.bytes_for(one.tokens + one.room + TAIL_TOKENS) for one in (*self.filed, text))
         return in_file <= self.most and memory.soon([text]) > WORTH * memory.beside_file()
 
-    def fits(self, text: Text, memory: CacheMemory) -> bool:
+    def fits(self, text: SequenceMemory, memory: CacheMemory) -> bool:
         """Whether one more may have its keys and values in memory; one alone always may."""
         if not self.filed:
             return fits(text, self.near, memory.bytes_for, memory.limit)
@@ -105,7 +105,7 @@ class Begins(Enum):
     LATER = "nowhere yet"
 
 
-def begins(text: Text, running: Running, others: int, memory: CacheMemory) -> Begins:
+def begins(text: SequenceMemory, running: Running, others: int, memory: CacheMemory) -> Begins:
     """Whether a text may begin, and where.
 
     Args:

@@ -18,7 +18,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 from rabbitllm.generation.answer import end_tokens
 from rabbitllm.generation.generation_stream import TextStream
-from rabbitllm.generation.request import Chosen, Ended, Event, Failed, Finished, Likelihood, Piece, Request
+from rabbitllm.generation.request import Delta, Ended, Event, Failed, Finished, Likelihood, Request, TokenLogprob
 from rabbitllm.generation.stop_texts import StoppedText
 
 
@@ -113,7 +113,7 @@ class Generation:
             self.ended = Ended.LENGTH
         if self.ended is not None:
             self._stream.end()
-        self._notify(Piece(self._texts.take(last=self.ended is not None), (chosen,)))
+        self._notify(Delta(self._texts.take(last=self.ended is not None), (chosen,)))
         if self.ended is not None:
             raise _Over
 
@@ -124,7 +124,7 @@ class Generation:
             self._stream.end()
             held = self._texts.take(last=True)
             if held:
-                self._notify(Piece(held, ()))
+                self._notify(Delta(held, ()))
         finished = Finished(
             self.ended,
             self._texts.stop,
@@ -154,9 +154,9 @@ class Generation:
             self._random = _random_state(self._model.device)
             _set_random_state(self._others, self._model.device)
 
-    def _chosen(self, token: int) -> Chosen:
+    def _chosen(self, token: int) -> TokenLogprob:
         if self._likelihoods is None:
-            return Chosen(token)
+            return TokenLogprob(token)
         assert self.request.likeliest is not None
         return self._likelihoods.of(token, self.request.likeliest)
 
@@ -182,10 +182,10 @@ class _Likelihoods(LogitsProcessor):  # type: ignore[misc]
         self._logprobs = torch.log_softmax(scores[0].float(), dim=-1)
         return scores
 
-    def of(self, token: int, likeliest: int) -> Chosen:
+    def of(self, token: int, likeliest: int) -> TokenLogprob:
         assert self._logprobs is not None
         best = self._logprobs.topk(min(likeliest, len(self._logprobs)))
-        return Chosen(
+        return TokenLogprob(
             token,
             float(self._logprobs[token]),
             tuple(Likelihood(*pair) for pair in zip(best.indices.tolist(), best.values.tolist(), strict=True)),

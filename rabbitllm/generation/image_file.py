@@ -16,7 +16,7 @@ from pathlib import Path
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.engine.span_reader import stays_cached
 from rabbitllm.generation.cache_image import Form, Image, new_image
-from rabbitllm.generation.places import Places
+from rabbitllm.generation.places import FileSlots
 from rabbitllm.storage import durable
 from rabbitllm.storage.page_cache import DIRECT_ALIGNMENT
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredImage:
     """An image that is in the file.
 
     Attributes:
@@ -55,7 +55,7 @@ class ImageFile:
         self.error: OSError | None = None
         self.written = 0
         self.is_past_the_cache = False
-        self._places = Places(limit)
+        self._places = FileSlots(limit)
         self._limit = limit
         self._folder = folder
         self._beside = beside
@@ -83,7 +83,7 @@ class ImageFile:
         if not self.is_past_the_cache:
             self._room = available_ram()
 
-    def put(self, image: Image) -> Stored | None:
+    def put(self, image: Image) -> StoredImage | None:
         """Write an image; None if that is not possible.
 
         Args:
@@ -108,9 +108,9 @@ class ImageFile:
             self._places.give_back(place, nbytes)
             return None
         self.written += nbytes
-        return Stored(place, nbytes, image.form)
+        return StoredImage(place, nbytes, image.form)
 
-    def fill(self, image: Image, stored: Stored) -> None:
+    def fill(self, image: Image, stored: StoredImage) -> None:
         """Read an image; by any thread.
 
         Args:
@@ -123,13 +123,13 @@ class ImageFile:
         assert self._file is not None
         self._file.read_at(image.whole.numpy().data, stored.place, aligned=self._goes_past(image, stored.place))
 
-    def get(self, stored: Stored) -> Image:
+    def get(self, stored: StoredImage) -> Image:
         """An image again, see `fill`."""
         image = new_image(*stored.form)
         self.fill(image, stored)
         return image
 
-    def give_back(self, stored: Stored) -> None:
+    def give_back(self, stored: StoredImage) -> None:
         """Let others have a place.
 
         Args:

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from rabbitllm.generation.cache_image import Image, new_image
-from rabbitllm.generation.image_file import ImageFile, Stored
+from rabbitllm.generation.image_file import ImageFile, StoredImage
 
 READERS = 2
 """A disk that is asked for one thing at a time is slower."""
@@ -35,7 +35,7 @@ class ImagesAhead:
         nbytes: that are ahead.
     """
 
-    def __init__(self, file: ImageFile, most: int, find: Callable[[Key], Stored | None]) -> None:
+    def __init__(self, file: ImageFile, most: int, find: Callable[[Key], StoredImage | None]) -> None:
         self.read = 0
         self.nbytes = 0
         self._file = file
@@ -55,7 +55,7 @@ class ImagesAhead:
         self._next = deque(keys)
         self._go_on()
 
-    def take(self, key: Key, stored: Stored) -> Image:
+    def take(self, key: Key, stored: StoredImage) -> Image:
         """An image, once it has come; if it was not asked for it is read now.
 
         Args:

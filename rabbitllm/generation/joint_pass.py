@@ -29,11 +29,11 @@ from rabbitllm.engine.row_products import RowProducts
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.cache_file import CacheFile
 from rabbitllm.generation.carriers import Carrier, Carrying
-from rabbitllm.generation.members import Alone, Call, Left, Member, Point, call_of, together
+from rabbitllm.generation.members import Alone, Left, MeetingPoint, Member, MemberCall, call_of, together
 from rabbitllm.generation.packed import PackedForward
 from rabbitllm.generation.packed_cache import NotPackable
-from rabbitllm.generation.rows import Kind, joined, rowwise
-from rabbitllm.telemetry.passes import Entry
+from rabbitllm.generation.rows import RowKind, joined, rowwise
+from rabbitllm.telemetry.passes import PassInput
 
 
 class JointPasses:
@@ -73,12 +73,12 @@ class JointPasses:
         head = model.get_output_embeddings()
         self._products = RowProducts(model) if not exact else None
         units = {id(model.get_submodule(placed.unit)) for placed in model.placement.units}
-        self._points: list[Point] = []
+        self._points: list[MeetingPoint] = []
         for module in model.modules():
             is_unit = id(module) in units
             kind = self._kind(module)
             if is_unit or (kind and not exact):
-                self._points.append(Point(module, kind, is_unit=is_unit))
+                self._points.append(MeetingPoint(module, kind, is_unit=is_unit))
         self._head = next((point for point in self._points if point.module is head), None)
         for point in self._points:
             point.module._compiled_call_impl = self._at(point)
@@ -137,10 +137,10 @@ class JointPasses:
             for carrier in carriers:
                 self._answer(carrier)
 
-    def _kind(self, module: nn.Module) -> Kind | None:
+    def _kind(self, module: nn.Module) -> RowKind | None:
         """How members' rows go through a module as one; None if they do not."""
         if module is self._model.get_input_embeddings() and isinstance(module, nn.Embedding):
-            return Kind.IDS  # some scale what they look up, row by row
+            return RowKind.IDS  # some scale what they look up, row by row
         return rowwise(module)
 
     # what members call -----------------------------------------------------------------------------------------------
@@ -155,9 +155,9 @@ class JointPasses:
         Returns:
             What the forward returns, if it was computed with the others'; else None.
         """
-        return self._wait(Call(None, args, kwargs))
+        return self._wait(MemberCall(None, args, kwargs))
 
-    def _wait(self, call: Call) -> Any:
+    def _wait(self, call: MemberCall) -> Any:
         member = getcurrent()
         assert isinstance(member, Member)
         assert self._hub is not None
@@ -168,16 +168,16 @@ class JointPasses:
         finally:
             torch.set_grad_enabled(gradients)
 
-    def _at(self, point: Point) -> Callable[..., Any]:
+    def _at(self, point: MeetingPoint) -> Callable[..., Any]:
         ordinary: Callable[..., Any] = point.module._call_impl
 
         def call(*args: Any, **kwargs: Any) -> Any:
             member = getcurrent()
             # experts are brought for the rows that want them, and so for the rows of all
-            brings = point.is_unit or point.rowwise is Kind.EXPERTS
+            brings = point.is_unit or point.rowwise is RowKind.EXPERTS
             if not isinstance(member, Member) or not (brings or member.meets_inside):
                 return ordinary(*args, **kwargs)
-            answer = self._wait(Call(point, args, kwargs))
+            answer = self._wait(MemberCall(point, args, kwargs))
             if isinstance(answer, Alone):
                 return point.forward(*answer.args, **answer.kwargs)
             return answer
@@ -231,7 +231,7 @@ class JointPasses:
         point, here = together(members)
         try:
             # looking up rows rounds nothing
-            if point.rowwise is not None and (point.rowwise is Kind.IDS or not self._exact):
+            if point.rowwise is not None and (point.rowwise is RowKind.IDS or not self._exact):
                 self._through_as_rows(point, here)
             elif point.is_unit:
                 self._through_a_unit(point, here)
@@ -242,7 +242,7 @@ class JointPasses:
                 if not member.dead:
                     self._end(member, _copy_of(error))
 
-    def _through_as_rows(self, point: Point, members: Sequence[Member]) -> None:
+    def _through_as_rows(self, point: MeetingPoint, members: Sequence[Member]) -> None:
         calls = [call_of(member) for member in members]
         assert point.rowwise is not None
         batch = joined(point.rowwise, [(call.args, call.kwargs) for call in calls])
@@ -260,12 +260,12 @@ class JointPasses:
         for member, answer in zip(members, answers, strict=True):
             self._go_on(member, answer)
 
-    def _each(self, point: Point, members: Sequence[Member]) -> None:
+    def _each(self, point: MeetingPoint, members: Sequence[Member]) -> None:
         for member in members:
             call = call_of(member)
             self._go_on(member, Alone(call.args, call.kwargs))
 
-    def _through_a_unit(self, point: Point, members: Sequence[Member]) -> None:
+    def _through_a_unit(self, point: MeetingPoint, members: Sequence[Member]) -> None:
         """Run a unit's hooks once, and between them every member's call, until all have left it."""
         calls = [call_of(member) for member in members]
 
@@ -285,9 +285,9 @@ def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return call(*args, **kwargs)
 
 
-def _entry(members: Iterable[Member]) -> Entry:
+def _entry(members: Iterable[Member]) -> PassInput:
     """What goes into a pass altogether."""
-    return Entry(1, sum(member.tokens for member in members), None, None)
+    return PassInput(1, sum(member.tokens for member in members), None, None)
 
 
 def _copy_of(error: Exception) -> Exception:

@@ -11,8 +11,8 @@ from greenlet import greenlet
 from torch import nn
 
 from rabbitllm.engine.pass_entry import entry_of
-from rabbitllm.generation.rows import Kind
-from rabbitllm.telemetry.passes import Entry
+from rabbitllm.generation.rows import RowKind
+from rabbitllm.telemetry.passes import PassInput
 
 
 class Left(BaseException):
@@ -20,10 +20,10 @@ class Left(BaseException):
 
 
 @dataclass(slots=True)
-class Call:
+class MemberCall:
     """Where a member waits, and with what; at no point it waits for the next pass."""
 
-    point: Point | None
+    point: MeetingPoint | None
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
@@ -38,10 +38,10 @@ class Alone:
         self.kwargs = kwargs
 
 
-class Point:
+class MeetingPoint:
     """A module at which members meet."""
 
-    def __init__(self, module: nn.Module, kind: Kind | None, *, is_unit: bool) -> None:
+    def __init__(self, module: nn.Module, kind: RowKind | None, *, is_unit: bool) -> None:
         self.module = module
         self.forward = module.forward
         self.is_unit = is_unit
@@ -87,7 +87,7 @@ class Member(greenlet):  # type: ignore[misc]
         self._work = work
         self.behind_head = behind_head
         self.meets_inside = meets_inside
-        self.waits: Call | None = None
+        self.waits: MemberCall | None = None
         self.error: BaseException | None = None
 
     def _run(self, answer: Any = None) -> None:
@@ -117,19 +117,19 @@ class Member(greenlet):  # type: ignore[misc]
         return entry.batch * entry.length
 
     @property
-    def brings(self) -> tuple[Entry, Any]:
+    def brings(self) -> tuple[PassInput, Any]:
         """What goes into the next pass, for which it waits, and its KV cache; None without one."""
         assert self.waits is not None
         return entry_of(self.waits.args, self.waits.kwargs)
 
 
-def call_of(member: Member) -> Call:
+def call_of(member: Member) -> MemberCall:
     """Where one that waits does so."""
     assert member.waits is not None
     return member.waits
 
 
-def together(members: Sequence[Member]) -> tuple[Point, list[Member]]:
+def together(members: Sequence[Member]) -> tuple[MeetingPoint, list[Member]]:
     """The point where most of them are, and who is there."""
     by_point: dict[int, list[Member]] = {}
     for member in members:

@@ -30,7 +30,7 @@ _NOTHING: Mapping[str, Any] = {"mm_encoder_outputs": {}}
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class PackedSequence:
     """What one text brings to a pass.
 
     Attributes:
@@ -72,7 +72,7 @@ class PackedForward:
         """One for a model, if it can be packed."""
         return PackedForward(model, file) if can_be_packed(model) else None
 
-    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Text | None:
+    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PackedSequence | None:
         """What a call of the model's forward brings; None if it cannot be packed.
 
         Args:
@@ -91,9 +91,9 @@ class PackedForward:
             return None
         if mask is not None and (mask.shape != (1, before + rows) or not bool(mask.all())):
             return None
-        return Text(ids, positions, cache, min(kept, rows) or rows)
+        return PackedSequence(ids, positions, cache, min(kept, rows) or rows)
 
-    def fitting(self, texts: Sequence[Text]) -> list[bool]:
+    def fitting(self, texts: Sequence[PackedSequence]) -> list[bool]:
         """Which texts fit the first one, and have ids and positions that the model has; what others end with is theirs
         alone."""
         kinds = texts[0].positions.shape[:-1]
@@ -108,7 +108,7 @@ class PackedForward:
         """What has to be around several forwards that go on by turns."""
         return attention_by_text(self._configs)
 
-    def __call__(self, texts: Sequence[Text]) -> list[Any]:
+    def __call__(self, texts: Sequence[PackedSequence]) -> list[Any]:
         """One pass; returns for each text what the model's forward would have returned for it alone.
 
         Raises:
@@ -155,7 +155,7 @@ def _says_nothing(name: str, value: Any) -> bool:
     return value is None or (name in _EXPECTED and value is _EXPECTED[name]) or (name in _NOTHING and value == {})
 
 
-def _kept_rows(texts: Sequence[Text], lengths: Sequence[int]) -> torch.Tensor:
+def _kept_rows(texts: Sequence[PackedSequence], lengths: Sequence[int]) -> torch.Tensor:
     """The numbers of the rows that have logits."""
     rows: list[int] = []
     end = 0

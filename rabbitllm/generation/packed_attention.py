@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rabbitllm.generation.packed_cache import NotPackable, PackedCache, Span
+from rabbitllm.generation.packed_cache import MaskSpan, NotPackable, PackedCache
 
 OWN = ("sdpa", "eager")
 """Implementations that can be called for each text."""
@@ -158,7 +158,7 @@ def _masks(own: str, **kwargs: Any) -> Any:
     if cache is None:
         return make(**kwargs)
     spans = cache.spans()
-    made: dict[Span, Any] = {}  # texts of the same sizes share one
+    made: dict[MaskSpan, Any] = {}  # texts of the same sizes share one
     for span in spans:
         if span not in made:
             kwargs |= {"q_length": span.queries, "q_offset": span.begins}

@@ -19,7 +19,7 @@ from rabbitllm.generation.room import append
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class MaskSpan:
     """What the mask of one text covers.
 
     Attributes:
@@ -137,12 +137,12 @@ class PackedCache(Cache):  # type: ignore[misc]
             yield self._file.joined(cache, given.number, key, value)
             self._file.put_back(cache, given.number, key, value)
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[MaskSpan]:
         """What the mask has to cover that is being made, of each text."""
         found = []
         for cache, length in zip(self._caches, self.lengths, strict=True):
             keys, first = cache.get_mask_sizes(length, self._asked)
-            found.append(Span(length, cache.get_query_offset(self._asked), keys, first))
+            found.append(MaskSpan(length, cache.get_query_offset(self._asked), keys, first))
         return found
 
     def finish(self) -> None:

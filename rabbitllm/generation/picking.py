@@ -24,7 +24,7 @@ MOST_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class SequenceMemory:
     """A text as far as its memory is concerned.
 
     Attributes:
@@ -42,7 +42,7 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class TokenBudget:
     """How long passes take, and so how many tokens of prompts one may have: as many as make it twice as long.
 
     A pass over streamed weights takes its time whatever goes through it; up to there tokens cost little.
@@ -55,13 +55,13 @@ class Pace:
     least: float | None = None
     each: float | None = None
 
-    def after(self, tokens: int, seconds: float) -> Pace:
+    def after(self, tokens: int, seconds: float) -> TokenBudget:
         """What is known after one more pass."""
         if tokens >= MANY_TOKENS and self.least is not None:
             each = max(seconds - self.least, 0.0) / tokens
-            return Pace(self.least, each if self.each is None else 0.5 * (self.each + each))
+            return TokenBudget(self.least, each if self.each is None else 0.5 * (self.each + each))
         # a short pass long ago says little about now: it is forgotten slowly
-        return Pace(seconds if self.least is None else min(seconds, 1.05 * self.least), self.each)
+        return TokenBudget(seconds if self.least is None else min(seconds, 1.05 * self.least), self.each)
 
     def anew(self, tokens: int, chunk: int) -> float | None:
         """Seconds until a text has gone through the model again, in passes that are made anyway; None if not known.
@@ -105,7 +105,7 @@ def take_part(tokens: Sequence[int], chunk: int) -> list[int]:
     return found
 
 
-def fits(text: Text, running: Sequence[Text], cost: Callable[[int], int], limit: int) -> bool:
+def fits(text: SequenceMemory, running: Sequence[SequenceMemory], cost: Callable[[int], int], limit: int) -> bool:
     """Whether a text may begin; one alone always may.
 
     Args:
@@ -117,7 +117,7 @@ def fits(text: Text, running: Sequence[Text], cost: Callable[[int], int], limit:
     return not running or cost(text.soon) + sum(cost(one.soon) for one in running) <= limit
 
 
-def too_many(running: Sequence[Text], cost: Callable[[int], int], limit: int) -> int:
+def too_many(running: Sequence[SequenceMemory], cost: Callable[[int], int], limit: int) -> int:
     """How many of those that run, from the last one on, have to give their place back before the next pass.
 
     Args:

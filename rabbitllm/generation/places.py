@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import insort
 
 
-class Places:
+class FileSlots:
     """The places of a file.
 
     Args:

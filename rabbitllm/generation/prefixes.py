@@ -23,7 +23,7 @@ MOST_TEXTS = 256
 """That are kept: whoever begins looks through all of them, at some 40 microseconds each (1,000 tokens, 80 layers)."""
 
 
-class Kept:
+class PrefixCache:
     """Caches of texts that are over, the latest used last; at most `MOST_TEXTS`.
 
     Attributes:

@@ -1,6 +1,6 @@
 """What a generation is asked for, and what comes of it: plain facts, without a model.
 
-A request is answered by events, in this order: any number of `Piece`, then one of `Finished` and `Failed`.
+A request is answered by events, in this order: any number of `Delta`, then one of `Finished` and `Failed`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Likelihood:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class TokenLogprob:
     """A generated token.
 
     Attributes:
@@ -69,7 +69,7 @@ class Chosen:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Delta:
     """Something new of an answer.
 
     Attributes:
@@ -78,7 +78,7 @@ class Piece:
     """
 
     text: str
-    tokens: tuple[Chosen, ...]
+    tokens: tuple[TokenLogprob, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +115,11 @@ class Failed:
     error: Exception
 
 
-Event = Piece | Finished | Failed
+Event = Delta | Finished | Failed
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class BatchStats:
     """What a batch has done so far, and does now.
 
     Attributes:

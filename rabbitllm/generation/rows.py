@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from rabbitllm.engine.expert_finding import is_routed
 
 
-class Kind(Enum):
+class RowKind(Enum):
     """How rows lie in a call's tensors; the value is how many dimensions of the result are one row's."""
 
     FEATURES = 1
@@ -27,18 +27,18 @@ class Kind(Enum):
     EXPERTS = 3
 
 
-def rowwise(module: nn.Module) -> Kind | None:
+def rowwise(module: nn.Module) -> RowKind | None:
     """Of which kind a module is; None if it may look at more than one row."""
     forward = type(module).forward  # what is derived from these may do more
     if forward in (nn.Linear.forward, Conv1D.forward):
-        return Kind.FEATURES
+        return RowKind.FEATURES
     if forward is nn.Embedding.forward:
-        return Kind.IDS
-    return Kind.EXPERTS if is_routed(module) else None
+        return RowKind.IDS
+    return RowKind.EXPERTS if is_routed(module) else None
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class RowBatch:
     """The rows of several calls.
 
     Attributes:
@@ -50,24 +50,24 @@ class Batch:
     parts: Callable[[Any], list[Any]]
 
 
-def joined(kind: Kind, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> Batch | None:
+def joined(kind: RowKind, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> RowBatch | None:
     """One call with the rows of all; None if they do not fit together.
 
     Args:
         kind: of the module.
         calls: arguments of each.
     """
-    if kind is Kind.EXPERTS:
+    if kind is RowKind.EXPERTS:
         return _routed(calls)
     if any(kwargs or len(args) != 1 for args, kwargs in calls):
         return None
     given = [args[0] for args, _ in calls]
     if len(given) == 1:
-        return Batch((given[0],), lambda result: [result])
+        return RowBatch((given[0],), lambda result: [result])
     first = given[0]
-    width = first.shape[-1:] if kind is Kind.FEATURES else ()
+    width = first.shape[-1:] if kind is RowKind.FEATURES else ()
     if any(
-        one.dtype != first.dtype or one.device != first.device or (kind is Kind.FEATURES and one.shape[-1:] != width)
+        one.dtype != first.dtype or one.device != first.device or (kind is RowKind.FEATURES and one.shape[-1:] != width)
         for one in given
     ):
         return None
@@ -81,10 +81,10 @@ def joined(kind: Kind, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) 
             for part, shape in zip(torch.split(result, lengths), shapes, strict=True)
         ]
 
-    return Batch((torch.cat(rows),), parts)
+    return RowBatch((torch.cat(rows),), parts)
 
 
-def _routed(calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> Batch | None:
+def _routed(calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> RowBatch | None:
     """Of rows, and for each the numbers of its experts and their weights; so each expert is brought once for all."""
     first = calls[0][0]
     for args, kwargs in calls:
@@ -98,4 +98,4 @@ def _routed(calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> Batch | 
             return None
     lengths = [len(args[0]) for args, _ in calls]
     together = tuple(torch.cat(tensors) for tensors in zip(*(args for args, _ in calls), strict=True))
-    return Batch(together, lambda result: list(torch.split(result, lengths)))
+    return RowBatch(together, lambda result: list(torch.split(result, lengths)))

@@ -24,7 +24,7 @@ from rabbitllm.generation.answer_stream import AnswerStream, EndOfText
 from rabbitllm.generation.kept_cache import KeptCache, keeps
 from rabbitllm.generation.rendering import PLAIN_END, common_length, prompt_ids
 from rabbitllm.generation.template import has_template
-from rabbitllm.generation.work import Work, work_between
+from rabbitllm.generation.work import AnswerWork, work_between
 
 WITHOUT_LIMIT = 32_768
 """Tokens of an answer at most, where neither the caller nor the model's context sets a limit."""
@@ -39,7 +39,7 @@ class _Stopped(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Choices:
+class ChatOptions:
     """How answers are generated.
 
     Attributes:
@@ -52,7 +52,7 @@ class Choices:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ChatAnswer:
     """What came of a question.
 
     Attributes:
@@ -73,7 +73,7 @@ class Answer:
     ended: str
     first: float
     seconds: float
-    work: Work
+    work: AnswerWork
 
     @property
     def computed_tokens(self) -> int:
@@ -103,7 +103,7 @@ class Session:
         OptionError: the model generates no text.
     """
 
-    def __init__(self, model: Any, choices: Choices = Choices(), *, keep: bool = True) -> None:
+    def __init__(self, model: Any, choices: ChatOptions = ChatOptions(), *, keep: bool = True) -> None:
         if model.tokenizer is None:
             raise ChatError("The model came without a tokenizer.", "Put the tokenizer's files beside its config.json.")
         check_generates(model)
@@ -158,7 +158,7 @@ class Session:
         *,
         stopped: Callable[[], bool] = lambda: False,
         at_unit: Callable[[int, int], object] = lambda done, units: None,
-    ) -> Answer:
+    ) -> ChatAnswer:
         """Generate an answer.
 
         Args:
@@ -194,7 +194,7 @@ class Session:
             ended = BY_THE_USER
         self._sound = True
         seconds = time.perf_counter() - start
-        return Answer(
+        return ChatAnswer(
             text=stream.answer,
             tokens=len(stream.tokens),
             prompt_tokens=len(ids),

@@ -20,8 +20,8 @@ from rabbitllm.generation.filing import Begins, Running, begins, file_for
 from rabbitllm.generation.generation import Generation
 from rabbitllm.generation.kept_cache import keeps
 from rabbitllm.generation.limits import Limits
-from rabbitllm.generation.picking import Pace
-from rabbitllm.generation.prefixes import Kept, copied
+from rabbitllm.generation.picking import TokenBudget
+from rabbitllm.generation.prefixes import PrefixCache, copied
 from rabbitllm.generation.ticket import Ticket
 
 ASIDE_SHARE = 4
@@ -63,7 +63,7 @@ class TextCaches:
         self._exact = limits.exact
         self._keeps = keeps(model)
         self._shares = self._keeps and not limits.exact
-        self._kept = Kept()
+        self._kept = PrefixCache()
         aside_bytes = limits.aside_bytes if limits.aside_bytes is not None else ASIDE_SHARE * self.memory.limit
         folder = limits.aside_folder or usual_folder()
         if folder is None and all(lane.device.shares_host_memory for lane in model.streamer.lanes.values()):
@@ -181,7 +181,7 @@ class TextCaches:
         self._kept.shrink(left)
         return True
 
-    def set_aside(self, ticket: Ticket, cache: Any, pace: Pace) -> None:
+    def set_aside(self, ticket: Ticket, cache: Any, pace: TokenBudget) -> None:
         """Take the cache of one that has made way.
 
         Args:

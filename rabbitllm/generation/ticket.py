@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rabbitllm.generation.aside import Held
+from rabbitllm.generation.aside import SwappedOutCache
 from rabbitllm.generation.generation import Generation
 from rabbitllm.generation.members import Member
-from rabbitllm.generation.picking import Text
+from rabbitllm.generation.picking import SequenceMemory
 
 
 @dataclass(eq=False, slots=True)
@@ -30,7 +30,7 @@ class Ticket:
     member: Member | None = None
     is_cancelled: bool = False
     deadline: float | None = None
-    held: Held | None = None
+    held: SwappedOutCache | None = None
 
     def cancel(self) -> None:
         """End it with the pass that is going on; may be called from any thread, any number of times."""
@@ -38,10 +38,10 @@ class Ticket:
         self.wake()
 
     @property
-    def text(self) -> Text:
+    def text(self) -> SequenceMemory:
         """Its length, now and at most."""
         generation = self.generation
-        return Text(len(generation.request.prompt) + len(generation.tokens), generation.room)
+        return SequenceMemory(len(generation.request.prompt) + len(generation.tokens), generation.room)
 
     @property
     def cached_tokens(self) -> int:

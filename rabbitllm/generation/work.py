@@ -20,7 +20,7 @@ PLACES: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class AnswerWork:
     """What it took.
 
     Attributes:
@@ -35,9 +35,9 @@ class Work:
     moved: Mapping[str, int] = field(default_factory=dict)
     experts: Mapping[str, int] = field(default_factory=dict)
 
-    def plus(self, other: Work) -> Work:
+    def plus(self, other: AnswerWork) -> AnswerWork:
         """Both together."""
-        return Work(
+        return AnswerWork(
             self.passes + other.passes,
             self.tokens + other.tokens,
             _sum(self.moved, other.moved),
@@ -45,13 +45,13 @@ class Work:
         )
 
 
-def work_between(before: Mapping[str, PassSums], after: Mapping[str, PassSums]) -> Work:
+def work_between(before: Mapping[str, PassSums], after: Mapping[str, PassSums]) -> AnswerWork:
     """What was done since.
 
     Args:
         before, after: kind of pass -> sums, as `Profiler.sums` tells.
     """
-    found = Work()
+    found = AnswerWork()
     for kind, total in after.items():
         earlier = before.get(kind, PassSums())
         since = {
@@ -60,7 +60,7 @@ def work_between(before: Mapping[str, PassSums], after: Mapping[str, PassSums]) 
             for then in (earlier.stages.get(stage, NOTHING),)
         }
         found = found.plus(
-            Work(
+            AnswerWork(
                 total.passes - earlier.passes,
                 total.tokens - earlier.tokens,
                 {stage: nbytes for stage, (nbytes, _) in since.items() if stage in PLACES and nbytes},

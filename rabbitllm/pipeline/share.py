@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rabbitllm.base.options import Hosts, StreamOptions
-from rabbitllm.engine.part import Part
+from rabbitllm.engine.part import ModelPart
 from rabbitllm.engine.placement import UnitCost
 from rabbitllm.engine.placing import ready_once
 from rabbitllm.engine.unit_source import UnitSource
@@ -59,7 +59,7 @@ class Sharing:
         costs: Sequence[UnitCost],
         store: WeightFiles,
         budgets: Mapping[str, int],
-    ) -> Part:
+    ) -> ModelPart:
         """See `engine.part.Share`."""
         self.stack = find_stack(model, sources)
         meeting = Meeting(self._hosts)
@@ -83,7 +83,7 @@ class Sharing:
         mine = {unit.name for unit in self.stack.units[span.begin : span.end]}
         if meeting.rank == 0:
             mine |= set(sources) - names
-        return Part(frozenset(mine), shares[meeting.rank])
+        return ModelPart(frozenset(mine), shares[meeting.rank])
 
 
 def identity_of(model: Any, store: WeightFiles, options: StreamOptions) -> dict[str, str]:

@@ -31,11 +31,11 @@ from rabbitllm.splitter.interrupted import telling_how_to_go_on
 from rabbitllm.splitter.lock import locked, read_lock
 from rabbitllm.splitter.planned_files import PlannedFiles
 from rabbitllm.splitter.repair import repair, shards_for
-from rabbitllm.splitter.request import Acceptance, Request, check_before_download, plan_split
+from rabbitllm.splitter.request import Acceptance, SplitRequest, check_before_download, plan_split
 from rabbitllm.splitter.split import split
 from rabbitllm.storage import folder_lock
 from rabbitllm.storage.folder_lock import FolderKind, FolderLock
-from rabbitllm.store.chosen import SPLITS, Chosen
+from rabbitllm.store.chosen import SPLITS, BitAllocation
 from rabbitllm.store.layer_store import JOURNAL_NAME, MANIFEST_NAME, Manifest, directory_name, is_finished, is_fitted
 from rabbitllm.telemetry.profiler import Profiler
 
@@ -88,7 +88,7 @@ def ensure_split(
         checkpoint, chosen = _open(source, options, naming, accept, by_hands=hands is not None)
         family = family_of(source.config_folder, checkpoint)
         picked = experts_of(source.config_folder, checkpoint)
-        request = Request(
+        request = SplitRequest(
             checkpoint, source.split_folder, family, options, naming, quantize_on, hands, chosen, picked, accept
         )
         try:
@@ -108,7 +108,7 @@ def check_before_fetching(source: Source, accept: Acceptance) -> None:
         return
     remote = HubCheckpoint(source.repository)
     family = family_of(source.config_folder, remote)
-    plan = plan_split(Request(remote, source.split_folder, family, SplitOptions()))
+    plan = plan_split(SplitRequest(remote, source.split_folder, family, SplitOptions()))
     accept(PlannedFiles(plan, source.split_folder))
 
 
@@ -168,7 +168,7 @@ def _open(
     accept: Acceptance | None,
     *,
     by_hands: bool = False,
-) -> tuple[Checkpoint, Chosen | None]:
+) -> tuple[Checkpoint, BitAllocation | None]:
     """The checkpoint, and bits that were chosen with room for what was fetched for it.
 
     By hands, what no folder has that all of them see is fetched, whatever this user's cache has.
@@ -189,7 +189,9 @@ def _open(
             )
         family = family_of(source.config_folder, remote)
         picked = experts_of(source.config_folder, remote)
-        request = Request(remote, source.split_folder, family, options, naming, experts_a_token=picked, accept=accept)
+        request = SplitRequest(
+            remote, source.split_folder, family, options, naming, experts_a_token=picked, accept=accept
+        )
         chosen = check_before_download(request)
         return LocalCheckpoint(download_all(repository, remote.index)), chosen
     assert source.local is not None
@@ -252,4 +254,4 @@ def repair_split(folder: Path, manifest: Manifest, layers: Collection[str], orig
         telling_how_to_go_on(folder),
         lock_source(source, options),
     ):
-        repair(Request(checkpoint, folder, family_of(folder), options), manifest, layers)
+        repair(SplitRequest(checkpoint, folder, family_of(folder), options), manifest, layers)

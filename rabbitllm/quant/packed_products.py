@@ -169,9 +169,9 @@ class GroupedProduct:
         many: list[panel_products.Piece] = []
         for matrix, (begin, end) in zip(matrices, groups, strict=True):
             way = _way(matrix, self._width, end - begin)
-            if way is Way.CODES:
+            if way is ProductMethod.CODES:
                 few.append((matrix, begin, end))
-            elif way is Way.PANELS:
+            elif way is ProductMethod.PANELS:
                 stored, table, _ = matrix.arguments(self._width)
                 many.append((stored, table, begin, end))
             else:
@@ -242,17 +242,17 @@ def linear(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.
     flat = x.reshape(-1, x.shape[-1])
     width = kernel_for(matrix.form.scheme, x.dtype)
     way = _way(matrix, width, len(flat))
-    if way is Way.DEQUANTIZED:
+    if way is ProductMethod.DEQUANTIZED:
         result = _in_chunks(flat, matrix, bias)
     else:
-        result = matrix.times_with(width, flat) if way is Way.CODES else matrix.by_panels(width, flat)
+        result = matrix.times_with(width, flat) if way is ProductMethod.CODES else matrix.by_panels(width, flat)
         if bias is not None:
             result += bias
         result = result.to(x.dtype)
     return result.view(*x.shape[:-1], matrix.form.shape[0])
 
 
-class Way(enum.Enum):
+class ProductMethod(enum.Enum):
     """How rows are multiplied with a matrix."""
 
     CODES = enum.auto()
@@ -260,13 +260,17 @@ class Way(enum.Enum):
     DEQUANTIZED = enum.auto()
 
 
-def _way(matrix: Matrix, width: int, count: int) -> Way:
+def _way(matrix: Matrix, width: int, count: int) -> ProductMethod:
     """The fastest for so many rows, with a kernel of so many lanes."""
     if not matrix.is_known_to(width):
-        return Way.DEQUANTIZED
+        return ProductMethod.DEQUANTIZED
     if panel_products.multiplies(matrix.form.scheme, width, count):
-        return Way.PANELS
-    return Way.CODES if count <= (MOST_INPUTS_IN_PAIRS if width == PAIRS else MOST_INPUTS) else Way.DEQUANTIZED
+        return ProductMethod.PANELS
+    return (
+        ProductMethod.CODES
+        if count <= (MOST_INPUTS_IN_PAIRS if width == PAIRS else MOST_INPUTS)
+        else ProductMethod.DEQUANTIZED
+    )
 
 
 def _in_chunks(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:

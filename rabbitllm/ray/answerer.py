@@ -14,17 +14,17 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rabbitllm.batch_jobs.items import Answer, Defaults, Item, Limits
+from rabbitllm.batch_jobs.items import BatchAnswer, Defaults, Item, JobLimits
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.models.pull.make import Wish
-from rabbitllm.store.chosen import Chosen
+from rabbitllm.store.chosen import BitAllocation
 
 WEIGHTS, CACHE = 0.5, 0.3
 """Shares of its part of free memory that a worker which is not alone takes for weights, and for keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class WorkerJob:
     """What every worker of a batch is told.
 
     Attributes:
@@ -33,13 +33,13 @@ class Job:
         limits: what is taken on at a time.
         split: False for out of the checkpoint's own shards.
         dtype: to compute in; None for the config's.
-        longest: lengths and kinds of the longest lines, as `Survey` has them, for which memory is set aside.
+        longest: lengths and kinds of the longest lines, as `InputScan` has them, for which memory is set aside.
         share: workers that are on one machine.
     """
 
     wish: Wish
     name: str
-    limits: Limits
+    limits: JobLimits
     split: bool = True
     dtype: str | None = None
     longest: tuple[tuple[int, int], ...] = ()
@@ -63,7 +63,7 @@ class About:
     source: SourceIdentity | None
     compression: str | None
     computes: str
-    chosen: Chosen | None = None
+    chosen: BitAllocation | None = None
 
     def differs_from(self, other: About) -> str | None:
         """Why two workers would not give the same answers, in words; None if nothing says so."""
@@ -85,7 +85,7 @@ class Answerer:
         job: of the batch.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: WorkerJob) -> None:
         self._job = job
         self._model: Any = None
         self._limits = job.limits
@@ -102,12 +102,12 @@ class Answerer:
         from transformers import logging
 
         from rabbitllm.batch_jobs.loading import loaded
-        from rabbitllm.batch_jobs.survey import Survey
+        from rabbitllm.batch_jobs.survey import InputScan
         from rabbitllm.store.layer_store import read_manifest
 
         job = self._with_its_share()
         lengths, kinds = (array("q", (one[at] for one in job.longest)) for at in (0, 1))
-        survey = Survey(io.BytesIO(), Defaults(), lengths=lengths, kinds=kinds)
+        survey = InputScan(io.BytesIO(), Defaults(), lengths=lengths, kinds=kinds)
         found = loaded(
             job.wish,
             Console(stderr=True, highlight=False),
@@ -131,14 +131,14 @@ class Answerer:
             manifest.chosen if manifest is not None else None,
         )
 
-    def answer(self, items: Sequence[Item]) -> Generator[list[Answer]]:
+    def answer(self, items: Sequence[Item]) -> Generator[list[BatchAnswer]]:
         """Answers to lines, those that are complete at the same time together; see `answering.answered`."""
         from rabbitllm.batch_jobs.answering import answered
         from rabbitllm.batch_jobs.order import ordered
 
         yield from answered(self._model, self._job.name, ordered(items), self._limits)
 
-    def _with_its_share(self) -> Job:
+    def _with_its_share(self) -> WorkerJob:
         """The job, with limits of memory and disk where several workers would each take what is free."""
         import psutil
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from rabbitllm.base.options import expand
 from rabbitllm.base.terminal import counted
-from rabbitllm.batch_jobs.items import Answer, Limits
-from rabbitllm.batch_jobs.journal import Journal
+from rabbitllm.batch_jobs.items import BatchAnswer, JobLimits
+from rabbitllm.batch_jobs.journal import BatchJournal
 from rabbitllm.batch_jobs.loading import digest_of
-from rabbitllm.batch_jobs.survey import Survey
+from rabbitllm.batch_jobs.survey import InputScan
 from rabbitllm.models.pull.make import Wish
-from rabbitllm.ray.answerer import About, Job
+from rabbitllm.ray.answerer import About, WorkerJob
 from rabbitllm.ray.chunks import in_chunks, staff_of
 from rabbitllm.ray.cluster import connected, say
 from rabbitllm.ray.ray_answers import RayAnswers
@@ -28,12 +28,12 @@ def answering_on(
     address: str,
     wish: Wish,
     name: str,
-    limits: Limits,
+    limits: JobLimits,
     *,
     workers: int | None = None,
     split: bool = True,
     dtype: str | None = None,
-) -> Callable[[Survey, Journal], Generator[list[Answer]]]:
+) -> Callable[[InputScan, BatchJournal], Generator[list[BatchAnswer]]]:
     """What gives the answers that a journal lacks.
 
     Args:
@@ -49,13 +49,15 @@ def answering_on(
         ResultsError: the journal was begun with other weights.
     """
 
-    def elsewhere(survey: Survey, journal: Journal) -> Generator[list[Answer]]:
+    def elsewhere(survey: InputScan, journal: BatchJournal) -> Generator[list[BatchAnswer]]:
         order = [int(index) for index in survey.ordered(journal.missing())]
         with connected(address) as nodes:
             staff = staff_of(nodes, workers)
             check_machines(nodes, None, [], quantizes=wish.compression is not None)
             say(f"{counted(len(nodes), 'machine')}, {counted(staff.workers, 'worker')}; they get the model ready …")
-            job = Job(everywhere(wish), name, limits, split, dtype, _longest(survey, limits.sequences), staff.share)
+            job = WorkerJob(
+                everywhere(wish), name, limits, split, dtype, _longest(survey, limits.sequences), staff.share
+            )
             chunks = in_chunks(order, staff.workers, limits.sequences)
 
             def check(about: About) -> None:
@@ -75,6 +77,6 @@ def everywhere(wish: Wish) -> Wish:
     return replace(wish, name=name, folder=folder)
 
 
-def _longest(survey: Survey, count: int) -> tuple[tuple[int, int], ...]:
+def _longest(survey: InputScan, count: int) -> tuple[tuple[int, int], ...]:
     found = sorted(zip(survey.lengths, survey.kinds, strict=True), reverse=True)
     return tuple((int(length), int(kind)) for length, kind in found[:count])

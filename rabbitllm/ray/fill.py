@@ -9,19 +9,19 @@ from __future__ import annotations
 from rabbitllm.splitter.arrivals import Arrivals
 from rabbitllm.splitter.filler import Filler
 from rabbitllm.splitter.lease import Lease, Looks
-from rabbitllm.splitter.mover import Mover, Target
+from rabbitllm.splitter.mover import FillTarget, Mover
 from rabbitllm.splitter.plan import PlannedShard
 from rabbitllm.splitter.sums import ShardChecksums
-from rabbitllm.splitter.work import ROOM, Work
+from rabbitllm.splitter.work import ROOM, SplitWork
 from rabbitllm.telemetry.profiler import Profiler
 
 
-def fill_from(shard: PlannedShard, work: Work, lease: Lease, threads: int) -> ShardChecksums:
+def fill_from(shard: PlannedShard, work: SplitWork, lease: Lease, threads: int) -> ShardChecksums:
     """Fill unfinished layer files from a shard.
 
     Args:
         shard: which.
-        work: the part of a split that is about this shard (`Work.of_shard`).
+        work: the part of a split that is about this shard (`SplitWork.of_shard`).
         lease: asked before every few MB; without it nothing more is written.
         threads: that read, quantize and write.
 
@@ -36,7 +36,7 @@ def fill_from(shard: PlannedShard, work: Work, lease: Lease, threads: int) -> Sh
     looks.check()
     profiler = Profiler(enabled=False)
     layers = list(work.plan.layouts)
-    targets: dict[str, Target] = {}
+    targets: dict[str, FillTarget] = {}
     mover = Mover(threads, work.quantize_on, profiler, looks.check, fitted=work.fitted)
     arrivals = Arrivals(work.checkpoint, ROOM[work.arrival], looks.check)
     try:

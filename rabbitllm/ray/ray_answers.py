@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rabbitllm.base.terminal import counted
-from rabbitllm.batch_jobs.items import Answer, Item
+from rabbitllm.batch_jobs.items import BatchAnswer, Item
 from rabbitllm.errors import ClusterError, RabbitLLMError
-from rabbitllm.ray.answerer import About, Answerer, Job
+from rabbitllm.ray.answerer import About, Answerer, WorkerJob
 from rabbitllm.ray.chunks import Staff
 from rabbitllm.ray.cluster import say
 
@@ -62,7 +62,7 @@ class RayAnswers:
     def __init__(
         self,
         staff: Staff,
-        job: Job,
+        job: WorkerJob,
         worker: type[Any] = Answerer,
         check: Callable[[About], None] = lambda about: None,
         tell: Callable[[str], None] = say,
@@ -77,7 +77,7 @@ class RayAnswers:
         self._about: About | None = None
         self._lost = 0
 
-    def answered(self, chunks: Sequence[Sequence[int]], item: Callable[[int], Item]) -> Generator[list[Answer]]:
+    def answered(self, chunks: Sequence[Sequence[int]], item: Callable[[int], Item]) -> Generator[list[BatchAnswer]]:
         """Answers to lines, those that were complete at the same time together.
 
         Args:
@@ -137,7 +137,7 @@ class RayAnswers:
         worker.left = {one.index: one for one in items}
         worker.answers = worker.actor.answer.options(num_returns="streaming").remote(items)
 
-    def _heard(self, worker: _Worker, waiting: deque[list[int]]) -> Generator[list[Answer]]:
+    def _heard(self, worker: _Worker, waiting: deque[list[int]]) -> Generator[list[BatchAnswer]]:
         """Take up what a worker has to say: that it is ready, some answers, that it is through, or nothing any more."""
         import ray
         from ray.exceptions import RayError, RayTaskError
@@ -149,7 +149,7 @@ class RayAnswers:
                 return
             assert worker.left is not None
             try:
-                group: list[Answer] = ray.get(next(worker.answers))
+                group: list[BatchAnswer] = ray.get(next(worker.answers))
             except StopIteration:
                 if worker.left:
                     waiting.appendleft([*worker.left])

@@ -20,7 +20,7 @@ from rabbitllm.splitter.hands import Filled
 from rabbitllm.splitter.lease import Lease, granted, revoke
 from rabbitllm.splitter.plan import PlannedShard
 from rabbitllm.splitter.sums import ShardChecksums
-from rabbitllm.splitter.work import Work
+from rabbitllm.splitter.work import SplitWork
 
 CPUS_A_TASK = 2
 """Processors that Ray sets aside for a shard, and threads that work on it."""
@@ -29,7 +29,7 @@ TIMES = 4
 POLL_SECONDS = 0.2
 STOP_SECONDS = 10.0
 """How long tasks that are to stop may take over it."""
-Fill = Callable[[PlannedShard, Work, Lease, int], ShardChecksums]
+Fill = Callable[[PlannedShard, SplitWork, Lease, int], ShardChecksums]
 """See `fill_from`."""
 
 
@@ -97,7 +97,7 @@ class RayHands:
                 _wait_for_end([*in_work])
 
 
-def _filled(fill: Fill, shard: PlannedShard, work: Work, lease: Lease, threads: int) -> ShardChecksums:
+def _filled(fill: Fill, shard: PlannedShard, work: SplitWork, lease: Lease, threads: int) -> ShardChecksums:
     return fill(shard, work, lease, threads)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from rabbitllm.splitter.plan import PlannedShard
-from rabbitllm.splitter.work import Work
+from rabbitllm.splitter.work import SplitWork
 
-Part = tuple[PlannedShard, Work]
+Part = tuple[PlannedShard, SplitWork]
 
 
 def next_part(waiting: Sequence[Part], in_work: Iterable[Part], *, apart: bool) -> Part | None:

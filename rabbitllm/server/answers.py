@@ -9,25 +9,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rabbitllm.generation.request import Chosen, Ended, Finished, Piece
+from rabbitllm.generation.request import Delta, Ended, Finished, TokenLogprob
 
 REASONS = {Ended.STOP: "stop", Ended.LENGTH: "length", Ended.CANCELLED: "length", Ended.TIMEOUT: "length"}
 """How OpenAI's interface says why an answer is over; one that was cut off is as if its tokens were used up."""
 
 
-class Choices(Protocol):
+class AnswerChoices(Protocol):
     """The choices of one answer, as they come."""
 
     def begin(self, choice: int) -> list[dict[str, Any]]:
         """What a stream says first of a choice."""
 
-    def more(self, choice: int, piece: Piece) -> list[dict[str, Any]]:
+    def more(self, choice: int, piece: Delta) -> list[dict[str, Any]]:
         """What a stream says of a piece."""
 
     def end(self, choice: int, finished: Finished) -> list[dict[str, Any]]:
         """What a stream says last."""
 
-    def whole(self, choice: int, piece: Piece, finished: Finished) -> dict[str, Any]:
+    def whole(self, choice: int, piece: Delta, finished: Finished) -> dict[str, Any]:
         """A choice that is answered at once, of all its pieces as one."""
 
 
@@ -91,14 +91,14 @@ def usage_of(finished: Sequence[Finished], choices_of_a_prompt: int) -> dict[str
     }
 
 
-def joined(first: Piece, second: Piece) -> Piece:
+def joined(first: Delta, second: Delta) -> Delta:
     """Two pieces as one."""
-    return Piece(first.text + second.text, first.tokens + second.tokens)
+    return Delta(first.text + second.text, first.tokens + second.tokens)
 
 
-NOTHING = Piece("", ())
+NOTHING = Delta("", ())
 
 
-def without_end(tokens: Sequence[Chosen], ends: frozenset[int]) -> Sequence[Chosen]:
+def without_end(tokens: Sequence[TokenLogprob], ends: frozenset[int]) -> Sequence[TokenLogprob]:
     """Tokens that are part of the text: the one by which a model ends it is none."""
     return tokens[:-1] if tokens and tokens[-1].token in ends else tokens

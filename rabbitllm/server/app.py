@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from rabbitllm.generation.request import Request as Wanted
 from rabbitllm.server import page, status
-from rabbitllm.server.answers import Choices, Envelope
+from rabbitllm.server.answers import AnswerChoices, Envelope
 from rabbitllm.server.bodies import read_json
 from rabbitllm.server.chat_answers import ChatChoices
 from rabbitllm.server.chat_requests import chat_asked
@@ -26,12 +26,12 @@ from rabbitllm.server.completion_answers import CompletionChoices
 from rabbitllm.server.completion_requests import completion_asked
 from rabbitllm.server.embeddings import embedding_asked, embedding_object
 from rabbitllm.server.event_stream import EventStream, left
-from rabbitllm.server.guards import Hosts, JsonResponse, Keys, Open, Recorded, answer_of, told
+from rabbitllm.server.guards import HostGuard, JsonResponse, Keys, Open, Recorded, answer_of, told
 from rabbitllm.server.inbox import Inbox
 from rabbitllm.server.prometheus import CONTENT_TYPE, written
 from rabbitllm.server.record import SCOPE_KEY, Record
 from rabbitllm.server.refusal import CLOSING, NOT_FOUND, Refusal
-from rabbitllm.server.schemas import Chat, Completion, Embedding, Generation, parsed
+from rabbitllm.server.schemas import ChatBody, CompletionBody, Embedding, GenerationBody, parsed
 from rabbitllm.server.service import Service
 from rabbitllm.server.submission import Submission, frames, whole
 
@@ -62,7 +62,7 @@ def create_app(service: Service) -> ASGIApp:
             allow_headers=("*",),
             expose_headers=EXPOSED,
         )
-    return Recorded(Hosts(guarded, settings.hosts, settings.origins), service.metrics)
+    return Recorded(HostGuard(guarded, settings.hosts, settings.origins), service.metrics)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
@@ -108,7 +108,7 @@ def _routes(service: Service) -> APIRouter:
 
     @router.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        body = parsed(Chat, await body_of(request))
+        body = parsed(ChatBody, await body_of(request))
         service.check_name(body.model)
         asked = await service.encoded(lambda: chat_asked(body, service.template, service.model, settings))
         choices = ChatChoices(asked, service.spelling, service.ends, lambda: f"call_{uuid.uuid4().hex[:24]}")
@@ -123,7 +123,7 @@ def _routes(service: Service) -> APIRouter:
 
     @router.post("/v1/completions")
     async def completion(request: Request) -> Response:
-        body = parsed(Completion, await body_of(request))
+        body = parsed(CompletionBody, await body_of(request))
         service.check_name(body.model)
         asked = await service.encoded(lambda: completion_asked(body, service.tokenizer, service.model, settings))
         choices = CompletionChoices(asked, service.spelling, service.ends)
@@ -164,9 +164,9 @@ def _routes(service: Service) -> APIRouter:
 async def _generated(
     request: Request,
     service: Service,
-    body: Generation,
+    body: GenerationBody,
     wanted: Sequence[Wanted],
-    choices: Choices,
+    choices: AnswerChoices,
     envelope: Envelope,
     inbox: Inbox,
 ) -> Response:
@@ -220,7 +220,7 @@ async def _unless_gone(request: Request, work: asyncio.Future[Any], cancel: Call
         await asyncio.gather(work, leaving, return_exceptions=True)
 
 
-def _envelope(lead: str, kinds: tuple[str, str], body: Generation, request: Request, service: Service) -> Envelope:
+def _envelope(lead: str, kinds: tuple[str, str], body: GenerationBody, request: Request, service: Service) -> Envelope:
     name = f"{lead}{_record(request).id}"
     return Envelope(name, int(time.time()), service.settings.name, *kinds, bool(body.stream and body.include_usage))
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rabbitllm.generation.request import Chosen, Finished, Likelihood, Piece
+from rabbitllm.generation.request import Delta, Finished, Likelihood, TokenLogprob
 from rabbitllm.server.answers import REASONS, without_end
 from rabbitllm.server.chat_requests import ChatAsked
 from rabbitllm.server.spelling import Spelling
-from rabbitllm.server.tools import SPECIAL, Call, CallReader
+from rabbitllm.server.tools import SPECIAL, CallReader, ParsedToolCall
 
 
 class ChatChoices:
@@ -29,7 +29,7 @@ class ChatChoices:
         self._new_id = new_id
         self._readers = [self._reader() for _ in asked.requests]
 
-    def text_of(self, piece: Piece) -> str:
+    def text_of(self, piece: Delta) -> str:
         """Text as the batch hands it out, with the markers of calls before it that are special tokens and so not in it.
 
         For a reader of calls; whoever joins pieces has to ask before, since only then it is known where they stood.
@@ -43,7 +43,7 @@ class ChatChoices:
         """The role."""
         return [_delta(choice, {"role": "assistant", "content": ""})]
 
-    def more(self, choice: int, piece: Piece) -> list[dict[str, Any]]:
+    def more(self, choice: int, piece: Delta) -> list[dict[str, Any]]:
         """Its text, unless that may be a call of a tool, and its tokens' probabilities."""
         reader = self._readers[choice]
         text = piece.text if reader is None else reader.feed(piece.text)
@@ -62,11 +62,11 @@ class ChatChoices:
             found.append(_delta(choice, {"tool_calls": listed}))
         return [*found, _delta(choice, {}, reason=_reason(finished, calls))]
 
-    def whole(self, choice: int, piece: Piece, finished: Finished) -> dict[str, Any]:
+    def whole(self, choice: int, piece: Delta, finished: Finished) -> dict[str, Any]:
         """The message."""
         reader = self._reader()
         text = piece.text
-        calls: tuple[Call, ...] = ()
+        calls: tuple[ParsedToolCall, ...] = ()
         if reader is not None:
             text = reader.feed(piece.text)
             rest, calls = reader.end()
@@ -84,7 +84,7 @@ class ChatChoices:
     def _reader(self) -> CallReader | None:
         return CallReader(self._asked.tools, self._asked.types) if self._asked.tools else None
 
-    def _calls(self, calls: Sequence[Call]) -> list[dict[str, Any]]:
+    def _calls(self, calls: Sequence[ParsedToolCall]) -> list[dict[str, Any]]:
         return [
             {
                 "id": self._new_id(),
@@ -94,7 +94,7 @@ class ChatChoices:
             for call in calls
         ]
 
-    def _logprobs(self, tokens: Sequence[Chosen]) -> dict[str, Any] | None:
+    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if self._asked.likeliest is None:
             return None
         content = [
@@ -104,7 +104,7 @@ class ChatChoices:
         ]
         return {"content": content, "refusal": None}
 
-    def _top(self, chosen: Chosen) -> Sequence[Likelihood]:
+    def _top(self, chosen: TokenLogprob) -> Sequence[Likelihood]:
         return chosen.likeliest[: self._asked.likeliest]
 
     def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
@@ -127,5 +127,5 @@ def _delta(
     return {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _reason(finished: Finished, calls: Sequence[Call]) -> str:
+def _reason(finished: Finished, calls: Sequence[ParsedToolCall]) -> str:
     return "tool_calls" if calls else REASONS[finished.ended]

@@ -10,7 +10,7 @@ from typing import Any
 from rabbitllm.generation.request import Request
 from rabbitllm.server.generation_requests import checked_length, requests_of
 from rabbitllm.server.refusal import bad
-from rabbitllm.server.schemas import Chat, Message, Part, Tool
+from rabbitllm.server.schemas import ChatBody, ContentPart, Message, Tool
 from rabbitllm.server.settings import ModelFacts, Settings
 from rabbitllm.server.templates import OURS, Template
 from rabbitllm.server.unsupported import refuse_unsupported
@@ -33,7 +33,7 @@ class ChatAsked:
     types: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
-def chat_asked(body: Chat, template: Template, model: ModelFacts, settings: Settings) -> ChatAsked:
+def chat_asked(body: ChatBody, template: Template, model: ModelFacts, settings: Settings) -> ChatAsked:
     """What to generate.
 
     Raises:
@@ -58,13 +58,13 @@ def chat_asked(body: Chat, template: Template, model: ModelFacts, settings: Sett
     )
 
 
-def _likeliest(body: Chat) -> int | None:
+def _likeliest(body: ChatBody) -> int | None:
     if body.top_logprobs and not body.logprobs:
         raise bad("top_logprobs needs logprobs to be true.", "top_logprobs")
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
-def _tools(body: Chat, template: Template) -> list[Tool]:
+def _tools(body: ChatBody, template: Template) -> list[Tool]:
     choice = body.tool_choice
     if choice not in (None, "auto", "none"):
         what = choice if isinstance(choice, str) else "a tool that must be called"
@@ -87,7 +87,7 @@ def _tools(body: Chat, template: Template) -> list[Tool]:
     return body.tools
 
 
-def _variables(body: Chat, template: Template, with_tools: bool) -> dict[str, Any]:
+def _variables(body: ChatBody, template: Template, with_tools: bool) -> dict[str, Any]:
     """What the template is told besides messages and tools."""
     found: dict[str, Any] = {}
     if body.chat_template_kwargs:
@@ -159,7 +159,7 @@ def _text(message: Message, place: str) -> str:
     return "".join(_part(part, f"{place}.content.{number}") for number, part in enumerate(message.content))
 
 
-def _part(part: Part, place: str) -> str:
+def _part(part: ContentPart, place: str) -> str:
     if part.type not in ("text", "refusal"):
         raise bad(f"{place} is of type {part.type[:40]}; this model takes text only.", place, "unsupported_content")
     said = part.text if part.text is not None else (part.model_extra or {}).get("refusal")

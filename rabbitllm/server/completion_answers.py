@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rabbitllm.generation.request import Chosen, Finished, Piece
+from rabbitllm.generation.request import Delta, Finished, TokenLogprob
 from rabbitllm.server.answers import REASONS, without_end
 from rabbitllm.server.chat_answers import finite
 from rabbitllm.server.completion_requests import CompletionAsked
@@ -32,7 +32,7 @@ class CompletionChoices:
         echo = self._echo(choice)
         return [_choice(choice, echo, None)] if echo else []
 
-    def more(self, choice: int, piece: Piece) -> list[dict[str, Any]]:
+    def more(self, choice: int, piece: Delta) -> list[dict[str, Any]]:
         """Text, and its tokens' probabilities."""
         logprobs = self._logprobs(choice, piece.tokens)
         if not piece.text and not (logprobs and logprobs["tokens"]):
@@ -43,7 +43,7 @@ class CompletionChoices:
         """Why it is over."""
         return [_choice(choice, "", None, REASONS[finished.ended])]
 
-    def whole(self, choice: int, piece: Piece, finished: Finished) -> dict[str, Any]:
+    def whole(self, choice: int, piece: Delta, finished: Finished) -> dict[str, Any]:
         """The text."""
         text = self._echo(choice) + piece.text
         return _choice(choice, text, self._logprobs(choice, piece.tokens), REASONS[finished.ended])
@@ -51,7 +51,7 @@ class CompletionChoices:
     def _echo(self, choice: int) -> str:
         return self._asked.echoes[choice] if self._asked.echoes else ""
 
-    def _logprobs(self, choice: int, tokens: Sequence[Chosen]) -> dict[str, Any] | None:
+    def _logprobs(self, choice: int, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         """Lists of tokens, of their probabilities, of the likeliest in their places, and of where each begins."""
         if self._asked.likeliest is None:
             return None

@@ -24,7 +24,7 @@ from rabbitllm.server.completion_requests import listed, token_ids
 from rabbitllm.server.refusal import bad
 from rabbitllm.server.schemas import Embedding
 from rabbitllm.server.settings import ModelFacts, Settings
-from rabbitllm.telemetry.passes import Entry
+from rabbitllm.telemetry.passes import PassInput
 
 MODULES = "modules.json"
 POOLINGS = {
@@ -39,7 +39,7 @@ MOST_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class PoolingRecipe:
     """How hidden states become a vector.
 
     Attributes:
@@ -66,7 +66,7 @@ class EmbeddingAsked:
     dimensions: int | None = None
 
 
-def recipe_in(folder: Path) -> Recipe | None:
+def recipe_in(folder: Path) -> PoolingRecipe | None:
     """What a checkpoint's folder says; None if it says nothing, or something that is not computed here.
 
     Args:
@@ -86,7 +86,7 @@ def recipe_in(folder: Path) -> Recipe | None:
     chosen = [name for name, value in said.items() if name.startswith("pooling_mode_") and value is True]
     if len(chosen) != 1 or chosen[0] not in POOLINGS:
         return None
-    return Recipe(POOLINGS[chosen[0]], kinds[2:] == ["Normalize"])
+    return PoolingRecipe(POOLINGS[chosen[0]], kinds[2:] == ["Normalize"])
 
 
 class Embedder:
@@ -97,7 +97,7 @@ class Embedder:
         recipe: see `recipe_in`.
     """
 
-    def __init__(self, model: Any, recipe: Recipe) -> None:
+    def __init__(self, model: Any, recipe: PoolingRecipe) -> None:
         self._model = model
         self._recipe = recipe
         self._turn = asyncio.Lock()
@@ -130,7 +130,7 @@ class Embedder:
         tokens = torch.zeros(len(inputs), longest, dtype=torch.long)
         for row, ids in zip(tokens, inputs, strict=True):
             row[: len(ids)] = torch.tensor(list(ids))
-        with self._model.joint_pass(Entry(len(inputs), longest, None, None)):
+        with self._model.joint_pass(PassInput(len(inputs), longest, None, None)):
             states = self._model.base_model(input_ids=tokens.to(self._model.device), use_cache=False).last_hidden_state
         return [self._pooled(of_one[: len(ids)].float()) for of_one, ids in zip(states, inputs, strict=True)]
 

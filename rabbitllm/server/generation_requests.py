@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rabbitllm.generation.answer import Sampling
 from rabbitllm.generation.request import Request
 from rabbitllm.server.refusal import bad
-from rabbitllm.server.schemas import Generation
+from rabbitllm.server.schemas import GenerationBody
 from rabbitllm.server.settings import ModelFacts, Settings
 
 _SEEDS = (1 << 63) - 1
@@ -45,7 +45,7 @@ def checked_length(ids: Sequence[int], asked: int | None, model: ModelFacts, set
 
 
 def requests_of(
-    body: Generation,
+    body: GenerationBody,
     prompts: Sequence[Sequence[int]],
     length: int | Sequence[int],
     stops: tuple[str, ...],

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from rabbitllm.base.terminal import harmless, put, put_fact, size
 from rabbitllm.engine.tier_picture import places
-from rabbitllm.generation.request import Facts
+from rabbitllm.generation.request import BatchStats
 from rabbitllm.server.service import Service
 
 
@@ -55,7 +55,7 @@ def _weights(model: Any) -> str:
     return "; ".join(parts) or "none"
 
 
-def _requests(facts: Facts) -> str:
+def _requests(facts: BatchStats) -> str:
     room = size(facts.cache_limit_bytes)
     aside = f", and {size(facts.aside_limit_bytes)} aside" if facts.aside_limit_bytes else ""
     return f"{facts.most_running} in a pass, {facts.most_waiting} more wait; keys and values take at most {room}{aside}"

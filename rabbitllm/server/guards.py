@@ -137,7 +137,7 @@ def told(error: Exception) -> Refusal:
     return broken()
 
 
-class Hosts:
+class HostGuard:
     """Refuses what a page on another host asks through the user's browser.
 
     A name that is not one of ours is what an attacker's page uses that has its own name lead here (DNS rebinding); an

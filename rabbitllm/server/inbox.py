@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from rabbitllm.generation.request import Chosen, Event, Piece
+from rabbitllm.generation.request import Delta, Event, TokenLogprob
 
 Taken = list[tuple[int, Event]]
 
@@ -31,14 +31,14 @@ class Inbox:
         choices: int,
         *,
         keep_tokens: bool = True,
-        text_of: Callable[[Piece], str] = lambda piece: piece.text,
+        text_of: Callable[[Delta], str] = lambda piece: piece.text,
         watch: Callable[[int, Event, float], None] = lambda choice, event, now: None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._there = asyncio.Event()
         self._lock = threading.Lock()
         self._texts: list[list[str]] = [[] for _ in range(choices)]
-        self._tokens: list[list[Chosen]] = [[] for _ in range(choices)]
+        self._tokens: list[list[TokenLogprob]] = [[] for _ in range(choices)]
         self._ends: Taken = []
         self._waiting: dict[int, None] = {}
         self._rung = False
@@ -57,9 +57,9 @@ class Inbox:
             RuntimeError: the loop has ended.
         """
         self._watch(choice, event, time.perf_counter())
-        text = self._text_of(event) if isinstance(event, Piece) else ""
+        text = self._text_of(event) if isinstance(event, Delta) else ""
         with self._lock:
-            if isinstance(event, Piece):
+            if isinstance(event, Delta):
                 self._texts[choice].append(text)
                 if self._keep_tokens:
                     self._tokens[choice] += event.tokens
@@ -79,7 +79,7 @@ class Inbox:
         with self._lock:
             found: Taken = []
             for choice in self._waiting:
-                found.append((choice, Piece("".join(self._texts[choice]), tuple(self._tokens[choice]))))
+                found.append((choice, Delta("".join(self._texts[choice]), tuple(self._tokens[choice]))))
                 self._texts[choice].clear()
                 self._tokens[choice].clear()
             found += self._ends

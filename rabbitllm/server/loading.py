@@ -16,11 +16,11 @@ from rabbitllm.generation.beside_weights import left_to_requests
 from rabbitllm.models.pull.loaded import load, pulled
 from rabbitllm.models.pull.make import Wish
 from rabbitllm.prepare.model_name import meant
-from rabbitllm.server.embeddings import Recipe, recipe_in
+from rabbitllm.server.embeddings import PoolingRecipe, recipe_in
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class ServedModel:
     """A model that is ready.
 
     Attributes:
@@ -31,10 +31,12 @@ class Loaded:
 
     model: Any
     split: tuple[bool, Path] | None
-    recipe: Recipe | None
+    recipe: PoolingRecipe | None
 
 
-def loaded(wish: Wish, console: Console, *, split: bool, dtype: str | None, cache_bytes: int | None = None) -> Loaded:
+def loaded(
+    wish: Wish, console: Console, *, split: bool, dtype: str | None, cache_bytes: int | None = None
+) -> ServedModel:
     """Load it.
 
     Args:
@@ -50,10 +52,10 @@ def loaded(wish: Wish, console: Console, *, split: bool, dtype: str | None, cach
     found = pulled(wish) if split else None
     model = load(replace(wish, max_memory=with_room(wish, cache_bytes)), found, console, dtype=dtype)
     if found is None:
-        return Loaded(model, None, recipe_in(expand(meant(wish.name))))
+        return ServedModel(model, None, recipe_in(expand(meant(wish.name))))
     places = (found.entry.folder, found.config_folder, found.shards_at)
     recipes = (recipe_in(place) for place in places if place is not None)
-    return Loaded(model, (found.before, found.entry.folder), next(filter(None, recipes), None))
+    return ServedModel(model, (found.before, found.entry.folder), next(filter(None, recipes), None))
 
 
 def with_room(wish: Wish, cache_bytes: int | None, pass_bytes: int = 0) -> Mapping[int | str, int | str] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from rabbitllm.generation.request import Event, Facts, Piece
+from rabbitllm.generation.request import BatchStats, Delta, Event
 from rabbitllm.server.prometheus import Counts, Family, Histogram, counter, gauge
 from rabbitllm.version import __version__
 
@@ -35,11 +35,11 @@ class Metrics:
         with self._lock:
             self._open -= 1
 
-    def watch(self) -> Watch:
+    def watch(self) -> TokenTimer:
         """For the requests of one answer."""
-        return Watch(self)
+        return TokenTimer(self)
 
-    def families(self, facts: Facts, model: str) -> list[Family]:
+    def families(self, facts: BatchStats, model: str) -> list[Family]:
         """All there is to show."""
         with self._lock:
             now_open = self._open
@@ -55,7 +55,7 @@ class Metrics:
         ]
 
 
-class Watch:
+class TokenTimer:
     """Times the tokens of one answer's requests; called in the batch's thread."""
 
     def __init__(self, metrics: Metrics) -> None:
@@ -65,7 +65,7 @@ class Watch:
 
     def __call__(self, choice: int, event: Event, now: float) -> None:
         """An event has come."""
-        if not isinstance(event, Piece):
+        if not isinstance(event, Delta):
             self._metrics.whole.observe(now - self._start)
             return
         if not event.tokens:
@@ -78,7 +78,7 @@ class Watch:
         self._last[choice] = now
 
 
-def _of_the_batch(facts: Facts) -> list[Family]:
+def _of_the_batch(facts: BatchStats) -> list[Family]:
     ended = [("", {"reason": reason}, float(count)) for reason, count in facts.ended.items()]
     return [
         gauge("rabbitllm_running", "Generations that take part in passes.", facts.running),

@@ -28,13 +28,13 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
 
 
-class StreamOptions(_Strict):
+class StreamOptionsBody(_Strict):
     """`stream_options`."""
 
     include_usage: bool | None = None
 
 
-class Generation(_Strict):
+class GenerationBody(_Strict):
     """What chats and completions have in common."""
 
     model: str | None = None
@@ -45,7 +45,7 @@ class Generation(_Strict):
     seed: int | None = Field(None, ge=-_SEEDS, lt=_SEEDS)
     max_tokens: int | None = Field(None, ge=1)
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptionsBody | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -65,7 +65,7 @@ class Generation(_Strict):
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
-class Part(_Strict):
+class ContentPart(_Strict):
     """A part of a message's content."""
 
     type: str
@@ -91,7 +91,7 @@ class Message(_Strict):
     """One of `messages`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -119,7 +119,7 @@ class ResponseFormat(_Strict):
     json_schema: dict[str, Any] | None = None
 
 
-class Chat(Generation):
+class ChatBody(GenerationBody):
     """Body of `/v1/chat/completions`."""
 
     messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
@@ -134,7 +134,7 @@ class Chat(Generation):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class Completion(Generation):
+class CompletionBody(GenerationBody):
     """Body of `/v1/completions`."""
 
     prompt: str | list[str] | list[Token] | list[list[Token]]

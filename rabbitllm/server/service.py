@@ -13,7 +13,7 @@ from starlette.concurrency import run_in_threadpool
 from rabbitllm.generation.answer import check_generates, context_of, end_tokens
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.limits import Limits
-from rabbitllm.generation.request import Facts, Request
+from rabbitllm.generation.request import BatchStats, Request
 from rabbitllm.server.embeddings import Embedder
 from rabbitllm.server.metrics import Metrics
 from rabbitllm.server.refusal import NOT_FOUND, Refusal
@@ -32,7 +32,7 @@ class EmbeddingsOnly:
     """
 
     error = None
-    facts = Facts()
+    facts = BatchStats()
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
 from rabbitllm.errors import BusyError, ClosedError, OptionError
-from rabbitllm.generation.request import Ended, Failed, Finished, Piece, Request
-from rabbitllm.server.answers import NOTHING, Choices, Envelope, joined, usage_of
+from rabbitllm.generation.request import Delta, Ended, Failed, Finished, Request
+from rabbitllm.server.answers import NOTHING, AnswerChoices, Envelope, joined, usage_of
 from rabbitllm.server.event_stream import DONE, event
 from rabbitllm.server.inbox import Inbox
 from rabbitllm.server.refusal import BUSY, TOO_LATE, Refusal, bad, broken, closing
@@ -61,14 +61,14 @@ class Submission:
         for ticket in self._tickets:
             ticket.cancel()
 
-    async def events(self) -> AsyncIterator[Sequence[tuple[int, Piece | Finished]]]:
+    async def events(self) -> AsyncIterator[Sequence[tuple[int, Delta | Finished]]]:
         """What comes, until all choices are over.
 
         Raises:
             Refusal: one of them failed, or took too long.
         """
         while self._open:
-            found: list[tuple[int, Piece | Finished]] = []
+            found: list[tuple[int, Delta | Finished]] = []
             for choice, one in await self._inbox.take():
                 if isinstance(one, Failed):
                     raise refusal_of(one.error)
@@ -92,7 +92,7 @@ class Submission:
         return usage_of([one for one in self.finished if one is not None], choices_of_a_prompt)
 
 
-async def whole(submission: Submission, envelope: Envelope, choices: Choices, of_a_prompt: int) -> dict[str, Any]:
+async def whole(submission: Submission, envelope: Envelope, choices: AnswerChoices, of_a_prompt: int) -> dict[str, Any]:
     """The answer, when all of it is there.
 
     Raises:
@@ -101,7 +101,7 @@ async def whole(submission: Submission, envelope: Envelope, choices: Choices, of
     pieces = [NOTHING] * len(submission.finished)
     async for found in submission.events():
         for choice, one in found:
-            if isinstance(one, Piece):
+            if isinstance(one, Delta):
                 pieces[choice] = joined(pieces[choice], one)
     made = [
         choices.whole(choice, pieces[choice], end) for choice, end in enumerate(submission.finished) if end is not None
@@ -110,7 +110,7 @@ async def whole(submission: Submission, envelope: Envelope, choices: Choices, of
 
 
 async def frames(
-    submission: Submission, envelope: Envelope, choices: Choices, of_a_prompt: int
+    submission: Submission, envelope: Envelope, choices: AnswerChoices, of_a_prompt: int
 ) -> AsyncIterator[bytes]:
     """The answer as server-sent events, as it comes."""
 
@@ -122,7 +122,7 @@ async def frames(
         async for found in submission.events():
             out = b""
             for choice, one in found:
-                out += chunks(choices.more(choice, one) if isinstance(one, Piece) else choices.end(choice, one))
+                out += chunks(choices.more(choice, one) if isinstance(one, Delta) else choices.end(choice, one))
             yield out
     except Exception as error:  # the answer has begun, so an event is the place for it
         refusal = refusal_of(error)

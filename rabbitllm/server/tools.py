@@ -35,7 +35,7 @@ _NAMED = re.compile(r"\s*([\w.\-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ParsedToolCall:
     """A call of a tool.
 
     Attributes:
@@ -87,13 +87,13 @@ class CallReader:
         out, self._held = self._held[:at], self._held[at:]
         return out
 
-    def end(self) -> tuple[str, tuple[Call, ...]]:
+    def end(self) -> tuple[str, tuple[ParsedToolCall, ...]]:
         """What is left of the text, and the calls."""
         held, self._held = self._held, ""
         text, calls = self._apart(held)
         return text, calls
 
-    def _apart(self, held: str) -> tuple[str, tuple[Call, ...]]:
+    def _apart(self, held: str) -> tuple[str, tuple[ParsedToolCall, ...]]:
         lead = held.strip()
         for marker in (PYTHON, ""):
             if lead.startswith(marker or ("{", "[")):
@@ -107,7 +107,7 @@ class CallReader:
         if OPEN not in held:
             return held, ()
         text = ""
-        found: list[Call] = []
+        found: list[ParsedToolCall] = []
         for part in re.split(f"({OPEN}.*?(?:{CLOSE}|\\Z))", held, flags=re.DOTALL):
             inside = part.removeprefix(OPEN).removesuffix(CLOSE) if part.startswith(OPEN) else None
             calls = () if inside is None else tuple(self._hermes(inside))
@@ -115,19 +115,19 @@ class CallReader:
             text += "" if calls else part
         return (text.rstrip() if found else text), tuple(found)
 
-    def _hermes(self, inside: str) -> Iterator[Call]:
+    def _hermes(self, inside: str) -> Iterator[ParsedToolCall]:
         functions = _FUNCTION.findall(inside)
         if functions:
             for name, body in functions:
                 types = self._types.get(name.strip(), {})
                 texts = {key.strip(): text for key, text in _PARAMETER.findall(body)}
                 given = {key: _value(text, types.get(key, "")) for key, text in texts.items()}
-                yield Call(name.strip(), json.dumps(given, ensure_ascii=False))
+                yield ParsedToolCall(name.strip(), json.dumps(given, ensure_ascii=False))
             return
         for value in _values(inside):
             yield from _calls_of(value)
 
-    def _bare(self, text: str) -> Iterator[Call]:
+    def _bare(self, text: str) -> Iterator[ParsedToolCall]:
         for value in _values(text):
             for call in _calls_of(value):
                 if call.name in self._tools:
@@ -145,13 +145,13 @@ def _begun_marker(text: str) -> int:
     return most
 
 
-def _mistral(rest: str) -> Iterator[Call]:
+def _mistral(rest: str) -> Iterator[ParsedToolCall]:
     for part in rest.split(MISTRAL):
         named = _NAMED.match(part)
         if named is not None:
             for value in _values(part[named.end() :]):
                 if isinstance(value, dict):
-                    yield Call(named[1], json.dumps(value, ensure_ascii=False))
+                    yield ParsedToolCall(named[1], json.dumps(value, ensure_ascii=False))
                 break
             continue
         for value in _values(part):
@@ -172,7 +172,7 @@ def _values(text: str) -> Iterator[Any]:
         yield value
 
 
-def _calls_of(value: Any) -> Iterator[Call]:
+def _calls_of(value: Any) -> Iterator[ParsedToolCall]:
     if isinstance(value, list):
         for one in value:
             if isinstance(one, dict):
@@ -184,7 +184,7 @@ def _calls_of(value: Any) -> Iterator[Call]:
     name = value.get("name")
     given = value.get("arguments", value.get("parameters", {}))
     if isinstance(name, str) and name and isinstance(given, dict | str):
-        yield Call(name, given if isinstance(given, str) else json.dumps(given, ensure_ascii=False))
+        yield ParsedToolCall(name, given if isinstance(given, str) else json.dumps(given, ensure_ascii=False))
 
 
 def _value(text: str, kind: str) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rabbitllm.server.refusal import bad
-from rabbitllm.server.schemas import Generation
+from rabbitllm.server.schemas import GenerationBody
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
@@ -50,7 +50,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Field -> values with which it does nothing; None is one for every field."""
 
 
-def refuse_unsupported(body: Generation) -> None:
+def refuse_unsupported(body: GenerationBody) -> None:
     """
     Raises:
         Refusal: a field that would change the answer, and cannot.

@@ -17,7 +17,7 @@ _HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output_layer)\.|^output\.")
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class TensorGroup:
     """Tensors that have something in common: what, how many they are, and their bytes in the checkpoint."""
 
     what: str
@@ -53,8 +53,8 @@ class Anatomy:
     tensors: int
     parameters: int
     tied_embeddings: bool | None
-    never_compressed: tuple[Group, ...]
-    not_floating: tuple[Group, ...]
+    never_compressed: tuple[TensorGroup, ...]
+    not_floating: tuple[TensorGroup, ...]
     empty: int
     scalars: int
     layers_over_shards: int
@@ -110,11 +110,11 @@ def why_never_compressed(spec: TensorSpec) -> str | None:
     return "convolution" if "conv" in spec.name.lower() else "state-space decay"
 
 
-def _grouped(found: Iterable[tuple[str, TensorSpec]]) -> tuple[Group, ...]:
+def _grouped(found: Iterable[tuple[str, TensorSpec]]) -> tuple[TensorGroup, ...]:
     groups: dict[str, list[int]] = {}
     for what, spec in found:
         groups.setdefault(what, []).append(spec.nbytes)
-    made = (Group(what, len(sizes), sum(sizes)) for what, sizes in groups.items())
+    made = (TensorGroup(what, len(sizes), sum(sizes)) for what, sizes in groups.items())
     return tuple(sorted(made, key=lambda group: (-group.total_bytes, group.what)))
 
 

@@ -7,12 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from rabbitllm.splitter.disk_use import BLOCK_BYTES, NOTHING, Arrival, DiskUse, Sizes, disk_use, on_disk, scratch_slack
+from rabbitllm.splitter.disk_use import (
+    BLOCK_BYTES,
+    NOTHING,
+    Arrival,
+    DiskUse,
+    PlanSizes,
+    disk_use,
+    on_disk,
+    scratch_slack,
+)
 from rabbitllm.splitter.plan import PlannedShard
 
 
 def disk_use_at_once(
-    plan: Sizes,
+    plan: PlanSizes,
     at_once: int,
     *,
     arrival: Arrival,
@@ -52,7 +61,7 @@ def disk_use_at_once(
     )
 
 
-def _gives(plan: Sizes, shard: PlannedShard) -> int:
+def _gives(plan: PlanSizes, shard: PlannedShard) -> int:
     """Bytes that layer files and scratch files grow by; blocks that are begun count."""
     layers = plan.layer_map.shard_to_layers.get(shard.name, ())
     return sum(plan.layouts[layer].shard_bytes[shard.name] + BLOCK_BYTES for layer in layers)

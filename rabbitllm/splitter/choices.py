@@ -20,7 +20,7 @@ from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant.compression import DOUBLE, NF4_BLOCK, SCALE_BYTES, scheme_of
 from rabbitllm.splitter.layer_map import LayerMap
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, layout_at
-from rabbitllm.splitter.sensitivity import Group
+from rabbitllm.splitter.sensitivity import SchemeGroup
 from rabbitllm.store.order import TENSOR_ALIGNMENT
 
 _NUMBER = re.compile("[0-9]")
@@ -39,7 +39,7 @@ class ReckonedFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class BitChoice:
     """A split at one choice of bits, as far as its sizes go.
 
     Attributes:
@@ -108,7 +108,7 @@ def _behind_last(filling: Mapping[int, int], layer: _Layer) -> int:
     return filling[max(filling, key=layer.places.__getitem__)] if filling else 0
 
 
-class Choices:
+class BitChoices:
     """All choices of bits for a plan's groups.
 
     Args:
@@ -117,7 +117,7 @@ class Choices:
     """
 
     @uncollected()
-    def __init__(self, bare: SplitPlan, found: Sequence[Group]) -> None:
+    def __init__(self, bare: SplitPlan, found: Sequence[SchemeGroup]) -> None:
         self._bare, self._found = bare, found
         of = {spec.name: number for number, group in enumerate(found) for spec in group.tensors}
         self._kinds: dict[Hashable, int] = {}
@@ -131,11 +131,11 @@ class Choices:
         self._scales = [_scales_made(group) for group in found]
 
     @uncollected()
-    def at(self, schemes: Sequence[str | None]) -> Choice:
+    def at(self, schemes: Sequence[str | None]) -> BitChoice:
         """The choice of a scheme for each group."""
         sizes = {layer.name.id: self._sizes_at(layer, schemes) for layer in self._layers}
         made = sum(nbytes for scheme, nbytes in zip(schemes, self._scales, strict=True) if scheme == DOUBLE)
-        return Choice(tuple(schemes), self._bare.shards, self._bare.layer_map, sizes, made)
+        return BitChoice(tuple(schemes), self._bare.shards, self._bare.layer_map, sizes, made)
 
     def schemes_of(self, schemes: Sequence[str | None], numbers: Sequence[int] | None = None) -> dict[str, str]:
         """Tensor -> its scheme, of those that do not stay as they are.
@@ -194,7 +194,7 @@ def _behind(name: str, stem: str) -> tuple[str, bool]:
     return (rest, True) if is_behind else (name, False)
 
 
-def _scales_made(group: Group) -> int:
+def _scales_made(group: SchemeGroup) -> int:
     """Bytes of a group's scales that are made, where it is at 4bit-double."""
     doubled = [spec for spec in group.tensors if scheme_of(spec, DOUBLE) == DOUBLE]
     return sum([math.ceil(spec.elements / NF4_BLOCK) * SCALE_BYTES for spec in doubled])

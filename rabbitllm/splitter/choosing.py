@@ -20,11 +20,11 @@ from rabbitllm.base.terminal import size, size_rounded_up
 from rabbitllm.errors import NotEnoughSpaceException
 from rabbitllm.quant.compression import COMPRESSIONS, DOUBLE
 from rabbitllm.splitter.allocation import Offer, allocate
-from rabbitllm.splitter.choices import Choice, Choices
+from rabbitllm.splitter.choices import BitChoice, BitChoices
 from rabbitllm.splitter.plan import SplitPlan, recompressed
-from rabbitllm.splitter.sensitivity import Group, groups
+from rabbitllm.splitter.sensitivity import SchemeGroup, groups
 from rabbitllm.splitter.space import Ground, Shortage, candidates, shortage
-from rabbitllm.store.chosen import AUTO, Chosen
+from rabbitllm.store.chosen import AUTO, BitAllocation
 
 WORTH_LESS_BITS = 0.75
 """Of the loss that is expected where no tensor has less than 8bit: what must be expected of fewer bits for some."""
@@ -46,7 +46,7 @@ def with_choice(
     """
     bare = recompressed(plan, AUTO)
     found = groups(plan.tensors, experts_a_token)
-    choices = Choices(bare, found)
+    choices = BitChoices(bare, found)
     # at 4bit-double scales wait beside the layer files, so its peak may be above that of 4bit, and both are tried
     fewest = {scheme: choices.at([scheme] * len(found)) for scheme in ("4bit", DOUBLE)}
     limits = _Limits(bare, ground, options, None)
@@ -70,7 +70,7 @@ def with_choice(
             found, sure.schemes, fitted
         ):
             best = sure
-    return recompressed(bare, AUTO, Chosen(choices.schemes_of(best.schemes), options.max_disk, limits.memory))
+    return recompressed(bare, AUTO, BitAllocation(choices.schemes_of(best.schemes), options.max_disk, limits.memory))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,25 +82,27 @@ class _Limits:
     options: SplitOptions
     memory: int | None
 
-    def over(self, made: Choice) -> int:
+    def over(self, made: BitChoice) -> int:
         """Bytes by which a choice is too large."""
         short = self.shortage(made)
         over = short.need - short.have if short is not None else 0
         return over if self.memory is None else max(over, self.resident_bytes(made) - self.memory)
 
-    def shortage(self, made: Choice) -> Shortage | None:
+    def shortage(self, made: BitChoice) -> Shortage | None:
         """What the disk lacks where shards arrive in the way that takes least."""
         way = candidates(self.bare, self.options.shard_transfer)[-1]
         return shortage(made, self.ground, self.options, way)
 
-    def resident_bytes(self, made: Choice) -> int:
+    def resident_bytes(self, made: BitChoice) -> int:
         """Memory in which all of a choice's weights stay: as they are stored, scales that are made of quantized ones
         beside them, and room to make the largest layer."""
         largest = max((layout.size for layout in self.bare.layouts.values()), default=0)
         return made.output_bytes + made.scales_made + largest
 
 
-def _within(limits: _Limits, choices: Choices, found: Sequence[Group], allowed: Sequence[str | None]) -> Choice | None:
+def _within(
+    limits: _Limits, choices: BitChoices, found: Sequence[SchemeGroup], allowed: Sequence[str | None]
+) -> BitChoice | None:
     """The best choice among some schemes that keeps the limits; None if there is none."""
     fitted = limits.options.fit_scales
     offers = [[Offer(group.nbytes(c), group.loss(c, fitted=fitted)) for c in allowed] for group in found]
@@ -115,11 +117,11 @@ def _within(limits: _Limits, choices: Choices, found: Sequence[Group], allowed: 
     return None
 
 
-def _loss(found: Sequence[Group], schemes: Iterable[str | None], fitted: bool) -> float:
+def _loss(found: Sequence[SchemeGroup], schemes: Iterable[str | None], fitted: bool) -> float:
     return sum(group.loss(scheme, fitted=fitted) for group, scheme in zip(found, schemes, strict=True))
 
 
-def _nothing_fits(limits: _Limits, least: Choice) -> NotEnoughSpaceException:
+def _nothing_fits(limits: _Limits, least: BitChoice) -> NotEnoughSpaceException:
     short = limits.shortage(least)
     assert short is not None
     if short.limited:
@@ -134,7 +136,7 @@ def _nothing_fits(limits: _Limits, least: Choice) -> NotEnoughSpaceException:
     )
 
 
-def other_budget(chosen: Chosen | None, options: SplitOptions) -> str | None:
+def other_budget(chosen: BitAllocation | None, options: SplitOptions) -> str | None:
     """For what a mixed split was chosen, where the caller says something else now; None where nothing differs."""
     if chosen is None:
         return None
@@ -147,7 +149,7 @@ def other_budget(chosen: Chosen | None, options: SplitOptions) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RoleShare:
     """What tensors of one role have at one scheme: how many, their elements, and bytes in the layer files."""
 
     role: str
@@ -170,7 +172,7 @@ class Mixture:
         fitted: whether scales fit their blocks, in `loss` and in `uniform`.
     """
 
-    shares: tuple[Share, ...]
+    shares: tuple[RoleShare, ...]
     bits: float
     loss: float
     uniform: Mapping[str, float]
@@ -205,7 +207,7 @@ def mixture_of(plan: SplitPlan, *, fitted: bool = False, experts_a_token: int | 
     base = sum(group.loss("4bit") for group in found) or 1.0
     elements = sum(entry[1] for entry in sums.values()) or 1
     return Mixture(
-        tuple(Share(role, scheme, *sums[role, scheme]) for role, scheme in ordered),
+        tuple(RoleShare(role, scheme, *sums[role, scheme]) for role, scheme in ordered),
         8 * sum(entry[2] for entry in sums.values()) / elements,
         _loss(found, [schemes.get(group.tensors[0].name) for group in found], fitted) / base,
         {scheme: loss / base for scheme, loss in losses.items()},

@@ -16,10 +16,10 @@ from pathlib import Path
 from rabbitllm.base.progress import LayerDone, tell
 from rabbitllm.quant.compression import constants
 from rabbitllm.splitter.filler import Filler
-from rabbitllm.splitter.mover import Mover, Target
+from rabbitllm.splitter.mover import FillTarget, Mover
 from rabbitllm.splitter.moves import moves_of
 from rabbitllm.splitter.sums import PartSums, TensorSums
-from rabbitllm.splitter.work import Work
+from rabbitllm.splitter.work import SplitWork
 from rabbitllm.storage import durable
 from rabbitllm.store.layer_file import DONE_SUFFIX, SCRATCH_SUFFIX, LayerLayout
 from rabbitllm.telemetry.profiler import SHARD_WAIT, Profiler
@@ -37,7 +37,7 @@ class Completion:
         profiler: told how long layers have waited for their shards.
     """
 
-    def __init__(self, work: Work, mover: Mover, filler: Filler, profiler: Profiler) -> None:
+    def __init__(self, work: SplitWork, mover: Mover, filler: Filler, profiler: Profiler) -> None:
         self._folder = work.folder
         self._plan = work.plan
         self._mover = mover
@@ -57,7 +57,7 @@ class Completion:
     def complete(
         self,
         completed: Iterable[str],
-        targets: dict[str, Target],
+        targets: dict[str, FillTarget],
         stored: TensorSums,
     ) -> dict[str, tuple[PartSums, ...]]:
         """Sync and close what a shard was put into, and give the layers their names that are whole with it.
@@ -113,14 +113,14 @@ class Completion:
         if unmarked:
             durable.sync_folder(self._folder)
 
-    def _write_fixed(self, target: Target) -> None:
+    def _write_fixed(self, target: FillTarget) -> None:
         """What of a layer file comes from no shard: its header, and constants of tensors that came in pieces."""
         target.file.write_at(memoryview(target.layout.header), 0)
         for form in target.layout.fixed:
             for part, content in constants(form).items():
                 target.write(part, 0, memoryview(content))
 
-    def _join(self, target: Target) -> None:
+    def _join(self, target: FillTarget) -> None:
         """Put the pieces in a synced scratch file to their places in the layer file, which is whole and synced then."""
         layout = target.layout
         work = moves_of((layout.layer.id, form) for form in layout.joins)
@@ -129,7 +129,7 @@ class Completion:
         self._write_fixed(target)
         self._mover.sync([target])
 
-    def _settle(self, targets: Iterable[Target]) -> None:
+    def _settle(self, targets: Iterable[FillTarget]) -> None:
         self._mover.settle((target, self._path(target.layout, SCRATCH_SUFFIX)) for target in targets)
 
     def _drop_scratch(self, layouts: Iterable[LayerLayout]) -> None:
@@ -149,7 +149,9 @@ class Completion:
         if part.exists():
             # it goes when all of it is in the layer file; of scales alone all is, before a journal names the last shard
             joined = not (layout.joins and self._path(layout, SCRATCH_SUFFIX).exists())
-            target = Target(layout, durable.GrowingFile(part, layout.size)) if joined else self._filler.target(layout)
+            target = (
+                FillTarget(layout, durable.GrowingFile(part, layout.size)) if joined else self._filler.target(layout)
+            )
             try:
                 if not joined:
                     self._join(target)

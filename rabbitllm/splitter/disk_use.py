@@ -68,7 +68,7 @@ class FileSizes(Protocol):
     def joins(self) -> Sequence[object]: ...
 
 
-class Sizes(Protocol):
+class PlanSizes(Protocol):
     """What is asked of a plan here; see `SplitPlan`."""
 
     @property
@@ -80,7 +80,7 @@ class Sizes(Protocol):
 
 
 def disk_use(
-    plan: Sizes,
+    plan: PlanSizes,
     *,
     arrival: Arrival = Arrival.FILE,
     freed: Mapping[str, int] = NOTHING,
@@ -118,7 +118,7 @@ def disk_use(
     return DiskUse(max(created, written), added)
 
 
-def _joining(plan: Sizes, shard: PlannedShard, processed: set[str], written: int) -> tuple[int, int]:
+def _joining(plan: PlanSizes, shard: PlannedShard, processed: set[str], written: int) -> tuple[int, int]:
     """The most that is written at a time while the layers that this shard completes are finished, and what is then.
 
     Those whose scales alone have waited are finished together, those with pieces one after the other.
@@ -174,7 +174,7 @@ def own_records_bytes(plan: SplitPlan) -> int:
     return on_disk(listed + SHARD_RECORD_BYTES * (len(plan.shards) + 1))
 
 
-def _bytes_from(plan: Sizes, shard: PlannedShard, seen: set[str]) -> int:
+def _bytes_from(plan: PlanSizes, shard: PlannedShard, seen: set[str]) -> int:
     """What layer files grow by while a shard is used; a file's header and last block count at its first tensor."""
     total = 0
     for layer in plan.layer_map.shard_to_layers.get(shard.name, ()):

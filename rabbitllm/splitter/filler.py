@@ -19,10 +19,10 @@ from rabbitllm.splitter.arrivals import Arriving, StartedOverError
 from rabbitllm.splitter.byte_stream import ByteStream
 from rabbitllm.splitter.disk_use import Arrival
 from rabbitllm.splitter.gaps import Gaps
-from rabbitllm.splitter.mover import Mover, Target
+from rabbitllm.splitter.mover import FillTarget, Mover
 from rabbitllm.splitter.moves import moves
 from rabbitllm.splitter.plan import PlannedShard
-from rabbitllm.splitter.work import Work
+from rabbitllm.splitter.work import SplitWork
 from rabbitllm.storage import durable
 from rabbitllm.storage.open_files import OpenFiles
 from rabbitllm.store.layer_file import SCRATCH_SUFFIX, LayerLayout
@@ -38,14 +38,16 @@ class Filler:
         profiler: told of what is fetched.
     """
 
-    def __init__(self, work: Work, mover: Mover, profiler: Profiler) -> None:
+    def __init__(self, work: SplitWork, mover: Mover, profiler: Profiler) -> None:
         self._work = work
         self._plan = work.plan
         self._mover = mover
         self._profiler = profiler
         self._files = OpenFiles()
 
-    def fill(self, shard: PlannedShard, arriving: Arriving, targets: dict[str, Target], layers: Sequence[str]) -> None:
+    def fill(
+        self, shard: PlannedShard, arriving: Arriving, targets: dict[str, FillTarget], layers: Sequence[str]
+    ) -> None:
         """Put what `shard` has of these layers to its places in their unfinished files; nothing is synced.
 
         Args:
@@ -69,23 +71,23 @@ class Filler:
         forms = (form for layer in layers for form in self._plan.layouts[layer].forms)
         return [form for form in forms if form.source.file == shard.name]
 
-    def open(self, targets: dict[str, Target], layers: Iterable[str]) -> None:
+    def open(self, targets: dict[str, FillTarget], layers: Iterable[str]) -> None:
         """Open the unfinished files of these layers, as `targets`; what was opened is there also if one fails."""
         for layer in layers:
             layout = self._plan.layouts[layer]
             targets[layer] = self.target(layout)
 
-    def target(self, layout: LayerLayout) -> Target:
+    def target(self, layout: LayerLayout) -> FillTarget:
         """The unfinished file of a layer, opened."""
         file = self._open(layout, durable.PART_SUFFIX, layout.size)
         if not layout.scratch_bytes:
-            return Target(layout, file)
+            return FillTarget(layout, file)
         try:
             scratch = self._open(layout, SCRATCH_SUFFIX, layout.scratch_bytes)
         except BaseException:
             file.close()
             raise
-        return Target(layout, file, scratch)
+        return FillTarget(layout, file, scratch)
 
     def _open(self, layout: LayerLayout, suffix: str, size: int) -> durable.GrowingFile:
         return durable.GrowingFile(self._path(layout, suffix), size, write_back=True, files=self._files)
@@ -107,7 +109,7 @@ class Filler:
                     )
 
     def _move_file(
-        self, shard: PlannedShard, arriving: Arriving, targets: dict[str, Target], layers: Sequence[str]
+        self, shard: PlannedShard, arriving: Arriving, targets: dict[str, FillTarget], layers: Sequence[str]
     ) -> None:
         """Move what has come of a shard while the rest is coming; nothing of it is believed before it is whole.
 
@@ -145,7 +147,7 @@ class Filler:
             else:
                 return
 
-    def _move_stream(self, shard: PlannedShard, targets: dict[str, Target]) -> None:
+    def _move_stream(self, shard: PlannedShard, targets: dict[str, FillTarget]) -> None:
         with contextlib.closing(self._work.checkpoint.stream(shard.name)) as chunks:  # with its connection
             gaps = None if shard.header_first else Gaps(shard.tensors, shard.size)
             stream = ByteStream(chunks if gaps is None else gaps.watching(chunks))

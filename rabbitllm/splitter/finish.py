@@ -11,9 +11,9 @@ from rabbitllm.checkpoints.checkpoint import Checkpoint, Disposal
 from rabbitllm.checkpoints.index import natural_key
 from rabbitllm.formats.crc32 import combine_all
 from rabbitllm.quant.compression import Settling, StoredForm, constants
-from rabbitllm.splitter.request import Request
+from rabbitllm.splitter.request import SplitRequest
 from rabbitllm.splitter.sums import PartSums, TensorSums, runs_of, sums_of, whole_sum
-from rabbitllm.splitter.work import Work
+from rabbitllm.splitter.work import SplitWork
 from rabbitllm.storage import durable
 from rabbitllm.store.checksums import block_starts, block_sums, sums_of_file
 from rabbitllm.store.layer_file import LayerLayout
@@ -26,7 +26,7 @@ STAGING_NAME = ".staging"
 
 
 def manifest_of(
-    work: Work, quantizer: str | None, checksums: TensorSums, source_checksums: Mapping[str, int]
+    work: SplitWork, quantizer: str | None, checksums: TensorSums, source_checksums: Mapping[str, int]
 ) -> Manifest:
     """What is to be declared of a directory all of whose layer files are whole.
 
@@ -55,7 +55,7 @@ def manifest_of(
     return Manifest(plan.source, plan.compression, quantizer, records, plan.format_version, plan.chosen, ordered)
 
 
-def finish(request: Request, manifest: Manifest) -> None:
+def finish(request: SplitRequest, manifest: Manifest) -> None:
     """Declare the directory whole, then clear away what only the making needed."""
     if read_manifest(request.folder) is None:
         write_manifest(request.folder, manifest)

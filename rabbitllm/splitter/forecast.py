@@ -153,7 +153,7 @@ class Disk:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Recommendation:
     """The best that fits: its compression, its route (None for a finished split), and the call that does it."""
 
     compression: str | None
@@ -193,7 +193,7 @@ class Forecast:
     outlooks: tuple[Outlook, ...]
     memory_bytes: int
     rates: Rates
-    choice: Choice | None
+    choice: Recommendation | None
     warnings: tuple[str, ...] = ()
 
     def at(self, compression: str | None) -> Outlook | None:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from rabbitllm.splitter.plan import PlannedShard
 from rabbitllm.splitter.sums import ShardChecksums
-from rabbitllm.splitter.work import Work
+from rabbitllm.splitter.work import SplitWork
 
 Filled = tuple[PlannedShard, ShardChecksums]
 """A shard whose bytes are durable in unfinished layer files, and its checksums."""
@@ -42,13 +42,13 @@ class Hands(Protocol):
 
     def filled(
         self,
-        parts: Sequence[tuple[PlannedShard, Work]],
+        parts: Sequence[tuple[PlannedShard, SplitWork]],
         began: Callable[[PlannedShard], None],
         watch: Callable[[], None],
     ) -> Generator[Filled]:
         """Fill layer files from each shard; each is handed out when what it gave is synced, in any order.
 
-        No more than the `Work` says are in work at a time: one that was handed out counts until the next is asked for.
+        At most as many as `SplitWork` says are in work; one that was handed out counts until the next is asked for.
 
         Args:
             parts: each shard with what is to be done with it, in the order to begin with them.

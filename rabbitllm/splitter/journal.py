@@ -21,7 +21,7 @@ from rabbitllm.base.collection import uncollected
 from rabbitllm.checkpoints.checkpoint import FileStat, SourceIdentity
 from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import IncompleteSplitError
-from rabbitllm.formats.tensor_spec import Piece, TensorSpec
+from rabbitllm.formats.tensor_spec import TensorPiece, TensorSpec
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan
 from rabbitllm.splitter.sums import PartSums, TensorSums, part_sums, whole_sum
 from rabbitllm.storage import durable
@@ -152,7 +152,7 @@ def _entry(line: bytes) -> _Entry | None:
     return _Entry(shard, sums, source_crc32) if isinstance(shard, str) else None
 
 
-class Journal:
+class SplitJournal:
     """The journal of a split that is being made."""
 
     def __init__(self, folder: Path) -> None:
@@ -256,7 +256,7 @@ def _tensor_of(shard: str, content: list[Any]) -> TensorSpec:
         nbytes,
         None if strides is None else tuple(strides),
         None if view is None else tuple(view),
-        None if cut is None else Piece(cut[0], tuple(cut[1]), cut[2], cut[3]),
+        None if cut is None else TensorPiece(cut[0], tuple(cut[1]), cut[2], cut[3]),
     )
 
 

@@ -47,7 +47,7 @@ QUEUED_BATCHES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class FillTarget:
     """A layer file that is being filled: what goes where in it, the file, and its scratch file if it has one."""
 
     layout: LayerLayout
@@ -110,18 +110,18 @@ class Mover:
         """Stop the threads; batches that have not begun are dropped."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def sync(self, targets: Iterable[Target]) -> None:
+    def sync(self, targets: Iterable[FillTarget]) -> None:
         """Return once everything written to these files is durable."""
         self._finish([self._pool.submit(self._sync, target) for target in targets])
 
-    def _sync(self, target: Target) -> None:
+    def _sync(self, target: FillTarget) -> None:
         with self._profiler.stage(target.layout.layer.id, SYNC):
             target.sync()
 
     def from_file(
         self,
         path: Path,
-        targets: Mapping[str, Target],
+        targets: Mapping[str, FillTarget],
         work: Iterable[Move],
         arrived: Callable[[int], object],
         label: str | None = None,
@@ -156,7 +156,9 @@ class Mover:
             finally:
                 wait(running)
 
-    def from_stream(self, label: str, stream: ByteStream, targets: Mapping[str, Target], work: Iterable[Move]) -> None:
+    def from_stream(
+        self, label: str, stream: ByteStream, targets: Mapping[str, FillTarget], work: Iterable[Move]
+    ) -> None:
         """Carry out `work`, in the shard's own order, from its bytes as they arrive.
 
         The stream is left where the last run ends; nothing that was written is to be believed before it is whole.
@@ -180,7 +182,7 @@ class Mover:
             wait(running)
         _still_running(running)
 
-    def settle(self, targets: Iterable[tuple[Target, Path]]) -> None:
+    def settle(self, targets: Iterable[tuple[FillTarget, Path]]) -> None:
         """Quantize the scales that have waited for it in scratch files, all of which are there.
 
         Args:
@@ -191,7 +193,7 @@ class Mover:
         self.sums.expect(form for form, _, _ in work)
         self._finish([self._pool.submit(self._settle, *one) for one in work])
 
-    def _settle(self, form: Settling, target: Target, path: Path) -> None:
+    def _settle(self, form: Settling, target: FillTarget, path: Path) -> None:
         self._watch()
         stage = self._profiler.stage(target.layout.layer.id, QUANTIZE, form.source.nbytes)
         with stage, contextlib.closing(settled_parts(form, path)) as runs:
@@ -208,7 +210,7 @@ class Mover:
             future.result()
 
     def _run_from_file(
-        self, source: PositionalFile, targets: Mapping[str, Target], batch: list[Move], label: str | None
+        self, source: PositionalFile, targets: Mapping[str, FillTarget], batch: list[Move], label: str | None
     ) -> None:
         self._watch()
         written = 0
@@ -241,7 +243,7 @@ class Mover:
         label: str,
         buffer: memoryview,
         spare: queue.SimpleQueue[memoryview],
-        targets: Mapping[str, Target],
+        targets: Mapping[str, FillTarget],
         batch: list[Move],
     ) -> None:
         written = 0
@@ -260,7 +262,7 @@ class Mover:
             spare.put(buffer)
         tell(_done(label, batch, written))
 
-    def _write(self, target: Target, move: Move, data: memoryview, *, aligned: bool) -> int:
+    def _write(self, target: FillTarget, move: Move, data: memoryview, *, aligned: bool) -> int:
         """Put a run where it belongs, quantized if it is to be; how many bytes were made of it."""
         form = move.form
         if form.scheme is None:
@@ -286,7 +288,7 @@ class Mover:
 
     def _put(
         self,
-        target: Target,
+        target: FillTarget,
         form: StoredForm | Settling,
         part: int,
         begin: int,

@@ -18,7 +18,7 @@ from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant.compression import StoredForm, stored_form
 from rabbitllm.splitter.gaps import can_be_kept
 from rabbitllm.splitter.layer_map import LayerMap, build_layer_map
-from rabbitllm.store.chosen import AUTO, Chosen
+from rabbitllm.store.chosen import AUTO, BitAllocation
 from rabbitllm.store.layer_file import LayerLayout, lay_out
 from rabbitllm.store.order import FORMAT_VERSION
 from rabbitllm.store.pieces import join
@@ -78,7 +78,7 @@ class SplitPlan:
     layer_map: LayerMap
     layouts: Mapping[str, LayerLayout]
     format_version: int = FORMAT_VERSION
-    chosen: Chosen | None = None
+    chosen: BitAllocation | None = None
 
     def stored_form(self, spec: TensorSpec) -> StoredForm:
         """How a whole tensor is stored."""
@@ -142,7 +142,7 @@ def make_plan(
     assigned: Mapping[str, LayerName],
     compression: str | None,
     format_version: int = FORMAT_VERSION,
-    chosen: Chosen | None = None,
+    chosen: BitAllocation | None = None,
 ) -> SplitPlan:
     """Fix every layer file from the shards' tensors and the layer each belongs to.
 
@@ -159,10 +159,10 @@ def _plan_with(
     layer_map: LayerMap,
     compression: str | None,
     format_version: int,
-    chosen: Chosen | None,
+    chosen: BitAllocation | None,
 ) -> SplitPlan:
     if compression == AUTO and chosen is None:
-        chosen = Chosen({})
+        chosen = BitAllocation({})
     specs = {tensor.name: tensor for shard in shards for tensor in shard.tensors}
     layouts = {
         layer: _layout(
@@ -173,13 +173,13 @@ def _plan_with(
     return SplitPlan(source, compression, shards, layer_map, layouts, format_version, chosen)
 
 
-def _scheme_of(spec: TensorSpec, compression: str | None, chosen: Chosen | None) -> str | None:
+def _scheme_of(spec: TensorSpec, compression: str | None, chosen: BitAllocation | None) -> str | None:
     """What a whole tensor is to be stored at, where compression touches it."""
     return compression if chosen is None else chosen.schemes.get(spec.name)
 
 
 def _layout(
-    name: LayerName, specs: Iterable[TensorSpec], compression: str | None, chosen: Chosen | None, version: int
+    name: LayerName, specs: Iterable[TensorSpec], compression: str | None, chosen: BitAllocation | None, version: int
 ) -> LayerLayout:
     whole: list[StoredForm] = []
     cut: dict[str, list[TensorSpec]] = {}
@@ -201,12 +201,12 @@ def layout_at(name: LayerName, specs: Iterable[TensorSpec], schemes: Mapping[str
         schemes: tensor -> its scheme; those that are not named stay as they are.
         version: of the format.
     """
-    return _layout(name, specs, AUTO, Chosen(schemes), version)
+    return _layout(name, specs, AUTO, BitAllocation(schemes), version)
 
 
 @uncollected()
-def recompressed(plan: SplitPlan, compression: str | None, chosen: Chosen | None = None) -> SplitPlan:
+def recompressed(plan: SplitPlan, compression: str | None, chosen: BitAllocation | None = None) -> SplitPlan:
     """The same split at another compression, or at "auto" with another choice."""
     if plan.compression is None and compression == AUTO and not (chosen and chosen.schemes):  # all stay as they are
-        return dataclasses.replace(plan, compression=AUTO, chosen=chosen or Chosen({}))
+        return dataclasses.replace(plan, compression=AUTO, chosen=chosen or BitAllocation({}))
     return _plan_with(plan.source, plan.shards, plan.layer_map, compression, plan.format_version, chosen)

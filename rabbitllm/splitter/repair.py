@@ -16,7 +16,7 @@ from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import SplitMismatchError
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.plan import SplitPlan
-from rabbitllm.splitter.request import Request, plan_split, quantizer_of
+from rabbitllm.splitter.request import SplitRequest, plan_split, quantizer_of
 from rabbitllm.splitter.split import split
 from rabbitllm.storage import durable
 from rabbitllm.store.layer_file import DONE_SUFFIX
@@ -32,7 +32,7 @@ def shards_for(manifest: Manifest, layers: Collection[str]) -> list[str]:
     )
 
 
-def repair(request: Request, manifest: Manifest, layers: Collection[str]) -> None:
+def repair(request: SplitRequest, manifest: Manifest, layers: Collection[str]) -> None:
     """Make these layers of a finished split anew.
 
     Args:
@@ -61,7 +61,7 @@ def repair(request: Request, manifest: Manifest, layers: Collection[str]) -> Non
     ]
     plan = replace(plan, shards=tuple(shards))
     journal.begin(folder, plan, manifest.quantizer)
-    opened = journal.Journal(folder)
+    opened = journal.SplitJournal(folder)
     try:
         for shard in plan.shards:
             if shard.name not in needed:

@@ -25,7 +25,7 @@ from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan, recompre
 from rabbitllm.splitter.planned_files import PlannedFiles
 from rabbitllm.splitter.space import Ground, choose_arrival
 from rabbitllm.splitter.watch import disk_bytes, existing, occupied
-from rabbitllm.store.chosen import AUTO, Chosen
+from rabbitllm.store.chosen import AUTO, BitAllocation
 from rabbitllm.store.layer_store import FITTED, WeightFiles
 from rabbitllm.store.order import FORMAT_VERSION
 
@@ -36,7 +36,7 @@ HEADER_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class SplitRequest:
     """What to split and how.
 
     Attributes:
@@ -60,13 +60,15 @@ class Request:
     naming: LayerNaming | None = None
     quantize_on: str = "cpu"
     hands: Hands | None = None
-    chosen: Chosen | None = None
+    chosen: BitAllocation | None = None
     experts_a_token: int | None = None
     accept: Acceptance | None = None
 
 
 def plan_split(
-    request: Request, format_version: int = FORMAT_VERSION, assigned: Mapping[str, LayerName] = MappingProxyType({})
+    request: SplitRequest,
+    format_version: int = FORMAT_VERSION,
+    assigned: Mapping[str, LayerName] = MappingProxyType({}),
 ) -> SplitPlan:
     """What a split would do, from headers alone; nothing is written.
 
@@ -83,7 +85,7 @@ def plan_split(
     return _with_bits(plan, ground_of(request, plan), request)
 
 
-def _with_bits(plan: SplitPlan, ground: Ground, request: Request) -> SplitPlan:
+def _with_bits(plan: SplitPlan, ground: Ground, request: SplitRequest) -> SplitPlan:
     """The plan, at "auto" with the bits that were or are chosen."""
     if plan.compression != AUTO:
         return plan
@@ -93,7 +95,9 @@ def _with_bits(plan: SplitPlan, ground: Ground, request: Request) -> SplitPlan:
 
 
 def _plan_of_headers(
-    request: Request, format_version: int = FORMAT_VERSION, assigned: Mapping[str, LayerName] = MappingProxyType({})
+    request: SplitRequest,
+    format_version: int = FORMAT_VERSION,
+    assigned: Mapping[str, LayerName] = MappingProxyType({}),
 ) -> SplitPlan:
     """The same, at "auto" with no bits chosen yet."""
     checkpoint = request.checkpoint
@@ -111,7 +115,7 @@ def _plan_of_headers(
     return make_plan(identity, shards, assigned, request.options.compression, format_version)
 
 
-def ground_of(request: Request, plan: SplitPlan, fetched: Iterable[PlannedShard] = ()) -> Ground:
+def ground_of(request: SplitRequest, plan: SplitPlan, fetched: Iterable[PlannedShard] = ()) -> Ground:
     """What the split stands on where nothing of it has been done yet.
 
     Args:
@@ -137,7 +141,7 @@ def resumed_ground(ground: Ground, used: frozenset[str]) -> Ground:
     return dataclasses.replace(ground, used=used, in_use=disk_bytes(ground.folder) - ground.lock_bytes)
 
 
-def check_before_download(request: Request) -> Chosen | None:
+def check_before_download(request: SplitRequest) -> BitAllocation | None:
     """Refuse a split on the standard route for which checkpoint and layer files do not both fit.
 
     Args:
@@ -163,7 +167,7 @@ def check_before_download(request: Request) -> Chosen | None:
     return kept.chosen
 
 
-def quantizer_of(request: Request) -> str | None:
+def quantizer_of(request: SplitRequest) -> str | None:
     """What would quantize, as the manifest names it; None without compression."""
     if request.options.compression is None:
         return None

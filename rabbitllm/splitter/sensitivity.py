@@ -70,7 +70,7 @@ _UP = re.compile(r"(?<=[._])(?:gate_proj|up_proj|w1|w3|fc1|fc3)(?=[._]|$)")
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SchemeGroup:
     """Tensors that get the same scheme, since the engine makes one matrix of them or takes them for alike.
 
     Attributes:
@@ -99,7 +99,7 @@ class Group:
         return sum([each[spec.dtype, spec.shape] for spec in self.tensors])
 
 
-def groups(tensors: Iterable[TensorSpec], experts_a_token: int | None = None) -> list[Group]:
+def groups(tensors: Iterable[TensorSpec], experts_a_token: int | None = None) -> list[SchemeGroup]:
     """The compressible tensors of a model, grouped, in numerical order of their names.
 
     Gate and up are one group, of all experts of a layer, and down is another: where experts differ in form, none could
@@ -135,7 +135,7 @@ def groups(tensors: Iterable[TensorSpec], experts_a_token: int | None = None) ->
             weight += WEIGHTS["head"]
         if (layer := _layer(members[0].name)) is not None:
             weight *= MEASURED_LAYERS / depth * next((f for part, f in FIRST_LAYERS if layer < part * depth), 1.0)
-        made.append(Group(role, tuple(members), weight))
+        made.append(SchemeGroup(role, tuple(members), weight))
     return made
 
 

@@ -28,12 +28,12 @@ from rabbitllm.splitter.arrivals import Arrivals, Arriving
 from rabbitllm.splitter.completion import Completion
 from rabbitllm.splitter.filler import Filler
 from rabbitllm.splitter.hands import Hands
-from rabbitllm.splitter.mover import Mover, Target
+from rabbitllm.splitter.mover import FillTarget, Mover
 from rabbitllm.splitter.plan import PlannedShard
 from rabbitllm.splitter.source_check import require_unmodified, source_crc32
 from rabbitllm.splitter.sums import ShardChecksums, TensorSums
 from rabbitllm.splitter.watch import disk_bytes
-from rabbitllm.splitter.work import ROOM, Work
+from rabbitllm.splitter.work import ROOM, SplitWork
 from rabbitllm.telemetry.profiler import Profiler
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class ShardLoop:
 
     def __init__(
         self,
-        work: Work,
+        work: SplitWork,
         profiler: Profiler,
         watch: Callable[[], None],
         hands: Hands | None = None,
@@ -65,7 +65,7 @@ class ShardLoop:
         self.checksums = dict(work.checksums)
         self.source_checksums = dict(work.source_checksums)
         self._deletes = work.options.sequential and work.checkpoint.deletable
-        self._journal = journal.Journal(work.folder)
+        self._journal = journal.SplitJournal(work.folder)
         self._mover = Mover(work.options.threads, work.quantize_on, profiler, watch, fitted=work.fitted)
         self._filler = Filler(work, self._mover, profiler)
         self._completion = Completion(work, self._mover, self._filler, profiler)
@@ -162,7 +162,7 @@ class ShardLoop:
     def _use_up(self, shard: PlannedShard, arriving: Arriving) -> None:
         layers = self._unfinished(shard)
         self._completion.begun(layers)
-        targets: dict[str, Target] = {}
+        targets: dict[str, FillTarget] = {}
         try:
             self._filler.fill(shard, arriving, targets, layers)
             found = self._mover.sums.take_with_sources(self._filler.forms_of(shard, layers))
@@ -179,7 +179,7 @@ class ShardLoop:
         self._filler.require_filled(shard, layers)
         source_crc = self._source_checksum(shard, found)
         completed = self.plan.layer_map.completed_by(shard.name, self.used)
-        targets: dict[str, Target] = {}
+        targets: dict[str, FillTarget] = {}
         try:
             self._filler.open(targets, [layer for layer in completed if layer in layers])
             sums = self._completion.complete(completed, targets, found.stored)

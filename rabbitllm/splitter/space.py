@@ -16,7 +16,7 @@ from rabbitllm.base.terminal import size, size_rounded_up
 from rabbitllm.errors import NotEnoughSpaceException, OptionError
 from rabbitllm.quant.compression import COMPRESSIONS
 from rabbitllm.splitter.at_once import disk_use_at_once
-from rabbitllm.splitter.disk_use import Arrival, DiskUse, Sizes
+from rabbitllm.splitter.disk_use import Arrival, DiskUse, PlanSizes
 from rabbitllm.splitter.plan import SplitPlan, recompressed
 from rabbitllm.splitter.watch import existing
 from rabbitllm.store.chosen import AUTO
@@ -138,7 +138,7 @@ def choose_way(
     )
 
 
-def use_of(plan: Sizes, ground: Ground, arrival: Arrival, at_once: int = 1) -> DiskUse:
+def use_of(plan: PlanSizes, ground: Ground, arrival: Arrival, at_once: int = 1) -> DiskUse:
     """What the split takes of the disk on this ground."""
     return disk_use_at_once(
         plan,
@@ -151,7 +151,9 @@ def use_of(plan: Sizes, ground: Ground, arrival: Arrival, at_once: int = 1) -> D
     )
 
 
-def shortage(plan: Sizes, ground: Ground, options: SplitOptions, arrival: Arrival, at_once: int = 1) -> Shortage | None:
+def shortage(
+    plan: PlanSizes, ground: Ground, options: SplitOptions, arrival: Arrival, at_once: int = 1
+) -> Shortage | None:
     """What is lacking for a split in which so many shards at a time arrive this way; None if it fits."""
     use = use_of(plan, ground, arrival, at_once)
     created = ground.created(use)

@@ -25,7 +25,7 @@ from rabbitllm.splitter.finish import STAGING_NAME, finish, manifest_of
 from rabbitllm.splitter.plan import SplitPlan
 from rabbitllm.splitter.planned_files import PlannedFiles
 from rabbitllm.splitter.request import (
-    Request,
+    SplitRequest,
     facts_of,
     ground_of,
     plan_split,
@@ -39,7 +39,7 @@ from rabbitllm.splitter.source_check import check_resumed, with_checksums
 from rabbitllm.splitter.space import Ground, choose_arrival, choose_at_once, use_of
 from rabbitllm.splitter.sums import TensorSums
 from rabbitllm.splitter.watch import Watch
-from rabbitllm.splitter.work import Work
+from rabbitllm.splitter.work import SplitWork
 from rabbitllm.storage import durable
 from rabbitllm.store.layer_file import DONE_SUFFIX, SCRATCH_SUFFIX
 from rabbitllm.store.layer_store import JOURNAL_NAME, MANIFEST_NAME, LayerStore, is_fitted
@@ -48,7 +48,7 @@ from rabbitllm.telemetry.profiler import Profiler
 logger = logging.getLogger(__name__)
 
 
-def split(request: Request) -> Profiler:
+def split(request: SplitRequest) -> Profiler:
     """Make a split directory, or finish one that an earlier call began.
 
     Returns:
@@ -92,7 +92,7 @@ def split(request: Request) -> Profiler:
     return profiler
 
 
-def _begin(request: Request) -> tuple[Work, str | None]:
+def _begin(request: SplitRequest) -> tuple[SplitWork, str | None]:
     """Take up the journal of an earlier run, or plan anew, check the space and begin one; and what quantizes."""
     earlier = journal.replay(request.folder)
     if earlier is not None:
@@ -117,7 +117,7 @@ def _begin(request: Request) -> tuple[Work, str | None]:
     return work, quantizer
 
 
-def _take_up(request: Request, earlier: journal.Replay) -> Work:
+def _take_up(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
     """Go on with an earlier run's plan, once it is sure that source and folder are still those."""
     checkpoint = request.checkpoint
     # used-up ones that are still here too: they are given up without another look
@@ -156,12 +156,12 @@ def _take_up(request: Request, earlier: journal.Replay) -> Work:
     return work
 
 
-def _work(request: Request, plan: SplitPlan, ground: Ground, checksums: TensorSums, fitted: bool) -> Work:
+def _work(request: SplitRequest, plan: SplitPlan, ground: Ground, checksums: TensorSums, fitted: bool) -> SplitWork:
     if request.hands is None:
         arrival, at_once = choose_arrival(plan, ground, request.options), 1
     else:
         arrival, at_once = choose_at_once(plan, ground, request.options, request.hands.at_once)
-    return Work(
+    return SplitWork(
         plan,
         request.checkpoint,
         request.folder,
@@ -176,7 +176,7 @@ def _work(request: Request, plan: SplitPlan, ground: Ground, checksums: TensorSu
     )
 
 
-def _no_evidence(request: Request, known: SourceIdentity, found: SourceIdentity) -> str | None:
+def _no_evidence(request: SplitRequest, known: SourceIdentity, found: SourceIdentity) -> str | None:
     """Why a folder of another name that has none of the known shards is not to be taken for the same one."""
     if (
         known.kind != "local"
@@ -212,7 +212,7 @@ def _warn_of_big_layers(plan: SplitPlan) -> None:
             logger.warning("Layer %s has %s; streaming it needs that much memory at once.", layer, size(layout.size))
 
 
-def _copy_sidecars(request: Request) -> list[Path]:
+def _copy_sidecars(request: SplitRequest) -> list[Path]:
     """Config, tokenizer and the like, so that the folder loads alone once the original is gone; those that are new."""
     derived = request.checkpoint.derived()
     copied = []

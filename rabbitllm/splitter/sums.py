@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rabbitllm.formats.crc32 import combine, combine_all
-from rabbitllm.formats.safetensors_file import Placed
+from rabbitllm.formats.safetensors_file import TensorToWrite
 from rabbitllm.quant.compression import Settling, StoredForm
 from rabbitllm.store.checksums import SUM_BYTES, is_cut, numbers, run_lengths, run_sums
 
@@ -140,7 +140,7 @@ class _Part:
         self.place: int | None = None
         self.pieces: list[tuple[int, int, bytes]] = []
 
-    def sums(self, part: Placed) -> PartSums:
+    def sums(self, part: TensorToWrite) -> PartSums:
         """Its sums, from those of its pieces, which must leave nothing out."""
         origin, pieces = self.place or 0, sorted(self.pieces)
         _require_whole(((begin, nbytes) for begin, nbytes, _ in pieces), part.name, part.nbytes)

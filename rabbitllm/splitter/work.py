@@ -19,7 +19,7 @@ ROOM: Mapping[Arrival, int] = {Arrival.FILE_AHEAD: 2, Arrival.FILE: 1, Arrival.S
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class SplitWork:
     """A split that may be worked on.
 
     Attributes:
@@ -50,7 +50,7 @@ class Work:
     fitted: bool = False
     source_checksums: Mapping[str, int] = field(default_factory=dict)
 
-    def of_shard(self, shard: str, layers: Iterable[str]) -> Work:
+    def of_shard(self, shard: str, layers: Iterable[str]) -> SplitWork:
         """The part of it that fills these layers from one shard: all that another process has to know."""
         layers = tuple(layers)
         whole = self.plan.layer_map

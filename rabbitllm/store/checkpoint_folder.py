@@ -32,7 +32,7 @@ from rabbitllm.checkpoints.index import (
 )
 from rabbitllm.checkpoints.json_file import read_json
 from rabbitllm.errors import NotEnoughSpaceException, OptionError
-from rabbitllm.formats.safetensors_file import Placed, encode_header
+from rabbitllm.formats.safetensors_file import TensorToWrite, encode_header
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.storage import durable
 from rabbitllm.store.layer_store import JOURNAL_NAME, MANIFEST_NAME
@@ -52,15 +52,15 @@ class Shard:
     """A file before it exists: its name and its tensors, in its order."""
 
     name: str
-    tensors: tuple[Placed, ...]
+    tensors: tuple[TensorToWrite, ...]
 
 
-def plan_shards(tensors: Iterable[Placed], most: int) -> list[Shard]:
+def plan_shards(tensors: Iterable[TensorToWrite], most: int) -> list[Shard]:
     """Which tensors go into which file, each of at most so many bytes of tensors, or of one that is larger.
 
     Within a file those whose size is a multiple of 64 bytes come first, so that all of those are aligned.
     """
-    groups: list[list[Placed]] = [[]]
+    groups: list[list[TensorToWrite]] = [[]]
     size = 0
     for tensor in tensors:
         if groups[-1] and size + tensor.nbytes > most:
@@ -133,7 +133,7 @@ def write_checkpoint(
 
 
 def index_of_files(
-    files: Mapping[str, Sequence[Placed | TensorSpec]], more: Mapping[str, Any] = MappingProxyType({})
+    files: Mapping[str, Sequence[TensorToWrite | TensorSpec]], more: Mapping[str, Any] = MappingProxyType({})
 ) -> bytes:
     """The index as transformers writes it.
 

@@ -36,7 +36,7 @@ def losses_first(compression: str | None) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class BitAllocation:
     """Bits by tensor.
 
     Attributes:
@@ -57,7 +57,7 @@ class Chosen:
         return {"max_disk": self.max_disk, "memory": self.memory, "schemes": names}
 
 
-def from_json(content: Mapping[str, Any]) -> Chosen:
+def from_json(content: Mapping[str, Any]) -> BitAllocation:
     """The record that `as_json` wrote.
 
     Raises:
@@ -68,7 +68,7 @@ def from_json(content: Mapping[str, Any]) -> Chosen:
         if scheme not in BLOCKS:
             raise ValueError(f"{scheme!r} is no compression")
         schemes.update(dict.fromkeys(map(text_of, names), scheme))
-    return Chosen(schemes, _size(content["max_disk"]), _size(content["memory"]))
+    return BitAllocation(schemes, _size(content["max_disk"]), _size(content["memory"]))
 
 
 def _size(value: object) -> int | None:

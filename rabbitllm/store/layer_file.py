@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import InvalidIndexError
-from rabbitllm.formats.safetensors_file import Placed, encode_header
+from rabbitllm.formats.safetensors_file import TensorToWrite, encode_header
 from rabbitllm.quant.compression import DOUBLE, Settling, StoredForm, arriving, settling
 from rabbitllm.store.order import FORMAT_VERSION, TENSOR_ALIGNMENT, in_order
 from rabbitllm.store.pieces import Joined, forms_in_scratch, scratch_places
@@ -51,7 +51,7 @@ class LayerLayout:
 
     layer: LayerName
     forms: tuple[StoredForm, ...]
-    parts: tuple[Placed, ...]
+    parts: tuple[TensorToWrite, ...]
     header_bytes: int
     places: Mapping[str, int]
     size: int

@@ -34,7 +34,7 @@ from rabbitllm.quant.compression import BLOCKS, Quantized, part_names, read_stat
 from rabbitllm.storage import durable
 from rabbitllm.store import chosen
 from rabbitllm.store.checksums import SUM_BYTES, LayerChecks, damaged
-from rabbitllm.store.chosen import AUTO, Chosen
+from rabbitllm.store.chosen import AUTO, BitAllocation
 from rabbitllm.store.layer_file import DONE_SUFFIX, LAYER_SUFFIX
 from rabbitllm.store.order import BY_NAME, FORMAT_VERSION
 
@@ -88,7 +88,7 @@ class Manifest:
     quantizer: str | None
     layers: tuple[LayerRecord, ...]
     format_version: int = FORMAT_VERSION
-    chosen: Chosen | None = None
+    chosen: BitAllocation | None = None
     source_checksums: Mapping[str, int] = field(default_factory=dict)
 
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable
 
 from rabbitllm.checkpoints.index import natural_key
-from rabbitllm.formats.safetensors_file import Placed
+from rabbitllm.formats.safetensors_file import TensorToWrite
 from rabbitllm.formats.tensor_spec import byte_size
 from rabbitllm.storage.page_cache import DIRECT_ALIGNMENT
 
@@ -40,7 +40,7 @@ _CONSTANT = re.compile(r"(?:^|\.)(?:quant_map|nested_quant_map|4bit\.nested_absm
 _Key = tuple[object, ...]
 
 
-def in_order(parts: Iterable[Placed], version: int = FORMAT_VERSION) -> list[Placed]:
+def in_order(parts: Iterable[TensorToWrite], version: int = FORMAT_VERSION) -> list[TensorToWrite]:
     """The stored parts of a layer in the order in which its file holds them.
 
     What is a multiple of 64 bytes long begins at one; what fills whole blocks begins on a block, unless it is of an
@@ -53,8 +53,8 @@ def in_order(parts: Iterable[Placed], version: int = FORMAT_VERSION) -> list[Pla
     """
     if version == BY_NAME:
         return sorted(parts, key=lambda part: (_rank(part.dtype, part.shape), natural_key(part.name)))
-    others: list[list[Placed]] = [[] for _ in _RANKS]
-    experts: dict[tuple[str, str], list[tuple[str, int, Placed]]] = {}
+    others: list[list[TensorToWrite]] = [[] for _ in _RANKS]
+    experts: dict[tuple[str, str], list[tuple[str, int, TensorToWrite]]] = {}
     for part in parts:
         rank = _rank(part.dtype, part.shape)
         match = _EXPERT.fullmatch(part.name)
@@ -63,7 +63,7 @@ def in_order(parts: Iterable[Placed], version: int = FORMAT_VERSION) -> list[Pla
         else:
             block, number, rest = match.groups()
             experts.setdefault((block, number), []).append((rest, rank, part))
-    runs: list[tuple[_Key, list[Placed]]] = []
+    runs: list[tuple[_Key, list[TensorToWrite]]] = []
     for rank in _RANKS:
         runs.append(((rank, _OTHERS), sorted(others[rank], key=_by_name)))
     for (block, number), members in experts.items():
@@ -74,7 +74,7 @@ def in_order(parts: Iterable[Placed], version: int = FORMAT_VERSION) -> list[Pla
     return [part for _, run in runs for part in run]
 
 
-def _by_name(part: Placed) -> _Key:
+def _by_name(part: TensorToWrite) -> _Key:
     return natural_key(part.name)
 
 

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rabbitllm.errors import InvalidIndexError
-from rabbitllm.formats.safetensors_file import Placed
-from rabbitllm.formats.tensor_spec import Piece, TensorSpec
+from rabbitllm.formats.safetensors_file import TensorToWrite
+from rabbitllm.formats.tensor_spec import TensorPiece, TensorSpec
 from rabbitllm.quant.compression import BLOCKS, SCALE_BYTES, StoredForm, arriving, form_in, scheme_of
 
 SCRATCH_ALIGNMENT = 4096
@@ -66,7 +66,7 @@ def join(specs: Iterable[TensorSpec], compression: str | None) -> Joined:
     return Joined(whole, forms, straight)
 
 
-def _piece(spec: TensorSpec) -> Piece:
+def _piece(spec: TensorSpec) -> TensorPiece:
     assert spec.piece is not None
     return spec.piece
 
@@ -132,7 +132,7 @@ def forms_in_scratch(joined: Joined, file: str, places: Mapping[str, int]) -> It
     if first.scheme != made.scheme:
         whole = made.source
         yield dataclasses.replace(
-            made, source=_taking_turns(Placed(whole.name, whole.dtype, whole.shape), joined, file, places, 0)
+            made, source=_taking_turns(TensorToWrite(whole.name, whole.dtype, whole.shape), joined, file, places, 0)
         )
         return
     for number in range(len(first.parts)):
@@ -140,7 +140,7 @@ def forms_in_scratch(joined: Joined, file: str, places: Mapping[str, int]) -> It
         yield StoredForm(_taking_turns(part, joined, file, places, number), None, (part,))
 
 
-def _taking_turns(part: Placed, joined: Joined, file: str, places: Mapping[str, int], number: int) -> TensorSpec:
+def _taking_turns(part: TensorToWrite, joined: Joined, file: str, places: Mapping[str, int], number: int) -> TensorSpec:
     """A part of the whole, of which each row is a run of each piece in turn."""
     first = joined.pieces[0]
     offset = places[first.parts[number].name]

@@ -15,7 +15,7 @@ import torch
 
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.positional import PositionalFile, page_aligned
-from rabbitllm.formats.safetensors_file import Placed, view_bytes
+from rabbitllm.formats.safetensors_file import TensorToWrite, view_bytes
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, dtype_name, torch_dtype
 from rabbitllm.quant.compression import (
     BLOCKS,
@@ -37,7 +37,7 @@ class PlainTensor:
     """A stored tensor and what a checkpoint holds of it; `memory` is it, where it may have been changed there."""
 
     stored: StoredTensor
-    placed: Placed
+    placed: TensorToWrite
     memory: torch.Tensor | None = None
 
 
@@ -45,13 +45,13 @@ def plain(stored: StoredTensor, dtype: str) -> PlainTensor:
     """What becomes of a stored tensor; `dtype` is that of what is dequantized."""
     form = stored.quantized
     if form is None:
-        return PlainTensor(stored, Placed(stored.name, stored.parts[0].dtype, stored.parts[0].shape))
-    return PlainTensor(stored, Placed(stored.name, dtype, form.shape))
+        return PlainTensor(stored, TensorToWrite(stored.name, stored.parts[0].dtype, stored.parts[0].shape))
+    return PlainTensor(stored, TensorToWrite(stored.name, dtype, form.shape))
 
 
 def in_memory(stored: StoredTensor, memory: torch.Tensor) -> PlainTensor:
     """A tensor that is taken from memory instead of its file."""
-    return PlainTensor(stored, Placed(stored.name, dtype_name(memory.dtype), tuple(memory.shape)), memory)
+    return PlainTensor(stored, TensorToWrite(stored.name, dtype_name(memory.dtype), tuple(memory.shape)), memory)
 
 
 class PlainReader:

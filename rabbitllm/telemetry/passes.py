@@ -17,7 +17,7 @@ KINDS = (PROMPT, FURTHER)
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class PassInput:
     """What goes into a pass.
 
     Attributes:
@@ -39,7 +39,7 @@ class Entry:
             return PROMPT if self.length > 1 else FURTHER
         return PROMPT if self.past == 0 or (self.asked is not None and self.asked < self.length) else FURTHER
 
-    def made(self, then: Entry) -> int | None:
+    def made(self, then: PassInput) -> int | None:
         """Tokens that a pass made, by what the cache holds when the next one (`then`) begins; None if unknown.
 
         Of candidates (prompt lookup, an assistant) the cache keeps those that were right, and one token more than
@@ -72,7 +72,7 @@ class Pass:
     number: int
     start: float
     wall: float
-    entry: Entry
+    entry: PassInput
     made: int | None
     stages: Mapping[str, Total]
 

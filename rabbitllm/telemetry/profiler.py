@@ -18,7 +18,7 @@ from typing import Any
 
 from rabbitllm.base.forks import own_lock
 from rabbitllm.errors import OptionError
-from rabbitllm.telemetry.passes import Entry, Pass, PassSums, sums_of
+from rabbitllm.telemetry.passes import Pass, PassInput, PassSums, sums_of
 from rabbitllm.telemetry.record import as_record
 from rabbitllm.telemetry.report import expert_table, pass_table, slowest_layers, stage_table
 from rabbitllm.telemetry.totals import (
@@ -76,7 +76,7 @@ _OFF = contextlib.nullcontext()
 class _Open:
     """A pass that is under way; `text` refers to what tells whether the next one continues it."""
 
-    entry: Entry
+    entry: PassInput
     start: float
     text: Any
 
@@ -143,7 +143,7 @@ class Profiler:
             self.add(layer, stage, time.perf_counter() - start, nbytes, time.thread_time() - cpu_start)
 
     @contextlib.contextmanager
-    def forward(self, entry: Entry, text: Any = None) -> Iterator[None]:
+    def forward(self, entry: PassInput, text: Any = None) -> Iterator[None]:
         """Record a pass: what happens inside the context. One inside another, or beside it, is part of it.
 
         Args:
@@ -162,7 +162,7 @@ class Profiler:
             if first:
                 self._close(opened)
 
-    def _settle(self, entry: Entry, text: Any) -> None:
+    def _settle(self, entry: PassInput, text: Any) -> None:
         """Now that the next pass begins, what came of the last one can be told."""
         last = self._passes[-1] if self._passes else None
         if last is not None and text is not None and self._last_text is not None and self._last_text() is text:

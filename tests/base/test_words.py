@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rabbitllm.base.words import Piece, amount, bar, duration, fitting, part, speed, text_of
+from rabbitllm.base.words import LinePiece, amount, bar, duration, fitting, part, speed, text_of
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -59,7 +59,7 @@ def test_a_bar_fills() -> None:
 
 @given(st.lists(st.tuples(st.text("abc", max_size=9), st.integers(0, 5))), st.integers(0, 60))
 def test_pieces_fit_and_keep_their_order(given_pieces: list[tuple[str, int]], width: int) -> None:
-    pieces = [Piece(text, rank) for text, rank in given_pieces]
+    pieces = [LinePiece(text, rank) for text, rank in given_pieces]
     row = fitting(pieces, width)
     assert len(text_of(row)) <= width
     texts = [text for text, style in row if style != "dim"]
@@ -68,7 +68,7 @@ def test_pieces_fit_and_keep_their_order(given_pieces: list[tuple[str, int]], wi
 
 
 def test_the_least_important_pieces_go_first() -> None:
-    pieces = [Piece("aaaa", 1), Piece("bb", 2), Piece("cccc", 0), Piece("", 0)]
+    pieces = [LinePiece("aaaa", 1), LinePiece("bb", 2), LinePiece("cccc", 0), LinePiece("", 0)]
     assert [text_of(fitting(pieces, width)) for width in (20, 12, 8, 3)] == [
         "aaaa · bb · cccc",
         "aaaa · cccc"[:11],

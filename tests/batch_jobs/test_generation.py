@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from rabbitllm.batch_jobs.answering import answered, answers
-from rabbitllm.batch_jobs.items import Call, Defaults, Generate, Item, Limits, Refused
+from rabbitllm.batch_jobs.items import BatchCall, Defaults, Generate, Item, JobLimits, Refused
 from rabbitllm.generation.aside import usual_folder
 from tests.support.builders import VOCABULARY_SIZE
 
-LIMITS = Limits(sequences=4)
+LIMITS = JobLimits(sequences=4)
 
 
 def ids(length: int, seed: int) -> tuple[int, ...]:
@@ -110,7 +110,7 @@ def test_the_first_pass_is_for_as_many_as_there_may_be(model: Any) -> None:
 @pytest.mark.skipif(usual_folder() is None, reason="temporary files lie in memory here")
 def test_lines_for_which_memory_has_no_room_share_the_pass_all_the_same(model: Any, plain: Any) -> None:
     facts: list[Any] = []
-    limits = Limits(sequences=8, cache_bytes=model.placement.streamed_bytes // 2)
+    limits = JobLimits(sequences=8, cache_bytes=model.placement.streamed_bytes // 2)
     prompts = [ids(150 + n, n) for n in range(8)]
     items = iter([Item(n, n, Generate(prompt, 6)) for n, prompt in enumerate(prompts)])
     found = {one.index: one.line for group in answered(model, "m", items, limits, facts.append) for one in group}
@@ -127,10 +127,10 @@ def test_answers_in_openais_form(model: Any, plain: Any) -> None:
     chat = {"model": "x", "messages": [{"role": "user", "content": "the rabbit"}], "max_tokens": 5, "temperature": 0}
     defaults = Defaults(max_new_tokens=4)
     items = [
-        Item(0, "a", Call("/v1/chat/completions", chat)),
-        Item(1, "b", Call("/v1/completions", {"prompt": [[8, 9, 10], [5, 6, 7]], "logprobs": 1}, defaults)),
-        Item(2, "c", Call("/v1/completions", {"prompt": "x", "max_tokens": "many"})),
-        Item(3, "d", Call("/v1/chat/completions", {**chat, "n": 2, "temperature": 1, "seed": 3})),
+        Item(0, "a", BatchCall("/v1/chat/completions", chat)),
+        Item(1, "b", BatchCall("/v1/completions", {"prompt": [[8, 9, 10], [5, 6, 7]], "logprobs": 1}, defaults)),
+        Item(2, "c", BatchCall("/v1/completions", {"prompt": "x", "max_tokens": "many"})),
+        Item(3, "d", BatchCall("/v1/chat/completions", {**chat, "n": 2, "temperature": 1, "seed": 3})),
     ]
     found = {one.key: one for one in answers(model, items, LIMITS, "name")}
     json.dumps([one.line for one in found.values()])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rabbitllm.batch_jobs.items import Answer
+from rabbitllm.batch_jobs.items import BatchAnswer
 from rabbitllm.batch_jobs.journal import errors_of_finished, opened
 from rabbitllm.errors import ResultsError
 from rabbitllm.storage import durable
@@ -25,8 +25,8 @@ QUICK = ("the disk is full", "a sync fails", "the disk is gone")
 HEAD: dict[str, Any] = {"input": "1234", "model": "m", "stop": ["x"]}
 
 
-def answer(index: int) -> Answer:
-    return Answer(index, f"k{index}", {"id": f"k{index}", "text": f"ü{index}" * 10}, is_error=index == 3)
+def answer(index: int) -> BatchAnswer:
+    return BatchAnswer(index, f"k{index}", {"id": f"k{index}", "text": f"ü{index}" * 10}, is_error=index == 3)
 
 
 EXPECTED = "".join(

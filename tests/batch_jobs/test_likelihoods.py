@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rabbitllm.batch_jobs.answering import answers
-from rabbitllm.batch_jobs.items import Call, Choose, Defaults, Embed, Item, Limits, Score
+from rabbitllm.batch_jobs.items import BatchCall, Choose, Defaults, Embed, Item, JobLimits, ScoreItem
 
 CLOSE = 1e-4
 
@@ -28,14 +28,14 @@ def parted(tokenizer: Any, context: str, behind: str) -> tuple[list[int], list[i
 
 
 def line(model: Any, *items: Item) -> list[Any]:
-    return [one.line for one in sorted(answers(model, items, Limits()), key=lambda one: one.index)]
+    return [one.line for one in sorted(answers(model, items, JobLimits()), key=lambda one: one.index)]
 
 
 def test_continuations_by_themselves_and_in_lists(model: Any, plain: Any) -> None:
     first, second = line(
         model,
-        Item(0, "a", Score("the rabbit", (" and the hare",))),
-        Item(1, "b", Score("the rabbit ", ("and", "or", "ing"), True)),
+        Item(0, "a", ScoreItem("the rabbit", (" and the hare",))),
+        Item(1, "b", ScoreItem("the rabbit ", ("and", "or", "ing"), True)),
     )
     before, behind = parted(model.tokenizer, "the rabbit", " and the hare")
     total, greedy = logprobs(plain, before, behind)
@@ -48,7 +48,7 @@ def test_continuations_by_themselves_and_in_lists(model: Any, plain: Any) -> Non
 
 
 def test_without_a_context_the_first_token_stands_before_it(model: Any, plain: Any) -> None:
-    (found,) = line(model, Item(0, 0, Score("", ("the hare",))))
+    (found,) = line(model, Item(0, 0, ScoreItem("", ("the hare",))))
     behind = model.tokenizer("the hare", add_special_tokens=False)["input_ids"]
     assert found["logprob"] == pytest.approx(logprobs(plain, [model.tokenizer.bos_token_id], behind)[0], abs=CLOSE)
 
@@ -84,8 +84,12 @@ def test_embeddings_in_openais_form(model: Any) -> None:
     pytest.importorskip("pydantic", reason="needs pydantic")
     found, refused, plain_one = line(
         model,
-        Item(0, "a", Call("/v1/embeddings", {"input": ["the rabbit", "x"], "dimensions": 8}, Defaults(normalise=True))),
-        Item(1, "b", Call("/v1/embeddings", {"input": "x", "dimensions": 10**6})),
+        Item(
+            0,
+            "a",
+            BatchCall("/v1/embeddings", {"input": ["the rabbit", "x"], "dimensions": 8}, Defaults(normalise=True)),
+        ),
+        Item(1, "b", BatchCall("/v1/embeddings", {"input": "x", "dimensions": 10**6})),
         Item(2, "c", Embed(("the rabbit",), normalise=True)),
     )
     body = found["response"]["body"]
@@ -100,8 +104,8 @@ def test_what_cannot_be_scored_is_an_error_in_place(model: Any) -> None:
     long = " the rabbit" * 200
     found = line(
         model,
-        Item(0, 0, Score("the", (long,))),
-        Item(1, 1, Score("the", (" hare",))),
+        Item(0, 0, ScoreItem("the", (long,))),
+        Item(1, 1, ScoreItem("the", (" hare",))),
         Item(2, 2, Embed(((10**6,),))),
         Item(3, 3, Choose("the", (" hare", long))),
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rabbitllm.batch_jobs.items import Call, Choose, Defaults, Embed, Generate, Refused, Score
+from rabbitllm.batch_jobs.items import BatchCall, Choose, Defaults, Embed, Generate, Refused, ScoreItem
 from rabbitllm.batch_jobs.lines import LineError, asked_of, key_of, pooling_of
 from rabbitllm.errors import OptionError
 
@@ -26,16 +26,16 @@ DEFAULTS = Defaults(max_new_tokens=9, temperature=0.5, seed=100, stop=("END",))
             {"messages": [{"role": "user", "content": "a"}]},
             Generate(({"role": "user", "content": "a"},), 9, 0.5, None, 103, ("END",)),
         ),
-        ({"context": "a", "continuation": " b"}, Score("a", (" b",))),
-        ({"context": "a", "continuation": [" b", " c"]}, Score("a", (" b", " c"), True)),
-        ({"continuation": "b"}, Score("", ("b",))),
+        ({"context": "a", "continuation": " b"}, ScoreItem("a", (" b",))),
+        ({"context": "a", "continuation": [" b", " c"]}, ScoreItem("a", (" b", " c"), True)),
+        ({"continuation": "b"}, ScoreItem("", ("b",))),
         ({"context": "a", "choices": ["b", "c"]}, Choose("a", ("b", "c"))),
         ({"input": "a"}, Embed(("a",))),
         ({"input": [1, 2]}, Embed(((1, 2),))),
         ({"input": ["a", [1]], "pooling": "mean", "normalise": True}, Embed(("a", (1,)), True, "mean", True)),
         (
             {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}},
-            Call("/v1/completions", {"prompt": "a"}, DEFAULTS),
+            BatchCall("/v1/completions", {"prompt": "a"}, DEFAULTS),
         ),
     ],
 )

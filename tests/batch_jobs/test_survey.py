@@ -12,11 +12,11 @@ import pytest
 from rabbitllm.batch_jobs import survey as module
 from rabbitllm.batch_jobs.items import Defaults, Generate, Refused
 from rabbitllm.batch_jobs.order import ordered
-from rabbitllm.batch_jobs.survey import Survey, surveyed
+from rabbitllm.batch_jobs.survey import InputScan, surveyed
 from rabbitllm.errors import InputError
 
 
-def of(*lines: bytes | dict[str, Any]) -> Survey:
+def of(*lines: bytes | dict[str, Any]) -> InputScan:
     raw = b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines)
     return surveyed(io.BytesIO(raw), Defaults())
 

@@ -6,14 +6,14 @@ import numpy as np
 import psutil
 import pytest
 
-from rabbitllm.bench.measure import Measured, Request, measure
+from rabbitllm.bench.measure import BenchRequest, Measured, measure
 from rabbitllm.bench.memory import peak_memory
 from rabbitllm.bench.record import as_record
 from rabbitllm.bench.report import shares
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import one_thread, split  # noqa: F401  a fixture that applies by itself
 
-REQUEST = Request(tokens=5, prompt_tokens=6, batch=2, turns=2)
+REQUEST = BenchRequest(tokens=5, prompt_tokens=6, batch=2, turns=2)
 
 
 @pytest.fixture(scope="module", params=["llama", "t5", "mamba2"])

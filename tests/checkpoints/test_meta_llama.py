@@ -12,7 +12,7 @@ import transformers
 
 from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.checkpoints.meta_checkpoint import ranks_of
-from rabbitllm.checkpoints.meta_llama import Shapes, Vocabulary, config_of
+from rabbitllm.checkpoints.meta_llama import LlamaVocabulary, Shapes, config_of
 from rabbitllm.checkpoints.meta_params import parse_params
 from rabbitllm.errors import CheckpointError, InvalidIndexError, MissingShardError, UnreadableFormatError
 from tests.support.meta_files import (
@@ -132,7 +132,7 @@ def test_published_models(name: str) -> None:
 
 def test_the_tokenizer_decides_between_generations() -> None:
     content, shapes, _ = PUBLISHED["Llama 2 7B"]
-    config = config_of(parse_params(content, "x"), shapes, Vocabulary(True, 600, 300, (301, 309)))
+    config = config_of(parse_params(content, "x"), shapes, LlamaVocabulary(True, 600, 300, (301, 309)))
     assert (config["rope_theta"], config["max_position_embeddings"]) == (5e5, 8192)
     assert (config["bos_token_id"], config["eos_token_id"]) == (300, [301, 309])
 

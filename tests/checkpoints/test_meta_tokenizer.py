@@ -90,7 +90,7 @@ def from_pieces(pieces: bytes, tmp_path_factory: pytest.TempPathFactory) -> tupl
     folder = tmp_path_factory.mktemp("pieces")
     (folder / "tokenizer.model").write_bytes(pieces)
     derived = derive_tokenizer(folder / "tokenizer.model", later=False, longest=4096)
-    assert derived.vocabulary == meta_tokenizer.Vocabulary(False, 1500, 1, (2,))
+    assert derived.vocabulary == meta_tokenizer.LlamaVocabulary(False, 1500, 1, (2,))
     return loaded(folder, dict(derived.files)), sentencepiece.SentencePieceProcessor(model_proto=pieces)
 
 
@@ -166,7 +166,7 @@ def from_ranks(ranks: bytes, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "tokenizer.model").write_bytes(ranks)
     derived = derive_tokenizer(folder / "tokenizer.model", later=True, longest=131_072)
-    assert derived.vocabulary == meta_tokenizer.Vocabulary(True, 3256, 3000, (3001, 3008, 3009))
+    assert derived.vocabulary == meta_tokenizer.LlamaVocabulary(True, 3256, 3000, (3001, 3008, 3009))
     lines = (line.split() for line in ranks.splitlines())
     library = tiktoken.Encoding(
         name="tiny",

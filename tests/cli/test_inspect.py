@@ -20,7 +20,7 @@ from rabbitllm.checkpoints.remote_header import FIRST_READ_BYTES
 from rabbitllm.cli import exit_codes
 from rabbitllm.cli.main import app
 from rabbitllm.errors import CheckpointNotFoundError, MissingShardError, OptionError, RabbitLLMError
-from rabbitllm.models.inspection.choice import Choice
+from rabbitllm.models.inspection.choice import RowChoice
 from rabbitllm.models.inspection.files import look_at_file
 from rabbitllm.models.inspection.look import look
 from rabbitllm.models.inspection.report import runs, show
@@ -53,9 +53,9 @@ def process(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
-def on_a_terminal(path: Path, width: int, choice: Choice | None = None) -> str:
+def on_a_terminal(path: Path, width: int, choice: RowChoice | None = None) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None, highlight=False)
-    show(look_at_file(path), choice or Choice(limit=5), console)
+    show(look_at_file(path), choice or RowChoice(limit=5), console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -308,7 +308,7 @@ def test_hostile_names(tmp_path: Path) -> None:
     assert all(character.isprintable() or character == "\n" for character in text)
     for shown in (r"\x1b[2J\x1b]0;owned\x07w", r"b\u202eabc", "[red]c[/]", r"\r=\x1b[31m"):
         assert shown in text
-    assert on_a_terminal(path, 60, Choice()).count("[red]c[/]") == 1
+    assert on_a_terminal(path, 60, RowChoice()).count("[red]c[/]") == 1
     assert record(path)["weight_map"] == hostile
 
 

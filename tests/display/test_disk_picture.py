@@ -11,7 +11,7 @@ from rabbitllm.base import progress
 from rabbitllm.base.progress import DiskSampled, ShardDone, SplitStarted
 from rabbitllm.cli.main import app
 from rabbitllm.display import disk_picture
-from rabbitllm.display.disk_picture import DiskRecord, Point, pictured, thinned
+from rabbitllm.display.disk_picture import DiskRecord, DiskSample, pictured, thinned
 from rabbitllm.errors import OptionError
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.splitting import Call, names_in
@@ -39,16 +39,16 @@ def test_the_record_is_what_the_events_say() -> None:
     record(DiskSampled(60, 540))
     record(ShardDone("b", 2, 2, "deleted", 60, 0))
     assert record.points == (
-        Point(0, 0, 200, 500),  # the source was there before the split's first word
-        Point(1, 30, 200, 470),
-        Point(2, 35, 200, 470),
-        Point(3, 35, 100, 470),
-        Point(4, 60, 100, 540),
-        Point(5, 60, 100, 540),
-        Point(6, 60, 0, 540),
+        DiskSample(0, 0, 200, 500),  # the source was there before the split's first word
+        DiskSample(1, 30, 200, 470),
+        DiskSample(2, 35, 200, 470),
+        DiskSample(3, 35, 100, 470),
+        DiskSample(4, 60, 100, 540),
+        DiskSample(5, 60, 100, 540),
+        DiskSample(6, 60, 0, 540),
     )
     assert [(shard.seconds, shard.number) for shard in record.shards] == [(3, 1), (6, 2)]
-    assert record.peak == Point(2, 35, 200, 470)
+    assert record.peak == DiskSample(2, 35, 200, 470)
     assert (record.label, record.source_bytes, record.of) == ("m", 200, 2)
 
 
@@ -63,11 +63,11 @@ def test_a_long_split_keeps_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(points) <= 50
     assert [point.seconds for point in points] == sorted(point.seconds for point in points)
     assert (points[0].seconds, points[-1].seconds) == (0, 1999)
-    assert record.peak == Point(777, 5000, 0, 9000)
+    assert record.peak == DiskSample(777, 5000, 0, 9000)
 
 
 def test_thinning_keeps_the_higher_of_two() -> None:
-    points = [Point(n, size, 0, 0) for n, size in enumerate([5, 1, 2, 8, 3, 0])]
+    points = [DiskSample(n, size, 0, 0) for n, size in enumerate([5, 1, 2, 8, 3, 0])]
     assert [point.disk_bytes for point in thinned(points)] == [5, 2, 8, 0]
 
 

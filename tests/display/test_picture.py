@@ -11,7 +11,7 @@ import torch
 
 from rabbitllm.display.picture import draw, spent_by_layer
 from rabbitllm.errors import OptionError
-from rabbitllm.telemetry.passes import Entry, Pass
+from rabbitllm.telemetry.passes import Pass, PassInput
 from rabbitllm.telemetry.profiler import COMPUTE, DEQUANTIZE, READ, READ_WAIT
 from rabbitllm.telemetry.trace import Event, Trace
 from tests.support.builders import build_checkpoint
@@ -52,7 +52,7 @@ def test_the_picture_names_lanes_layers_and_stages(
 
 def test_a_layer_has_the_reading_that_brought_it() -> None:
     """That of the first one was done while the pass before ended; what is read for the next pass is not counted."""
-    one = Pass(2, 10.0, 2.0, Entry(1, 1, 5, 1), None, {})
+    one = Pass(2, 10.0, 2.0, PassInput(1, 1, 5, 1), None, {})
     events = [
         Event(8.0, 0.5, "reader", "a", READ, 1),
         Event(9.5, 0.75, "reader", "a", READ, 1),
@@ -76,6 +76,6 @@ def test_only_whole_passes_are_drawn(tmp_path: Path) -> None:
     short = Trace(most_events=1)
     for start in (1.0, 2.0):
         short.add(Event(start, 0.5, "main", "a", COMPUTE, 0))
-    short.add_pass(Pass(1, 0.9, 2.0, Entry(1, 1, 5, 1), None, {}), "main")
+    short.add_pass(Pass(1, 0.9, 2.0, PassInput(1, 1, 5, 1), None, {}), "main")
     with pytest.raises(OptionError, match="no whole pass"):
         draw(short, tmp_path / "time.png")

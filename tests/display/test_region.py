@@ -16,7 +16,7 @@ import pytest
 
 from rabbitllm.base.words import Row
 from rabbitllm.display import region as module
-from rabbitllm.display.region import LINE_SECONDS, MOST_LINE_SECONDS, Pace, Region
+from rabbitllm.display.region import LINE_SECONDS, MOST_LINE_SECONDS, LinePace, Region
 from tests.support.screen import Screen, TerminalStream, run_on_terminal
 
 ROOT = Path(__file__).parent.parent.parent
@@ -83,7 +83,7 @@ def test_the_thread_goes_with_the_last_claim(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_lines_are_due_every_few_seconds_and_hours_make_no_wall() -> None:
-    pace = Pace(100.0)
+    pace = LinePace(100.0)
     due = [now for now in range(100, 100 + 3 * 3600) if pace.is_due(now)]
     gaps = [then - now for now, then in itertools.pairwise(due)]
     assert due[0] == 100 + LINE_SECONDS

@@ -19,7 +19,7 @@ from rabbitllm.base.progress import (
     SplitStarted,
     tell,
 )
-from rabbitllm.base.split_facts import Facts, Rates
+from rabbitllm.base.split_facts import CurrentRates, SplitStats
 from rabbitllm.base.words import text_of
 from rabbitllm.display import region
 from rabbitllm.display.split_display import line_of, rows_of, shown
@@ -28,12 +28,12 @@ from tests.support.screen import TerminalStream
 from tests.support.splitting import split
 
 MIB, GIB = 1 << 20, 1 << 30
-FACTS = Facts(
+FACTS = SplitStats(
     doing="splitting",
     label="org/model",
     done_bytes=60 * GIB,
     total_bytes=145 * GIB,
-    rates=Rates(118 * MIB, 121 * MIB, 118 * MIB, 33 * MIB),
+    rates=CurrentRates(118 * MIB, 121 * MIB, 118 * MIB, 33 * MIB),
     seconds_left=724,
     disk_bytes=21 * GIB,
     limit_bytes=57 * GIB,
@@ -76,8 +76,8 @@ def test_a_line_has_all_of_it() -> None:
 
 
 def test_before_anything_is_known() -> None:
-    assert line_of(Facts(total_bytes=GIB)) == "splitting 0 %, 0.00 of 1.00 GiB"
-    stalled = Facts(total_bytes=GIB, rates=Rates(0.0, 0.0, None, 0.0))
+    assert line_of(SplitStats(total_bytes=GIB)) == "splitting 0 %, 0.00 of 1.00 GiB"
+    stalled = SplitStats(total_bytes=GIB, rates=CurrentRates(0.0, 0.0, None, 0.0))
     assert line_of(stalled) == "splitting 0 %, waiting, 0.00 of 1.00 GiB, fetch 0 MiB/s, write 0 MiB/s"
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tqdm import tqdm
 
 from rabbitllm.base.words import Row
-from rabbitllm.display.form import Form, form_of
+from rabbitllm.display.form import DisplayForm, form_of
 from rabbitllm.display.terminal import Terminal, column_after
 from tests.support.screen import Screen, TerminalStream
 
@@ -211,12 +211,12 @@ def test_columns(column: int, text: str, after: int) -> None:
 
 def test_forms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stream = as_output(monkeypatch)
-    assert form_of(stream, {"TERM": "xterm"}) is Form.TERMINAL
-    assert form_of(stream, {"TERM": "dumb"}) is Form.LINES
-    assert form_of(stream, {"JPY_PARENT_PID": "7"}) is Form.LINES
-    assert form_of(None, {}) is Form.LINES
+    assert form_of(stream, {"TERM": "xterm"}) is DisplayForm.TERMINAL
+    assert form_of(stream, {"TERM": "dumb"}) is DisplayForm.LINES
+    assert form_of(stream, {"JPY_PARENT_PID": "7"}) is DisplayForm.LINES
+    assert form_of(None, {}) is DisplayForm.LINES
     with (tmp_path / "log").open("w") as file:
-        assert form_of(file, {}) is Form.LINES
+        assert form_of(file, {}) is DisplayForm.LINES
 
 
 def test_where_rich_draws_there_are_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,5 +225,5 @@ def test_where_rich_draws_there_are_lines(monkeypatch: pytest.MonkeyPatch) -> No
     from rich.live import Live
 
     with Live("something", console=Console(file=stream), redirect_stderr=True):
-        assert form_of(sys.stderr, {}) is Form.LINES
-    assert form_of(sys.stderr, {}) is Form.TERMINAL
+        assert form_of(sys.stderr, {}) is DisplayForm.LINES
+    assert form_of(sys.stderr, {}) is DisplayForm.TERMINAL

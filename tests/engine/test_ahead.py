@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from rabbitllm.engine.ahead import Ahead, Slot
+from rabbitllm.engine.ahead import Ahead, BufferSlot
 
 
 class Filler:
     """Jobs that write a number into a buffer when `gate` is open, and note the order."""
 
     def __init__(self, slots: int) -> None:
-        self.ahead = Ahead([Slot(torch.zeros(1, dtype=torch.uint8)) for _ in range(slots)], "fill")
+        self.ahead = Ahead([BufferSlot(torch.zeros(1, dtype=torch.uint8)) for _ in range(slots)], "fill")
         self.gate = threading.Event()
         self.gate.set()
         self.done: list[str] = []
 
     def request(self, name: str) -> None:
-        def fill(slot: Slot) -> str:
+        def fill(slot: BufferSlot) -> str:
             assert self.gate.wait(60)
             slot.buffer.fill_(int(name))
             self.done.append(name)
@@ -31,7 +31,7 @@ class Filler:
         self.ahead.request(name, fill)
 
     def fail(self, name: str) -> None:
-        def fail(slot: Slot) -> None:
+        def fail(slot: BufferSlot) -> None:
             raise ValueError(name)
 
         self.ahead.request(name, fail)

@@ -10,7 +10,7 @@ import torch
 
 from rabbitllm.engine import costs
 from rabbitllm.engine.devices import CpuDevice
-from rabbitllm.engine.placement import Budget, Placed, Placement, Tier
+from rabbitllm.engine.placement import Budget, PlacedUnit, Placement, Tier
 from rabbitllm.engine.tier_picture import places
 from tests.engine.test_every_architecture import build
 from tests.engine.test_fake_gpu import load_on
@@ -23,12 +23,12 @@ def test_page_locked_memory_is_host_memory_whatever_its_device(monkeypatch: pyte
     monkeypatch.setattr(costs, "available_ram", lambda: 1000)
     gpu = FakeGpu(0)
     units = (
-        Placed("a", gpu.name, Tier.RESIDENT, 500),
-        Placed("b", gpu.name, Tier.PINNED, 300),
-        Placed("c", gpu.name, Tier.STREAMED, 700),
-        Placed("d", "cpu", Tier.RESIDENT, 20),
-        Placed("e", "cpu", Tier.PACKED, 3),
-        Placed("f", "cpu", Tier.STREAMED, 70),
+        PlacedUnit("a", gpu.name, Tier.RESIDENT, 500),
+        PlacedUnit("b", gpu.name, Tier.PINNED, 300),
+        PlacedUnit("c", gpu.name, Tier.STREAMED, 700),
+        PlacedUnit("d", "cpu", Tier.RESIDENT, 20),
+        PlacedUnit("e", "cpu", Tier.PACKED, 3),
+        PlacedUnit("f", "cpu", Tier.STREAMED, 70),
     )
     placement = Placement(units, (Budget(gpu.name, 0, False), Budget("cpu", 0, True)))
     assert costs.cache_room(placement, [gpu, CpuDevice()]) == 1000 - 300 - 20 - 3
@@ -37,10 +37,10 @@ def test_page_locked_memory_is_host_memory_whatever_its_device(monkeypatch: pyte
 def test_embeddings_of_which_rows_are_touched_take_no_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "available_ram", lambda: 1000)
     units = (
-        Placed("a", "cpu", Tier.MAPPED, 500),
-        Placed("b", "cpu", Tier.ROWS, 400),
-        Placed("c", "cpu", Tier.PACKED, 30),
-        Placed("d", "cpu", Tier.PACKED, 30, tied=30),
+        PlacedUnit("a", "cpu", Tier.MAPPED, 500),
+        PlacedUnit("b", "cpu", Tier.ROWS, 400),
+        PlacedUnit("c", "cpu", Tier.PACKED, 30),
+        PlacedUnit("d", "cpu", Tier.PACKED, 30, tied=30),
     )
     assert costs.cache_room(Placement(units, (Budget("cpu", 0, True),)), [CpuDevice()]) == 1000 - 30
 

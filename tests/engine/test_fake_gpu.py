@@ -15,7 +15,7 @@ import transformers
 
 from rabbitllm.base.options import StreamOptions
 from rabbitllm.engine import expert_pool, fused_choice, streamer
-from rabbitllm.engine.ahead import Loaded
+from rabbitllm.engine.ahead import FilledSlot
 from rabbitllm.engine.boundary import Boundary
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import SLOTS, STAGING, Tier
@@ -617,7 +617,7 @@ def test_a_loader_that_forgets_to_wait_is_caught(tmp_path: Path, monkeypatch: py
     directory = split(build_checkpoint(tmp_path / "model", "llama"))
     take = Uploader.take
 
-    def without_waiting(self: Uploader, unit: str) -> Loaded:
+    def without_waiting(self: Uploader, unit: str) -> FilledSlot:
         self._device.arrive = lambda ticket: None  # type: ignore[method-assign]
         return take(self, unit)
 
@@ -637,7 +637,7 @@ def test_a_slot_given_back_before_the_computation_is_caught(tmp_path: Path, monk
     directory = split(build_checkpoint(tmp_path / "model", "llama"))
     take = Uploader.take
 
-    def and_give_back(self: Uploader, unit: str) -> Loaded:
+    def and_give_back(self: Uploader, unit: str) -> FilledSlot:
         loaded = take(self, unit)
         self.give_back(loaded)
         return loaded

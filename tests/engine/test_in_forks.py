@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from rabbitllm.base.options import StreamOptions
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.read_ahead import ReadAhead
-from rabbitllm.engine.span_reader import Span
+from rabbitllm.engine.span_reader import FileSpan
 from rabbitllm.errors import ForkedError, IncompleteSplitError
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.request import Request
@@ -209,7 +209,7 @@ def test_bytes_that_were_not_compared_before_the_fork_are_compared_in_the_child(
 
     checks.stored = slowly  # type: ignore[method-assign]
     size = len(data)
-    ahead = ReadAhead({"unit": [Span(layer.name, size - 64, 64, 0)]}, store, checks)
+    ahead = ReadAhead({"unit": [FileSpan(layer.name, size - 64, 64, 0)]}, store, checks)
     assert begun.wait(PATIENCE)
     checks.stored = compare  # type: ignore[method-assign]
     try:

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from rabbitllm.engine import skeleton
-from rabbitllm.engine.ahead import Loaded
+from rabbitllm.engine.ahead import FilledSlot
 from rabbitllm.engine.devices import CpuDevice
 from rabbitllm.engine.loader import Loader, largest
-from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, SpanReader, Way
+from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, SpanReader
 from rabbitllm.engine.unit_source import UnitSource, source_of
 from rabbitllm.engine.units import find_units
 from rabbitllm.engine.weights import map_weights
@@ -41,7 +41,7 @@ class Opened:
         self.sources = {unit.name: source_of(unit, weights, self.store) for unit in find_units(model)}
         self.profiler = Profiler()
 
-    def loader(self, slots: int = 2, way: Way = THROUGH_THE_CACHE) -> Loader:
+    def loader(self, slots: int = 2, way: ReadMode = THROUGH_THE_CACHE) -> Loader:
         streamed = {name: self.sources[name] for name in LAYERS}
         device = CpuDevice()
         buffers = [device.host_buffer(largest(streamed)) for _ in range(slots)]
@@ -51,7 +51,7 @@ class Opened:
         (name,) = {span.file for span in self.sources[unit].spans}
         return self.directory / name
 
-    def is_right(self, loaded: Loaded) -> bool:
+    def is_right(self, loaded: FilledSlot) -> bool:
         """Whether every tensor in the slot has the bytes that safetensors finds in the layer file."""
         source: UnitSource = self.sources[loaded.unit]
         part = source.part_of(loaded.slot.buffer)

@@ -11,7 +11,7 @@ import torch
 
 from rabbitllm.engine.devices import CpuDevice
 from rabbitllm.engine.page_locked import HostBuffers, keep_units
-from rabbitllm.engine.placement import Budget, Placed, Placement, Tier
+from rabbitllm.engine.placement import Budget, PlacedUnit, Placement, Tier
 from tests.engine.test_loader import LAYERS, Opened
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu
@@ -28,7 +28,7 @@ def placed(opened: Opened, pinned: list[str], devices: list[str]) -> Placement:
     units = []
     for at, name in enumerate(LAYERS):
         tier = Tier.PINNED if name in pinned else Tier.STREAMED
-        units.append(Placed(name, devices[at * len(devices) // 6], tier, opened.sources[name].stored_bytes))
+        units.append(PlacedUnit(name, devices[at * len(devices) // 6], tier, opened.sources[name].stored_bytes))
     return Placement(tuple(units), tuple(Budget(name, 0, False) for name in devices))
 
 

@@ -16,12 +16,12 @@ from rabbitllm.base.words import text_of
 from rabbitllm.display import region
 from rabbitllm.engine import pass_line
 from rabbitllm.engine.pass_line import PassLine
-from rabbitllm.telemetry.passes import Entry
+from rabbitllm.telemetry.passes import PassInput
 from tests.support.builders import build_checkpoint
 from tests.support.screen import TerminalStream
 from tests.support.tiny_models import ALL, INPUT, load, split
 
-PROMPT = Entry(1, 7, 0, 1)
+PROMPT = PassInput(1, 7, 0, 1)
 WAIT, WORK = 0.03, 0.01
 
 
@@ -74,7 +74,7 @@ def test_lines_over_a_slow_pass(every_pass_is_slow: None, capsys: pytest.Capture
     assert layers[0] == 1
     assert 50 < int(found[-1][2]) < 100
     assert "compute" in lines[-1]
-    with line.over(Entry(1, 1, 7, 1), None):
+    with line.over(PassInput(1, 1, 7, 1), None):
         stack(1)
     assert "pass 2, layer 1 of 4" in capsys.readouterr().err
 
@@ -91,7 +91,7 @@ def test_on_a_terminal_it_is_one_row_below_the_tokens(
     line = watched(stack)
     stack.parts[3].register_forward_hook(lambda *args: seen.append(terminal.screen(100)))
     for number in range(3):
-        with line.over(Entry(1, 1, 7 + number, 1) if number else PROMPT, cache):
+        with line.over(PassInput(1, 1, 7 + number, 1) if number else PROMPT, cache):
             stack(1)
         print(f"token{number} ", end="", flush=True)
         assert terminal.screen(100) == [" ".join(f"token{n}" for n in range(number + 1))]
@@ -139,7 +139,7 @@ def test_a_pass_in_a_pass_is_part_of_it(every_pass_is_slow: None, capsys: pytest
 def test_it_is_one_row_that_fits(width: int) -> None:
     line = watched(Stack())
     cache = Stack()
-    with line.over(Entry(1, 12_345, 0, 1), cache):
+    with line.over(PassInput(1, 12_345, 0, 1), cache):
         (row,) = line.rows(width)
         assert "pass 1" in text_of(row)
         assert len(text_of(row)) <= width

@@ -12,7 +12,7 @@ import pytest
 from rabbitllm.engine import read_ahead
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.read_ahead import PIECE_BYTES, ReadAhead
-from rabbitllm.engine.span_reader import Span
+from rabbitllm.engine.span_reader import FileSpan
 from rabbitllm.formats.positional import PositionalFile
 from tests.engine.test_span_reader import Folder, _cached_pages
 from tests.support.builders import build_checkpoint
@@ -33,7 +33,7 @@ def test_files_come_into_the_page_cache(tmp_path: Path) -> None:
         path.write_bytes(os.urandom(2 * PIECE_BYTES + 4096))
         dropped(path)
     before = sum(map(_cached_pages, paths))
-    spans = {path.name: [Span(path.name, 0, path.stat().st_size, 0)] for path in paths}
+    spans = {path.name: [FileSpan(path.name, 0, path.stat().st_size, 0)] for path in paths}
     for thread in ReadAhead(spans, Folder(tmp_path)).threads:
         thread.join(60)
     deadline = time.monotonic() + 60
@@ -43,7 +43,7 @@ def test_files_come_into_the_page_cache(tmp_path: Path) -> None:
 
 
 def test_files_that_are_gone_are_nobodys_business_here(tmp_path: Path) -> None:
-    (thread,) = ReadAhead({"unit": [Span("none", 0, 10, 0)]}, Folder(tmp_path)).threads
+    (thread,) = ReadAhead({"unit": [FileSpan("none", 0, 10, 0)]}, Folder(tmp_path)).threads
     thread.join(60)
     assert not thread.is_alive()
 

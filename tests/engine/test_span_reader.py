@@ -12,13 +12,21 @@ from hypothesis import strategies as st
 
 from rabbitllm.engine import span_reader
 from rabbitllm.engine.placement import Tier
-from rabbitllm.engine.span_reader import BLOCK, READ_BYTES, THROUGH_THE_CACHE, Span, SpanReader, Way, choose_way
+from rabbitllm.engine.span_reader import (
+    BLOCK,
+    READ_BYTES,
+    THROUGH_THE_CACHE,
+    FileSpan,
+    ReadMode,
+    SpanReader,
+    choose_way,
+)
 from rabbitllm.formats.positional import PositionalFile, page_aligned
 from rabbitllm.store.layer_store import LayerStore
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import assert_same, load, run, split, tiers
 
-WAYS = [THROUGH_THE_CACHE, Way(drop=True), Way(direct=True)]
+WAYS = [THROUGH_THE_CACHE, ReadMode(drop=True), ReadMode(direct=True)]
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="O_DIRECT")
 
 
@@ -37,17 +45,17 @@ def folder(root: Path, nbytes: int) -> LayerStore:
     return Folder(root)  # type: ignore[return-value]
 
 
-def span(offset: int, nbytes: int, after: int = 0) -> Span:
-    return Span("x", offset, nbytes, after + offset % BLOCK)
+def span(offset: int, nbytes: int, after: int = 0) -> FileSpan:
+    return FileSpan("x", offset, nbytes, after + offset % BLOCK)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["through", "dropped behind", "past"])
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, 39_999), st.integers(1, 20_000)), min_size=1, max_size=4))
-def test_spans_anywhere_in_a_file(tmp_path: Path, way: Way, places: list[tuple[int, int]]) -> None:
+def test_spans_anywhere_in_a_file(tmp_path: Path, way: ReadMode, places: list[tuple[int, int]]) -> None:
     store = folder(tmp_path, 40_001)  # its last block is a part of one
     content = (tmp_path / "x").read_bytes()
-    spans: list[Span] = []
+    spans: list[FileSpan] = []
     for offset, nbytes in places:
         spans.append(span(offset, min(nbytes, len(content) - offset), spans[-1].end if spans else 0))
     buffer = page_aligned(spans[-1].end)
@@ -59,7 +67,7 @@ def test_spans_anywhere_in_a_file(tmp_path: Path, way: Way, places: list[tuple[i
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["through", "dropped behind", "past"])
-def test_a_span_of_several_reads(tmp_path: Path, way: Way) -> None:
+def test_a_span_of_several_reads(tmp_path: Path, way: ReadMode) -> None:
     store = folder(tmp_path, READ_BYTES + 70_000)
     one = span(4096 + 64, READ_BYTES + 5000)
     buffer = page_aligned(one.end)
@@ -69,7 +77,7 @@ def test_a_span_of_several_reads(tmp_path: Path, way: Way) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["through", "dropped behind", "past"])
-def test_a_file_that_ends_early(tmp_path: Path, way: Way) -> None:
+def test_a_file_that_ends_early(tmp_path: Path, way: ReadMode) -> None:
     store = folder(tmp_path, 10_000)
     with pytest.raises(OSError, match="ended at byte 10,000"):
         SpanReader(store, way).read([span(5000, 6000)], page_aligned(5 * BLOCK))
@@ -78,11 +86,11 @@ def test_a_file_that_ends_early(tmp_path: Path, way: Way) -> None:
 @on_linux
 def test_memory_that_is_not_aligned_is_filled_through_the_cache(tmp_path: Path) -> None:
     store = folder(tmp_path, 20_000)
-    reader = SpanReader(store, Way(direct=True))
+    reader = SpanReader(store, ReadMode(direct=True))
     buffer = page_aligned(6 * BLOCK)[8:]
     reader.read([span(4096, 8192)], buffer)
     assert bytes(buffer[:8192]) == (tmp_path / "x").read_bytes()[4096:12288]
-    assert reader.way == Way(drop=True)
+    assert reader.way == ReadMode(drop=True)
 
 
 @on_linux
@@ -92,7 +100,7 @@ def test_a_direct_read_leaves_nothing_in_the_page_cache(tmp_path: Path) -> None:
         os.sync()
         file.drop_cache(0, 1 << 20)
     before = _cached_pages(tmp_path / "x")
-    SpanReader(store, Way(direct=True)).read([span(0, 1 << 20)], page_aligned(1 << 20))
+    SpanReader(store, ReadMode(direct=True)).read([span(0, 1 << 20)], page_aligned(1 << 20))
     assert _cached_pages(tmp_path / "x") == before
     SpanReader(store, THROUGH_THE_CACHE).read([span(0, 1 << 20)], page_aligned(1 << 20))
     assert _cached_pages(tmp_path / "x") == (1 << 20) // BLOCK
@@ -124,9 +132,9 @@ def test_what_fits_beside_the_rest_is_read_through_the_cache(tmp_path: Path) -> 
     assert choose_way(store, [span(0, 1)], -5) != THROUGH_THE_CACHE
 
 
-@pytest.mark.parametrize(("past", "through", "chosen"), [(1, 2, Way(direct=True)), (2, 1, Way(drop=True))])
+@pytest.mark.parametrize(("past", "through", "chosen"), [(1, 2, ReadMode(direct=True)), (2, 1, ReadMode(drop=True))])
 def test_the_sooner_way_is_taken(
-    tmp_path: Path, past: float, through: float, chosen: Way, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, past: float, through: float, chosen: ReadMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = folder(tmp_path, 100_000)
     monkeypatch.setattr(span_reader, "_seconds", lambda _store, _span, way, _buffer: past if way.direct else through)
@@ -135,15 +143,15 @@ def test_the_sooner_way_is_taken(
 
 def test_one_disturbed_reading_does_not_decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = folder(tmp_path, 100_000)
-    taken = {Way(direct=True): iter([9.0, 1.0, 9.0]), Way(drop=True): iter([2.0, 2.0, 2.0])}
+    taken = {ReadMode(direct=True): iter([9.0, 1.0, 9.0]), ReadMode(drop=True): iter([2.0, 2.0, 2.0])}
     monkeypatch.setattr(span_reader, "_seconds", lambda _store, _span, way, _buffer: next(taken[way]))
-    assert choose_way(store, [span(at, 1000) for at in (0, 5000, 9000)], 0) == Way(direct=True)
+    assert choose_way(store, [span(at, 1000) for at in (0, 5000, 9000)], 0) == ReadMode(direct=True)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["through", "dropped behind", "past"])
 @pytest.mark.parametrize("compression", [None, "4bit"])
 def test_a_model_has_the_same_bits_either_way(
-    tmp_path: Path, way: Way, compression: str | None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, way: ReadMode, compression: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama"), compression)
     expected = run(load(directory))

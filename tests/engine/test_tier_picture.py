@@ -14,7 +14,7 @@ import rabbitllm
 from rabbitllm.base.options import StreamOptions
 from rabbitllm.engine.devices import Device
 from rabbitllm.engine.load import load_model
-from rabbitllm.engine.placement import Budget, Placed, Placement, Pool, Tier, UnitCost
+from rabbitllm.engine.placement import Budget, PlacedUnit, Placement, Pool, Tier, UnitCost
 from rabbitllm.engine.placing import place
 from rabbitllm.engine.tier_picture import (
     COLOURS,
@@ -145,10 +145,10 @@ def test_a_plan_is_drawn_as_the_model_that_comes_of_it(tmp_path: Path) -> None:
 
 
 def test_shares_of_experts_that_are_kept() -> None:
-    units = (Placed("model.layers.0", "cuda:0", Tier.RESIDENT, 10),)
-    experts = (Placed("model.layers.0.mlp.experts", "cuda:0", Tier.ROUTED, 1000),)
+    units = (PlacedUnit("model.layers.0", "cuda:0", Tier.RESIDENT, 10),)
+    experts = (PlacedUnit("model.layers.0.mlp.experts", "cuda:0", Tier.ROUTED, 1000),)
     pools = (Pool("cuda:0", 2, 3, 1, 100, 10, 1000),)
     (bar,) = bars(Placement(units, (Budget("cuda:0", 999, False),), experts, pools))
     assert (bar.parts[EXPERTS], bar.parts[EXPERTS_NEAR], bar.parts[EXPERTS_AWAY]) == (200, 300, 500)
-    (bar,) = bars(Placement((Placed("model.layers.0", "cpu", Tier.RESIDENT, 10),), (Budget("cpu", 9, True),)))
+    (bar,) = bars(Placement((PlacedUnit("model.layers.0", "cpu", Tier.RESIDENT, 10),), (Budget("cpu", 9, True),)))
     assert bar.parts == {MAPPED: 10}

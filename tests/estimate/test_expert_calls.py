@@ -14,11 +14,11 @@ from rabbitllm.engine.devices import CpuDevice, Device
 from rabbitllm.engine.expert_stack import ExpertStack
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import Tier
-from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, SpanReader, Way
+from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, SpanReader
 from rabbitllm.estimate import expert_calls
 from rabbitllm.estimate.expert_calls import ExpertCalls, _laid_over_each_other
 from rabbitllm.estimate.expert_times import CallTimes
-from rabbitllm.estimate.reading import Sample
+from rabbitllm.estimate.reading import FileSample
 from rabbitllm.estimate.routing import RoutedWork
 from tests.estimate.test_work import drawn
 from tests.support.fake_gpu import FakeGpu
@@ -30,7 +30,9 @@ FAMILIES = ["qwen3_moe", "gpt_oss", "deepseek_v3"]
 
 def calls_of(found: Blueprint, folder: Path, device: Device | None = None) -> ExpertCalls:
     source = found.experts[0]
-    return ExpertCalls(found.model, source, device or CpuDevice(), Sample(list(folder.glob("*.safetensors")), 1 << 20))
+    return ExpertCalls(
+        found.model, source, device or CpuDevice(), FileSample(list(folder.glob("*.safetensors")), 1 << 20)
+    )
 
 
 @pytest.mark.parametrize("compression", [None, "4bit"])
@@ -75,12 +77,12 @@ def test_a_call_reads_the_experts_that_it_uses_and_what_is_found_reads_none(
         assert read == [source.expert_bytes] * 2 * 3
 
 
-@pytest.mark.parametrize("way", [THROUGH_THE_CACHE, Way(direct=True)])
-def test_experts_are_read_in_as_many_pieces_as_they_lie_in(tmp_path: Path, way: Way) -> None:
+@pytest.mark.parametrize("way", [THROUGH_THE_CACHE, ReadMode(direct=True)])
+def test_experts_are_read_in_as_many_pieces_as_they_lie_in(tmp_path: Path, way: ReadMode) -> None:
     for family in ("qwen3_moe", "gpt_oss"):
         found = drawn(tmp_path / family, family, room=0)
         source = found.experts[0]
-        places = Sample(list((tmp_path / family).glob("*.safetensors")), 1 << 20).spans
+        places = FileSample(list((tmp_path / family).glob("*.safetensors")), 1 << 20).spans
         moved = expert_calls._moved(source, places, torch.device("cpu"))
         for expert in range(source.experts):
             assert [span.nbytes for span in moved.spans(expert)] == [span.nbytes for span in source.spans(expert)]
@@ -120,7 +122,7 @@ def test_on_a_gpu_that_is_none_experts_are_copied(tmp_path: Path) -> None:
 
 def test_nothing_to_read_has_no_time(tmp_path: Path) -> None:
     found = drawn(tmp_path / "m", "qwen3_moe", room=0)
-    calls = ExpertCalls(found.model, found.experts[0], CpuDevice(), Sample([], 1 << 20))
+    calls = ExpertCalls(found.model, found.experts[0], CpuDevice(), FileSample([], 1 << 20))
     assert calls.read(THROUGH_THE_CACHE, 0) is None
     assert calls.found(1) > 0
 

@@ -10,18 +10,20 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rabbitllm.estimate.generation import Experts, Generation, Held, Plan, Speed
+from rabbitllm.estimate.generation import Experts, GenerationEstimate, Plan, Speed, TierContent
 from rabbitllm.estimate.generation_report import generation_basis, moment, show_generations
 from rabbitllm.splitter.forecast import Rates
 
 GIB = 1 << 30
 SPEEDS = (Speed("multiplying with bfloat16 on cpu", 28e9), Speed("reading past the page cache", 3.5e9))
-LARGE = Generation(None, None, (Held("cpu", "streamed", 80, 130 * GIB),), 17 * GIB, 130 * GIB, True, 41.2, 97.0, SPEEDS)
-SMALL = Generation("4bit", None, (Held("cpu", "resident", 80, GIB),), GIB, 0, False, 0.0171, 0.4, SPEEDS)
+LARGE = GenerationEstimate(
+    None, None, (TierContent("cpu", "streamed", 80, 130 * GIB),), 17 * GIB, 130 * GIB, True, 41.2, 97.0, SPEEDS
+)
+SMALL = GenerationEstimate("4bit", None, (TierContent("cpu", "resident", 80, GIB),), GIB, 0, False, 0.0171, 0.4, SPEEDS)
 CACHED = dataclasses.replace(LARGE, compression="8bit", from_the_disk=False, token_seconds=None)
 
 
-def plan_of(*generations: Generation, devices: tuple[str, ...] = ("cpu",)) -> Plan:
+def plan_of(*generations: GenerationEstimate, devices: tuple[str, ...] = ("cpu",)) -> Plan:
     rates = Rates(None, None, {}, 2, "cpu")
     nothing: dict[str, None] = dict.fromkeys(("commit", "compression", "max_disk", "anatomy", "choice"))
     return Plan(
@@ -66,7 +68,11 @@ def test_too_little_memory_is_said_of_the_compressions_that_it_is_too_little_for
 
 
 def test_several_devices_say_what_each_keeps() -> None:
-    held = (Held("cuda:0", "resident", 3, 2 * GIB), Held("cuda:1", "packed", 3, GIB), Held("cuda:1", "streamed", 1, 9))
+    held = (
+        TierContent("cuda:0", "resident", 3, 2 * GIB),
+        TierContent("cuda:1", "packed", 3, GIB),
+        TierContent("cuda:1", "streamed", 1, 9),
+    )
     lines = text(plan_of(dataclasses.replace(SMALL, placed=held), devices=("cuda:0", "cuda:1")))
     assert lines[0] == "generating on cuda:0, cuda:1"
     assert lines[3].strip() == "2.00 GiB on cuda:0, 1.00 GiB on cuda:1"
@@ -108,7 +114,7 @@ def test_experts_that_stay_need_no_line_of_their_own() -> None:
 
 
 def test_an_obstacle_is_said_once(tmp_path: Path) -> None:
-    unknown = [Generation(compression, "it is a hare") for compression in (None, "8bit", "4bit")]
+    unknown = [GenerationEstimate(compression, "it is a hare") for compression in (None, "8bit", "4bit")]
     assert text(plan_of(*unknown)) == ["no time of a token: it is a hare", ""]
     assert text(plan_of(unknown[0], SMALL))[0] == "no time of a token of uncompressed: it is a hare"
     assert text(plan_of()) == []
@@ -127,4 +133,4 @@ def test_basis_names_each_rate_once() -> None:
     said = generation_basis(plan_of(LARGE, SMALL))
     assert said is not None
     assert said.count("bfloat16 on cpu 26.1 GiB/s") == said.count("past the page cache 3.26 GiB/s") == 1
-    assert generation_basis(plan_of(Generation(None, "no"))) is None
+    assert generation_basis(plan_of(GenerationEstimate(None, "no"))) is None

@@ -11,10 +11,10 @@ from transformers import PretrainedConfig
 from rabbitllm.engine.devices import CpuDevice
 from rabbitllm.engine.unwritable import AbsentWeight
 from rabbitllm.estimate import overheads
-from rabbitllm.estimate.overheads import Sizes, _in_small, _weightless, binding_seconds, overhead, sizes_of
+from rabbitllm.estimate.overheads import LayerSizes, _in_small, _weightless, binding_seconds, overhead, sizes_of
 from tests.estimate.test_work import drawn
 
-SIZES = Sizes(100, 64, 128, 4, 2, 16)
+SIZES = LayerSizes(100, 64, 128, 4, 2, 16)
 
 
 def test_sizes_of_a_config() -> None:

@@ -23,10 +23,10 @@ from rabbitllm.errors import DeviceError, OptionError
 from rabbitllm.estimate import predict as predictions
 from rabbitllm.estimate import reckoning
 from rabbitllm.estimate.expert_calls import ExpertCalls
-from rabbitllm.estimate.generation import Generation, Plan
+from rabbitllm.estimate.generation import GenerationEstimate, Plan
 from rabbitllm.estimate.machine import Machine
 from rabbitllm.estimate.products import WorkingSet
-from rabbitllm.estimate.reading import Sample
+from rabbitllm.estimate.reading import FileSample
 from rabbitllm.store.layer_store import WeightFiles
 from tests.splitter.test_planned_files import planned
 from tests.support.builders import build_checkpoint
@@ -42,8 +42,8 @@ COMPRESSIONS = [None, "8bit", "4bit", "4bit-double"]
 def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """So slow that nothing else counts: a megabyte a second multiplied, and as much read."""
     monkeypatch.setattr(WorkingSet, "rate", lambda self, inputs, **given: 1e6)
-    monkeypatch.setattr(Sample, "rate", lambda self, way: 1e6)
-    monkeypatch.setattr(Sample, "cached_rate", lambda self: 1e6)
+    monkeypatch.setattr(FileSample, "rate", lambda self, way: 1e6)
+    monkeypatch.setattr(FileSample, "cached_rate", lambda self: 1e6)
     monkeypatch.setattr(reckoning.Reckoning, "_strain", lambda *arguments: reckoning.ALONE)
 
 
@@ -53,19 +53,19 @@ def checkpoint(folder: Path, family: str = "llama", **settings: Any) -> Path:
 
 def predict(
     compression: str | None, store: WeightFiles, home: Path, machine: Machine, readable: Sequence[Path]
-) -> Generation:
+) -> GenerationEstimate:
     """What generating takes with layer files that need not be there yet."""
     drawn = blueprint(store, machine.options, home, machine.devices)
     return predictions.foretell(compression, drawn, store.folder, machine, readable)
 
 
-def foretell(folder: Path, compression: str | None = None, room: int = 1 << 34, **settings: Any) -> Generation:
+def foretell(folder: Path, compression: str | None = None, room: int = 1 << 34, **settings: Any) -> GenerationEstimate:
     options = StreamOptions(device="cpu", max_memory={"cpu": room}, **settings)
     machine = Machine([CpuDevice()], options, 0)
     return predict(compression, planned(folder, compression), folder, machine, list(folder.glob("*.safetensors")))
 
 
-def at(plan: Plan, compression: str | None) -> Generation:
+def at(plan: Plan, compression: str | None) -> GenerationEstimate:
     return next(found for found in plan.generations if found.compression == compression)
 
 
@@ -162,7 +162,7 @@ def test_what_is_streamed_is_read_while_another_computes(tmp_path: Path, known_r
 
 def test_without_anything_to_read_only_what_fits_has_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = checkpoint(tmp_path / "m")
-    monkeypatch.setattr(Sample, "rate", lambda self, way: None)
+    monkeypatch.setattr(FileSample, "rate", lambda self, way: None)
     fits, streams = foretell(folder), foretell(folder, room=0)
     assert fits.token_seconds is not None
     assert fits.first_token_seconds is None

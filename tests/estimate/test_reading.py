@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rabbitllm.engine.span_reader import BLOCK, READ_BYTES, THROUGH_THE_CACHE, Way
+from rabbitllm.engine.span_reader import BLOCK, READ_BYTES, THROUGH_THE_CACHE, ReadMode
 from rabbitllm.estimate import reading
-from rabbitllm.estimate.reading import Sample, something_to_read, upload_rate
+from rabbitllm.estimate.reading import FileSample, something_to_read, upload_rate
 from tests.support.fake_gpu import FakeGpu
 
 
@@ -30,29 +30,29 @@ def file(folder: Path, nbytes: int, name: str = "f") -> Path:
 
 def test_pieces_are_spread_over_the_files(tmp_path: Path) -> None:
     files = [file(tmp_path, 3_000_000, name) for name in "abc"]
-    spans = Sample(files, 100_000).spans
+    spans = FileSample(files, 100_000).spans
     assert {span.file for span in spans} == {"0", "1", "2"}
     assert all(span.offset % BLOCK == 0 and span.offset + span.nbytes <= 3_000_000 for span in spans)
     assert 1 << 19 <= sum(span.nbytes for span in spans) <= 1 << 20
 
 
 def test_of_a_small_file_all_is_read(tmp_path: Path) -> None:
-    assert [(span.offset, span.nbytes) for span in Sample([file(tmp_path, 1000)], 1 << 30).spans] == [(0, 1000)]
+    assert [(span.offset, span.nbytes) for span in FileSample([file(tmp_path, 1000)], 1 << 30).spans] == [(0, 1000)]
 
 
 def test_runs_of_an_expert_are_as_long_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of DeepSeek-V3's is 44 MB, and was not found in runs of what one call reads."""
     monkeypatch.setattr(reading, "READ_BYTES", 1 << 16)
     files = [file(tmp_path, 900_000)]
-    assert {span.nbytes for span in Sample(files, 1 << 18).spans} <= {1 << 16, 900_000 % (1 << 16)}
-    whole = Sample(files, 1 << 18, whole=True)
+    assert {span.nbytes for span in FileSample(files, 1 << 18).spans} <= {1 << 16, 900_000 % (1 << 16)}
+    whole = FileSample(files, 1 << 18, whole=True)
     assert [span.nbytes for span in whole.spans].count(1 << 18) == 3
     assert (whole.rate(THROUGH_THE_CACHE) or 0) > 0
 
 
-@pytest.mark.parametrize("way", [THROUGH_THE_CACHE, Way(drop=True)])
-def test_rates(tmp_path: Path, way: Way) -> None:
-    sample = Sample([file(tmp_path, 2_000_000)], 300_000)
+@pytest.mark.parametrize("way", [THROUGH_THE_CACHE, ReadMode(drop=True)])
+def test_rates(tmp_path: Path, way: ReadMode) -> None:
+    sample = FileSample([file(tmp_path, 2_000_000)], 300_000)
     assert (sample.rate(way) or 0) > 0
     assert (sample.cached_rate() or 0) > 0
     assert (sample.mapped_rate() or 0) > 0
@@ -62,11 +62,11 @@ def test_rates(tmp_path: Path, way: Way) -> None:
 
 
 def test_nothing_to_read_has_no_rate(tmp_path: Path) -> None:
-    for sample in (Sample([], 1), Sample([file(tmp_path, 0)], 1)):
+    for sample in (FileSample([], 1), FileSample([file(tmp_path, 0)], 1)):
         assert sample.spans == ()
         assert sample.rate(THROUGH_THE_CACHE) is sample.cached_rate() is sample.mapped_rate() is None
     gone = file(tmp_path, 5000)
-    sample = Sample([gone], 1 << 20)
+    sample = FileSample([gone], 1 << 20)
     gone.unlink()
     assert sample.rate(THROUGH_THE_CACHE) is None
 
@@ -85,7 +85,7 @@ def test_where_there_are_none_one_without_a_name_is_written(tmp_path: Path) -> N
         (path,) = found
         assert 0 < path.stat().st_size <= READ_BYTES
         assert path.stat().st_dev == status.st_dev
-        assert (Sample(found, 1 << 18).rate(THROUGH_THE_CACHE) or 0) > 0
+        assert (FileSample(found, 1 << 18).rate(THROUGH_THE_CACHE) or 0) > 0
     assert not path.exists() or path.stat().st_size == 0
     assert list(tmp_path.iterdir()) == []
 

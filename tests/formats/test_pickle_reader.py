@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rabbitllm.errors import CheckpointError, CorruptShardError, UnsafePickleError
 from rabbitllm.formats.pickle_machine import Known, RefusedValueError
 from rabbitllm.formats.pickle_opcodes import STEPS
-from rabbitllm.formats.pickle_reader import MAX_PICKLE_BYTES, Opcode, list_opcodes, read_pickle
+from rabbitllm.formats.pickle_reader import MAX_PICKLE_BYTES, ListedOpcode, list_opcodes, read_pickle
 from rabbitllm.formats.torch_names import name_tensors
 from rabbitllm.formats.torch_pickle import read_torch_pickle
 from tests.attacks.attack import Attack
@@ -208,8 +208,8 @@ def test_listing(protocol: int) -> None:
     listed = list(list_opcodes(data, "x"))
     expected = list(pickletools.genops(data))
     assert [(op.position, op.name) for op in listed] == [(at, op.name) for op, _, at in expected]
-    assert listed[0] == Opcode(0, "PROTO", str(protocol))
-    assert listed[-1] == Opcode(len(data) - 1, "STOP", "")
+    assert listed[0] == ListedOpcode(0, "PROTO", str(protocol))
+    assert listed[-1] == ListedOpcode(len(data) - 1, "STOP", "")
     assert max(len(op.argument) for op in listed) <= 80
 
 

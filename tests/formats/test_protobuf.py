@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from rabbitllm.formats.protobuf import (
     LENGTH_DELIMITED,
-    Kind,
-    Slot,
+    FieldKind,
+    SchemaField,
     WireFormatError,
     numbered,
     read_fields,
@@ -30,13 +30,13 @@ class Colour(IntEnum):
 
 
 SCHEMA = {
-    1: Slot("text", Kind.TEXT),
-    2: Slot("real", Kind.FLOAT),
-    3: Slot("whole", Kind.INT32),
-    4: Slot("yes", Kind.BOOL),
-    5: Slot("colour", Kind.INT32, values=Colour),
-    6: Slot("spans", Kind.SPAN, repeated=True),
-    7: Slot("large", Kind.UINT64),
+    1: SchemaField("text", FieldKind.TEXT),
+    2: SchemaField("real", FieldKind.FLOAT),
+    3: SchemaField("whole", FieldKind.INT32),
+    4: SchemaField("yes", FieldKind.BOOL),
+    5: SchemaField("colour", FieldKind.INT32, values=Colour),
+    6: SchemaField("spans", FieldKind.SPAN, repeated=True),
+    7: SchemaField("large", FieldKind.UINT64),
 }
 
 
@@ -126,11 +126,14 @@ def test_a_message_that_is_none(data: bytes, said: str) -> None:
 def test_a_schema_comes_from_a_record() -> None:
     @dataclass(frozen=True, slots=True)
     class Record:
-        text: str = numbered(1, Kind.TEXT, "none")
-        numbers: tuple[int, ...] = numbered(8, Kind.INT32, (), repeated=True)
+        text: str = numbered(1, FieldKind.TEXT, "none")
+        numbers: tuple[int, ...] = numbered(8, FieldKind.INT32, (), repeated=True)
         ours: int = 0
 
-    assert schema_of(Record) == {1: Slot("text", Kind.TEXT), 8: Slot("numbers", Kind.INT32, repeated=True)}
+    assert schema_of(Record) == {
+        1: SchemaField("text", FieldKind.TEXT),
+        8: SchemaField("numbers", FieldKind.INT32, repeated=True),
+    }
     assert Record() == Record("none", (), 0)
 
 

@@ -24,7 +24,7 @@ from rabbitllm.formats.safetensors_file import (
     MAX_HEADER_BYTES,
     Header,
     MappedFile,
-    Placed,
+    TensorToWrite,
     encode_header,
     header_length,
     parse_header,
@@ -200,7 +200,7 @@ TABLES = st.dictionaries(
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(table=TABLES, seed=st.integers(0, 99))
 def test_round_trip_of_anything(tmp_path: Path, table: dict[str, tuple[str, tuple[int, ...]]], seed: int) -> None:
-    placed = [Placed(name, dtype, shape) for name, (dtype, shape) in table.items()]
+    placed = [TensorToWrite(name, dtype, shape) for name, (dtype, shape) in table.items()]
     lead, offsets = encode_header(placed)
     data = torch.randint(0, 2, (sum(p.nbytes for p in placed),), generator=torch.Generator().manual_seed(seed))
     content = lead + bytes(data.to(torch.uint8).numpy())
@@ -215,7 +215,7 @@ def test_round_trip_of_anything(tmp_path: Path, table: dict[str, tuple[str, tupl
 def test_data_starts_at_a_multiple_of_4096_whatever_the_header() -> None:
     starts = set()
     for length in range(3900, 4120):
-        lead, offsets = encode_header([Placed("x" * length, "F32", (2,))])
+        lead, offsets = encode_header([TensorToWrite("x" * length, "F32", (2,))])
         assert len(lead) % 4096 == 0
         assert offsets == (len(lead),)
         assert lead[8:9] == b"{"
@@ -225,7 +225,9 @@ def test_data_starts_at_a_multiple_of_4096_whatever_the_header() -> None:
 
 
 def test_tensors_are_placed_in_turn_without_holes() -> None:
-    lead, offsets = encode_header([Placed("b", "U8", (3,)), Placed("a", "F32", (0, 4)), Placed("c", "BF16", (5,))])
+    lead, offsets = encode_header(
+        [TensorToWrite("b", "U8", (3,)), TensorToWrite("a", "F32", (0, 4)), TensorToWrite("c", "BF16", (5,))]
+    )
     assert [offset - len(lead) for offset in offsets] == [0, 3, 3]
 
 
@@ -263,7 +265,7 @@ def test_files_of_the_library_are_read(tmp_path: Path) -> None:
 def test_files_that_are_written_are_read_by_the_library(tmp_path: Path) -> None:
     tensors = every_dtype()
     shapes = dict.fromkeys(tensors, (3, 4))
-    lead, _ = encode_header(Placed(name, name, shapes[name]) for name in tensors)
+    lead, _ = encode_header(TensorToWrite(name, name, shapes[name]) for name in tensors)
     (tmp_path / "m.safetensors").write_bytes(lead + b"".join(bytes_of(tensor) for tensor in tensors.values()))
     theirs = load_file(tmp_path / "m.safetensors")
     assert theirs.keys() == tensors.keys()

@@ -21,14 +21,14 @@ from rabbitllm.formats.protobuf import schema_of
 from rabbitllm.formats.sentencepiece_model import (
     ModelType,
     NormalizerSpec,
-    Sample,
+    PieceSample,
     SentencePieceModel,
     SpecialIds,
     TrainerSpec,
     parse_model,
     read_model,
 )
-from rabbitllm.formats.sentencepiece_pieces import Piece, PieceType
+from rabbitllm.formats.sentencepiece_pieces import PieceType, VocabularyPiece
 from rabbitllm.formats.vocabulary_file import MAX_FILE_BYTES
 from tests.attacks.protobuf_files import (
     ACCEPTED_BY_THE_LIBRARY,
@@ -201,7 +201,7 @@ def test_defaults_are_the_format_s() -> None:
     assert model.samples == ()
     assert model.trainer.model_type is ModelType.UNIGRAM
     assert (model.trainer.vocab_size, model.trainer.unk_surface) == (8000, " \u2047 ")
-    assert model.pieces[-1] == Piece(5, "\u2581a", -1.5, PieceType.NORMAL)
+    assert model.pieces[-1] == VocabularyPiece(5, "\u2581a", -1.5, PieceType.NORMAL)
     assert [entry.id for entry in model.pieces[1:3]] == [1, 2]
     with pytest.raises(IndexError):
         model.pieces[6]
@@ -231,7 +231,7 @@ def test_every_field_of_a_spec_is_read() -> None:
 def test_samples_and_a_denormaliser() -> None:
     sample = span(1, span(1, "a a") + span(2, "\u2581a \u2581a"))
     model = parse_model(SOUND + span(4, sample + span(1, b"")) + span(5, span(1, "back")), "m")
-    assert model.samples == (Sample("a a", "\u2581a \u2581a"), Sample())
+    assert model.samples == (PieceSample("a a", "\u2581a \u2581a"), PieceSample())
     assert model.denormalizer == NormalizerSpec(name="back")
 
 
@@ -457,4 +457,6 @@ def test_the_name_in_messages_is_the_caller_s(tmp_path: Path) -> None:
     with pytest.raises(CorruptVocabularyError, match=r"^org/name: tokenizer\.model is not"):
         read_model(tmp_path / "x", "org/name: tokenizer.model")
     (tmp_path / "x").write_bytes(SOUND)
-    assert list(itertools.islice(read_model(tmp_path / "x").pieces, 1)) == [Piece(0, "<unk>", 0.0, PieceType.UNKNOWN)]
+    assert list(itertools.islice(read_model(tmp_path / "x").pieces, 1)) == [
+        VocabularyPiece(0, "<unk>", 0.0, PieceType.UNKNOWN)
+    ]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rabbitllm.generation.batch import Batch
-from rabbitllm.generation.request import Chosen, Event, Failed, Finished, Piece, Request
+from rabbitllm.generation.request import Delta, Event, Failed, Finished, Request, TokenLogprob
 from rabbitllm.generation.ticket import Ticket
 
 PATIENCE = 120.0
@@ -28,7 +28,7 @@ class Asked:
 
     def told(self, event: Event) -> None:
         self.events.append(event)
-        if not isinstance(event, Piece):
+        if not isinstance(event, Delta):
             self.over.set()
 
     def wait(self) -> Asked:
@@ -38,7 +38,7 @@ class Asked:
     @property
     def end(self) -> Finished | Failed:
         end = self.wait().events[-1]
-        assert not isinstance(end, Piece)
+        assert not isinstance(end, Delta)
         return end
 
     @property
@@ -49,8 +49,8 @@ class Asked:
         return end
 
     @property
-    def chosen(self) -> list[Chosen]:
-        return [one for event in self.events if isinstance(event, Piece) for one in event.tokens]
+    def chosen(self) -> list[TokenLogprob]:
+        return [one for event in self.events if isinstance(event, Delta) for one in event.tokens]
 
     @property
     def tokens(self) -> list[int]:
@@ -58,7 +58,7 @@ class Asked:
 
     @property
     def text(self) -> str:
-        return "".join(event.text for event in self.events if isinstance(event, Piece))
+        return "".join(event.text for event in self.events if isinstance(event, Delta))
 
 
 def begin(batch: Batch, request: Request) -> Asked:

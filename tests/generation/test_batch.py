@@ -17,8 +17,8 @@ from rabbitllm.generation.answer import Sampling
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.carriers import Carrier
 from rabbitllm.generation.limits import Limits
-from rabbitllm.generation.packed import Text
-from rabbitllm.generation.request import Ended, Event, Failed, Piece, Request
+from rabbitllm.generation.packed import PackedSequence
+from rabbitllm.generation.request import Delta, Ended, Event, Failed, Request
 from tests.generation.asking import Asked, alone, asked, begin
 from tests.support.builders import VOCABULARY_SIZE
 
@@ -46,7 +46,7 @@ def test_requests_join_while_others_run_and_leave_when_they_are_done(open_batch:
 
     def told(event: Event) -> None:
         first.told(event)
-        if isinstance(event, Piece) and len(first.tokens) in (3, 9, 20):
+        if isinstance(event, Delta) and len(first.tokens) in (3, 9, 20):
             later.append(begin(batch, Request(prompt(12, len(later) + 1), 4)))
 
     batch.submit(first.request, told)
@@ -337,7 +337,7 @@ def test_what_is_over_is_not_left_to_a_search_for_cycles(open_batch: Open) -> No
         assert len(ended) == 4
         del made
         asked(batch, [Request(prompt(5), 1)])  # the batch's thread has gone on
-        texts = [one for one in gc.get_objects() if type(one) in (Text, Carrier)]
+        texts = [one for one in gc.get_objects() if type(one) in (PackedSequence, Carrier)]
     finally:
         gc.enable()
     assert [one() for one in ended] == [None] * 4

@@ -11,7 +11,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from rabbitllm.generation.cache_cost import bytes_of, cost_by_cache, cost_by_config
-from rabbitllm.generation.prefixes import MOST_TEXTS, WORTH_TOKENS, Kept, beginning, copied, usable
+from rabbitllm.generation.prefixes import MOST_TEXTS, WORTH_TOKENS, PrefixCache, beginning, copied, usable
 from rabbitllm.generation.room import append
 from tests.support.builders import FAMILIES, VOCABULARY_SIZE, build_checkpoint
 from tests.support.tiny_models import plain_model
@@ -109,7 +109,7 @@ def test_a_short_beginning_is_worth_nothing_and_one_token_is_always_computed(tmp
 
 
 def test_what_was_not_used_for_the_longest_time_goes_first() -> None:
-    kept = Kept()
+    kept = PrefixCache()
     texts = []
     for first in range(3):
         cache = DynamicCache()
@@ -130,7 +130,7 @@ def test_what_was_not_used_for_the_longest_time_goes_first() -> None:
 
 
 def test_of_many_texts_those_used_last_are_kept() -> None:
-    kept = Kept()
+    kept = PrefixCache()
     texts = [[number, *range(50, 59)] for number in range(MOST_TEXTS + 3)]
     for text in texts[:MOST_TEXTS]:
         kept.put(text, DynamicCache())

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rabbitllm.generation.filing import Begins, Running, begins
-from rabbitllm.generation.picking import Text
+from rabbitllm.generation.picking import SequenceMemory
 
 
 class Memory:
@@ -21,7 +21,7 @@ class Memory:
     def bytes_for(self, tokens: int) -> int:
         return tokens
 
-    def soon(self, texts: Sequence[Text]) -> int:
+    def soon(self, texts: Sequence[SequenceMemory]) -> int:
         return sum(text.soon for text in texts)
 
     def beside_file(self) -> int:
@@ -32,14 +32,14 @@ class Memory:
 
 
 @given(
-    st.lists(st.builds(Text, st.integers(1, 200), st.integers(0, 60)), min_size=1, max_size=20),
+    st.lists(st.builds(SequenceMemory, st.integers(1, 200), st.integers(0, 60)), min_size=1, max_size=20),
     st.integers(1, 600),
     st.integers(0, 3000),
 )
-def test_whoever_begins_fits_and_the_first_always_begins(texts: list[Text], limit: int, most: int) -> None:
+def test_whoever_begins_fits_and_the_first_always_begins(texts: list[SequenceMemory], limit: int, most: int) -> None:
     memory: Any = Memory(limit)
-    near: list[Text] = []
-    filed: list[Text] = []
+    near: list[SequenceMemory] = []
+    filed: list[SequenceMemory] = []
     for number, text in enumerate(texts):
         where = begins(text, Running(near, filed, most), len(texts) - number - 1, memory)
         if where is Begins.LATER:
@@ -52,11 +52,11 @@ def test_whoever_begins_fits_and_the_first_always_begins(texts: list[Text], limi
 
 
 def test_all_are_in_memory_where_they_fit_and_else_as_many_as_leave_room_for_the_others() -> None:
-    one, nothing = Text(100, 0), Running([], [], 1000)
+    one, nothing = SequenceMemory(100, 0), Running([], [], 1000)
     assert begins(one, nothing, 2, Memory(300)) is Begins.NEAR  # type: ignore[arg-type]
     memory: Any = Memory(299)
     assert begins(one, nothing, 2, memory) is Begins.NEAR  # 100 + 2 x 10 + 20
     assert begins(one, Running([one], [], 1000), 1, memory) is Begins.NEAR  # 200 + 10 + 20
     assert begins(one, Running([one, one], [], 1000), 0, memory) is Begins.FILED
     assert begins(one, Running([one, one], [], 99), 0, memory) is Begins.LATER
-    assert begins(Text(15, 0), Running([one, one], [], 1000), 0, memory) is Begins.NEAR
+    assert begins(SequenceMemory(15, 0), Running([one, one], [], 1000), 0, memory) is Begins.NEAR

@@ -18,7 +18,7 @@ from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.cache_cost import cost_by_cache, cost_by_config
 from rabbitllm.generation.kept_cache import keeps
 from rabbitllm.generation.limits import Limits
-from rabbitllm.generation.request import Ended, Event, Facts, Piece, Request
+from rabbitllm.generation.request import BatchStats, Delta, Ended, Event, Request
 from rabbitllm.storage.durable import Step, observe_steps
 from tests.generation.asking import Asked, alone, asked
 from tests.support.builders import FAMILIES, VOCABULARY_SIZE, build_checkpoint
@@ -66,7 +66,7 @@ def requests() -> list[Request]:
     return [Request(prompt(length), NEW_TOKENS, likeliest=2) for length in LENGTHS]
 
 
-def assert_resumed(family: str, model: Any, facts: Facts) -> None:
+def assert_resumed(family: str, model: Any, facts: BatchStats) -> None:
     """All of them; but of models without attention, whose caches do not tell how many tokens are in them."""
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     tells = any(isinstance(layer, DynamicLayer) for layer in layers)
@@ -175,7 +175,7 @@ def test_who_is_cancelled_leaves_nothing_aside(
 
     def told(event: Event) -> None:
         several[0].told(event)
-        if isinstance(event, Piece) and (aside := batch.facts.aside_bytes) and not held:
+        if isinstance(event, Delta) and (aside := batch.facts.aside_bytes) and not held:
             held.append(aside)
             for one in several[1:] if seconds is None else several:
                 assert one.ticket is not None

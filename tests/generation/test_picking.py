@@ -12,8 +12,8 @@ from rabbitllm.generation.picking import (
     AHEAD_TOKENS,
     FIRST_TOKENS,
     MOST_TOKENS,
-    Pace,
-    Text,
+    SequenceMemory,
+    TokenBudget,
     fits,
     grouped,
     retry_after,
@@ -21,7 +21,7 @@ from rabbitllm.generation.picking import (
     too_many,
 )
 
-texts = st.lists(st.builds(Text, st.integers(1, 500), st.integers(0, 500)), max_size=12)
+texts = st.lists(st.builds(SequenceMemory, st.integers(1, 500), st.integers(0, 500)), max_size=12)
 
 
 @given(st.lists(st.integers(1, 300), max_size=20), st.integers(1, 600))
@@ -35,7 +35,9 @@ def test_texts_that_go_on_always_take_part_and_prompts_as_far_as_they_fit(tokens
 
 
 @given(texts, st.integers(1, 100), st.integers(1, 200_000))
-def test_what_is_left_after_places_were_given_back_fits_or_is_one(running: list[Text], each: int, limit: int) -> None:
+def test_what_is_left_after_places_were_given_back_fits_or_is_one(
+    running: list[SequenceMemory], each: int, limit: int
+) -> None:
     def cost(tokens: int) -> int:
         return each * tokens
 
@@ -48,15 +50,15 @@ def test_what_is_left_after_places_were_given_back_fits_or_is_one(running: list[
 
 
 def test_a_text_begins_if_all_of_them_have_room_for_some_tokens_more() -> None:
-    running = [Text(10, 1000)]
+    running = [SequenceMemory(10, 1000)]
     needed = (10 + AHEAD_TOKENS) + (20 + 5)
-    assert fits(Text(20, 5), running, lambda tokens: tokens, needed)
-    assert not fits(Text(20, 5), running, lambda tokens: tokens, needed - 1)
-    assert fits(Text(20, 5), [], lambda tokens: tokens, 1)
+    assert fits(SequenceMemory(20, 5), running, lambda tokens: tokens, needed)
+    assert not fits(SequenceMemory(20, 5), running, lambda tokens: tokens, needed - 1)
+    assert fits(SequenceMemory(20, 5), [], lambda tokens: tokens, 1)
 
 
 def test_prompts_may_make_a_pass_twice_as_long() -> None:
-    pace = Pace()
+    pace = TokenBudget()
     assert pace.prompt_tokens(512) == FIRST_TOKENS
     pace = pace.after(4, 10.0)
     assert pace.prompt_tokens(512) == FIRST_TOKENS
@@ -67,7 +69,7 @@ def test_prompts_may_make_a_pass_twice_as_long() -> None:
 
 
 def test_a_text_that_is_computed_anew_takes_what_its_tokens_add_and_all_passes_but_the_last() -> None:
-    pace = Pace().after(4, 10.0)
+    pace = TokenBudget().after(4, 10.0)
     assert pace.anew(100, 512) is None  # not shown yet
     pace = pace.after(1000, 12.0)
     assert pace.anew(500, 512) == pytest.approx(500 * 0.002)
@@ -75,7 +77,7 @@ def test_a_text_that_is_computed_anew_takes_what_its_tokens_add_and_all_passes_b
 
 
 def test_passes_that_became_slow_are_believed_after_a_while() -> None:
-    pace = Pace().after(1, 1.0)
+    pace = TokenBudget().after(1, 1.0)
     for _ in range(100):
         pace = pace.after(1, 8.0)
     assert pace.least == 8.0

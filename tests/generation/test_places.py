@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rabbitllm.generation.places import Places
+from rabbitllm.generation.places import FileSlots
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 8)), max_size=60), st.integers(20, 300))
 def test_places_never_overlap_and_are_used_again(steps: list[tuple[int, int]], limit: int) -> None:
     """Each step takes a place, and gives back one of those that are taken, if its number is one of theirs."""
-    places = Places(limit)
+    places = FileSlots(limit)
     held: list[tuple[int, int]] = []
     for nbytes, which in steps:
         begin = places.take(nbytes)
@@ -29,7 +29,7 @@ def test_places_never_overlap_and_are_used_again(steps: list[tuple[int, int]], l
 
 
 def test_the_first_hole_that_is_large_enough_is_taken() -> None:
-    places = Places(100)
+    places = FileSlots(100)
     first, second, third = (places.take(20) for _ in range(3))
     assert (first, second, third) == (0, 20, 40)
     places.give_back(20, 20)

@@ -11,7 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from rabbitllm.engine.expert_finding import is_routed
-from rabbitllm.generation.rows import Kind, joined, rowwise
+from rabbitllm.generation.rows import RowKind, joined, rowwise
 from tests.generation.together import LENGTHS, alone, assert_alike, prompts, together
 from tests.support.builders import build_checkpoint
 from tests.support.hybrid_families import HYBRIDS
@@ -26,8 +26,8 @@ class Twice(nn.Linear):
 
 
 def test_kinds() -> None:
-    assert rowwise(nn.Linear(4, 6)) is rowwise(Conv1D(6, 4)) is Kind.FEATURES
-    assert rowwise(nn.Embedding(9, 4)) is Kind.IDS
+    assert rowwise(nn.Linear(4, 6)) is rowwise(Conv1D(6, 4)) is RowKind.FEATURES
+    assert rowwise(nn.Embedding(9, 4)) is RowKind.IDS
     assert rowwise(Twice(4, 6)) is rowwise(nn.LayerNorm(4)) is None
 
 
@@ -46,12 +46,12 @@ def test_every_call_gets_its_own_rows_back(module: nn.Module) -> None:
 
 def test_what_does_not_fit_together() -> None:
     one, other = torch.randn(1, 3, 4), torch.randn(1, 3, 4)
-    assert joined(Kind.FEATURES, [((one,), {}), ((other.double(),), {})]) is None
-    assert joined(Kind.FEATURES, [((one,), {}), ((other[..., :2],), {})]) is None
-    assert joined(Kind.FEATURES, [((one,), {}), ((other,), {"scale": 2})]) is None
+    assert joined(RowKind.FEATURES, [((one,), {}), ((other.double(),), {})]) is None
+    assert joined(RowKind.FEATURES, [((one,), {}), ((other[..., :2],), {})]) is None
+    assert joined(RowKind.FEATURES, [((one,), {}), ((other,), {"scale": 2})]) is None
     rows, index, weights = torch.randn(3, 4), torch.zeros(3, 2, dtype=torch.long), torch.randn(3, 2)
-    assert joined(Kind.EXPERTS, [((rows, index, weights), {}), ((rows, index, weights[:, :1]), {})]) is None
-    assert joined(Kind.EXPERTS, [((rows, index, weights), {}), ((rows, index), {})]) is None
+    assert joined(RowKind.EXPERTS, [((rows, index, weights), {}), ((rows, index, weights[:, :1]), {})]) is None
+    assert joined(RowKind.EXPERTS, [((rows, index, weights), {}), ((rows, index), {})]) is None
 
 
 @pytest.mark.parametrize("name", ["mixtral", pytest.param("llama4", marks=pytest.mark.long)])

@@ -19,8 +19,8 @@ from rabbitllm.generation.session import (
     BY_THE_LIMIT,
     BY_THE_MODEL,
     BY_THE_USER,
-    Answer,
-    Choices,
+    ChatAnswer,
+    ChatOptions,
     Session,
 )
 from rabbitllm.telemetry.totals import READ
@@ -29,7 +29,7 @@ from tests.support.builders import FAMILIES
 from tests.support.hybrid_families import HYBRIDS
 from tests.support.tiny_models import ALL, one_thread, plain_model  # noqa: F401  a fixture that applies by itself
 
-GREEDY = Choices(max_new_tokens=10)
+GREEDY = ChatOptions(max_new_tokens=10)
 QUESTIONS = ("Who are you, and where do you live?", "And the others?", "Why?")
 KEPT_IN_SHORT = ("llama", "gemma3", "qwen3_next")
 """Keys and values of every token; windows that slide (8 tokens) beside them; states beside them."""
@@ -62,7 +62,7 @@ def known(name: str) -> str:
     return name
 
 
-def told(talk: Conversation, question: str, answer: Answer) -> Conversation:
+def told(talk: Conversation, question: str, answer: ChatAnswer) -> Conversation:
     return talk.with_exchange(Exchange(question, answer.text, answer.ended == BY_THE_USER))
 
 
@@ -228,7 +228,7 @@ def test_after_an_error_the_cache_begins_anew(tmp_path: Path) -> None:
 
 def test_the_context_is_the_limit(tmp_path: Path) -> None:
     model = talker(talker_folder(tmp_path / "model", "llama", max_position_embeddings=64), ALL)
-    session = Session(model, Choices())
+    session = Session(model, ChatOptions())
     talk = Conversation()
     answer = session.answer(talk.messages("Who are you?"), quietly)
     assert session.context == 64
@@ -251,7 +251,7 @@ SAYS = dict(zip(CHAIN, (*CHAIN[1:], ":"), strict=True)) | {":": " "}
 def test_a_model_without_a_template_does_not_speak_for_the_user(tmp_path: Path) -> None:
     model = talker(parrot_folder(tmp_path / "model", SAYS, None), ALL)
     pieces: list[str] = []
-    session, talk = Session(model, Choices(max_new_tokens=40)), Conversation("Be brief.")
+    session, talk = Session(model, ChatOptions(max_new_tokens=40)), Conversation("Be brief.")
     assert any("no chat template" in remark for remark in session.remarks)
     for _ in range(2):
         answer = session.answer(talk.messages("Hello?"), pieces.append)
@@ -264,14 +264,14 @@ def test_a_model_without_a_template_does_not_speak_for_the_user(tmp_path: Path) 
 
 def test_what_was_held_back_is_said_at_the_end(tmp_path: Path) -> None:
     model = talker(parrot_folder(tmp_path / "model", SAYS, None), ALL)
-    answer = Session(model, Choices(max_new_tokens=7)).answer(Conversation().messages("Hello?"), quietly)
+    answer = Session(model, ChatOptions(max_new_tokens=7)).answer(Conversation().messages("Hello?"), quietly)
     assert (answer.text, answer.ended) == (" Hi\nUse", BY_THE_LIMIT)
 
 
 def test_an_answer_ends_where_the_model_ends_it(tmp_path: Path) -> None:
     model = talker(parrot_folder(tmp_path / "model", {" ": "Y", "Y": "o", "o": "<eos>"}), ALL)
     model.generation_config.suppress_tokens = None
-    session, talk = Session(model, Choices()), Conversation()
+    session, talk = Session(model, ChatOptions()), Conversation()
     for held in (0, 26):
         answer = session.answer(talk.messages("Hello?"), quietly)
         assert (answer.text, answer.tokens, answer.ended, answer.kept_tokens) == ("Yo", 3, BY_THE_MODEL, held)
@@ -291,17 +291,17 @@ def test_settings_that_come_with_a_model_do_not_get_in_the_way(tmp_path: Path) -
 def test_drawing_repeats_itself_with_a_seed(tmp_path: Path) -> None:
     model = talker(talker_folder(tmp_path / "model", "llama"), ALL)
 
-    def texts(choices: Choices) -> list[str]:
+    def texts(choices: ChatOptions) -> list[str]:
         session, talk = Session(model, choices), Conversation()
         for question in QUESTIONS:
             talk = told(talk, question, session.answer(talk.messages(question), quietly))
         return [exchange.answer for exchange in talk.exchanges]
 
-    drawn = Choices(20, Sampling(1.5, 0.95, 7))
+    drawn = ChatOptions(20, Sampling(1.5, 0.95, 7))
     assert texts(drawn) == texts(drawn)
-    assert texts(drawn) != texts(Choices(20, Sampling(1.5, 0.95, 8)))
-    likeliest = Choices(max_new_tokens=20)
-    assert texts(likeliest) == texts(Choices(20, Sampling(1.5, 1e-6, 1)))
+    assert texts(drawn) != texts(ChatOptions(20, Sampling(1.5, 0.95, 8)))
+    likeliest = ChatOptions(max_new_tokens=20)
+    assert texts(likeliest) == texts(ChatOptions(20, Sampling(1.5, 1e-6, 1)))
 
 
 def test_models_that_cannot_chat_are_refused(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.cache_cost import cost_by_config
 from rabbitllm.generation.limits import Limits
 from rabbitllm.generation.packed_families import PACKABLE
-from rabbitllm.generation.request import Facts, Request
+from rabbitllm.generation.request import BatchStats, Request
 from rabbitllm.storage.durable import Step, observe_steps
 from tests.generation.asking import Asked, alone, begin
 from tests.support.builders import FAMILIES, VOCABULARY_SIZE, build_checkpoint
@@ -62,9 +62,9 @@ def limits(plain: Any, folder: Path, **options: Any) -> Limits:
     return Limits(RUNNING, 256, room, in_bulk=True, file_bytes=1 << 26, aside_folder=folder, **options)
 
 
-def together(batch: Batch, given: Sequence[Request]) -> tuple[list[Asked], list[Facts]]:
+def together(batch: Batch, given: Sequence[Request]) -> tuple[list[Asked], list[BatchStats]]:
     """All at once, with what there was at each token of the first."""
-    seen: list[Facts] = []
+    seen: list[BatchStats] = []
     with batch.held():
         made = [begin(batch, one) for one in given[1:]]
         first = Asked(given[0])

@@ -24,10 +24,10 @@ from rabbitllm.errors import IncompleteSplitError, SplitMismatchError
 from rabbitllm.models.library.find import compression_here, one_of_model
 from rabbitllm.quant.compression import DOUBLE, scheme_of, schemes
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.request import Request, plan_split
+from rabbitllm.splitter.request import SplitRequest, plan_split
 from rabbitllm.splitter.sensitivity import groups
 from rabbitllm.splitter.split import split
-from rabbitllm.store.chosen import Chosen
+from rabbitllm.store.chosen import BitAllocation
 from rabbitllm.store.layer_store import JOURNAL_NAME, MANIFEST_NAME, LayerStore, Manifest, is_fitted, read_manifest
 from rabbitllm.store.verify import verify
 from tests.ray.test_fill import Here
@@ -184,7 +184,7 @@ def test_logits_are_those_of_the_weights_it_stands_for(tmp_path: Path, family: s
 
 def half_double(folder: Path, made: Path) -> None:
     """Split with every other group of tensors at 4bit-double, the others at 8bit."""
-    request = Request(LocalCheckpoint(folder), made, "llama", SplitOptions(DOUBLE))
+    request = SplitRequest(LocalCheckpoint(folder), made, "llama", SplitOptions(DOUBLE))
     ways = (DOUBLE, "8bit")
     stored = {
         spec.name: scheme
@@ -192,7 +192,7 @@ def half_double(folder: Path, made: Path) -> None:
         for spec in group.tensors
         if (scheme := scheme_of(spec, ways[number % 2])) is not None
     }
-    split(dataclasses.replace(request, options=SplitOptions("auto"), chosen=Chosen(stored)))
+    split(dataclasses.replace(request, options=SplitOptions("auto"), chosen=BitAllocation(stored)))
 
 
 def load(folder: Path, where: Path, memory: int, **options: Any) -> Any:

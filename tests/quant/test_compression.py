@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from rabbitllm.errors import IncompleteSplitError, MissingPackageError, OptionError
-from rabbitllm.formats.safetensors_file import Placed
+from rabbitllm.formats.safetensors_file import TensorToWrite
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size, dtype_name
 from rabbitllm.quant.compression import (
     BLOCKS,
@@ -104,13 +104,13 @@ def test_left_as_it_is(name: str, shape: tuple[int, ...], dtype: str) -> None:
     assert not is_compressible(spec)
     for choice in (None, "4bit", "8bit", "4bit-double"):
         form = stored_form(spec, choice)
-        assert (form.scheme, form.parts) == (None, (Placed(name, dtype, shape),))
+        assert (form.scheme, form.parts) == (None, (TensorToWrite(name, dtype, shape),))
         assert constants(form) == {}
 
 
 def test_nothing_is_compressed_unless_asked_for() -> None:
     spec = spec_of("lm_head.weight", (160, 64))
-    assert stored_form(spec, None).parts == (Placed("lm_head.weight", "BF16", (160, 64)),)
+    assert stored_form(spec, None).parts == (TensorToWrite("lm_head.weight", "BF16", (160, 64)),)
 
 
 def test_unknown_compression() -> None:

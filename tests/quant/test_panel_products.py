@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rabbitllm.quant import packed_products, panel_kernels, panel_products, row_team, vectors
-from rabbitllm.quant.packed_products import Matrix, Way, linear
+from rabbitllm.quant.packed_products import Matrix, ProductMethod, linear
 from rabbitllm.quant.panel_products import LEAST_INPUTS, MOST_INPUTS
 from tests.quant.test_packed_products import SCHEMES, inputs, matrix, meant, needs_kernel
 from tests.support.rounding import assert_products
@@ -103,7 +103,7 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr(panel_products, "times", lambda *given: right(*given) * 1.001)
     panel_products._agrees.cache_clear()
     try:
-        assert packed_products._way(Matrix(*matrix("8bit", 20, 256)), vectors.lanes(), 8) is Way.CODES
+        assert packed_products._way(Matrix(*matrix("8bit", 20, 256)), vectors.lanes(), 8) is ProductMethod.CODES
         assert "are off by 1.0e-03 here and are not used" in caplog.text
     finally:
         panel_products._agrees.cache_clear()

@@ -11,7 +11,7 @@ from rabbitllm.errors import OptionError
 from rabbitllm.ray.answerer import About
 from rabbitllm.ray.chunks import PASSFULS, Staff, in_chunks, staff_of
 from rabbitllm.ray.cluster import Node
-from rabbitllm.store.chosen import Chosen
+from rabbitllm.store.chosen import BitAllocation
 
 
 def nodes(*sizes: tuple[int, int]) -> list[Node]:
@@ -63,6 +63,6 @@ def test_workers_with_other_models_are_told_apart(other: About, why: str | None)
 
 
 def test_workers_with_other_bits_are_told_apart() -> None:
-    mixed = replace(ABOUT, compression="auto", chosen=Chosen({"lm_head.weight": "4bit"}, max_disk=1))
-    assert mixed.differs_from(replace(mixed, chosen=Chosen({"lm_head.weight": "4bit"}, max_disk=2))) is None
-    assert "other bits" in str(mixed.differs_from(replace(mixed, chosen=Chosen({"lm_head.weight": "8bit"}))))
+    mixed = replace(ABOUT, compression="auto", chosen=BitAllocation({"lm_head.weight": "4bit"}, max_disk=1))
+    assert mixed.differs_from(replace(mixed, chosen=BitAllocation({"lm_head.weight": "4bit"}, max_disk=2))) is None
+    assert "other bits" in str(mixed.differs_from(replace(mixed, chosen=BitAllocation({"lm_head.weight": "8bit"}))))

@@ -18,7 +18,7 @@ from rabbitllm.splitter import journal
 from rabbitllm.splitter.hands import Filled
 from rabbitllm.splitter.lease import LEASE_NAME, Lease, granted, revoke
 from rabbitllm.splitter.plan import PlannedShard
-from rabbitllm.splitter.work import Work
+from rabbitllm.splitter.work import SplitWork
 from rabbitllm.storage.durable import Step, observe_steps
 from tests.support.builders import build_checkpoint
 from tests.support.dying import dying_at
@@ -49,7 +49,7 @@ class Here:
 
     def filled(
         self,
-        parts: Sequence[tuple[PlannedShard, Work]],
+        parts: Sequence[tuple[PlannedShard, SplitWork]],
         began: Callable[[PlannedShard], None],
         watch: Callable[[], None],
     ) -> Generator[Filled]:
@@ -154,7 +154,7 @@ def test_what_was_filled_elsewhere_is_not_believed_unseen(source: Path, tmp_path
 
 
 def test_without_its_lease_a_worker_writes_nothing(source: Path, tmp_path: Path) -> None:
-    def fill(shard: PlannedShard, work: Work, lease: Lease, threads: int) -> Mapping[str, tuple[int, ...]]:
+    def fill(shard: PlannedShard, work: SplitWork, lease: Lease, threads: int) -> Mapping[str, tuple[int, ...]]:
         revoke(lease.folder)
         with observe_steps(Counter(lambda number, step: steps.append(step))):
             return fill_from(shard, work, lease, threads)

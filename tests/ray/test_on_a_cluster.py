@@ -21,12 +21,12 @@ from rabbitllm import prepare
 from rabbitllm.base import progress
 from rabbitllm.base.options import SplitOptions
 from rabbitllm.batch_jobs.api import batch
-from rabbitllm.batch_jobs.items import Answer, Defaults, Generate, Item, Limits
-from rabbitllm.batch_jobs.journal import Journal
+from rabbitllm.batch_jobs.items import BatchAnswer, Defaults, Generate, Item, JobLimits
+from rabbitllm.batch_jobs.journal import BatchJournal
 from rabbitllm.batch_jobs.loading import wish_of
 from rabbitllm.batch_jobs.run import Progress
-from rabbitllm.batch_jobs.survey import Survey
-from rabbitllm.batch_jobs.work import Batch, settings_of, work
+from rabbitllm.batch_jobs.survey import InputScan
+from rabbitllm.batch_jobs.work import BatchJob, settings_of, work
 from rabbitllm.errors import (
     ClusterError,
     CorruptShardError,
@@ -37,7 +37,7 @@ from rabbitllm.errors import (
 )
 from rabbitllm.models.pull.make import Shards, Wish, pull
 from rabbitllm.ray import ray_answers, roll_call
-from rabbitllm.ray.answerer import About, Job
+from rabbitllm.ray.answerer import About, WorkerJob
 from rabbitllm.ray.batch import answering_on
 from rabbitllm.ray.chunks import Staff, in_chunks
 from rabbitllm.ray.cluster import connected, nodes
@@ -245,9 +245,9 @@ def items(count: int) -> list[Item]:
     return [Item(index, index, Generate("x", 1)) for index in range(count)]
 
 
-def taken(workers: int, count: int, worker: type) -> Generator[list[Answer]]:
+def taken(workers: int, count: int, worker: type) -> Generator[list[BatchAnswer]]:
     """Answers of stand-ins for models, which are quick, by real actors."""
-    job = Job(Wish("any"), "any", Limits(sequences=2))
+    job = WorkerJob(Wish("any"), "any", JobLimits(sequences=2))
     asked = items(count)
     chunks = in_chunks(range(count), workers, 2)
     return RayAnswers(Staff(workers, 1, 0, workers), job, worker).answered(chunks, asked.__getitem__)
@@ -262,7 +262,7 @@ def pids(name: str) -> list[int]:
 @pytest.mark.long
 def test_each_line_is_answered_once_though_workers_are_killed(cluster: str) -> None:
     """Of what a killed worker had, only that is done again which had no answer yet."""
-    got, killed = list[Answer](), list[int]()
+    got, killed = list[BatchAnswer](), list[int]()
     for group in taken(4, 96, Slow):
         got += group
         if len(got) > 10 * (1 + len(killed)) and len(killed) < 2 and (at_work := pids("Slow.answer")):
@@ -279,7 +279,7 @@ def test_workers_without_a_place_are_told_of(cluster: str, monkeypatch: pytest.M
     import ray
 
     monkeypatch.setattr(ray_answers, "PLACE_SECONDS", 1.0)
-    job, told = Job(Wish("any"), "any", Limits(sequences=2)), list[str]()
+    job, told = WorkerJob(Wish("any"), "any", JobLimits(sequences=2)), list[str]()
     other = ray.remote(Slow).options(num_cpus=CPUS - 1).remote(job)
     ray.get(other.__ray_ready__.remote())
 
@@ -319,12 +319,12 @@ def spread_batch(
     source: Path,
     out: Path,
     model: Path,
-    limits: Limits,
-    elsewhere: Callable[[Survey, Journal], Generator[list[Answer]]],
+    limits: JobLimits,
+    elsewhere: Callable[[InputScan, BatchJournal], Generator[list[BatchAnswer]]],
 ) -> Progress:
     settings = settings_of(wish_of(str(model)), "float32")
     never = lambda survey: NotImplemented  # noqa: E731
-    return work(Batch(source, out, str(model), never, Defaults(), limits, settings, elsewhere=elsewhere))
+    return work(BatchJob(source, out, str(model), never, Defaults(), limits, settings, elsewhere=elsewhere))
 
 
 def test_a_batch_has_the_output_of_one_process(cluster: str, tmp_path: Path) -> None:
@@ -332,10 +332,10 @@ def test_a_batch_has_the_output_of_one_process(cluster: str, tmp_path: Path) -> 
     model = build_checkpoint(tmp_path / "hare", "llama")
     source, out = write_lines(tmp_path / "in.jsonl", lines_of(24)), tmp_path / "out.jsonl"
     batch(str(model), source, tmp_path / "local.jsonl", dtype="float32")
-    elsewhere = answering_on(cluster, wish_of(str(model)), str(model), Limits(), workers=1, dtype="float32")
+    elsewhere = answering_on(cluster, wish_of(str(model)), str(model), JobLimits(), workers=1, dtype="float32")
     with pytest.raises(KeyboardInterrupt):
-        spread_batch(source, out, model, Limits(), lambda survey, journal: here(5, tmp_path / "local.jsonl", survey))
-    done = spread_batch(source, out, model, Limits(), elsewhere)
+        spread_batch(source, out, model, JobLimits(), lambda survey, journal: here(5, tmp_path / "local.jsonl", survey))
+    done = spread_batch(source, out, model, JobLimits(), elsewhere)
     assert (done.done, done.resumed, done.errors) == (24, 5, 1)
     assert out.read_bytes() == (tmp_path / "local.jsonl").read_bytes()
 
@@ -348,17 +348,17 @@ def test_other_weights_of_the_same_name_are_refused(cluster: str, tmp_path: Path
         said.append(about.computes)
         raise ResultsError("It was begun with other weights.")
 
-    job = Job(Wish("any"), "any", Limits())
+    job = WorkerJob(Wish("any"), "any", JobLimits())
     workers = RayAnswers(Staff(1, 1, 0, 1), job, Slow, check)
     with pytest.raises(ResultsError):
         list(workers.answered([[0]], items(1).__getitem__))
     assert said == ["nothing"]
 
 
-def here(count: int, answers: Path, survey: Survey) -> Generator[list[Answer]]:
+def here(count: int, answers: Path, survey: InputScan) -> Generator[list[BatchAnswer]]:
     """The first answers of a finished output, and then an interrupt."""
     lines = [json.loads(line) for line in answers.read_text().splitlines()]
-    yield [Answer(index, survey.item(index).key, lines[index], "error" in lines[index]) for index in range(count)]
+    yield [BatchAnswer(index, survey.item(index).key, lines[index], "error" in lines[index]) for index in range(count)]
     raise KeyboardInterrupt
 
 

@@ -13,7 +13,7 @@ from rabbitllm.ray.turns import Part, next_part
 from rabbitllm.splitter.at_once import disk_use_at_once
 from rabbitllm.splitter.disk_use import Arrival
 from rabbitllm.splitter.plan import SplitPlan
-from rabbitllm.splitter.work import Work
+from rabbitllm.splitter.work import SplitWork
 from tests.support.builders import build_checkpoint
 from tests.support.plans import MIB, all_freed, plan_of, shard_of
 
@@ -40,7 +40,7 @@ def parts(tmp_path: Path) -> list[Part]:
     checkpoint = LocalCheckpoint(build_checkpoint(tmp_path / "any", "llama"))
     plan = chain(7)
     use = disk_use_at_once(plan, 3, arrival=Arrival.FILE)
-    work = Work(plan, checkpoint, tmp_path, SplitOptions(), "cpu", Arrival.FILE, use, frozenset(), {}, 3)
+    work = SplitWork(plan, checkpoint, tmp_path, SplitOptions(), "cpu", Arrival.FILE, use, frozenset(), {}, 3)
     layers = plan.layer_map.shard_to_layers
     return [(shard, work.of_shard(shard.name, layers[shard.name])) for shard in plan.shards]
 

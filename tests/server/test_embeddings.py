@@ -15,7 +15,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rabbitllm.server.embeddings import MOST_TOKENS, Recipe, groups, recipe_in
+from rabbitllm.server.embeddings import MOST_TOKENS, PoolingRecipe, groups, recipe_in
 from tests.server.serving import NAME, PATIENT, Running, running
 from tests.support.builders import build_checkpoint
 from tests.support.rounding import assert_as_near
@@ -92,7 +92,7 @@ def test_a_base_model_serves_embeddings_and_refuses_text(tmp_path: Path, tied: b
 def served(checkpoint: Path) -> Iterator[Running]:
     split_folder = split(checkpoint)
     recipe = recipe_in(split_folder)  # copied beside the layers
-    assert recipe == Recipe("last", True)
+    assert recipe == PoolingRecipe("last", True)
     with running(split_folder, recipe=recipe) as found:
         yield found
 
@@ -138,11 +138,11 @@ def test_other_poolings(served: Running, states: list[torch.Tensor]) -> None:
     assert embedder is not None
     ids = served.model.tokenizer(TEXTS[1])["input_ids"]
     for pooling, wanted in (("cls", states[1][0]), ("mean", states[1].mean(dim=0))):
-        embedder._recipe = Recipe(pooling, False)
+        embedder._recipe = PoolingRecipe(pooling, False)
         try:
             assert embedder.vectors([ids]) == [wanted.tolist()]
         finally:
-            embedder._recipe = Recipe("last", True)
+            embedder._recipe = PoolingRecipe("last", True)
 
 
 def test_they_come_beside_generations(served: Running) -> None:
@@ -194,9 +194,9 @@ def test_each_input_is_in_one_group(lengths: list[int]) -> None:
 def test_recipes(tmp_path: Path) -> None:
     assert recipe_in(tmp_path) is None
     write_recipe(tmp_path, "mean_tokens", more=())
-    assert recipe_in(tmp_path) == Recipe("mean", False)
+    assert recipe_in(tmp_path) == PoolingRecipe("mean", False)
     write_recipe(tmp_path, "cls_token")
-    assert recipe_in(tmp_path) == Recipe("cls", True)
+    assert recipe_in(tmp_path) == PoolingRecipe("cls", True)
     for chosen, more in ((("max_tokens",), ()), (("cls_token", "mean_tokens"), ()), (("cls_token",), ("Dense",))):
         write_recipe(tmp_path, *chosen, more=more)
         assert recipe_in(tmp_path) is None

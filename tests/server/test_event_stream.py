@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai._streaming import SSEDecoder
 
-from rabbitllm.generation.request import Chosen, Ended, Finished, Piece
+from rabbitllm.generation.request import Delta, Ended, Finished, TokenLogprob
 from rabbitllm.server.event_stream import COMMENT, DONE, EventStream, event
 from rabbitllm.server.inbox import Inbox
 from tests.server.serving import PATIENT
@@ -47,19 +47,19 @@ def test_pieces_that_wait_are_joined(events: list[tuple[int, str, bool]]) -> Non
         inbox = Inbox(3)
         texts, tokens = [""] * 3, [0] * 3
         for number, (choice, text, takes) in enumerate(events):
-            inbox.put(choice, Piece(text, (Chosen(number),)))
+            inbox.put(choice, Delta(text, (TokenLogprob(number),)))
             if takes:
                 for at, one in await inbox.take():
-                    assert isinstance(one, Piece)
+                    assert isinstance(one, Delta)
                     texts[at] += one.text
                     tokens[at] += len(one.tokens)
         for choice in range(3):
             inbox.put(choice, END)
         last = await inbox.take()
-        assert len([one for _, one in last if isinstance(one, Piece)]) <= 3
+        assert len([one for _, one in last if isinstance(one, Delta)]) <= 3
         over: set[int] = set()
         for at, one in last:
-            if isinstance(one, Piece):
+            if isinstance(one, Delta):
                 assert at not in over
                 texts[at] += one.text
                 tokens[at] += len(one.tokens)
@@ -75,9 +75,9 @@ def test_pieces_that_wait_are_joined(events: list[tuple[int, str, bool]]) -> Non
 def test_the_inbox_keeps_no_tokens_that_nobody_wants() -> None:
     async def go() -> None:
         inbox = Inbox(1, keep_tokens=False)
-        inbox.put(0, Piece("a", (Chosen(1),)))
-        inbox.put(0, Piece("b", (Chosen(2),)))
-        assert await inbox.take() == [(0, Piece("ab", ()))]
+        inbox.put(0, Delta("a", (TokenLogprob(1),)))
+        inbox.put(0, Delta("b", (TokenLogprob(2),)))
+        assert await inbox.take() == [(0, Delta("ab", ()))]
 
     asyncio.run(go())
 

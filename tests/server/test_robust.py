@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from rabbitllm.generation.batch import Limits
 from rabbitllm.server.connections import Connection
-from rabbitllm.server.schemas import Chat, Completion, Embedding
+from rabbitllm.server.schemas import ChatBody, CompletionBody, Embedding
 from tests.server.serving import NAME, PATIENCE, Running, running
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -340,7 +340,9 @@ ANYTHING = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=8,
 )
-FIELDS = sorted({*Chat.model_fields, *Completion.model_fields, *Embedding.model_fields} - {"messages", "prompt"})
+FIELDS = sorted(
+    {*ChatBody.model_fields, *CompletionBody.model_fields, *Embedding.model_fields} - {"messages", "prompt"}
+)
 MESSAGES = st.lists(
     st.fixed_dictionaries(
         {

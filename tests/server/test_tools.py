@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rabbitllm.server.tools import MARKERS, Call, CallReader
+from rabbitllm.server.tools import MARKERS, CallReader, ParsedToolCall
 from tests.server.serving import PATIENT
 
 TOOLS = ("add", "weather")
-ADD = Call("add", '{"a": 1, "b": [2, "x"]}')
-WEATHER = Call("weather", '{"city": "Köln"}')
+ADD = ParsedToolCall("add", '{"a": 1, "b": [2, "x"]}')
+WEATHER = ParsedToolCall("weather", '{"city": "Köln"}')
 FORMS = {
     "hermes": ('<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}\n</tool_call>', "", (ADD,)),
     "hermes, two and text": (
@@ -65,7 +65,7 @@ FORMS = {
 TYPES = {"add": {"a": "integer", "b": "array"}, "weather": {"city": "string"}}
 
 
-def read(pieces: list[str]) -> tuple[str, tuple[Call, ...]]:
+def read(pieces: list[str]) -> tuple[str, tuple[ParsedToolCall, ...]]:
     reader = CallReader(TOOLS, TYPES)
     text = "".join(reader.feed(piece) for piece in pieces)
     rest, calls = reader.end()

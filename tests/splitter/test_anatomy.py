@@ -9,7 +9,7 @@ import pytest
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, byte_size
 from rabbitllm.quant.compression import is_compressible
 from rabbitllm.splitter import anatomy
-from rabbitllm.splitter.anatomy import Group
+from rabbitllm.splitter.anatomy import TensorGroup
 from rabbitllm.splitter.plan import PlannedShard
 from tests.support.plans import plan_of, shard_of
 
@@ -61,15 +61,15 @@ def test_anatomy_of_a_checkpoint_with_everything() -> None:
     assert found.parameters == floating
     assert found.tied_embeddings is True
     assert found.never_compressed == (
-        Group("convolution", 1, 128 * 64 * 4),
-        Group("more than 3 dimensions", 1, 8 * 8 * 16 * 16 * 2),
-        Group("state-space decay", 1, 128 * 64 * 4),
-        Group("expert router", 1, 8 * 1024 * 2),
-        Group("biases of experts", 1, 64 * 65 * 2),
-        Group("F8_E4M3 already", 1, 64 * 64),
-        Group("under 4,096 elements", 2, 32 + 16),
+        TensorGroup("convolution", 1, 128 * 64 * 4),
+        TensorGroup("more than 3 dimensions", 1, 8 * 8 * 16 * 16 * 2),
+        TensorGroup("state-space decay", 1, 128 * 64 * 4),
+        TensorGroup("expert router", 1, 8 * 1024 * 2),
+        TensorGroup("biases of experts", 1, 64 * 65 * 2),
+        TensorGroup("F8_E4M3 already", 1, 64 * 64),
+        TensorGroup("under 4,096 elements", 2, 32 + 16),
     )
-    assert found.not_floating == (Group("BOOL", 1, 25), Group("I64", 1, 24))
+    assert found.not_floating == (TensorGroup("BOOL", 1, 25), TensorGroup("I64", 1, 24))
     assert (found.empty, found.scalars) == (1, 1)
     assert (found.layers_over_shards, found.most_shards_of_a_layer) == (1, 2)
 

@@ -18,16 +18,16 @@ import pytest
 from rabbitllm.base.options import SplitOptions
 from rabbitllm.checkpoints.naming import LayerName, LayerNaming, assign_layers
 from rabbitllm.errors import NotEnoughSpaceException
-from rabbitllm.formats.tensor_spec import Piece, TensorSpec
+from rabbitllm.formats.tensor_spec import TensorPiece, TensorSpec
 from rabbitllm.quant.compression import COMPRESSIONS, DOUBLE
 from rabbitllm.splitter import choices, choosing
-from rabbitllm.splitter.choices import Choice, Choices
+from rabbitllm.splitter.choices import BitChoice, BitChoices
 from rabbitllm.splitter.choosing import with_choice
 from rabbitllm.splitter.disk_use import Arrival, disk_use
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, layout_at, make_plan, recompressed
-from rabbitllm.splitter.sensitivity import Group, groups
+from rabbitllm.splitter.sensitivity import SchemeGroup, groups
 from rabbitllm.splitter.space import Ground
-from rabbitllm.store.chosen import AUTO, Chosen
+from rabbitllm.store.chosen import AUTO, BitAllocation
 from rabbitllm.store.layer_file import LayerLayout
 from rabbitllm.store.order import BY_NAME, FORMAT_VERSION
 from tests.support.plans import SOURCE, all_freed, resident_bytes, shard_of
@@ -93,7 +93,7 @@ def in_pieces(ranks: int = 2) -> tuple[PlannedShard, ...]:
         for n, (part, (rows, columns, dim)) in itertools.product(range(3), cuts.items()):
             name, whole = f"model.layers.{n}.{part}.weight", (rows, columns)
             own = (rows // ranks, columns) if dim == 0 else (rows, columns // ranks)
-            piece = Piece(name, whole, dim, rank * own[dim])
+            piece = TensorPiece(name, whole, dim, rank * own[dim])
             specs.append(TensorSpec(f"{name}:{rank}", "BF16", own, f"rank-{rank}", at, 2 * math.prod(own), piece=piece))
             at += specs[-1].nbytes
         if rank == 0:
@@ -126,18 +126,18 @@ def free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**15, 0, 10**15))
 
 
-class Planned(Choices):
+class Planned(BitChoices):
     """The slow and plain way: a whole plan for each choice."""
 
-    def __init__(self, bare: SplitPlan, found: Sequence[Group]) -> None:
+    def __init__(self, bare: SplitPlan, found: Sequence[SchemeGroup]) -> None:
         super().__init__(bare, found)
         self.bare = bare
 
-    def at(self, schemes: Sequence[str | None]) -> Choice:
-        made = recompressed(self.bare, AUTO, Chosen(self.schemes_of(schemes)))
+    def at(self, schemes: Sequence[str | None]) -> BitChoice:
+        made = recompressed(self.bare, AUTO, BitAllocation(self.schemes_of(schemes)))
         room = max(layout.size for layout in self.bare.layouts.values())
         scales = resident_bytes(made, self.bare) - made.output_bytes - room
-        return Choice(tuple(schemes), made.shards, made.layer_map, made.layouts, scales)
+        return BitChoice(tuple(schemes), made.shards, made.layer_map, made.layouts, scales)
 
 
 def mixtures(count: int, groups_of_it: int) -> Iterator[list[str | None]]:
@@ -150,7 +150,7 @@ def mixtures(count: int, groups_of_it: int) -> Iterator[list[str | None]]:
 def test_every_size_is_the_plan_s(kind: str) -> None:
     bare = plan(kind)
     found = groups(bare.tensors, 2)
-    quick, slow = Choices(bare, found), Planned(bare, found)
+    quick, slow = BitChoices(bare, found), Planned(bare, found)
     sizes = set()
     for schemes in mixtures(12, len(found)):
         own, expected = quick.at(schemes), slow.at(schemes)
@@ -182,14 +182,14 @@ def test_what_is_chosen_is_what_plans_would_choose(tmp_path: Path, monkeypatch: 
     for wishes, deletes in itertools.product(said, (False, True)):
         options, ground = SplitOptions(AUTO, min_free=0, **wishes), Ground(tmp_path, all_freed(bare, deletes))  # type: ignore[arg-type]
         with monkeypatch.context() as patched:
-            patched.setattr(choosing, "Choices", Planned)
+            patched.setattr(choosing, "BitChoices", Planned)
             expected = _outcome(start, ground, options)
         assert _outcome(start, ground, options) == expected
         chosen.add(repr(expected))
     assert len(chosen) > len(budgets)
 
 
-def _outcome(start: SplitPlan, ground: Ground, options: SplitOptions) -> Chosen | str | None:
+def _outcome(start: SplitPlan, ground: Ground, options: SplitOptions) -> BitAllocation | str | None:
     try:
         return with_choice(start, ground, options, 2).chosen
     except NotEnoughSpaceException as refused:
@@ -199,7 +199,7 @@ def _outcome(start: SplitPlan, ground: Ground, options: SplitOptions) -> Chosen 
 def test_layers_that_are_alike_are_laid_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of numbers of as many digits, of the same kind, wherever shards are cut."""
     bare = plan("experts")
-    quick = Choices(bare, groups(bare.tensors, 2))
+    quick = BitChoices(bare, groups(bare.tensors, 2))
     laid_out: list[str] = []
 
     def counted(name: LayerName, *arguments: Any) -> LayerLayout:
@@ -222,4 +222,4 @@ def test_a_number_that_goes_on_behind_the_layer_s_name_makes_no_layer_like_anoth
     bare = make_plan(SOURCE, shards, assign_layers(list(tensors), None, naming), AUTO)
     found = groups(bare.tensors)
     for schemes in mixtures(8, len(found)):
-        assert Choices(bare, found).at(schemes).output_bytes == Planned(bare, found).at(schemes).output_bytes
+        assert BitChoices(bare, found).at(schemes).output_bytes == Planned(bare, found).at(schemes).output_bytes

@@ -20,7 +20,7 @@ from rabbitllm.splitter.choosing import WORTH_LESS_BITS, mixture_of, with_choice
 from rabbitllm.splitter.plan import SplitPlan, recompressed
 from rabbitllm.splitter.sensitivity import ERRORS, FITTED_ERRORS, groups, role_of
 from rabbitllm.splitter.space import Ground, candidates, shortage
-from rabbitllm.store.chosen import Chosen
+from rabbitllm.store.chosen import BitAllocation
 from tests.support.plans import MIB, all_freed, plan_of, resident_bytes, shard_of
 
 Usage = namedtuple("Usage", "total used free")
@@ -77,7 +77,7 @@ def test_what_is_chosen_fits_by_the_split_s_own_reckoning(tmp_path: Path, staged
     plan = model_of(staged=staged)
     least, most = at(plan, "4bit"), at(plan, None)
     before, above = float("inf"), False
-    at_8bit = expected_loss(recompressed(plan, "auto", Chosen(dict.fromkeys(compressible(plan), "8bit"))))
+    at_8bit = expected_loss(recompressed(plan, "auto", BitAllocation(dict.fromkeys(compressible(plan), "8bit"))))
     for step in range(1, 12):
         allowed = least + (most - least) * step // 10
         made = choose(tmp_path, deletes=deletes, plan=plan, max_disk=allowed)
@@ -168,7 +168,7 @@ def test_fitted_scales_are_expected_to_lose_less_and_change_the_choice(tmp_path:
             assert expected_loss(fitted, fitted=True) < expected_loss(plain)
             assert expected_loss(plain, fitted=True) < expected_loss(plain)
         # nothing is chosen that would be worse than what was chosen for other scales, but for safety's sake
-        sure = recompressed(plan, "auto", Chosen(dict.fromkeys(compressible(plan), "8bit")))
+        sure = recompressed(plan, "auto", BitAllocation(dict.fromkeys(compressible(plan), "8bit")))
         bound = min(expected_loss(plain, fitted=True), expected_loss(sure) if sure.output_bytes <= allowed else 1)
         assert expected_loss(fitted, fitted=True) * WORTH_LESS_BITS <= bound
         others += fitted.chosen != plain.chosen

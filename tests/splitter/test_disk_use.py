@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rabbitllm.base.options import SplitOptions
 from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.splitter.disk_use import Arrival, DiskUse, disk_use, on_disk, own_records_bytes
-from rabbitllm.splitter.request import Request, plan_split
+from rabbitllm.splitter.request import SplitRequest, plan_split
 from rabbitllm.storage.durable import Step, observe_steps
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.plans import MIB, all_freed, even, plan_of, shard_of
@@ -50,7 +50,7 @@ def test_disk_of_what_an_earlier_run_has_created() -> None:
 def test_records_are_bounded(tmp_path: Path) -> None:
     """Journal and manifest of a real split stay below what the plan sets aside for them, and not far below."""
     source = write_shards(tmp_path / "model", cut(llama_tensors(layers=6), 4))
-    plan = plan_split(Request(LocalCheckpoint(source), tmp_path / "out", "llama", SplitOptions()))
+    plan = plan_split(SplitRequest(LocalCheckpoint(source), tmp_path / "out", "llama", SplitOptions()))
     sizes: list[int] = []
 
     def look(step: Step) -> None:

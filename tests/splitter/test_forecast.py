@@ -13,7 +13,7 @@ from rabbitllm.quant.compression import COMPRESSIONS
 from rabbitllm.splitter import forecast
 from rabbitllm.splitter.anatomy import anatomy_of
 from rabbitllm.splitter.disk_use import Arrival, disk_use
-from rabbitllm.splitter.forecast import Choice, Disk, Forecast, Load, Outlook, Rate, Rates, Route
+from rabbitllm.splitter.forecast import Disk, Forecast, Load, Outlook, Rate, Rates, Recommendation, Route
 from rabbitllm.splitter.space import Ground, Shortage
 from tests.splitter.test_memory import MOST
 from tests.support.plans import MIB, all_freed, even, plan_of, shard_of
@@ -165,7 +165,7 @@ def test_json_has_plain_values_and_says_what_fits() -> None:
         outlooks=(outlook(None, route("standard", 1)), outlook("4bit", state="finished")),
         memory_bytes=forecast.MEMORY_BYTES,
         rates=RATES,
-        choice=Choice("4bit", None, "call"),
+        choice=Recommendation("4bit", None, "call"),
     )
     found = forecast.as_json(made)
     assert json.loads(json.dumps(found)) == found

@@ -14,7 +14,7 @@ from rabbitllm.checkpoints.naming import assign_layers
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.journal import Journal, Replay, replay
+from rabbitllm.splitter.journal import Replay, SplitJournal, replay
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan
 from rabbitllm.splitter.sums import part_sums
 from rabbitllm.storage.durable import Step, observe_steps
@@ -53,7 +53,7 @@ def sums_of(shard: str) -> dict[str, tuple[bytes, ...]]:
 
 
 def mark(folder: Path, *shards: str) -> None:
-    opened = Journal(folder)
+    opened = SplitJournal(folder)
     for shard in shards:
         opened.mark_used(shard, sums_of(shard))
     opened.close()

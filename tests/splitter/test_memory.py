@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rabbitllm.formats.safetensors_file import Placed, encode_header
+from rabbitllm.formats.safetensors_file import TensorToWrite, encode_header
 from tests.attacks import legacy_torch_files
 from tests.support.meta_files import tiny_llama, write_meta
 from tests.support.torch_files import Member, archive, pickled, storage, tensor, write_with_hole
@@ -48,7 +48,7 @@ print(most - idle)
 def embedding(folder: Path, rows: int) -> Path:
     """A checkpoint of one shard and one bf16 tensor of so many rows of 4096; its zeros take no disk."""
     folder.mkdir()
-    header, (offset,) = encode_header([Placed("model.embed_tokens.weight", "BF16", (rows, 4096))])
+    header, (offset,) = encode_header([TensorToWrite("model.embed_tokens.weight", "BF16", (rows, 4096))])
     with (folder / "model.safetensors").open("wb") as file:
         file.write(header)
         file.truncate(offset + rows * 4096 * 2)

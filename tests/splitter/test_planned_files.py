@@ -15,7 +15,7 @@ from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.engine.blueprint import blueprint
 from rabbitllm.engine.devices import CpuDevice, Device
 from rabbitllm.engine.load import load_model
-from rabbitllm.estimate.survey import Survey
+from rabbitllm.estimate.survey import SourceSurvey
 from rabbitllm.splitter.planned_files import PlannedFiles
 from rabbitllm.store.layer_store import LayerStore
 from tests.support.builders import build_checkpoint
@@ -32,7 +32,7 @@ FAMILIES = ["llama", "gemma3", "gpt_oss", "qwen3_moe", "opt", "mamba2", "t5"]
 
 def planned(folder: Path, compression: str | None) -> PlannedFiles:
     sought = prepare.Sought(str(folder), compression, None, HubAccess(), only_look=True)
-    survey = Survey(prepare.find(sought), sought, SplitOptions(compression))
+    survey = SourceSurvey(prepare.find(sought), sought, SplitOptions(compression))
     assert not survey.folders[compression].exists()
     return PlannedFiles(survey.plans[compression], survey.folders[compression])
 

@@ -11,7 +11,7 @@ import torch
 import rabbitllm
 from rabbitllm.checkpoints.routing import experts_a_token
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.splitter.sensitivity import Group, groups
+from rabbitllm.splitter.sensitivity import SchemeGroup, groups
 from rabbitllm.store.layer_store import read_manifest
 from tests.support.builders import build_checkpoint
 from tests.support.quick_measuring import quick_measuring as quick_measuring
@@ -40,7 +40,7 @@ def fused() -> list[TensorSpec]:
 
 
 def weights(tensors: list[TensorSpec], picked: int | None) -> dict[tuple[str, str], float]:
-    def part(group: Group) -> str:
+    def part(group: SchemeGroup) -> str:
         return (
             "shared" if "shared" in group.tensors[0].name else "experts" if "experts" in group.tensors[0].name else ""
         )

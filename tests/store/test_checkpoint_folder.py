@@ -13,14 +13,14 @@ from safetensors.torch import load_file
 
 from rabbitllm.checkpoints.index import read_index
 from rabbitllm.errors import NotEnoughSpaceException, OptionError
-from rabbitllm.formats.safetensors_file import Placed
+from rabbitllm.formats.safetensors_file import TensorToWrite
 from rabbitllm.storage import durable
 from rabbitllm.store.checkpoint_folder import WORK_NAME, plan_shards, write_checkpoint
 from tests.support.dying import dying_at
 from tests.support.small_disk import small_disk
 
 TENSORS = {f"layer.{number}.weight": torch.arange(64.0).view(8, 8) * number for number in range(1, 6)}
-PLACED = [Placed(name, "F32", (8, 8)) for name in TENSORS]
+PLACED = [TensorToWrite(name, "F32", (8, 8)) for name in TENSORS]
 BESIDE = {"config.json": b'{"model_type": "llama"}', "extra/template.jinja": b"{{ x }}"}
 SHARDS = plan_shards(PLACED, 512)
 
@@ -50,7 +50,7 @@ def test_shards_are_filled_in_order() -> None:
     assert [len(shard.tensors) for shard in SHARDS] == [2, 2, 1]
     assert [shard.name for shard in plan_shards(PLACED, 10_000)] == ["model.safetensors"]
     assert [len(shard.tensors) for shard in plan_shards(PLACED, 100)] == [1] * 5  # each is larger than allowed
-    odd = [Placed("odd", "U8", (3,)), Placed("even", "U8", (64,))]
+    odd = [TensorToWrite("odd", "U8", (3,)), TensorToWrite("even", "U8", (64,))]
     assert [tensor.name for tensor in plan_shards(odd, 100)[0].tensors] == ["even", "odd"]
 
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rabbitllm.errors import IncompleteSplitError
-from rabbitllm.formats.safetensors_file import MappedFile, Placed, encode_header, read_header
+from rabbitllm.formats.safetensors_file import MappedFile, TensorToWrite, encode_header, read_header
 from rabbitllm.store import checksums
 from rabbitllm.store.checksums import LayerChecks, block_starts, block_sums, numbers, sums_of_file
 
@@ -51,7 +51,7 @@ def read_again(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 def write(folder: Path, name: str = "layer.safetensors") -> tuple[bytes, list[int]]:
     """A layer file; its bytes, and where its blocks begin."""
-    parts = [Placed(part, "U8", (nbytes,)) for part, nbytes in SIZES.items()]
+    parts = [TensorToWrite(part, "U8", (nbytes,)) for part, nbytes in SIZES.items()]
     header, places = encode_header(parts)
     content = header + random.Random(3).randbytes(sum(SIZES.values()))
     (folder / name).write_bytes(content)

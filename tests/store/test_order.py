@@ -12,7 +12,7 @@ from transformers import conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
 from benchmarks import qwen3_next
-from rabbitllm.formats.safetensors_file import Placed
+from rabbitllm.formats.safetensors_file import TensorToWrite
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
 from rabbitllm.quant.compression import stored_form
 from rabbitllm.store.order import BY_NAME, EXPERTS_TOGETHER, in_order
@@ -20,17 +20,17 @@ from rabbitllm.store.order import BY_NAME, EXPERTS_TOGETHER, in_order
 LAYER = "model.layers.7"
 
 
-def stored(names: Iterable[str], shape: tuple[int, ...], compression: str | None = None) -> list[Placed]:
+def stored(names: Iterable[str], shape: tuple[int, ...], compression: str | None = None) -> list[TensorToWrite]:
     specs = (TensorSpec(name, "BF16", shape, "shard", 0, byte_size("BF16", shape)) for name in names)
     return [part for spec in specs for part in stored_form(spec, compression).parts]
 
 
-def begins(parts: Sequence[Placed]) -> dict[str, int]:
+def begins(parts: Sequence[TensorToWrite]) -> dict[str, int]:
     ends = itertools.accumulate(part.nbytes for part in parts)
     return {part.name: end - part.nbytes for part, end in zip(parts, ends, strict=True)}
 
 
-def names(parts: Iterable[Placed]) -> list[str]:
+def names(parts: Iterable[TensorToWrite]) -> list[str]:
     return [part.name for part in parts]
 
 
@@ -52,13 +52,15 @@ SIZES = st.one_of(
     st.sampled_from([0, 1, 63, 64, 96, 128, 4032, 4096, 8192, 12288]), st.integers(0, 9000), st.integers(0, 4)
 )
 PARTS = st.lists(
-    st.builds(lambda name, size: Placed(name, "U8", (size,)), st.one_of(EXPERT_NAMES, OTHER_NAMES), SIZES),
+    st.builds(lambda name, size: TensorToWrite(name, "U8", (size,)), st.one_of(EXPERT_NAMES, OTHER_NAMES), SIZES),
     unique_by=lambda part: part.name,
 )
 
 
 @given(PARTS, st.sampled_from([BY_NAME, EXPERTS_TOGETHER]), st.randoms())
-def test_each_part_once_aligned_and_in_an_order_of_its_own(parts: list[Placed], version: int, random: object) -> None:
+def test_each_part_once_aligned_and_in_an_order_of_its_own(
+    parts: list[TensorToWrite], version: int, random: object
+) -> None:
     ordered = in_order(parts, version)
     assert sorted(names(ordered)) == sorted(names(parts))
     for part in ordered:
@@ -77,14 +79,14 @@ def test_each_part_once_aligned_and_in_an_order_of_its_own(parts: list[Placed], 
     others=PARTS,
 )
 def test_an_expert_is_one_run_of_bytes(
-    experts: int, sizes: list[int], whole_blocks: bool, others: list[Placed]
+    experts: int, sizes: list[int], whole_blocks: bool, others: list[TensorToWrite]
 ) -> None:
     if whole_blocks:
         sizes = [-(-size // 4096) * 4096 for size in sizes]
     payload, scales = sizes
     of_expert = [
         [
-            Placed(f"x.experts.{number}.{projection}.{leaf}", "U8", (size,))
+            TensorToWrite(f"x.experts.{number}.{projection}.{leaf}", "U8", (size,))
             for leaf, size in (("weight", payload), ("weight.4bit.absmax", scales))
             for projection in ("gate_proj", "up_proj", "down_proj")
         ]
@@ -127,7 +129,7 @@ def test_gate_and_up_of_a_published_model(compression: str | None) -> None:
 
 def test_what_does_not_fill_a_cache_line_does_not_move_the_others() -> None:
     parts = [
-        Placed(f"experts.{number}.{which}_proj.{leaf}", "U8", (size,))
+        TensorToWrite(f"experts.{number}.{which}_proj.{leaf}", "U8", (size,))
         for number in (0, 1)
         for which in ("down", "gate", "up")
         for leaf, size in (("weight", 4096), ("weight_scale", 2))
@@ -142,10 +144,13 @@ def test_what_does_not_fill_a_cache_line_does_not_move_the_others() -> None:
 def test_published_block_scales_lie_with_their_expert() -> None:
     """DeepSeek-V3's FP8: a float32 scale for each 128 x 128."""
     shapes = {"gate_proj": (2048, 7168), "up_proj": (2048, 7168), "down_proj": (7168, 2048)}
-    parts = [Placed("model.layers.3.mlp.gate.weight", "BF16", (256, 7168))]
+    parts = [TensorToWrite("model.layers.3.mlp.gate.weight", "BF16", (256, 7168))]
     for number, (projection, (rows, columns)) in itertools.product(range(3), shapes.items()):
         name = f"model.layers.3.mlp.experts.{number}.{projection}.weight"
-        parts += [Placed(name, "F8_E4M3", (rows, columns)), Placed(f"{name}_scale_inv", "F32", (rows // 128, 56))]
+        parts += [
+            TensorToWrite(name, "F8_E4M3", (rows, columns)),
+            TensorToWrite(f"{name}_scale_inv", "F32", (rows // 128, 56)),
+        ]
     ordered = [name.removeprefix("model.layers.3.mlp.") for name in names(in_order(parts))]
     one = ["gate_proj.weight", "up_proj.weight", "down_proj.weight"]
     one += [f"{name}_scale_inv" for name in one]
@@ -154,7 +159,11 @@ def test_published_block_scales_lie_with_their_expert() -> None:
 
 def test_tables_lie_behind_everything_of_their_size() -> None:
     matrices = [f"experts.{number}.{which}.weight" for number in (0, 1) for which in ("w1", "w2", "w3")]
-    parts = [*stored(matrices, (64, 64), "4bit"), *stored(["z.weight"], (64, 64), "4bit"), Placed("odd", "U8", (7,))]
+    parts = [
+        *stored(matrices, (64, 64), "4bit"),
+        *stored(["z.weight"], (64, 64), "4bit"),
+        TensorToWrite("odd", "U8", (7,)),
+    ]
     ordered = names(in_order(parts))
     run = [f"experts.{n}.{w}.{leaf}" for n in (0, 1) for leaf in ("weight", "weight.4bit.absmax") for w in WS]
     assert ordered[: len(run)] == run

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import InvalidIndexError
-from rabbitllm.formats.tensor_spec import DTYPES, Piece, TensorSpec, byte_size
+from rabbitllm.formats.tensor_spec import DTYPES, TensorPiece, TensorSpec, byte_size
 from rabbitllm.store.layer_file import LayerLayout, lay_out
 from rabbitllm.store.pieces import Joined, join
 
@@ -25,7 +25,9 @@ def cut(shape: tuple[int, ...], ranks: int, dim: int, dtype: str = "BF16") -> li
     size = shape[dim] // ranks
     own = (*shape[:dim], size, *shape[dim + 1 :])
     return [
-        TensorSpec(f"w#{rank}", dtype, own, f"r{rank}", 100, byte_size(dtype, own), piece=Piece("w", shape, dim, at))
+        TensorSpec(
+            f"w#{rank}", dtype, own, f"r{rank}", 100, byte_size(dtype, own), piece=TensorPiece("w", shape, dim, at)
+        )
         for rank, at in enumerate(range(0, shape[dim], size))
     ]
 
@@ -144,8 +146,8 @@ def changed(specs: list[TensorSpec], number: int, **changes: object) -> list[Ten
         ([*cut((64, 64), 4, 0), *cut((64, 64), 4, 0)[:1]], "the one that begins at 16 is missing"),
         (changed(cut((64, 64), 4, 1), 2, dtype="F16"), "r0 has BF16 .* r2 has F16"),
         (changed(cut((64, 64), 4, 1), 2, shape=(64, 8)), r"r2 has BF16 \(64, 8\); expected equal parts of \(64, 64\)"),
-        (changed(cut((64, 64), 4, 1), 1, piece=Piece("w", (64, 32), 1, 16)), "do not belong together"),
-        (changed(cut((64, 64), 4, 1), 1, piece=Piece("w", (64, 64), 0, 16)), "do not belong together"),
+        (changed(cut((64, 64), 4, 1), 1, piece=TensorPiece("w", (64, 32), 1, 16)), "do not belong together"),
+        (changed(cut((64, 64), 4, 1), 1, piece=TensorPiece("w", (64, 64), 0, 16)), "do not belong together"),
     ],
     ids=range(7),
 )

@@ -13,7 +13,7 @@ from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
 from rabbitllm.quant.compression import DOUBLE, NF4_BLOCK, SCALE_BYTES, scheme_of
 from rabbitllm.splitter.disk_use import Arrival, DiskUse, disk_use
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan
-from rabbitllm.splitter.request import Request, ground_of, plan_split
+from rabbitllm.splitter.request import SplitRequest, ground_of, plan_split
 from tests.support.splitting import Call
 
 SOURCE = SourceIdentity("local", "m", None, {})
@@ -51,7 +51,7 @@ def uses_of(call: Call) -> dict[Arrival, DiskUse]:
     source = call.find()
     assert source.repository is not None or source.local is not None
     checkpoint = HubCheckpoint(source.repository) if source.repository else LocalCheckpoint(source.local)  # type: ignore[arg-type]
-    request = Request(checkpoint, source.split_folder, "llama", SplitOptions(call.compression, sequential=True))
+    request = SplitRequest(checkpoint, source.split_folder, "llama", SplitOptions(call.compression, sequential=True))
     plan = plan_split(request)
     ground = ground_of(request, plan)
     return {way: disk_use(plan, arrival=way, freed=ground.freed, small_files=ground.small_files) for way in Arrival}

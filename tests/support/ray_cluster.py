@@ -20,13 +20,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rabbitllm.batch_jobs.items import Answer, Item
+from rabbitllm.batch_jobs.items import BatchAnswer, Item
 from rabbitllm.errors import HubError
-from rabbitllm.ray.answerer import About, Job
+from rabbitllm.ray.answerer import About, WorkerJob
 from rabbitllm.ray.fill import fill_from
 from rabbitllm.splitter.lease import Lease
 from rabbitllm.splitter.plan import PlannedShard
-from rabbitllm.splitter.work import Work
+from rabbitllm.splitter.work import SplitWork
 from rabbitllm.storage.durable import Step, observe_steps
 from tests.support.hub_fixtures import point_at
 from tests.support.splitting import Counter
@@ -34,7 +34,7 @@ from tests.support.splitting import Counter
 CPUS = 8
 OBJECT_STORE_BYTES = 80 << 20
 
-Fill = Callable[[PlannedShard, Work, Lease, int], Mapping[str, tuple[int, ...]]]
+Fill = Callable[[PlannedShard, SplitWork, Lease, int], Mapping[str, tuple[int, ...]]]
 
 
 @contextlib.contextmanager
@@ -74,7 +74,7 @@ def dying_once(marker: Path, at: int) -> Fill:
 
 
 def _fill_and_die(
-    marker: Path, at: int, shard: PlannedShard, work: Work, lease: Lease, threads: int
+    marker: Path, at: int, shard: PlannedShard, work: SplitWork, lease: Lease, threads: int
 ) -> Mapping[str, tuple[int, ...]]:
     def die(number: int, step: Step) -> None:
         if number == at and not marker.exists():
@@ -85,7 +85,7 @@ def _fill_and_die(
         return fill_from(shard, work, lease, threads)
 
 
-def dying_always(shard: PlannedShard, work: Work, lease: Lease, threads: int) -> Mapping[str, tuple[int, ...]]:
+def dying_always(shard: PlannedShard, work: SplitWork, lease: Lease, threads: int) -> Mapping[str, tuple[int, ...]]:
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
 
@@ -96,7 +96,7 @@ def from_local_hub(url: str, home: Path) -> Fill:
 
 
 def _fill_from_hub(
-    url: str, home: Path, shard: PlannedShard, work: Work, lease: Lease, threads: int
+    url: str, home: Path, shard: PlannedShard, work: SplitWork, lease: Lease, threads: int
 ) -> Mapping[str, tuple[int, ...]]:
     patch = pytest.MonkeyPatch()
     try:
@@ -129,7 +129,7 @@ def recorded(folder: Path) -> list[Filling]:
 
 
 def _fill_and_record(
-    folder: Path, seconds: float, shard: PlannedShard, work: Work, lease: Lease, threads: int
+    folder: Path, seconds: float, shard: PlannedShard, work: SplitWork, lease: Lease, threads: int
 ) -> Mapping[str, tuple[int, ...]]:
     import ray
 
@@ -145,20 +145,20 @@ def _fill_and_record(
 class Slow:
     """A worker without a model, that takes a while over each line."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: WorkerJob) -> None:
         self.about = About("here", os.getpid(), None, None, "nothing")
 
     def ready(self) -> About:
         return self.about
 
-    def answer(self, items: Sequence[Item]) -> Generator[list[Answer]]:
+    def answer(self, items: Sequence[Item]) -> Generator[list[BatchAnswer]]:
         for one in items:
             time.sleep(0.02)
-            yield [Answer(one.index, one.key, {"pid": os.getpid()})]
+            yield [BatchAnswer(one.index, one.key, {"pid": os.getpid()})]
 
 
 class Dying(Slow):
-    def answer(self, items: Sequence[Item]) -> Generator[list[Answer]]:
+    def answer(self, items: Sequence[Item]) -> Generator[list[BatchAnswer]]:
         os.kill(os.getpid(), signal.SIGKILL)
         yield []
 
@@ -169,8 +169,8 @@ class Failing(Slow):
 
 
 class Puzzled(Slow):
-    def answer(self, items: Sequence[Item]) -> Generator[list[Answer]]:
-        yield [Answer(items[0].index, items[0].key, {})]
+    def answer(self, items: Sequence[Item]) -> Generator[list[BatchAnswer]]:
+        yield [BatchAnswer(items[0].index, items[0].key, {})]
         raise KeyError("what")
 
 
@@ -178,6 +178,6 @@ class Differing(Slow):
     def ready(self) -> About:
         return replace(self.about, computes=f"float{os.getpid()}")
 
-    def answer(self, items: Sequence[Item]) -> Generator[list[Answer]]:
+    def answer(self, items: Sequence[Item]) -> Generator[list[BatchAnswer]]:
         time.sleep(300)  # until the other one is there
         yield []

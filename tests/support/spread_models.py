@@ -17,7 +17,7 @@ import torch
 
 from rabbitllm.base.options import Hosts, StreamOptions
 from rabbitllm.engine.load import load_model
-from rabbitllm.engine.part import Part, Share
+from rabbitllm.engine.part import ModelPart, PartChooser
 from rabbitllm.pipeline.spread import load_spread
 from rabbitllm.pipeline.worker import Worker
 from tests.support.one_thread import THREADS
@@ -33,10 +33,10 @@ def load_part(folder: Path, hosts: Hosts, budget: int = ALL, **options: Any) -> 
     settings = {"device": "cpu", "max_memory": {"cpu": budget}, "show_progress": False, "exact": True, **options}
     chosen = StreamOptions(**settings)
 
-    def load(share: Share) -> Any:
+    def load(share: PartChooser) -> Any:
         with ExitStack() as building:
 
-            def built(*given: Any) -> Part:
+            def built(*given: Any) -> ModelPart:
                 building.close()
                 return share(*given)
 

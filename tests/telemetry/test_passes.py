@@ -4,56 +4,56 @@ from __future__ import annotations
 
 import pytest
 
-from rabbitllm.telemetry.passes import FURTHER, PROMPT, Entry, Pass, PassSums, median_of, median_pass, sums_of
+from rabbitllm.telemetry.passes import FURTHER, PROMPT, Pass, PassInput, PassSums, median_of, median_pass, sums_of
 from rabbitllm.telemetry.totals import COMPUTE, DEQUANTIZE, READ, READ_WAIT, UPLOAD, WRITE, Total, limit_of
 
 
-def a_pass(number: int, wall: float, entry: Entry, made: int | None = None, **seconds: float) -> Pass:
+def a_pass(number: int, wall: float, entry: PassInput, made: int | None = None, **seconds: float) -> Pass:
     stages = {"read": READ, "copy": UPLOAD, "wait": READ_WAIT, "make": DEQUANTIZE, "compute": COMPUTE}
     totals = {stages[name]: Total(length, 2, 100) for name, length in seconds.items()}
     return Pass(number, 10.0 * number, wall, entry, made, totals)
 
 
-ONE = Entry(1, 1, past=30, asked=1)
+ONE = PassInput(1, 1, past=30, asked=1)
 
 
 @pytest.mark.parametrize(
     ("entry", "kind"),
     [
-        (Entry(1, 30, past=0, asked=1), PROMPT),
-        (Entry(1, 1, past=0, asked=1), PROMPT),
-        (Entry(1, 30, past=0, asked=None), PROMPT),
-        (Entry(4, 30, past=30, asked=1), PROMPT),  # a chunk in the middle
-        (Entry(1, 1, past=30, asked=1), FURTHER),
-        (Entry(1, 5, past=30, asked=5), FURTHER),  # a token and four candidates
-        (Entry(1, 5, past=30, asked=None), FURTHER),
-        (Entry(1, 30), PROMPT),
-        (Entry(1, 1), FURTHER),  # a state-space model's cache does not tell its length
+        (PassInput(1, 30, past=0, asked=1), PROMPT),
+        (PassInput(1, 1, past=0, asked=1), PROMPT),
+        (PassInput(1, 30, past=0, asked=None), PROMPT),
+        (PassInput(4, 30, past=30, asked=1), PROMPT),  # a chunk in the middle
+        (PassInput(1, 1, past=30, asked=1), FURTHER),
+        (PassInput(1, 5, past=30, asked=5), FURTHER),  # a token and four candidates
+        (PassInput(1, 5, past=30, asked=None), FURTHER),
+        (PassInput(1, 30), PROMPT),
+        (PassInput(1, 1), FURTHER),  # a state-space model's cache does not tell its length
     ],
 )
-def test_kinds(entry: Entry, kind: str) -> None:
+def test_kinds(entry: PassInput, kind: str) -> None:
     assert entry.kind == kind
 
 
 @pytest.mark.parametrize(
     ("entry", "then", "made"),
     [
-        (Entry(1, 30, 0, 1), Entry(1, 1, 30, 1), 1),
-        (Entry(8, 30, 0, 1), Entry(8, 1, 30, 1), 8),
-        (Entry(1, 30, 0, 1), Entry(1, 30, 30, 1), 0),  # the next chunk
-        (Entry(1, 34, 0, 5), Entry(1, 5, 30, 5), 1),  # none of the four candidates was right
-        (Entry(1, 34, 0, 5), Entry(1, 5, 33, 5), 4),
-        (Entry(1, 1, 30, 1), Entry(1, 1, 31, 1), 1),
-        (Entry(8, 1, 30, 1), Entry(8, 1, 31, 1), 8),
-        (Entry(1, 5, 30, 5), Entry(1, 5, 35, 5), 5),
-        (Entry(1, 5, 30, 5), Entry(1, 1, 31, 1), 1),
-        (Entry(1, 1, 30, 1), Entry(1, 9, 31, 1), 1),  # the user says more
-        (Entry(1, 1, 30, 1), Entry(1, 30, 0, 1), None),  # a cache that was emptied
-        (Entry(1, 30, 0, None), Entry(1, 1, 20, 1), None),  # one that was cut
-        (Entry(1, 30), Entry(1, 31), None),
+        (PassInput(1, 30, 0, 1), PassInput(1, 1, 30, 1), 1),
+        (PassInput(8, 30, 0, 1), PassInput(8, 1, 30, 1), 8),
+        (PassInput(1, 30, 0, 1), PassInput(1, 30, 30, 1), 0),  # the next chunk
+        (PassInput(1, 34, 0, 5), PassInput(1, 5, 30, 5), 1),  # none of the four candidates was right
+        (PassInput(1, 34, 0, 5), PassInput(1, 5, 33, 5), 4),
+        (PassInput(1, 1, 30, 1), PassInput(1, 1, 31, 1), 1),
+        (PassInput(8, 1, 30, 1), PassInput(8, 1, 31, 1), 8),
+        (PassInput(1, 5, 30, 5), PassInput(1, 5, 35, 5), 5),
+        (PassInput(1, 5, 30, 5), PassInput(1, 1, 31, 1), 1),
+        (PassInput(1, 1, 30, 1), PassInput(1, 9, 31, 1), 1),  # the user says more
+        (PassInput(1, 1, 30, 1), PassInput(1, 30, 0, 1), None),  # a cache that was emptied
+        (PassInput(1, 30, 0, None), PassInput(1, 1, 20, 1), None),  # one that was cut
+        (PassInput(1, 30), PassInput(1, 31), None),
     ],
 )
-def test_tokens_made(entry: Entry, then: Entry, made: int | None) -> None:
+def test_tokens_made(entry: PassInput, then: PassInput, made: int | None) -> None:
     assert entry.made(then) == made
 
 
@@ -82,10 +82,10 @@ def test_limits(seconds: dict[str, float], limit: str | None) -> None:
 
 def test_sums_by_kind_whatever_was_summed_before() -> None:
     passes = [
-        a_pass(1, 4.0, Entry(2, 30, 0, 1), 2, read=4.0),
-        a_pass(2, 1.0, Entry(2, 1, 30, 1), 2, read=1.0, compute=0.5),
-        a_pass(3, 2.0, Entry(2, 1, 31, 1), 6, read=1.0, compute=1.0),
-        a_pass(4, 3.0, Entry(2, 1, 32, 1), None, compute=1.0),
+        a_pass(1, 4.0, PassInput(2, 30, 0, 1), 2, read=4.0),
+        a_pass(2, 1.0, PassInput(2, 1, 30, 1), 2, read=1.0, compute=0.5),
+        a_pass(3, 2.0, PassInput(2, 1, 31, 1), 6, read=1.0, compute=1.0),
+        a_pass(4, 3.0, PassInput(2, 1, 32, 1), None, compute=1.0),
     ]
     sums = sums_of(passes, {})
     assert list(sums) == [PROMPT, FURTHER]
@@ -101,7 +101,10 @@ def test_sums_by_kind_whatever_was_summed_before() -> None:
 
 
 def test_the_median_pass_is_of_further_tokens_where_there_are_any() -> None:
-    passes = [a_pass(1, 9.0, Entry(1, 30, 0, 1)), *(a_pass(n, wall, ONE) for n, wall in ((2, 1.0), (3, 5.0), (4, 2.0)))]
+    passes = [
+        a_pass(1, 9.0, PassInput(1, 30, 0, 1)),
+        *(a_pass(n, wall, ONE) for n, wall in ((2, 1.0), (3, 5.0), (4, 2.0))),
+    ]
     chosen = median_pass(passes)
     assert chosen is not None
     assert chosen.number == 4

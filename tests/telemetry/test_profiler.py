@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rabbitllm.telemetry.passes import Entry
+from rabbitllm.telemetry.passes import PassInput
 from rabbitllm.telemetry.profiler import (
     COMPUTE,
     FETCH,
@@ -155,7 +155,7 @@ class Text:
     """Stands for a KV cache, of which the profiler wants nothing but that it is the same one."""
 
 
-def make_pass(profiler: Profiler, entry: Entry, text: Text | None = None, nbytes: int = 10) -> None:
+def make_pass(profiler: Profiler, entry: PassInput, text: Text | None = None, nbytes: int = 10) -> None:
     with profiler.forward(entry, text):
         profiler.add("layers.0", READ, 0.5, nbytes)
         profiler.add("layers.0", COMPUTE, 0.25)
@@ -163,10 +163,10 @@ def make_pass(profiler: Profiler, entry: Entry, text: Text | None = None, nbytes
 
 def test_a_pass_has_what_was_recorded_since_the_one_before() -> None:
     profiler = Profiler()
-    make_pass(profiler, Entry(2, 7, 0, 1))
+    make_pass(profiler, PassInput(2, 7, 0, 1))
     profiler.add("layers.0", READ, 1.0, 5)  # ahead, for the next one
     start = time.perf_counter()
-    make_pass(profiler, Entry(2, 1, 7, 1))
+    make_pass(profiler, PassInput(2, 1, 7, 1))
     first, second = profiler.passes
     assert (first.number, first.kind, first.tokens, first.stages[READ]) == (1, "prompt", 14, Total(0.5, 1, 10))
     assert (second.number, second.kind, second.tokens, second.stages[READ]) == (2, "further", 2, Total(1.5, 2, 15))
@@ -177,17 +177,17 @@ def test_a_pass_has_what_was_recorded_since_the_one_before() -> None:
 
 def test_what_came_of_a_pass_is_known_when_its_text_goes_on() -> None:
     profiler, text = Profiler(), Text()
-    make_pass(profiler, Entry(1, 7, 0, 1), text)
-    make_pass(profiler, Entry(1, 4, 7, 4), text)
-    make_pass(profiler, Entry(1, 4, 10, 4), text)
-    make_pass(profiler, Entry(1, 7, 0, 1), Text())
-    make_pass(profiler, Entry(1, 1, 7, 1), None)
+    make_pass(profiler, PassInput(1, 7, 0, 1), text)
+    make_pass(profiler, PassInput(1, 4, 7, 4), text)
+    make_pass(profiler, PassInput(1, 4, 10, 4), text)
+    make_pass(profiler, PassInput(1, 7, 0, 1), Text())
+    make_pass(profiler, PassInput(1, 1, 7, 1), None)
     assert [one.made for one in profiler.passes] == [1, 3, None, None, None]
 
 
 def test_a_text_is_not_kept_alive() -> None:
     profiler, text = Profiler(), Text()
-    make_pass(profiler, Entry(1, 7, 0, 1), text)
+    make_pass(profiler, PassInput(1, 7, 0, 1), text)
     kept = weakref.ref(text)
     del text
     gc.collect()
@@ -197,7 +197,7 @@ def test_a_text_is_not_kept_alive() -> None:
 def test_passes_are_bounded_and_nothing_is_lost_from_the_sums() -> None:
     profiler, text = Profiler(kept_passes=3), Text()
     for number in range(8):
-        make_pass(profiler, Entry(1, 1, 7 + number, 1), text)
+        make_pass(profiler, PassInput(1, 1, 7 + number, 1), text)
     assert [one.number for one in profiler.passes] == [6, 7, 8]
     further = profiler.sums["further"]
     assert (further.passes, further.tokens, further.made, further.made_passes) == (8, 8, 7, 7)
@@ -208,8 +208,8 @@ def test_passes_are_bounded_and_nothing_is_lost_from_the_sums() -> None:
 
 def test_a_pass_inside_another_is_part_of_it() -> None:
     profiler = Profiler()
-    with profiler.forward(Entry(1, 7)):
-        make_pass(profiler, Entry(1, 1, 3))
+    with profiler.forward(PassInput(1, 7)):
+        make_pass(profiler, PassInput(1, 1, 3))
     (one,) = profiler.passes
     assert (one.tokens, one.stages[READ].count) == (7, 1)
 
@@ -218,26 +218,26 @@ def test_a_pass_that_fails_is_recorded_and_the_next_one_is_too() -> None:
     profiler = Profiler()
 
     def fail() -> None:
-        with profiler.forward(Entry(1, 7)):
+        with profiler.forward(PassInput(1, 7)):
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
-    make_pass(profiler, Entry(1, 1, 7))
+    make_pass(profiler, PassInput(1, 1, 7))
     assert [one.tokens for one in profiler.passes] == [7, 1]
 
 
 def test_no_pass_is_recorded_when_off() -> None:
     profiler = Profiler(enabled=False)
-    make_pass(profiler, Entry(1, 1, 7))
+    make_pass(profiler, PassInput(1, 1, 7))
     assert (profiler.passes, profiler.sums, profiler.as_json()["passes"]) == ((), {}, [])
 
 
 def test_report_of_passes() -> None:
     profiler, text = Profiler(title="Passes, by stage"), Text()
-    make_pass(profiler, Entry(1, 30, 0, 1), text, 2 * 10**9)
-    make_pass(profiler, Entry(1, 4, 30, 4), text, 10**9)
-    make_pass(profiler, Entry(1, 4, 33, 4), text, 10**9)
+    make_pass(profiler, PassInput(1, 30, 0, 1), text, 2 * 10**9)
+    make_pass(profiler, PassInput(1, 4, 30, 4), text, 10**9)
+    make_pass(profiler, PassInput(1, 4, 33, 4), text, 10**9)
     profiler.add("norm", COMPUTE, 0.001)
     stages, passes, layers = profiler.report().split("\n\n")
     assert stages.splitlines()[0] == "Passes, by stage"
@@ -261,8 +261,8 @@ def test_a_split_has_no_passes_in_its_report() -> None:
 def test_everything_as_json() -> None:
     profiler, text = Profiler(title="Passes"), Text()
     profiler.in_place = {"cpu resident": 77}
-    make_pass(profiler, Entry(2, 30, 0, 1), text, 20)
-    make_pass(profiler, Entry(2, 1, 30, 1), text)
+    make_pass(profiler, PassInput(2, 30, 0, 1), text, 20)
+    make_pass(profiler, PassInput(2, 1, 30, 1), text)
     record = json.loads(json.dumps(profiler.as_json()))
     assert record.keys() == {"title", "bottleneck", "stages", "layers", "passes", "sums", "in_place_bytes"}
     assert (record["title"], record["bottleneck"], record["in_place_bytes"]) == (

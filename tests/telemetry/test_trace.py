@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rabbitllm.errors import OptionError
-from rabbitllm.telemetry.passes import Entry
+from rabbitllm.telemetry.passes import PassInput
 from rabbitllm.telemetry.profiler import COMPUTE, READ, READ_WAIT, Profiler
 from rabbitllm.telemetry.trace import Event, Trace
 from tests.support.builders import build_checkpoint
@@ -127,7 +127,7 @@ def test_threads_are_told_apart() -> None:
         thread = threading.Thread(target=record_one, name="reader")
         thread.start()
         thread.join()
-        with profiler.forward(Entry(1, 1)), profiler.stage("layers.0", COMPUTE):
+        with profiler.forward(PassInput(1, 1)), profiler.stage("layers.0", COMPUTE):
             pass
     read, computed = trace.events
     assert (read.thread, read.seconds, read.nbytes) == ("reader", 0.5, 7)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rabbitllm.engine.free_memory import GroupLimit, ProcessLimit
-from rabbitllm.estimate.generation import Generation, Speed
+from rabbitllm.estimate.generation import GenerationEstimate, Speed
 from rabbitllm.storage.folders import Folder, Host
 
 
@@ -159,7 +159,7 @@ class AtCompression:
     compression: str | None
     output_bytes: int
     needs: tuple[Need, ...]
-    generation: Generation | None = None
+    generation: GenerationEstimate | None = None
     problem: str | None = None
 
     @property
@@ -169,7 +169,7 @@ class AtCompression:
 
     @property
     def token_seconds(self) -> float | None:
-        """See `Generation`."""
+        """See `GenerationEstimate`."""
         return self.generation.token_seconds if self.generation is not None else None
 
 
@@ -231,7 +231,7 @@ class Advice:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineFacts:
     """All that the probes found out."""
 
     memory: Memory | None = None
@@ -259,7 +259,7 @@ class Report:
     """
 
     version: str
-    machine: Machine
+    machine: MachineFacts
     models: tuple[ModelOutlook, ...]
     devices: tuple[str, ...]
     advice: tuple[Advice, ...]

@@ -16,7 +16,7 @@ from rabbitllm.base.words import speed
 from rabbitllm.estimate.doctor.facts import (
     AtCompression,
     Hub,
-    Machine,
+    MachineFacts,
     Memory,
     ModelOutlook,
     Package,
@@ -69,7 +69,7 @@ def show(report: Report, console: Console, *, every: bool = False) -> None:
 # The machine
 
 
-def _facts(machine: Machine) -> Iterator[tuple[str, str]]:
+def _facts(machine: MachineFacts) -> Iterator[tuple[str, str]]:
     if machine.memory is not None:
         yield "memory", _memory(machine.memory)
     if machine.processor is not None:
@@ -106,7 +106,7 @@ def _processor(processor: Processor) -> str:
     return f"{harmless(processor.name)}, {cores}" + (f": {'; '.join(said)}" if said else "")
 
 
-def _gpus(machine: Machine) -> Iterator[tuple[str, str]]:
+def _gpus(machine: MachineFacts) -> Iterator[tuple[str, str]]:
     assert machine.gpus is not None
     if not machine.gpus.found:
         yield "GPU", "none that torch can use" if machine.gpus.driver else "none"

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from rabbitllm.base.options import StreamOptions
 from rabbitllm.engine.devices import Device, resolve_devices, suits_bf16
-from rabbitllm.engine.span_reader import Way
+from rabbitllm.engine.span_reader import ReadMode
 from rabbitllm.estimate.expert_times import DIRECT, DROPPED
 from rabbitllm.estimate.machine import RoughMachine, product_key
 from rabbitllm.estimate.products import SET_BYTES, working_set
-from rabbitllm.estimate.reading import Sample, something_to_read
+from rabbitllm.estimate.reading import FileSample, something_to_read
 from rabbitllm.quant.compression import CODES, check_compression
 
 SHAPES = {(4096, 4096): 1, (14336, 4096): 3, (4096, 14336): 1}
@@ -73,7 +73,7 @@ def _quiet(*names: str) -> Iterator[None]:
 
 def measurements(bench: Bench) -> Iterator[tuple[Callable[[], float | None], str]]:
     """What can be measured: what measures it, in bytes a second, and what it is."""
-    sample = Sample(bench.files, UNIT_BYTES)
+    sample = FileSample(bench.files, UNIT_BYTES)
     for way, words in ((DIRECT, "past the page cache"), (DROPPED, "through the page cache")):
         yield partial(_reading, bench, sample, way), f"reading the disk of layer files, {words}"
     for device in bench.machine.devices:
@@ -85,7 +85,7 @@ def measurements(bench: Bench) -> Iterator[tuple[Callable[[], float | None], str
             yield partial(bench.machine.upload, device.name), f"copying from host memory to {device.name}"
 
 
-def _reading(bench: Bench, sample: Sample, way: Way) -> float | None:
+def _reading(bench: Bench, sample: FileSample, way: ReadMode) -> float | None:
     return bench.machine.measured(("read", way), partial(sample.rate, way))
 
 

@@ -23,7 +23,7 @@ OUR_OWN = "rabbitllm."
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldTensors:
     """What a greenlet holds.
 
     Attributes:
@@ -35,7 +35,7 @@ class Held:
     idle: tuple[torch.UntypedStorage, ...]
 
 
-def held(frame: FrameType | None, waits_with: object, least_bytes: int) -> Held:
+def held(frame: FrameType | None, waits_with: object, least_bytes: int) -> HeldTensors:
     """What is held by a function that waits, and by those that called it.
 
     Args:
@@ -56,7 +56,7 @@ def held(frame: FrameType | None, waits_with: object, least_bytes: int) -> Held:
                 found.clear()
         frame = frame.f_back
     unneeded = (one for key, one in idle.storages.items() if key not in needed.storages)
-    return Held(tuple(needed.storages.values()), tuple(unneeded))
+    return HeldTensors(tuple(needed.storages.values()), tuple(unneeded))
 
 
 @lru_cache(maxsize=1024)

@@ -19,7 +19,7 @@ FILLED_SHARE = 8
 """At most one part in so many of a micro-batch's tokens fills texts up."""
 
 
-class Form(Enum):
+class TextLayout(Enum):
     """How texts lie in a micro-batch."""
 
     PACKED = "rows side by side"
@@ -60,7 +60,7 @@ class MicroBatch:
         return list(range(begin, begin + len(self.tasks[task].ids)))
 
 
-def micro_batches(tasks: Sequence[Task], form: Form, tokens: int, worth: int = WORTH_TOKENS) -> list[MicroBatch]:
+def micro_batches(tasks: Sequence[Task], form: TextLayout, tokens: int, worth: int = WORTH_TOKENS) -> list[MicroBatch]:
     """All tasks, each in one micro-batch.
 
     Args:
@@ -69,21 +69,21 @@ def micro_batches(tasks: Sequence[Task], form: Form, tokens: int, worth: int = W
         tokens: of a micro-batch, at most, unless one task has more.
         worth: tokens that a shared beginning has at least.
     """
-    if form is Form.PACKED:
+    if form is TextLayout.PACKED:
         return _packed(tasks, tokens, worth)
     groups: list[list[Task]] = []
     for task in sorted(tasks, key=lambda task: len(task.ids), reverse=True):
-        if groups and form is not Form.ALONE and _joins(groups[-1], task, form, tokens):
+        if groups and form is not TextLayout.ALONE and _joins(groups[-1], task, form, tokens):
             groups[-1].append(task)
         else:
             groups.append([task])
     return [MicroBatch(tuple(group)) for group in groups]
 
 
-def _joins(group: Sequence[Task], task: Task, form: Form, tokens: int) -> bool:
+def _joins(group: Sequence[Task], task: Task, form: TextLayout, tokens: int) -> bool:
     longest, own = len(group[0].ids), len(task.ids)
     together = longest * (len(group) + 1)
-    if together > tokens or (form is Form.EQUAL and own != longest):
+    if together > tokens or (form is TextLayout.EQUAL and own != longest):
         return False
     filling = together - own - sum(len(one.ids) for one in group)
     return filling * FILLED_SHARE <= together

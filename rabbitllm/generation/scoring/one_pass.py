@@ -10,9 +10,9 @@ from rabbitllm.errors import RabbitLLMError, ScoringError
 from rabbitllm.generation.members import Member
 from rabbitllm.generation.scoring.forward import Keep, ScoringForward
 from rabbitllm.generation.scoring.held import held
-from rabbitllm.generation.scoring.micro_batches import Form, MicroBatch
+from rabbitllm.generation.scoring.micro_batches import MicroBatch, TextLayout
 from rabbitllm.generation.scoring.parking import Parking, keys_of
-from rabbitllm.generation.scoring.plan import Limits
+from rabbitllm.generation.scoring.plan import ScoringLimits
 from rabbitllm.generation.scoring.records import Scored
 from rabbitllm.generation.scoring.segment_cache import Relay
 from rabbitllm.generation.scoring.turns import TakingTurns
@@ -39,8 +39,8 @@ class Done:
 def one_pass(
     model: Any,
     batches: Sequence[MicroBatch],
-    form: Form,
-    limits: Limits,
+    form: TextLayout,
+    limits: ScoringLimits,
     indices: Sequence[int],
     *,
     exact: bool,
@@ -61,7 +61,7 @@ def one_pass(
         OSError, RabbitLLMError: the weights cannot be read.
     """
     forward = ScoringForward(
-        model, packed=form is Form.PACKED, whole=exact, logits_bytes=limits.logits_bytes, keep=keep
+        model, packed=form is TextLayout.PACKED, whole=exact, logits_bytes=limits.logits_bytes, keep=keep
     )
     found: dict[int, list[Scored]] = {}
     failed: list[tuple[MicroBatch, Exception]] = []

@@ -20,7 +20,7 @@ from types import TracebackType
 
 import torch
 
-from rabbitllm.generation.scoring.held import Held
+from rabbitllm.generation.scoring.held import HeldTensors
 from rabbitllm.storage.durable import NamelessFile
 
 HAS_FILES = NamelessFile.READS_AT_PLACES
@@ -109,7 +109,7 @@ class Parking:
             self._file.close()
             self._file = None
 
-    def leave(self, owner: Hashable, held: Held) -> None:
+    def leave(self, owner: Hashable, held: HeldTensors) -> None:
         """Somebody's turn is over.
 
         Args:

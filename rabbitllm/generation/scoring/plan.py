@@ -17,7 +17,7 @@ from rabbitllm.generation.packed_families import can_be_packed
 from rabbitllm.generation.pass_cost import cost_of_a_pass
 from rabbitllm.generation.scoring.filled_families import can_be_filled_up
 from rabbitllm.generation.scoring.forward import LOGITS_BYTES
-from rabbitllm.generation.scoring.micro_batches import Form, MicroBatch, chains, linked, micro_batches, passes
+from rabbitllm.generation.scoring.micro_batches import MicroBatch, TextLayout, chains, linked, micro_batches, passes
 from rabbitllm.generation.scoring.parking import HAS_FILES
 from rabbitllm.generation.scoring.records import Room
 from rabbitllm.generation.scoring.tasks import Ability, Task
@@ -38,7 +38,7 @@ LEAST_WAITING = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ScoringLimits:
     """What may be taken.
 
     Attributes:
@@ -68,7 +68,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ScoringPlan:
     """What goes through the model together.
 
     Attributes:
@@ -79,7 +79,7 @@ class Plan:
     """
 
     passes: tuple[tuple[MicroBatch, ...], ...]
-    form: Form
+    form: TextLayout
     tokens: int
     waiting_bytes: int
 
@@ -113,23 +113,23 @@ def ability_of(model: Any) -> Ability:
     return Ability(vocabulary, context_of(model), model.get_output_embeddings() is not None)
 
 
-def form_of(model: Any, *, exact: bool) -> Form:
+def form_of(model: Any, *, exact: bool) -> TextLayout:
     """How texts may lie in a micro-batch of a model, so that none of them changes another."""
     if exact:
-        return Form.ALONE
+        return TextLayout.ALONE
     config = model.config.get_text_config(decoder=True)
     # of some it is "vision", and concerns images
     looks_ahead = getattr(config, "use_bidirectional_attention", False) in (True, "all") or any(
         getattr(module, "is_causal", True) is False for module in (model.get_decoder() or model).modules()
     )
     if looks_ahead:
-        return Form.EQUAL
+        return TextLayout.EQUAL
     if can_be_packed(model):
-        return Form.PACKED
-    return Form.FILLED if can_be_filled_up(model) else Form.EQUAL
+        return TextLayout.PACKED
+    return TextLayout.FILLED if can_be_filled_up(model) else TextLayout.EQUAL
 
 
-def limits_of(model: Any, room: Room) -> Limits:
+def limits_of(model: Any, room: Room) -> ScoringLimits:
     """What may be taken beside a model's weights.
 
     Raises:
@@ -159,7 +159,7 @@ def limits_of(model: Any, room: Room) -> Limits:
     token_bytes = itemsize * config.hidden_size * 5 // 2  # hidden states, what went in, and angles
     rows = max(computing // (8 * itemsize * config.hidden_size), tokens)
     logits = min(computing // LOGITS_SHARE, LOGITS_BYTES)
-    return Limits(near, host, disk if HAS_FILES else 0, folder, tokens, token_bytes, rows, logits)
+    return ScoringLimits(near, host, disk if HAS_FILES else 0, folder, tokens, token_bytes, rows, logits)
 
 
 def _folder(model: Any, room: Room) -> Path:
@@ -172,7 +172,9 @@ def _folder(model: Any, room: Room) -> Path:
     return own if own.is_dir() and os.access(own, os.W_OK) else Path(tempfile.gettempdir())
 
 
-def planned(tasks: Sequence[Task], form: Form, limits: Limits, *, streamed: bool, hands_on: bool = True) -> Plan:
+def planned(
+    tasks: Sequence[Task], form: TextLayout, limits: ScoringLimits, *, streamed: bool, hands_on: bool = True
+) -> ScoringPlan:
     """What goes through the model together.
 
     Args:
@@ -191,4 +193,4 @@ def planned(tasks: Sequence[Task], form: Form, limits: Limits, *, streamed: bool
         grouped = [linked(one) for one in grouped]
     waiting = [sum(batch.tokens for batch in one) * limits.token_bytes for one in grouped if len(one) > 1]
     tokens = sum(len(task.ids) for task in tasks)
-    return Plan(tuple(map(tuple, grouped)), form, tokens, max(waiting, default=0))
+    return ScoringPlan(tuple(map(tuple, grouped)), form, tokens, max(waiting, default=0))

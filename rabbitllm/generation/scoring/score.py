@@ -17,10 +17,10 @@ from rabbitllm.errors import BatchError, MissingPackageError, RabbitLLMError, Sc
 from rabbitllm.generation.packed_cache import NotPackable
 from rabbitllm.generation.packed_families import can_be_packed, shares_keys
 from rabbitllm.generation.scoring.forward import Keep
-from rabbitllm.generation.scoring.micro_batches import Form, MicroBatch
+from rabbitllm.generation.scoring.micro_batches import MicroBatch, TextLayout
 from rabbitllm.generation.scoring.one_pass import one_pass
 from rabbitllm.generation.scoring.parking import NoRoom
-from rabbitllm.generation.scoring.plan import Plan, ability_of, form_of, limits_of, planned
+from rabbitllm.generation.scoring.plan import ScoringPlan, ability_of, form_of, limits_of, planned
 from rabbitllm.generation.scoring.records import Room, Scored, ScoredText
 from rabbitllm.generation.scoring.tasks import Task, problem_of, tasks_of
 
@@ -36,7 +36,7 @@ def score(
     texts: Sequence[ScoredText],
     room: Room = ROOM,
     *,
-    on_plan: Callable[[Plan], None] = lambda plan: None,
+    on_plan: Callable[[ScoringPlan], None] = lambda plan: None,
     keep: Keep | None = None,
 ) -> Iterator[Scored]:
     """Results of texts, in any order: those that are refused at once, the others with the pass they took part in.
@@ -79,7 +79,7 @@ def score(
         plan = planned(tasks, form, limits_of(model, room), streamed=streams, hands_on=hands_on)
         logger.info("scoring %s", plan)
         on_plan(plan)
-        again: dict[Form, list[Task]] = {}
+        again: dict[TextLayout, list[Task]] = {}
         for batches in plan.passes:
             done = one_pass(model, batches, form, limits_of(model, room), indices, exact=room.exact, keep=keep)
             yield from done.scored
@@ -92,16 +92,16 @@ def score(
         waiting += [(tasks, form) for form, tasks in again.items()]
 
 
-def _then(form: Form, batch: MicroBatch, error: Exception, *, some_passed: bool) -> Form | None:
+def _then(form: TextLayout, batch: MicroBatch, error: Exception, *, some_passed: bool) -> TextLayout | None:
     """How the texts of a micro-batch that has failed are tried again; None if they are not."""
     if isinstance(error, NotPackable):
         logger.warning("Texts do not share what they begin with: %s.", error)
-        return Form.EQUAL
+        return TextLayout.EQUAL
     if isinstance(error, NoRoom) and some_passed:
         logger.warning("A further pass is made for what had no room: %s.", error)
         return form
     logger.warning("A micro-batch has failed.", exc_info=error)
-    return Form.ALONE if len(batch.tasks) > 1 else None
+    return TextLayout.ALONE if len(batch.tasks) > 1 else None
 
 
 def _refused(batch: MicroBatch, indices: Sequence[int], error: Exception) -> Iterator[Scored]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from rabbitllm.generation.packed_cache import NotPackable, PackedCache, Span
+from rabbitllm.generation.packed_cache import MaskSpan, NotPackable, PackedCache
 from rabbitllm.generation.scoring.segments import Segment, Segments
 
 
@@ -65,7 +65,7 @@ class SegmentCache(PackedCache):
         self._segments = segments
         self._knows = len(computed) < len(segments.parts)
         self._before, self._behind, self._hands_on = before, behind, hands_on
-        self._spans = [Span(len(part.ids), part.begins, part.begins + len(part.ids), 0) for part in computed]
+        self._spans = [MaskSpan(len(part.ids), part.begins, part.begins + len(part.ids), 0) for part in computed]
         self._new: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._known: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -148,6 +148,6 @@ class SegmentCache(PackedCache):
             found.insert(0, known[:, :, :end])
         return torch.cat(found, 2) if len(found) > 1 else found[0]
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[MaskSpan]:
         """What the mask of each segment covers, in any layer: windows are the mask's business."""
         return self._spans

@@ -16,9 +16,9 @@ from torch import nn
 
 from rabbitllm.engine.placement import READY, Tier
 from rabbitllm.generation.joint_pass import JointPasses, called
-from rabbitllm.generation.members import Alone, Member, Point, call_of
+from rabbitllm.generation.members import Alone, MeetingPoint, Member, call_of
 from rabbitllm.generation.picking import grouped
-from rabbitllm.generation.rows import Kind
+from rabbitllm.generation.rows import RowKind
 
 _BY_THEMSELVES = (Tier.ROWS, *READY)
 """Where the input embedding is if a call of it brings nothing that the next one needs too."""
@@ -62,9 +62,9 @@ class TakingTurns(JointPasses):
         )
         super().__init__(model, exact=exact, packing=False)
 
-    def _kind(self, module: nn.Module) -> Kind | None:
+    def _kind(self, module: nn.Module) -> RowKind | None:
         if id(module) in self._pooled:
-            return Kind.EXPERTS
+            return RowKind.EXPERTS
         return super()._kind(module) if module is self._model.get_input_embeddings() else None
 
     def _go_on(self, member: Member, answer: Any) -> None:
@@ -75,18 +75,18 @@ class TakingTurns(JointPasses):
         except Exception as error:  # there is no room for it
             self._end(member, error)
 
-    def _through_as_rows(self, point: Point, members: Sequence[Member]) -> None:
-        if point.rowwise is Kind.IDS and self._brings_rows:
+    def _through_as_rows(self, point: MeetingPoint, members: Sequence[Member]) -> None:
+        if point.rowwise is RowKind.IDS and self._brings_rows:
             for member in members:
                 assert member.waits is not None
                 self._one_by_one(point, member)
             return
-        for group in self._groups(members) if point.rowwise is Kind.EXPERTS else [members]:
+        for group in self._groups(members) if point.rowwise is RowKind.EXPERTS else [members]:
             for member in group:
                 self._before(member)
             super()._through_as_rows(point, group)
 
-    def _one_by_one(self, point: Point, member: Member) -> None:
+    def _one_by_one(self, point: MeetingPoint, member: Member) -> None:
         call = member.waits
         assert call is not None
         try:
@@ -102,7 +102,7 @@ class TakingTurns(JointPasses):
         rows = [len(args[0]) if args else self._experts_rows for args in given]
         return [list(members[group]) for group in grouped(rows, self._experts_rows)]
 
-    def _through_a_unit(self, point: Point, members: Sequence[Member]) -> None:
+    def _through_a_unit(self, point: MeetingPoint, members: Sequence[Member]) -> None:
         """Run a unit's hooks once, and between them every member's calls, until all have left it.
 
         The hooks see none of the inputs, most of which are not in memory: other devices' are brought to each in turn.

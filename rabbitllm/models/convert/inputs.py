@@ -40,7 +40,7 @@ from rabbitllm.splitter import journal
 from rabbitllm.splitter.finish import clear_away, discard_original
 from rabbitllm.splitter.interrupted import telling_how_to_go_on
 from rabbitllm.splitter.lock import locked
-from rabbitllm.splitter.request import Acceptance, Request
+from rabbitllm.splitter.request import Acceptance, SplitRequest
 from rabbitllm.splitter.split import split
 from rabbitllm.store.chosen import AUTO
 from rabbitllm.store.layer_store import directory_name, is_finished, read_manifest
@@ -163,7 +163,7 @@ class _File:
             checkpoint = self._open()
             if read_manifest(self.split_folder) is None:
                 family = prepare.family_of(self.path.parent)
-                split(Request(checkpoint, self.split_folder, family, options, _naming(family)))
+                split(SplitRequest(checkpoint, self.split_folder, family, options, _naming(family)))
                 return
             clear_away(self.split_folder)
             if options.delete_original:

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class RowChoice:
     """Which rows to show.
 
     Attributes:

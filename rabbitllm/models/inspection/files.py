@@ -34,23 +34,23 @@ from rabbitllm.models.inspection.facts import (
 from rabbitllm.models.inspection.opcodes import HAVE_PICKLES, list_pickles
 
 
-class Text(enum.Enum):
+class WeightlessFile(enum.Enum):
     """A file that holds no weights; the value is its format in words."""
 
     VOCABULARY = "a SentencePiece vocabulary"
     JSON = "JSON"
 
 
-def kind_of(head: bytes, name: str) -> Weights | Text:
+def kind_of(head: bytes, name: str) -> Weights | WeightlessFile:
     """What a file is that begins with `head`; its name decides only where that is like nothing known."""
     found = recognise(head)
     if found is not Weights.UNKNOWN:
         return found
     if _begins_with_a_piece(head):
-        return Text.VOCABULARY
+        return WeightlessFile.VOCABULARY
     if head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
-        return Text.JSON
-    return Text.VOCABULARY if name.endswith(".model") else found
+        return WeightlessFile.JSON
+    return WeightlessFile.VOCABULARY if name.endswith(".model") else found
 
 
 def _begins_with_a_piece(head: bytes) -> bool:
@@ -85,11 +85,11 @@ def look_at_file(path: Path, *, opcodes: bool = False) -> Inspection:
     return Inspection(str(path), kind.value, found.st_size, content, has_pickle=has_pickle, refusal=refusal)
 
 
-def _read(path: Path, kind: Weights | Text) -> tuple[Content | None, CheckpointError | None]:
+def _read(path: Path, kind: Weights | WeightlessFile) -> tuple[Content | None, CheckpointError | None]:
     try:
-        if kind is Text.VOCABULARY:
+        if kind is WeightlessFile.VOCABULARY:
             return Vocabulary(read_model(path)), None
-        if kind is Text.JSON:
+        if kind is WeightlessFile.JSON:
             return _read_text(path), None
         return _read_weights(path, kind), None
     except CheckpointError as error:
@@ -103,7 +103,7 @@ def _read_text(path: Path) -> Content:
     return Entries(read_json(path))
 
 
-def _read_weights(path: Path, kind: Weights | Text) -> Tensors:
+def _read_weights(path: Path, kind: Weights | WeightlessFile) -> Tensors:
     family = family_in(path.parent)
     if kind in TORCH:
         read = read_torch_zip(path) if kind is Weights.TORCH_ZIP else read_legacy_torch(path)

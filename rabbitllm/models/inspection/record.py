@@ -8,11 +8,11 @@ from typing import Any
 
 from rabbitllm.formats.sentencepiece_model import SentencePieceModel
 from rabbitllm.formats.sentencepiece_pieces import PieceType
-from rabbitllm.models.inspection.choice import Choice, searched
+from rabbitllm.models.inspection.choice import RowChoice, searched
 from rabbitllm.models.inspection.facts import Entries, Inspection, Pickle, Pickles, ShardMap, Tensors, Vocabulary
 
 
-def as_record(found: Inspection, choice: Choice) -> dict[str, Any]:
+def as_record(found: Inspection, choice: RowChoice) -> dict[str, Any]:
     """What `json.dump` takes. The summary is of everything, the rows are those that the choice asks for."""
     record: dict[str, Any] = {"source": found.source, "format": found.format, "bytes": found.size}
     if found.shards:
@@ -38,7 +38,7 @@ def as_record(found: Inspection, choice: Choice) -> dict[str, Any]:
     return record
 
 
-def _of_tensors(content: Tensors, choice: Choice) -> dict[str, Any]:
+def _of_tensors(content: Tensors, choice: RowChoice) -> dict[str, Any]:
     tensors, _, more = choice.of(content.tensors, lambda tensor: tensor.name)
     return {
         "tensor_count": len(content.tensors),
@@ -68,7 +68,7 @@ def _of_tensors(content: Tensors, choice: Choice) -> dict[str, Any]:
     }
 
 
-def _of_vocabulary(model: SentencePieceModel, choice: Choice) -> dict[str, Any]:
+def _of_vocabulary(model: SentencePieceModel, choice: RowChoice) -> dict[str, Any]:
     pieces, _, more = choice.of(model.pieces, lambda piece: piece.text)
     denormalizer = model.denormalizer
     return {
@@ -87,7 +87,7 @@ def _of_vocabulary(model: SentencePieceModel, choice: Choice) -> dict[str, Any]:
     }
 
 
-def _of_pickle(pickle: Pickle, choice: Choice) -> dict[str, Any]:
+def _of_pickle(pickle: Pickle, choice: RowChoice) -> dict[str, Any]:
     opcodes, _, more = choice.of(pickle.opcodes, searched)
     return {
         "name": pickle.name,

@@ -18,7 +18,7 @@ from rich.text import Text
 from rabbitllm.base.terminal import Column, counted, harmless, large, put, put_fact, put_table, size
 from rabbitllm.formats.sentencepiece_model import NormalizerSpec, SentencePieceModel, TrainerSpec
 from rabbitllm.formats.sentencepiece_pieces import PieceType
-from rabbitllm.models.inspection.choice import Choice, searched
+from rabbitllm.models.inspection.choice import RowChoice, searched
 from rabbitllm.models.inspection.facts import (
     Content,
     Entries,
@@ -40,7 +40,7 @@ _SOME = 12
 _NUMBERED = re.compile(r"(.*?)(\d+)")
 
 
-def show(found: Inspection, choice: Choice, console: Console) -> None:
+def show(found: Inspection, choice: RowChoice, console: Console) -> None:
     """Print an inspection."""
     put(console, Text(harmless(found.source, 4096), "bold"))
     console.print()
@@ -177,7 +177,7 @@ def _compact(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(", ", ": "))
 
 
-def _show_content(content: Content, choice: Choice, console: Console) -> None:
+def _show_content(content: Content, choice: RowChoice, console: Console) -> None:
     match content:
         case Tensors():
             _show_tensors(content, choice, console)
@@ -194,7 +194,7 @@ def _show_content(content: Content, choice: Choice, console: Console) -> None:
                 _show_opcodes(pickle, choice, console)
 
 
-def _show_tensors(content: Tensors, choice: Choice, console: Console) -> None:
+def _show_tensors(content: Tensors, choice: RowChoice, console: Console) -> None:
     several = len({tensor.file for tensor in content.tensors}) > 1
     columns = [
         Column("name"),
@@ -229,7 +229,7 @@ def _sizes(sizes: tuple[int, ...]) -> str:
     return f"[{', '.join(map(str, sizes))}]"
 
 
-def _show_pieces(model: SentencePieceModel, choice: Choice, console: Console) -> None:
+def _show_pieces(model: SentencePieceModel, choice: RowChoice, console: Console) -> None:
     columns = [Column("id", right=True), Column("piece"), Column("score", right=True), Column("type")]
     pieces, matching, more = choice.of(model.pieces, lambda piece: piece.text)
     rows = [
@@ -244,13 +244,13 @@ def score(value: float) -> str:
     return f"{value:.0f}" if value == int(value) else f"{value:.6g}"
 
 
-def _show_pairs(pairs: Mapping[str, object], heads: tuple[str, str], choice: Choice, console: Console) -> None:
+def _show_pairs(pairs: Mapping[str, object], heads: tuple[str, str], choice: RowChoice, console: Console) -> None:
     shown, matching, more = choice.of([*pairs.items()], lambda pair: pair[0])
     rows = [(harmless(key), harmless(_compact(value), VALUE)) for key, value in shown]
     _table(console, [Column(heads[0]), Column(heads[1])], rows, choice, len(pairs), matching, more, heads[0])
 
 
-def _show_opcodes(pickle: Pickle, choice: Choice, console: Console) -> None:
+def _show_opcodes(pickle: Pickle, choice: RowChoice, console: Console) -> None:
     columns = [Column("byte", right=True), Column("opcode"), Column("argument")]
     opcodes, matching, more = choice.of(pickle.opcodes, searched)
     rows = [(f"{o.position:,}", "  " * min(o.depth, DEEPEST) + o.name, harmless(o.argument, VALUE)) for o in opcodes]
@@ -263,7 +263,7 @@ def _table(
     console: Console,
     columns: Sequence[Column],
     rows: Sequence[Sequence[str]],
-    choice: Choice,
+    choice: RowChoice,
     total: int,
     matching: int,
     more: int,

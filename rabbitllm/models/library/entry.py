@@ -30,7 +30,7 @@ RECORDS = (MANIFEST_NAME, JOURNAL_NAME, MANIFEST_NAME + REMOVED_SUFFIX, JOURNAL_
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SplitEntry:
     """A split directory.
 
     Attributes:
@@ -68,7 +68,7 @@ class Entry:
         return self.source.commit if self.source is not None else None
 
 
-def look(folder: Path) -> Entry | None:
+def look(folder: Path) -> SplitEntry | None:
     """What there is in a folder; None if it is no split directory.
 
     Raises:
@@ -87,7 +87,7 @@ def look(folder: Path) -> Entry | None:
     return _legacy(folder) if is_legacy(folder) else None
 
 
-def as_record(entry: Entry) -> dict[str, Any]:
+def as_record(entry: SplitEntry) -> dict[str, Any]:
     """An entry for `json.dumps`; sizes in bytes."""
     kind = entry.source.kind if entry.source is not None else None
     return {
@@ -108,20 +108,20 @@ def as_record(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _finished(folder: Path, record: str) -> Entry:
+def _finished(folder: Path, record: str) -> SplitEntry:
     changed = _changed(folder / record)
     try:
         manifest = read_manifest(folder, record)
         assert manifest is not None
     except RabbitLLMError as error:
         done = sum(1 for _ in folder.glob(f"*{LAYER_SUFFIX}"))
-        return Entry(
+        return SplitEntry(
             folder, folder.name, DAMAGED, None, None, disk_bytes(folder), done, done, 0, 0, changed, error.problem
         )
     sizes = {r.file: _size(folder / r.file) for r in manifest.layers}
     problem = None if record != MANIFEST_NAME else _problem(manifest, sizes)
     whole = DAMAGED if problem is not None else WHOLE
-    return Entry(
+    return SplitEntry(
         folder,
         manifest.source.name,
         whole if record == MANIFEST_NAME else HALF_REMOVED,
@@ -148,14 +148,16 @@ def _problem(manifest: Manifest, sizes: Mapping[str, int | None]) -> str | None:
     return f"{first.file} {found}{more}"
 
 
-def _unfinished(folder: Path, record: str) -> Entry:
+def _unfinished(folder: Path, record: str) -> SplitEntry:
     changed = _changed(folder / record)
     done = sum(1 for _ in folder.glob(f"*{LAYER_SUFFIX}"))
     seen = journal.glance(folder, record)
     if seen is None:
         problem = f"{record} cannot be read back"
-        return Entry(folder, folder.name, DAMAGED, None, None, disk_bytes(folder), done, done, 0, 0, changed, problem)
-    return Entry(
+        return SplitEntry(
+            folder, folder.name, DAMAGED, None, None, disk_bytes(folder), done, done, 0, 0, changed, problem
+        )
+    return SplitEntry(
         folder,
         seen.source.name,
         UNFINISHED if record == JOURNAL_NAME else HALF_REMOVED,
@@ -170,12 +172,12 @@ def _unfinished(folder: Path, record: str) -> Entry:
     )
 
 
-def _legacy(folder: Path) -> Entry:
+def _legacy(folder: Path) -> SplitEntry:
     files = sorted(folder.glob(f"*{LAYER_SUFFIX}"))
     unmarked = [path.name for path in files if not path.with_name(path.name + DONE_SUFFIX).exists()]
     problem = f"{unmarked[0]} has no {DONE_SUFFIX} marker" if unmarked else None
     compression = folder.name.rpartition(".")[2]
-    return Entry(
+    return SplitEntry(
         folder,
         folder.parent.name,
         DAMAGED if unmarked else WHOLE,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rabbitllm.base.options import expand
 from rabbitllm.errors import CheckpointNotFoundError, OptionError
-from rabbitllm.models.library.entry import WHOLE, Entry, look
+from rabbitllm.models.library.entry import WHOLE, SplitEntry, look
 from rabbitllm.prepare import locations
 from rabbitllm.prepare.model_name import meant, with_near_names
 from rabbitllm.store.chosen import SPLITS, losses_first
@@ -21,12 +21,12 @@ DEPTH = 4
 """Levels below a folder that are searched: `home()` has its splits three below it."""
 
 
-def known() -> list[Entry]:
+def known() -> list[SplitEntry]:
     """Every split directory under `home()`."""
     return _entries(_split_directories(locations.home(), DEPTH))
 
 
-def below(folder: Path) -> list[Entry]:
+def below(folder: Path) -> list[SplitEntry]:
     """The split directories in a folder, or the folder itself if it is one.
 
     Raises:
@@ -37,7 +37,7 @@ def below(folder: Path) -> list[Entry]:
     return _entries(_split_directories(folder, DEPTH))
 
 
-def of_model(name: str, compression: str | None = None, saving_path: Path | None = None) -> list[Entry]:
+def of_model(name: str, compression: str | None = None, saving_path: Path | None = None) -> list[SplitEntry]:
     """The split directories of one model, the largest compression last.
 
     Args:
@@ -58,7 +58,7 @@ def of_model(name: str, compression: str | None = None, saving_path: Path | None
     return [entry for entry in found if (entry.compression or "none") == compression]
 
 
-def one_of_model(name: str, compression: str | None = None, saving_path: Path | None = None) -> Entry:
+def one_of_model(name: str, compression: str | None = None, saving_path: Path | None = None) -> SplitEntry:
     """The split directory of a model, which must have exactly one.
 
     Raises:
@@ -113,19 +113,19 @@ def _places(name: str, saving_path: Path | None) -> Iterator[Path]:
             yield from sorted(path for path in found if path.parent.name.rpartition("-")[0] == name)
 
 
-def _entries(folders: Iterable[Path]) -> list[Entry]:
+def _entries(folders: Iterable[Path]) -> list[SplitEntry]:
     found = (entry for folder in folders if (entry := _looked(folder)) is not None)
     return sorted(found, key=lambda entry: (entry.name.lower(), entry.folder.parent, _order(entry)))
 
 
-def _looked(folder: Path) -> Entry | None:
+def _looked(folder: Path) -> SplitEntry | None:
     try:
         return look(folder)
     except OSError:  # it goes while it is looked at, or is somebody else's
         return None
 
 
-def _order(entry: Entry) -> float:
+def _order(entry: SplitEntry) -> float:
     return losses_first(entry.compression)
 
 

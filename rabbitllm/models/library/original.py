@@ -13,7 +13,7 @@ from pathlib import Path
 from rabbitllm.checkpoints.index import index_of
 from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.errors import CheckpointError
-from rabbitllm.models.library.entry import REMOVED_SUFFIX, Entry
+from rabbitllm.models.library.entry import REMOVED_SUFFIX, SplitEntry
 from rabbitllm.splitter import journal
 from rabbitllm.store.layer_store import JOURNAL_NAME
 
@@ -31,7 +31,7 @@ class Original:
     where: str
 
 
-def original_of(entry: Entry, folder: Path | None = None) -> Original:
+def original_of(entry: SplitEntry, folder: Path | None = None) -> Original:
     """Look for the original of a split.
 
     Args:
@@ -58,7 +58,7 @@ def original_of(entry: Entry, folder: Path | None = None) -> Original:
     return Original(False, f"{of} not in {around[0]}: {some}")
 
 
-def _needed(entry: Entry) -> list[str]:
+def _needed(entry: SplitEntry) -> list[str]:
     """The shards without which something of the split directory would be lost: of an unfinished one, those used up."""
     assert entry.source is not None
     for name in (JOURNAL_NAME, JOURNAL_NAME + REMOVED_SUFFIX):

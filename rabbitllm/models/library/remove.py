@@ -16,7 +16,7 @@ from pathlib import Path
 from rabbitllm.base.terminal import counted
 from rabbitllm.checkpoints.checkpoint import is_sidecar
 from rabbitllm.errors import SplitError, system_errors_by_name
-from rabbitllm.models.library.entry import DAMAGED, RECORDS, REMOVED_SUFFIX, Entry, look
+from rabbitllm.models.library.entry import DAMAGED, RECORDS, REMOVED_SUFFIX, SplitEntry, look
 from rabbitllm.models.library.original import Original
 from rabbitllm.prepare import locations
 from rabbitllm.splitter import journal
@@ -50,7 +50,7 @@ class Removal:
         nbytes: what is freed.
     """
 
-    entry: Entry
+    entry: SplitEntry
     files: tuple[Path, ...]
     folders: tuple[Path, ...]
     nbytes: int
@@ -136,7 +136,7 @@ def _everything(folder: Path) -> Iterator[Path]:
             yield from _everything(Path(entry.path))
 
 
-def _layer_files(folder: Path, entry: Entry) -> frozenset[str] | None:
+def _layer_files(folder: Path, entry: SplitEntry) -> frozenset[str] | None:
     """The names that the layer files of a whole split have; None where only their endings are known."""
     for name in (MANIFEST_NAME, MANIFEST_NAME + REMOVED_SUFFIX):
         if entry.source is not None and (folder / name).exists():

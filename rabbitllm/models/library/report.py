@@ -13,7 +13,7 @@ from rich.text import Text
 
 from rabbitllm.base.terminal import Column, counted, harmless, large, put, put_fact, put_table, shortened, size
 from rabbitllm.models.library.config_facts import ConfigFacts
-from rabbitllm.models.library.entry import DAMAGED, HALF_REMOVED, UNFINISHED, WHOLE, Entry
+from rabbitllm.models.library.entry import DAMAGED, HALF_REMOVED, UNFINISHED, WHOLE, SplitEntry
 from rabbitllm.models.library.original import Original
 from rabbitllm.models.library.remove import Removal
 from rabbitllm.models.library.show import Shown
@@ -32,7 +32,7 @@ _COLUMNS = (
 COMMIT_CHARACTERS = 8
 
 
-def put_entries(entries: Sequence[Entry], console: Console) -> None:
+def put_entries(entries: Sequence[SplitEntry], console: Console) -> None:
     """A table of split directories, what is wrong with some, and their sum."""
     if not entries:
         put(console, Text("No model is split here yet. `rabbitllm pull MODEL` does it."))
@@ -46,7 +46,7 @@ def put_entries(entries: Sequence[Entry], console: Console) -> None:
         put(console, Text(f"too narrow for {', '.join(left_out)}: a wider terminal or --json has them", "dim"))
 
 
-def _row(entry: Entry) -> list[str]:
+def _row(entry: SplitEntry) -> list[str]:
     layers = f"{entry.layers:,}" if entry.state == WHOLE else f"{entry.layers:,} of {entry.layers_of:,}"
     return [
         harmless(entry.name),
@@ -65,7 +65,7 @@ def when(moment: str) -> str:
     return moment[:16].replace("T", " ")
 
 
-def _note(entry: Entry) -> str | None:
+def _note(entry: SplitEntry) -> str | None:
     """What is missing or wrong, and what to do about it."""
     match entry.state:
         case state if state == UNFINISHED:
@@ -80,7 +80,7 @@ def _note(entry: Entry) -> str | None:
             return None
 
 
-def go_on(entry: Entry) -> str:
+def go_on(entry: SplitEntry) -> str:
     """The command that finishes an unfinished split, as far as its folder tells."""
     hub = entry.source is not None and entry.source.kind == "hub"
     words = ["rabbitllm", "pull", entry.name if hub else str(entry.folder.parent)]
@@ -133,7 +133,7 @@ def _put_config(config: ConfigFacts, console: Console) -> None:
         put_fact(console, "quantized", harmless(config.quantized))
 
 
-def _put_split(entry: Entry, original: Original, console: Console) -> None:
+def _put_split(entry: SplitEntry, original: Original, console: Console) -> None:
     put_fact(console, "split", f"{entry.compression or 'uncompressed'}, {entry.state}, {when(entry.changed_at)}")
     put_fact(console, "folder", harmless(str(entry.folder), 400))
     of = "" if entry.state == WHOLE else f" of {entry.layers_of:,}"

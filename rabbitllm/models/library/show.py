@@ -20,7 +20,7 @@ from rabbitllm.errors import InvalidIndexError, RabbitLLMError
 from rabbitllm.models.inspection.facts import Inspection, Tensors
 from rabbitllm.models.inspection.look import look as look_inside
 from rabbitllm.models.library.config_facts import ConfigFacts, config_facts
-from rabbitllm.models.library.entry import WHOLE, Entry, as_record
+from rabbitllm.models.library.entry import WHOLE, SplitEntry, as_record
 from rabbitllm.models.library.find import of_model
 from rabbitllm.models.library.original import Original, original_of
 from rabbitllm.prepare.model_name import meant
@@ -40,7 +40,7 @@ class Shown:
     name: str
     config: ConfigFacts | None
     inside: Inspection | None
-    splits: tuple[tuple[Entry, Original], ...]
+    splits: tuple[tuple[SplitEntry, Original], ...]
 
     @property
     def tensors(self) -> Tensors | None:

@@ -27,7 +27,7 @@ from rabbitllm.base.options import (
 )
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.errors import IncompleteSplitError, OptionError, RabbitLLMError, system_errors_by_name
-from rabbitllm.models.library.entry import Entry, as_record, look
+from rabbitllm.models.library.entry import SplitEntry, as_record, look
 from rabbitllm.prepare.acceptance import TooLittle
 from rabbitllm.quant.compression import check_fitting
 from rabbitllm.splitter.forecast import STANDARD, Outlook, Rates, Route
@@ -151,7 +151,7 @@ class Pulled:
     """
 
     name: str
-    entry: Entry
+    entry: SplitEntry
     config_folder: Path
     before: bool
     seconds: float
@@ -239,7 +239,7 @@ def _split(
         prepare.ensure_split(source, options, where, hands=hands, accept=accept)
 
 
-def _shards(source: prepare.Source, entry: Entry) -> tuple[Shards | None, Path | None]:
+def _shards(source: prepare.Source, entry: SplitEntry) -> tuple[Shards | None, Path | None]:
     """What there is of the shards now."""
     if entry.source is None or (source.repository is None and source.local is None):
         return None, None
@@ -263,12 +263,12 @@ def dry_run(wish: Wish) -> DryRun:
         RabbitLLMError: as `rabbitllm.plan` does.
     """
     from rabbitllm.estimate.plan import outlook_at  # with all that measures; a split needs none of it
-    from rabbitllm.estimate.survey import Survey
+    from rabbitllm.estimate.survey import SourceSurvey
 
     options = wish.with_memory(wish.split_options())
     sought = wish.sought(only_look=True)
     source = prepare.find(sought)
-    survey = Survey(source, sought, options)
+    survey = SourceSurvey(source, sought, options)
     compression = options.compression if options.compression in survey.folders else next(iter(survey.folders))
     if compression in survey.plans and compression not in survey.manifests:
         try:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rabbitllm.formats.safetensors_file import Placed
+from rabbitllm.formats.safetensors_file import TensorToWrite
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
 from rabbitllm.quant.compression.keys import part_names
 from rabbitllm.quant.compression.library import int8_code, nf4_map
@@ -47,7 +47,7 @@ class StoredForm:
 
     source: TensorSpec
     scheme: str | None
-    parts: tuple[Placed, ...]
+    parts: tuple[TensorToWrite, ...]
 
     @property
     def nbytes(self) -> int:
@@ -63,9 +63,9 @@ def stored_form(spec: TensorSpec, compression: str | None) -> StoredForm:
 def form_in(spec: TensorSpec, scheme: str | None) -> StoredForm:
     """A tensor as it is (None), or at one of `BLOCKS`, whether or not compression would touch it."""
     if scheme is None:
-        return StoredForm(spec, None, (Placed(spec.name, spec.dtype, spec.shape),))
+        return StoredForm(spec, None, (TensorToWrite(spec.name, spec.dtype, spec.shape),))
     stored = zip(part_names(spec.name, scheme), *_part_shapes(scheme, spec.dtype, spec.shape), strict=True)
-    return StoredForm(spec, scheme, tuple([Placed(*part) for part in stored]))
+    return StoredForm(spec, scheme, tuple([TensorToWrite(*part) for part in stored]))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -110,7 +110,7 @@ def arriving(form: StoredForm) -> StoredForm:
     if form.scheme != DOUBLE:
         return form
     payload, scales, table, _, nested_table, _ = form.parts
-    waiting = Placed(form.source.name + WAITING_SCALES, "F32", scales.shape)
+    waiting = TensorToWrite(form.source.name + WAITING_SCALES, "F32", scales.shape)
     return StoredForm(form.source, form.scheme, (payload, waiting, table, nested_table))
 
 
@@ -126,7 +126,7 @@ class Settling:
 
     of: TensorSpec
     source: TensorSpec
-    parts: tuple[Placed, ...]
+    parts: tuple[TensorToWrite, ...]
 
 
 def settling(form: StoredForm, file: str, offset: int) -> Settling:

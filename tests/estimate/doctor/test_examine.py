@@ -18,7 +18,7 @@ from rabbitllm.estimate.doctor.facts import Memory, Report
 from rabbitllm.estimate.doctor.models import published
 from rabbitllm.estimate.doctor.record import as_record
 from rabbitllm.estimate.doctor.report import show
-from rabbitllm.estimate.reading import Sample
+from rabbitllm.estimate.reading import FileSample
 from rabbitllm.storage.folders import Folder
 from tests.support.fake_gpu import FakeGpu
 from tests.support.quick_measuring import quick_measuring  # noqa: F401  applies by itself
@@ -108,7 +108,7 @@ def test_what_cannot_be_measured_costs_a_line(broken: str, monkeypatch: pytest.M
     target: dict[str, tuple[Any, str]] = {
         "bench_at": (speeds, "bench_at"),
         "product": (speeds, "working_set"),
-        "sample": (Sample, "rate"),
+        "sample": (FileSample, "rate"),
         "prediction": (speeds.RoughMachine, "overhead"),
     }
     monkeypatch.setattr(*target[broken], fail)

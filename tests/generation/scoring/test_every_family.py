@@ -9,7 +9,7 @@ import pytest
 from rabbitllm.generation.packed_families import PACKABLE
 from rabbitllm.generation.scoring import Room
 from rabbitllm.generation.scoring.filled_families import FILLABLE, can_be_filled_up
-from rabbitllm.generation.scoring.micro_batches import Form
+from rabbitllm.generation.scoring.micro_batches import TextLayout
 from rabbitllm.generation.scoring.plan import form_of
 from tests.generation.scoring.beside_plain import alone, assert_alike, scored, texts_for
 from tests.generation.test_packed_families import ALONE, checkpoint
@@ -24,7 +24,7 @@ def test_as_each_alone(tmp_path: Path, name: str) -> None:
     """Beside the same streamed model, whose bits other tests compare; all that waits is put aside."""
     model = load(split(checkpoint(tmp_path / "model", name)), 60_000, exact=False)
     assert can_be_filled_up(model)
-    assert form_of(model, exact=False) is (Form.FILLED if name in STATES else Form.PACKED)
+    assert form_of(model, exact=False) is (TextLayout.FILLED if name in STATES else TextLayout.PACKED)
     texts = texts_for()
     expected = [alone(model, text) for text in texts]
     room = Room(tokens=40, memory_bytes=0, disk_bytes=1 << 30, scratch=tmp_path)

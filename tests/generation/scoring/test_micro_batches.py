@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from rabbitllm.generation.scoring.micro_batches import (
     FILLED_SHARE,
-    Form,
     MicroBatch,
+    TextLayout,
     chains,
     linked,
     micro_batches,
@@ -29,9 +29,9 @@ def tokens_at(batch: MicroBatch) -> list[int]:
     return [token for task in batch.tasks for token in (*task.ids, *[-1] * (batch.length - len(task.ids)))]
 
 
-@pytest.mark.parametrize("form", Form)
+@pytest.mark.parametrize("form", TextLayout)
 @given(tasks=TASKS)
-def test_all_and_no_more_than_may_be(form: Form, tasks: list[Task]) -> None:
+def test_all_and_no_more_than_may_be(form: TextLayout, tasks: list[Task]) -> None:
     batches = micro_batches(tasks, form, LIMIT, worth=2)
     assert sorted(task.ids for batch in batches for task in batch.tasks) == sorted(task.ids for task in tasks)
     for batch in batches:
@@ -40,23 +40,23 @@ def test_all_and_no_more_than_may_be(form: Form, tasks: list[Task]) -> None:
         for number, task in enumerate(batch.tasks):
             assert tuple(there[row] for row in batch.rows(number)) == task.ids
         filling = batch.tokens - sum(len(task.ids) for task in batch.tasks)
-        if form is Form.FILLED:
+        if form is TextLayout.FILLED:
             assert filling * FILLED_SHARE <= batch.tokens
-        if form in (Form.EQUAL, Form.ALONE):
+        if form in (TextLayout.EQUAL, TextLayout.ALONE):
             assert filling == 0
 
 
 def test_one_that_is_too_long_goes_by_itself() -> None:
     tasks = [Task((1,) * 30, ()), Task((2,), ()), Task((3,), ())]
-    for form in Form:
+    for form in TextLayout:
         sizes = sorted(batch.tokens for batch in micro_batches(tasks, form, LIMIT))
-        assert sizes == ([1, 1, 30] if form is Form.ALONE else [2, 30])
+        assert sizes == ([1, 1, 30] if form is TextLayout.ALONE else [2, 30])
 
 
 def test_those_with_the_same_beginning_are_together() -> None:
     shared = (5,) * 20
     tasks = [Task((*shared, number), ()) for number in range(8)] + [Task((number, *shared), ()) for number in range(4)]
-    batches = micro_batches(tasks[::-1], Form.PACKED, 28, worth=16)
+    batches = micro_batches(tasks[::-1], TextLayout.PACKED, 28, worth=16)
     assert [batch.tokens for batch in batches].count(28) == 1
     assert sum(batch.tokens for batch in batches) == 28 + 4 * 21
 
@@ -74,7 +74,7 @@ def test_what_is_handed_on_is_there_and_asked_for_by_nobody(tasks: list[Task], f
     asked = [Task(one.ids, (Asked(0, min(first, len(one.ids) - 1), (1,), None),)) for one in tasks]
     before: list[int] = []
     handed = 0
-    for own, alone in zip(linked(found := micro_batches(asked, Form.PACKED, LIMIT, worth=2)), found, strict=True):
+    for own, alone in zip(linked(found := micro_batches(asked, TextLayout.PACKED, LIMIT, worth=2)), found, strict=True):
         assert own.segments is not None
         assert own.tasks == alone.tasks
         there = [token for part in own.segments.computed for token in part.ids]
@@ -93,7 +93,7 @@ def test_what_is_handed_on_is_there_and_asked_for_by_nobody(tasks: list[Task], f
 
 @given(tasks=TASKS, most=st.integers(1, 4))
 def test_chains_are_linked_and_end_where_nothing_is_handed_on(tasks: list[Task], most: int) -> None:
-    found = micro_batches(tasks, Form.PACKED, LIMIT, worth=2)
+    found = micro_batches(tasks, TextLayout.PACKED, LIMIT, worth=2)
     made = chains(found, most)
     assert [batch.tasks for chain in made for batch in chain] == [batch.tasks for batch in found]
     at = 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rabbitllm.generation.scoring.held import Held
+from rabbitllm.generation.scoring.held import HeldTensors
 from rabbitllm.generation.scoring.parking import NoRoom, Parking
 from rabbitllm.storage.durable import Step, observe_steps
 
@@ -26,8 +26,8 @@ class Somebody:
         self.idle = torch.rand(SIZE)
         self.expected = [one.clone() for one in self.needed]
 
-    def held(self) -> Held:
-        return Held(tuple(one.untyped_storage() for one in self.needed), (self.idle.untyped_storage(),))
+    def held(self) -> HeldTensors:
+        return HeldTensors(tuple(one.untyped_storage() for one in self.needed), (self.idle.untyped_storage(),))
 
     def compute(self) -> None:
         for one, other in zip(self.needed, self.expected, strict=True):
@@ -90,13 +90,13 @@ def test_what_two_hold_stays(tmp_path: Path) -> None:
     people = [Somebody(0), Somebody(1)]
     people[1].needed[1] = people[0].needed[1]
     with Parking(0, 0, 1 << 30, tmp_path) as parking:
-        parking.leave(people[0], Held((), ()))
-        parking.leave(people[1], Held((people[1].needed[1].untyped_storage(),), ()))
+        parking.leave(people[0], HeldTensors((), ()))
+        parking.leave(people[1], HeldTensors((people[1].needed[1].untyped_storage(),), ()))
         assert not people[0].needed[1].untyped_storage().nbytes()  # nobody else was known to hold it
         parking.take(people[1])
-        parking.leave(people[0], Held((people[0].needed[1].untyped_storage(),), ()))
+        parking.leave(people[0], HeldTensors((people[0].needed[1].untyped_storage(),), ()))
         before = people[0].needed[1].untyped_storage().nbytes()
-        parking.leave(people[1], Held((people[1].needed[1].untyped_storage(),), ()))
+        parking.leave(people[1], HeldTensors((people[1].needed[1].untyped_storage(),), ()))
         assert people[0].needed[1].untyped_storage().nbytes() == before
 
 

@@ -16,8 +16,8 @@ from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import BatchError, OptionError, ScoringError
 from rabbitllm.generation.scoring import Room, ScoredText, score
-from rabbitllm.generation.scoring.micro_batches import Form
-from rabbitllm.generation.scoring.plan import RESIDENT_BATCHES, Plan, form_of
+from rabbitllm.generation.scoring.micro_batches import TextLayout
+from rabbitllm.generation.scoring.plan import RESIDENT_BATCHES, ScoringPlan, form_of
 from tests.generation.scoring.beside_plain import alone, assert_alike, by_index, scored, texts_for
 from tests.support.builders import FAMILIES, VOCABULARY_SIZE, Family, build_checkpoint
 from tests.support.fake_gpu import FakeGpu, watched
@@ -66,7 +66,7 @@ def visits(model: Any) -> Iterator[Counter[str]]:
 @pytest.mark.parametrize("exact", [False, True])
 def test_one_pass_for_all(split_folder: Path, plain: Any, exact: bool) -> None:
     model = load(split_folder, STREAMED)
-    plans: list[Plan] = []
+    plans: list[ScoringPlan] = []
     with visits(model) as brought:
         found = by_index(score(model, texts_for(), Room(tokens=SMALL, exact=exact), on_plan=plans.append))
     (plan,) = plans
@@ -87,7 +87,7 @@ def test_what_several_begin_with_is_computed_once(split_folder: Path, plain: Any
     model = load(split_folder, budget)
     context = tuple(range(5, 105))
     texts = [ScoredText(number, (*context, number + 3), (7, 8, number)) for number in range(10)]
-    plans: list[Plan] = []
+    plans: list[ScoringPlan] = []
     found = by_index(score(model, texts, Room(tokens=tokens), on_plan=plans.append))
     assert_alike(found, [alone(plain, text) for text in texts])
     assert len(plans[0].passes[0]) == (1 if tokens > 1000 else 2)
@@ -96,13 +96,13 @@ def test_what_several_begin_with_is_computed_once(split_folder: Path, plain: Any
 
 
 FORMS = {
-    "llama": Form.PACKED,
-    "gemma2": Form.PACKED,  # soft caps of attention and of logits, sliding windows
-    "gpt_oss": Form.PACKED,  # experts, attention sinks
-    "deepseek_v3": Form.PACKED,  # latent attention, experts
-    "qwen3_next": Form.FILLED,  # states beside attention, experts
-    "mamba2": Form.FILLED,
-    "bloom": Form.FILLED,
+    "llama": TextLayout.PACKED,
+    "gemma2": TextLayout.PACKED,  # soft caps of attention and of logits, sliding windows
+    "gpt_oss": TextLayout.PACKED,  # experts, attention sinks
+    "deepseek_v3": TextLayout.PACKED,  # latent attention, experts
+    "qwen3_next": TextLayout.FILLED,  # states beside attention, experts
+    "mamba2": TextLayout.FILLED,
+    "bloom": TextLayout.FILLED,
 }
 SHORT = ("gemma2", "qwen3_next")
 
@@ -133,7 +133,7 @@ def test_angles_by_the_longest_text(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "phi3", family, dtype=torch.float32)
     plain = plain_model(folder, dtype=torch.float32).eval()
     model = load(split(folder), STREAMED)
-    assert form_of(model, exact=False) is Form.EQUAL
+    assert form_of(model, exact=False) is TextLayout.EQUAL
     ids = torch.arange(3, 33)[None]
     assert not torch.equal(plain(ids).logits[:, :10], plain(ids[:, :10]).logits)  # so it matters
     assert_alike(scored(model, texts_for(), Room()), [alone(plain, text) for text in texts_for()])
@@ -176,7 +176,7 @@ def test_what_waits_may_be_put_aside(split_folder: Path, tmp_path: Path) -> None
 def test_as_many_passes_as_it_takes(split_folder: Path) -> None:
     model = load(split_folder, STREAMED)
     texts = texts_for()
-    plans: list[Plan] = []
+    plans: list[ScoringPlan] = []
     found = by_index(score(model, texts, Room(tokens=SMALL, memory_bytes=60_000, disk_bytes=0), on_plan=plans.append))
     assert sum(len(plan.passes) for plan in plans) > 1
     assert found == scored(model, texts, Room(tokens=SMALL))
@@ -184,7 +184,7 @@ def test_as_many_passes_as_it_takes(split_folder: Path) -> None:
 
 def test_a_resident_model(split_folder: Path, plain: Any) -> None:
     model = load(split_folder)
-    plans: list[Plan] = []
+    plans: list[ScoringPlan] = []
     found = by_index(score(model, texts_for(), Room(tokens=SMALL), on_plan=plans.append))
     assert_alike(found, [alone(plain, text) for text in texts_for()])
     # results come as soon as nobody needs what was computed any more, and after some micro-batches in any case
@@ -195,7 +195,7 @@ def test_a_resident_model(split_folder: Path, plain: Any) -> None:
 def test_a_resident_model_gives_results_before_all_is_done(split_folder: Path, plain: Any) -> None:
     count = 2 * (2 * RESIDENT_BATCHES + 3)  # two of them in a micro-batch
     texts = [ScoredText(number, (*range(5, 45), number), (7, *[number % 50 + 3] * 20)) for number in range(count)]
-    plans: list[Plan] = []
+    plans: list[ScoringPlan] = []
     found = by_index(score(load(split_folder), texts, Room(tokens=90), on_plan=plans.append))
     assert_alike(found, [alone(plain, text) for text in texts])
     assert [len(one) for one in plans[0].passes] == [RESIDENT_BATCHES, RESIDENT_BATCHES, 3]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rabbitllm.models.inspection.choice import Choice, searched
+from rabbitllm.models.inspection.choice import RowChoice, searched
 from rabbitllm.models.inspection.facts import Opcode, is_row_major, row_major
 
 NAMES = ["a.weight", "b.weight", "a.bias", "[x]"]
@@ -13,20 +13,20 @@ NAMES = ["a.weight", "b.weight", "a.bias", "[x]"]
 @pytest.mark.parametrize(
     ("choice", "shown", "matching", "more"),
     [
-        (Choice(), NAMES, 4, 0),
-        (Choice(limit=3), NAMES[:3], 4, 1),
-        (Choice(skip=1, limit=2), NAMES[1:3], 4, 1),
-        (Choice(skip=9, limit=2), [], 4, 0),
-        (Choice("weight"), NAMES[:2], 2, 0),
-        (Choice("a.*"), ["a.weight", "a.bias"], 2, 0),
-        (Choice("?.bias"), ["a.bias"], 1, 0),
-        (Choice("weigh?"), [], 0, 0),
-        (Choice("[[]x]"), ["[x]"], 1, 0),
-        (Choice("a", skip=1, limit=1), ["a.bias"], 2, 0),
-        (Choice(""), NAMES, 4, 0),
+        (RowChoice(), NAMES, 4, 0),
+        (RowChoice(limit=3), NAMES[:3], 4, 1),
+        (RowChoice(skip=1, limit=2), NAMES[1:3], 4, 1),
+        (RowChoice(skip=9, limit=2), [], 4, 0),
+        (RowChoice("weight"), NAMES[:2], 2, 0),
+        (RowChoice("a.*"), ["a.weight", "a.bias"], 2, 0),
+        (RowChoice("?.bias"), ["a.bias"], 1, 0),
+        (RowChoice("weigh?"), [], 0, 0),
+        (RowChoice("[[]x]"), ["[x]"], 1, 0),
+        (RowChoice("a", skip=1, limit=1), ["a.bias"], 2, 0),
+        (RowChoice(""), NAMES, 4, 0),
     ],
 )
-def test_rows(choice: Choice, shown: list[str], matching: int, more: int) -> None:
+def test_rows(choice: RowChoice, shown: list[str], matching: int, more: int) -> None:
     assert choice.of(NAMES, str) == (shown, matching, more)
 
 

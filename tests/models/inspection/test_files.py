@@ -22,7 +22,7 @@ from rabbitllm.errors import (
 )
 from rabbitllm.formats.recognise import Weights
 from rabbitllm.models.inspection.facts import Entries, Pickles, ShardMap, TensorFact, Tensors, Vocabulary
-from rabbitllm.models.inspection.files import Text, kind_of, look_at_file
+from rabbitllm.models.inspection.files import WeightlessFile, kind_of, look_at_file
 from tests.attacks import pickles, protobuf_files, torch_zips
 from tests.attacks.protobuf_files import SOUND
 from tests.formats.test_torch_zip import views
@@ -140,18 +140,18 @@ def test_settings_and_an_index(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("head", "name", "kind"),
     [
-        (SOUND[:512], "x", Text.VOCABULARY),
-        (b"", "tokenizer.model", Text.VOCABULARY),
+        (SOUND[:512], "x", WeightlessFile.VOCABULARY),
+        (b"", "tokenizer.model", WeightlessFile.VOCABULARY),
         (b"", "x.bin", Weights.UNKNOWN),
-        (b"IQ== 0\nIg== 1\n", "tokenizer.model", Text.VOCABULARY),
-        (b'\xef\xbb\xbf \n{"a": 1}', "x", Text.JSON),
-        (b'\n{\n  "a": 1}', "x", Text.JSON),
+        (b"IQ== 0\nIg== 1\n", "tokenizer.model", WeightlessFile.VOCABULARY),
+        (b'\xef\xbb\xbf \n{"a": 1}', "x", WeightlessFile.JSON),
+        (b'\n{\n  "a": 1}', "x", WeightlessFile.JSON),
         (b"PK\x03\x04", "tokenizer.model", Weights.TORCH_ZIP),
         (b"<!DOCTYPE html>", "model.safetensors", Weights.UNKNOWN),
         (b"GGUF", "x", Weights.GGUF),
     ],
 )
-def test_kinds(head: bytes, name: str, kind: Weights | Text) -> None:
+def test_kinds(head: bytes, name: str, kind: Weights | WeightlessFile) -> None:
     assert kind_of(head, name) is kind
 
 

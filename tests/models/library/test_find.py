@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rabbitllm.errors import CheckpointNotFoundError, OptionError
-from rabbitllm.models.library.entry import DAMAGED, UNFINISHED, WHOLE, Entry, as_record, look
+from rabbitllm.models.library.entry import DAMAGED, UNFINISHED, WHOLE, SplitEntry, as_record, look
 from rabbitllm.models.library.find import below, known, of_model, one_of_model
 from rabbitllm.prepare import locations
 from rabbitllm.store.layer_store import JOURNAL_NAME, MANIFEST_NAME
@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
     return write_shards(tmp_path / "models" / "hare", cut(llama_tensors(), 3))
 
 
-def seen(folder: Path) -> Entry:
+def seen(folder: Path) -> SplitEntry:
     found = look(folder)
     assert found is not None
     return found
