@@ -116,3 +116,13 @@ print(torch.cuda.is_available())
 def test_the_ground_floor_stands_alone(module: str) -> None:
     loaded = set(python(f"import sys; import rabbitllm.{module}; print(*sys.modules)").split())
     assert not {"torch", "transformers", "numpy", "huggingface_hub", "matplotlib"} & loaded
+
+
+def test_public_class_names_are_unique() -> None:
+    """So that a search for `class Request` has one answer."""
+    homes: dict[str, list[str]] = {}
+    for name, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(name)
+    assert {cls: found for cls, found in homes.items() if len(found) > 1} == {}
