@@ -29,7 +29,7 @@ def bounded_template() -> Iterator[None]:
 
     template_limits.install()
     mine = template_limits.MINE
-    before, mine.budget = mine.budget, template_limits.Budget(TEMPLATE_LETTERS, TEMPLATE_SECONDS)
+    before, mine.budget = mine.budget, template_limits.TemplateBudget(TEMPLATE_LETTERS, TEMPLATE_SECONDS)
     try:
         yield
     except RecursionError as error:

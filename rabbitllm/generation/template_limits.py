@@ -44,7 +44,7 @@ _OF_ELEMENTS = frozenset(
 """Filters that make no text of what they are given."""
 
 
-class Budget:
+class TemplateBudget:
     """What a template may still make, and until when.
 
     Args:
@@ -78,7 +78,7 @@ class Budget:
 
 
 class _Mine(threading.local):
-    budget = Budget(math.inf, math.inf)
+    budget = TemplateBudget(math.inf, math.inf)
 
 
 MINE = _Mine()
