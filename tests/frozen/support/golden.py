@@ -104,6 +104,11 @@ def structure_of(value: Any) -> Any:
     return names.get(type(value), type(value).__name__)
 
 
+def keys_of(structure: Any) -> Any:
+    """A structure of which the types are not known."""
+    return {key: keys_of(one) for key, one in structure.items()} if isinstance(structure, Mapping) else "null"
+
+
 def merged(structures: list[Any]) -> Any:
     """One structure of several: of mappings the keys that all have, of others the one that is not null."""
     if all(isinstance(one, Mapping) for one in structures):
