@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import transformers
 
 from tests.frozen.support import checkpoints, golden
+from tests.frozen.support.command_line import rabbitllm
 
 GOLDEN = "imports.json"
 ROOT = Path(__file__).parent.parent.parent
@@ -68,8 +70,6 @@ def imported(code: str, folder: Path) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    import os
-
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
@@ -85,13 +85,7 @@ def everything() -> dict[str, str]:
 
 def with_a_split(folder: Path) -> Path:
     checkpoints.write(folder / "model")
-    subprocess.run(
-        [sys.executable, "-m", "rabbitllm", "pull", "model"],
-        cwd=folder,
-        env=_environment(),
-        check=True,
-        capture_output=True,
-    )
+    assert rabbitllm("pull", folder / "model").code == 0
     return folder
 
 
