@@ -1,6 +1,6 @@
 """22 architectures: the same bytes in layer files on both routes, and the logits and tokens of plain transformers.
 
-`golden/families.json` has SHA-256 digests of checkpoints and layer files; `make_families.py` made it. Logits are
+`golden/families.json` has SHA-256 digests of checkpoints and layer files, written by `make` below. Logits are
 compared with transformers in the same process; no number of them is golden.
 """
 
@@ -186,3 +186,15 @@ def test_every_family_has_golden_digests() -> None:
     assert {name: set(entry) - {"weights"} for name, entry in golden.items()} == {
         name: set(compressions(name)) for name in FAMILIES
     }
+
+
+def make(work: Path) -> None:
+    """Write the golden digests; `python -m tests.frozen.make test_families` calls it."""
+    golden = {}
+    for family in FAMILIES:
+        folder = build(work / family, family)
+        golden[family] = {"weights": weights_digest(folder)}
+        for compression in compressions(family):
+            load(folder, compression)
+            golden[family][compression] = layer_digests(split_folder(folder, compression))
+    GOLDEN.write_text(json.dumps(golden, indent=1) + "\n")

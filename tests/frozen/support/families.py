@@ -24,7 +24,8 @@ from safetensors.torch import save_file
 
 from tests.support.builders import SINGLE_NAME, make_tokenizer, read_tensors, reshard
 
-VOCABULARY = 270
+VOCABULARY = 272
+"""As many tokens as the tokenizer has."""
 INPUT = torch.tensor([[1, 40, 81, 7, 200, 33, 160, 5, 92, 11, 64]])
 """A prompt longer than every sliding window."""
 
@@ -78,7 +79,7 @@ class Family:
             text = transformers.AutoConfig.for_model("llama", **_COMMON)
             vision = transformers.AutoConfig.for_model("clip_vision_model", **_VISION)
             return transformers.LlavaConfig(
-                vision_config=vision, text_config=text, image_token_id=269, image_seq_length=4
+                vision_config=vision, text_config=text, image_token_id=271, image_seq_length=4
             )
         return transformers.AutoConfig.for_model(self.model_type, **{**_COMMON, **self.settings})
 
@@ -261,7 +262,7 @@ def arguments(name: str) -> dict[str, torch.Tensor]:
     """Inputs of a forward call."""
     if name == "llava":
         pixels = _integers("pixels", 3 * 28 * 28).reshape(1, 3, 28, 28) / 256
-        places = torch.full((1, 4), 269)
+        places = torch.full((1, 4), 271)
         return {
             "input_ids": torch.cat([INPUT[:, :3], places, INPUT[:, 3:]], 1),
             "pixel_values": torch.from_numpy(pixels).to(torch.bfloat16),
