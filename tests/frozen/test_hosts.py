@@ -50,6 +50,8 @@ def test_a_worker_computes_its_layers(tmp_path: Path, family: str, started: list
     for way in ("greedy", "drawn", "beams", "prompt-lookup"):
         if (family, way) != ("falcon_h1", "prompt-lookup"):
             assert torch.equal(generated(model, INPUT, **WAYS[way]), generated(plain, INPUT, **WAYS[way])), way
+    how = {"do_sample": False, "tokenizer": model.tokenizer, "stop_strings": ["+"]}
+    assert torch.equal(generated(model, INPUT, **how), generated(plain, INPUT, **how))
     model.hosts.close()
     assert started[0].wait(PATIENCE) == 0
 

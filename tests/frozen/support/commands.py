@@ -1,4 +1,4 @@
-"""The `rabbitllm` command, in this process or in one of its own, and at a terminal."""
+"""The `rabbitllm` command, in this process or in one of its own, at a terminal and as a server."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import re
 import runpy
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +24,8 @@ from unittest import mock
 
 import pytest
 
-PATIENCE = 120.0
-"""Seconds until a test gives up on a process."""
+PATIENCE = 600.0
+"""Seconds until a test gives up on a process; many times what an idle machine takes."""
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "HF_HUB_OFFLINE": "1"}
 
 
@@ -130,3 +132,65 @@ def at_a_terminal(*arguments: object) -> Iterator[Terminal]:
             process.send_signal(signal.SIGKILL)
         process.wait()
         os.close(ours)
+
+
+class Server:
+    """`rabbitllm serve` in a process of its own.
+
+    Args:
+        folder: of the model.
+        log: what it prints goes there.
+        options: of the command.
+    """
+
+    def __init__(self, folder: Path, log: Path, *options: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+        with log.open("wb") as said:
+            self._process = subprocess.Popen(
+                command("serve", folder, "--port", port, *options),
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                env=ENVIRONMENT,
+            )
+
+    def wait(self) -> None:
+        """Return when it answers."""
+        limit = time.monotonic() + PATIENCE
+        while True:
+            with contextlib.suppress(OSError):
+                self.get("/health")
+                return
+            assert self._process.poll() is None, self.log.read_text()[-3000:]
+            assert time.monotonic() < limit, "the server does not answer"
+            time.sleep(0.05)
+
+    def get(self, path: str) -> str:
+        """The answer to a GET.
+
+        Raises:
+            OSError: there is none, or it is an error.
+        """
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(self.url + path, timeout=PATIENCE) as answer:
+            text: str = answer.read().decode()
+            return text
+
+    def metrics(self) -> dict[str, float]:
+        """What `/metrics` says: name with its labels -> value."""
+        found = re.findall(r"^(\w+(?:\{[^}]*\})?) (\S+)$", self.get("/metrics"), re.MULTILINE)
+        return {name: float(value) for name, value in found}
+
+    def end(self) -> int:
+        """Ask it to end, and wait; its exit code."""
+        self._process.send_signal(signal.SIGTERM)
+        return self._process.wait(PATIENCE)
+
+    def kill(self) -> None:
+        """End it whatever it does."""
+        self._process.kill()
+        self._process.wait()
