@@ -75,16 +75,23 @@ def origin_of(
     """
     dtypes = {name: recipe.dtype for recipe in weights.recipes.values() for _, name in recipe.sources if recipe.dtype}
     placed = [] if changes_itself else [*model.placement.units, *model.placement.experts]
-    stay = tuple(p.unit + "." for p in placed if p.tier in READY)
-    routed = tuple(p.unit + "." for p in model.placement.experts if p.tier is not Tier.RESIDENT)
+    tiers = {p.unit: p.tier for p in placed}
     names = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
     staying = {}
     for name in names:
         recipe = weights.recipe(name)
-        if name.startswith(stay) and not name.startswith(routed) and recipe is not None and not recipe.wraps:
+        if _innermost(name, tiers) in READY and recipe is not None and not recipe.wraps:
             staying[name] = recipe, name if name in recipe.targets else weights.ties[name]
     generation = model.generation_config.to_dict() if model.can_generate() else {}
     return Origin(store, home, dtypes, model.config.to_dict(), generation, names, staying)
+
+
+def _innermost(name: str, tiers: Mapping[str, Tier]) -> Tier | None:
+    """Where a parameter is. One unit's name may begin another's: a module with weights of its own is a unit, and so
+    are the modules within it."""
+    while name and name not in tiers:
+        name = name.rpartition(".")[0]
+    return tiers.get(name)
 
 
 def save(

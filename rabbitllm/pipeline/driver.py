@@ -104,6 +104,7 @@ class Driver:
 
     def _call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         hidden, others, named = hidden_of(args, kwargs)
+        named.pop("tokenizer", None)  # `generate` hands its own down to the layers, and none of them reads it
         if number == self._first:
             self._pass = _Pass(self._ledger, hidden)
         noted = self._pass

@@ -59,6 +59,10 @@ class _Trial:
     flowing: torch.Tensor | None = None
 
 
+_GIVEN = torch.ones((1, 4), dtype=torch.long)
+"""Tokens of the rehearsal."""
+
+
 class _Done(BaseException):
     """All layers were called, and none of them once more before the head."""
 
@@ -105,8 +109,9 @@ def _cannot(model: Any, why: str) -> HostsError:
 
 
 def _cached(layer: nn.Module, number: int) -> tuple[int, ...]:
-    """The positions in a KV cache that a layer writes to: it knows them itself."""
-    own = {getattr(module, "layer_idx", None) for module in layer.modules()}
+    """The positions in a KV cache that a layer writes to: its attentions and mixers know them."""
+    inner = {getattr(module, "layer_idx", None) for module in layer.modules() if module is not layer}
+    own = inner - {None} or {getattr(layer, "layer_idx", None)}  # LongCat's count differently: two attentions a layer
     # Zamba2's shared blocks have -1, which is none
     return tuple(sorted(index for index in own if isinstance(index, int) and index >= 0)) or (number,)
 
@@ -143,6 +148,8 @@ def _rehearse(model: Any, layers: Sequence[nn.Module], form: int | None, fill: f
                 raise _NotAStack(f"layer {number} is called when layer {len(trial.calls)} should be")
             if not isinstance(hidden, torch.Tensor) or (number and hidden is not trial.flowing):
                 raise _NotAStack("what one layer gives is changed before the next one gets it")
+            if hidden.shape[:2] != _GIVEN.shape:  # a cache would be filled with other tokens than these
+                raise _NotAStack(f"its layers get {tuple(hidden.shape)} for {_GIVEN.shape[1]} tokens")
             packer = Packer(lambda cache: len(recipe_of(cache)))
             trial.calls.append(packer.call(others, named))
             trial.tensors.append(packer.tensors)
@@ -161,7 +168,7 @@ def _rehearse(model: Any, layers: Sequence[nn.Module], form: int | None, fill: f
         head.forward = done
     try:
         with torch.no_grad():
-            model(input_ids=torch.ones((1, 4), dtype=torch.long), use_cache=True)
+            model(input_ids=_GIVEN, use_cache=True)
     except _Done:
         pass
     except (HostsError, _NotAStack):

@@ -77,6 +77,7 @@ def answered_in(journal: Path) -> list[int]:
     return [one["index"] for one in found if one is not None and "index" in one]
 
 
+@pytest.mark.long
 def test_after_kill_9_in_the_middle_the_same_command_goes_on(folder: Path, expected: str, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     assert killed(folder, out, 8).returncode == -signal.SIGKILL
@@ -125,6 +126,7 @@ def test_ctrl_c_says_that_it_goes_on(folder: Path, expected: str, tmp_path: Path
     assert out.read_text() == expected
 
 
+@pytest.mark.long
 def test_the_same_command_on_a_finished_output_says_so_and_exits_with_0(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     run(folder, out)

@@ -179,6 +179,7 @@ def test_what_is_missing_is_named(endless: Path) -> None:
     assert 'pip install ".[serve]" in a copy of the repository' in done.stderr
 
 
+@pytest.mark.long
 def test_other_machines_are_let_in_with_a_key_or_on_purpose_only(endless: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "RABBITLLM_API_KEY"}
     done = subprocess.run(

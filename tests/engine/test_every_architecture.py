@@ -6,6 +6,7 @@ built from these settings is skipped, and says why.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,12 @@ def build(folder: Path, name: str) -> None:
             errors.append(error)
         else:
             model.save_pretrained(folder)
+            try:
+                plain_model(folder)
+            except Exception as error:  # what transformers cannot load again is no checkpoint
+                errors.append(error)
+                shutil.rmtree(folder)
+                continue
             return
     if name in SHORT:
         raise errors[0]

@@ -63,6 +63,7 @@ def test_each_file_that_cannot_be_made(make_scene: MakeScene) -> None:
         fail_and_go_on(scene, Fault(errno.ENOSPC, ("create",)), at)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("one_open_file")
 @pytest.mark.parametrize("compression", [None, "4bit"])
 def test_failure_where_one_file_is_open_at_a_time(make_scene: MakeScene, compression: str | None) -> None:

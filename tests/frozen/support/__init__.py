@@ -1,0 +1,1 @@
+"""What several frozen tests use; nothing of it imports from inside the package."""
