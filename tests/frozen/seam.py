@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rabbitllm.durable import Step, observe_steps
+from rabbitllm.storage.durable import Step, observe_steps
 
 KILLED = -signal.SIGKILL
 _ROOT = Path(__file__).parent.parent.parent
@@ -132,8 +132,8 @@ def _first_order() -> Iterator[None]:
     import functools
     from unittest import mock
 
-    from rabbitllm.layers.order import BY_NAME
     from rabbitllm.splitter import split
+    from rabbitllm.store.order import BY_NAME
 
     with mock.patch.object(split, "plan_split", functools.partial(split.plan_split, format_version=BY_NAME)):
         yield
@@ -177,7 +177,7 @@ def _serve() -> None:
     import transformers  # noqa: F401
 
     import rabbitllm.cli.main
-    import rabbitllm.pull.make
+    import rabbitllm.models.pull.make
     import rabbitllm.splitter.split  # noqa: F401
 
     torch.set_num_threads(1)

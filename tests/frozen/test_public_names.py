@@ -21,8 +21,8 @@ HERE = Path(__file__).parent
 SEAM = "seam.py"
 
 DOCUMENTED = {
-    "rabbitllm.batching.batch": ("Batch", "Limits"),
-    "rabbitllm.batching.request": ("Piece", "Request"),
+    "rabbitllm.generation.batch": ("Batch", "Limits"),
+    "rabbitllm.generation.request": ("Delta", "Request"),
     "rabbitllm.notebooks": ("settle",),
 }
 """Names that the documents import from modules of the package."""
