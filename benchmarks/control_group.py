@@ -18,7 +18,7 @@ _PATIENCE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class ControlGroup:
-    """A group without processes, made anew.
+    """A group without processes, made again.
 
     Attributes:
         folder: in the file system of control groups.

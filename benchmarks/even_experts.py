@@ -2,7 +2,7 @@
 
 Random weights, but for the head: it finds for each token the next one of the vocabulary, by that token's embedding,
 which nothing in the layers outweighs. So greedy generation counts up and never repeats itself, and since embeddings and
-routers are drawn at random, each token is routed anew in every layer.
+routers are drawn at random, each token is routed again in every layer.
 """
 
 from __future__ import annotations

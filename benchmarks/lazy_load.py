@@ -88,7 +88,7 @@ def shapes_of(shape: Shape) -> dict[str, tuple[int, ...]]:
 
 
 def make_files(work: Path, scale: str) -> tuple[Path, Path]:
-    """The torch file and the safetensors file, of the same random tensors; made anew."""
+    """The torch file and the safetensors file, of the same random tensors; made again."""
     import torch
     from safetensors.torch import save_file
 

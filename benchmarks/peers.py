@@ -93,7 +93,7 @@ def over_this(environment: Environment) -> Environment:
 
 
 def interpreter(environment: Environment, work: Path) -> Path:
-    """Python of an environment, which is made, or made anew if its pins have changed.
+    """Python of an environment, which is made, or made again if its pins have changed.
 
     Which build of torch comes is up to pip's own configuration.
 

@@ -77,7 +77,7 @@ def _ask_all(run: ServeRun, server: Served, workload: Workload) -> None:
 
 
 def kept_runs(results: Path, leaving_out: Sequence[str]) -> list[ServeRun]:
-    """Those of an earlier results file, but for the rows that are measured anew."""
+    """Those of an earlier results file, but for the rows that are measured again."""
     path = results.with_name(results.name + ".json")
     if not path.exists():
         return []

@@ -108,7 +108,7 @@ class AutoModel:
             profiling_mode: record where time goes; see `model.profiler.report()`.
             compression: "8bit", "4bit", "4bit-double" (bitsandbytes; the last with scales quantized too), None, or
                 "auto": one of these for each tensor, for the least expected loss in `max_disk` (or the free disk), and
-                in `max_memory` (or what is free) if all can be kept there, so that nothing is read anew for each token.
+                in `max_memory` (or what is free) if all can be kept there, so that nothing is read for each token.
             token, hf_token: for the hub; the two names mean the same.
             prefetching: read the next layer while this one computes.
             prefetch_pin_memory: page-locked host buffers for a GPU; False also keeps no layers in RAM for it.

@@ -90,7 +90,7 @@ class BatchJournal:
         elif self._weights != digest:
             raise ResultsError(
                 f"{self.path} was begun with other weights of the same name.",
-                "Name another output, or remove that file to begin anew.",
+                "Name another output, or remove that file to begin again.",
             )
 
     def add(self, answers: Sequence[BatchAnswer]) -> None:
@@ -253,7 +253,7 @@ def _check_head(line: bytes, head: Mapping[str, Any], path: Path) -> None:
     if version != VERSION:
         raise ResultsError(
             f"{path} is a journal of version {version}; this version of RabbitLLM goes on with {VERSION}.",
-            "Use the RabbitLLM that began it, or --overwrite (overwrite=True) to begin anew.",
+            "Use the RabbitLLM that began it, or --overwrite (overwrite=True) to begin again.",
         )
     asked = json.loads(_dumped(head))
     differing = [name for name in {**before, **asked} if before.get(name) != asked.get(name)]
@@ -261,7 +261,7 @@ def _check_head(line: bytes, head: Mapping[str, Any], path: Path) -> None:
         told = "; ".join(f"{name} was {_short(before.get(name))}, now {_short(asked.get(name))}" for name in differing)
         raise ResultsError(
             f"{path} was begun with something else: {told}.",
-            "Give the same as then to go on, name another output, or give --overwrite (overwrite=True) to begin anew.",
+            "Give the same as then to go on, name another output, or give --overwrite (overwrite=True) to begin again.",
         )
 
 

@@ -206,7 +206,7 @@ class Checkpoint(Protocol):
         Args:
             shard: its name.
             on_have: told as a shard is fetched into which file, and how many of its first bytes are there, not
-                verified yet; fewer than before if all comes anew. May raise to stop.
+                verified yet; fewer than before if all comes again. May raise to stop.
 
         Raises:
             MissingShardError: it is neither here nor to be had.

@@ -37,7 +37,7 @@ class RemoteFile:
     """A file at a pinned commit of a hub.
 
     Attributes:
-        url: its resolve URL; asked anew at each try, so that an expired redirect is redone.
+        url: its resolve URL; asked again at each try, so that an expired redirect is redone.
         size: bytes.
         sha256: the hub's own digest (hex) of a large file; None for a small one, which has none.
         git_sha1: the id (hex) of a small file as git names it; None if the hub did not say.
@@ -92,7 +92,7 @@ def fetch(file: RemoteFile, part: Path, on_have: Callable[[int], None] = lambda 
         file: what to bring.
         part: where to.
         on_have: told, before each run of bytes is written and at the end, how many of the first are there; fewer than
-            before if an earlier run's were damaged and all comes anew. May raise to stop.
+            before if an earlier run's were damaged and all comes again. May raise to stop.
 
     Raises:
         HubError: the bytes are not those the hub's digest names (`part` is removed), or the hub refused.
@@ -116,7 +116,7 @@ def fetch(file: RemoteFile, part: Path, on_have: Callable[[int], None] = lambda 
         if not earlier:
             durable.remove(part)
             raise
-        logger.warning("What an earlier run fetched of %s is damaged; it is fetched anew.", file.url)
+        logger.warning("What an earlier run fetched of %s is damaged; it is fetched again.", file.url)
         on_have(0)
         durable.remove(part)
         fetch(file, part, on_have)

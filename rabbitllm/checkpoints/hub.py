@@ -182,7 +182,7 @@ class HubRepository:
         return SourceIdentity("hub", self.repo_id, self.commit, marks)
 
     def staged(self, name: str) -> Path:
-        """Where a fetched shard lies; never its final name, since what is trusted of it is hashed anew."""
+        """Where a fetched shard lies; never its final name, since what is trusted of it is hashed again."""
         return self.staging / (name.replace("/", "--") + durable.PART_SUFFIX)
 
     def stages(self, shard: str) -> bool:

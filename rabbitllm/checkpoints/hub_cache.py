@@ -19,7 +19,7 @@ from rabbitllm.errors import UnsafePathError
 from rabbitllm.storage import durable
 
 DAMAGED = (
-    "Delete that link and the file it leads to, and call again: it is fetched anew, and layers that are finished are "
+    "Delete that link and the file it leads to, and call again: it is fetched again, and layers that are finished are "
     "safe."
 )
 """What to do about a damaged file in the hub cache, which is never the only copy."""

@@ -34,7 +34,7 @@ def convert_command(
     plot: DiskPlotOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a checkpoint anew as safetensors, a shard a layer, with index, config and tokenizer.
+    """Write a checkpoint again as safetensors, a shard a layer, with index, config and tokenizer.
 
     The original stays as it is unless you say otherwise. Killed or interrupted, the same call goes on.
 

@@ -63,7 +63,7 @@ def serve_command(
     ] = None,
     aside: Annotated[
         str | None,
-        typer.Option(help="Of those that make way, in RAM or a file, as 8GiB; 0 has them computed anew."),
+        typer.Option(help="Of those that make way, in RAM or a file, as 8GiB; 0 has them computed again."),
     ] = None,
     aside_dir: Annotated[
         Path | None, typer.Option(help="For that file; by default where temporary files are.", show_default=False)

@@ -65,7 +65,7 @@ class Nesting:
     table: torch.Tensor | None = None
 
     def expanded(self, codes: torch.Tensor, expert: int) -> torch.Tensor:
-        """One expert's scales from their codes, uint8 (blocks,), anew: float32."""
+        """One expert's scales from their codes, uint8 (blocks,), again: float32."""
         assert self.scales is not None
         assert self.table is not None
         offset = float(self.offsets[expert if len(self.offsets) > 1 else 0])

@@ -48,7 +48,7 @@ class StoredMatrix(Protocol):
     def table(self) -> torch.Tensor: ...
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        """The matrix itself, anew."""
+        """The matrix itself, again."""
         ...
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

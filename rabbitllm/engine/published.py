@@ -220,7 +220,7 @@ def loads(converter: Any, quantizer: Any) -> bool:
 
 
 def for_many_passes(converter: Any) -> Any:
-    """The same conversion, for one target that is made anew for each pass."""
+    """The same conversion, for one target that is made again for each pass."""
     from rabbitllm.engine.quick_dequantize import QuickFp8, QuickMxfp4
     from rabbitllm.engine.wrapped_codes import WrapAgain
 

@@ -138,7 +138,7 @@ class SpanReader:
                 if way.drop:
                     file.drop_cache(span.offset, span.nbytes)
         finally:
-            wait(summed)  # whoever gets an error may fill the buffer anew
+            wait(summed)  # whoever gets an error may fill the buffer again
         for future in summed:
             future.result()
 

@@ -337,7 +337,7 @@ def adopt(model: PreTrainedModel, device: torch.device, placement: Placement) ->
     # transformers reads it: pipelines leave the model where it is, and of a static cache each layer's part is made
     # where that layer computes, unless the map has one device only
     where = {placed.unit: placed.device for placed in placement.units}
-    # no name of a device: of "cpu" accelerate and peft take it that they placed the model, and place it anew, for which
+    # no name of a device: of "cpu" accelerate and peft take it that they placed the model, and do it again, for which
     # one that is larger than RAM has no room
     streamed.hf_device_map = where if len(set(where.values())) > 1 else {"": device}
     return streamed

@@ -1,6 +1,6 @@
 """Weights that cannot be written to, and what stands for a weight while it is not in memory.
 
-Merging an adapter, loading other weights or initialising anew would be lost with the next pass, or not happen at all,
+Merging an adapter, loading other weights or initialising again would be lost with the next pass, or not happen at all,
 without any sign of it. So writing is refused, by name; and reading a weight that is not in memory brings the weight
 itself, or is refused too. Knows no files.
 """

@@ -49,7 +49,7 @@ def predict_outline(
 
 
 def stretched(sample: Blueprint, layers: Sequence[int], machine: Machine) -> Blueprint:
-    """A blueprint with the decoder layers of a larger model, placed anew.
+    """A blueprint with the decoder layers of a larger model, placed again.
 
     Args:
         sample: of the small model.

@@ -100,7 +100,7 @@ def _parse(data: bytes, file: str) -> tuple[NamedTensors, Mapping[str, Storage],
     if not isinstance(machine, dict) or machine.get("little_endian") is not True:
         raise CorruptShardError(
             f"{file} was not written on a little-endian machine, or does not say so; only that byte order is read.",
-            "Load it with torch and save it anew on a little-endian machine.",
+            "Load it with torch and save it again on a little-endian machine.",
         )
     root, storages, at = read_legacy_torch_pickle(data, at, file)
     keys, at = read_plain_pickle(data, at, file)

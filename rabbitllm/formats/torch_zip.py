@@ -106,7 +106,7 @@ def _check_byte_order(read: ReadAt, records: Mapping[str, ZipEntry], file: str) 
         if order != b"little":
             raise CorruptShardError(
                 f"{file} was written with byte order {order[:20]!r}; only 'little' is read.",
-                "Load it with torch and save it anew on a little-endian machine.",
+                "Load it with torch and save it again on a little-endian machine.",
             )
 
 

@@ -58,7 +58,7 @@ _HARMLESS_EXTRAS = {0x4246, 0x5455, 0x7875}
 """torch's padding ("FB"), and the times and owners that Info-ZIP adds. Others can change a name or hide data."""
 
 _REMEDY = (
-    "Fetch or copy the file again. One that another program packed can be written anew: load it where it can do no "
+    "Fetch or copy the file again. One that another program packed can be written again: load it where it can do no "
     "harm, and save the tensors as safetensors."
 )
 

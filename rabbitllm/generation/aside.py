@@ -3,8 +3,8 @@
     on a GPU    to RAM, if they take at most a quarter of what is free there; else to a file
     in RAM      to a file, if they take at most a quarter of what is free on its disk
 
-A file is written where that and reading it again takes no longer than computing everything anew would, by the speed
-that files have had so far. Whatever cannot be moved, does not fit or fails is computed anew, which is always possible.
+A file is written where that and reading it again takes no longer than computing everything again would, by the speed
+that files have had so far. Whatever cannot be moved, does not fit or fails is computed again, which is always possible.
 
 Files hold what users wrote, in a form from which it can be had back: they are for this user alone, and gone with the
 process, however it ends.
@@ -83,12 +83,12 @@ class Aside:
         self._rate = FIRST_RATE
         self._has_failed = False
 
-    def put(self, cache: Any, anew: float | None) -> SwappedOutCache | None:
-        """Take a cache; None if it is better computed anew, or has to be.
+    def put(self, cache: Any, recompute_seconds: float | None) -> SwappedOutCache | None:
+        """Take a cache; None if it is better computed again, or has to be.
 
         Args:
             cache: of one text; afterwards nobody else may use it.
-            anew: seconds that computing it again would take; None to move it if that can be done at all.
+            recompute_seconds: that computing it again would take; None to move it if that can be done at all.
         """
         parts = taken_apart(cache) if self.limit else None
         if parts is None or self.nbytes + parts.nbytes > self.limit:
@@ -98,7 +98,7 @@ class Aside:
         try:
             if _leaves_a_device(forms) and parts.nbytes <= available_ram() // SHARE:
                 held.tensors = [_dense(tensor) for tensor in parts.tensors]
-            elif self._is_worth_a_file(parts.nbytes, anew):
+            elif self._is_worth_a_file(parts.nbytes, recompute_seconds):
                 held.file = self._written(parts.tensors)
             else:
                 return None
@@ -135,10 +135,10 @@ class Aside:
             held.file.close()
             held.file = None
 
-    def _is_worth_a_file(self, nbytes: int, anew: float | None) -> bool:
+    def _is_worth_a_file(self, nbytes: int, recompute_seconds: float | None) -> bool:
         if self._folder is None or nbytes > shutil.disk_usage(self._folder).free // SHARE:
             return False
-        return anew is None or 2 * nbytes / self._rate <= anew
+        return recompute_seconds is None or 2 * nbytes / self._rate <= recompute_seconds
 
     def _written(self, tensors: list[torch.Tensor]) -> durable.NamelessFile:
         assert self._folder is not None
@@ -173,7 +173,7 @@ class Aside:
     def _complain(self, error: Exception) -> None:
         """Warn once: a disk that is full stays so for a while."""
         if not self._has_failed:
-            logger.warning("Keys and values that make way are computed anew: %s", error)
+            logger.warning("Keys and values that make way are computed again: %s", error)
         self._has_failed = True
 
 

@@ -3,7 +3,7 @@
 `submit` may be called from any thread, and events are handed out in the batch's own: who takes them must not wait.
 
     waiting ── begins at a pass ── runs ── Finished | Failed
-       └────── gives its place back ──┘      what it has generated stays, keys and values are set aside or computed anew
+       └────── gives its place back ──┘      what it has generated stays; its KV cache is swapped out or dropped
 """
 
 from __future__ import annotations

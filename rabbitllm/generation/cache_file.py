@@ -8,7 +8,7 @@ So one pass over the weights serves more texts than memory has room for. What is
 once a pass; what is written, all of it when the last few in memory have become `TAIL_TOKENS`. Only layers that keep
 every token go there; windows are small.
 
-A text whose layer cannot be written (a full disk) is lost, and has to be computed anew: the pass that goes on is right
+A text whose layer cannot be written (a full disk) is lost, and has to be computed again: the pass that goes on is right
 all the same, since it has looked at what was to be written. What users wrote is for this user alone, in a file without
 a name. Called in the batch's thread; what is ahead is read by others.
 """

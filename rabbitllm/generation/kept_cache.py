@@ -13,7 +13,7 @@ to the longest of those that is short enough. A copy is as large as the window o
 
 Kept is what continues exactly: what a model computes of further tokens behind a cache is then what it computes of all
 at once, but for rounding. That holds for keys, values and windows. With states it is up to each model's own code, some
-of which begins anew with every prompt (Jamba, RecurrentGemma), so `CONTINUING` names those of which a test has shown
+of which begins again with every prompt (Jamba, RecurrentGemma), so `CONTINUING` names those of which a test has shown
 it. Of the others, of caches of other kinds (indexes that choose tokens, where rounding changes the choice) and of
 models without attention nothing is kept: each prompt is computed from its beginning. Knows no tokenizers and no
 conversations.

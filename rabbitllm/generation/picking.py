@@ -63,7 +63,7 @@ class TokenBudget:
         # a short pass long ago says little about now: it is forgotten slowly
         return TokenBudget(seconds if self.least is None else min(seconds, 1.05 * self.least), self.each)
 
-    def anew(self, tokens: int, chunk: int) -> float | None:
+    def recompute_seconds(self, tokens: int, chunk: int) -> float | None:
         """Seconds until a text has gone through the model again, in passes that are made anyway; None if not known.
 
         What its tokens add to passes, and the time of every pass but the last, from which its next token comes.

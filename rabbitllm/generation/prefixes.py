@@ -18,7 +18,7 @@ from rabbitllm.generation.cache_cost import bytes_of
 from rabbitllm.generation.kept_cache import can_be_cut
 
 WORTH_TOKENS = 16
-"""A shorter beginning is computed anew."""
+"""A shorter beginning is computed again."""
 MOST_TEXTS = 256
 """That are kept: whoever begins looks through all of them, at some 40 microseconds each (1,000 tokens, 80 layers)."""
 

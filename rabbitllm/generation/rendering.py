@@ -53,7 +53,7 @@ def prompt_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
             f"The model's chat template refuses this conversation: {why}.",
             "Try without a system prompt (/system -), or /reset."
             if messages[0]["role"] == SYSTEM
-            else "/reset begins anew.",
+            else "/reset begins again.",
         )
 
     return template_ids(tokenizer, messages, refused)

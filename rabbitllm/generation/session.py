@@ -2,7 +2,7 @@
 
 Each answer begins with the whole conversation as ids. What of them the cache has already is not computed again: the
 cache goes back to the longest beginning that both have in common, and `generate` goes on from there, which for a
-streamed model is one pass over the new tokens alone. The answer is that of a cache that begins anew, but for rounding.
+streamed model is one pass over the new tokens alone. The answer is that of a cache that begins again, but for rounding.
 
 An answer can be stopped between two layers. What had been computed for the tokens before stays in the cache.
 """
@@ -96,7 +96,7 @@ class Session:
         keep: keep the cache between answers, where the model's kind allows it.
 
     Attributes:
-        kept: the cache; None if each answer begins anew.
+        kept: the cache; None if each answer begins again.
 
     Raises:
         ChatError: the model has no tokenizer, or is none that goes on with a text.
@@ -109,7 +109,7 @@ class Session:
         check_generates(model)
         if model.config.is_encoder_decoder:
             raise ChatError(
-                "The model has an encoder, which reads a text anew each time: it is none to chat with.",
+                "The model has an encoder, which reads a text again each time: it is none to chat with.",
                 "Use model.generate from Python.",
             )
         self._model = model
@@ -133,7 +133,7 @@ class Session:
         if not has_template(self._tokenizer):
             found.append("the model has no chat template: it is given User: and Assistant: lines to go on with")
         if self.kept is None:
-            found.append("of this kind of model no cache is kept: each answer reads the whole conversation anew")
+            found.append("of this kind of model no cache is kept: each answer reads the whole conversation again")
         return tuple(found)
 
     @property

@@ -193,9 +193,9 @@ class TextCaches:
         if cache is None:
             return
         tokens = cache.get_seq_length()
-        # computed anew it would not have the bits that it has
-        anew = None if self._exact else pace.anew(tokens, self.prompt_chunk or tokens)
-        ticket.held = self.aside.put(cache, anew)
+        # computed again it would not have the bits that it has
+        recompute_seconds = None if self._exact else pace.recompute_seconds(tokens, self.prompt_chunk or tokens)
+        ticket.held = self.aside.put(cache, recompute_seconds)
 
     def whole_cache(self, ticket: Ticket) -> Any:
         """What one that waits for a pass could go on from; see `Ticket.whole_cache`. None of one in a file."""

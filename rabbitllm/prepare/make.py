@@ -73,7 +73,7 @@ def ensure_split(
                 return Profiler(enabled=options.profiling)
     with system_errors_by_name(folder), locked(folder), telling_how_to_go_on(folder), contextlib.ExitStack() as locks:
         lease.revoke(source.split_folder)  # of a run that died, and whose workers may not know it yet
-        if is_finished(source.split_folder):  # asked anew: whoever had the lock before may have done it
+        if is_finished(source.split_folder):  # asked again: whoever had the lock before may have done it
             if options.delete_original:
                 locks.enter_context(lock_source(source, options))
             check_finished(source, options, accept)
@@ -217,7 +217,7 @@ def original_around(folder: Path, manifest: Manifest, layers: Collection[str]) -
 
 
 def repair_split(folder: Path, manifest: Manifest, layers: Collection[str], original: Path | None = None) -> None:
-    """Make damaged layers of a finished split anew, from the source that it was made from.
+    """Make damaged layers of a finished split again, from the source that it was made from.
 
     Args:
         folder: the split directory.

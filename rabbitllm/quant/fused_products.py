@@ -31,7 +31,7 @@ class FusedMatrix:
     table: torch.Tensor
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        """The matrix itself, anew."""
+        """The matrix itself, again."""
         return dequantize(self.form, self.payload, self.absmax, self.table, dtype)
 
     def grouped(self, x: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 A compiled function holds machine code of other modules: their loops are put into it, their constants are written into
 it, and their code emits its instructions. All of them are in modules that its own module imports at the top, or that
 those import in turn; an import inside a function is none of them, since nothing can be compiled with what is not there
-yet. A module too many only has something compiled anew that need not be.
+yet. A module too many only has something compiled again that need not be.
 
 Knows no compiler.
 """

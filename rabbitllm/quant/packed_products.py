@@ -73,7 +73,7 @@ class Matrix:
         object.__setattr__(self, "_given", (row_bytes, columns // segment, shift))
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        """The matrix itself, anew."""
+        """The matrix itself, again."""
         return dequantize(self.form, self.payload, self.absmax, self.table, dtype)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

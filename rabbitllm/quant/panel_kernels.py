@@ -2,7 +2,7 @@
 
 A few rows of the matrix, and of long rows a part, are made into float32 once, in memory that stays in a core's cache,
 and multiplied with all inputs before the next ones are. For many inputs making them then costs next to nothing, where
-`packed_kernels.py` finds anew for every few inputs what a code means. A panel's row is steps of two vectors, of values
+`packed_kernels.py` finds again for every few inputs what a code means. A panel's row is steps of two vectors, of values
 at even places and at odd ones, since codes come apart so; the inputs lie the same way.
 
 What is multiplied is what a code means times its block's scale, in float32. Every sum takes its products in the same

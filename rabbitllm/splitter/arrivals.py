@@ -20,7 +20,7 @@ LAST_CHUNK_SECONDS = 0.5
 
 
 class StartedOverError(Exception):
-    """What had come of a shard was damaged, and all of it comes anew; what was read of it is not to be used."""
+    """What had come of a shard was damaged, and all of it comes again; what was read of it is not to be used."""
 
 
 class Arriving(Protocol):

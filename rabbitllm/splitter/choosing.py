@@ -2,7 +2,7 @@
 
 The disk is a limit that must be kept; whether a plan keeps it is what `space.shortage` says, which decides for every
 split. Memory is a wish: if the whole model can stay in it at some choice, only such are made, since what stays need not
-be read anew for each token. If it cannot even at the fewest bits, every bit more costs time with every token; then only
+be read again for each token. If it cannot even at the fewest bits, each bit more costs time with every token; then only
 the disk limits, and beyond 8bit nothing is taken but where the caller has said what the disk may hold.
 
 Where 8bit fits for all, nothing gets less unless a quarter less loss is expected of it: what is expected is not known

@@ -93,7 +93,7 @@ class Filler:
         return durable.GrowingFile(self._path(layout, suffix), size, write_back=True, files=self._files)
 
     def require_filled(self, shard: PlannedShard, layers: Iterable[str]) -> None:
-        """Make sure that what was filled elsewhere is there; a file made anew would have holes in its place."""
+        """Make sure that what was filled elsewhere is there; a file made again would have holes in its place."""
         for layer in layers:
             layout = self._plan.layouts[layer]
             wanted = [(self._path(layout, durable.PART_SUFFIX), layout.size)]

@@ -27,7 +27,7 @@ _goes_on = contextvars.ContextVar("goes_on", default=True)
 
 @contextlib.contextmanager
 def starting_afresh() -> Iterator[None]:
-    """Say nothing on an interrupt while the context is open: the same call would not go on, but start anew."""
+    """Say nothing on an interrupt while the context is open: the same call would not go on, but start again."""
     before = _goes_on.set(False)
     try:
         yield

@@ -110,7 +110,7 @@ class Glance:
 
 
 def glance(folder: Path, name: str = JOURNAL_NAME) -> Glance | None:
-    """What a journal says without being replayed, which plans anew and takes seconds for 90,000 tensors.
+    """What a journal says without being replayed, which plans again and takes seconds for 90,000 tensors.
 
     None if there is none, or it cannot be read back.
     """

@@ -2,7 +2,7 @@
 
 The lock is the operating system's, through filelock: flock, and its like on Windows. It ends with whoever holds it, so
 nothing has to be cleaned up after a kill. Knows neither splits nor shards: whoever gets the lock looks at the directory
-anew, since the one before may have finished it.
+again, since the one before may have finished it.
 
 A process that has loaded a model holds a shared lock on the directory (`read_lock`, `folder_lock.py`). It prevents only
 the replacement and the removal of layer files.
@@ -51,12 +51,12 @@ MAX_RESTARTS = 1000
 # 1. A lock counts only if its file has the name. filelock does not say which file it locked (before 3.20.4 it does not
 #    look either), so `_try` opens the file first, lets filelock lock whatever has the name, and then looks whether the
 #    name still belongs to the file it opened. A file that lost its name never gets it back, and while it is open no
-#    new one has its inode number, so then filelock opened that file as well. If not, the lock is let go and tried anew.
+#    new one has its inode number, so then filelock opened that file too. If not, the lock is released and tried again.
 # 2. Only one who has the lock removes the file: `_remove_lock_file` takes it once more for that, after filelock has let
 #    go, and leaves the file to whoever was quicker. It cannot be done before: filelock 3.20.4 to 3.29 themselves unlink
 #    on release, by name, and would take away the file that a third process has made and locked in between. Their own
 #    unlink comes while they hold the lock on the file of that name (they do look), so rule 1 covers it.
-# 3. Whoever gets the lock looks at the directory anew: a manifest means that there is nothing left to do.
+# 3. Whoever gets the lock looks at the directory again: a manifest means that there is nothing left to do.
 #
 # On Windows an open file cannot be removed, so there the last one to have it open removes it.
 

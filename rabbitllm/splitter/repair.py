@@ -1,4 +1,4 @@
-"""Makes damaged layers of a finished split anew, from only the shards that they need.
+"""Makes damaged layers of a finished split again, from only the shards that they need.
 
 The directory becomes an unfinished split whose other shards are used up, and is finished like any other. Knows where
 shards come from no better than the splitter does.
@@ -33,7 +33,7 @@ def shards_for(manifest: Manifest, layers: Collection[str]) -> list[str]:
 
 
 def repair(request: SplitRequest, manifest: Manifest, layers: Collection[str]) -> None:
-    """Make these layers of a finished split anew.
+    """Make these layers of a finished split again.
 
     Args:
         request: with the source that the split was made from, and its compression.

@@ -93,7 +93,7 @@ def split(request: SplitRequest) -> Profiler:
 
 
 def _begin(request: SplitRequest) -> tuple[SplitWork, str | None]:
-    """Take up the journal of an earlier run, or plan anew, check the space and begin one; and what quantizes."""
+    """Take up the journal of an earlier run, or plan again, check the space and begin one; and what quantizes."""
     earlier = journal.replay(request.folder)
     if earlier is not None:
         return _take_up(request, earlier), earlier.quantizer
@@ -151,7 +151,7 @@ def _take_up(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
     work = _work(request, plan, ground, earlier.checksums, is_fitted(earlier.quantizer))
     work = dataclasses.replace(work, source_checksums=earlier.source_checksums)
     journal.settle(request.folder)
-    if work.arrival is Arrival.STREAM:  # whatever was fetched of a shard, it comes anew
+    if work.arrival is Arrival.STREAM:  # whatever was fetched of a shard, it comes again
         durable.remove_folder(request.folder / STAGING_NAME)
     return work
 
@@ -190,7 +190,7 @@ def _no_evidence(request: SplitRequest, known: SourceIdentity, found: SourceIden
 
 
 def _require_begun_layers(folder: Path, earlier: journal.Replay) -> None:
-    """Make sure that what used-up shards gave is still there; a file made anew would have holes in its place."""
+    """Make sure that what used-up shards gave is still there; a file made again would have holes in its place."""
     for layer, layout in earlier.plan.layouts.items():
         begun = earlier.plan.layer_map.layer_to_shards[layer] & earlier.used
         file = folder / layout.file_name

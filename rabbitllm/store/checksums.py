@@ -115,7 +115,7 @@ def damaged(path: Path, problem: str) -> IncompleteSplitError:
     """The error for a layer file that is not what was written; `problem` ends the sentence."""
     return IncompleteSplitError(
         f"{path} is damaged: {problem}.",
-        f"`rabbitllm verify {path.parent} --repair` makes damaged layers anew from the shards that they need; add "
+        f"`rabbitllm verify {path.parent} --repair` makes damaged layers again from the shards that they need; add "
         "--original CHECKPOINT_FOLDER if the model was split from a folder. Then load the model again.",
     )
 
@@ -345,7 +345,7 @@ class _WholeFile:
             if self._size - self._data_start - self._state.known_bytes > MOST_EXTRA_BYTES:
                 return
             complete = tuple(known)
-            known.clear()  # compared now, and read anew if it is not what was written
+            known.clear()  # compared now, and read again if it is not what was written
             self._state.known_bytes = 0
         self._compare(complete)
 

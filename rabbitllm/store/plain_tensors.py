@@ -84,7 +84,7 @@ class PlainReader:
             yield from self._dequantized(tensor.stored, tensor.stored.quantized, tensor.placed.dtype)
 
     def read(self, stored: StoredTensor, dtype: torch.dtype | None) -> torch.Tensor:
-        """A tensor anew from its file, a floating one in this dtype, where one is asked for."""
+        """A tensor again from its file, a floating one in this dtype, where one is asked for."""
         tensor = plain(stored, dtype_name(dtype or torch.float32))
         data = bytearray()
         for chunk in self.chunks(tensor):

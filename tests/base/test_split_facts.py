@@ -150,7 +150,7 @@ def test_a_shard_counts_whole_when_it_is_used_up_and_once_when_it_comes_again() 
     ledger = SplitLedger(Clock())
     ledger.hear(started())
     ledger.hear(BytesDone("a", 90 * MB))
-    ledger.hear(BytesDone("a", 90 * MB))  # it was damaged, and all of it came anew
+    ledger.hear(BytesDone("a", 90 * MB))  # it was damaged, and all of it came again
     assert ledger.facts().done_bytes == 100 * MB
     ledger.hear(BytesDone("b", 40 * MB))
     ledger.hear(ShardDone("b", 2, 4, "deleted", 7 * MB, 200 * MB))  # its header, and what nobody wants, are no tensors

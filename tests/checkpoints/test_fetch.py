@@ -305,7 +305,7 @@ def test_token_is_sent_to_the_hub_and_not_to_where_it_redirects(
         fetch.fetch(RemoteFile(url, SIZE, hashlib.sha256(content).hexdigest(), "hf_right"), part)
         assert part.read_bytes() == content
         asked = [(request.path.split("/")[1], request.authorized) for request in hub.requests]
-        assert asked == [("acme", True), ("cdn", False)] * 2  # an address that has expired is asked for anew
+        assert asked == [("acme", True), ("cdn", False)] * 2  # an address that has expired is asked for again
 
 
 # Files that pass by

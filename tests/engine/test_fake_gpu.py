@@ -698,7 +698,7 @@ def test_experts_come_from_the_device_from_host_memory_and_from_the_disk(
 def test_experts_that_pass_through_a_device_are_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str
 ) -> None:
-    """With fewer slots than a prompt uses, each is filled anew while others compute."""
+    """With fewer slots than a prompt uses, each is filled again while others compute."""
     monkeypatch.setattr(expert_pool, "MOST_TRANSIT", 1)
     folder = build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16, **MANY_EXPERTS)
     plain, directory = load(split(folder)), split(folder)

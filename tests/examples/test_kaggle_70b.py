@@ -100,7 +100,7 @@ def used_shards(layers: Path) -> set[str]:
 
 
 def made(layers: Path) -> dict[str, tuple[int, int]]:
-    """Finished layer file -> what tells it from one that was made anew."""
+    """Finished layer file -> what tells it from one that was made again."""
     found = layers.glob("*/*/*/*.safetensors")
     return {file.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in found}
 

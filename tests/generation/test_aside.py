@@ -149,7 +149,7 @@ def test_a_file_that_cannot_be_read_is_a_cache_that_is_lost(tmp_path: Path, capl
     os.ftruncate(held.file._file.fileno(), held.nbytes - 1)
     assert aside.take(held) is None
     assert aside.nbytes == 0
-    assert "computed anew" in caplog.text
+    assert "computed again" in caplog.text
 
 
 def test_a_full_disk_lets_go_of_what_was_written(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_in_ram_is_what_a_quarter_of_it_holds(tmp_path: Path, monkeypatch: pytes
     aside = Aside(LIMIT, None)  # without any file
     for free, fits in ((SHARE * parts.nbytes, True), (SHARE * parts.nbytes - 1, False)):
         monkeypatch.setattr("rabbitllm.generation.aside.available_ram", lambda free=free: free)
-        held = aside.put(cache, 0.0)  # whatever computing it anew would take
+        held = aside.put(cache, 0.0)  # whatever computing it again would take
         assert (held is not None) is fits
         if held is not None:
             assert aside.nbytes == parts.nbytes
@@ -192,7 +192,7 @@ def test_from_a_gpu_it_goes_to_ram_and_from_there_to_a_file(tmp_path: Path, monk
     cache = filled(torch.bfloat16, "cuda")
     before = content(cache)
     aside = Aside(LIMIT, tmp_path)
-    in_ram = aside.put(cache, 0.0)  # whatever computing it anew would take
+    in_ram = aside.put(cache, 0.0)  # whatever computing it again would take
     assert in_ram is not None
     assert in_ram.file is None
     monkeypatch.setattr("rabbitllm.generation.aside.available_ram", lambda: 0)

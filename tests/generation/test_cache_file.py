@@ -21,7 +21,7 @@ from rabbitllm.storage.page_cache import DIRECT_ALIGNMENT
 LAYERS, HEADS, WIDTH, VALUE_WIDTH = 3, 2, 8, 4
 PROMPTS = (11, 5, 8)
 STEPS = 9
-"""More than a text's tail has, so that layers are written anew."""
+"""More than a text's tail has, so that layers are written again."""
 
 
 @pytest.fixture(autouse=True)

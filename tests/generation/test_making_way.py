@@ -96,7 +96,7 @@ def test_exact_has_the_bits_of_one_that_made_no_way(tmp_path: Path, open_batch: 
     facts = batch.facts
     assert_resumed(family, plain, facts)
     if facts.resumed < facts.preempted:
-        return  # computed anew as one prompt, which has other bits
+        return  # computed again as one prompt, which has other bits
     for one in together:
         (single,) = asked(batch, [one.request])
         assert one.chosen == single.chosen
@@ -135,7 +135,7 @@ def test_a_full_disk_has_them_computed_anew(
     assert tried
     assert (facts.resumed, facts.aside_bytes) == (0, 0)
     assert facts.preempted > 0
-    assert caplog.text.count("computed anew") == 1  # and not a line for each
+    assert caplog.text.count("computed again") == 1  # and not a line for each
     assert open_files() == before
 
 

@@ -1,4 +1,4 @@
-"""Answers with a kept cache: those of one that begins anew, computing only what is new."""
+"""Answers with a kept cache: those of one that begins again, computing only what is new."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ QUESTIONS = ("Who are you, and where do you live?", "And the others?", "Why?")
 KEPT_IN_SHORT = ("llama", "gemma3", "qwen3_next")
 """Keys and values of every token; windows that slide (8 tokens) beside them; states beside them."""
 NOT_KEPT = ("jamba", "recurrent_gemma", "zamba", "bamba", "mamba2", "deepseek_v32", "minimax", "rwkv")
-"""Models that begin anew with every prompt, or whose states, indexes or caches are of other kinds."""
+"""Models that begin again with every prompt, or whose states, indexes or caches are of other kinds."""
 
 
 def quietly(text: str) -> None:

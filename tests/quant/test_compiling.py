@@ -45,7 +45,7 @@ def test_where_nothing_can_be_kept() -> None:
 
 
 def test_the_kernels_are_kept_for_the_next_process(tmp_path: Path) -> None:
-    """What numba cannot keep (a function that is handed on and not inlined, for one) it compiles anew, and warns."""
+    """What numba cannot keep (a function that is handed on and not inlined, for one) it compiles again, and warns."""
     code = """
 import warnings
 from numba.core.errors import NumbaWarning

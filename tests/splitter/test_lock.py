@@ -210,7 +210,7 @@ def test_never_two_at_once_while_the_lock_file_comes_and_goes(tmp_path: Path, ke
     processes = [subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) for _ in range(4)]
     told = [process.communicate(timeout=120)[1] for process in processes]
     assert [process.returncode for process in processes] == [0] * 4, "\n".join(told)
-    # an empty folder may stay where one process made it anew while another one cleared it away
+    # an empty folder may stay where one process made it again while another one cleared it away
     assert contents(tmp_path) == {}
 
 

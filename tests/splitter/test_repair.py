@@ -1,4 +1,4 @@
-"""Damaged layers are made anew from the shards that they need, and from no others."""
+"""Damaged layers are made again from the shards that they need, and from no others."""
 
 from __future__ import annotations
 

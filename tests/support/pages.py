@@ -2,7 +2,7 @@
 
     python -m tests.support.pages docs/walkthrough/README.md
 
-writes what the pieces of a page print into it anew.
+writes what the pieces of a page print into it again.
 """
 
 from __future__ import annotations

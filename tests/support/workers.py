@@ -5,7 +5,7 @@
         b.begin(call)
         assert a.result() == b.result()
 
-Each is started anew by the interpreter, as a user's would be, and has imported what a call needs before it is told of
+Each is started again by the interpreter, as a user's would be, and has imported what a call needs before it is told of
 one. Knows nothing of hubs: where they are is in the environment that it inherits.
 """
 

@@ -48,7 +48,7 @@ def score(
         texts: any number.
         room: what may be taken for them.
         on_plan: is told what goes through the model together before it does, and again before what has failed is tried
-            anew.
+            again.
         keep: is handed the hidden states that predict each continuation, and no probabilities are computed.
 
     Raises:

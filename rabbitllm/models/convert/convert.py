@@ -81,7 +81,7 @@ def convert(
     min_free_disk: int | str = "1GB",
     shard_transfer: str = "auto",
 ) -> Conversion:
-    """Write a checkpoint anew as safetensors, a shard a layer; or finish what an earlier call began.
+    """Write a checkpoint again as safetensors, a shard a layer; or finish what an earlier call began.
 
     Args:
         path_or_repo_id: a folder or a repository, as `AutoModel.from_pretrained` takes it, or a single file of weights.

@@ -22,7 +22,7 @@ def operands(
 ) -> tuple[Quantized, torch.Tensor, torch.Tensor, torch.Tensor]:
     """What kernels are given of a stored tensor: its form, codes, float32 scales and what codes mean.
 
-    Scales that are quantized themselves are made anew, n / 64 float32 where `read` puts the parts; all else is what it
+    Scales that are quantized themselves are made again, n / 64 float32 where `read` puts the parts; all else is what it
     reads.
 
     Args:
