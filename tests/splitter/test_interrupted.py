@@ -292,6 +292,7 @@ def test_no_command_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
 
 ENDED = """
 import os, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored
 from rabbitllm import durable
 from tests.support.splitting import Call
 def end(step):
@@ -326,15 +327,16 @@ def test_handlers_of_the_caller_stay_and_ours_end_with_the_split(tmp_path: Path)
     def own(number: int, frame: object) -> None:
         raise AssertionError
 
-    before = signal.signal(signal.SIGTERM, own)
+    before = signal.signal(signal.SIGTERM, own), signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored
     try:
         with telling_how_to_go_on(tmp_path):
             assert signal.getsignal(signal.SIGTERM) is own
             assert callable(signal.getsignal(signal.SIGHUP))
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+        thread = threading.Thread(target=lambda: telling_how_to_go_on(tmp_path).__enter__())
+        thread.start()
+        thread.join()
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
     finally:
-        signal.signal(signal.SIGTERM, before)
-    thread = threading.Thread(target=lambda: telling_how_to_go_on(tmp_path).__enter__())
-    thread.start()
-    thread.join()
-    assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGHUP, before[1])
