@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent.parent
 CELL = f"""
     import sys, time
     sys.path.insert(0, {str(ROOT)!r})
-    from rabbitllm import progress
+    from rabbitllm.base import progress
     from rabbitllm.display import region
     from rabbitllm.display.split_display import shown
     region.REFRESH_SECONDS = region.NOTEBOOK_SECONDS = region.LINE_SECONDS = 0.02

@@ -201,7 +201,7 @@ def test_a_forked_child_writes_undisturbed() -> None:
 def test_ctrl_c_leaves_the_screen_clean() -> None:
     body = """
         import os, signal
-        from rabbitllm import progress
+        from rabbitllm.base import progress
         from rabbitllm.display.split_display import shown
         try:
             with shown():

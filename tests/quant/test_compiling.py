@@ -25,7 +25,7 @@ try:
     numba.njit(cache=True)(lambda: 1)
 except RuntimeError as error:
     print("numba:", error)
-from rabbitllm.store import packed_kernels, packed_products, vectors
+from rabbitllm.quant import packed_kernels, packed_products, vectors
 from rabbitllm.quant.compression import quantize
 assert quantize._compiled_kernels_agree("4bit")
 assert packed_products._kernel_agrees("4bit") == bool(vectors.lanes())
@@ -50,7 +50,7 @@ def test_the_kernels_are_kept_for_the_next_process(tmp_path: Path) -> None:
 import warnings
 from numba.core.errors import NumbaWarning
 warnings.simplefilter("error", NumbaWarning)
-from rabbitllm.store import packed_kernels, vectors
+from rabbitllm.quant import packed_kernels, vectors
 for scheme, width in packed_kernels._FUNCTIONS:
     if width == 32 and vectors.multiplies_pairs() or width <= vectors.lanes():
         packed_kernels.in_a_team(scheme, width)

@@ -46,7 +46,7 @@ def test_a_team_of_fewer_threads_than_asked_for_does_all_of_the_work(limit: int)
     """As where the number of threads is limited: in a process of its own, since libgomp reads that once."""
     code = """
 import torch
-from rabbitllm.store import packed_products
+from rabbitllm.quant import packed_products
 from tests.quant.test_packed_products import inputs, matrix
 from rabbitllm.quant.openmp import torchs_team
 from rabbitllm.quant.packed_products import Matrix, kernel_for

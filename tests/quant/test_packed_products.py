@@ -134,7 +134,7 @@ def test_which_processors_have_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("given", [{"NUMBA_CPU_NAME": "generic"}, {"NUMBA_CPU_FEATURES": "+sse4.2,-avx2,-fma"}])
 def test_a_compiler_that_may_use_less_than_the_processor_has(given: dict[str, str], tmp_path: Path) -> None:
     """Asked for instructions that it may not use, it would end the process."""
-    code = "from rabbitllm.store import packed_products as p, vectors as v; print(v.lanes(), p._kernel_agrees('4bit'))"
+    code = "from rabbitllm.quant import packed_products as p, vectors as v; print(v.lanes(), p._kernel_agrees('4bit'))"
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_CPU_")}
     environment = {**inherited, **given, "NUMBA_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
@@ -311,7 +311,7 @@ _IN_A_PROCESS = """
 import sys
 import torch
 from tests.quant.test_packed_products import assert_products, inputs, matrix, meant
-from rabbitllm.store import packed_products
+from rabbitllm.quant import packed_products
 for key in sys.argv[1:]:
     scheme, width = key.split("-")
     for worth in (1 << 10, 1 << 30):  # by threads of a team, and by one

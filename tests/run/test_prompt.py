@@ -133,7 +133,7 @@ HUGE = (Path(__file__).parent / "templates_that_make_too_much.txt").read_text().
 ONE_BY_ONE = """
 import resource, sys
 from tests.run.test_prompt import HUGE
-from rabbitllm.run import template
+from rabbitllm.generation import template
 from rabbitllm.run.prompt import prompt_ids
 from tests.support.builders import make_tokenizer
 

@@ -293,7 +293,7 @@ def test_no_command_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
 ENDED = """
 import os, signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored
-from rabbitllm import durable
+from rabbitllm.storage import durable
 from tests.support.splitting import Call
 def end(step):
     if number and step.kind == "unlink" and step.path.name.endswith("-of-00003.safetensors"):

@@ -27,7 +27,7 @@ MIB = 1 << 20
 HOLD = """
 import sys
 from pathlib import Path
-from rabbitllm import folder_lock
+from rabbitllm.storage import folder_lock
 hold = getattr(folder_lock, sys.argv[2])(Path(sys.argv[1]), folder_lock.FolderKind.SOURCE)
 print("in", flush=True)
 sys.stdin.readline()
@@ -147,7 +147,7 @@ def test_a_fork_that_ends_takes_no_lock_away(tmp_path: Path) -> None:
     code = f"""
 import os, sys
 from pathlib import Path
-from rabbitllm import folder_lock
+from rabbitllm.storage import folder_lock
 hold = folder_lock.exclusive(Path({str(tmp_path)!r}), folder_lock.FolderKind.SOURCE)
 child = os.fork()
 if not child:
