@@ -19,11 +19,11 @@ from rabbitllm.base.options import expand
 from rabbitllm.base.terminal import size
 from rabbitllm.checkpoints.hub_cache import folder_name
 from rabbitllm.checkpoints.index import ENTRY_NAMES, META_PARAMETERS
-from rabbitllm.prepare.locations import HOME_VARIABLE, LOCAL_FOLDER, home, local_folder_name
 from rabbitllm.splitter.watch import disk_bytes
 from rabbitllm.storage import durable
 from rabbitllm.storage.folders import KAGGLE_BYTES
 from rabbitllm.store.layer_store import MANIFEST_NAME
+from rabbitllm.store.locations import HOME_VARIABLE, LOCAL_FOLDER, home, local_folder_name
 
 logger = logging.getLogger(__name__)
 

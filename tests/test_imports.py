@@ -111,7 +111,8 @@ print(torch.cuda.is_available())
 
 
 @pytest.mark.parametrize(
-    "module", ["errors", "options", "durable", "profiler", "profiling.picture", "progress", "version"]
+    "module",
+    ["errors", "base.options", "base.progress", "storage.durable", "telemetry.profiler", "display.picture", "version"],
 )
 def test_the_ground_floor_stands_alone(module: str) -> None:
     loaded = set(python(f"import sys; import rabbitllm.{module}; print(*sys.modules)").split())

@@ -12,7 +12,7 @@ import pytest
 
 from rabbitllm import notebooks
 from rabbitllm.notebooks import ELSEWHERE, HF_HOME, KAGGLE_BYTES, Places
-from rabbitllm.prepare.locations import HOME_VARIABLE, LOCAL_FOLDER, local_folder_name
+from rabbitllm.store.locations import HOME_VARIABLE, LOCAL_FOLDER, local_folder_name
 from tests.support.builders import build_checkpoint
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.splitting import split

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def complete_model(incomplete: str) -> list[str]:
     """What a shell may go on with: models that are split here, and paths."""
-    from rabbitllm.prepare import locations
+    from rabbitllm.store import locations
 
     known = [name for name in locations.known_names() if name.lower().startswith(incomplete.lower())]
     path = Path(incomplete)

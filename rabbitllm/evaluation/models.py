@@ -19,8 +19,8 @@ from rabbitllm.engine.devices import resolve_devices
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.errors import CheckpointError, QualityError
 from rabbitllm.models.library.find import compression_here
-from rabbitllm.prepare.model_name import meant
 from rabbitllm.store.layer_store import directory_name, read_manifest
+from rabbitllm.store.model_name import meant
 
 SHARE = 3
 """One part in so many of free memory is for the weights of each model, where nobody says: a pass reads each weight

@@ -24,9 +24,7 @@ from rabbitllm.errors import (
     SplitMismatchError,
     system_errors_by_name,
 )
-from rabbitllm.prepare import locations
 from rabbitllm.prepare.finished import refuse_another
-from rabbitllm.prepare.model_name import meant, with_near_names
 from rabbitllm.prepare.source import Sought, Source
 from rabbitllm.prepare.weights import open_folder
 from rabbitllm.splitter import journal
@@ -34,6 +32,7 @@ from rabbitllm.splitter.finish import STAGING_NAME
 from rabbitllm.splitter.lock import locked
 from rabbitllm.storage import folder_lock
 from rabbitllm.storage.folder_lock import FolderKind
+from rabbitllm.store import locations
 from rabbitllm.store.layer_store import (
     JOURNAL_NAME,
     MANIFEST_NAME,
@@ -43,6 +42,7 @@ from rabbitllm.store.layer_store import (
     is_legacy,
     read_manifest,
 )
+from rabbitllm.store.model_name import meant, with_near_names
 
 logger = logging.getLogger(__name__)
 

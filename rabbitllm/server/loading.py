@@ -15,8 +15,8 @@ from rabbitllm.engine.devices import resolve_devices
 from rabbitllm.generation.beside_weights import left_to_requests
 from rabbitllm.models.pull.loaded import load, pulled
 from rabbitllm.models.pull.make import Wish
-from rabbitllm.prepare.model_name import meant
 from rabbitllm.server.embeddings import PoolingRecipe, recipe_in
+from rabbitllm.store.model_name import meant
 
 
 @dataclass(frozen=True, slots=True)

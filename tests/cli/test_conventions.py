@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from rabbitllm.cli import exit_codes
 from rabbitllm.cli.arguments import complete_model
 from rabbitllm.cli.main import app
-from rabbitllm.prepare import locations
+from rabbitllm.store import locations
 from tests.support.builders import build_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -160,5 +160,5 @@ def test_help_and_completion_import_nothing_heavy() -> None:
     code = "import sys; import rabbitllm.cli.main; from rabbitllm.cli.arguments import complete_model; "
     code += "complete_model('x'); print(*sys.modules)"
     loaded = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split())
-    assert "rabbitllm.prepare.locations" in loaded
+    assert "rabbitllm.store.locations" in loaded
     assert not {"torch", "transformers", "numpy", "bitsandbytes", "numba", "psutil"} & loaded

@@ -108,7 +108,7 @@ def test_what_a_kernel_is_made_with_renews_it(tmp_path: Path, monkeypatch: pytes
 
 def test_all_that_goes_into_a_kernel_is_told() -> None:
     def sources(module: ModuleType) -> set[str]:
-        return {name.removeprefix("rabbitllm.store.") for name in kernel_sources.sources_of(module.__name__)}
+        return {name.removeprefix("rabbitllm.quant.") for name in kernel_sources.sources_of(module.__name__)}
 
     assert sources(panel_kernels) >= {"panel_kernels", "packed_codes", "code_tables", "vectors", "row_team"}
     assert sources(bfloat_kernels) >= {"bfloat_kernels", "vectors", "row_team", "compiling"}

@@ -128,7 +128,7 @@ def _measured(
     rates: list[Speed] = []
 
     def all_of_it() -> tuple[str, ...]:
-        from rabbitllm.prepare import locations
+        from rabbitllm.store import locations
 
         with speeds.bench_at(locations.home(), outlooks.MIN_FREE_BYTES) as bench:
             for measure, what in speeds.measurements(bench):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from rabbitllm.prepare import locations
 from rabbitllm.storage.folders import KAGGLE_TMP, KAGGLE_WORKING, Folder, Host, file_systems, folder_of
+from rabbitllm.store import locations
 
 SPLITS = "splits of hub models"
 CACHE = "hub cache"

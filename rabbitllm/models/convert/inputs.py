@@ -34,7 +34,6 @@ from rabbitllm.errors import (
     UnknownArchitectureError,
 )
 from rabbitllm.formats.shard_header import read_shard_header
-from rabbitllm.prepare import locations
 from rabbitllm.quant.compression import DOUBLE
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.finish import clear_away, discard_original
@@ -42,6 +41,7 @@ from rabbitllm.splitter.interrupted import telling_how_to_go_on
 from rabbitllm.splitter.lock import locked
 from rabbitllm.splitter.request import Acceptance, SplitRequest
 from rabbitllm.splitter.split import split
+from rabbitllm.store import locations
 from rabbitllm.store.chosen import AUTO
 from rabbitllm.store.layer_store import directory_name, is_finished, read_manifest
 

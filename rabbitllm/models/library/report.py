@@ -17,7 +17,7 @@ from rabbitllm.models.library.entry import DAMAGED, HALF_REMOVED, UNFINISHED, WH
 from rabbitllm.models.library.original import Original
 from rabbitllm.models.library.remove import Removal
 from rabbitllm.models.library.show import Shown
-from rabbitllm.prepare import locations
+from rabbitllm.store import locations
 
 _COLUMNS = (
     Column("name"),

@@ -23,7 +23,7 @@ from rabbitllm.models.library.config_facts import ConfigFacts, config_facts
 from rabbitllm.models.library.entry import WHOLE, SplitEntry, as_record
 from rabbitllm.models.library.find import of_model
 from rabbitllm.models.library.original import Original, original_of
-from rabbitllm.prepare.model_name import meant
+from rabbitllm.store.model_name import meant
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from rabbitllm.errors import SplitError
 from rabbitllm.models.library.entry import HALF_REMOVED, look
 from rabbitllm.models.library.original import original_of
 from rabbitllm.models.library.remove import plan_removal, refuse_only_copy, remove
-from rabbitllm.prepare import locations
 from rabbitllm.splitter.lock import locked
 from rabbitllm.storage.durable import Step, observe_steps
+from rabbitllm.store import locations
 from rabbitllm.store.layer_store import MANIFEST_NAME
 from tests.support.builders import build_checkpoint, cut, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment

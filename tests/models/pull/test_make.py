@@ -14,7 +14,7 @@ from rabbitllm.errors import NotEnoughSpaceException, OptionError, UnknownArchit
 from rabbitllm.models.library.entry import WHOLE
 from rabbitllm.models.pull.make import Pulled, Shards, Wish, dry_run, dry_run_record, pull, pulled_record
 from rabbitllm.models.pull.report import next_command
-from rabbitllm.prepare import locations
+from rabbitllm.store import locations
 from tests.support.builders import build_checkpoint
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rabbitllm.prepare import locations
+from rabbitllm.store import locations
 from tests.support.hub_fixtures import HubEnvironment
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -16,7 +16,7 @@ from rabbitllm.base.options import expand
 from rabbitllm.checkpoints.index import META_PARAMETERS, WEIGHT_SUFFIXES, is_index, is_meta, is_rank, read_index
 from rabbitllm.checkpoints.local import entry_in
 from rabbitllm.errors import CheckpointNotFoundError, OptionError, RabbitLLMError
-from rabbitllm.prepare import locations
+from rabbitllm.store import locations
 from rabbitllm.store.layer_store import SPLIT_DIRECTORY
 
 _Error = TypeVar("_Error", bound=RabbitLLMError)
