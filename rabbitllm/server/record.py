@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from rabbitllm.base.terminal import counted, harmless
 from rabbitllm.generation.request import Finished
 
-logger = logging.getLogger("rabbitllm.serve.requests")
+logger = logging.getLogger("rabbitllm.server.requests")
 
 SCOPE_KEY = "rabbitllm.record"
 """Where the record of a request is in its ASGI scope."""

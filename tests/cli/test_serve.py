@@ -118,11 +118,11 @@ def test_it_says_where_it_is_and_ends_when_all_is_answered(endless: Path) -> Non
                 r"POST /v1/chat/completions 200, \d+ \+ 64 tokens, first after [\d.]+ s, then [\d.]+ tokens/s"
             )
         answers: list[Any] = []
-        thread = ask(address, 300, answers)
+        thread = ask(address, 100, answers)
         runs(address)
         process.process.send_signal(signal.SIGTERM)
         thread.join()
-        assert answers[0]["usage"]["completion_tokens"] == 300
+        assert answers[0]["usage"]["completion_tokens"] == 100
         assert process.ended() == exit_codes.SUCCESS
         assert "ending: what runs is finished, within 30 s" in process.said
         assert "Traceback" not in process.said
