@@ -50,6 +50,9 @@ if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
 
 BITS = frozenset(
     [
+        "frozen/test_families.py",
+        "frozen/test_generate.py",
+        "frozen/test_on_disk.py",
         "generation/test_answer.py",
         "generation/test_batch.py",
         "generation/test_caches.py",
