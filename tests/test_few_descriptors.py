@@ -43,6 +43,7 @@ def status_of(act: object, folder: Path) -> int:
     return subprocess.run(command, cwd=ROOT, env={**os.environ, **threads}, check=False, timeout=600).returncode
 
 
+@pytest.mark.long
 def test_it_is_split_sequentially_after_a_kill_and_loaded(folder: Path) -> None:
     assert status_of(split_until_killed, folder) == -signal.SIGKILL
     half = folder / "model" / "splitted_model"

@@ -15,6 +15,7 @@ from rabbitllm.errors import CheckpointNotFoundError, OptionError, SplitError
 from tests.support.builders import build_checkpoint, cut, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
+from tests.support.quick_measuring import quick_measuring  # noqa: F401  a fixture that applies by itself
 from tests.support.splitting import Call, contents, interrupted
 
 REPO = "org/rabbit"

@@ -50,6 +50,7 @@ def test_against_itself_nothing_is_lost(packed: Path) -> None:
     assert "100%" in quality(str(packed), "--against", str(packed)).stdout
 
 
+@pytest.mark.long
 def test_errors_are_one_message(packed: Path, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("A hare.", encoding="utf-8")
     command = [sys.executable, "-m", "rabbitllm", "quality", str(packed), "--text", str(tmp_path / "short.txt"), *SHORT]

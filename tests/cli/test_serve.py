@@ -107,6 +107,7 @@ def runs(address: str) -> None:
             time.sleep(0.02)
 
 
+@pytest.mark.long
 def test_it_says_where_it_is_and_ends_when_all_is_answered(endless: Path) -> None:
     with serving(endless) as (process, address):
         process.until("split         made, in ")

@@ -201,6 +201,7 @@ def test_closing_ends_the_reading_thread(opened: Opened) -> None:
         loader.take(LAYERS[1])
 
 
+@pytest.mark.long
 def test_an_uncompressed_model_is_loaded_and_run_without_bitsandbytes(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama")
     code = (

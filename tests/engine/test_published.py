@@ -23,6 +23,7 @@ from tests.engine.test_fake_gpu import run_on
 from tests.support import quantized, splitting
 from tests.support.builders import SINGLE_NAME, build_checkpoint, read_tensors, reference_logits
 from tests.support.fake_gpu import FakeGpu
+from tests.support.quick_measuring import quick_measuring  # noqa: F401  a fixture that applies by itself
 from tests.support.tiny_models import ALL, INPUT, assert_same, load, run, split, tiers
 
 pytestmark = pytest.mark.skipif(

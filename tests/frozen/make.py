@@ -6,6 +6,7 @@ calls it: golden data are written once, and again only where a change is meant a
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import sys
@@ -14,12 +15,19 @@ from pathlib import Path
 
 import torch
 
+from tests.frozen.support import golden
 
-def main(names: list[str]) -> None:
+
+def main(arguments: list[str]) -> None:
     """Write the golden data of these modules; without names, of all that have any."""
+    parser = argparse.ArgumentParser(prog="python -m tests.frozen.make")
+    parser.add_argument("names", nargs="*", metavar="MODULE")
+    parser.add_argument("--into", type=Path, default=golden.FOLDER, help="a folder to write them to")
+    asked = parser.parse_args(arguments)
+    golden.FOLDER = asked.into
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    found = names or [path.stem for path in sorted(Path(__file__).parent.glob("test_*.py"))]
+    found = asked.names or [path.stem for path in sorted(Path(__file__).parent.glob("test_*.py"))]
     for name in found:
         module = importlib.import_module(f"tests.frozen.{name}")
         if hasattr(module, "make"):

@@ -17,7 +17,7 @@ from tests.frozen.support.states import SCHEMES
 from tests.frozen.test_on_disk import digests, golden_digests
 from tests.support.one_thread import one_thread as one_thread
 
-DRAWN = 6
+DRAWN = 4
 """Steps from which on nothing is carried out in the short run."""
 
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent.parent
     ("family", "first", "count"),
     [
         ("llama", 0, 8),
-        ("qwen3_moe", 5_000, 8),
+        pytest.param("qwen3_moe", 5_000, 8, marks=pytest.mark.long),
         *(pytest.param("llama", 100 + 250 * part, 250, marks=pytest.mark.long) for part in range(4)),
         *(pytest.param("qwen3_moe", 5_100 + 250 * part, 250, marks=pytest.mark.long) for part in range(4)),
     ],

@@ -151,6 +151,7 @@ for tokenizer.chat_template in HUGE:
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process as Linux does")
 def test_an_operation_of_a_template_that_makes_too_much() -> None:
     """In a process of its own, which may not take the memory."""

@@ -169,6 +169,7 @@ def under_load(server: ServedModel, asked: list[Question], kinds: list[Kind], se
     return slope(seen)
 
 
+@pytest.mark.long
 def test_clients_of_every_kind(server: ServedModel, few: list[Question]) -> None:
     under_load(server, few, crowd(14, silence=2, tokens=50), seconds=6)
 

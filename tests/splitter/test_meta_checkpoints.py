@@ -48,6 +48,7 @@ from tests.support.meta_files import (
 from tests.support.peak import Peak
 from tests.support.plans import uses_of
 from tests.support.power_cut import Recorder
+from tests.support.quick_measuring import quick_measuring  # noqa: F401  a fixture that applies by itself
 from tests.support.scenes import sample
 from tests.support.splitting import Call, contents, layer_files, names_in, split, steps_of
 

@@ -53,6 +53,7 @@ from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import Faults, LocalHub
 from tests.support.peak import Peak
 from tests.support.plans import uses_of
+from tests.support.quick_measuring import quick_measuring  # noqa: F401  a fixture that applies by itself
 from tests.support.scenes import sample
 from tests.support.splitting import Call, contents, interrupted, layer_files, names_in, split, steps_of
 from tests.support.torch_files import archive, pack

@@ -109,7 +109,6 @@ PARTS: Mapping[str, int] = {
     "test_auto_model.py::test_ways_to_generate": 2,
     "test_documented_commands.py::test_benchmark": 36,
     "test_documented_commands.py::test_command": 48,
-    "test_few_descriptors.py::test_it_is_split_sequentially_after_a_kill_and_loaded": 2,
     "test_rabbitllm_1_names.py::test_constructing_any_class_gives_the_model": 3,
     "test_supported_models.py::test_generating_class": 150,
 }
