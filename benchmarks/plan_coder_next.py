@@ -33,10 +33,10 @@ from benchmarks.report import Table, describe_machine
 from rabbitllm.base.options import StreamOptions
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.naming import assign_layers
-from rabbitllm.engine.blueprint import Blueprint, blueprint
 from rabbitllm.engine.costs import unit_costs
 from rabbitllm.engine.devices import CpuDevice, Device
 from rabbitllm.engine.experts import expert_costs
+from rabbitllm.engine.load_plan import LoadPlan, blueprint
 from rabbitllm.engine.placement import Budget
 from rabbitllm.engine.placing import place
 from rabbitllm.estimate.generation import PROMPT_TOKENS, Experts
@@ -44,7 +44,7 @@ from rabbitllm.estimate.predict import experts_of
 from rabbitllm.estimate.routing import RoutedWork, routed_work
 from rabbitllm.estimate.work import UnitWork, work_of
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.splitter.disk_use import Arrival, disk_use
+from rabbitllm.splitter.disk_use import ShardTransfer, disk_use
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan
 from rabbitllm.splitter.planned_files import PlannedFiles
 
@@ -134,7 +134,7 @@ def split_plan(model: Model, compression: str | None) -> SplitPlan:
     return make_plan(source, tuple(shards), assign_layers(names, "qwen3_next"), compression)
 
 
-def drawn_on(model: Model, plan: SplitPlan, machines: Sequence[Tiers]) -> list[Blueprint]:
+def drawn_on(model: Model, plan: SplitPlan, machines: Sequence[Tiers]) -> list[LoadPlan]:
     """The model on each machine."""
     made = []
     with tempfile.TemporaryDirectory() as folder:
@@ -152,7 +152,7 @@ def drawn_on(model: Model, plan: SplitPlan, machines: Sequence[Tiers]) -> list[B
     return made
 
 
-def row_of(tiers: Tiers, drawn: Blueprint) -> Row:
+def row_of(tiers: Tiers, drawn: LoadPlan) -> Row:
     """What a token takes there."""
     routed, units = routed_work(drawn), work_of(drawn)
     experts = experts_of(routed)
@@ -194,7 +194,7 @@ def _experts_seconds(routed: Sequence[RoutedWork], config: Any) -> float:
     return sum(one.used * (one.expert_bytes + 2 * made) for one in routed) / MEMORY_RATE
 
 
-def _taken(drawn: Blueprint, units: Sequence[UnitWork], experts: Sequence[Experts], device: str) -> int:
+def _taken(drawn: LoadPlan, units: Sequence[UnitWork], experts: Sequence[Experts], device: str) -> int:
     pools = sum(pool.nbytes for pool in drawn.placement.pools if pool.device == device)
     return pools + sum(product.nbytes for unit in units if unit.device == device for product in unit.products)
 
@@ -255,7 +255,7 @@ def table_of(rows: Sequence[Row]) -> Table:
 
 def disk_of(plan: SplitPlan) -> dict[str, int]:
     """The peak of the split directory, by the way that shards arrive."""
-    return {way.value: disk_use(plan, arrival=way).created for way in Arrival}
+    return {way.value: disk_use(plan, arrival=way).created for way in ShardTransfer}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

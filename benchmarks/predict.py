@@ -107,7 +107,7 @@ def measure(run: PredictRun, workload: Workload, work: Path) -> None:
     label = f"predict-{run.row.replace(' ', '-')}-{run.turn}"
     job = {"task": "predict", **common, "options": {**nowhere, **options}}
     read = [workload.checkpoint, workload.splits]
-    foretold = run_worker(THIS, job, work, f"{label}-plan", read)
+    predicted = run_worker(THIS, job, work, f"{label}-plan", read)
     place = {"layer_shards_saving_path": str(workload.saving_path(ROWS[run.row][0]))}
     job = {
         "task": "decode",
@@ -118,7 +118,7 @@ def measure(run: PredictRun, workload: Workload, work: Path) -> None:
         "tokens": workload.tokens,
     }
     outcome = run_worker(THIS, job, work, label, read)
-    run.take_answer(foretold.answer | outcome.answer)
+    run.take_answer(predicted.answer | outcome.answer)
     run.take_from(outcome)
 
 

@@ -27,8 +27,8 @@ from typing import Any
 from benchmarks import command_line
 from rabbitllm.batch_jobs.items import BatchAnswer, Generate, Item, JobLimits
 from rabbitllm.models.pull.make import Wish
-from rabbitllm.ray.answerer import About, WorkerJob
-from rabbitllm.ray.chunks import Staff
+from rabbitllm.ray.answerer import WorkerInfo, WorkerJob
+from rabbitllm.ray.chunks import WorkerPool
 from rabbitllm.ray.ray_answers import RayAnswers
 
 LINES, AT_A_TIME, WORKERS = 64, 8, 4
@@ -148,8 +148,8 @@ class Sleeper:
         self.log = Path(job.name)
         begin_work(self.log)
 
-    def ready(self) -> About:
-        return About("here", os.getpid(), None, None, "nothing")
+    def ready(self) -> WorkerInfo:
+        return WorkerInfo("here", os.getpid(), None, None, "nothing")
 
     def answer(self, items: Sequence[Item]) -> Generator[list[BatchAnswer]]:
         for one in items:
@@ -159,7 +159,7 @@ class Sleeper:
 
 def by_actors(log: Path, lines: int) -> Iterator[int]:
     """Chunks of as many lines."""
-    workers = RayAnswers(Staff(WORKERS, 1, 0, WORKERS), WorkerJob(Wish("none"), str(log), JobLimits()), Sleeper)
+    workers = RayAnswers(WorkerPool(WORKERS, 1, 0, WORKERS), WorkerJob(Wish("none"), str(log), JobLimits()), Sleeper)
     chunks = [range(at, at + AT_A_TIME) for at in range(0, lines, AT_A_TIME)]
     for group in workers.answered(chunks, lambda index: Item(index, index, Generate("", 1))):
         yield from (one.index for one in group)

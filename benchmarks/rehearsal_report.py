@@ -17,7 +17,7 @@ from benchmarks.sampler import INTERVAL_SECONDS, peak_of, thinned
 from benchmarks.spot_check import SpotCheck, named
 from rabbitllm.store.verify import Verification
 
-MOST_POINTS = 600
+MAX_POINTS = 600
 """Of the curve that is kept."""
 DISTRIBUTIONS = ("torch", "bitsandbytes", "numba", "huggingface_hub", "safetensors", "transformers")
 SAMPLE_FIELDS = ("seconds", "[split directory, hub cache]", "fetched shards", "sent", "anonymous", "resident")
@@ -230,7 +230,7 @@ def write(base: Path, title: str, outcome: Outcome, around: Surroundings, notes:
 
 def _drawing(outcome: Outcome) -> str:
     setting, need = outcome.setting, outcome.standard_route
-    samples = thinned(outcome.rehearsal.samples, MOST_POINTS)
+    samples = thinned(outcome.rehearsal.samples, MAX_POINTS)
     points = [curve.Point(s.seconds, layer_bytes(s), s.disk_total - layer_bytes(s)) for s in samples]
     levels = [
         curve.Level(need, f"standard route: {_size(need)}", "#777"),
@@ -245,7 +245,7 @@ def _raw(title: str, outcome: Outcome, around: Surroundings, notes: Sequence[str
     setting, made = outcome.setting, outcome.setting.made
     took = asdict(outcome.rehearsal)
     del took["folder"]
-    took["samples"] = [list(asdict(sample).values()) for sample in thinned(outcome.rehearsal.samples, MOST_POINTS)]
+    took["samples"] = [list(asdict(sample).values()) for sample in thinned(outcome.rehearsal.samples, MAX_POINTS)]
     return {
         "title": title,
         **asdict(around),

@@ -23,7 +23,7 @@ from benchmarks.scale_check import Check, checks
 from benchmarks.scale_facts import EPYC, HOSTS, XEON, Figure, Host
 from benchmarks.scale_pace import (
     ANSWER,
-    MOST_SEQUENCES,
+    MAX_SEQUENCES,
     PROMPT,
     Outcome,
     batches,
@@ -117,7 +117,7 @@ def crossings(hosts: Sequence[Host]) -> Table:
             continue
         told = _told((one.step.bound, one.sequences) for one in found)
         prompts = next((one.sequences for one in found if one.prompt.bound == "compute"), None)
-        end = str(found[-1].sequences) if found[-1].sequences < MOST_SEQUENCES else f"over {MOST_SEQUENCES}"
+        end = str(found[-1].sequences) if found[-1].sequences < MAX_SEQUENCES else f"over {MAX_SEQUENCES}"
         lines.append([_named(host, model, compression), told, str(prompts) if prompts else NOTHING, end])
     return Table(["machine, model", "a step is limited by", "prompts: compute from", "keys, values: at most"], lines)
 

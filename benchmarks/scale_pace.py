@@ -24,7 +24,7 @@ from rabbitllm.estimate.routing import RoutedWork
 
 PROMPT, ANSWER = 512, 32
 """Tokens of each sequence: what is asked, and what is made."""
-MOST_SEQUENCES = 4096
+MAX_SEQUENCES = 4096
 DISK, LINK, MEMORY, COMPUTE, PYTHON, NETWORK = "disk", "link", "memory", "compute", "Python", "network"
 
 
@@ -195,7 +195,7 @@ def groups(host: Host, drawn: Drawn) -> Iterator[Outcome]:
 
 
 def _while_there_is_room(outcome: Callable[[int], Outcome | None]) -> Iterator[Outcome]:
-    for power in range(int(math.log2(MOST_SEQUENCES)) + 1):
+    for power in range(int(math.log2(MAX_SEQUENCES)) + 1):
         found = outcome(1 << power)
         if found is None:
             return

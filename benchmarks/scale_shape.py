@@ -21,10 +21,10 @@ import torch
 from benchmarks.plan_coder_next import PaperGpu
 from benchmarks.scale_facts import Host
 from rabbitllm.base.options import StreamOptions
-from rabbitllm.engine.blueprint import Blueprint, blueprint
 from rabbitllm.engine.costs import unit_costs
 from rabbitllm.engine.devices import CpuDevice, Device
 from rabbitllm.engine.experts import expert_costs
+from rabbitllm.engine.load_plan import LoadPlan, blueprint
 from rabbitllm.engine.placement import SLOTS, Budget, ExpertCost, UnitCost
 from rabbitllm.engine.placing import place
 from rabbitllm.estimate.doctor.models import published
@@ -135,7 +135,7 @@ class Drawn:
     """A model drawn for one or more GPUs, or for the processor, that can be placed with any limits."""
 
     shape: Shape
-    blueprint: Blueprint
+    blueprint: LoadPlan
     costs: tuple[UnitCost, ...]
     experts: tuple[ExpertCost, ...]
 

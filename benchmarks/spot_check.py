@@ -25,7 +25,7 @@ PIECE_BYTES = (16 << 10, 1 << 20)
 """Least and most of a matrix in one piece."""
 END_BYTES = 64 << 10
 """At most, of what a matrix ends with."""
-_MOST_NAMED = 5
+_MAX_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ def piece_elements(tensors: int) -> int:
 
 def named(wrong: tuple[str, ...]) -> str:
     """The first few of what is wrong."""
-    more = len(wrong) - _MOST_NAMED
-    return "; ".join(wrong[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
+    more = len(wrong) - _MAX_NAMED
+    return "; ".join(wrong[:_MAX_NAMED]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _compare(

@@ -68,7 +68,7 @@ BY_DEFAULT = [REFERENCE, "rabbitllm-1.1.0", "airllm-4.0.0", *OURS]
 HOSTS = ("disk", "RAM")
 SIZES = {"full": 6.0, "medium": 1.0, "tiny": 0.01}
 """GB, where `--size` says nothing."""
-MOST_MARGIN = 256 << 20
+MAX_MARGIN = 256 << 20
 """Of a cap, for activations and the KV cache of 20 tokens; an eighth of it, if that is less."""
 DISK_SAMPLE_BYTES = 2 << 30
 RUN_LIMIT_SECONDS = 1200
@@ -111,7 +111,7 @@ class Workload:
 
 def weights_bytes(cap: int) -> int:
     """What of a cap weights may take."""
-    return cap - min(cap // 8, MOST_MARGIN)
+    return cap - min(cap // 8, MAX_MARGIN)
 
 
 def prepare_files(row: str, workload: Workload, work: Path) -> None:
@@ -231,7 +231,7 @@ def refuse(said: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     made = command_line.parser(__doc__, 1, list(RUNNERS))
     made.set_defaults(only=BY_DEFAULT)
-    most = vram_model.MOST_GIGABYTES
+    most = vram_model.MAX_GIGABYTES
     made.add_argument("--size", type=float, help=f"GB of the model in bfloat16, at most {most:g} (default: 6)")
     made.add_argument("--vram", type=float, nargs="+", default=[2, 4, 8], help="GiB (default: 2 4 8)")
     made.add_argument("--hosts", nargs="+", choices=HOSTS, default=HOSTS, help="where the rest comes from")
@@ -259,8 +259,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if missing is not None:
         return refuse(missing)
     size = SIZES[options.scale] if options.size is None else options.size
-    if not 0 < size <= vram_model.MOST_GIGABYTES:
-        return refuse(f"--size is {size:g}; expected more than 0 and at most {vram_model.MOST_GIGABYTES:g} (GB).")
+    if not 0 < size <= vram_model.MAX_GIGABYTES:
+        return refuse(f"--size is {size:g}; expected more than 0 and at most {vram_model.MAX_GIGABYTES:g} (GB).")
     command_line.check_tokens(options)
     part = vram_model.model_of(size, tiny=options.scale == "tiny")
     # the checkpoint, one split, and what transformers writes where it has to cast to offload

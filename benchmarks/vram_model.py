@@ -16,7 +16,7 @@ from benchmarks.checkpoint import write_tokenizer
 from benchmarks.generated import Content
 from benchmarks.published import Checkpoint, Config, Model, Shard, checkpoint
 
-MOST_GIGABYTES = 25.0
+MAX_GIGABYTES = 25.0
 SHARD_BYTES = 1000**3
 _ONE = 0x3F80
 """In bfloat16."""

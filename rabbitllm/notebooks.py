@@ -19,7 +19,7 @@ from rabbitllm.base.options import expand
 from rabbitllm.base.terminal import size
 from rabbitllm.checkpoints.hub_cache import folder_name
 from rabbitllm.checkpoints.index import ENTRY_NAMES, META_PARAMETERS
-from rabbitllm.splitter.watch import disk_bytes
+from rabbitllm.splitter.disk_sampler import disk_bytes
 from rabbitllm.storage import durable
 from rabbitllm.storage.folders import KAGGLE_BYTES
 from rabbitllm.store.layer_store import MANIFEST_NAME

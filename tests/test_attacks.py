@@ -19,7 +19,7 @@ from tests.attacks import folders, json_files, pickles, protobuf_files, safetens
 from tests.attacks.watched_reading import Outcome
 
 ROOT = Path(__file__).parent.parent
-MOST_SECONDS = 60.0
+MAX_SECONDS = 60.0
 """Of the process's own time. On an idle machine none takes one second; this is no measurement."""
 LONGEST_MESSAGE = 1200
 
@@ -129,7 +129,7 @@ def test_nothing_is_opened_outside_or_for_writing(came: Came) -> None:
 
 
 def test_none_takes_long(came: Came) -> None:
-    assert not {(case.reader, case.name): o.seconds for case, o in came if o.seconds > MOST_SECONDS}
+    assert not {(case.reader, case.name): o.seconds for case, o in came if o.seconds > MAX_SECONDS}
 
 
 def test_the_watch_sees_what_it_is_for(tmp_path: Path) -> None:

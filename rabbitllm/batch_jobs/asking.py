@@ -20,12 +20,12 @@ from typing import Any
 from rabbitllm.batch_jobs.items import BatchAnswer, BatchCall, Defaults, Generate, Item
 from rabbitllm.errors import MissingPackageError
 from rabbitllm.generation.answer import Sampling, context_of, end_tokens
-from rabbitllm.generation.request import Delta, Ended, Finished, Request, TokenLogprob
-from rabbitllm.server.refusal import BROKEN, Refusal, bad
-from rabbitllm.server.settings import ModelFacts, Settings
+from rabbitllm.generation.request import Delta, Finished, FinishReason, Request, TokenLogprob
+from rabbitllm.server.api_error import BROKEN, APIError, bad
+from rabbitllm.server.settings import ModelLimits, Settings
 from rabbitllm.server.templates import Template
 
-FINISHES = {Ended.STOP: "stop", Ended.LENGTH: "length"}
+FINISHES = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 _SEEDS = (1 << 63) - 1
 
 
@@ -45,7 +45,7 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class PreparedItem:
     """An item, ready for the batch.
 
     Attributes:
@@ -63,7 +63,7 @@ class Wanted:
     text_of: Callable[[Delta], str] = lambda piece: piece.text
 
 
-class Desk:
+class RequestBuilder:
     """Makes requests of items.
 
     Args:
@@ -80,7 +80,7 @@ class Desk:
         self.ends = frozenset(end_tokens(model))
         self.name = name
 
-    def wanted(self, item: Item) -> Wanted:
+    def wanted(self, item: Item) -> PreparedItem:
         """What to ask the batch.
 
         Args:
@@ -108,7 +108,7 @@ class Desk:
             raise bad(f"Token {max(ids)} is not the model's, which has {self.vocabulary:,}.")
         return ids
 
-    def _own(self, item: Item, asked: Generate) -> Wanted:
+    def _own(self, item: Item, asked: Generate) -> PreparedItem:
         stop = asked.stop
         if isinstance(asked.given, str) or isinstance(asked.given[0], int):
             ids = self.ids_of(asked.given)
@@ -129,9 +129,9 @@ class Desk:
             samples = asked.temperature != 0
             sampling = Sampling(asked.temperature, asked.top_p if samples else None, seed)
             requests.append(Request(ids, most, sampling, stop))
-        return Wanted(item, tuple(requests), lambda answered: _own_line(item, answered))
+        return PreparedItem(item, tuple(requests), lambda answered: _own_line(item, answered))
 
-    def _call(self, item: Item, asked: BatchCall) -> Wanted:
+    def _call(self, item: Item, asked: BatchCall) -> PreparedItem:
         try:
             from rabbitllm.server.chat_answers import ChatChoices
             from rabbitllm.server.chat_requests import chat_asked
@@ -168,14 +168,14 @@ class Desk:
 
             return call_line(item, 200, envelope.whole(made, usage_of([one.finished for one in answered], n)))
 
-        return Wanted(item, requests, answer, likeliest is not None, text_of)
+        return PreparedItem(item, requests, answer, likeliest is not None, text_of)
 
     def _settings(self, defaults: Defaults) -> Settings:
         most = defaults.max_new_tokens
         return Settings(self.name, most_new_tokens=most, completion_new_tokens=most)
 
-    def _facts(self, defaults: Defaults) -> ModelFacts:
-        return ModelFacts(self.context, self.vocabulary, defaults.temperature or 0.0, defaults.top_p)
+    def _facts(self, defaults: Defaults) -> ModelLimits:
+        return ModelLimits(self.context, self.vocabulary, defaults.temperature or 0.0, defaults.top_p)
 
 
 def _text_of(piece: Delta) -> str:
@@ -201,7 +201,7 @@ def missing_pydantic(error: ImportError) -> MissingPackageError:
     )
 
 
-def error_line(item: Item, error: Refusal) -> Mapping[str, Any]:
+def error_line(item: Item, error: APIError) -> Mapping[str, Any]:
     """What is answered to an item that cannot be honoured."""
     if isinstance(item.asked, BatchCall):
         return call_line(item, error.status, error.as_object())

@@ -21,7 +21,7 @@ BAR = 24
 LEAST_BAR_COLUMNS = 70
 
 
-class Answering:
+class JobDisplay:
     """How far it is; see `live.region.Content`."""
 
     def __init__(self) -> None:

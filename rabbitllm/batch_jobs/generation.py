@@ -13,20 +13,20 @@ from typing import Any
 
 import torch
 
-from rabbitllm.batch_jobs.asking import Answered, Desk, Wanted, answer_of, error_line
+from rabbitllm.batch_jobs.asking import Answered, PreparedItem, RequestBuilder, answer_of, error_line
 from rabbitllm.batch_jobs.items import BatchAnswer, Item, JobLimits
-from rabbitllm.batch_jobs.lines import MOST_ANSWERS
+from rabbitllm.batch_jobs.lines import MAX_ANSWERS
 from rabbitllm.errors import BatchError, OptionError, RabbitLLMError
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.limits import Limits as BatchLimits
-from rabbitllm.generation.request import BatchStats, Delta, Ended, Event, Failed, Finished, TokenLogprob
-from rabbitllm.server.refusal import BROKEN, Refusal, bad
+from rabbitllm.generation.request import BatchStats, Delta, Event, Failed, Finished, FinishReason, TokenLogprob
+from rabbitllm.server.api_error import BROKEN, APIError, bad
 
 READY = 2
 """Times as many requests as run at a time are known to the batch: if all end at once, all can be replaced at once."""
 WHOLE_PROMPT = 1 << 30
 """Tokens of a prompt in one pass: nobody waits for a first token here, so that no prompt is cut but for memory."""
-MOST_REFUSED = 256
+MAX_REFUSED = 256
 """Lines that are an error, kept before they are told."""
 _ENDS_ALL = (OSError, MemoryError, BatchError)
 """What is no fault of the request that it happened to."""
@@ -47,7 +47,7 @@ class _Open:
         error: of one of them.
     """
 
-    def __init__(self, wanted: Wanted, done: queue.SimpleQueue[_Open]) -> None:
+    def __init__(self, wanted: PreparedItem, done: queue.SimpleQueue[_Open]) -> None:
         self.wanted = wanted
         self.error: Exception | None = None
         count = len(wanted.requests)
@@ -81,7 +81,7 @@ class _Open:
     @property
     def is_cut(self) -> bool:
         """Whether the batch ended before it was answered."""
-        return any(end is not None and end.ended not in (Ended.STOP, Ended.LENGTH) for end in self._ends)
+        return any(end is not None and end.ended not in (FinishReason.STOP, FinishReason.LENGTH) for end in self._ends)
 
     def answer(self) -> BatchAnswer:
         """The line."""
@@ -109,10 +109,10 @@ def generated(
         RabbitLLMError, OSError, MemoryError: the weights cannot be read any more, or memory is used up. Those lines
             have no answer then, and can be asked for again.
     """
-    desk = Desk(model, name)
+    desk = RequestBuilder(model, name)
     done: queue.SimpleQueue[_Open] = queue.SimpleQueue()
     most = READY * limits.sequences
-    waiting = most + MOST_ANSWERS
+    waiting = most + MAX_ANSWERS
     batch_limits = BatchLimits(
         *(limits.sequences, waiting, limits.cache_bytes, WHOLE_PROMPT, limits.exact),
         in_bulk=True,
@@ -158,14 +158,14 @@ class _Asking:
         at_end: whether there are no more.
     """
 
-    def __init__(self, desk: Desk, items: Iterator[Item]) -> None:
+    def __init__(self, desk: RequestBuilder, items: Iterator[Item]) -> None:
         self.at_end = False
         self._desk = desk
         self._items = items
-        self._next: Wanted | None = None
+        self._next: PreparedItem | None = None
         self._refused: list[BatchAnswer] = []
 
-    def next(self, room: int, *, alone: bool) -> Iterator[Wanted]:
+    def next(self, room: int, *, alone: bool) -> Iterator[PreparedItem]:
         """As many as there is room for.
 
         Args:
@@ -187,13 +187,13 @@ class _Asking:
         found, self._refused = self._refused, []
         return found
 
-    def _made(self) -> Wanted | None:
+    def _made(self) -> PreparedItem | None:
         for item in self._items:
             try:
                 return self._desk.wanted(item)
-            except Refusal as error:
+            except APIError as error:
                 self._refused.append(BatchAnswer(item.index, item.key, error_line(item, error), is_error=True))
-                if len(self._refused) >= MOST_REFUSED:  # or they would be kept until one is found that can be asked
+                if len(self._refused) >= MAX_REFUSED:  # or they would be kept until one is found that can be asked
                     return None
         self.at_end = True
         return None
@@ -242,5 +242,7 @@ def _ends_all(error: Exception) -> bool:
 
 
 def _refused(item: Item, error: Exception) -> BatchAnswer:
-    told = bad(error.problem) if isinstance(error, OptionError) else Refusal(BROKEN, f"{type(error).__name__}: {error}")
+    told = (
+        bad(error.problem) if isinstance(error, OptionError) else APIError(BROKEN, f"{type(error).__name__}: {error}")
+    )
     return BatchAnswer(item.index, item.key, error_line(item, told), is_error=True)

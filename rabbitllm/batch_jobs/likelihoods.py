@@ -16,15 +16,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rabbitllm.batch_jobs.asking import Desk, call_line, error_line, missing_pydantic
+from rabbitllm.batch_jobs.asking import RequestBuilder, call_line, error_line, missing_pydantic
 from rabbitllm.batch_jobs.items import BatchAnswer, BatchCall, Choose, Embed, Item, JobLimits, ScoreItem
 from rabbitllm.errors import RabbitLLMError
 from rabbitllm.generation.scoring import Room, Scored, ScoredText, score
-from rabbitllm.server.refusal import Refusal, bad
+from rabbitllm.server.api_error import APIError, bad
 
-MOST_TOKENS = 1 << 22
+MAX_TOKENS = 1 << 22
 """Given to scoring at a time. It makes as few passes of them as memory allows; more would only sit in memory here."""
-MOST_TEXTS = 1 << 16
+MAX_TEXTS = 1 << 16
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ def scored(model: Any, name: str, items: Iterator[Item], limits: JobLimits) -> I
         items: that ask for likelihoods or embeddings.
         limits: see `JobLimits`.
     """
-    desk = Desk(model, name)
+    desk = RequestBuilder(model, name)
     room = Room(memory_bytes=limits.cache_bytes, exact=limits.exact)
     at_end = False
     while not at_end:
@@ -61,14 +61,14 @@ def scored(model: Any, name: str, items: Iterator[Item], limits: JobLimits) -> I
         texts: list[ScoredText] = []
         refused: list[BatchAnswer] = []
         tokens = 0
-        while tokens < MOST_TOKENS and len(by_text) < MOST_TEXTS:
+        while tokens < MAX_TOKENS and len(by_text) < MAX_TEXTS:
             item = next(items, None)
             if item is None:
                 at_end = True
                 break
             try:
                 one = _open(desk, item, len(by_text))
-            except Refusal as error:
+            except APIError as error:
                 refused.append(BatchAnswer(item.index, item.key, error_line(item, error), is_error=True))
                 continue
             tokens += sum(len(text.context) + len(text.continuation) for text in one.texts)
@@ -84,7 +84,7 @@ def scored(model: Any, name: str, items: Iterator[Item], limits: JobLimits) -> I
                     yield [_answer(desk, one)]
 
 
-def _open(desk: Desk, item: Item, first: int) -> _Open:
+def _open(desk: RequestBuilder, item: Item, first: int) -> _Open:
     """
     Args:
         desk: makes tokens.
@@ -109,7 +109,7 @@ def _open(desk: Desk, item: Item, first: int) -> _Open:
     return _Open(item, texts, wanted_call)
 
 
-def _pair(desk: Desk, context: str, continuation: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _pair(desk: RequestBuilder, context: str, continuation: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     bare = context.rstrip()
     continuation = context[len(bare) :] + continuation
     if not bare:
@@ -128,7 +128,7 @@ def _pair(desk: Desk, context: str, continuation: str) -> tuple[tuple[int, ...],
     return before, behind
 
 
-def _embedding_call(asked: BatchCall, desk: Desk) -> Any:
+def _embedding_call(asked: BatchCall, desk: RequestBuilder) -> Any:
     try:
         from rabbitllm.server.completion_requests import listed
         from rabbitllm.server.embeddings import EmbeddingAsked
@@ -145,7 +145,7 @@ def _embedding_call(asked: BatchCall, desk: Desk) -> Any:
     return EmbeddingAsked(inputs, body.encoding_format == "base64", body.dimensions)
 
 
-def _answer(desk: Desk, one: _Open) -> BatchAnswer:
+def _answer(desk: RequestBuilder, one: _Open) -> BatchAnswer:
     found = [one.found[text.index] for text in one.texts]
     item = one.item
     for result in found:
@@ -156,7 +156,7 @@ def _answer(desk: Desk, one: _Open) -> BatchAnswer:
     return BatchAnswer(item.index, item.key, line, False, prompt, 0)
 
 
-def _line(desk: Desk, one: _Open, found: Sequence[Scored]) -> Mapping[str, Any]:
+def _line(desk: RequestBuilder, one: _Open, found: Sequence[Scored]) -> Mapping[str, Any]:
     item, asked = one.item, one.item.asked
     if isinstance(asked, ScoreItem):
         scores = [{"logprob": each.logprob, "tokens": each.tokens, "greedy": each.greedy} for each in found]
@@ -194,5 +194,5 @@ def _vector(found: Scored, *, normalise: bool) -> list[float]:
     return [value / length for value in found.embedding] if length else list(found.embedding)
 
 
-def _refusal(error: RabbitLLMError) -> Refusal:
+def _refusal(error: RabbitLLMError) -> APIError:
     return bad(error.problem)

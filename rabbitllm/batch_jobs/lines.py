@@ -32,9 +32,9 @@ from rabbitllm.errors import OptionError
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 POOLINGS: tuple[Pooling, ...] = ("last", "mean")
-MOST_ANSWERS = 128
+MAX_ANSWERS = 128
 """To one line."""
-MOST_KEY_CHARACTERS = 1_000
+MAX_KEY_CHARACTERS = 1_000
 _KINDS = ("prompt", "messages", "tokens", "continuation", "choices", "input")
 _OPTIONS = ("max_tokens", "max_new_tokens", "temperature", "top_p", "seed", "stop", "n", "pooling", "normalise")
 KEYS = frozenset({"id", "custom_id", "method", "url", "body", "context", *_KINDS, *_OPTIONS})
@@ -79,8 +79,8 @@ def key_of(value: Any, number: int) -> Key:
             continue
         if isinstance(found, bool) or not isinstance(found, str | int):
             raise LineError(f"{name} is {_kind(found)}; expected a text or a whole number")
-        if isinstance(found, str) and not 0 < len(found) <= MOST_KEY_CHARACTERS:
-            raise LineError(f"{name} has {len(found):,} characters; expected 1 to {MOST_KEY_CHARACTERS:,}")
+        if isinstance(found, str) and not 0 < len(found) <= MAX_KEY_CHARACTERS:
+            raise LineError(f"{name} has {len(found):,} characters; expected 1 to {MAX_KEY_CHARACTERS:,}")
         return found
     return number
 
@@ -151,7 +151,7 @@ def _generation(value: Mapping[str, Any], kind: str, index: int, defaults: Defau
     seed = _optional(value, "seed", int, lambda n: -_SEEDS <= n <= _SEEDS, "one of 64 bits", None)
     if seed is None and defaults.seed is not None:
         seed = (defaults.seed + index) & _SEEDS
-    n = _optional(value, "n", int, lambda n: 1 <= n <= MOST_ANSWERS, f"1 to {MOST_ANSWERS}", 1)
+    n = _optional(value, "n", int, lambda n: 1 <= n <= MAX_ANSWERS, f"1 to {MAX_ANSWERS}", 1)
     assert n is not None
     return Generate(what, most, temperature, top_p, seed, _stops(value, defaults), n)
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from rich.console import Console
 
+from rabbitllm.batch_jobs.input_scan import InputScan
 from rabbitllm.batch_jobs.order import CHARACTERS_OF_A_TOKEN, GENERATIONS
-from rabbitllm.batch_jobs.survey import InputScan
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.engine.devices import resolve_devices
@@ -35,7 +35,7 @@ SPARE_TOKENS = 256
 CACHE_SHARE = 2
 """One part in so many of what is free is what keys and values get where nobody says: no more for all that lines need,
 no less for all that a pass computes in."""
-MOST_PASS_SHARE = 4
+MAX_PASS_SHARE = 4
 """One part in so many of what is free is what a pass computes in, at most."""
 
 
@@ -102,7 +102,7 @@ def loaded(
         config = read_config(found.config_folder, wish.trust_remote_code)
         if cache_bytes is None:
             cache_bytes = min(needed_bytes(config, lengths, sequences, dtype), free // CACHE_SHARE) or None
-        pass_bytes = min(good_pass_bytes(config, min(len(lengths), sequences), dtype), free // MOST_PASS_SHARE)
+        pass_bytes = min(good_pass_bytes(config, min(len(lengths), sequences), dtype), free // MAX_PASS_SHARE)
     weights = with_room(wish, cache_bytes, pass_bytes)
     model = load(replace(wish, max_memory=weights), found, console, dtype=dtype, show_layer_progress=False)
     if cache_bytes is not None and not is_said:  # what is free now is less than was foretold

@@ -18,9 +18,9 @@ from typing import Any
 
 from rabbitllm.batch_jobs.answering import answered
 from rabbitllm.batch_jobs.generation import Watch
+from rabbitllm.batch_jobs.input_scan import InputScan
 from rabbitllm.batch_jobs.items import BatchAnswer, Defaults, JobLimits
 from rabbitllm.batch_jobs.journal import BatchJournal
-from rabbitllm.batch_jobs.survey import InputScan
 
 Groups = Generator[list[BatchAnswer]]
 """Answers, those that are complete at the same time together."""

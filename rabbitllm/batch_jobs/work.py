@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rabbitllm.batch_jobs.display import Answering
+from rabbitllm.batch_jobs.display import JobDisplay
+from rabbitllm.batch_jobs.input_scan import InputScan, surveyed
 from rabbitllm.batch_jobs.items import Defaults, JobLimits
 from rabbitllm.batch_jobs.journal import BatchJournal, errors_of_finished, opened
 from rabbitllm.batch_jobs.run import Groups, Progress, head_of, keep, run
 from rabbitllm.batch_jobs.spool import opened as opened_input
-from rabbitllm.batch_jobs.survey import InputScan, surveyed
 from rabbitllm.display.region import THE_REGION
 from rabbitllm.generation.answer import Sampling
 from rabbitllm.models.pull.make import Wish
@@ -91,7 +91,7 @@ def work(batch: BatchJob) -> Progress:
 
 def _answer(batch: BatchJob, survey: InputScan, journal: BatchJournal) -> Progress:
     if batch.elsewhere is not None:
-        shown = Answering()
+        shown = JobDisplay()
         claim = THE_REGION.claim(shown)
         try:
             return keep(batch.elsewhere(survey, journal), journal, shown.told)
@@ -103,7 +103,7 @@ def _answer(batch: BatchJob, survey: InputScan, journal: BatchJournal) -> Progre
     limits = batch.limits
     if limits.cache_bytes is None:
         limits = replace(limits, cache_bytes=ready.cache_bytes)
-    shown = Answering()
+    shown = JobDisplay()
     line, ready.model.pass_line = ready.model.pass_line, None  # one row for all passes, not one for each
     claim = THE_REGION.claim(shown)
     try:

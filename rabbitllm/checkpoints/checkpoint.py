@@ -85,7 +85,7 @@ def has_digest(fingerprint: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class ShardFacts:
+class ShardMetadata:
     """What identifies a shard without reading all of it.
 
     Attributes:
@@ -180,7 +180,7 @@ class Checkpoint(Protocol):
         """Whether shards can be deleted where they are; False on a read-only mount."""
         ...
 
-    def identity(self, shards: Iterable[ShardFacts]) -> SourceIdentity:
+    def identity(self, shards: Iterable[ShardMetadata]) -> SourceIdentity:
         """The identity of this source, given the facts of the shards that are still there."""
         ...
 
@@ -188,7 +188,7 @@ class Checkpoint(Protocol):
         """Whether `acquire` fetches the shard into a folder of ours, which `release` then frees."""
         ...
 
-    def facts(self, shard: str) -> ShardFacts | None:
+    def facts(self, shard: str) -> ShardMetadata | None:
         """Size, fingerprint and header; None if the shard is gone and cannot be fetched. Reads headers only."""
         ...
 

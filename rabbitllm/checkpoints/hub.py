@@ -21,7 +21,7 @@ from rabbitllm.checkpoints import fetch, hub_cache
 from rabbitllm.checkpoints.checkpoint import (
     Disposal,
     Release,
-    ShardFacts,
+    ShardMetadata,
     SourceIdentity,
     file_stat,
     ignore_progress,
@@ -193,7 +193,7 @@ class HubRepository:
         """The file that its checkpoint begins with; raises what `entry_of` raises."""
         return entry_of((name for name in self.files if "/" not in name), self.label)
 
-    def facts(self, shard: str) -> ShardFacts | None:
+    def facts(self, shard: str) -> ShardMetadata | None:
         """Size, digest and header of a shard, from the cache or by range requests."""
         listed = self.files.get(shard)
         if listed is None:
@@ -205,7 +205,7 @@ class HubRepository:
         except CorruptShardError as error:
             where, remedy = (cached[1].parent, hub_cache.DAMAGED) if cached else (self.label, _DAMAGED)
             raise CorruptShardError(f"In {where}: {error.problem}", f"{error.remedy} {remedy}".strip()) from None
-        return ShardFacts(shard, listed.size, listed.fingerprint, header, cached is None, stat)
+        return ShardMetadata(shard, listed.size, listed.fingerprint, header, cached is None, stat)
 
     def _remote_header(self, shard: str, listed: HubFile) -> Header:
         with translated(self.repo_id):

@@ -12,7 +12,7 @@ from rabbitllm.checkpoints import hub_cache
 from rabbitllm.checkpoints.checkpoint import (
     Downloads,
     Release,
-    ShardFacts,
+    ShardMetadata,
     SourceIdentity,
     ignore_progress,
     is_sidecar,
@@ -65,14 +65,14 @@ class HubCheckpoint:
         cache = self.repository.cache
         return not cache.exists() or os.access(cache, os.W_OK)
 
-    def identity(self, shards: Iterable[ShardFacts]) -> SourceIdentity:
+    def identity(self, shards: Iterable[ShardMetadata]) -> SourceIdentity:
         """Known in whole from the hub's listing, whichever shards are still wanted."""
         return self.repository.identity(self.index.shards)
 
     def stages(self, shard: str) -> bool:
         return self.repository.stages(shard)
 
-    def facts(self, shard: str) -> ShardFacts | None:
+    def facts(self, shard: str) -> ShardMetadata | None:
         check_shard_name(shard, self.label)
         found = self.repository.facts(shard)
         return found and dataclasses.replace(found, header=self.taken_from(shard, found.header))

@@ -17,7 +17,7 @@ from rabbitllm.checkpoints import hub_cache
 from rabbitllm.checkpoints.checkpoint import (
     Disposal,
     Release,
-    ShardFacts,
+    ShardMetadata,
     SourceIdentity,
     file_stat,
     ignore_progress,
@@ -133,7 +133,7 @@ class LocalCheckpoint:
     def deletable(self) -> bool:
         return is_writable(self.folder)
 
-    def identity(self, shards: Iterable[ShardFacts]) -> SourceIdentity:
+    def identity(self, shards: Iterable[ShardMetadata]) -> SourceIdentity:
         """A snapshot of the hub cache is identified as that repository and commit, any other folder by its bytes."""
         fingerprints = {facts.name: facts.fingerprint for facts in shards}
         if self._snapshot is not None:
@@ -145,7 +145,7 @@ class LocalCheckpoint:
             not (self.folder / shard).exists() and self._missing_from is not None and self._missing_from.stages(shard)
         )
 
-    def facts(self, shard: str) -> ShardFacts | None:
+    def facts(self, shard: str) -> ShardMetadata | None:
         path = self.folder / shard
         if not path.exists():
             found = self._missing_from.facts(shard) if self._missing_from is not None else None
@@ -153,7 +153,7 @@ class LocalCheckpoint:
         stat = file_stat(path)  # before the file is read
         header = self._header(shard)
         taken = self.taken_from(shard, header)
-        return ShardFacts(shard, stat.size, self._fingerprint(path, header), taken, stat=stat)
+        return ShardMetadata(shard, stat.size, self._fingerprint(path, header), taken, stat=stat)
 
     def taken_from(self, shard: str, header: Header) -> Header:
         return header if self._meta is None else self._meta.taken_from(shard, header)

@@ -20,13 +20,13 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 LEAST_BYTES = 64 << 10
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 """How much a read asks for: twice what the last one brought, between these. Memory is set aside for all of it, so that
 asking for much where little comes (a TLS record holds 16 KiB) costs more than it saves."""
 
 
 def body(client: Any, response: Any) -> Iterator[bytes]:
-    """The bytes of a streamed response, as they come, in pieces of `MOST_BYTES` at most that nobody writes to again.
+    """The bytes of a streamed response, as they come, in pieces of `MAX_BYTES` at most that nobody writes to again.
 
     A connection that was read from like this is closed: to the client it is within a response. Whoever breaks off
     closes the response, as with the client's own iterators.
@@ -66,7 +66,7 @@ def _rest(response: Any, core: ModuleType, library: ModuleType, left: int) -> It
     try:
         while left and (piece := stream.read(min(most, left), timeout=timeout)):
             left -= len(piece)
-            most = min(max(2 * len(piece), LEAST_BYTES), MOST_BYTES)
+            most = min(max(2 * len(piece), LEAST_BYTES), MAX_BYTES)
             yield piece
     except core.TimeoutException as error:
         raise library.ReadTimeout(str(error), request=response.request) from error

@@ -54,7 +54,7 @@ def plan_command(
     from rabbitllm.display.figure import check_picture
     from rabbitllm.estimate.plan import plan
     from rabbitllm.estimate.report import draw_plan, show
-    from rabbitllm.splitter.forecast import as_json as as_record
+    from rabbitllm.splitter.split_estimate import as_json as as_record
 
     if plot is not None:
         check_picture(plot)

@@ -51,7 +51,7 @@ def watching(folder: Path) -> Iterator[DemoPeaks]:
     """Sample disk and memory in a thread while the context is open."""
     import psutil
 
-    from rabbitllm.splitter.watch import disk_bytes
+    from rabbitllm.splitter.disk_sampler import disk_bytes
 
     process = psutil.Process()
     peaks = DemoPeaks(memory_before=process.memory_info().rss)

@@ -18,7 +18,7 @@ from rabbitllm.base.terminal import unit_of
 from rabbitllm.base.words import amount, duration
 from rabbitllm.display.figure import blank, check_picture, unframed, write
 
-MOST_POINTS = 4_000
+MAX_POINTS = 4_000
 """More are thinned out to half as many: of two neighbours the higher one stays, so that no peak is lost."""
 FAR = 1.5
 """A limit so many times above everything else is written down instead of drawn."""
@@ -26,7 +26,7 @@ SPLIT_COLOUR, SOURCE_COLOUR, LIMIT_COLOUR, WHOLE_COLOUR = "#0072B2", "#BDBDBD", 
 """From the palette of Okabe and Ito, which the colour-blind can tell apart; and greys."""
 LABELLED, APART = 0.14, 0.04
 """Parts of the width: for words at its left, and between two numbers of shards."""
-MOST_LABEL = 60
+MAX_LABEL = 60
 _WIDTH, _HEIGHT, _DPI = 8.0, 4.4, 200
 
 
@@ -103,7 +103,7 @@ class DiskRecord:
         now = self._clock()
         self._start = now if self._start is None else self._start
         self._points.append(DiskSample(now - self._start, disk_bytes, self._source_left, self._limit))
-        if len(self._points) > MOST_POINTS:
+        if len(self._points) > MAX_POINTS:
             self._points = thinned(self._points)
         return now - self._start
 
@@ -196,7 +196,7 @@ def _drawn(record: DiskRecord) -> Any:
     facts = (
         f"a checkpoint of {amount(record.source_bytes)} in {record.of} shards, split in {duration(points[-1].seconds)}"
     )
-    label = record.label if len(record.label) <= MOST_LABEL else "…" + record.label[-MOST_LABEL:]
+    label = record.label if len(record.label) <= MAX_LABEL else "…" + record.label[-MAX_LABEL:]
     figure.suptitle(f"{label}\n{facts}{note}", x=0.01, ha="left", fontsize=10)
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     return figure

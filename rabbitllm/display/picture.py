@@ -44,7 +44,7 @@ _LANES: Sequence[tuple[str, frozenset[str]]] = (
 )
 _CALLERS = CALLER_STAGES
 _BRINGERS = (READ, *COPIES)
-_MOST_NAMES = 40
+_MAX_NAMES = 40
 """More layers than these are not all named below the bars."""
 _WIDTH, _HEIGHT = 11.0, 6.2
 """Inches."""
@@ -144,7 +144,7 @@ def _bars(axes: Any, spent: Mapping[str, Mapping[str, float]]) -> None:
             heights = [spent[layer].get(stage, 0.0) * 1e3 for layer in layers]
             axes.bar([x + shift for x in range(len(layers))], heights, width, bottom, color=COLOURS[stage])
             bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    step = max(-(-len(layers) // _MOST_NAMES), 1)
+    step = max(-(-len(layers) // _MAX_NAMES), 1)
     axes.set_xticks(range(0, len(layers), step), _short(layers)[::step], rotation=90, fontsize=8)
     axes.set_xlim(-0.6, len(layers) - 0.4)
     axes.set_ylabel("milliseconds")

@@ -23,7 +23,7 @@ from rabbitllm.display.terminal import Terminal
 REFRESH_SECONDS = 0.2
 NOTEBOOK_SECONDS = 0.5
 LINE_SECONDS = 5.0
-MOST_LINE_SECONDS = 30.0
+MAX_LINE_SECONDS = 30.0
 SHARE_BETWEEN_LINES = 0.01
 """Of the time that something takes in all: what passes between two lines of it, so that hours give no wall of them."""
 
@@ -48,7 +48,7 @@ class LinePace:
 
     def is_due(self, now: float) -> bool:
         """Whether it is time for a line; if so, it counts as printed."""
-        wait = min(max(LINE_SECONDS, SHARE_BETWEEN_LINES * (now - self._start)), MOST_LINE_SECONDS)
+        wait = min(max(LINE_SECONDS, SHARE_BETWEEN_LINES * (now - self._start)), MAX_LINE_SECONDS)
         if now - self._last < wait:
             return False
         self._last = now

@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from rabbitllm.base import progress
-from rabbitllm.base.split_facts import SplitLedger, SplitStats
+from rabbitllm.base.split_stats import SplitLedger, SplitStats
 from rabbitllm.base.words import LinePiece, Row, amount, bar, duration, fitting, part, speed
 from rabbitllm.display.region import THE_REGION, Claim
 
 TOGETHER = 90
 """From so many columns on, the disk and the rates share a row."""
-LEAST_BAR, MOST_BAR = 8, 60
+LEAST_BAR, MAX_BAR = 8, 60
 
 
 class SplitDisplay:
@@ -86,7 +86,7 @@ def rows_of(facts: SplitStats, width: int) -> list[Row]:
         width - len(head) - LEAST_BAR - 1,
     )
     taken = len(head) + 1 + sum(len(text) for text, _ in tail)
-    first: Row = ((head, ""), *bar(facts.share, min(max(width - taken, 0), MOST_BAR)), (" ", ""), *tail)
+    first: Row = ((head, ""), *bar(facts.share, min(max(width - taken, 0), MAX_BAR)), (" ", ""), *tail)
     disk, rates = _disk_pieces(facts), _rate_pieces(facts)
     if width >= TOGETHER:
         lower = [fitting([*disk, *rates], width)]

@@ -20,7 +20,7 @@ from rich.cells import cell_len
 
 from rabbitllm.base.words import PLAIN_LETTERS, STYLES, Row
 from rabbitllm.display.form import size_of
-from rabbitllm.display.guests import Guests
+from rabbitllm.display.nested_bars import NestedBars
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 TAB = 8
@@ -49,7 +49,7 @@ class Terminal:
         self._painted = ""
         self._letters = PLAIN_LETTERS if not _has_letters(stream) else {}
         self._colours = not os.environ.get("NO_COLOR")
-        self.guests = Guests(self._finished_line)
+        self.guests = NestedBars(self._finished_line)
         self._watched: list[Any] = []
         self._watch(stream)
         self.watch_stdout()

@@ -27,11 +27,11 @@ from rabbitllm.engine.expert_cache import ExpertCache, Numbers, Values
 from rabbitllm.engine.expert_parts import ExpertPart
 from rabbitllm.engine.expert_slots import ExpertMemory, ExpertSlot, Shelf
 from rabbitllm.engine.expert_source import ExpertSource
-from rabbitllm.engine.page_locked import HostBuffers
+from rabbitllm.engine.pinned_memory import HostBuffers
 from rabbitllm.engine.span_reader import SpanReader
 from rabbitllm.telemetry.profiler import EXPERTS_IN_HOST_MEMORY, EXPERTS_ON_DEVICE, EXPERTS_READ, READ_WAIT, Profiler
 
-MOST_TRANSIT = 16
+MAX_TRANSIT = 16
 TRANSIT_BYTES = 64 << 20
 """Slots for experts that are brought in for one use: what a token uses of one layer, and more if they are small."""
 
@@ -340,5 +340,5 @@ def slot_bytes(sources: Iterable[ExpertSource]) -> int:
 
 def transit_slots(sources: Sequence[ExpertSource]) -> int:
     """Slots for experts that are brought in for one use: those of a token in one layer, and two in any case."""
-    more = min(TRANSIT_BYTES // slot_bytes(sources), MOST_TRANSIT)
+    more = min(TRANSIT_BYTES // slot_bytes(sources), MAX_TRANSIT)
     return min(max(2, more, *(source.used for source in sources)), max(source.experts for source in sources))

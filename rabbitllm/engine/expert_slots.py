@@ -17,7 +17,7 @@ from rabbitllm.base.forks import Workers
 from rabbitllm.engine.devices import Device
 from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.loader import bytes_of
-from rabbitllm.engine.page_locked import HostBuffers
+from rabbitllm.engine.pinned_memory import HostBuffers
 from rabbitllm.engine.placement import EXPERT_STAGING
 from rabbitllm.engine.span_reader import SpanReader
 from rabbitllm.telemetry.profiler import READ, Profiler

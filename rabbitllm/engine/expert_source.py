@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rabbitllm.engine.expert_parts import Block, BytesOf, ExpertPart, retyped
-from rabbitllm.engine.packed_weight import PackedWeight, StoredMatrix
+from rabbitllm.engine.quantized_weight import QuantizedWeight, StoredMatrix
 from rabbitllm.engine.span_reader import BLOCK, FileSpan
 from rabbitllm.engine.unit_source import Packs, typed
 from rabbitllm.engine.units import Place
@@ -122,7 +122,7 @@ class Leaf:
             assert places[0] is not None
             absmax = typed(scales, retyped(places[0], (len(scales) // 4,)))
         assert self.recipe.dtype is not None
-        return PackedWeight(kind(form, codes, absmax, first.table), self.recipe.dtype)
+        return QuantizedWeight(kind(form, codes, absmax, first.table), self.recipe.dtype)
 
     def _made(self, block: Block, bytes_of: BytesOf, expert: int) -> torch.Tensor:
         payload = typed(bytes_of(block.payload), retyped(block.payload, block.payload.shape))

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_map
 
-from rabbitllm.engine.packed_weight import Grouping, PackedWeight
+from rabbitllm.engine.quantized_weight import Grouping, QuantizedWeight
 from rabbitllm.engine.unwritable import reads_memory, refuse_writing
 from rabbitllm.errors import AbsentWeightError
 
@@ -110,7 +110,7 @@ class ExpertStack(torch.Tensor):
         places = {expert: [at for at, one in enumerate(experts) if one == expert] for expert in distinct}
         for expert, weight in zip(distinct, self.each(distinct), strict=True):
             for at in places[expert]:
-                made[at].copy_(weight.dequantized() if isinstance(weight, PackedWeight) else weight)
+                made[at].copy_(weight.dequantized() if isinstance(weight, QuantizedWeight) else weight)
         return made
 
     def grouped_mm(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -138,7 +138,7 @@ class ExpertStack(torch.Tensor):
         first, spans = next(weights), [(begin, end) for _, begin, end in chosen]
         product = self._grouped(rows, first)
         if product is not None:
-            matrices = (weight.matrix for weight in chain([first], weights) if isinstance(weight, PackedWeight))
+            matrices = (weight.matrix for weight in chain([first], weights) if isinstance(weight, QuantizedWeight))
             at_once = list(islice(matrices, max(len(here), 1)))
             product.multiply(at_once, spans[: len(at_once)])
             for span, matrix in zip(spans[len(at_once) :], matrices, strict=True):
@@ -152,12 +152,12 @@ class ExpertStack(torch.Tensor):
     def _grouped(self, rows: torch.Tensor, weight: torch.Tensor) -> Grouping | None:
         """For weights like this one, where many products are done sooner as one."""
         needs_gradient = torch.is_grad_enabled() and rows.requires_grad
-        if not self.turned or not isinstance(weight, PackedWeight) or needs_gradient:
+        if not self.turned or not isinstance(weight, QuantizedWeight) or needs_gradient:
             return None
         return weight.matrix.grouped(rows)
 
     def _product(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if self.turned and isinstance(weight, PackedWeight):
+        if self.turned and isinstance(weight, QuantizedWeight):
             return torch.nn.functional.linear(rows, weight)
         return torch.mm(rows, weight.t() if self.turned else weight)
 

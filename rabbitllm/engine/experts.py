@@ -17,7 +17,7 @@ from rabbitllm.engine.expert_source import ExpertSource, with_tables
 from rabbitllm.engine.expert_stack import ExpertStack, Supply
 from rabbitllm.engine.expert_supply import FileBytes, MappedExperts, mapped_bytes
 from rabbitllm.engine.first_use import check_experts_before
-from rabbitllm.engine.page_locked import HostBuffers
+from rabbitllm.engine.pinned_memory import HostBuffers
 from rabbitllm.engine.placement import ExpertCost, Placement, Tier
 from rabbitllm.engine.span_reader import ReadMode, SpanReader
 from rabbitllm.store.layer_store import WeightFiles

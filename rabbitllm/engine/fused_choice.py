@@ -18,7 +18,7 @@ from rabbitllm.quant.fused_products import FusedMatrix, can_multiply
 
 logger = logging.getLogger(__name__)
 
-MOST_ROWS = 4096
+MAX_ROWS = 4096
 """Of a trial's matrix: more rows are more of the same work, and memory."""
 WORTH_IT = 0.9
 """Of the time of the other way: what is only as good is not worth other last bits."""
@@ -43,7 +43,7 @@ class FusedChoice:
         """
         if not can_multiply(form) or dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return False
-        rows, columns = min(form.shape[0], MOST_ROWS), form.shape[1]
+        rows, columns = min(form.shape[0], MAX_ROWS), form.shape[1]
         key = (device.name, rows, columns, dtype)
         if key not in self._known:
             name = str(dtype).removeprefix("torch.")  # not the stored one, to which a made matrix is rounded first

@@ -9,8 +9,8 @@ import torch
 from rabbitllm.engine.devices import Device
 from rabbitllm.engine.expert_source import ExpertSource, packed_by
 from rabbitllm.engine.fused_choice import FusedChoice
-from rabbitllm.engine.packed_weight import StoredMatrix
 from rabbitllm.engine.placement import Placement, Tier
+from rabbitllm.engine.quantized_weight import StoredMatrix
 from rabbitllm.engine.unit_source import Packs, UnitSource, source_of
 from rabbitllm.engine.weights import WeightMap
 from rabbitllm.quant.compression import Quantized

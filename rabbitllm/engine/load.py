@@ -14,7 +14,6 @@ from torch import nn
 
 from rabbitllm.base.options import StreamOptions
 from rabbitllm.engine import published, skeleton
-from rabbitllm.engine.blueprint import SCALES_IN_PLACE, blueprint, only_a_part, refuse_too_little_memory
 from rabbitllm.engine.costs import cache_room, held_bytes
 from rabbitllm.engine.devices import Device, resolve_devices
 from rabbitllm.engine.embedding_rows import can_bring_rows
@@ -23,9 +22,10 @@ from rabbitllm.engine.experts import bind_experts
 from rabbitllm.engine.first_use import check_rows_before, wait_before
 from rabbitllm.engine.fused_choice import FusedChoice
 from rabbitllm.engine.fused_units import fused_experts, fused_units
-from rabbitllm.engine.page_locked import keep_units
+from rabbitllm.engine.load_plan import SCALES_IN_PLACE, blueprint, only_a_part, refuse_too_little_memory
 from rabbitllm.engine.part import PartChooser
 from rabbitllm.engine.pass_line import PassLine
+from rabbitllm.engine.pinned_memory import keep_units
 from rabbitllm.engine.placement import READY, Placement, Tier
 from rabbitllm.engine.read_ahead import ReadAhead
 from rabbitllm.engine.row_products import RowProducts

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from rabbitllm.engine.ahead import Ahead, BufferSlot, FilledSlot
 from rabbitllm.engine.devices import Device
+from rabbitllm.engine.prefetcher import BufferSlot, FilledSlot, Prefetcher
 from rabbitllm.engine.span_reader import SpanReader
 from rabbitllm.engine.unit_source import UnitSource
 from rabbitllm.telemetry.profiler import READ, READ_WAIT, Profiler
@@ -54,7 +54,7 @@ class Loader:
         self._device = device
         self._profiler = profiler
         self._depth = depth
-        self._ahead = Ahead([BufferSlot(buffer) for buffer in buffers], f"read-{device.name}")
+        self._ahead = Prefetcher([BufferSlot(buffer) for buffer in buffers], f"read-{device.name}")
         self.loads = 0
         self.waited = 0.0
 
@@ -90,7 +90,7 @@ class Loader:
         self._ahead.give_back(loaded, ticket)
 
     def reset(self) -> None:
-        """Forget what was requested and taken; see `Ahead.reset`."""
+        """Forget what was requested and taken; see `Prefetcher.reset`."""
         self._ahead.reset()
 
     def close(self) -> None:

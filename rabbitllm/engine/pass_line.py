@@ -14,7 +14,7 @@ from torch import nn
 
 from rabbitllm.base.words import LinePiece, Row, duration, fitting
 from rabbitllm.display.region import THE_REGION, Claim, LinePace
-from rabbitllm.engine.pass_facts import PassFacts, PassLedger, Waited
+from rabbitllm.engine.pass_ledger import PassLedger, RunningPass, Waited
 from rabbitllm.telemetry.passes import PassInput
 
 SLOW_SECONDS = 2.0
@@ -86,7 +86,7 @@ class PassLine:
         """For the region."""
         return ", ".join(piece.text for piece in pieces_of(self._facts()) if piece.text)
 
-    def _facts(self) -> PassFacts:
+    def _facts(self) -> RunningPass:
         return self._ledger.facts(self._clock())
 
     def _before_weights(self, module: nn.Module, args: Any) -> None:
@@ -117,7 +117,7 @@ class PassLine:
         return now
 
 
-def pieces_of(facts: PassFacts) -> list[LinePiece]:
+def pieces_of(facts: RunningPass) -> list[LinePiece]:
     """What the line says, the most important with the lowest rank."""
     found = [
         LinePiece(f"pass {facts.number}", 0),

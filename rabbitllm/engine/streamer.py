@@ -28,14 +28,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rabbitllm.base.forks import ForkGuard, compute_on_one_thread, own_lock
-from rabbitllm.engine.ahead import FilledSlot
 from rabbitllm.engine.boundary import Boundary
 from rabbitllm.engine.devices import Device
 from rabbitllm.engine.embedding_rows import EmbeddingRows
 from rabbitllm.engine.expert_pool import ExpertPool
 from rabbitllm.engine.loader import Loader, largest
-from rabbitllm.engine.page_locked import PinnedUnits
+from rabbitllm.engine.pinned_memory import PinnedUnits
 from rabbitllm.engine.placement import READY, SLOTS, Placement, Tier
+from rabbitllm.engine.prefetcher import FilledSlot
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, SpanReader
 from rabbitllm.engine.unit_source import Memo, PartReader, UnitSource, mapped_part
 from rabbitllm.engine.units import Place
@@ -50,7 +50,7 @@ _calling: ContextVar[object] = ContextVar("whose model is being called", default
 
 
 @dataclass
-class DeviceLane:
+class DeviceExecutor:
     """One device with what brings its units, and the order in which these followed each other."""
 
     device: Device
@@ -124,7 +124,7 @@ class Streamer:
         self._brought_memos: dict[str, Memo] = {name: {} for name in devices}
         self.embedding_rows: EmbeddingRows | None = None
         self._letting_go: dict[str, Callable[[], None]] = {}
-        self.lanes: dict[str, DeviceLane] = {}
+        self.lanes: dict[str, DeviceExecutor] = {}
         for name, device in devices.items():
             moving = {
                 placed.unit: sources[placed.unit]
@@ -134,7 +134,7 @@ class Streamer:
             order = list(moving)
             follower = dict(zip(order, order[1:] + order[:1], strict=True))
             loader = self._loader(moving, device, kept.get(name))
-            self.lanes[name] = DeviceLane(device, loader, Boundary(device.torch_device), follower)
+            self.lanes[name] = DeviceExecutor(device, loader, Boundary(device.torch_device), follower)
         for placed in placement.units:
             self._install(sources[placed.unit], placed.tier, self.lanes[placed.device])
         self._watch_calls(sources, placement)
@@ -274,7 +274,7 @@ class Streamer:
         for memo in self._brought_memos.values():
             memo.clear()
 
-    def _install(self, source: UnitSource, tier: Tier, lane: DeviceLane) -> None:
+    def _install(self, source: UnitSource, tier: Tier, lane: DeviceExecutor) -> None:
         unit, device = source.unit, lane.device
         if tier is Tier.ELSEWHERE:
             self._unbinding(source, device, elsewhere=True)()
@@ -450,7 +450,7 @@ class _Packed:
 class _Streamed:
     """Supply of a unit whose stored bytes are brought for each pass."""
 
-    def __init__(self, source: UnitSource, lane: DeviceLane, prefetching: bool) -> None:
+    def __init__(self, source: UnitSource, lane: DeviceExecutor, prefetching: bool) -> None:
         self._source = source
         self._lane = lane
         self._prefetching = prefetching

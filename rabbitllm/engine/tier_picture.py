@@ -55,7 +55,7 @@ _WIDTH = 8.5
 """Inches: at 800 pixels a point of type is more than one pixel."""
 _AXIS, _LETTER, _GAP = 7.0, 0.085, 0.12
 """Inches: of the axis of units, of a letter below it, and between two names there."""
-_MOST_LABELS = 14
+_MAX_LABELS = 14
 _SEEN = 0.0005
 """Of all bytes: less is not seen, and not explained."""
 
@@ -190,7 +190,7 @@ def _labels(shown: Sequence[Bar]) -> list[tuple[int, str]]:
     known = {at: bar.unit.rpartition(".")[2] for at, bar in enumerate(shown)}
     layers = [at for at, name in known.items() if name.isdigit()]
     others = sorted((at for at in known if at not in layers), key=lambda at: -shown[at].nbytes)
-    step = _rounded(-(-len(layers) // _MOST_LABELS))
+    step = _rounded(-(-len(layers) // _MAX_LABELS))
     found: dict[int, str] = {}
     for at in (*others, *(at for at in layers if int(known[at]) % step == 0)):
         beside = ((abs(at - other) * inches, len(known[at]) + len(name)) for other, name in found.items())

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedModel
 
-from rabbitllm.engine.packed_weight import PackedWeight, StoredMatrix
+from rabbitllm.engine.quantized_weight import QuantizedWeight, StoredMatrix
 from rabbitllm.engine.span_reader import BLOCK, FileSpan
 from rabbitllm.engine.units import Place, Unit
 from rabbitllm.engine.weights import Recipe, WeightMap
@@ -154,11 +154,11 @@ class UnitSource:
             for target, place in job.places:
                 yield place, made[target]
 
-    def _packed(self, kind: type[StoredMatrix], recipe: Recipe, part: PartReader) -> PackedWeight:
+    def _packed(self, kind: type[StoredMatrix], recipe: Recipe, part: PartReader) -> QuantizedWeight:
         stored = self.stored[recipe.sources[0][1]]
         assert stored.quantized is not None
         assert recipe.dtype is not None
-        return PackedWeight(kind(*operands(stored.quantized, stored.parts, part)), recipe.dtype)
+        return QuantizedWeight(kind(*operands(stored.quantized, stored.parts, part)), recipe.dtype)
 
     def _checkpoint_tensor(self, name: str, dtype: torch.dtype | None, part: PartReader, apart: bool) -> torch.Tensor:
         tensor = self.stored[name]

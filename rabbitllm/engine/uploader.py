@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from rabbitllm.engine.ahead import Ahead, BufferSlot, FilledSlot
 from rabbitllm.engine.devices import Device
 from rabbitllm.engine.loader import Loader, largest
-from rabbitllm.engine.page_locked import HostBuffers
+from rabbitllm.engine.pinned_memory import HostBuffers
 from rabbitllm.engine.placement import SLOTS, STAGING
+from rabbitllm.engine.prefetcher import BufferSlot, FilledSlot, Prefetcher
 from rabbitllm.engine.span_reader import SpanReader
 from rabbitllm.engine.unit_source import UnitSource
 from rabbitllm.telemetry.profiler import PINNED_UPLOAD, READ_WAIT, UPLOAD, UPLOAD_WAIT, Profiler
@@ -63,7 +63,7 @@ class Uploader:
         self._disk = Loader(on_disk, disk, device, profiler, staging, STAGING)
         buffers = [device.device_buffer(largest(sources)) for _ in range(SLOTS if sources else 0)]
         # the first copy waits too: this memory may belong to a computation that is not over
-        self._ahead = Ahead([BufferSlot(buffer, device.leave()) for buffer in buffers], f"upload-{device.name}")
+        self._ahead = Prefetcher([BufferSlot(buffer, device.leave()) for buffer in buffers], f"upload-{device.name}")
 
     @property
     def loads(self) -> int:
@@ -102,7 +102,7 @@ class Uploader:
         self._ahead.give_back(loaded, self._device.leave())
 
     def reset(self) -> None:
-        """Forget what was requested and taken; see `Ahead.reset`."""
+        """Forget what was requested and taken; see `Prefetcher.reset`."""
         self._ahead.reset()
         self._disk.reset()
 

@@ -27,7 +27,7 @@ from rabbitllm.engine.expert_pool import ExpertPool, PooledExperts
 from rabbitllm.engine.expert_source import ExpertSource, Leaf
 from rabbitllm.engine.expert_stack import ExpertStack, Supply
 from rabbitllm.engine.expert_supply import MappedExperts
-from rabbitllm.engine.page_locked import HostBuffers
+from rabbitllm.engine.pinned_memory import HostBuffers
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, FileSpan, ReadMode, SpanReader
 from rabbitllm.estimate import products
 from rabbitllm.estimate.products import small_pages

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rabbitllm.engine.blueprint import Blueprint
 from rabbitllm.engine.costs import cache_room
 from rabbitllm.engine.expert_source import ExpertSource
+from rabbitllm.engine.load_plan import LoadPlan
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, stays_cached
 from rabbitllm.estimate.expert_calls import ExpertCalls
@@ -59,7 +59,7 @@ class ExpertTimes:
         files: to measure reading with.
     """
 
-    def __init__(self, drawn: Blueprint, work: Sequence[RoutedWork], machine: Machine, files: Sequence[Path]) -> None:
+    def __init__(self, drawn: LoadPlan, work: Sequence[RoutedWork], machine: Machine, files: Sequence[Path]) -> None:
         self.from_the_disk = False
         self._drawn = drawn
         self._machine = machine

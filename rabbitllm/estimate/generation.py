@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rabbitllm.engine.placement import Placement
-from rabbitllm.splitter.forecast import Forecast
+from rabbitllm.splitter.split_estimate import SplitEstimate
 
 PROMPT_TOKENS = 16
 """Of the prompt whose answer's first token is foretold."""
@@ -103,7 +103,7 @@ class GenerationEstimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan(Forecast):
+class Plan(SplitEstimate):
     """All that can be told before a split, and of generating after it.
 
     Attributes:

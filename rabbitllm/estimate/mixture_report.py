@@ -7,12 +7,12 @@ from rich.text import Text
 
 from rabbitllm.base.terminal import put, size
 from rabbitllm.quant.compression import COMPRESSIONS
-from rabbitllm.splitter.choosing import Mixture
+from rabbitllm.splitter.choosing import AllocationSummary
 
 _ROLE_WIDTH = 22
 
 
-def show_mixture(console: Console, mixture: Mixture) -> None:
+def show_mixture(console: Console, mixture: AllocationSummary) -> None:
     """Print how many bytes of each role are at which bits, and the expected loss beside that of one scheme for all."""
     schemes = [scheme for scheme in COMPRESSIONS if any(share.scheme == scheme for share in mixture.shares)]
     heads = "".join(f"{scheme or 'as is':>13}" for scheme in schemes)
@@ -34,7 +34,7 @@ def _times(loss: float) -> str:
     return "none" if loss == 0 else f"{loss:.2g}"
 
 
-def _limits(mixture: Mixture) -> str:
+def _limits(mixture: AllocationSummary) -> str:
     if mixture.memory is not None:
         return f"all of it stays in {size(mixture.memory)} of memory, so nothing is read for a token"
     place = "max_disk" if mixture.max_disk is not None else "the free disk"

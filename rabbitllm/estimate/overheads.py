@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rabbitllm.engine.blueprint import Blueprint
 from rabbitllm.engine.devices import Device
+from rabbitllm.engine.load_plan import LoadPlan
 from rabbitllm.engine.unit_source import PartReader, UnitJob, UnitSource, typed
 from rabbitllm.engine.units import Place
 from rabbitllm.estimate.bitsandbytes_products import made_up_state
@@ -155,7 +155,7 @@ class _Clock:
         """Nothing to do."""
 
 
-def binding_seconds(drawn: Blueprint, unit: str, device: Device) -> float:
+def binding_seconds(drawn: LoadPlan, unit: str, device: Device) -> float:
     """What it takes to make and bind a unit's parameters from its stored bytes, and to let them go."""
     source = drawn.sources[unit]
     part = _made_up(source, device)

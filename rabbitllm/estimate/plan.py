@@ -1,6 +1,6 @@
 """`rabbitllm.plan`: what a split would take and how long, told from headers and a few measurements; and generating.
 
-Asks the disks what is free and the survey what there is, and hands both to `splitter.forecast`. Writes nothing but
+Asks the disks what is free and the survey what there is, and hands both to `splitter.split_estimate`. Writes nothing but
 small files into the hub cache, and what `estimate/reading.py` needs for a second.
 """
 
@@ -18,16 +18,25 @@ from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.routing import experts_a_token
 from rabbitllm.errors import OptionError, system_errors_by_name
 from rabbitllm.estimate.generation import Plan
-from rabbitllm.estimate.survey import SourceSurvey
+from rabbitllm.estimate.source_scan import SourceScan
 from rabbitllm.quant.compression import CODES, check_fitting
-from rabbitllm.splitter import forecast, rates
+from rabbitllm.splitter import rates, split_estimate
 from rabbitllm.splitter.anatomy import anatomy_of, big_layers, commonest_dtype
-from rabbitllm.splitter.choosing import Mixture, mixture_of
-from rabbitllm.splitter.forecast import ROUTES, STANDARD, Disk, Outlook, Rate, Rates, Recommendation, Route
+from rabbitllm.splitter.choosing import AllocationSummary, mixture_of
+from rabbitllm.splitter.disk_budget import DiskBudget, candidates, shortage
+from rabbitllm.splitter.disk_sampler import existing
 from rabbitllm.splitter.plan import SplitPlan
 from rabbitllm.splitter.request import ground_of, resumed_ground
-from rabbitllm.splitter.space import Ground, candidates, shortage
-from rabbitllm.splitter.watch import existing
+from rabbitllm.splitter.split_estimate import (
+    ROUTES,
+    STANDARD,
+    CompressionEstimate,
+    Disk,
+    Rate,
+    Rates,
+    Recommendation,
+    Route,
+)
 from rabbitllm.store.chosen import check_split
 from rabbitllm.store.layer_file import LAYER_SUFFIX
 from rabbitllm.store.layer_store import MANIFEST_NAME
@@ -92,15 +101,15 @@ def plan(
     access = HubAccess(revision, token, expand(cache_dir) if cache_dir else None)
     sought = prepare.Sought(str(path_or_repo_id), compression, saving_path, access, only_look=True)
     source = prepare.find(sought)
-    survey = SourceSurvey(source, sought, options)
+    survey = SourceScan(source, sought, options)
 
     from rabbitllm.estimate.predict import generations  # seconds, with all of transformers: not before it is needed
 
-    devices, foretold = generations(survey, stream_options, options.min_free)
-    survey.refused |= {one.compression: one.obstacle for one in foretold if one.refused and one.obstacle}
+    devices, predicted = generations(survey, stream_options, options.min_free)
+    survey.refused |= {one.compression: one.obstacle for one in predicted if one.refused and one.obstacle}
     measured = _measure(survey, said)
     outlooks = tuple(outlook_at(survey, choice, measured) for choice in survey.folders)
-    too_heavy = {one.compression for one in foretold if one.too_little_memory is not None}
+    too_heavy = {one.compression for one in predicted if one.too_little_memory is not None}
     anatomy = anatomy_of(survey.base, survey.config) if survey.base is not None else None
     arguments = {
         "layer_shards_saving_path": str(layer_shards_saving_path) if saving_path is not None else None,
@@ -123,12 +132,12 @@ def plan(
         anatomy=anatomy,
         disks=_disks(survey),
         outlooks=outlooks,
-        memory_bytes=forecast.memory_bytes(anatomy.tensors if anatomy is not None else 0),
+        memory_bytes=split_estimate.memory_bytes(anatomy.tensors if anatomy is not None else 0),
         rates=measured,
         choice=_choice(survey, outlooks, compression, too_heavy, arguments),
         warnings=survey.warnings,
         devices=devices,
-        generations=tuple(foretold),
+        generations=tuple(predicted),
     )
 
 
@@ -139,7 +148,7 @@ def _said_rate(bandwidth: int | str) -> Rate:
     return Rate(said)
 
 
-def _measure(survey: SourceSurvey, said: Rate | None) -> Rates:
+def _measure(survey: SourceScan, said: Rate | None) -> Rates:
     """What the estimates rest on; what is not needed is not measured."""
     from rabbitllm.engine.devices import default_device
 
@@ -168,7 +177,7 @@ def _measure(survey: SourceSurvey, said: Rate | None) -> Rates:
     return Rates(fetch, read, quantize, threads, device)
 
 
-def outlook_at(survey: SourceSurvey, compression: str | None, measured: Rates) -> Outlook:
+def outlook_at(survey: SourceScan, compression: str | None, measured: Rates) -> CompressionEstimate:
     """What lies ahead at one compression."""
     folder, plan = survey.folders[compression], survey.plans.get(compression)
     manifest = survey.manifests.get(compression)
@@ -180,7 +189,7 @@ def outlook_at(survey: SourceSurvey, compression: str | None, measured: Rates) -
     else:
         output = plan.output_bytes if plan is not None else None
     routes = _route_names(survey, compression) if compression in survey.feasible else ()
-    return Outlook(
+    return CompressionEstimate(
         compression,
         folder,
         "finished" if finished else "unfinished" if compression in survey.journals else "new",
@@ -195,7 +204,7 @@ def outlook_at(survey: SourceSurvey, compression: str | None, measured: Rates) -
     )
 
 
-def _mixture(survey: SourceSurvey, compression: str | None) -> Mixture | None:
+def _mixture(survey: SourceScan, compression: str | None) -> AllocationSummary | None:
     plan = survey.plans.get(compression)
     if plan is None:
         return None
@@ -210,7 +219,7 @@ def _finished_at(folder: Path) -> str:
     return datetime.datetime.fromtimestamp(last).astimezone().isoformat(timespec="seconds")
 
 
-def _route_names(survey: SourceSurvey, compression: str | None) -> Sequence[str]:
+def _route_names(survey: SourceScan, compression: str | None) -> Sequence[str]:
     """The routes that there are, the one to prefer first.
 
     The standard one deletes nothing, so it comes first; but a split that was begun on a sequential one goes on there,
@@ -223,17 +232,17 @@ def _route_names(survey: SourceSurvey, compression: str | None) -> Sequence[str]
     return [*sequential, STANDARD] if begun else [STANDARD, *sequential]
 
 
-def _route(survey: SourceSurvey, name: str, compression: str | None, measured: Rates) -> Route:
+def _route(survey: SourceScan, name: str, compression: str | None, measured: Rates) -> Route:
     plan, used = survey.feasible[compression], survey.used(compression)
-    seconds = forecast.seconds_of(forecast.load_of(plan, used), name, compression, measured)
+    seconds = split_estimate.seconds_of(split_estimate.load_of(plan, used), name, compression, measured)
     placed, ground = _placed(survey, name, compression)
     if compression in survey.journals:
         ground = resumed_ground(ground, used)
     lacking = shortage(placed, ground, survey.options, ROUTES[name])
-    return forecast.route_of(name, placed, ground, lacking, seconds)
+    return split_estimate.route_of(name, placed, ground, lacking, seconds)
 
 
-def _placed(survey: SourceSurvey, name: str, compression: str | None) -> tuple[SplitPlan, Ground]:
+def _placed(survey: SourceScan, name: str, compression: str | None) -> tuple[SplitPlan, DiskBudget]:
     """The plan and its ground on a route; on the standard one what the hub cache lacks is downloaded there first."""
     sequential = name != STANDARD and not survey.options.keep_own
     plan, request = survey.feasible[compression], survey.request(compression, sequential=sequential)
@@ -244,7 +253,7 @@ def _placed(survey: SourceSurvey, name: str, compression: str | None) -> tuple[S
     return dataclasses.replace(plan, shards=kept), ground
 
 
-def _disks(survey: SourceSurvey) -> tuple[Disk, ...]:
+def _disks(survey: SourceScan) -> tuple[Disk, ...]:
     """The disk of the split directory, and that of the hub cache if it is another one."""
     places = [survey.folders.get(survey.options.compression, survey.source.split_folder)]
     if survey.source.repository is not None:
@@ -261,13 +270,13 @@ def _of_different_disks(places: Iterable[Path]) -> tuple[Path, ...]:
 
 
 def _choice(
-    survey: SourceSurvey,
-    outlooks: Sequence[Outlook],
+    survey: SourceScan,
+    outlooks: Sequence[CompressionEstimate],
     asked: str | None,
     refused: Collection[str | None],
     given: Mapping[str, object],
 ) -> Recommendation | None:
-    found = forecast.best(outlooks, asked, refused)
+    found = split_estimate.best(outlooks, asked, refused)
     if found is None:
         return None
     outlook, route = found
@@ -276,5 +285,5 @@ def _choice(
     own = {"compression": outlook.compression, "sequential_shard_processing": sequential}
     if outlook.compression not in (None, "8bit") and survey.options.fit_scales and survey.fitted(outlook.compression):
         given = {**given, "fit_scales": True}  # elsewhere it would be refused
-    call = forecast.call_of(survey.source.name, {**own, **given})
+    call = split_estimate.call_of(survey.source.name, {**own, **given})
     return Recommendation(outlook.compression, route.name if route is not None else None, call)

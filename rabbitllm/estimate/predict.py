@@ -13,15 +13,15 @@ from pathlib import Path
 
 from rabbitllm import prepare
 from rabbitllm.base.options import StreamOptions
-from rabbitllm.engine.blueprint import Blueprint, blueprint, too_little_memory
 from rabbitllm.engine.devices import resolve_devices
+from rabbitllm.engine.load_plan import LoadPlan, blueprint, too_little_memory
 from rabbitllm.engine.placement import Placement, Tier
 from rabbitllm.errors import RabbitLLMError
 from rabbitllm.estimate.generation import Experts, GenerationEstimate, TierContent
 from rabbitllm.estimate.machine import Machine
-from rabbitllm.estimate.reckoning import Reckoning
+from rabbitllm.estimate.pass_estimator import PassEstimator
 from rabbitllm.estimate.routing import RoutedWork, routed_work
-from rabbitllm.estimate.survey import SourceSurvey
+from rabbitllm.estimate.source_scan import SourceScan
 from rabbitllm.estimate.work import work_of
 from rabbitllm.splitter.planned_files import PlannedFiles
 from rabbitllm.store.layer_file import LAYER_SUFFIX
@@ -32,7 +32,7 @@ STAYING = (Tier.RESIDENT, Tier.PACKED, Tier.PINNED)
 
 
 def generations(
-    survey: SourceSurvey, options: StreamOptions, min_free: int
+    survey: SourceScan, options: StreamOptions, min_free: int
 ) -> tuple[tuple[str, ...], list[GenerationEstimate]]:
     """Where a model will compute, and what generating takes at each compression.
 
@@ -65,7 +65,7 @@ def generations(
     return tuple(device.name for device in devices), found
 
 
-def _store(survey: SourceSurvey, compression: str | None) -> WeightFiles | None:
+def _store(survey: SourceScan, compression: str | None) -> WeightFiles | None:
     """The layer files as they are, or as they are planned."""
     folder = survey.folders[compression]
     if compression in survey.manifests and survey.obstacle(compression) is None:
@@ -73,7 +73,7 @@ def _store(survey: SourceSurvey, compression: str | None) -> WeightFiles | None:
     return PlannedFiles(survey.plans[compression], folder) if compression in survey.plans else None
 
 
-def _readable(survey: SourceSurvey, compression: str | None) -> Sequence[Path]:
+def _readable(survey: SourceScan, compression: str | None) -> Sequence[Path]:
     """Files to measure reading with: layer files of this compression, or shards, or layer files of another one."""
     groups = [list(survey.folders[compression].glob(f"*{LAYER_SUFFIX}"))]
     if survey.source.local is not None and survey.checkpoint is not None:
@@ -83,7 +83,7 @@ def _readable(survey: SourceSurvey, compression: str | None) -> Sequence[Path]:
 
 
 def foretell(
-    compression: str | None, drawn: Blueprint, folder: Path, machine: Machine, readable: Sequence[Path]
+    compression: str | None, drawn: LoadPlan, folder: Path, machine: Machine, readable: Sequence[Path]
 ) -> GenerationEstimate:
     """What generating takes with a model that is drawn already.
 
@@ -108,7 +108,7 @@ def foretell(
         too_little_memory=None if refusal is None else refusal.problem,
     )
     with machine.something_to_read(folder, readable) as files:
-        pace = Reckoning(drawn, work, routed, machine, files).pace()
+        pace = PassEstimator(drawn, work, routed, machine, files).pace()
     return dataclasses.replace(
         found,
         from_the_disk=pace.from_the_disk,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from rabbitllm.engine.devices import Device, aligned_host
-from rabbitllm.engine.packed_weight import PackedWeight
+from rabbitllm.engine.quantized_weight import QuantizedWeight
 from rabbitllm.estimate.bitsandbytes_products import is_form, matrix, nbytes_of
 from rabbitllm.quant.compression import BLOCKS, CODES_A_BYTE, Quantized, code_values
 from rabbitllm.quant.packed_products import Matrix
@@ -148,14 +148,16 @@ def _nbytes(form: str, rows: int, columns: int) -> int:
 
 def _weight(form: str, rows: int, columns: int, dtype: torch.dtype, memory: Memory) -> torch.Tensor:
     if is_form(form):
-        return PackedWeight(matrix(form, rows, columns, lambda nbytes: _filled(memory, nbytes)), dtype)
+        return QuantizedWeight(matrix(form, rows, columns, lambda nbytes: _filled(memory, nbytes)), dtype)
     if form not in BLOCKS:
         plain: torch.dtype = getattr(torch, form)
         return _filled(memory, rows * columns * plain.itemsize).view(plain).view(rows, columns)
     elements = rows * columns
     payload = _filled(memory, elements // CODES_A_BYTE[form]).view(-1, 1)
     absmax = torch.ones(-(-elements // BLOCKS[form]))
-    return PackedWeight(Matrix(Quantized(form, (rows, columns), "float32"), payload, absmax, code_values(form)), dtype)
+    return QuantizedWeight(
+        Matrix(Quantized(form, (rows, columns), "float32"), payload, absmax, code_values(form)), dtype
+    )
 
 
 def _filled(memory: Memory, nbytes: int) -> torch.Tensor:

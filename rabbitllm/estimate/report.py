@@ -20,7 +20,15 @@ from rabbitllm.estimate.generation import Plan
 from rabbitllm.estimate.generation_report import generation_basis, moment, show_generations
 from rabbitllm.estimate.mixture_report import show_mixture
 from rabbitllm.splitter.anatomy import Anatomy, TensorGroup
-from rabbitllm.splitter.forecast import Forecast, Outlook, Rate, Route, best, least, missing_bytes
+from rabbitllm.splitter.split_estimate import (
+    CompressionEstimate,
+    Rate,
+    Route,
+    SplitEstimate,
+    best,
+    least,
+    missing_bytes,
+)
 
 GROUPS_SHOWN = 3
 _ROUTES: Mapping[str, str] = {
@@ -84,12 +92,12 @@ def draw_plan(forecast: Plan, path: Path) -> None:
     draw_placement(found.placement, path, title, note)
 
 
-def _title(forecast: Forecast) -> str:
+def _title(forecast: SplitEstimate) -> str:
     name = forecast.source if forecast.kind == "hub" else forecast.label
     return name if forecast.commit is None else f"{name} at commit {forecast.commit}"
 
 
-def _facts(forecast: Forecast) -> Iterator[tuple[str, str]]:
+def _facts(forecast: SplitEstimate) -> Iterator[tuple[str, str]]:
     if forecast.anatomy is not None:
         yield from _of_anatomy(forecast.anatomy)
     asked = forecast.at(forecast.compression)
@@ -134,7 +142,7 @@ def _columns(route: str, disk: str, created: str) -> str:
     return f"  {route:<19}{disk:>13}{created:>13}  "
 
 
-def _show_outlook(console: Console, forecast: Forecast, outlook: Outlook) -> None:
+def _show_outlook(console: Console, forecast: SplitEstimate, outlook: CompressionEstimate) -> None:
     head = Text(forecast.called(outlook.compression), "bold")
     if outlook.output_bytes is not None:
         head.append(f", {size(outlook.output_bytes)} of layer files", "not bold")
@@ -152,7 +160,7 @@ def _show_outlook(console: Console, forecast: Forecast, outlook: Outlook) -> Non
         put(console, _row(forecast, outlook, route))
 
 
-def _row(forecast: Forecast, outlook: Outlook, route: Route) -> Text:
+def _row(forecast: SplitEstimate, outlook: CompressionEstimate, route: Route) -> Text:
     lacks = f"no, {size_rounded_up(missing_bytes(route))} {'over' if _is_limited(route) else 'short'}"
     verdict, style = ("fits", "green") if route.fits else (lacks, "red")
     time = "?" if route.seconds is None else duration(route.seconds)
@@ -167,11 +175,11 @@ def _is_limited(route: Route) -> bool:
     return route.lacking is not None and route.lacking.limited
 
 
-def _route_name(outlook: Outlook, route: Route) -> str:
+def _route_name(outlook: CompressionEstimate, route: Route) -> str:
     return "sequential" if _is_alone(outlook, route.name) else _ROUTES[route.name]
 
 
-def _is_alone(outlook: Outlook, route: str) -> bool:
+def _is_alone(outlook: CompressionEstimate, route: str) -> bool:
     """Whether this is the only sequential route, as it is where nothing is fetched."""
     return route == "sequential_file" and len(outlook.routes) == 2
 
@@ -209,7 +217,7 @@ def _show_choice(console: Console, forecast: Plan) -> None:
     console.print(Text(choice.call), soft_wrap=True)
 
 
-def _capitalised(forecast: Forecast, outlook: Outlook) -> str:
+def _capitalised(forecast: SplitEstimate, outlook: CompressionEstimate) -> str:
     name = forecast.called(outlook.compression)
     return name[0].upper() + name[1:]
 
@@ -238,13 +246,13 @@ def _nothing_fits(forecast: Plan) -> str:
     )
 
 
-def _split_basis(forecast: Forecast) -> str | None:
+def _split_basis(forecast: SplitEstimate) -> str | None:
     """What the times of a split rest on; None where there are none."""
     basis = ", ".join(_basis(forecast))
     return f"Times are estimates, without the writing: {basis}." if basis else None
 
 
-def _basis(forecast: Forecast) -> Iterator[str]:
+def _basis(forecast: SplitEstimate) -> Iterator[str]:
     rates = forecast.rates
     if rates.fetch is not None:
         yield f"{_rate(rates.fetch)} from the hub"

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rabbitllm.engine.blueprint import Blueprint
+from rabbitllm.engine.load_plan import LoadPlan
 from rabbitllm.engine.placement import Pool, Tier
 
 
@@ -70,7 +70,7 @@ class RoutedWork:
         return self.experts * self.expert_bytes * (1 - (1 - self.used / self.experts) ** tokens)
 
 
-def routed_work(drawn: Blueprint) -> tuple[RoutedWork, ...]:
+def routed_work(drawn: LoadPlan) -> tuple[RoutedWork, ...]:
     """What a pass does with experts, module by module, in its order."""
     known = {source.name: source for source in drawn.experts}
     pools = {pool.device: pool for pool in drawn.placement.pools}

@@ -11,8 +11,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from rabbitllm.engine.blueprint import Blueprint, blueprint, place_units
 from rabbitllm.engine.expert_source import ExpertSource
+from rabbitllm.engine.load_plan import LoadPlan, blueprint, place_units
 from rabbitllm.engine.unit_source import UnitSource
 from rabbitllm.estimate.generation import GenerationEstimate
 from rabbitllm.estimate.machine import Machine
@@ -28,7 +28,7 @@ def predict_outline(
     machine: Machine,
     readable: Sequence[Path],
     work: Path,
-) -> tuple[Blueprint, GenerationEstimate]:
+) -> tuple[LoadPlan, GenerationEstimate]:
     """Where the weights of a model would be, and how long a token.
 
     Args:
@@ -48,7 +48,7 @@ def predict_outline(
     return drawn, foretell(compression, drawn, folder, machine, readable)
 
 
-def stretched(sample: Blueprint, layers: Sequence[int], machine: Machine) -> Blueprint:
+def stretched(sample: LoadPlan, layers: Sequence[int], machine: Machine) -> LoadPlan:
     """A blueprint with the decoder layers of a larger model, placed again.
 
     Args:

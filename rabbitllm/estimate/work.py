@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from rabbitllm.checkpoints.routing import picked_by
-from rabbitllm.engine.blueprint import Blueprint
+from rabbitllm.engine.load_plan import LoadPlan
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.unit_source import UnitSource
 from rabbitllm.engine.units import Place
@@ -74,7 +74,7 @@ class UnitWork:
     kind: tuple[Any, ...]
 
 
-def work_of(drawn: Blueprint) -> tuple[UnitWork, ...]:
+def work_of(drawn: LoadPlan) -> tuple[UnitWork, ...]:
     """What a pass does, unit by unit, in its order."""
     picked, encoder = picked_by(drawn.model.config.get_text_config()), _encoder_path(drawn.model)
     hosts = {budget.device for budget in drawn.placement.budgets if budget.is_host}

@@ -17,7 +17,7 @@ MAX_VALUES = 600_000
 safetensors header and 1 in an index; so 75,000 tensors in a shard, 600,000 in a checkpoint."""
 MAX_TEXT_BYTES = 64 << 20
 """In memory, where one character outside Latin-1 makes all of them two or four bytes wide."""
-MOST_DIGITS = 400
+MAX_DIGITS = 400
 """Of a number in a message. A float has fewer than 310 before its point; more is only work."""
 
 
@@ -72,7 +72,7 @@ def _no_number(word: str) -> Any:
 
 
 def _whole(digits: str) -> int:
-    if len(digits) > MOST_DIGITS:
+    if len(digits) > MAX_DIGITS:
         raise ValueError(f"a number has {len(digits):,} digits")
     return int(digits)
 

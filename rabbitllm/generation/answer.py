@@ -16,7 +16,7 @@ from rabbitllm.generation.generation_stream import TextStream
 
 END, LENGTH, INTERRUPTED = "end", "length", "interrupted"
 """Why a text ends."""
-MOST_TOKENS = 512
+MAX_TOKENS = 512
 """To generate where the caller does not say."""
 
 
@@ -88,7 +88,7 @@ class Answer:
 def answer(
     model: Any,
     ids: Any,
-    most_tokens: int,
+    max_tokens: int,
     sampling: Sampling,
     write: Callable[[str], object],
     first: Callable[[], object] = lambda: None,
@@ -131,7 +131,7 @@ def answer(
         model.generate(
             inputs,
             attention_mask=torch.ones_like(inputs),
-            max_new_tokens=most_tokens,
+            max_new_tokens=max_tokens,
             eos_token_id=ends or None,
             pad_token_id=pad,
             streamer=stream,
@@ -190,14 +190,14 @@ def context_of(model: Any) -> int | None:
 
 
 def most_new_tokens(model: Any, prompt_tokens: int, asked: int | None) -> int:
-    """How many tokens may follow a prompt: as many as asked for, else `MOST_TOKENS` or what the context leaves.
+    """How many tokens may follow a prompt: as many as asked for, else `MAX_TOKENS` or what the context leaves.
 
     Raises:
         OptionError: the model was not made for so many.
     """
     context = context_of(model)
     if context is None:
-        return asked if asked is not None else MOST_TOKENS
+        return asked if asked is not None else MAX_TOKENS
     left = context - prompt_tokens
     if left < (asked or 1):
         followed = f", with {asked:,} to follow" if asked is not None else ""
@@ -205,4 +205,4 @@ def most_new_tokens(model: Any, prompt_tokens: int, asked: int | None) -> int:
             f"The prompt has {prompt_tokens:,} tokens{followed}; the model was made for {context:,} in all.",
             "Shorten it." if left < 1 else f"Shorten it, or ask for at most {left:,}.",
         )
-    return asked if asked is not None else min(MOST_TOKENS, left)
+    return asked if asked is not None else min(MAX_TOKENS, left)

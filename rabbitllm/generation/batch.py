@@ -22,24 +22,24 @@ import torch
 
 from rabbitllm.base.forks import ForkGuard
 from rabbitllm.errors import BatchError, OptionError
+from rabbitllm.generation.admission import AdmissionQueue
 from rabbitllm.generation.answer import check_generates
 from rabbitllm.generation.answerable import check_answerable
-from rabbitllm.generation.door import Door
 from rabbitllm.generation.filing import Begins
 from rabbitllm.generation.generation import Generation
 from rabbitllm.generation.joint_pass import JointPasses
 from rabbitllm.generation.limits import Limits
 from rabbitllm.generation.picking import TokenBudget, take_part, too_many
-from rabbitllm.generation.request import BatchStats, Ended, Event, Request
+from rabbitllm.generation.request import BatchStats, Event, FinishReason, Request
+from rabbitllm.generation.request_handle import RequestHandle
 from rabbitllm.generation.text_caches import TextCaches
-from rabbitllm.generation.ticket import Ticket
 
-__all__ = ["FAILED", "Batch", "Limits", "Ticket"]
+__all__ = ["FAILED", "Batch", "Limits", "RequestHandle"]
 
 logger = logging.getLogger(__name__)
 
 FAILED = "failed"
-"""Beside the values of `Ended`, how a request ends."""
+"""Beside the values of `FinishReason`, how a request ends."""
 
 _DEFAULT = Limits()
 
@@ -85,12 +85,10 @@ class Batch:
         self._limits = limits
         self._caches = TextCaches(model, limits)
         self._pace = TokenBudget()
-        self._door = Door(limits.running, limits.waiting)
+        self._door = AdmissionQueue(limits.running, limits.waiting)
         self._sums = _Sums()
         self._waited_before = model.streamer.waited()
-        self._passes = JointPasses(
-            model, exact=limits.exact, most_rows=self._caches.memory.rows, file=self._caches.file
-        )
+        self._passes = JointPasses(model, exact=limits.exact, max_rows=self._caches.memory.rows, file=self._caches.file)
         self._home = ForkGuard()
         self._thread = threading.Thread(target=self._work, name="rabbitllm-batch", daemon=True)
         self._thread.start()
@@ -101,7 +99,7 @@ class Batch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def submit(self, request: Request, notify: Callable[[Event], None]) -> Ticket:
+    def submit(self, request: Request, notify: Callable[[Event], None]) -> RequestHandle:
         """Take a request on.
 
         Args:
@@ -117,7 +115,7 @@ class Batch:
         self._home.refuse("The batch", "Submit requests in that process, or make a batch in this one.")
         check_answerable(request, self._model, self._caches.memory)
         now = time.monotonic()
-        ticket = Ticket(self._door.wake, Generation(self._model, request, lambda event: told(event), now))
+        ticket = RequestHandle(self._door.wake, Generation(self._model, request, lambda event: told(event), now))
         if request.seconds is not None:
             ticket.deadline = now + request.seconds
 
@@ -192,7 +190,7 @@ class Batch:
         finally:
             self._door.close(0.0)
             for ticket in (*self._door.running, *self._door.waiting):
-                self._over(ticket, self.error or Ended.CANCELLED)
+                self._over(ticket, self.error or FinishReason.CANCELLED)
             self._passes.close()
             self._caches.close()
 
@@ -212,9 +210,9 @@ class Batch:
                 self._give_place_back(ticket)
         near = self._caches.near(self._door.running)
         if len(self._door.running) == 1 and near and memory.now([near[0].text]) > memory.limit:
-            self._over(self._door.running[0], Ended.LENGTH)  # nobody else's place would help
+            self._over(self._door.running[0], FinishReason.LENGTH)  # nobody else's place would help
 
-    def _give_place_back(self, ticket: Ticket) -> None:
+    def _give_place_back(self, ticket: RequestHandle) -> None:
         cache = self._caches.whole_cache(ticket)
         self._take_out(ticket)
         self._caches.drop(ticket)
@@ -228,7 +226,7 @@ class Batch:
         if not waiting:
             self._caches.from_file(self._door.running)
         for number, ticket in enumerate(waiting):
-            places = self._caches.memory.most_texts - len(self._door.running)
+            places = self._caches.memory.max_texts - len(self._door.running)
             if places <= 0:
                 return
             where = self._caches.where(ticket, self._door.running, min(places, len(waiting) - number) - 1)
@@ -238,7 +236,7 @@ class Batch:
                 self._start(ticket)
                 self._door.begin(ticket)
 
-    def _start(self, ticket: Ticket) -> None:
+    def _start(self, ticket: RequestHandle) -> None:
         generation, chunk = ticket.generation, self._caches.prompt_chunk
         ticket.member = self._passes.add(lambda: generation.run(chunk), generation.draw)
 
@@ -250,7 +248,7 @@ class Batch:
             start = time.perf_counter()
             made = sum(len(ticket.generation.tokens) for ticket in self._door.running)
             tokens = [member.tokens for member in there]
-            most = self._caches.memory.most_tokens
+            most = self._caches.memory.max_tokens
             if not self._limits.in_bulk:
                 most = min(self._pace.prompt_tokens(self._caches.chunk), most)
             chosen = take_part(tokens, most)
@@ -267,9 +265,9 @@ class Batch:
         over = [ticket for ticket in self._door.running if ticket.member is None or ticket.member.dead]
         for ticket in over:
             error = ticket.member.error if ticket.member is not None else None
-            self._over(ticket, error or ticket.generation.ended or Ended.LENGTH)
+            self._over(ticket, error or ticket.generation.ended or FinishReason.LENGTH)
 
-    def _over(self, ticket: Ticket, how: BaseException | Ended) -> None:
+    def _over(self, ticket: RequestHandle, how: BaseException | FinishReason) -> None:
         """Free a request's place, say that it is over, and keep its cache."""
         self._take_out(ticket)
         self._door.leave(ticket)
@@ -288,7 +286,7 @@ class Batch:
         self._sums.prompt_tokens += len(generation.request.prompt)
         self._sums.kept_tokens += generation.kept_tokens
 
-    def _take_out(self, ticket: Ticket) -> None:
+    def _take_out(self, ticket: RequestHandle) -> None:
         if ticket.member is not None and not ticket.member.dead:
             self._passes.take_out(ticket.member)
         ticket.member = None  # its stack holds much, and who asked may hold the ticket

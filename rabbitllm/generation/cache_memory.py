@@ -55,12 +55,12 @@ class CacheMemory:
             )
         left = max(free - self.limit, 0)  # both are there at once
         cost = cost_of_a_pass(config, model.dtype.itemsize)
-        self.most_texts = running
+        self.max_texts = running
         self.part: int | None = None
         self.rows: int | None = None
         self.is_tight = False
         if not in_bulk:
-            self.most_tokens = cost.tokens_in(left - cost.of(0, 0, running))
+            self.max_tokens = cost.tokens_in(left - cost.of(0, 0, running))
             return
         if cache_bytes is not None and left < cost.least():
             raise OptionError(
@@ -69,9 +69,9 @@ class CacheMemory:
                 "Give keys and values less (--cache-memory), or the weights (--max-memory).",
             )
         left -= left // UNUSED_SHARE
-        self.most_texts = min(running, cost.texts_in(left))
-        self.most_tokens, self.part = cost.parts_in(left, self.most_texts)
-        self.rows = min(self.part, cost.most_tokens)
+        self.max_texts = min(running, cost.texts_in(left))
+        self.max_tokens, self.part = cost.parts_in(left, self.max_texts)
+        self.rows = min(self.part, cost.max_tokens)
         self.is_tight = cost.is_tight(self.rows, left // 2)
 
     def bytes_for(self, tokens: int) -> int:

@@ -61,9 +61,9 @@ class Carrying:
         most_rows: of a carrier, if it has more than one text; None for no limit.
     """
 
-    def __init__(self, forward: PackedForward | None, most_rows: int | None) -> None:
+    def __init__(self, forward: PackedForward | None, max_rows: int | None) -> None:
         self._forward = forward
-        self._most_rows = most_rows
+        self._max_rows = max_rows
 
     def carriers(self, members: Sequence[Member]) -> list[Carrier]:
         """Of those whose calls one forward can compute, in their order; the others are in none."""
@@ -74,7 +74,7 @@ class Carrying:
         known = [(member, text) for member, text in read if text is not None]
         sound = self._forward.fitting([text for _, text in known]) if known else []
         carried = [one for one, good in zip(known, sound, strict=True) if good]
-        groups = grouped([text.ids.shape[1] for _, text in carried], self._most_rows)
+        groups = grouped([text.ids.shape[1] for _, text in carried], self._max_rows)
         return [
             Carrier(self._forward, [member for member, _ in carried[group]], [text for _, text in carried[group]])
             for group in groups

@@ -18,7 +18,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 from rabbitllm.generation.answer import end_tokens
 from rabbitllm.generation.generation_stream import TextStream
-from rabbitllm.generation.request import Delta, Ended, Event, Failed, Finished, Likelihood, Request, TokenLogprob
+from rabbitllm.generation.request import Delta, Event, Failed, Finished, FinishReason, Likelihood, Request, TokenLogprob
 from rabbitllm.generation.stop_texts import StoppedText
 
 
@@ -51,7 +51,7 @@ class Generation:
         self.cache: Any = None
         self.tokens: list[int] = []
         self.kept_tokens = 0
-        self.ended: Ended | None = None
+        self.ended: FinishReason | None = None
         self._notify = notify
         self._submitted = submitted
         self._first: float | None = None
@@ -108,16 +108,16 @@ class Generation:
         chosen = self._chosen(token)
         self._stream.put(torch.tensor([token]))
         if self._texts.stop is not None or token in self._ends:
-            self.ended = Ended.STOP
+            self.ended = FinishReason.STOP
         elif self.room <= 0:
-            self.ended = Ended.LENGTH
+            self.ended = FinishReason.LENGTH
         if self.ended is not None:
             self._stream.end()
         self._notify(Delta(self._texts.take(last=self.ended is not None), (chosen,)))
         if self.ended is not None:
             raise _Over
 
-    def end(self, ended: Ended) -> Finished:
+    def end(self, ended: FinishReason) -> Finished:
         """Say that it is over; text that was held back is handed on."""
         if self.ended is None:
             self.ended = ended

@@ -56,7 +56,7 @@ class JointPasses:
         *,
         exact: bool = False,
         packing: bool = True,
-        most_rows: int | None = None,
+        max_rows: int | None = None,
         file: CacheFile | None = None,
     ) -> None:
         if model.hosts is not None:
@@ -68,7 +68,7 @@ class JointPasses:
         self._exact = exact
         self._hub: greenlet | None = None
         self.members: list[Member] = []
-        self._carrying = Carrying(PackedForward.of(model, file) if packing and not exact else None, most_rows)
+        self._carrying = Carrying(PackedForward.of(model, file) if packing and not exact else None, max_rows)
         self._file = file
         head = model.get_output_embeddings()
         self._products = RowProducts(model) if not exact else None

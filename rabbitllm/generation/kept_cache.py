@@ -37,7 +37,7 @@ CONTINUING = frozenset(
 )
 """Model types with states whose further prompts continue them (transformers 5.23); their tests are in
 `tests/generation/test_kept_cache.py`."""
-MOST_MARKS = 2
+MAX_MARKS = 2
 """The beginning of the turn, and the end of its prompt."""
 
 
@@ -127,7 +127,7 @@ class KeptCache:
             if not _holds_every_token(layer) and not _is_nothing(layer)
         }
         if layers and ids:
-            self._marks = [mark for mark in self._marks if mark.length < len(ids)][1 - MOST_MARKS :]
+            self._marks = [mark for mark in self._marks if mark.length < len(ids)][1 - MAX_MARKS :]
             self._marks.append(Mark(len(ids), layers))
 
     def hold(self, ids: list[int]) -> None:

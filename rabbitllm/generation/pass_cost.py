@@ -84,7 +84,7 @@ class PassCost:
         return max(found, LEAST_TOKENS)
 
     @property
-    def most_tokens(self) -> int:
+    def max_tokens(self) -> int:
         """That gain by going through a layer together."""
         return max(HEAP_BLOCK_BYTES // self.block, MANY_TOKENS)
 

@@ -19,7 +19,7 @@ MANY_TOKENS = 64
 """A pass with fewer is one whose time is that of the weights."""
 FIRST_TOKENS = 1024
 """Of prompts in a pass, before it is known what they cost."""
-MOST_TOKENS = 8192
+MAX_TOKENS = 8192
 """Of prompts in a pass: their activations need memory too."""
 
 
@@ -84,7 +84,7 @@ class TokenBudget:
         """
         if self.least is None or self.each is None:
             return max(chunk, FIRST_TOKENS)
-        return min(max(chunk, int(self.least / max(self.each, 1e-9))), MOST_TOKENS)
+        return min(max(chunk, int(self.least / max(self.each, 1e-9))), MAX_TOKENS)
 
 
 def take_part(tokens: Sequence[int], chunk: int) -> list[int]:

@@ -19,12 +19,12 @@ from rabbitllm.generation.kept_cache import can_be_cut
 
 WORTH_TOKENS = 16
 """A shorter beginning is computed again."""
-MOST_TEXTS = 256
+MAX_TEXTS = 256
 """That are kept: whoever begins looks through all of them, at some 40 microseconds each (1,000 tokens, 80 layers)."""
 
 
 class PrefixCache:
-    """Caches of texts that are over, the latest used last; at most `MOST_TEXTS`.
+    """Caches of texts that are over, the latest used last; at most `MAX_TEXTS`.
 
     Attributes:
         nbytes: of all of them.
@@ -47,7 +47,7 @@ class PrefixCache:
         nbytes = bytes_of(cache)
         self._texts[text] = cache, nbytes
         self.nbytes += nbytes
-        if len(self._texts) > MOST_TEXTS:
+        if len(self._texts) > MAX_TEXTS:
             self._drop(next(iter(self._texts)))
 
     def used(self, ids: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ from enum import StrEnum
 from rabbitllm.generation.answer import Sampling
 
 
-class Ended(StrEnum):
+class FinishReason(StrEnum):
     """Why a generation is over."""
 
     STOP = "stop"
@@ -95,7 +95,7 @@ class Finished:
         first: seconds from submission to the first token; None if none came.
     """
 
-    ended: Ended
+    ended: FinishReason
     stop: str | None
     prompt_tokens: int
     kept_tokens: int

@@ -13,16 +13,16 @@ from transformers.cache_utils import DynamicCache
 
 from rabbitllm.engine.allocator import keep_large_apart, trimming
 from rabbitllm.engine.row_products import make_kernels
-from rabbitllm.generation.aside import Aside, usual_folder
-from rabbitllm.generation.beginnings import best_source, should_wait
 from rabbitllm.generation.cache_memory import CacheMemory
 from rabbitllm.generation.filing import Begins, Running, begins, file_for
 from rabbitllm.generation.generation import Generation
 from rabbitllm.generation.kept_cache import keeps
 from rabbitllm.generation.limits import Limits
 from rabbitllm.generation.picking import TokenBudget
+from rabbitllm.generation.prefix_match import best_source, should_wait
 from rabbitllm.generation.prefixes import PrefixCache, copied
-from rabbitllm.generation.ticket import Ticket
+from rabbitllm.generation.request_handle import RequestHandle
+from rabbitllm.generation.swap_space import SwapSpace, usual_folder
 
 ASIDE_SHARE = 4
 """So many times what may be in memory may be aside, where nobody says. Texts that grow alike, and make way until one of
@@ -55,7 +55,7 @@ class TextCaches:
         self.memory = CacheMemory(model, limits.cache_bytes, in_bulk=limits.in_bulk, running=limits.running)
         if self.memory.is_tight:
             keep_large_apart()
-        self.chunk = min(limits.chunk, self.memory.part or self.memory.most_tokens)
+        self.chunk = min(limits.chunk, self.memory.part or self.memory.max_tokens)
         self.resumed = 0
         self._gives_back = trimming() if limits.in_bulk else None
         self._gave_back = time.monotonic()
@@ -68,7 +68,7 @@ class TextCaches:
         folder = limits.aside_folder or usual_folder()
         if folder is None and all(lane.device.shares_host_memory for lane in model.streamer.lanes.values()):
             aside_bytes = 0  # there is no other memory, and no disk
-        self.aside = Aside(aside_bytes, folder)
+        self.aside = SwapSpace(aside_bytes, folder)
         file_bytes = limits.file_bytes if self._shares else 0
         self.file = file_for(model, self.memory, folder, file_bytes)
 
@@ -82,16 +82,16 @@ class TextCaches:
         """Tokens after which a prompt is cut; None where it goes through the model as a whole."""
         return self.chunk if self._shares else None
 
-    def nbytes(self, running: Iterable[Ticket]) -> int:
+    def nbytes(self, running: Iterable[RequestHandle]) -> int:
         """That are held in memory; may be called from any thread."""
         return self._kept.nbytes + self._held_by(running)
 
-    def shrink(self, running: Sequence[Ticket]) -> None:
+    def shrink(self, running: Sequence[RequestHandle]) -> None:
         """Drop texts that are over, where those that run need their room in the next pass."""
         near, filed = self._parted(running)
         self._kept.shrink(self.left_to_near(filed) - self.memory.now(ticket.text for ticket in near))
 
-    def where(self, ticket: Ticket, running: Sequence[Ticket], others: int) -> Begins:
+    def where(self, ticket: RequestHandle, running: Sequence[RequestHandle], others: int) -> Begins:
         """Whether one may begin, and where it has its keys and values then.
 
         Args:
@@ -101,16 +101,16 @@ class TextCaches:
         """
         return begins(ticket.text, self._running(running), others, self.memory)
 
-    def near(self, running: Sequence[Ticket]) -> Sequence[Ticket]:
+    def near(self, running: Sequence[RequestHandle]) -> Sequence[RequestHandle]:
         """Those that have keys and values in memory."""
         return self._parted(running)[0]
 
-    def left_to_near(self, filed: Sequence[Ticket]) -> int:
+    def left_to_near(self, filed: Sequence[RequestHandle]) -> int:
         """Bytes for those that have keys and values in memory, beside those that do not."""
         running = self._running(filed)
         return self.memory.limit - (running.soon(self.memory) if running.filed else 0)
 
-    def to_file(self, ticket: Ticket, running: Sequence[Ticket]) -> bool:
+    def to_file(self, ticket: RequestHandle, running: Sequence[RequestHandle]) -> bool:
         """Have the keys and values of one that runs in the file from the next pass on; False if they cannot be."""
         cache = ticket.generation.cache
         if self.file is None or cache is None or not self._running(running).has_place(ticket.text, self.memory):
@@ -118,7 +118,7 @@ class TextCaches:
         self.file.add(cache)
         return True
 
-    def from_file(self, running: Sequence[Ticket]) -> None:
+    def from_file(self, running: Sequence[RequestHandle]) -> None:
         """Let those come back for whom there is room, when nobody waits for it."""
         for ticket in self._parted(running)[1]:
             others = [one for one in running if one is not ticket]
@@ -128,12 +128,12 @@ class TextCaches:
             self.file.let_return(ticket.generation.cache)
         self._kept.shrink(self.memory.limit - self._running(running).soon(self.memory))
 
-    def lost(self, running: Sequence[Ticket]) -> list[Ticket]:
+    def lost(self, running: Sequence[RequestHandle]) -> list[RequestHandle]:
         """Those whose keys and values could not be written."""
         file = self.file
         return [one for one in running if file.is_lost(one.generation.cache)] if file is not None else []
 
-    def measure(self, running: Iterable[Ticket]) -> None:
+    def measure(self, running: Iterable[RequestHandle]) -> None:
         """See what tokens cost, after a pass; of caches of unusual kinds it is foretold by the config only.
 
         What the pass has let go of goes back to the system, but for those that are so short that it would show.
@@ -144,7 +144,7 @@ class TextCaches:
             self._gives_back()
             self._gave_back = time.monotonic()
 
-    def give(self, ticket: Ticket, running: Sequence[Ticket], *, in_file: bool = False) -> bool:
+    def give(self, ticket: RequestHandle, running: Sequence[RequestHandle], *, in_file: bool = False) -> bool:
         """Give one that begins its cache; False if another one just computes what it begins with too.
 
         Args:
@@ -181,7 +181,7 @@ class TextCaches:
         self._kept.shrink(left)
         return True
 
-    def set_aside(self, ticket: Ticket, cache: Any, pace: TokenBudget) -> None:
+    def set_aside(self, ticket: RequestHandle, cache: Any, pace: TokenBudget) -> None:
         """Take the cache of one that has made way.
 
         Args:
@@ -197,20 +197,20 @@ class TextCaches:
         recompute_seconds = None if self._exact else pace.recompute_seconds(tokens, self.prompt_chunk or tokens)
         ticket.held = self.aside.put(cache, recompute_seconds)
 
-    def whole_cache(self, ticket: Ticket) -> Any:
-        """What one that waits for a pass could go on from; see `Ticket.whole_cache`. None of one in a file."""
+    def whole_cache(self, ticket: RequestHandle) -> Any:
+        """What one that waits for a pass could go on from; see `RequestHandle.whole_cache`. None of one in a file."""
         if self.file is not None and self.file.holds(ticket.generation.cache):
             return None
         return ticket.whole_cache(continues=self._shares)
 
-    def keep(self, ticket: Ticket, running: Iterable[Ticket]) -> None:
+    def keep(self, ticket: RequestHandle, running: Iterable[RequestHandle]) -> None:
         """Have the cache of one that has ended for those that begin as it did."""
         cache, ticket.generation.cache = ticket.generation.cache, None
         if self._shares and cache is not None and (tokens := cache.get_seq_length()):
             self._kept.put(ticket.generation.ids[:tokens], cache)
             self._kept.shrink(self.memory.limit - self._held_by(running))
 
-    def drop(self, ticket: Ticket) -> None:
+    def drop(self, ticket: RequestHandle) -> None:
         """Forget what is aside, or in the file, of one that has ended or makes way."""
         if self.file is not None and self.file.holds(ticket.generation.cache):
             self.file.drop(ticket.generation.cache)
@@ -219,7 +219,7 @@ class TextCaches:
             self.aside.drop(ticket.held)
             ticket.held = None
 
-    def _sources(self, running: Iterable[Ticket]) -> Iterable[tuple[Sequence[int], Any]]:
+    def _sources(self, running: Iterable[RequestHandle]) -> Iterable[tuple[Sequence[int], Any]]:
         """Ids and caches that hold their keys and values."""
         yield from self._kept.texts()
         for ticket in running:
@@ -240,21 +240,21 @@ class TextCaches:
         file = self.file
         return file.whole_copy(cache) if file is not None and file.holds(cache) else cache
 
-    def _parted(self, running: Iterable[Ticket]) -> tuple[list[Ticket], list[Ticket]]:
+    def _parted(self, running: Iterable[RequestHandle]) -> tuple[list[RequestHandle], list[RequestHandle]]:
         """Those with keys and values in memory, and those with them in a file."""
-        near: list[Ticket] = []
-        filed: list[Ticket] = []
+        near: list[RequestHandle] = []
+        filed: list[RequestHandle] = []
         for one in running:
             is_filed = self.file is not None and self.file.keeps(one.generation.cache)
             (filed if is_filed else near).append(one)
         return near, filed
 
-    def _running(self, running: Iterable[Ticket]) -> Running:
+    def _running(self, running: Iterable[RequestHandle]) -> Running:
         near, filed = self._parted(running)
         most = self.file.limit if self.file is not None else 0
         return Running([one.text for one in near], [one.text for one in filed], most)
 
-    def _held_by(self, running: Iterable[Ticket]) -> int:
+    def _held_by(self, running: Iterable[RequestHandle]) -> int:
         near, filed = self._parted(running)
         # not of their tensors: another thread changes them meanwhile
         counts = [
@@ -263,7 +263,7 @@ class TextCaches:
         return sum(map(self.memory.bytes_for, counts)) + len(filed) * self.memory.beside_file()
 
 
-def _computed_prompts(running: Iterable[Ticket]) -> Iterable[Sequence[int]]:
+def _computed_prompts(running: Iterable[RequestHandle]) -> Iterable[Sequence[int]]:
     """Those that are not in their caches yet."""
     for ticket in running:
         prompt = ticket.generation.request.prompt

@@ -201,7 +201,7 @@ def stand_in(cache: Cache, index: int, batch: int, tokens: int, device: torch.de
             layer.update_recurrent_state(states[:, :, :1, 0], state_idx=state)
 
 
-class Shadows:
+class MirroredCaches:
     """A worker's caches, by the numbers that the first process gave them.
 
     Args:

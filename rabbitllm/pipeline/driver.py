@@ -28,7 +28,7 @@ from rabbitllm.errors import HostGoneError, HostsError
 from rabbitllm.pipeline.arguments import Packer
 from rabbitllm.pipeline.caches import Ledger, lengths_of, stand_in
 from rabbitllm.pipeline.frames import Frame, Word
-from rabbitllm.pipeline.meeting import Link
+from rabbitllm.pipeline.rendezvous import Link
 from rabbitllm.pipeline.spans import Span
 from rabbitllm.pipeline.stack import Stack, hidden_of
 

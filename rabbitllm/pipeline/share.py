@@ -18,7 +18,7 @@ from rabbitllm.engine.placement import UnitCost
 from rabbitllm.engine.placing import ready_once
 from rabbitllm.engine.unit_source import UnitSource
 from rabbitllm.errors import HostsError
-from rabbitllm.pipeline.meeting import Link, Meeting
+from rabbitllm.pipeline.rendezvous import Link, Rendezvous
 from rabbitllm.pipeline.spans import Span, plan_spans
 from rabbitllm.pipeline.stack import Stack, find_stack
 from rabbitllm.store.layer_store import WeightFiles
@@ -62,7 +62,7 @@ class Sharing:
     ) -> ModelPart:
         """See `engine.part.Share`."""
         self.stack = find_stack(model, sources)
-        meeting = Meeting(self._hosts)
+        meeting = Rendezvous(self._hosts)
         limited = set(self._options.max_memory or {})
         own = {
             "host": f"{socket.gethostname()} {_machine()}",

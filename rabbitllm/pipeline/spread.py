@@ -10,7 +10,7 @@ from rabbitllm.base.options import Hosts, StreamOptions
 from rabbitllm.errors import HostsError
 from rabbitllm.pipeline.driver import Driver
 from rabbitllm.pipeline.frames import Frame, Word
-from rabbitllm.pipeline.meeting import Link
+from rabbitllm.pipeline.rendezvous import Link
 from rabbitllm.pipeline.share import Sharing
 from rabbitllm.pipeline.worker import Worker
 

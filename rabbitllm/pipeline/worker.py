@@ -13,9 +13,9 @@ import torch
 
 from rabbitllm.errors import HostGoneError
 from rabbitllm.pipeline.arguments import unpack
-from rabbitllm.pipeline.caches import Shadows
+from rabbitllm.pipeline.caches import MirroredCaches
 from rabbitllm.pipeline.frames import Frame, Word
-from rabbitllm.pipeline.meeting import Link
+from rabbitllm.pipeline.rendezvous import Link
 from rabbitllm.pipeline.spans import Span
 from rabbitllm.pipeline.stack import Stack
 
@@ -48,7 +48,7 @@ class Worker:
         self._link = link
         self._next = (link.rank + 1) % link.ranks
         positions = [index for number in range(self.span.begin, self.span.end) for index in stack.cached[number]]
-        self.caches = Shadows(positions)
+        self.caches = MirroredCaches(positions)
 
     def work(self) -> None:
         """Compute until the first process ends.

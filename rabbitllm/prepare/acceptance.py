@@ -41,21 +41,21 @@ def acceptance(
             load the model itself, "warn" (once) where the split may be for another machine, "ignore" where several
             processes will load it.
     """
-    from rabbitllm.engine import blueprint  # with torch
+    from rabbitllm.engine import load_plan  # with torch
     from rabbitllm.engine.devices import resolve_devices
 
     if devices is None:
         devices = resolve_devices(options.device, options.max_memory, options.pin_memory)
     with config_folder(source) as folder:
-        blueprint.check(folder, options, devices)
+        load_plan.check(folder, options, devices)
 
-        judges = {"refuse": blueprint.refuse_too_little_memory, "warn": blueprint.warn_of_too_little_memory}
+        judges = {"refuse": load_plan.refuse_too_little_memory, "warn": load_plan.warn_of_too_little_memory}
         judge = judges.get(too_little)
 
         def accept(store: WeightFiles) -> None:
             nonlocal judge
             home = store.folder if (store.folder / CONFIG_NAME).exists() else folder
-            blueprint.accept(store, options, home, devices, judge)
+            load_plan.accept(store, options, home, devices, judge)
             judge = judge if too_little == "refuse" else None  # a warning is said once
 
         yield accept

@@ -9,7 +9,7 @@ import logging
 from pathlib import Path
 
 from rabbitllm.base.options import SplitOptions
-from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardFacts, SourceIdentity
+from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata, SourceIdentity
 from rabbitllm.checkpoints.hub import HubRepository
 from rabbitllm.checkpoints.hub_checkpoint import HubCheckpoint
 from rabbitllm.checkpoints.index import is_index
@@ -114,7 +114,7 @@ def refuse_another(source: Source, manifest: Manifest, identity: SourceIdentity)
         )
 
 
-def _refuse_without_evidence(source: Source, manifest: Manifest, found: list[ShardFacts]) -> None:
+def _refuse_without_evidence(source: Source, manifest: Manifest, found: list[ShardMetadata]) -> None:
     """Refuse a split that lies elsewhere and whose model has another name, where no shard is left to compare."""
     known = manifest.source
     if source.local is None or found or known.kind != "local" or source.split_folder.is_relative_to(source.local):
@@ -152,7 +152,7 @@ def _index_is_cached(repository: HubRepository) -> bool:
     return is_index(entry) and repository.cached(entry) is not None
 
 
-def _present(checkpoint: Checkpoint, shard: str) -> ShardFacts | None:
+def _present(checkpoint: Checkpoint, shard: str) -> ShardMetadata | None:
     """Facts of a shard that is on this machine; a repository is not asked for its headers."""
     if isinstance(checkpoint, HubCheckpoint) and checkpoint.repository.cached(shard) is None:
         return None

@@ -26,12 +26,12 @@ from rabbitllm.prepare.source import Source
 from rabbitllm.prepare.weights import open_folder
 from rabbitllm.splitter import lease
 from rabbitllm.splitter.finish import STAGING_NAME
-from rabbitllm.splitter.hands import Hands
 from rabbitllm.splitter.interrupted import telling_how_to_go_on
 from rabbitllm.splitter.lock import locked, read_lock
 from rabbitllm.splitter.planned_files import PlannedFiles
 from rabbitllm.splitter.repair import repair, shards_for
 from rabbitllm.splitter.request import Acceptance, SplitRequest, check_before_download, plan_split
+from rabbitllm.splitter.shard_executor import ShardExecutor
 from rabbitllm.splitter.split import split
 from rabbitllm.storage import folder_lock
 from rabbitllm.storage.folder_lock import FolderKind, FolderLock
@@ -45,7 +45,7 @@ def ensure_split(
     options: SplitOptions,
     quantize_on: str = "cpu",
     naming: LayerNaming | None = None,
-    hands: Hands | None = None,
+    hands: ShardExecutor | None = None,
     accept: Acceptance | None = None,
 ) -> Profiler:
     """Make or finish the split directory of a source; with `delete_original`, remove what is left of the original.
@@ -144,7 +144,7 @@ def _in_hub_cache(repository: HubRepository, options: SplitOptions) -> Path | No
     return cached[0].folder if cached is not None else None
 
 
-def _sharing(source: Source, hands: Hands | None) -> AbstractContextManager[None]:
+def _sharing(source: Source, hands: ShardExecutor | None) -> AbstractContextManager[None]:
     """What has to be open while the split directory is made by these hands, or by this process alone."""
     if hands is None:
         return contextlib.nullcontext()

@@ -2,7 +2,7 @@
 
 There torch multiplies input by input: 16 rows took six times as long as one (see docs/PERFORMANCE.md). Sums are kept in
 float32 and rounded once, as torch's are, but in another order: last bits differ. A row of the result has the same bits
-alone and among others, up to `MOST_INPUTS` rows. Knows no modules.
+alone and among others, up to `MAX_INPUTS` rows. Knows no modules.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MOST_INPUTS = 512
+MAX_INPUTS = 512
 """Rows up to which the kernel is the faster way; with more, parts of the matrix are widened and multiplied by torch."""
 CHUNK_ELEMENTS = 1 << 22
 """Elements that are widened at a time: 16 MiB of float32. Smaller parts are more meetings of torch's threads, for which
@@ -58,7 +58,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
         (..., N), bfloat16.
     """
     flat = x.reshape(-1, x.shape[-1])
-    result = times(kernel_here(), flat, weight) if len(flat) <= MOST_INPUTS else _in_chunks(flat, weight)
+    result = times(kernel_here(), flat, weight) if len(flat) <= MAX_INPUTS else _in_chunks(flat, weight)
     if bias is not None:
         result += bias
     return result.to(x.dtype).view(*x.shape[:-1], len(weight))

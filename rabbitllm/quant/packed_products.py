@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MOST_INPUTS = 16
-MOST_INPUTS_IN_PAIRS = 64
+MAX_INPUTS = 16
+MAX_INPUTS_IN_PAIRS = 64
 """Rows of input up to which the kernel without panels is the faster way than dequantizing, in float32 and in pairs of
 bfloat16 (2 cores of an AMD EPYC, with AVX-512)."""
-MOST_GROUPED = 512
+MAX_GROUPED = 512
 """Rows of all groups together, which are in memory in float32 as inputs and as results."""
 CHUNK_ELEMENTS = 1 << 21
 """Elements that are dequantized at a time: 4 MiB of bfloat16."""
@@ -83,7 +83,7 @@ class Matrix:
     def grouped(self, x: torch.Tensor) -> GroupedProduct | None:
         """See `GroupedProduct`; None for so many rows that what a product takes beside the multiplying is nothing."""
         width = kernel_for(self.form.scheme, x.dtype)
-        return GroupedProduct(x, self) if len(x) <= MOST_GROUPED and self.is_known_to(width) else None
+        return GroupedProduct(x, self) if len(x) <= MAX_GROUPED and self.is_known_to(width) else None
 
     def times(self, x: torch.Tensor) -> torch.Tensor:
         """`x @ W.T` in float32, from the codes: (T, K) of any floating dtype -> (T, N)."""
@@ -237,7 +237,7 @@ def linear(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.
         bias: (N,) or None.
 
     Returns:
-        (..., N) of x's dtype; for few inputs (`MOST_INPUTS`) sums are kept in float32.
+        (..., N) of x's dtype; for few inputs (`MAX_INPUTS`) sums are kept in float32.
     """
     flat = x.reshape(-1, x.shape[-1])
     width = kernel_for(matrix.form.scheme, x.dtype)
@@ -268,7 +268,7 @@ def _way(matrix: Matrix, width: int, count: int) -> ProductMethod:
         return ProductMethod.PANELS
     return (
         ProductMethod.CODES
-        if count <= (MOST_INPUTS_IN_PAIRS if width == PAIRS else MOST_INPUTS)
+        if count <= (MAX_INPUTS_IN_PAIRS if width == PAIRS else MAX_INPUTS)
         else ProductMethod.DEQUANTIZED
     )
 

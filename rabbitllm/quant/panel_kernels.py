@@ -143,11 +143,11 @@ def _panels(  # type: ignore[no-untyped-def]
     panel = scratch()
     step_bytes = 2 * vector_bytes
     input_bytes = steps * step_bytes
-    most_steps = PANEL_COLUMNS * 4 // step_bytes
+    max_steps = PANEL_COLUMNS * 4 // step_bytes
     for top in range(first, last, PANEL_ROWS):
         bottom = min(top + PANEL_ROWS, last)
-        for left in range(0, steps, most_steps):
-            count = min(most_steps, steps - left)
+        for left in range(0, steps, max_steps):
+            count = min(max_steps, steps - left)
             panel_bytes = count * step_bytes
             many_inputs = max(INPUT_BYTES // panel_bytes // at_once, 1) * at_once
             for row in range(top, bottom):

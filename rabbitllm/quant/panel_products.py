@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LEAST_INPUTS = 6
-MOST_INPUTS = {16: 256, 8: 64}
+MAX_INPUTS = {16: 256, 8: 64}
 """Rows of input for which panels are the fastest way, by lanes."""
 WORTH_A_THREAD = 1 << 14
 """Bytes of codes for each thread."""
@@ -31,7 +31,7 @@ WORTH_A_THREAD = 1 << 14
 
 def multiplies(scheme: str, width: int, count: int) -> bool:
     """Whether this is the way for so many rows, with a kernel of so many lanes."""
-    return LEAST_INPUTS <= count <= MOST_INPUTS.get(width, 0) and _agrees(scheme, width)
+    return LEAST_INPUTS <= count <= MAX_INPUTS.get(width, 0) and _agrees(scheme, width)
 
 
 class PanelInputs:

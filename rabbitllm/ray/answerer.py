@@ -47,7 +47,7 @@ class WorkerJob:
 
 
 @dataclass(frozen=True, slots=True)
-class About:
+class WorkerInfo:
     """What a worker says of itself when its model is ready.
 
     Attributes:
@@ -65,7 +65,7 @@ class About:
     computes: str
     chosen: BitAllocation | None = None
 
-    def differs_from(self, other: About) -> str | None:
+    def differs_from(self, other: WorkerInfo) -> str | None:
         """Why two workers would not give the same answers, in words; None if nothing says so."""
         if self.computes != other.computes:
             return f"it computes in {self.computes}, the other in {other.computes}"
@@ -90,7 +90,7 @@ class Answerer:
         self._model: Any = None
         self._limits = job.limits
 
-    def ready(self) -> About:
+    def ready(self) -> WorkerInfo:
         """Get the model ready: split first, unless that is done.
 
         Of several on one machine, or before one shared folder, one does that and the others wait.
@@ -101,8 +101,8 @@ class Answerer:
         from rich.console import Console
         from transformers import logging
 
+        from rabbitllm.batch_jobs.input_scan import InputScan
         from rabbitllm.batch_jobs.loading import loaded
-        from rabbitllm.batch_jobs.survey import InputScan
         from rabbitllm.store.layer_store import read_manifest
 
         job = self._with_its_share()
@@ -122,7 +122,7 @@ class Answerer:
         self._model.pass_line = None
         self._limits = replace(job.limits, cache_bytes=found.cache_bytes)
         manifest = read_manifest(found.folder) if found.folder is not None else None
-        return About(
+        return WorkerInfo(
             socket.gethostname(),
             os.getpid(),
             manifest.source if manifest is not None else None,
@@ -142,8 +142,8 @@ class Answerer:
         """The job, with limits of memory and disk where several workers would each take what is free."""
         import psutil
 
-        from rabbitllm.generation.aside import usual_folder
         from rabbitllm.generation.filing import usual_bytes
+        from rabbitllm.generation.swap_space import usual_folder
 
         job = self._job
         if job.share == 1:

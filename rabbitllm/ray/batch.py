@@ -12,16 +12,16 @@ from pathlib import Path
 
 from rabbitllm.base.options import expand
 from rabbitllm.base.terminal import counted
+from rabbitllm.batch_jobs.input_scan import InputScan
 from rabbitllm.batch_jobs.items import BatchAnswer, JobLimits
 from rabbitllm.batch_jobs.journal import BatchJournal
 from rabbitllm.batch_jobs.loading import digest_of
-from rabbitllm.batch_jobs.survey import InputScan
 from rabbitllm.models.pull.make import Wish
-from rabbitllm.ray.answerer import About, WorkerJob
+from rabbitllm.ray.answerer import WorkerInfo, WorkerJob
 from rabbitllm.ray.chunks import in_chunks, staff_of
 from rabbitllm.ray.cluster import connected, say
+from rabbitllm.ray.node_check import check_machines
 from rabbitllm.ray.ray_answers import RayAnswers
-from rabbitllm.ray.roll_call import check_machines
 
 
 def answering_on(
@@ -60,7 +60,7 @@ def answering_on(
             )
             chunks = in_chunks(order, staff.workers, limits.sequences)
 
-            def check(about: About) -> None:
+            def check(about: WorkerInfo) -> None:
                 if (weights := digest_of(about.source)) is not None:
                     journal.check_weights(weights)
 

@@ -15,7 +15,7 @@ TURNS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Staff:
+class WorkerPool:
     """The workers of a batch.
 
     Attributes:
@@ -30,7 +30,7 @@ class Staff:
     share: int
 
 
-def staff_of(nodes: Sequence[Node], workers: int | None = None) -> Staff:
+def staff_of(nodes: Sequence[Node], workers: int | None = None) -> WorkerPool:
     """A worker for each GPU; where there is none, one for each machine.
 
     Args:
@@ -49,9 +49,9 @@ def staff_of(nodes: Sequence[Node], workers: int | None = None) -> Staff:
             f"--ray-workers {count} does not suit a cluster of {most} {kind}.", f"Say 1 to {most}, or leave it out."
         )
     if gpus:
-        return Staff(count, 1, 1, min(count, max(node.gpus for node in nodes)))
+        return WorkerPool(count, 1, 1, min(count, max(node.gpus for node in nodes)))
     share = -(-count // len(nodes))
-    return Staff(count, max(1, min(node.cpus for node in nodes) // share), 0, share)
+    return WorkerPool(count, max(1, min(node.cpus for node in nodes) // share), 0, share)
 
 
 def in_chunks(order: Sequence[int], workers: int, sequences: int) -> list[list[int]]:

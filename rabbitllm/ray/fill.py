@@ -6,11 +6,11 @@ places. Knows no cluster.
 
 from __future__ import annotations
 
-from rabbitllm.splitter.arrivals import Arrivals
 from rabbitllm.splitter.filler import Filler
-from rabbitllm.splitter.lease import Lease, Looks
+from rabbitllm.splitter.lease import Lease, LeaseCheck
 from rabbitllm.splitter.mover import FillTarget, Mover
 from rabbitllm.splitter.plan import PlannedShard
+from rabbitllm.splitter.shard_fetcher import ShardFetcher
 from rabbitllm.splitter.sums import ShardChecksums
 from rabbitllm.splitter.work import ROOM, SplitWork
 from rabbitllm.telemetry.profiler import Profiler
@@ -32,13 +32,13 @@ def fill_from(shard: PlannedShard, work: SplitWork, lease: Lease, threads: int) 
         ClusterError: the lease is gone.
         CorruptShardError, HubError, MissingShardError: see `Filler.fill`.
     """
-    looks = Looks(lease)
+    looks = LeaseCheck(lease)
     looks.check()
     profiler = Profiler(enabled=False)
     layers = list(work.plan.layouts)
     targets: dict[str, FillTarget] = {}
     mover = Mover(threads, work.quantize_on, profiler, looks.check, fitted=work.fitted)
-    arrivals = Arrivals(work.checkpoint, ROOM[work.arrival], looks.check)
+    arrivals = ShardFetcher(work.checkpoint, ROOM[work.arrival], looks.check)
     try:
         filler = Filler(work, mover, profiler)
         for _, arriving in arrivals.shards([shard]):

@@ -6,7 +6,7 @@ from rabbitllm.base.terminal import counted
 from rabbitllm.models.pull.make import Pulled, Wish, pull
 from rabbitllm.ray.batch import everywhere
 from rabbitllm.ray.cluster import connected, say
-from rabbitllm.ray.ray_hands import RayHands
+from rabbitllm.ray.ray_shard_executor import RayShardExecutor
 
 
 def pull_on(address: str, wish: Wish, at_once: int | None = None) -> Pulled:
@@ -22,6 +22,6 @@ def pull_on(address: str, wish: Wish, at_once: int | None = None) -> Pulled:
         RabbitLLMError: as `pull` does.
     """
     with connected(address) as nodes:
-        hands = RayHands(nodes, at_once, quantizes=wish.compression is not None)
+        hands = RayShardExecutor(nodes, at_once, quantizes=wish.compression is not None)
         say(f"{counted(len(nodes), 'machine')}, up to {counted(hands.at_once, 'shard')} at a time")
         return pull(everywhere(wish), hands)

@@ -17,8 +17,8 @@ from typing import Any
 from rabbitllm.base.terminal import counted
 from rabbitllm.batch_jobs.items import BatchAnswer, Item
 from rabbitllm.errors import ClusterError, RabbitLLMError
-from rabbitllm.ray.answerer import About, Answerer, WorkerJob
-from rabbitllm.ray.chunks import Staff
+from rabbitllm.ray.answerer import Answerer, WorkerInfo, WorkerJob
+from rabbitllm.ray.chunks import WorkerPool
 from rabbitllm.ray.cluster import say
 
 POLL_SECONDS = 0.5
@@ -61,10 +61,10 @@ class RayAnswers:
 
     def __init__(
         self,
-        staff: Staff,
+        staff: WorkerPool,
         job: WorkerJob,
         worker: type[Any] = Answerer,
-        check: Callable[[About], None] = lambda about: None,
+        check: Callable[[WorkerInfo], None] = lambda about: None,
         tell: Callable[[str], None] = say,
     ) -> None:
         self._staff = staff
@@ -74,7 +74,7 @@ class RayAnswers:
         self._tell = tell
         self._told = float("-inf")
         self._workers: list[_Worker] = []
-        self._about: About | None = None
+        self._about: WorkerInfo | None = None
         self._lost = 0
 
     def answered(self, chunks: Sequence[Sequence[int]], item: Callable[[int], Item]) -> Generator[list[BatchAnswer]]:
@@ -180,7 +180,7 @@ class RayAnswers:
             waiting.appendleft([*worker.left])
         self._workers.append(self._started())
 
-    def _compare(self, about: About) -> None:
+    def _compare(self, about: WorkerInfo) -> None:
         if self._about is None:
             self._check(about)
             self._about = about
@@ -192,7 +192,7 @@ class RayAnswers:
             )
 
 
-def wanting(staff: Staff, late: int, there: Mapping[str, float], free: Mapping[str, float]) -> str:
+def wanting(staff: WorkerPool, late: int, there: Mapping[str, float], free: Mapping[str, float]) -> str:
     """What is said of workers that have not begun.
 
     Args:

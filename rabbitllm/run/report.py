@@ -43,7 +43,7 @@ def _where(total: PassSums) -> str:
     return f"{mean:.3f} s: {', '.join(shares)}, {size(round(read)) if read else 'nothing'} read"
 
 
-def how_it_ended(answer: Answer, most_tokens: int, *, raw: bool = False) -> Text | None:
+def how_it_ended(answer: Answer, max_tokens: int, *, raw: bool = False) -> Text | None:
     """What is worth a line about the end; None for a text that came to its own. `raw`: past a chat template."""
     if answer.finish == END and not answer.text:
         advice = " without --raw the prompt goes through the chat template" if raw else ""
@@ -52,7 +52,7 @@ def how_it_ended(answer: Answer, most_tokens: int, *, raw: bool = False) -> Text
         return None
     if answer.finish == INTERRUPTED:
         return Text(f"interrupted after {counted(len(answer.tokens), 'token')}", "yellow")
-    return Text(f"cut off after {counted(most_tokens, 'token')}; --max-new-tokens allows more", "yellow")
+    return Text(f"cut off after {counted(max_tokens, 'token')}; --max-new-tokens allows more", "yellow")
 
 
 def answer_record(model: str, answer: Answer, load_seconds: float, where: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,9 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rabbitllm.generation.request import Delta, Ended, Finished, TokenLogprob
+from rabbitllm.generation.request import Delta, Finished, FinishReason, TokenLogprob
 
-REASONS = {Ended.STOP: "stop", Ended.LENGTH: "length", Ended.CANCELLED: "length", Ended.TIMEOUT: "length"}
+REASONS = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.CANCELLED: "length",
+    FinishReason.TIMEOUT: "length",
+}
 """How OpenAI's interface says why an answer is over; one that was cut off is as if its tokens were used up."""
 
 

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 from rabbitllm.generation.request import Request as Wanted
 from rabbitllm.server import page, status
 from rabbitllm.server.answers import AnswerChoices, Envelope
+from rabbitllm.server.api_error import CLOSING, NOT_FOUND, APIError
 from rabbitllm.server.bodies import read_json
 from rabbitllm.server.chat_answers import ChatChoices
 from rabbitllm.server.chat_requests import chat_asked
@@ -26,11 +27,10 @@ from rabbitllm.server.completion_answers import CompletionChoices
 from rabbitllm.server.completion_requests import completion_asked
 from rabbitllm.server.embeddings import embedding_asked, embedding_object
 from rabbitllm.server.event_stream import EventStream, left
-from rabbitllm.server.guards import HostGuard, JsonResponse, Keys, Open, Recorded, answer_of, told
+from rabbitllm.server.guards import ApiKeyGuard, HostGuard, JsonResponse, RequestLog, ShutdownGuard, answer_of, told
 from rabbitllm.server.inbox import Inbox
 from rabbitllm.server.prometheus import CONTENT_TYPE, written
 from rabbitllm.server.record import SCOPE_KEY, Record
-from rabbitllm.server.refusal import CLOSING, NOT_FOUND, Refusal
 from rabbitllm.server.schemas import ChatBody, CompletionBody, Embedding, GenerationBody, parsed
 from rabbitllm.server.service import Service
 from rabbitllm.server.submission import Submission, frames, whole
@@ -53,7 +53,7 @@ def create_app(service: Service) -> ASGIApp:
     app.state.batch, app.state.model, app.state.settings = service.batch, service.streamed, settings
     app.include_router(page.router)
     app.include_router(status.router)
-    guarded: ASGIApp = Keys(Open(app, lambda: service.is_closing), settings.api_key)
+    guarded: ASGIApp = ApiKeyGuard(ShutdownGuard(app, lambda: service.is_closing), settings.api_key)
     if settings.origins:
         guarded = CORSMiddleware(
             guarded,
@@ -62,7 +62,7 @@ def create_app(service: Service) -> ASGIApp:
             allow_headers=("*",),
             expose_headers=EXPOSED,
         )
-    return Recorded(HostGuard(guarded, settings.hosts, settings.origins), service.metrics)
+    return RequestLog(HostGuard(guarded, settings.hosts, settings.origins), service.metrics)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
@@ -136,7 +136,7 @@ def _routes(service: Service) -> APIRouter:
         body = parsed(Embedding, await body_of(request))
         service.check_name(body.model)
         if service.embedder is None:
-            raise Refusal(
+            raise APIError(
                 NOT_FOUND,
                 "This model has no embeddings: its checkpoint says of none how they are made (modules.json).",
                 code="no_embeddings",

@@ -11,10 +11,10 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 
 from rabbitllm.formats.json_text import decode_message
-from rabbitllm.server.refusal import CLOSE, TIMED_OUT, TOO_LARGE, Refusal, bad
+from rabbitllm.server.api_error import CLOSE, TIMED_OUT, TOO_LARGE, APIError, bad
 
 
-async def read_json(request: Request, most_bytes: int, seconds: float) -> Any:
+async def read_json(request: Request, max_bytes: int, seconds: float) -> Any:
     """What the body says.
 
     Args:
@@ -26,28 +26,28 @@ async def read_json(request: Request, most_bytes: int, seconds: float) -> Any:
         Refusal: too long, too slow, or no JSON.
         ClientDisconnect: whoever asks is gone.
     """
-    raw = await _read(request, most_bytes, seconds)
+    raw = await _read(request, max_bytes, seconds)
     try:
         return decode_message(raw)
     except ValueError as error:
         raise bad(f"The body is no JSON that is taken here: {error}.", code="invalid_json") from None
 
 
-async def _read(request: Request, most_bytes: int, seconds: float) -> bytes:
+async def _read(request: Request, max_bytes: int, seconds: float) -> bytes:
     said = request.headers.get("content-length", "")
-    if said.isdecimal() and (len(said) > 18 or int(said) > most_bytes):
-        raise _too_large(most_bytes)
+    if said.isdecimal() and (len(said) > 18 or int(said) > max_bytes):
+        raise _too_large(max_bytes)
     parts: list[bytes] = []
     length = 0
     try:
         async with asyncio.timeout(seconds):
             async for part in request.stream():
                 length += len(part)
-                if length > most_bytes:
-                    raise _too_large(most_bytes)
+                if length > max_bytes:
+                    raise _too_large(max_bytes)
                 parts.append(part)
     except TimeoutError:
-        raise Refusal(
+        raise APIError(
             TIMED_OUT, f"The body did not arrive within {seconds:g} s.", code="body_timeout", headers=CLOSE
         ) from None
     except ClientDisconnect:
@@ -55,5 +55,5 @@ async def _read(request: Request, most_bytes: int, seconds: float) -> bytes:
     return b"".join(parts)
 
 
-def _too_large(most_bytes: int) -> Refusal:
-    return Refusal(TOO_LARGE, f"The body has more than {most_bytes:,} bytes.", code="body_too_large", headers=CLOSE)
+def _too_large(max_bytes: int) -> APIError:
+    return APIError(TOO_LARGE, f"The body has more than {max_bytes:,} bytes.", code="body_too_large", headers=CLOSE)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rabbitllm.generation.request import Request
+from rabbitllm.server.api_error import bad
 from rabbitllm.server.generation_requests import checked_length, requests_of
-from rabbitllm.server.refusal import bad
 from rabbitllm.server.schemas import ChatBody, ContentPart, Message, Tool
-from rabbitllm.server.settings import ModelFacts, Settings
+from rabbitllm.server.settings import ModelLimits, Settings
 from rabbitllm.server.templates import OURS, Template
 from rabbitllm.server.unsupported import refuse_unsupported
 
@@ -33,7 +33,7 @@ class ChatAsked:
     types: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
-def chat_asked(body: ChatBody, template: Template, model: ModelFacts, settings: Settings) -> ChatAsked:
+def chat_asked(body: ChatBody, template: Template, model: ModelLimits, settings: Settings) -> ChatAsked:
     """What to generate.
 
     Raises:

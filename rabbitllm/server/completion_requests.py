@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rabbitllm.generation.request import Request
+from rabbitllm.server.api_error import bad
 from rabbitllm.server.generation_requests import checked_length, requests_of
-from rabbitllm.server.refusal import bad
 from rabbitllm.server.schemas import CompletionBody
-from rabbitllm.server.settings import ModelFacts, Settings
+from rabbitllm.server.settings import ModelLimits, Settings
 from rabbitllm.server.unsupported import refuse_unsupported
 
 
@@ -28,7 +28,7 @@ class CompletionAsked:
     echoes: tuple[str, ...] = ()
 
 
-def completion_asked(body: CompletionBody, tokenizer: Any, model: ModelFacts, settings: Settings) -> CompletionAsked:
+def completion_asked(body: CompletionBody, tokenizer: Any, model: ModelLimits, settings: Settings) -> CompletionAsked:
     """What to generate.
 
     Raises:

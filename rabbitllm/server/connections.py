@@ -16,7 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 HEAD_SECONDS = 20.0
 """From the opening of a connection, or the end of an answer, to the end of a request's head; an answer that has been
 written but is not taken counts as ended."""
-MOST_CONNECTIONS = 1000
+MAX_CONNECTIONS = 1000
 """At a time; a further one is closed at once. Each takes a file descriptor, of which there often are 1,024."""
 LINGER_SECONDS = 0.5
 """At the end of the server: a request may be on its way, or lie in the kernel unread, and its client is to see an
@@ -28,7 +28,7 @@ class Connection(H11Protocol):
     """See the module."""
 
     head_seconds = HEAD_SECONDS
-    most_connections = MOST_CONNECTIONS
+    max_connections = MAX_CONNECTIONS
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client is there."""
@@ -36,7 +36,7 @@ class Connection(H11Protocol):
         self._waits_since = time.monotonic()
         self._unsent = 0
         self._watch: asyncio.TimerHandle | None = None
-        if len(self.connections) > self.most_connections:
+        if len(self.connections) > self.max_connections:
             transport.abort()
             return
         _keep_alive(transport.get_extra_info("socket"))

@@ -20,10 +20,10 @@ import torch
 from rabbitllm.checkpoints.json_file import read_json
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.json_text import decode_json
+from rabbitllm.server.api_error import bad
 from rabbitllm.server.completion_requests import listed, token_ids
-from rabbitllm.server.refusal import bad
 from rabbitllm.server.schemas import Embedding
-from rabbitllm.server.settings import ModelFacts, Settings
+from rabbitllm.server.settings import ModelLimits, Settings
 from rabbitllm.telemetry.passes import PassInput
 
 MODULES = "modules.json"
@@ -33,8 +33,8 @@ POOLINGS = {
     "pooling_mode_lasttoken": "last",
 }
 """Settings of sentence-transformers' pooling that are computed here."""
-MOST_INPUTS = 2048
-MOST_TOKENS = 4096
+MAX_INPUTS = 2048
+MAX_TOKENS = 4096
 """In one pass, unless one text has more."""
 
 
@@ -142,7 +142,7 @@ class Embedder:
 
 
 def groups(lengths: Sequence[int]) -> list[list[int]]:
-    """Which inputs go through the model together: those of like length, `MOST_TOKENS` with what fills them up.
+    """Which inputs go through the model together: those of like length, `MAX_TOKENS` with what fills them up.
 
     Args:
         lengths: of all.
@@ -152,7 +152,7 @@ def groups(lengths: Sequence[int]) -> list[list[int]]:
     """
     found: list[list[int]] = []
     for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
-        if found and lengths[found[-1][0]] * (len(found[-1]) + 1) <= MOST_TOKENS:
+        if found and lengths[found[-1][0]] * (len(found[-1]) + 1) <= MAX_TOKENS:
             found[-1].append(place)
         else:
             found.append([place])
@@ -160,7 +160,7 @@ def groups(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def embedding_asked(
-    body: Embedding, tokenizer: Any, model: ModelFacts, settings: Settings, embedder: Embedder
+    body: Embedding, tokenizer: Any, model: ModelLimits, settings: Settings, embedder: Embedder
 ) -> EmbeddingAsked:
     """What to compute.
 
@@ -170,8 +170,8 @@ def embedding_asked(
     given = listed(body.input)
     if not given:
         raise bad("There is no input.", "input")
-    if len(given) > MOST_INPUTS:
-        raise bad(f"There are {len(given):,} inputs; expected at most {MOST_INPUTS:,}.", "input")
+    if len(given) > MAX_INPUTS:
+        raise bad(f"There are {len(given):,} inputs; expected at most {MAX_INPUTS:,}.", "input")
     if body.dimensions is not None and body.dimensions > embedder.width:
         raise bad(f"dimensions is {body.dimensions:,}; this model's vectors have {embedder.width:,}.", "dimensions")
     inputs = []

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 from rabbitllm.generation.answer import Sampling
 from rabbitllm.generation.request import Request
-from rabbitllm.server.refusal import bad
+from rabbitllm.server.api_error import bad
 from rabbitllm.server.schemas import GenerationBody
-from rabbitllm.server.settings import ModelFacts, Settings
+from rabbitllm.server.settings import ModelLimits, Settings
 
 _SEEDS = (1 << 63) - 1
-MOST_STOP_CHARACTERS = 1_000
+MAX_STOP_CHARACTERS = 1_000
 
 
-def checked_length(ids: Sequence[int], asked: int | None, model: ModelFacts, settings: Settings, param: str) -> int:
+def checked_length(ids: Sequence[int], asked: int | None, model: ModelLimits, settings: Settings, param: str) -> int:
     """How many tokens may follow a prompt.
 
     Args:
@@ -51,7 +51,7 @@ def requests_of(
     stops: tuple[str, ...],
     likeliest: int | None,
     *,
-    model: ModelFacts,
+    model: ModelLimits,
     settings: Settings,
 ) -> tuple[Request, ...]:
     """A request for each choice: all of the first prompt, then all of the second.
@@ -71,8 +71,8 @@ def requests_of(
     count = body.n or 1
     if count * len(prompts) > settings.choices:
         raise bad(f"{len(prompts)} prompts with n={count} are more than {settings.choices} choices.", "n")
-    if any(len(stop) > MOST_STOP_CHARACTERS for stop in stops):
-        raise bad(f"A text of stop has more than {MOST_STOP_CHARACTERS:,} characters.", "stop")
+    if any(len(stop) > MAX_STOP_CHARACTERS for stop in stops):
+        raise bad(f"A text of stop has more than {MAX_STOP_CHARACTERS:,} characters.", "stop")
     lengths = [length] * len(prompts) if isinstance(length, int) else length
     temperature = body.temperature if body.temperature is not None else model.temperature
     top_p = body.top_p if body.top_p is not None else model.top_p

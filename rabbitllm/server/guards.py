@@ -24,10 +24,10 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rabbitllm.server.api_error import CLOSE, FORBIDDEN, UNAUTHORISED, APIError, broken, closing
 from rabbitllm.server.event_stream import text_of
 from rabbitllm.server.metrics import Metrics
 from rabbitllm.server.record import SCOPE_KEY, Record, logger, request_id
-from rabbitllm.server.refusal import CLOSE, FORBIDDEN, UNAUTHORISED, Refusal, broken, closing
 
 errors = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/m
 QUIET = ("/health", "/metrics", "/status")
 """Asked for again and again; not worth a line."""
 PROTECTED = ("/v1", "/metrics", "/status")
-MOST_READ_OFF, MOST_READ_OFF_SECONDS = 1 << 20, 2.0
+MAX_READ_OFF, MAX_READ_OFF_SECONDS = 1 << 20, 2.0
 """Of the body of a request that is refused at the door."""
 ALWAYS = ("/health", "/metrics")
 """Answered also while the server ends."""
@@ -51,12 +51,12 @@ class JsonResponse(Response):
         return text_of(content)
 
 
-def answer_of(refusal: Refusal) -> JsonResponse:
+def answer_of(refusal: APIError) -> JsonResponse:
     """A refusal as a response."""
     return JsonResponse(refusal.as_object(), refusal.status, refusal.headers)
 
 
-async def _refuse(refusal: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
+async def _refuse(refusal: APIError, scope: Scope, receive: Receive, send: Send) -> None:
     record: Record | None = scope.get(SCOPE_KEY)
     if record is not None:
         record.error = refusal.code
@@ -68,15 +68,15 @@ async def _read_off(receive: Receive) -> None:
     """Take a body that nobody wants, if it is a usual one: a client that is still writing may not get to the answer."""
     length = 0
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(MOST_READ_OFF_SECONDS):
-            while length <= MOST_READ_OFF:
+        async with asyncio.timeout(MAX_READ_OFF_SECONDS):
+            while length <= MAX_READ_OFF:
                 message = await receive()
                 length += len(message.get("body", b""))
                 if not message.get("more_body"):
                     return
 
 
-class Recorded:
+class RequestLog:
     """Gives requests an id, counts and logs them, and answers what nobody else has answered."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
@@ -127,12 +127,12 @@ class Recorded:
                 logger.info("%s", record.line())
 
 
-def told(error: Exception) -> Refusal:
+def told(error: Exception) -> APIError:
     """What is said of an error; what is nobody's to know is logged."""
-    if isinstance(error, Refusal):
+    if isinstance(error, APIError):
         return error
     if isinstance(error, HTTPException):
-        return Refusal(error.status_code, str(error.detail), headers=error.headers)
+        return APIError(error.status_code, str(error.detail), headers=error.headers)
     errors.error("A request could not be answered.", exc_info=error)
     return broken()
 
@@ -161,10 +161,12 @@ class HostGuard:
             host, origin = headers.get("host"), headers.get("origin")
             if host is not None and not self._is_called(name_of(host)):
                 problem = "This server is not called by that name; serve --allow-host NAME permits it."
-                await _refuse(Refusal(FORBIDDEN, problem, code="wrong_host", headers=CLOSE), scope, receive, send)
+                await _refuse(APIError(FORBIDDEN, problem, code="wrong_host", headers=CLOSE), scope, receive, send)
                 return
             if scope["method"] not in ("GET", "HEAD", "OPTIONS") and not self._may_ask(origin, host):
-                wrong = Refusal(FORBIDDEN, "Pages of that origin may not ask here.", code="wrong_origin", headers=CLOSE)
+                wrong = APIError(
+                    FORBIDDEN, "Pages of that origin may not ask here.", code="wrong_origin", headers=CLOSE
+                )
                 await _refuse(wrong, scope, receive, send)
                 return
         await self._app(scope, receive, send)
@@ -195,7 +197,7 @@ def is_address(name: str) -> bool:
     return True
 
 
-class Keys:
+class ApiKeyGuard:
     """Wants the API key, in the time that it takes to compare all of it."""
 
     def __init__(self, app: ASGIApp, key: str | None) -> None:
@@ -208,7 +210,7 @@ class Keys:
             given = Headers(scope=scope).get("authorization", "")
             kind, _, key = given.partition(" ")
             if kind.lower() != "bearer" or not hmac.compare_digest(key.strip().encode("latin-1"), self._key):
-                unknown = Refusal(
+                unknown = APIError(
                     UNAUTHORISED,
                     "No API key that is accepted here. Expected Authorization: Bearer KEY.",
                     code="invalid_api_key",
@@ -219,7 +221,7 @@ class Keys:
         await self._app(scope, receive, send)
 
 
-class Open:
+class ShutdownGuard:
     """Takes nothing on while the server ends."""
 
     def __init__(self, app: ASGIApp, is_closing: Callable[[], bool]) -> None:

@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rabbitllm.server.refusal import bad
+from rabbitllm.server.api_error import bad
 
-MOST_STOPS = 4
-MOST_LIKELIEST = 20
-MOST_CHOICES = 128
-MOST_MESSAGES = 10_000
-MOST_TOOLS = 128
+MAX_STOPS = 4
+MAX_LIKELIEST = 20
+MAX_CHOICES = 128
+MAX_MESSAGES = 10_000
+MAX_TOOLS = 128
 _SEEDS = 1 << 63
 
 Token = Annotated[int, Field(ge=0)]
@@ -38,7 +38,7 @@ class GenerationBody(_Strict):
     """What chats and completions have in common."""
 
     model: str | None = None
-    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stop: str | list[str] | None = None
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
@@ -55,8 +55,8 @@ class GenerationBody(_Strict):
             Refusal: too many.
         """
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(given) > MOST_STOPS:
-            raise bad(f"stop has {len(given)} texts; expected at most {MOST_STOPS}.", "stop")
+        if len(given) > MAX_STOPS:
+            raise bad(f"stop has {len(given)} texts; expected at most {MAX_STOPS}.", "stop")
         return tuple(dict.fromkeys(text for text in given if text))
 
     @property
@@ -122,11 +122,11 @@ class ResponseFormat(_Strict):
 class ChatBody(GenerationBody):
     """Body of `/v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_LIKELIEST)
-    tools: list[Tool] | None = Field(None, max_length=MOST_TOOLS)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST)
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -139,7 +139,7 @@ class CompletionBody(GenerationBody):
 
     prompt: str | list[str] | list[Token] | list[list[Token]]
     echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0, le=MOST_LIKELIEST)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST)
     best_of: int | None = Field(None, ge=1)
     suffix: str | None = None
 

@@ -14,10 +14,10 @@ from rabbitllm.generation.answer import check_generates, context_of, end_tokens
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.limits import Limits
 from rabbitllm.generation.request import BatchStats, Request
+from rabbitllm.server.api_error import NOT_FOUND, APIError
 from rabbitllm.server.embeddings import Embedder
 from rabbitllm.server.metrics import Metrics
-from rabbitllm.server.refusal import NOT_FOUND, Refusal
-from rabbitllm.server.settings import ModelFacts, Settings
+from rabbitllm.server.settings import ModelLimits, Settings
 from rabbitllm.server.spelling import Spelling
 from rabbitllm.server.templates import Template
 
@@ -72,7 +72,7 @@ class Service:
     streamed: Any
     batch: Batch | EmbeddingsOnly
     settings: Settings
-    model: ModelFacts
+    model: ModelLimits
     ends: frozenset[int]
     embedder: Embedder | None = None
     metrics: Metrics = field(default_factory=Metrics)
@@ -99,7 +99,7 @@ class Service:
             Refusal: a request names another model.
         """
         if model and model != self.settings.name:
-            raise Refusal(
+            raise APIError(
                 NOT_FOUND,
                 f"The model {model[:200]!r} does not exist here; this is {self.settings.name!r}.",
                 param="model",
@@ -130,10 +130,10 @@ def service_for(
     return Service(model, batch, settings, model_facts(model), frozenset(end_tokens(model)), embedder)
 
 
-def model_facts(model: Any) -> ModelFacts:
+def model_facts(model: Any) -> ModelLimits:
     """What requests are checked against; chance as the model recommends, else as OpenAI's interface has it."""
     temperature, top_p = 1.0, None
     if model.can_generate() and (recommended := model.generation_config).do_sample:
         temperature = recommended.temperature if recommended.temperature is not None else 1.0
         top_p = recommended.top_p if recommended.top_p is not None and recommended.top_p < 1 else None
-    return ModelFacts(context_of(model), model.get_input_embeddings().num_embeddings, float(temperature), top_p)
+    return ModelLimits(context_of(model), model.get_input_embeddings().num_embeddings, float(temperature), top_p)

@@ -39,7 +39,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
+class ModelLimits:
     """What requests are checked against.
 
     Attributes:

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
 from rabbitllm.errors import BusyError, ClosedError, OptionError
-from rabbitllm.generation.request import Delta, Ended, Failed, Finished, Request
+from rabbitllm.generation.request import Delta, Failed, Finished, FinishReason, Request
 from rabbitllm.server.answers import NOTHING, AnswerChoices, Envelope, joined, usage_of
+from rabbitllm.server.api_error import BUSY, TOO_LATE, APIError, bad, broken, closing
 from rabbitllm.server.event_stream import DONE, event
 from rabbitllm.server.inbox import Inbox
-from rabbitllm.server.refusal import BUSY, TOO_LATE, Refusal, bad, broken, closing
 
 logger = logging.getLogger(__name__)
 
@@ -75,14 +75,14 @@ class Submission:
                 if isinstance(one, Finished):
                     self.finished[choice] = one
                     self._open -= 1
-                    if one.ended is Ended.TIMEOUT:
-                        raise Refusal(
+                    if one.ended is FinishReason.TIMEOUT:
+                        raise APIError(
                             TOO_LATE,
                             f"The answer was not complete after {one.seconds:.0f} s.",
                             code="timeout",
                             headers=NO_RETRY,
                         )
-                    if one.ended is Ended.CANCELLED and not one.new_tokens:
+                    if one.ended is FinishReason.CANCELLED and not one.new_tokens:
                         raise closing()
                 found.append((choice, one))
             yield found
@@ -135,13 +135,13 @@ async def frames(
     yield DONE
 
 
-def refusal_of(error: Exception) -> Refusal:
+def refusal_of(error: Exception) -> APIError:
     """What to say of an error of the batch; what is nobody's fault is logged, and not told."""
-    if isinstance(error, Refusal):
+    if isinstance(error, APIError):
         return error
     if isinstance(error, BusyError):
         seconds = max(math.ceil(error.retry_after), 1)
-        return Refusal(
+        return APIError(
             BUSY,
             f"As many requests wait as may. Try again in {seconds} s.",
             code="queue_full",

@@ -19,7 +19,7 @@ from jinja2.parser import Parser
 
 from rabbitllm.generation.rendering import PLAIN_END, plain_text
 from rabbitllm.generation.template import bounded_template, has_template
-from rabbitllm.server.refusal import Refusal, bad
+from rabbitllm.server.api_error import APIError, bad
 
 OURS = frozenset(
     {
@@ -113,7 +113,7 @@ class Template:
             raise refused_by_template(error) from error
 
 
-def refused_by_template(error: Exception) -> Refusal:
+def refused_by_template(error: Exception) -> APIError:
     """What to say of it: the words of a template that raises on purpose, and of nothing else."""
     said = f": {str(error)[:300]}" if isinstance(error, jinja2.TemplateError) and error.message else ""
     return bad(f"The model's chat template does not take this conversation{said}.", "messages", "template_error")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rabbitllm.server.refusal import bad
+from rabbitllm.server.api_error import bad
 from rabbitllm.server.schemas import GenerationBody
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from rabbitllm.splitter.disk_use import (
     BLOCK_BYTES,
     NOTHING,
-    Arrival,
     DiskUse,
     PlanSizes,
+    ShardTransfer,
     disk_use,
     on_disk,
     scratch_slack,
@@ -24,7 +24,7 @@ def disk_use_at_once(
     plan: PlanSizes,
     at_once: int,
     *,
-    arrival: Arrival,
+    arrival: ShardTransfer,
     freed: Mapping[str, int] = NOTHING,
     small_files: int = 0,
     used: frozenset[str] = frozenset(),
@@ -51,7 +51,7 @@ def disk_use_at_once(
     waiting = [shard for shard in plan.shards if shard.name not in used]
     gives = {shard.name: _gives(plan, shard) for shard in plan.shards}
     back = {shard.name: 0 if shard.staged else freed.get(shard.name, 0) for shard in waiting}
-    staged = 0 if arrival is Arrival.STREAM else _largest((on_disk(s.size) for s in waiting if s.staged), at_once)
+    staged = 0 if arrival is ShardTransfer.STREAM else _largest((on_disk(s.size) for s in waiting if s.staged), at_once)
     through = sum(max(0, gives[name] - size) for name, size in back.items())
     in_work = _largest((min(gives[name], size) for name, size in back.items()), at_once)
     before = sum(gives[name] for name in used if name in gives)

@@ -27,7 +27,7 @@ _NUMBER = re.compile("[0-9]")
 
 
 @dataclass(frozen=True, slots=True)
-class ReckonedFile:
+class EstimatedFile:
     """Of a layer file; as `LayerLayout` has them, but that `joins` are those of a layer like this one."""
 
     header_bytes: int
@@ -52,7 +52,7 @@ class BitChoice:
     schemes: tuple[str | None, ...]
     shards: tuple[PlannedShard, ...]
     layer_map: LayerMap
-    layouts: Mapping[str, ReckonedFile]
+    layouts: Mapping[str, EstimatedFile]
     scales_made: int
 
     @property
@@ -90,11 +90,11 @@ class _Alike:
         filling: what fills up behind scales that wait in the scratch file, bytes.
     """
 
-    sizes: ReckonedFile
+    sizes: EstimatedFile
     given: Sequence[tuple[int, int]]
     filling: Mapping[int, int]
 
-    def of(self, layer: _Layer) -> ReckonedFile:
+    def of(self, layer: _Layer) -> EstimatedFile:
         """Sizes of a layer of the kind."""
         shard_bytes: dict[str, int] = {}
         for number, nbytes in self.given:
@@ -127,7 +127,7 @@ class BitChoices:
             for layer, name in bare.layer_map.layers.items()
         ]
         self._alike: dict[tuple[int, tuple[str | None, ...]], _Alike] = {}
-        self._sizes: dict[tuple[str, tuple[str | None, ...]], ReckonedFile] = {}
+        self._sizes: dict[tuple[str, tuple[str | None, ...]], EstimatedFile] = {}
         self._scales = [_scales_made(group) for group in found]
 
     @uncollected()
@@ -167,7 +167,7 @@ class BitChoices:
         kind = self._kinds.setdefault(tuple(alike), len(self._kinds))
         return _Layer(name, specs, places, tuple(groups), kind)
 
-    def _sizes_at(self, layer: _Layer, schemes: Sequence[str | None]) -> ReckonedFile:
+    def _sizes_at(self, layer: _Layer, schemes: Sequence[str | None]) -> EstimatedFile:
         own = tuple([schemes[number] for number in layer.groups])
         if (found := self._sizes.get((layer.name.id, own))) is None:
             if (alike := self._alike.get((layer.kind, own))) is None:
@@ -183,7 +183,7 @@ class BitChoices:
         waiting = [one for one in layout.settles if one.of.name in numbers]  # a tensor in pieces has another name
         filling = {numbers[one.of.name]: -one.source.nbytes % TENSOR_ALIGNMENT for one in waiting}
         scratch = layout.scratch_bytes + _behind_last(filling, layer)
-        sizes = ReckonedFile(layout.header_bytes, layout.size, {}, scratch, layout.joined_bytes, layout.joins)
+        sizes = EstimatedFile(layout.header_bytes, layout.size, {}, scratch, layout.joined_bytes, layout.joins)
         return _Alike(sizes, given, filling)
 
 

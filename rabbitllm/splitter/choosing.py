@@ -21,9 +21,9 @@ from rabbitllm.errors import NotEnoughSpaceException
 from rabbitllm.quant.compression import COMPRESSIONS, DOUBLE
 from rabbitllm.splitter.allocation import Offer, allocate
 from rabbitllm.splitter.choices import BitChoice, BitChoices
+from rabbitllm.splitter.disk_budget import DiskBudget, Shortage, candidates, shortage
 from rabbitllm.splitter.plan import SplitPlan, recompressed
 from rabbitllm.splitter.sensitivity import SchemeGroup, groups
-from rabbitllm.splitter.space import Ground, Shortage, candidates, shortage
 from rabbitllm.store.chosen import AUTO, BitAllocation
 
 WORTH_LESS_BITS = 0.75
@@ -31,7 +31,7 @@ WORTH_LESS_BITS = 0.75
 
 
 def with_choice(
-    plan: SplitPlan, ground: Ground, options: SplitOptions, experts_a_token: int | None = None
+    plan: SplitPlan, ground: DiskBudget, options: SplitOptions, experts_a_token: int | None = None
 ) -> SplitPlan:
     """The plan with the bits for each tensor that suit it best.
 
@@ -78,7 +78,7 @@ class _Limits:
     """What a choice has to keep to; `bare` is the plan with all tensors as they are."""
 
     bare: SplitPlan
-    ground: Ground
+    ground: DiskBudget
     options: SplitOptions
     memory: int | None
 
@@ -160,7 +160,7 @@ class RoleShare:
 
 
 @dataclass(frozen=True, slots=True)
-class Mixture:
+class AllocationSummary:
     """A choice, summed up.
 
     Attributes:
@@ -181,7 +181,9 @@ class Mixture:
     fitted: bool = False
 
 
-def mixture_of(plan: SplitPlan, *, fitted: bool = False, experts_a_token: int | None = None) -> Mixture | None:
+def mixture_of(
+    plan: SplitPlan, *, fitted: bool = False, experts_a_token: int | None = None
+) -> AllocationSummary | None:
     """What a plan at "auto" chose; None at other compressions.
 
     Args:
@@ -206,7 +208,7 @@ def mixture_of(plan: SplitPlan, *, fitted: bool = False, experts_a_token: int | 
     losses = {scheme: sum(group.loss(scheme, fitted=fitted) for group in found) for scheme in uniform}
     base = sum(group.loss("4bit") for group in found) or 1.0
     elements = sum(entry[1] for entry in sums.values()) or 1
-    return Mixture(
+    return AllocationSummary(
         tuple(RoleShare(role, scheme, *sums[role, scheme]) for role, scheme in ordered),
         8 * sum(entry[2] for entry in sums.values()) / elements,
         _loss(found, [schemes.get(group.tensors[0].name) for group in found], fitted) / base,

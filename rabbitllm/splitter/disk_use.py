@@ -30,7 +30,7 @@ NOTHING: Mapping[str, int] = MappingProxyType({})
 """The deletion of shards frees nothing."""
 
 
-class Arrival(enum.Enum):
+class ShardTransfer(enum.Enum):
     """How shards that are fetched reach their layer files."""
 
     FILE_AHEAD = "file, the next one fetched meanwhile"
@@ -82,7 +82,7 @@ class PlanSizes(Protocol):
 def disk_use(
     plan: PlanSizes,
     *,
-    arrival: Arrival = Arrival.FILE,
+    arrival: ShardTransfer = ShardTransfer.FILE,
     freed: Mapping[str, int] = NOTHING,
     small_files: int = 0,
     used: frozenset[str] = frozenset(),
@@ -139,11 +139,11 @@ def scratch_slack(layout: FileSizes) -> int:
     return 3 * BLOCK_BYTES * (len(layout.joins) + 1) if layout.scratch_bytes else 0
 
 
-def _staged_bytes(shard: PlannedShard, following: PlannedShard | None, arrival: Arrival) -> int:
+def _staged_bytes(shard: PlannedShard, following: PlannedShard | None, arrival: ShardTransfer) -> int:
     """Of fetched shards that lie on the disk while `shard` is used."""
-    if arrival is Arrival.STREAM:
+    if arrival is ShardTransfer.STREAM:
         return 0
-    there = [shard, following] if arrival is Arrival.FILE_AHEAD else [shard]
+    there = [shard, following] if arrival is ShardTransfer.FILE_AHEAD else [shard]
     return sum(on_disk(one.size) for one in there if one is not None and one.staged)
 
 

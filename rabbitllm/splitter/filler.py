@@ -15,13 +15,13 @@ from rabbitllm.errors import CorruptShardError, IncompleteSplitError
 from rabbitllm.formats.safetensors_file import LENGTH_BYTES, Header, header_length, parse_header
 from rabbitllm.formats.shard_header import parse_torch_header, read_shard_header
 from rabbitllm.quant.compression import StoredForm
-from rabbitllm.splitter.arrivals import Arriving, StartedOverError
 from rabbitllm.splitter.byte_stream import ByteStream
-from rabbitllm.splitter.disk_use import Arrival
+from rabbitllm.splitter.disk_use import ShardTransfer
 from rabbitllm.splitter.gaps import Gaps
 from rabbitllm.splitter.mover import FillTarget, Mover
 from rabbitllm.splitter.moves import moves
 from rabbitllm.splitter.plan import PlannedShard
+from rabbitllm.splitter.shard_fetcher import IncomingShard, StartedOverError
 from rabbitllm.splitter.work import SplitWork
 from rabbitllm.storage import durable
 from rabbitllm.storage.open_files import OpenFiles
@@ -46,7 +46,7 @@ class Filler:
         self._files = OpenFiles()
 
     def fill(
-        self, shard: PlannedShard, arriving: Arriving, targets: dict[str, FillTarget], layers: Sequence[str]
+        self, shard: PlannedShard, arriving: IncomingShard, targets: dict[str, FillTarget], layers: Sequence[str]
     ) -> None:
         """Put what `shard` has of these layers to its places in their unfinished files; nothing is synced.
 
@@ -60,7 +60,7 @@ class Filler:
             CorruptShardError: the shard is not the one that was planned with.
             HubError, MissingShardError: it cannot be had.
         """
-        if self._work.arrival is Arrival.STREAM and shard.staged:
+        if self._work.arrival is ShardTransfer.STREAM and shard.staged:
             self.open(targets, layers)
             self._move_stream(shard, targets)
         else:
@@ -109,7 +109,7 @@ class Filler:
                     )
 
     def _move_file(
-        self, shard: PlannedShard, arriving: Arriving, targets: dict[str, FillTarget], layers: Sequence[str]
+        self, shard: PlannedShard, arriving: IncomingShard, targets: dict[str, FillTarget], layers: Sequence[str]
     ) -> None:
         """Move what has come of a shard while the rest is coming; nothing of it is believed before it is whole.
 

@@ -91,7 +91,7 @@ def replay(folder: Path) -> Replay | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Glance:
+class UnfinishedSplit:
     """An unfinished split from afar.
 
     Attributes:
@@ -109,7 +109,7 @@ class Glance:
     stems: tuple[str, ...]
 
 
-def glance(folder: Path, name: str = JOURNAL_NAME) -> Glance | None:
+def glance(folder: Path, name: str = JOURNAL_NAME) -> UnfinishedSplit | None:
     """What a journal says without being replayed, which plans again and takes seconds for 90,000 tensors.
 
     None if there is none, or it cannot be read back.
@@ -124,7 +124,7 @@ def glance(folder: Path, name: str = JOURNAL_NAME) -> Glance | None:
         return None
     used = frozenset(entry.shard for line in lines if (entry := _entry(line)) is not None)
     identity = SourceIdentity(kind, source, commit, fingerprints)
-    return Glance(frozenset(fingerprints), used, identity, compression, stems)
+    return UnfinishedSplit(frozenset(fingerprints), used, identity, compression, stems)
 
 
 @dataclass(frozen=True, slots=True)

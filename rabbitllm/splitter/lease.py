@@ -42,7 +42,7 @@ class Lease:
             return False
 
 
-class Looks:
+class LeaseCheck:
     """Looks at a lease now and then, from any thread.
 
     Args:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rabbitllm.base.collection import uncollected
-from rabbitllm.checkpoints.checkpoint import FileStat, ShardFacts, SourceIdentity, has_digest
+from rabbitllm.checkpoints.checkpoint import FileStat, ShardMetadata, SourceIdentity, has_digest
 from rabbitllm.checkpoints.index import CheckpointIndex
 from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import InvalidIndexError
@@ -29,7 +29,7 @@ class PlannedShard:
     """One shard of the plan.
 
     Attributes:
-        name, size, fingerprint: as in `ShardFacts`.
+        name, size, fingerprint: as in `ShardMetadata`.
         tensors: those that this shard gives to layer files.
         staged: fetched by us, so it costs disk of ours while it is used.
         header_first: its header stands before its data.
@@ -107,7 +107,7 @@ class SplitPlan:
 
 
 @uncollected()
-def tensors_by_shard(index: CheckpointIndex, facts: Iterable[ShardFacts]) -> dict[str, tuple[TensorSpec, ...]]:
+def tensors_by_shard(index: CheckpointIndex, facts: Iterable[ShardMetadata]) -> dict[str, tuple[TensorSpec, ...]]:
     """The tensors that each shard contributes, by index and headers together.
 
     The index decides between two shards that hold the same tensor. A tensor that only a header knows is taken too,

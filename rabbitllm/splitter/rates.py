@@ -18,14 +18,14 @@ from rabbitllm.errors import MissingPackageError, RabbitLLMError
 from rabbitllm.formats.positional import PositionalFile, page_aligned
 from rabbitllm.formats.tensor_spec import DTYPES, torch_dtype
 from rabbitllm.quant.compression import quantize_blocks
-from rabbitllm.splitter.forecast import Rate
 from rabbitllm.splitter.moves import CHUNK_BYTES
+from rabbitllm.splitter.split_estimate import Rate
 
 FETCHED_BYTES = 8 << 20
 """Of a shard, from its start, at most."""
 READ_BYTES = 64 << 20
 """Of the shards on this disk, in pieces spread evenly over them, at most."""
-MOST_SECONDS = 3.0
+MAX_SECONDS = 3.0
 """A fetch or a read stops then, and what came until then counts."""
 QUANTIZE_SECONDS = 0.3
 
@@ -48,7 +48,7 @@ def fetch_rate(repository: HubRepository, shard: str) -> Rate | None:
 
     taker = threading.Thread(target=take, name="fetch-rate", daemon=True)  # a hub may stop answering, and retries pause
     taker.start()
-    taker.join(MOST_SECONDS)
+    taker.join(MAX_SECONDS)
     enough.set()
     return _steady_rate(tuple(arrived))
 
@@ -77,7 +77,7 @@ def read_rate(paths: Sequence[Path]) -> Rate | None:
                 got = file.read_into(buffer, offset)
                 file.drop_cache(offset, got)
             done += got
-            if time.perf_counter() - start > MOST_SECONDS:
+            if time.perf_counter() - start > MAX_SECONDS:
                 break
     except OSError:
         return None

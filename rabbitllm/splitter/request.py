@@ -12,19 +12,19 @@ from pathlib import Path
 from types import MappingProxyType
 
 from rabbitllm.base.options import SplitOptions
-from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardFacts
+from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata
 from rabbitllm.checkpoints.naming import LayerName, LayerNaming, assign_layers
 from rabbitllm.checkpoints.side_by_side import side_by_side
 from rabbitllm.errors import MissingShardError
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.choosing import with_choice
+from rabbitllm.splitter.disk_budget import DiskBudget, choose_arrival
+from rabbitllm.splitter.disk_sampler import disk_bytes, existing, occupied
 from rabbitllm.splitter.disk_use import BLOCK_BYTES, in_hub_cache, on_disk, own_records_bytes
-from rabbitllm.splitter.hands import Hands
 from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan, recompressed, tensors_by_shard
 from rabbitllm.splitter.planned_files import PlannedFiles
-from rabbitllm.splitter.space import Ground, choose_arrival
-from rabbitllm.splitter.watch import disk_bytes, existing, occupied
+from rabbitllm.splitter.shard_executor import ShardExecutor
 from rabbitllm.store.chosen import AUTO, BitAllocation
 from rabbitllm.store.layer_store import FITTED, WeightFiles
 from rabbitllm.store.order import FORMAT_VERSION
@@ -59,7 +59,7 @@ class SplitRequest:
     options: SplitOptions
     naming: LayerNaming | None = None
     quantize_on: str = "cpu"
-    hands: Hands | None = None
+    hands: ShardExecutor | None = None
     chosen: BitAllocation | None = None
     experts_a_token: int | None = None
     accept: Acceptance | None = None
@@ -85,7 +85,7 @@ def plan_split(
     return _with_bits(plan, ground_of(request, plan), request)
 
 
-def _with_bits(plan: SplitPlan, ground: Ground, request: SplitRequest) -> SplitPlan:
+def _with_bits(plan: SplitPlan, ground: DiskBudget, request: SplitRequest) -> SplitPlan:
     """The plan, at "auto" with the bits that were or are chosen."""
     if plan.compression != AUTO:
         return plan
@@ -115,7 +115,7 @@ def _plan_of_headers(
     return make_plan(identity, shards, assigned, request.options.compression, format_version)
 
 
-def ground_of(request: SplitRequest, plan: SplitPlan, fetched: Iterable[PlannedShard] = ()) -> Ground:
+def ground_of(request: SplitRequest, plan: SplitPlan, fetched: Iterable[PlannedShard] = ()) -> DiskBudget:
     """What the split stands on where nothing of it has been done yet.
 
     Args:
@@ -133,10 +133,10 @@ def ground_of(request: SplitRequest, plan: SplitPlan, fetched: Iterable[PlannedS
     if (coming := checkpoint.downloads()) is not None:
         sizes = [*coming.sizes.values(), *(shard.size for shard in fetched)]
         downloads = ((coming.cache, in_hub_cache(sizes, coming.listed)),)
-    return Ground(request.folder, freed, small_files + BLOCK_BYTES, downloads, lock_bytes=lock_bytes)
+    return DiskBudget(request.folder, freed, small_files + BLOCK_BYTES, downloads, lock_bytes=lock_bytes)
 
 
-def resumed_ground(ground: Ground, used: frozenset[str]) -> Ground:
+def resumed_ground(ground: DiskBudget, used: frozenset[str]) -> DiskBudget:
     """The ground of a split of which an earlier run has used up these shards."""
     return dataclasses.replace(ground, used=used, in_use=disk_bytes(ground.folder) - ground.lock_bytes)
 
@@ -177,13 +177,13 @@ def quantizer_of(request: SplitRequest) -> str | None:
     return own + FITTED if request.options.fit_scales else own
 
 
-def facts_of(checkpoint: Checkpoint, shards: Sequence[str]) -> dict[str, ShardFacts]:
+def facts_of(checkpoint: Checkpoint, shards: Sequence[str]) -> dict[str, ShardMetadata]:
     """Headers of the shards that are there, in the order given; several at once, since a hub is far away."""
     found = dict(zip(shards, side_by_side(checkpoint.facts, shards, HEADER_THREADS), strict=True))
     return {shard: facts for shard, facts in found.items() if facts is not None}
 
 
-def require_shards(shards: Iterable[str], facts: dict[str, ShardFacts], checkpoint: Checkpoint) -> None:
+def require_shards(shards: Iterable[str], facts: dict[str, ShardMetadata], checkpoint: Checkpoint) -> None:
     """Make sure that each of these shards is there.
 
     Raises:

@@ -24,15 +24,15 @@ from rabbitllm.base.progress import BytesDone, ShardDone, ShardStarted, SplitSta
 from rabbitllm.checkpoints.checkpoint import Disposal, Release
 from rabbitllm.errors import CorruptShardError
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.arrivals import Arrivals, Arriving
 from rabbitllm.splitter.completion import Completion
+from rabbitllm.splitter.disk_sampler import disk_bytes
 from rabbitllm.splitter.filler import Filler
-from rabbitllm.splitter.hands import Hands
 from rabbitllm.splitter.mover import FillTarget, Mover
 from rabbitllm.splitter.plan import PlannedShard
+from rabbitllm.splitter.shard_executor import ShardExecutor
+from rabbitllm.splitter.shard_fetcher import IncomingShard, ShardFetcher
 from rabbitllm.splitter.source_check import require_unmodified, source_crc32
 from rabbitllm.splitter.sums import ShardChecksums, TensorSums
-from rabbitllm.splitter.watch import disk_bytes
 from rabbitllm.splitter.work import ROOM, SplitWork
 from rabbitllm.telemetry.profiler import Profiler
 
@@ -55,7 +55,7 @@ class ShardLoop:
         work: SplitWork,
         profiler: Profiler,
         watch: Callable[[], None],
-        hands: Hands | None = None,
+        hands: ShardExecutor | None = None,
         *,
         holds_last: bool = False,
     ) -> None:
@@ -69,7 +69,7 @@ class ShardLoop:
         self._mover = Mover(work.options.threads, work.quantize_on, profiler, watch, fitted=work.fitted)
         self._filler = Filler(work, self._mover, profiler)
         self._completion = Completion(work, self._mover, self._filler, profiler)
-        self._arrivals = Arrivals(work.checkpoint, ROOM[work.arrival], watch)
+        self._arrivals = ShardFetcher(work.checkpoint, ROOM[work.arrival], watch)
         self._watch = watch
         self._hands = hands
         own = [shard for shard in work.plan.shards if not shard.staged] if holds_last and self._deletes else []
@@ -106,7 +106,7 @@ class ShardLoop:
             self._use_up(shard, arriving)
             self._give_up(shard)
 
-    def _take_from(self, hands: Hands, waiting: Sequence[PlannedShard]) -> None:
+    def _take_from(self, hands: ShardExecutor, waiting: Sequence[PlannedShard]) -> None:
         """Take the shards up in the order in which other hands are through with them."""
         layers = {shard.name: self._unfinished(shard) for shard in waiting}
         parts = [(shard, self.work.of_shard(shard.name, layers[shard.name])) for shard in waiting]
@@ -159,7 +159,7 @@ class ShardLoop:
         touched = self.plan.layer_map.shard_to_layers.get(shard.name, ())
         return [layer for layer in touched if not self._completion.is_final(self.plan.layouts[layer])]
 
-    def _use_up(self, shard: PlannedShard, arriving: Arriving) -> None:
+    def _use_up(self, shard: PlannedShard, arriving: IncomingShard) -> None:
         layers = self._unfinished(shard)
         self._completion.begun(layers)
         targets: dict[str, FillTarget] = {}

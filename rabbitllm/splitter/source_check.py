@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 
 from rabbitllm.base import progress
-from rabbitllm.checkpoints.checkpoint import Checkpoint, FileStat, ShardFacts, file_stat, has_digest
+from rabbitllm.checkpoints.checkpoint import Checkpoint, FileStat, ShardMetadata, file_stat, has_digest
 from rabbitllm.display.verify_display import shown_reading
 from rabbitllm.errors import CorruptShardError, SplitMismatchError
 from rabbitllm.formats.crc32 import combine
@@ -136,7 +136,7 @@ def with_checksums(plan: SplitPlan, checkpoint: Checkpoint) -> SplitPlan:
 
 
 def check_resumed(
-    earlier: Replay, facts: Mapping[str, ShardFacts], checkpoint: Checkpoint, folder: Path, *, verify: bool
+    earlier: Replay, facts: Mapping[str, ShardMetadata], checkpoint: Checkpoint, folder: Path, *, verify: bool
 ) -> SplitPlan:
     """The plan of an earlier run with the current metadata of its shards, after a check that they are unchanged.
 
@@ -184,7 +184,7 @@ _DOUBTFUL = (Change.MODIFIED, Change.METADATA)
 
 
 def check_finished_source(
-    manifest: Manifest, facts: Sequence[ShardFacts], checkpoint: Checkpoint, folder: Path, *, verify: bool
+    manifest: Manifest, facts: Sequence[ShardMetadata], checkpoint: Checkpoint, folder: Path, *, verify: bool
 ) -> None:
     """Compare a finished split with the shards of its source that are still there.
 
@@ -219,7 +219,7 @@ def check_finished_source(
             tell(shard.name, shard.size)
 
 
-def _warn_of_newer(present: Iterable[ShardFacts], checkpoint: Checkpoint, folder: Path) -> None:
+def _warn_of_newer(present: Iterable[ShardMetadata], checkpoint: Checkpoint, folder: Path) -> None:
     made = (folder / MANIFEST_NAME).stat().st_mtime_ns
     for found in present:
         if found.stat is not None and found.stat.mtime_ns > made and not has_digest(found.fingerprint):

@@ -20,7 +20,9 @@ from rabbitllm.checkpoints.index import natural_key
 from rabbitllm.errors import IncompleteSplitError, SplitMismatchError
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.choosing import other_budget
-from rabbitllm.splitter.disk_use import Arrival
+from rabbitllm.splitter.disk_budget import DiskBudget, choose_arrival, choose_at_once, use_of
+from rabbitllm.splitter.disk_sampler import DiskSampler
+from rabbitllm.splitter.disk_use import ShardTransfer
 from rabbitllm.splitter.finish import STAGING_NAME, finish, manifest_of
 from rabbitllm.splitter.plan import SplitPlan
 from rabbitllm.splitter.planned_files import PlannedFiles
@@ -36,9 +38,7 @@ from rabbitllm.splitter.request import (
 )
 from rabbitllm.splitter.shard_loop import ShardLoop
 from rabbitllm.splitter.source_check import check_resumed, with_checksums
-from rabbitllm.splitter.space import Ground, choose_arrival, choose_at_once, use_of
 from rabbitllm.splitter.sums import TensorSums
-from rabbitllm.splitter.watch import Watch
 from rabbitllm.splitter.work import SplitWork
 from rabbitllm.storage import durable
 from rabbitllm.store.layer_file import DONE_SUFFIX, SCRATCH_SUFFIX
@@ -64,7 +64,7 @@ def split(request: SplitRequest) -> Profiler:
     start = time.perf_counter()
     work, quantizer = _begin(request)
     profiler = Profiler(request.options.profiling, f"Split of {request.checkpoint.label}, by stage")
-    with Watch(request.folder, request.options.min_free, max_disk=request.options.max_disk) as watch:
+    with DiskSampler(request.folder, request.options.min_free, max_disk=request.options.max_disk) as watch:
         loop = ShardLoop(work, profiler, watch.check, request.hands, holds_last=request.accept is not None)
         try:
             loop.take_shards()
@@ -151,12 +151,12 @@ def _take_up(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
     work = _work(request, plan, ground, earlier.checksums, is_fitted(earlier.quantizer))
     work = dataclasses.replace(work, source_checksums=earlier.source_checksums)
     journal.settle(request.folder)
-    if work.arrival is Arrival.STREAM:  # whatever was fetched of a shard, it comes again
+    if work.arrival is ShardTransfer.STREAM:  # whatever was fetched of a shard, it comes again
         durable.remove_folder(request.folder / STAGING_NAME)
     return work
 
 
-def _work(request: SplitRequest, plan: SplitPlan, ground: Ground, checksums: TensorSums, fitted: bool) -> SplitWork:
+def _work(request: SplitRequest, plan: SplitPlan, ground: DiskBudget, checksums: TensorSums, fitted: bool) -> SplitWork:
     if request.hands is None:
         arrival, at_once = choose_arrival(plan, ground, request.options), 1
     else:

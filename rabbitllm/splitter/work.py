@@ -9,12 +9,12 @@ from pathlib import Path
 
 from rabbitllm.base.options import SplitOptions
 from rabbitllm.checkpoints.checkpoint import Checkpoint
-from rabbitllm.splitter.disk_use import Arrival, DiskUse
+from rabbitllm.splitter.disk_use import DiskUse, ShardTransfer
 from rabbitllm.splitter.layer_map import LayerMap
 from rabbitllm.splitter.plan import SplitPlan
 from rabbitllm.splitter.sums import TensorSums
 
-ROOM: Mapping[Arrival, int] = {Arrival.FILE_AHEAD: 2, Arrival.FILE: 1, Arrival.STREAM: 0}
+ROOM: Mapping[ShardTransfer, int] = {ShardTransfer.FILE_AHEAD: 2, ShardTransfer.FILE: 1, ShardTransfer.STREAM: 0}
 """Fetched shards that may be on the disk at a time."""
 
 
@@ -42,7 +42,7 @@ class SplitWork:
     folder: Path
     options: SplitOptions
     quantize_on: str
-    arrival: Arrival
+    arrival: ShardTransfer
     use: DiskUse
     used: frozenset[str]
     checksums: TensorSums

@@ -30,7 +30,7 @@ NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 BROKEN_LOCKS = (errno.EIO, errno.ESTALE)
 """Errors of flock on a file system that supports locks and fails at this moment."""
 _LOCKED = (errno.EWOULDBLOCK, errno.EACCES)
-MOST_NAMED = 3
+MAX_NAMED = 3
 """A message names at most this many processes."""
 
 
@@ -150,8 +150,8 @@ def _release(descriptor: int, guard: ForkGuard) -> None:
 def _holders(folder: Path) -> str:
     """The processes that hold locks on a folder, in words; Linux lists them, other systems do not."""
     found = _processes(folder)
-    named = " and ".join(map(_named, found[:MOST_NAMED]))
-    more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+    named = " and ".join(map(_named, found[:MAX_NAMED]))
+    more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
     return f"{named}{more}" if named else "another process"
 
 

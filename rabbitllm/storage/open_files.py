@@ -15,7 +15,7 @@ from typing import Protocol
 
 from rabbitllm.base.forks import own_lock
 
-MOST_FILES = 256
+MAX_FILES = 256
 """Few models have more layers; each file that is closed for another costs a sync that a thread waits for."""
 _LEAST_FILES = 4
 _SHARE = 8
@@ -131,10 +131,10 @@ class OpenFiles:
 
 def _files_allowed() -> int:
     if sys.platform == "win32":  # where a process may have 8,192
-        return MOST_FILES
+        return MAX_FILES
     import resource
 
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
-        return MOST_FILES
-    return min(MOST_FILES, max(_LEAST_FILES, limit // _SHARE))
+        return MAX_FILES
+    return min(MAX_FILES, max(_LEAST_FILES, limit // _SHARE))

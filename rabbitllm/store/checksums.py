@@ -37,7 +37,7 @@ SUM_BYTES = 4
 """Of a checksum, in the order of little-endian."""
 GROUP_BYTES = 8 << 20
 """Summed in one call and mapped at a time: each call takes and gives back the interpreter's lock."""
-MOST_EXTRA_BYTES = 1 << 20
+MAX_EXTRA_BYTES = 1 << 20
 """Read beside its header of a file that has one checksum, to complete what the caller has read of it."""
 
 
@@ -342,7 +342,7 @@ class _WholeFile:
                 return
             known.insert(at, (offset, nbytes, crc))
             self._state.known_bytes += nbytes
-            if self._size - self._data_start - self._state.known_bytes > MOST_EXTRA_BYTES:
+            if self._size - self._data_start - self._state.known_bytes > MAX_EXTRA_BYTES:
                 return
             complete = tuple(known)
             known.clear()  # compared now, and read again if it is not what was written

@@ -20,7 +20,7 @@ from rabbitllm.store import locations
 from rabbitllm.store.layer_store import SPLIT_DIRECTORY
 
 _Error = TypeVar("_Error", bound=RabbitLLMError)
-MOST_NEAR = 3
+MAX_NEAR = 3
 """Names that are proposed at most."""
 _HUB_ADDRESS = re.compile(r"(?:hf://(?:models/)?|https?://(?:www\.)?(?:huggingface\.co|hf\.co)/)(.*)")
 
@@ -91,10 +91,10 @@ def near(name: str) -> tuple[str, ...]:
     found = [
         one
         for part in {wanted: None, wanted.rpartition("/")[2]: None}
-        for like in difflib.get_close_matches(part, by_part, n=MOST_NEAR, cutoff=0.7)
+        for like in difflib.get_close_matches(part, by_part, n=MAX_NEAR, cutoff=0.7)
         for one in by_part[like]
     ]
-    return tuple(dict.fromkeys(found))[:MOST_NEAR]
+    return tuple(dict.fromkeys(found))[:MAX_NEAR]
 
 
 def with_near_names(error: _Error, name: str) -> _Error:

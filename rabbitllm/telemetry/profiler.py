@@ -43,7 +43,7 @@ from rabbitllm.telemetry.totals import (
     Total,
     limit_of,
 )
-from rabbitllm.telemetry.trace import MOST_EVENTS, Event, Trace
+from rabbitllm.telemetry.trace import MAX_EVENTS, Event, Trace
 
 __all__ = [
     "COMPUTE",
@@ -185,7 +185,7 @@ class Profiler:
             self._trace.add_pass(done, threading.current_thread().name)
 
     @contextlib.contextmanager
-    def trace(self, most_events: int = MOST_EVENTS) -> Iterator[Trace]:
+    def trace(self, most_events: int = MAX_EVENTS) -> Iterator[Trace]:
         """Keep every single event inside the context; at most so many, the last ones.
 
         Raises:

@@ -19,8 +19,8 @@ from rabbitllm.base.forks import own_lock
 from rabbitllm.storage.durable import write_whole
 from rabbitllm.telemetry.passes import Pass
 
-MOST_EVENTS = 100_000
-MOST_PASSES = 1_000
+MAX_EVENTS = 100_000
+MAX_PASSES = 1_000
 _PROCESS = 1
 
 
@@ -56,10 +56,10 @@ class Trace:
         most_events: kept; the oldest go first.
     """
 
-    def __init__(self, most_events: int = MOST_EVENTS) -> None:
+    def __init__(self, most_events: int = MAX_EVENTS) -> None:
         self._lock = own_lock(threading.Lock())
         self._events: deque[Event] = deque(maxlen=most_events)
-        self._passes: deque[tuple[Pass, str]] = deque(maxlen=MOST_PASSES)
+        self._passes: deque[tuple[Pass, str]] = deque(maxlen=MAX_PASSES)
         self.dropped = 0
 
     def add(self, event: Event) -> None:

@@ -505,12 +505,12 @@ def test_this_project_end_to_end_at_tiny_scale(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("foretold", "measured", "close"), [(1.0, 1.0, True), (0.76, 1.0, True), (0.74, 1.0, False), (1.26, 1.0, False)]
+    ("predicted", "measured", "close"), [(1.0, 1.0, True), (0.76, 1.0, True), (0.74, 1.0, False), (1.26, 1.0, False)]
 )
-def test_what_is_foretold_is_judged_by_what_is_measured(foretold: float, measured: float, close: bool) -> None:
+def test_what_is_foretold_is_judged_by_what_is_measured(predicted: float, measured: float, close: bool) -> None:
     row = "4bit half"
-    run = predict.PredictRun(row, 0, predicted_token_seconds=foretold, token_seconds=measured)
-    assert (run.is_close, run.headline) == (close, foretold)
+    run = predict.PredictRun(row, 0, predicted_token_seconds=predicted, token_seconds=measured)
+    assert (run.is_close, run.headline) == (close, predicted)
     table = predict.tabulate([run], [row], 1)
     assert table.rows[0][5] == f"{int(close)} of 1"
     assert any(note.endswith(": reached") for note in predict.notes_on([run])) == close

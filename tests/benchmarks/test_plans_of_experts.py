@@ -14,7 +14,7 @@ from benchmarks.even_experts import SCALES, even_prompt, make_even_checkpoint
 from benchmarks.models import MODELS
 from benchmarks.plan_coder_next import FOUND, PaperGpu, Tiers, disk_of, drawn_on, found, row_of, split_plan
 from rabbitllm.engine.expert_finding import is_routed
-from rabbitllm.splitter.disk_use import Arrival
+from rabbitllm.splitter.disk_use import ShardTransfer
 
 
 @pytest.mark.long
@@ -45,7 +45,12 @@ def test_on_paper_what_is_not_kept_is_copied_and_what_is_nowhere_is_read() -> No
     model = MODELS["tiny-moe"]
     plan = split_plan(model, "4bit")
     disk = disk_of(plan)
-    assert plan.output_bytes <= disk[Arrival.STREAM.value] < disk[Arrival.FILE.value] <= disk[Arrival.FILE_AHEAD.value]
+    assert (
+        plan.output_bytes
+        <= disk[ShardTransfer.STREAM.value]
+        < disk[ShardTransfer.FILE.value]
+        <= disk[ShardTransfer.FILE_AHEAD.value]
+    )
     room = 1_200_000
     machines = [Tiers(str(host), (room, room), host) for host in (0, 500_000, 1 << 30)]
     rows = [row_of(*pair) for pair in zip(machines, drawn_on(model, plan, machines), strict=True)]

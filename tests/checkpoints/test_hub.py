@@ -32,7 +32,7 @@ from rabbitllm.errors import (
     NotEnoughSpaceException,
     UnsafePathError,
 )
-from rabbitllm.splitter.disk_use import Arrival
+from rabbitllm.splitter.disk_use import ShardTransfer
 from rabbitllm.storage.durable import Step, observe_steps
 from tests.support.builders import INDEX_NAME, SINGLE_NAME, cut, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
@@ -155,9 +155,9 @@ def test_next_shard_is_asked_for_only_when_the_last_is_gone(
             asked_by_then[event.shard] = len(local_hub.requests)
 
     room = uses_of(Call(REPO, compression="4bit"))
-    assert room[Arrival.FILE].created < room[Arrival.FILE_AHEAD].created
+    assert room[ShardTransfer.FILE].created < room[ShardTransfer.FILE_AHEAD].created
     with progress.listening(listen):
-        split(REPO, compression="4bit", max_disk=room[Arrival.FILE].created)
+        split(REPO, compression="4bit", max_disk=room[ShardTransfer.FILE].created)
     assert others == []  # nothing else is staged when a shard begins, and nothing when it is done
     bodies = [
         (number, request.file, request.bytes_sent)
@@ -553,7 +553,7 @@ def test_streamed_tensors_at_odd_places(tmp_path: Path, local_hub: LocalHub, hub
 
 def test_budget_below_one_shard_streams_by_itself(local_hub: LocalHub, shards: list[str], tmp_path: Path) -> None:
     call = Call(REPO, compression="4bit")
-    budget = uses_of(call)[Arrival.FILE].created - 1
+    budget = uses_of(call)[ShardTransfer.FILE].created - 1
     with observe_steps(lambda step: staged.append(step.path) if ".staging" in str(step.path) else None):
         staged: list[Path] = []
         made = split(REPO, compression="4bit", max_disk=budget)

@@ -163,7 +163,7 @@ def test_pieces_are_the_reader_s_to_keep(tls: ssl.SSLContext | None) -> None:
             pieces = list(raw_body.body(client, response))
     assert b"".join(pieces) == CONTENT
     assert {type(piece) for piece in pieces} == {bytes}
-    assert max(map(len, pieces)) <= raw_body.MOST_BYTES
+    assert max(map(len, pieces)) <= raw_body.MAX_BYTES
 
 
 def test_connection_is_not_used_again_and_the_client_goes_on(

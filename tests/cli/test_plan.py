@@ -25,8 +25,8 @@ from rabbitllm.cli.main import app
 from rabbitllm.errors import CheckpointNotFoundError, NotEnoughSpaceException, OptionError
 from rabbitllm.estimate.report import duration, show
 from rabbitllm.splitter.disk_use import on_disk
-from rabbitllm.splitter.forecast import ROUTES, Forecast, Outlook, Route
 from rabbitllm.splitter.rates import FETCHED_BYTES
+from rabbitllm.splitter.split_estimate import ROUTES, CompressionEstimate, Route, SplitEstimate
 from tests.splitter.test_split import LARGE
 from tests.support import quantized
 from tests.support.builders import SINGLE_NAME, build_checkpoint, cut, llama_tensors, write_shards
@@ -81,17 +81,17 @@ def run(*arguments: str) -> str:
     return result.stdout
 
 
-def plan(source: Path | str, **options: Any) -> Forecast:
+def plan(source: Path | str, **options: Any) -> SplitEstimate:
     return rabbitllm.plan(source, **{"bandwidth": "100MB", **options})  # type: ignore[no-any-return]
 
 
-def at(forecast: Forecast, compression: str | None) -> Outlook:
+def at(forecast: SplitEstimate, compression: str | None) -> CompressionEstimate:
     found = forecast.at(compression)
     assert found is not None
     return found
 
 
-def routes(forecast: Forecast, compression: str | None) -> dict[str, Route]:
+def routes(forecast: SplitEstimate, compression: str | None) -> dict[str, Route]:
     return {route.name: route for route in at(forecast, compression).routes}
 
 
@@ -234,10 +234,10 @@ def test_tied_and_spanning_and_odd(tmp_path: Path) -> None:
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("name", LOCAL_ROUTES)
 def test_peak_of_a_folder(folder: Path, name: str, compression: str | None) -> None:
-    foretold = routes(plan(folder), compression)[name]
+    predicted = routes(plan(folder), compression)[name]
     peak = Peak(folder)
-    made = peak.during(call_on(name, str(folder), compression, max_disk=foretold.created_bytes))
-    assert_bound(foretold.disk_bytes, peak.most, made)
+    made = peak.during(call_on(name, str(folder), compression, max_disk=predicted.created_bytes))
+    assert_bound(predicted.disk_bytes, peak.most, made)
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
@@ -245,19 +245,19 @@ def test_peak_of_a_folder(folder: Path, name: str, compression: str | None) -> N
 def test_peak_of_a_repository(
     repository: Path, hub_environment: HubEnvironment, name: str, compression: str | None
 ) -> None:
-    foretold = routes(plan(REPO), compression)[name]
+    predicted = routes(plan(REPO), compression)[name]
     peak = Peak(hub_environment.home)
-    made = peak.during(call_on(name, REPO, compression, max_disk=foretold.created_bytes))
+    made = peak.during(call_on(name, REPO, compression, max_disk=predicted.created_bytes))
     if name == "sequential_ahead":  # the next shard may come late
-        assert peak.most <= foretold.disk_bytes
+        assert peak.most <= predicted.disk_bytes
     else:
-        assert_bound(foretold.disk_bytes, peak.most, made)
+        assert_bound(predicted.disk_bytes, peak.most, made)
 
 
-def assert_bound(foretold: int, most: int, made: Path) -> None:
+def assert_bound(predicted: int, most: int, made: Path) -> None:
     """What was foretold is an upper bound, and close."""
     files = len([path for path in made.rglob("*") if path.stat().st_size])
-    assert most <= foretold <= most + PER_FILE * files
+    assert most <= predicted <= most + PER_FILE * files
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
@@ -575,8 +575,8 @@ def test_one_json_object_and_nothing_else_on_stdout(folder: Path) -> None:
 
 
 @pytest.fixture
-def on_terminal() -> Callable[[Forecast, int], str]:
-    def printed(forecast: Forecast, width: int) -> str:
+def on_terminal() -> Callable[[SplitEstimate, int], str]:
+    def printed(forecast: SplitEstimate, width: int) -> str:
         out = io.StringIO()
         show(forecast, Console(file=out, force_terminal=True, width=width, highlight=False, color_system="standard"))
         return out.getvalue()
@@ -585,7 +585,7 @@ def on_terminal() -> Callable[[Forecast, int], str]:
 
 
 def test_terminal_of_80_columns_is_enough(
-    repository: Path, hub_environment: HubEnvironment, on_terminal: Callable[[Forecast, int], str]
+    repository: Path, hub_environment: HubEnvironment, on_terminal: Callable[[SplitEstimate, int], str]
 ) -> None:
     """No line is broken in the table; a terminal of another width only breaks sentences elsewhere."""
     found = plan(REPO, max_disk="6MB")

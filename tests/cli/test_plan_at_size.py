@@ -11,7 +11,7 @@ import pytest
 
 from rabbitllm.checkpoints.checkpoint import Release
 from rabbitllm.checkpoints.hub import HubRepository
-from rabbitllm.splitter.forecast import ROUTES
+from rabbitllm.splitter.split_estimate import ROUTES
 from tests.cli.test_plan import LOCAL_ROUTES, REPO, call_on, plan, routes
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
@@ -54,10 +54,10 @@ def nothing_left(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.parametrize("name", LOCAL_ROUTES)
 def test_peak_of_a_folder(checkpoint: Path, tmp_path: Path, name: str, compression: str | None) -> None:
     folder = linked(checkpoint, tmp_path / "model")
-    foretold = routes(plan(folder), compression)[name]
+    predicted = routes(plan(folder), compression)[name]
     peak = Peak(folder)
     peak.during(call_on(name, str(folder), compression))
-    assert peak.most <= foretold.disk_bytes <= CLOSE * peak.most
+    assert peak.most <= predicted.disk_bytes <= CLOSE * peak.most
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
@@ -71,12 +71,12 @@ def test_peak_of_a_repository(
     compression: str | None,
 ) -> None:
     linked(checkpoint, tmp_path / "hub" / REPO)
-    foretold = routes(plan(REPO), compression)[name]
+    predicted = routes(plan(REPO), compression)[name]
     peak = Peak(hub_environment.home)
     if name == "sequential_ahead":
         let_the_next_shard_come_first(monkeypatch, peak)
-    peak.during(call_on(name, REPO, compression, max_disk=foretold.created_bytes))
-    assert peak.most <= foretold.disk_bytes <= CLOSE * peak.most
+    peak.during(call_on(name, REPO, compression, max_disk=predicted.created_bytes))
+    assert peak.most <= predicted.disk_bytes <= CLOSE * peak.most
 
 
 def let_the_next_shard_come_first(monkeypatch: pytest.MonkeyPatch, peak: Peak) -> None:

@@ -53,7 +53,7 @@ def test_the_record_is_what_the_events_say() -> None:
 
 
 def test_a_long_split_keeps_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_picture, "MOST_POINTS", 50)
+    monkeypatch.setattr(disk_picture, "MAX_POINTS", 50)
     record = DiskRecord(Clock())
     sizes = [number * 37 % 1000 for number in range(2000)]
     sizes[777] = 5000

@@ -16,7 +16,7 @@ import pytest
 
 from rabbitllm.base.words import Row
 from rabbitllm.display import region as module
-from rabbitllm.display.region import LINE_SECONDS, MOST_LINE_SECONDS, LinePace, Region
+from rabbitllm.display.region import LINE_SECONDS, MAX_LINE_SECONDS, LinePace, Region
 from tests.support.screen import Screen, TerminalStream, run_on_terminal
 
 ROOT = Path(__file__).parent.parent.parent
@@ -89,7 +89,7 @@ def test_lines_are_due_every_few_seconds_and_hours_make_no_wall() -> None:
     assert due[0] == 100 + LINE_SECONDS
     assert set(gaps[:90]) == {LINE_SECONDS}
     assert gaps == sorted(gaps)
-    assert gaps[-1] == MOST_LINE_SECONDS
+    assert gaps[-1] == MAX_LINE_SECONDS
     assert len(due) < 600
 
 

@@ -19,7 +19,7 @@ from rabbitllm.base.progress import (
     SplitStarted,
     tell,
 )
-from rabbitllm.base.split_facts import CurrentRates, SplitStats
+from rabbitllm.base.split_stats import CurrentRates, SplitStats
 from rabbitllm.base.words import text_of
 from rabbitllm.display import region
 from rabbitllm.display.split_display import line_of, rows_of, shown

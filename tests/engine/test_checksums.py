@@ -275,7 +275,7 @@ def test_a_split_that_an_earlier_version_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None, place: str
 ) -> None:
     """Files that are read whole are compared whole; rows of the embedding, which is not, are not."""
-    monkeypatch.setattr(checksums, "MOST_EXTRA_BYTES", 100)
+    monkeypatch.setattr(checksums, "MAX_EXTRA_BYTES", 100)
     checkpoint = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16)
     folder = without_blocks(split(checkpoint, compression))
     load_so = PLACES[place](folder)

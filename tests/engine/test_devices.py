@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rabbitllm.base.options import StreamOptions
-from rabbitllm.engine import blueprint, budgets, devices
+from rabbitllm.engine import budgets, devices, load_plan
 from rabbitllm.engine.devices import CpuDevice, CudaDevice, _warn_of_no_cuda, resolve_devices, suits_bf16
 from rabbitllm.errors import DeviceError
 from rabbitllm.store.layer_store import LayerStore
@@ -314,12 +314,12 @@ def test_a_gpu_without_bfloat16_computes_in_float16_and_says_so_once(
     t4s = [CudaDevice(0), CudaDevice(1)]
     store = LayerStore(directory)
     with caplog.at_level(logging.WARNING, "rabbitllm"):
-        assert blueprint._choose_dtype(None, config, store, t4s) == torch.float16
+        assert load_plan._choose_dtype(None, config, store, t4s) == torch.float16
     (record,) = caplog.records
     assert "no bfloat16; the model computes in float16" in record.getMessage()
     caplog.clear()
-    assert blueprint._choose_dtype("bfloat16", config, store, t4s) == torch.bfloat16  # the caller knows best
-    assert blueprint._choose_dtype(None, config, store, [CpuDevice()]) == torch.bfloat16
+    assert load_plan._choose_dtype("bfloat16", config, store, t4s) == torch.bfloat16  # the caller knows best
+    assert load_plan._choose_dtype(None, config, store, [CpuDevice()]) == torch.bfloat16
     assert not caplog.records
 
 
@@ -335,7 +335,7 @@ def test_flash_attention_only_where_model_gpu_and_installation_have_it(
     def attention(family: str, wanted: str = "auto", dtype: torch.dtype = torch.bfloat16) -> str | None:
         names = {"llama": "LlamaForCausalLM", "bloom": "BloomForCausalLM", "gpt_oss": "GptOssForCausalLM"}
         config = transformers.AutoConfig.for_model(family, architectures=[names[family]])
-        return blueprint._attention(wanted, config, chosen, dtype)
+        return load_plan._attention(wanted, config, chosen, dtype)
 
     assert attention("llama") == "flash_attention_2"
     assert attention("llama", "eager") == "eager"

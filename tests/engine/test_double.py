@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from rabbitllm.engine.packed_weight import PackedWeight
 from rabbitllm.engine.placement import Tier
+from rabbitllm.engine.quantized_weight import QuantizedWeight
 from rabbitllm.quant import vectors
 from rabbitllm.store.layer_store import LayerStore
 from tests.engine.test_fake_gpu import load_on
@@ -109,7 +109,7 @@ def test_products_from_codes(tmp_path: Path) -> None:
         return  # codes are dequantized for each use
     resident = load(made.directory, exact=False)
     weight = resident.model.layers[0].self_attn.q_proj.weight
-    assert isinstance(weight, PackedWeight)
+    assert isinstance(weight, QuantizedWeight)
     assert (weight.matrix.form.scheme, weight.matrix.absmax.dtype) == ("4bit", torch.float32)
 
 

@@ -15,8 +15,8 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from rabbitllm.engine.blueprint import SCALES_IN_PLACE
 from rabbitllm.engine.expert_finding import is_routed
+from rabbitllm.engine.load_plan import SCALES_IN_PLACE
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import RabbitLLMError
 from tests.support.tiny_configs import models

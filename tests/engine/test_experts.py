@@ -241,7 +241,7 @@ def test_a_long_prompt_goes_through_few_slots_and_is_read_once(
 ) -> None:
     from rabbitllm.engine import expert_pool
 
-    monkeypatch.setattr(expert_pool, "MOST_TRANSIT", 1)
+    monkeypatch.setattr(expert_pool, "MAX_TRANSIT", 1)
     plain, model = plain_model(checkpoint), load(split(checkpoint), 0, profiling=True)
     (pool,) = model.placement.pools
     assert (pool.slots, pool.transit) == (0, 3)

@@ -15,10 +15,10 @@ import transformers
 
 from rabbitllm.base.options import StreamOptions
 from rabbitllm.engine import expert_pool, fused_choice, streamer
-from rabbitllm.engine.ahead import FilledSlot
 from rabbitllm.engine.boundary import Boundary
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import SLOTS, STAGING, Tier
+from rabbitllm.engine.prefetcher import FilledSlot
 from rabbitllm.engine.span_reader import SpanReader
 from rabbitllm.engine.uploader import Uploader
 from rabbitllm.quant import fused_products
@@ -699,7 +699,7 @@ def test_experts_that_pass_through_a_device_are_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str
 ) -> None:
     """With fewer slots than a prompt uses, each is filled again while others compute."""
-    monkeypatch.setattr(expert_pool, "MOST_TRANSIT", 1)
+    monkeypatch.setattr(expert_pool, "MAX_TRANSIT", 1)
     folder = build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16, **MANY_EXPERTS)
     plain, directory = load(split(folder)), split(folder)
     plain.set_experts_implementation(kernel)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rabbitllm.engine import fused_choice
-from rabbitllm.engine.fused_choice import MOST_ROWS, FusedChoice, is_near, is_sooner
+from rabbitllm.engine.fused_choice import MAX_ROWS, FusedChoice, is_near, is_sooner
 from rabbitllm.quant import fused_products
 from rabbitllm.quant.compression import Quantized
 from tests.support.fake_gpu import FakeGpu
@@ -80,7 +80,7 @@ def test_one_trial_for_all_matrices_of_a_shape(monkeypatch: pytest.MonkeyPatch) 
         for gpu in gpus:
             for shape in ((96, 128), (128, 128), (50_000, 64), (150_000, 64)):
                 assert choice.pays(gpu, Quantized("4bit", shape, "bfloat16"), torch.bfloat16)
-    shapes = [(96, 128), (128, 128), (MOST_ROWS, 64)]
+    shapes = [(96, 128), (128, 128), (MAX_ROWS, 64)]
     assert tried == [(gpu.name, shape, torch.bfloat16) for gpu in gpus for shape in shapes]
 
 

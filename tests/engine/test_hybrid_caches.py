@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from rabbitllm.engine.blueprint import SCALES_IN_PLACE
+from rabbitllm.engine.load_plan import SCALES_IN_PLACE
 from rabbitllm.engine.placement import Tier
 from tests.engine.test_fake_gpu import load_on
 from tests.support.builders import build_checkpoint

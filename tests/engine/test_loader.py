@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 from rabbitllm.engine import skeleton
-from rabbitllm.engine.ahead import FilledSlot
 from rabbitllm.engine.devices import CpuDevice
 from rabbitllm.engine.loader import Loader, largest
+from rabbitllm.engine.prefetcher import FilledSlot
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, SpanReader
 from rabbitllm.engine.unit_source import UnitSource, source_of
 from rabbitllm.engine.units import find_units

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from rabbitllm.engine.expert_stack import ExpertStack
-from rabbitllm.engine.packed_weight import PackedWeight
+from rabbitllm.engine.quantized_weight import QuantizedWeight
 from rabbitllm.engine.unwritable import AbsentWeight
 from rabbitllm.errors import AbsentWeightError, ReadOnlyWeightError
 from tests.support.builders import build_checkpoint
@@ -72,7 +72,7 @@ def test_no_writing_to_what_is_not_there(write: Callable[[Any], Any]) -> None:
 @pytest.mark.parametrize(
     ("family", "compression", "budget", "name", "kind"),
     [
-        ("llama", "4bit", ALL, "model.layers.1.mlp.up_proj.weight", PackedWeight),
+        ("llama", "4bit", ALL, "model.layers.1.mlp.up_proj.weight", QuantizedWeight),
         ("qwen3_moe", None, 0, "model.layers.1.mlp.experts.down_proj", ExpertStack),
     ],
 )

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rabbitllm.engine.loader import bytes_of
-from rabbitllm.engine.page_locked import HostBuffers
+from rabbitllm.engine.pinned_memory import HostBuffers
 from rabbitllm.engine.placement import SLOTS, STAGING
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, SpanReader
 from rabbitllm.engine.uploader import Uploader

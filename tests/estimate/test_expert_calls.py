@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from rabbitllm.base.options import StreamOptions
-from rabbitllm.engine.blueprint import Blueprint
 from rabbitllm.engine.devices import CpuDevice, Device
 from rabbitllm.engine.expert_stack import ExpertStack
 from rabbitllm.engine.load import load_model
+from rabbitllm.engine.load_plan import LoadPlan
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, SpanReader
 from rabbitllm.estimate import expert_calls
@@ -28,7 +28,7 @@ from tests.support.tiny_models import one_thread, split  # noqa: F401  one appli
 FAMILIES = ["qwen3_moe", "gpt_oss", "deepseek_v3"]
 
 
-def calls_of(found: Blueprint, folder: Path, device: Device | None = None) -> ExpertCalls:
+def calls_of(found: LoadPlan, folder: Path, device: Device | None = None) -> ExpertCalls:
     source = found.experts[0]
     return ExpertCalls(
         found.model, source, device or CpuDevice(), FileSample(list(folder.glob("*.safetensors")), 1 << 20)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from rabbitllm.estimate.generation import Experts, GenerationEstimate, Plan, Speed, TierContent
 from rabbitllm.estimate.generation_report import generation_basis, moment, show_generations
-from rabbitllm.splitter.forecast import Rates
+from rabbitllm.splitter.split_estimate import Rates
 
 GIB = 1 << 30
 SPEEDS = (Speed("multiplying with bfloat16 on cpu", 28e9), Speed("reading past the page cache", 3.5e9))

@@ -13,8 +13,8 @@ import torch
 import transformers
 
 from rabbitllm.base.options import StreamOptions
-from rabbitllm.engine.blueprint import blueprint
 from rabbitllm.engine.devices import CpuDevice, Device
+from rabbitllm.engine.load_plan import blueprint
 from rabbitllm.errors import UnknownArchitectureError
 from rabbitllm.estimate.doctor.models import Published, published
 from rabbitllm.estimate.expert_calls import ExpertCalls

@@ -15,13 +15,13 @@ import torch
 
 import rabbitllm
 from rabbitllm.base.options import StreamOptions
-from rabbitllm.engine.blueprint import blueprint
 from rabbitllm.engine.devices import CpuDevice, Device
 from rabbitllm.engine.load import load_model
+from rabbitllm.engine.load_plan import blueprint
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import DeviceError, OptionError
+from rabbitllm.estimate import pass_estimator
 from rabbitllm.estimate import predict as predictions
-from rabbitllm.estimate import reckoning
 from rabbitllm.estimate.expert_calls import ExpertCalls
 from rabbitllm.estimate.generation import GenerationEstimate, Plan
 from rabbitllm.estimate.machine import Machine
@@ -44,7 +44,7 @@ def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WorkingSet, "rate", lambda self, inputs, **given: 1e6)
     monkeypatch.setattr(FileSample, "rate", lambda self, way: 1e6)
     monkeypatch.setattr(FileSample, "cached_rate", lambda self: 1e6)
-    monkeypatch.setattr(reckoning.Reckoning, "_strain", lambda *arguments: reckoning.ALONE)
+    monkeypatch.setattr(pass_estimator.PassEstimator, "_strain", lambda *arguments: pass_estimator.ALONE)
 
 
 def checkpoint(folder: Path, family: str = "llama", **settings: Any) -> Path:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rabbitllm.engine.devices import CpuDevice
-from rabbitllm.engine.packed_weight import PackedWeight
+from rabbitllm.engine.quantized_weight import QuantizedWeight
 from rabbitllm.estimate import products
 from rabbitllm.estimate.bitsandbytes_products import matrix, nbytes_of
 from rabbitllm.estimate.products import working_set
@@ -32,7 +32,7 @@ def test_shapes_and_proportions(form: str) -> None:
     large = sum(weight.numel() for weight in made.weights if weight.shape[0] == 512)
     assert large / sum(weight.numel() for weight in made.weights) == pytest.approx(0.75, abs=0.05)
     assert made.nbytes == pytest.approx(4 << 20, rel=0.2)
-    assert all(isinstance(weight, PackedWeight) == (form in ("4bit", "8bit")) for weight in made.weights)
+    assert all(isinstance(weight, QuantizedWeight) == (form in ("4bit", "8bit")) for weight in made.weights)
 
 
 @pytest.mark.skipif(not vectors.lanes(), reason="no vectors of a kind that is used here")
@@ -41,7 +41,7 @@ def test_shapes_and_proportions(form: str) -> None:
 def test_what_is_measured_is_the_kernel(form: str, dtype: torch.dtype) -> None:
     """Made-up codes with a meaning that no kernel knows would be dequantized."""
     for weight in working_set(form, SHAPES, dtype, CpuDevice(), ALL).weights:
-        assert isinstance(weight, PackedWeight)
+        assert isinstance(weight, QuantizedWeight)
         assert isinstance(weight.matrix, Matrix)
         assert weight.matrix.is_known_to(kernel_for(form, dtype))
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from rabbitllm.base.options import StreamOptions
-from rabbitllm.engine.blueprint import Blueprint, blueprint
 from rabbitllm.engine.devices import CpuDevice
+from rabbitllm.engine.load_plan import LoadPlan, blueprint
 from rabbitllm.estimate.work import Product, UnitWork, shapes, work_of
 from tests.splitter.test_planned_files import planned
 from tests.support.builders import build_checkpoint
@@ -18,7 +18,7 @@ from tests.support.builders import build_checkpoint
 
 def drawn(
     folder: Path, family: str, compression: str | None = None, room: int = 1 << 34, **settings: object
-) -> Blueprint:
+) -> LoadPlan:
     build_checkpoint(folder, family, dtype=torch.bfloat16, tied=family == "t5", **settings)  # type: ignore[arg-type]
     options = StreamOptions(device="cpu", max_memory={"cpu": room}, show_progress=False)
     return blueprint(planned(folder, compression), options, folder, [CpuDevice()])
@@ -75,7 +75,7 @@ def test_of_experts_that_come_with_their_layer_a_token_needs_those_that_are_pick
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a family whose experts are not brought in by themselves."""
-    monkeypatch.setattr("rabbitllm.engine.blueprint.expert_sources", lambda *given: [])
+    monkeypatch.setattr("rabbitllm.engine.load_plan.expert_sources", lambda *given: [])
     work = work_of(drawn(tmp_path / "m", "qwen3_moe"))
     shares = {product.share for unit in work for product in unit.products}
     assert shares == {0.5, 1.0}  # 2 of 4

@@ -18,7 +18,7 @@ from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.carriers import Carrier
 from rabbitllm.generation.limits import Limits
 from rabbitllm.generation.packed import PackedSequence
-from rabbitllm.generation.request import Delta, Ended, Event, Failed, Request
+from rabbitllm.generation.request import Delta, Event, Failed, FinishReason, Request
 from tests.generation.asking import Asked, alone, asked, begin
 from tests.support.builders import VOCABULARY_SIZE
 
@@ -36,7 +36,7 @@ def test_every_request_gets_its_own_tokens(open_batch: Open, plain: Any) -> None
     for one in asked(batch, requests):
         assert one.tokens == alone(plain, one.request)
         assert one.finished.new_tokens == len(one.tokens)
-        assert one.finished.ended is (Ended.STOP if one.tokens[-1] == 2 else Ended.LENGTH)
+        assert one.finished.ended is (FinishReason.STOP if one.tokens[-1] == 2 else FinishReason.LENGTH)
 
 
 def test_requests_join_while_others_run_and_leave_when_they_are_done(open_batch: Open, plain: Any) -> None:
@@ -119,7 +119,7 @@ def test_a_stop_text_ends_an_answer_before_it(open_batch: Open) -> None:
     stop = whole.text[3:6]
     (cut,) = asked(batch, [Request(prompt(9), 24, stop=("never in it", stop))])
     assert cut.text == whole.text[: whole.text.index(stop)]
-    assert (cut.finished.ended, cut.finished.stop) == (Ended.STOP, stop)
+    assert (cut.finished.ended, cut.finished.stop) == (FinishReason.STOP, stop)
     assert len(cut.tokens) < len(whole.tokens)
 
 
@@ -164,7 +164,7 @@ def test_one_that_has_no_room_left_ends(open_batch: Open, plain: Any) -> None:
     (one,) = asked(batch, [Request(prompt(10), 100)])
     assert one.tokens == alone(plain, one.request)[: len(one.tokens)]
     assert 20 <= len(one.tokens) < 40
-    assert one.finished.ended is Ended.LENGTH
+    assert one.finished.ended is FinishReason.LENGTH
     with pytest.raises(OptionError, match="keys and values"):
         batch.submit(Request(prompt(60), 1), lambda event: None)
 
@@ -181,7 +181,7 @@ def test_cancelling_frees_the_place_and_touches_no_other(open_batch: Open, plain
 
     goes.ticket = batch.submit(goes.request, told)
     waits = begin(batch, Request(prompt(5, 3), 5))
-    assert goes.finished.ended is Ended.CANCELLED
+    assert goes.finished.ended is FinishReason.CANCELLED
     assert 1 <= len(goes.tokens) <= 2
     assert waits.wait().tokens == alone(plain, waits.request)
     assert stays.wait().tokens == alone(plain, stays.request)
@@ -205,8 +205,8 @@ def test_who_does_not_want_to_hear_more_is_cancelled(open_batch: Open) -> None:
 def test_time_is_limited(open_batch: Open) -> None:
     batch, _ = open_batch()
     late, other = asked(batch, [Request(prompt(5), 200, seconds=1e-4), Request(prompt(5, 1), 5)])
-    assert late.finished.ended is Ended.TIMEOUT
-    assert other.finished.ended is Ended.LENGTH
+    assert late.finished.ended is FinishReason.TIMEOUT
+    assert other.finished.ended is FinishReason.LENGTH
 
 
 @contextlib.contextmanager
@@ -233,7 +233,7 @@ def test_who_has_a_place_at_the_next_pass_does_not_wait(open_batch: Open) -> Non
         taken = [begin(batch, Request(prompt(5, number), 3)) for number in range(1, 5)]
         with pytest.raises(BusyError):
             begin(batch, Request(prompt(5, 5), 3))
-    assert [one.finished.ended for one in taken] == [Ended.LENGTH] * 4
+    assert [one.finished.ended for one in taken] == [FinishReason.LENGTH] * 4
 
 
 def test_no_more_wait_than_may(open_batch: Open) -> None:
@@ -311,7 +311,7 @@ def test_closing_at_once_returns_what_there_is(open_batch: Open, plain: Any) -> 
     batch.submit(one.request, told)
     assert begun.wait(60)
     batch.close(0)
-    assert one.finished.ended is Ended.CANCELLED
+    assert one.finished.ended is FinishReason.CANCELLED
     assert one.tokens == alone(plain, one.request)[: len(one.tokens)]
 
 

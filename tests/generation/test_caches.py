@@ -11,7 +11,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from rabbitllm.generation.cache_cost import bytes_of, cost_by_cache, cost_by_config
-from rabbitllm.generation.prefixes import MOST_TEXTS, WORTH_TOKENS, PrefixCache, beginning, copied, usable
+from rabbitllm.generation.prefixes import MAX_TEXTS, WORTH_TOKENS, PrefixCache, beginning, copied, usable
 from rabbitllm.generation.room import append
 from tests.support.builders import FAMILIES, VOCABULARY_SIZE, build_checkpoint
 from tests.support.tiny_models import plain_model
@@ -131,14 +131,14 @@ def test_what_was_not_used_for_the_longest_time_goes_first() -> None:
 
 def test_of_many_texts_those_used_last_are_kept() -> None:
     kept = PrefixCache()
-    texts = [[number, *range(50, 59)] for number in range(MOST_TEXTS + 3)]
-    for text in texts[:MOST_TEXTS]:
+    texts = [[number, *range(50, 59)] for number in range(MAX_TEXTS + 3)]
+    for text in texts[:MAX_TEXTS]:
         kept.put(text, DynamicCache())
     kept.used(texts[1])
-    for text in texts[MOST_TEXTS:]:
+    for text in texts[MAX_TEXTS:]:
         kept.put(text, DynamicCache())
     found = [list(ids) for ids, _ in kept.texts()]
-    assert found == [*texts[4:MOST_TEXTS], texts[1], *texts[MOST_TEXTS:]]
+    assert found == [*texts[4:MAX_TEXTS], texts[1], *texts[MAX_TEXTS:]]
 
 
 def test_room_that_is_reserved_counts() -> None:

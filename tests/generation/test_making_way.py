@@ -18,7 +18,7 @@ from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.cache_cost import cost_by_cache, cost_by_config
 from rabbitllm.generation.kept_cache import keeps
 from rabbitllm.generation.limits import Limits
-from rabbitllm.generation.request import BatchStats, Delta, Ended, Event, Request
+from rabbitllm.generation.request import BatchStats, Delta, Event, FinishReason, Request
 from rabbitllm.storage.durable import Step, observe_steps
 from tests.generation.asking import Asked, alone, asked
 from tests.support.builders import FAMILIES, VOCABULARY_SIZE, build_checkpoint
@@ -52,14 +52,14 @@ def prompt(length: int) -> tuple[int, ...]:
 def limits(model: Any, **options: Any) -> Limits:
     """In which texts have to make way for each other."""
     config = model.config.get_text_config(decoder=True)
-    foretold = cost_by_config(config, model.dtype)
+    predicted = cost_by_config(config, model.dtype)
     measured = None
     if keeps(model):
         cache = DynamicCache(config=config)
         model(torch.tensor([prompt(9)]), past_key_values=cache)
         measured = cost_by_cache(cache)
-    room = len(LENGTHS) * (measured or foretold).bytes_for(ROOM_TOKENS)
-    return Limits(cache_bytes=max(room, foretold.bytes_for(max(LENGTHS) + 1)), chunk=24, **options)
+    room = len(LENGTHS) * (measured or predicted).bytes_for(ROOM_TOKENS)
+    return Limits(cache_bytes=max(room, predicted.bytes_for(max(LENGTHS) + 1)), chunk=24, **options)
 
 
 def requests() -> list[Request]:
@@ -156,7 +156,7 @@ def test_nothing_is_ever_seen_in_the_folder_and_nothing_remains(open_batch: Open
     for one in several:
         one.wait()
     batch.close()
-    assert several[0].finished.ended is Ended.LENGTH  # and not because `told` has raised
+    assert several[0].finished.ended is FinishReason.LENGTH  # and not because `told` has raised
     assert seen
     assert not any(seen)
     assert not list(tmp_path.iterdir())
@@ -186,7 +186,7 @@ def test_who_is_cancelled_leaves_nothing_aside(
     for one in several:
         one.wait()
     assert held
-    assert {one.finished.ended for one in several[1:]} == {Ended.CANCELLED}
+    assert {one.finished.ended for one in several[1:]} == {FinishReason.CANCELLED}
     assert batch.facts.aside_bytes == 0
     assert open_files() == before
 

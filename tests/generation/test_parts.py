@@ -67,7 +67,7 @@ def test_a_prompt_longer_than_a_part_that_is_worth_it_still_takes_one_pass(
     open_batch: Open, plain: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another pass costs all the weights."""
-    monkeypatch.setattr(PassCost, "most_tokens", 30)
+    monkeypatch.setattr(PassCost, "max_tokens", 30)
     batch, model = open_batch(Limits(chunk=1 << 30, in_bulk=True))
     rows: list[int] = []
     model.model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda module, given: rows.append(given[0].shape[-2]))

@@ -64,7 +64,7 @@ def test_the_parts_of_a_pass_fit_into_what_there_is() -> None:
             tokens, part = cost.parts_in(nbytes, 64)
             assert 0.9 * nbytes < cost.of(tokens, part, 64) <= nbytes
             assert cost.is_tight(part, nbytes // 2)
-        assert not cost.is_tight(cost.most_tokens, 8 << 30)
+        assert not cost.is_tight(cost.max_tokens, 8 << 30)
         assert cost.parts_in(0, 64) == (LEAST_TOKENS, LEAST_TOKENS)
         assert cost.least() < cost.good(1) < cost.good(64)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rabbitllm.generation.picking import (
     AHEAD_TOKENS,
     FIRST_TOKENS,
-    MOST_TOKENS,
+    MAX_TOKENS,
     SequenceMemory,
     TokenBudget,
     fits,
@@ -65,7 +65,7 @@ def test_prompts_may_make_a_pass_twice_as_long() -> None:
     pace = pace.after(1000, 12.0)  # two milliseconds a token
     assert pace.prompt_tokens(512) == pytest.approx(5000, rel=0.02)
     assert pace.after(100, 110.0).prompt_tokens(512) == 512
-    assert pace.after(1000, 10.0).after(1000, 10.0).after(1000, 10.0).prompt_tokens(512) == MOST_TOKENS
+    assert pace.after(1000, 10.0).after(1000, 10.0).after(1000, 10.0).prompt_tokens(512) == MAX_TOKENS
 
 
 def test_a_text_that_is_computed_anew_takes_what_its_tokens_add_and_all_passes_but_the_last() -> None:

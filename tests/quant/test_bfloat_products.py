@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rabbitllm.quant import bfloat_kernels, bfloat_products, row_team, vectors
-from rabbitllm.quant.bfloat_products import MOST_INPUTS, linear, multiplies, times
+from rabbitllm.quant.bfloat_products import MAX_INPUTS, linear, multiplies, times
 from tests.support.rounding import assert_products
 
 WIDTHS = [width for width in (8, 16) if width <= vectors.lanes()]
@@ -69,7 +69,7 @@ def test_without_torchs_team_threads_of_our_own_give_the_same(width: int, monkey
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("count", [1, MOST_INPUTS, MOST_INPUTS + 1])
+@pytest.mark.parametrize("count", [1, MAX_INPUTS, MAX_INPUTS + 1])
 def test_a_layer_rounds_once(kernel: None, count: int) -> None:
     x, weight, bias = some(count, 256), some(96, 256, 1), some(1, 96, 2)[0]
     got = linear(x, weight, bias)

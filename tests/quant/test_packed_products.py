@@ -19,9 +19,9 @@ from rabbitllm.quant.code_tables import PAIRS, table_of
 from rabbitllm.quant.compression import BLOCKS, Quantized, dequantize
 from rabbitllm.quant.compression.library import functional as functions
 from rabbitllm.quant.packed_products import (
-    MOST_GROUPED,
-    MOST_INPUTS,
-    MOST_INPUTS_IN_PAIRS,
+    MAX_GROUPED,
+    MAX_INPUTS,
+    MAX_INPUTS_IN_PAIRS,
     Matrix,
     linear,
     multiplies,
@@ -65,7 +65,7 @@ def inputs(count: int, columns: int, dtype: torch.dtype = torch.float32) -> torc
 
 @needs_kernel
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 8, MOST_INPUTS, MOST_INPUTS + 1, 100])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 8, MAX_INPUTS, MAX_INPUTS + 1, 100])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 64), (3, 192), (37, 1024), (130, 4096), (64, 5120)])
 def test_any_number_of_inputs_and_rows(scheme: str, count: int, rows: int, columns: int) -> None:
     parts = matrix(scheme, rows, columns, dtype=torch.float32)
@@ -144,7 +144,7 @@ def test_a_compiler_that_may_use_less_than_the_processor_has(given: dict[str, st
 @needs_kernel
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("count", [1, 6, 40, MOST_INPUTS_IN_PAIRS, MOST_INPUTS_IN_PAIRS + 1])
+@pytest.mark.parametrize("count", [1, 6, 40, MAX_INPUTS_IN_PAIRS, MAX_INPUTS_IN_PAIRS + 1])
 def test_inputs_of_every_dtype_and_a_bias(scheme: str, dtype: torch.dtype, count: int) -> None:
     parts = matrix(scheme, 48, 512)
     x = inputs(count, 512, dtype)
@@ -152,7 +152,7 @@ def test_inputs_of_every_dtype_and_a_bias(scheme: str, dtype: torch.dtype, count
     got = linear(x, Matrix(*parts), bias)
     assert got.dtype == dtype
     # of a matrix that is made, or of a table of bfloat16
-    rounded = torch.bfloat16 if count > MOST_INPUTS or dtype == torch.bfloat16 else None
+    rounded = torch.bfloat16 if count > MAX_INPUTS or dtype == torch.bfloat16 else None
     assert_products(got, x, meant(parts), bias, weights=rounded)
 
 
@@ -214,7 +214,7 @@ def test_groups_have_the_bits_of_one_by_one(
 ) -> None:
     matrices = [Matrix(*matrix(scheme, 70, 256, seed)) for seed in range(5)]
     # some by codes and several by panels; of rows 7 and 8 nothing is asked
-    groups = [(0, 1), (1, 7), (9, 9 + MOST_INPUTS_IN_PAIRS + 1), (78, 85), (85, 86)]
+    groups = [(0, 1), (1, 7), (9, 9 + MAX_INPUTS_IN_PAIRS + 1), (78, 85), (85, 86)]
     x = inputs(90, 256, dtype)
     if not in_a_team:
         monkeypatch.setattr(row_team, "torchs_team", lambda: None)
@@ -241,8 +241,8 @@ def test_groups_have_the_bits_of_one_by_one(
 @needs_kernel
 def test_many_rows_are_not_grouped() -> None:
     one = Matrix(*matrix("4bit", 8, 64))
-    assert one.grouped(inputs(MOST_GROUPED, 64)) is not None
-    assert one.grouped(inputs(MOST_GROUPED + 1, 64)) is None
+    assert one.grouped(inputs(MAX_GROUPED, 64)) is not None
+    assert one.grouped(inputs(MAX_GROUPED + 1, 64)) is None
 
 
 @needs_kernel

@@ -7,7 +7,7 @@ import torch
 
 from rabbitllm.quant import packed_products, panel_kernels, panel_products, row_team, vectors
 from rabbitllm.quant.packed_products import Matrix, ProductMethod, linear
-from rabbitllm.quant.panel_products import LEAST_INPUTS, MOST_INPUTS
+from rabbitllm.quant.panel_products import LEAST_INPUTS, MAX_INPUTS
 from tests.quant.test_packed_products import SCHEMES, inputs, matrix, meant, needs_kernel
 from tests.support.rounding import assert_products
 
@@ -76,7 +76,7 @@ def test_what_is_as_many_as_it_is_for_goes_this_way(
         return ordinary(self, width, x)
 
     monkeypatch.setattr(Matrix, "by_panels", by_panels)
-    parts, most = matrix(scheme, 70, 512), MOST_INPUTS[vectors.lanes()]
+    parts, most = matrix(scheme, 70, 512), MAX_INPUTS[vectors.lanes()]
     for count in (LEAST_INPUTS - 1, LEAST_INPUTS, most, most + 1):
         x = inputs(count, 512, dtype)
         got = linear(x, Matrix(*parts), None)

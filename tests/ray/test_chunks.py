@@ -8,8 +8,8 @@ import pytest
 
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.errors import OptionError
-from rabbitllm.ray.answerer import About
-from rabbitllm.ray.chunks import PASSFULS, Staff, in_chunks, staff_of
+from rabbitllm.ray.answerer import WorkerInfo
+from rabbitllm.ray.chunks import PASSFULS, WorkerPool, in_chunks, staff_of
 from rabbitllm.ray.cluster import Node
 from rabbitllm.store.chosen import BitAllocation
 
@@ -20,10 +20,10 @@ def nodes(*sizes: tuple[int, int]) -> list[Node]:
 
 
 def test_a_worker_for_each_gpu_else_for_each_machine() -> None:
-    assert staff_of(nodes((16, 4), (16, 4), (8, 0))) == Staff(8, 1, 1, 4)
-    assert staff_of(nodes((16, 0), (8, 0))) == Staff(2, 8, 0, 1)
-    assert staff_of(nodes((8, 0)), 4) == Staff(4, 2, 0, 4)
-    assert staff_of(nodes((16, 0), (8, 0)), 3) == Staff(3, 4, 0, 2)
+    assert staff_of(nodes((16, 4), (16, 4), (8, 0))) == WorkerPool(8, 1, 1, 4)
+    assert staff_of(nodes((16, 0), (8, 0))) == WorkerPool(2, 8, 0, 1)
+    assert staff_of(nodes((8, 0)), 4) == WorkerPool(4, 2, 0, 4)
+    assert staff_of(nodes((16, 0), (8, 0)), 3) == WorkerPool(3, 4, 0, 2)
 
 
 @pytest.mark.parametrize(("machines", "wanted"), [(nodes((8, 0)), 0), (nodes((8, 0)), 9), (nodes((8, 2)), 3)])
@@ -44,7 +44,7 @@ def test_each_line_is_in_one_chunk_and_no_worker_waits_for_one(count: int, worke
 
 
 SOURCE = SourceIdentity("local", "hare", None, {"model.safetensors": "sampled:1"})
-ABOUT = About("host-0", 1, SOURCE, "4bit", "float32 on cpu")
+ABOUT = WorkerInfo("host-0", 1, SOURCE, "4bit", "float32 on cpu")
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ ABOUT = About("host-0", 1, SOURCE, "4bit", "float32 on cpu")
         (replace(ABOUT, source=replace(SOURCE, fingerprints={"model.safetensors": "sampled:2"})), "other contents"),
     ],
 )
-def test_workers_with_other_models_are_told_apart(other: About, why: str | None) -> None:
+def test_workers_with_other_models_are_told_apart(other: WorkerInfo, why: str | None) -> None:
     said = other.differs_from(ABOUT)
     assert said is None if why is None else why in str(said)
 

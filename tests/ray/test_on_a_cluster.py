@@ -21,11 +21,11 @@ from rabbitllm import prepare
 from rabbitllm.base import progress
 from rabbitllm.base.options import SplitOptions
 from rabbitllm.batch_jobs.api import batch
+from rabbitllm.batch_jobs.input_scan import InputScan
 from rabbitllm.batch_jobs.items import BatchAnswer, Defaults, Generate, Item, JobLimits
 from rabbitllm.batch_jobs.journal import BatchJournal
 from rabbitllm.batch_jobs.loading import wish_of
 from rabbitllm.batch_jobs.run import Progress
-from rabbitllm.batch_jobs.survey import InputScan
 from rabbitllm.batch_jobs.work import BatchJob, settings_of, work
 from rabbitllm.errors import (
     ClusterError,
@@ -36,14 +36,14 @@ from rabbitllm.errors import (
     ResultsError,
 )
 from rabbitllm.models.pull.make import Shards, Wish, pull
-from rabbitllm.ray import ray_answers, roll_call
-from rabbitllm.ray.answerer import About, WorkerJob
+from rabbitllm.ray import node_check, ray_answers
+from rabbitllm.ray.answerer import WorkerInfo, WorkerJob
 from rabbitllm.ray.batch import answering_on
-from rabbitllm.ray.chunks import Staff, in_chunks
+from rabbitllm.ray.chunks import WorkerPool, in_chunks
 from rabbitllm.ray.cluster import connected, nodes
 from rabbitllm.ray.pull import pull_on
 from rabbitllm.ray.ray_answers import RayAnswers
-from rabbitllm.ray.ray_hands import CPUS_A_TASK, RayHands
+from rabbitllm.ray.ray_shard_executor import CPUS_A_TASK, RayShardExecutor
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.lease import LEASE_NAME, Lease, granted
 from rabbitllm.storage.durable import Step, observe_steps
@@ -115,7 +115,7 @@ def test_all_tasks_together_make_the_bytes_of_one_process(cluster: str, source: 
 def test_a_killed_worker_is_replaced(cluster: str, source: Path, tmp_path: Path) -> None:
     expected = local(source, tmp_path / "local")
     marker = tmp_path / "died"
-    hands = RayHands(nodes(), None, quantizes=False, fill=dying_once(marker, 7))
+    hands = RayShardExecutor(nodes(), None, quantizes=False, fill=dying_once(marker, 7))
     assert hands.at_once == AT_ONCE
     made = pull(Wish(str(source), folder=tmp_path / "spread", sequential=True), hands)
     assert len(marker.read_text().split()) == 3
@@ -127,7 +127,7 @@ def test_a_killed_worker_is_replaced(cluster: str, source: Path, tmp_path: Path)
 @pytest.mark.long
 def test_a_shard_that_kills_each_of_its_workers_is_an_error(cluster: str, source: Path, tmp_path: Path) -> None:
     before = contents(source)
-    hands = RayHands(nodes(), None, quantizes=False, fill=dying_always)
+    hands = RayShardExecutor(nodes(), None, quantizes=False, fill=dying_always)
     with pytest.raises(ClusterError, match="died, 4 of them"):
         pull(Wish(str(source), folder=tmp_path / "spread", sequential=True), hands)
     assert contents(source) == before
@@ -142,7 +142,7 @@ def test_a_driver_that_died_is_gone_on_with(cluster: str, source: Path, tmp_path
     folder = call.find().split_folder
 
     def spread() -> None:
-        prepare.ensure_split(call.find(), options, hands=RayHands(nodes(), 2, quantizes=False))
+        prepare.ensure_split(call.find(), options, hands=RayShardExecutor(nodes(), 2, quantizes=False))
 
     with broken_off("unlink", 2):
         spread()
@@ -169,13 +169,13 @@ def test_each_task_fetches_its_own_shard(
     wish = functools.partial(Wish, "org/rabbit", shard_transfer=transfer)
     expected = contents(pull(wish(folder=tmp_path / "local")).entry.folder)
     fill = from_local_hub(hub_environment.url, tmp_path / "elsewhere")
-    made = pull(wish(folder=tmp_path / "spread"), RayHands(nodes(), 3, quantizes=False, fill=fill))
+    made = pull(wish(folder=tmp_path / "spread"), RayShardExecutor(nodes(), 3, quantizes=False, fill=fill))
     assert contents(made.entry.folder) == expected
     assert made.shards is Shards.FETCHED
 
 
 def test_what_does_not_fit_is_refused_before_the_first_byte(cluster: str, source: Path, tmp_path: Path) -> None:
-    hands = RayHands(nodes(), None, quantizes=False)
+    hands = RayShardExecutor(nodes(), None, quantizes=False)
     with pytest.raises(NotEnoughSpaceException):
         pull(Wish(str(source), folder=tmp_path / "spread", max_disk=1 << 16), hands)
     assert not (tmp_path / "spread").exists()
@@ -183,7 +183,7 @@ def test_what_does_not_fit_is_refused_before_the_first_byte(cluster: str, source
 
 def test_a_damaged_shard_is_the_error_that_it_is_here(cluster: str, source: Path, tmp_path: Path) -> None:
     spread, spoilt = tmp_path / "spread", shards_in(source)[4]
-    hands = RayHands(nodes(), 1, quantizes=False)
+    hands = RayShardExecutor(nodes(), 1, quantizes=False)
 
     def spoil(event: progress.Event) -> None:
         if isinstance(event, progress.SplitStarted):
@@ -201,14 +201,14 @@ def test_every_machine_is_asked_first(
     cluster: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with granted(tmp_path) as lease:
-        roll_call.check_machines(nodes(), lease, [source], quantizes=True)
+        node_check.check_machines(nodes(), lease, [source], quantizes=True)
         with pytest.raises(ClusterError, match=r"does not see .*\.lease"):
-            roll_call.check_machines(nodes(), Lease(tmp_path, "another"), [], quantizes=False)
+            node_check.check_machines(nodes(), Lease(tmp_path, "another"), [], quantizes=False)
         with pytest.raises(ClusterError, match="nowhere, where the source is"):
-            roll_call.check_machines(nodes(), lease, [tmp_path / "nowhere"], quantizes=False)
-        monkeypatch.setattr(roll_call, "__version__", "0.1")
+            node_check.check_machines(nodes(), lease, [tmp_path / "nowhere"], quantizes=False)
+        monkeypatch.setattr(node_check, "__version__", "0.1")
         with pytest.raises(ClusterError, match=r"this machine has 0\.1"):
-            roll_call.check_machines(nodes(), lease, [], quantizes=False)
+            node_check.check_machines(nodes(), lease, [], quantizes=False)
     with pytest.raises(ClusterError, match="this machine has 0"), connected(cluster):
         pull_on(cluster, Wish(str(source), folder=tmp_path / "spread"))
     assert not (tmp_path / "spread").exists()
@@ -250,7 +250,7 @@ def taken(workers: int, count: int, worker: type) -> Generator[list[BatchAnswer]
     job = WorkerJob(Wish("any"), "any", JobLimits(sequences=2))
     asked = items(count)
     chunks = in_chunks(range(count), workers, 2)
-    return RayAnswers(Staff(workers, 1, 0, workers), job, worker).answered(chunks, asked.__getitem__)
+    return RayAnswers(WorkerPool(workers, 1, 0, workers), job, worker).answered(chunks, asked.__getitem__)
 
 
 def pids(name: str) -> list[int]:
@@ -287,7 +287,7 @@ def test_workers_without_a_place_are_told_of(cluster: str, monkeypatch: pytest.M
         told.append(line)
         ray.kill(other)
 
-    answers = RayAnswers(Staff(1, 2, 0, 1), job, Slow, tell=tell).answered([[0, 1]], items(2).__getitem__)
+    answers = RayAnswers(WorkerPool(1, 2, 0, 1), job, Slow, tell=tell).answered([[0, 1]], items(2).__getitem__)
     assert sorted(one.index for group in answers for one in group) == [0, 1]
     (line,) = told
     assert "1 of 1 worker has no place" in line
@@ -344,12 +344,12 @@ def test_a_batch_has_the_output_of_one_process(cluster: str, tmp_path: Path) -> 
 def test_other_weights_of_the_same_name_are_refused(cluster: str, tmp_path: Path) -> None:
     said = list[str]()
 
-    def check(about: About) -> None:
+    def check(about: WorkerInfo) -> None:
         said.append(about.computes)
         raise ResultsError("It was begun with other weights.")
 
     job = WorkerJob(Wish("any"), "any", JobLimits())
-    workers = RayAnswers(Staff(1, 1, 0, 1), job, Slow, check)
+    workers = RayAnswers(WorkerPool(1, 1, 0, 1), job, Slow, check)
     with pytest.raises(ResultsError):
         list(workers.answered([[0]], items(1).__getitem__))
     assert said == ["nothing"]

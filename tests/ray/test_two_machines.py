@@ -16,8 +16,8 @@ pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
 from rabbitllm.base import progress
 from rabbitllm.models.pull.make import Wish, pull
 from rabbitllm.ray.cluster import nodes
-from rabbitllm.ray.ray_hands import RayHands
-from rabbitllm.ray.roll_call import check_machines
+from rabbitllm.ray.node_check import check_machines
+from rabbitllm.ray.ray_shard_executor import RayShardExecutor
 from tests.support.builders import build_checkpoint
 from tests.support.ray_cluster import OBJECT_STORE_BYTES, recorded, recording
 from tests.support.splitting import contents
@@ -54,7 +54,7 @@ def test_no_layer_file_is_filled_by_both_at_once_and_one_may_go(machines: Any, t
     expected = contents(pull(Wish(str(source), folder=tmp_path / "local")).entry.folder)
     log = tmp_path / "log"
     log.mkdir()
-    hands = RayHands(nodes(), None, quantizes=False, fill=recording(log, 0.3))
+    hands = RayShardExecutor(nodes(), None, quantizes=False, fill=recording(log, 0.3))
     assert hands.at_once == 4
     done: list[str] = []
     lost: list[str] = []

@@ -14,7 +14,7 @@ from transformers.utils import chat_template_utils
 from rabbitllm.errors import OptionError
 from rabbitllm.generation import template
 from rabbitllm.run.prompt import joined, prompt_ids
-from rabbitllm.server.refusal import Refusal
+from rabbitllm.server.api_error import APIError
 from rabbitllm.server.templates import Template
 from tests.support.builders import make_tokenizer
 
@@ -123,7 +123,7 @@ def test_a_template_that_does_not_end(why: str, monkeypatch: pytest.MonkeyPatch)
     tokenizer.chat_template = ENDLESS[why]
     with pytest.raises(OptionError, match=f"chat template does not take this: {why}"):
         prompt_ids(tokenizer, "Hello")
-    with pytest.raises(Refusal, match="chat template does not take this conversation"):
+    with pytest.raises(APIError, match="chat template does not take this conversation"):
         Template(tokenizer).ids([{"role": "user", "content": "Hello"}], [], {})
     assert Template(make_tokenizer()).ids([{"role": "user", "content": "Hello"}], [], {})
 

@@ -15,7 +15,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rabbitllm.server.embeddings import MOST_TOKENS, PoolingRecipe, groups, recipe_in
+from rabbitllm.server.embeddings import MAX_TOKENS, PoolingRecipe, groups, recipe_in
 from tests.server.serving import NAME, PATIENT, Running, running
 from tests.support.builders import build_checkpoint
 from tests.support.rounding import assert_as_near
@@ -188,7 +188,7 @@ def test_what_has_no_vector(served: Running, body: dict[str, Any], param: str | 
 def test_each_input_is_in_one_group(lengths: list[int]) -> None:
     found = groups(lengths)
     assert sorted(place for group in found for place in group) == [*range(len(lengths))]
-    assert all(len(group) == 1 or max(lengths[at] for at in group) * len(group) <= MOST_TOKENS for group in found)
+    assert all(len(group) == 1 or max(lengths[at] for at in group) * len(group) <= MAX_TOKENS for group in found)
 
 
 def test_recipes(tmp_path: Path) -> None:

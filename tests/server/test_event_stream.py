@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai._streaming import SSEDecoder
 
-from rabbitllm.generation.request import Delta, Ended, Finished, TokenLogprob
+from rabbitllm.generation.request import Delta, Finished, FinishReason, TokenLogprob
 from rabbitllm.server.event_stream import COMMENT, DONE, EventStream, event
 from rabbitllm.server.inbox import Inbox
 from tests.server.serving import PATIENT
@@ -35,7 +35,7 @@ def test_whatever_is_said_arrives(values: list[Any], cuts: list[int]) -> None:
 
 
 EVENTS = st.lists(st.tuples(st.integers(0, 2), st.text(max_size=3), st.booleans()), max_size=30)
-END = Finished(Ended.STOP, None, 1, 0, 1, 0.1, 0.1)
+END = Finished(FinishReason.STOP, None, 1, 0, 1, 0.1, 0.1)
 
 
 @PATIENT

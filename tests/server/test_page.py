@@ -18,7 +18,7 @@ from rabbitllm.server import page
 from tests.server.serving import NAME, Running
 
 STATIC = Path(page.__file__).parent / "static"
-MOST_BYTES = 50_000
+MAX_BYTES = 50_000
 """Of all files together."""
 ELSEWHERE = re.compile(r"""(?:https?:)?//(?!www\.w3\.org/2000/svg")[\w.-]+\.\w|@import|url\(|data:[\w/]+[;,]""")
 
@@ -55,7 +55,7 @@ def test_what_is_not_listed_is_not_served(served: Running) -> None:
 
 def test_every_file_is_listed_and_all_are_small() -> None:
     assert {file.name for file in STATIC.iterdir()} == {name for name, _ in page.FILES.values()}
-    assert sum(file.stat().st_size for file in STATIC.iterdir()) < MOST_BYTES
+    assert sum(file.stat().st_size for file in STATIC.iterdir()) < MAX_BYTES
 
 
 def test_the_files_name_no_other_place_and_make_nothing_of_text() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rabbitllm.server.refusal import Refusal
+from rabbitllm.server.api_error import APIError
 from rabbitllm.server.templates import Template, names_in
 from tests.support.builders import make_tokenizer
 
@@ -41,13 +41,13 @@ def test_a_template_of_its_own_for_tools() -> None:
 
 def test_what_a_template_refuses_is_told_in_its_words() -> None:
     template = with_template("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(Refusal, match="roles must alternate"):
+    with pytest.raises(APIError, match="roles must alternate"):
         template.ids([{"role": "user", "content": "a"}], [], {})
 
 
 def test_a_template_that_fails_is_a_refusal() -> None:
     template = with_template("{{ messages[7].content.nothing.there }}")
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(APIError) as refused:
         template.ids([{"role": "user", "content": "a"}], [], {})
     assert refused.value.code == "template_error"
 
@@ -57,5 +57,5 @@ def test_without_a_template_the_plain_format_is_used() -> None:
     ids = template.ids([{"role": "user", "content": "a"}], [], {})
     assert template.tokenizer.decode(ids, skip_special_tokens=True) == "User: a\nAssistant:"
     assert template.stops == ("\nUser:",)
-    with pytest.raises(Refusal, match="no chat template"):
+    with pytest.raises(APIError, match="no chat template"):
         template.ids([{"role": "tool", "content": "a"}], [], {})

@@ -23,10 +23,10 @@ from rabbitllm.quant.compression import COMPRESSIONS, DOUBLE
 from rabbitllm.splitter import choices, choosing
 from rabbitllm.splitter.choices import BitChoice, BitChoices
 from rabbitllm.splitter.choosing import with_choice
-from rabbitllm.splitter.disk_use import Arrival, disk_use
+from rabbitllm.splitter.disk_budget import DiskBudget
+from rabbitllm.splitter.disk_use import ShardTransfer, disk_use
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, layout_at, make_plan, recompressed
 from rabbitllm.splitter.sensitivity import SchemeGroup, groups
-from rabbitllm.splitter.space import Ground
 from rabbitllm.store.chosen import AUTO, BitAllocation
 from rabbitllm.store.layer_file import LayerLayout
 from rabbitllm.store.order import BY_NAME, FORMAT_VERSION
@@ -160,7 +160,7 @@ def test_every_size_is_the_plan_s(kind: str) -> None:
             of = operator.attrgetter("header_bytes", "size", "scratch_bytes", "joined_bytes")
             assert of(own.layouts[layer]) == of(layout)
             assert len(own.layouts[layer].joins) == len(layout.joins)
-        for way, deletes in itertools.product(Arrival, (False, True)):
+        for way, deletes in itertools.product(ShardTransfer, (False, True)):
             use = disk_use(own, arrival=way, freed=all_freed(bare, deletes))
             assert use == disk_use(expected, arrival=way, freed=all_freed(bare, deletes))
         sizes.add(own.output_bytes)
@@ -180,7 +180,7 @@ def test_what_is_chosen_is_what_plans_would_choose(tmp_path: Path, monkeypatch: 
     said += [{"memory": budget + max(layout.size for layout in bare.layouts.values())} for budget in budgets]
     chosen = set()
     for wishes, deletes in itertools.product(said, (False, True)):
-        options, ground = SplitOptions(AUTO, min_free=0, **wishes), Ground(tmp_path, all_freed(bare, deletes))  # type: ignore[arg-type]
+        options, ground = SplitOptions(AUTO, min_free=0, **wishes), DiskBudget(tmp_path, all_freed(bare, deletes))  # type: ignore[arg-type]
         with monkeypatch.context() as patched:
             patched.setattr(choosing, "BitChoices", Planned)
             expected = _outcome(start, ground, options)
@@ -189,7 +189,7 @@ def test_what_is_chosen_is_what_plans_would_choose(tmp_path: Path, monkeypatch: 
     assert len(chosen) > len(budgets)
 
 
-def _outcome(start: SplitPlan, ground: Ground, options: SplitOptions) -> BitAllocation | str | None:
+def _outcome(start: SplitPlan, ground: DiskBudget, options: SplitOptions) -> BitAllocation | str | None:
     try:
         return with_choice(start, ground, options, 2).chosen
     except NotEnoughSpaceException as refused:

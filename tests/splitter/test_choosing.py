@@ -17,9 +17,9 @@ from rabbitllm.errors import NotEnoughSpaceException
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant.compression import COMPRESSIONS, DOUBLE, NESTED_BLOCK, NF4_BLOCK, code_values, quantize_blocks
 from rabbitllm.splitter.choosing import WORTH_LESS_BITS, mixture_of, with_choice
+from rabbitllm.splitter.disk_budget import DiskBudget, candidates, shortage
 from rabbitllm.splitter.plan import SplitPlan, recompressed
 from rabbitllm.splitter.sensitivity import ERRORS, FITTED_ERRORS, groups, role_of
-from rabbitllm.splitter.space import Ground, candidates, shortage
 from rabbitllm.store.chosen import BitAllocation
 from tests.support.plans import MIB, all_freed, plan_of, resident_bytes, shard_of
 
@@ -53,7 +53,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def choose(folder: Path, *, deletes: bool = False, plan: SplitPlan | None = None, **options: int) -> SplitPlan:
     plan = plan or model_of()
-    ground = Ground(folder, all_freed(plan, deletes))
+    ground = DiskBudget(folder, all_freed(plan, deletes))
     return with_choice(plan, ground, SplitOptions("auto", min_free=0, **options))  # type: ignore[arg-type]
 
 
@@ -83,7 +83,7 @@ def test_what_is_chosen_fits_by_the_split_s_own_reckoning(tmp_path: Path, staged
         made = choose(tmp_path, deletes=deletes, plan=plan, max_disk=allowed)
         options = SplitOptions("auto", max_disk=allowed, min_free=0)
         ways = candidates(made, "auto")
-        assert any(shortage(made, Ground(tmp_path, all_freed(plan, deletes)), options, way) is None for way in ways)
+        assert any(shortage(made, DiskBudget(tmp_path, all_freed(plan, deletes)), options, way) is None for way in ways)
         assert made.chosen is not None
         above = above or not {"4bit", "4bit-double"} & {*made.chosen.schemes.values()}
         if above:  # 8bit fits for all

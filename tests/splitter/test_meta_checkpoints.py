@@ -28,7 +28,7 @@ from rabbitllm.errors import (
 )
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.disk_use import Arrival
+from rabbitllm.splitter.disk_use import ShardTransfer
 from rabbitllm.storage.durable import observe_steps
 from rabbitllm.store.layer_store import read_manifest
 from rabbitllm.store.verify import verify
@@ -399,7 +399,7 @@ def test_peak_of_the_disk_is_what_the_plan_says(
     source = write_meta(tmp_path / ("hub" if hub else "x") / REPO, tiny_llama(**LARGE), 4, 1)
     call = Call(REPO if hub else str(source), compression=compression)
     if hub:
-        call = dataclasses.replace(call, max_disk=uses_of(call)[Arrival.FILE].created)
+        call = dataclasses.replace(call, max_disk=uses_of(call)[ShardTransfer.FILE].created)
     made = call.find().split_folder
     peak = Peak(made) if hub else Peak(source)
     assert peak.during(call) == made

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rabbitllm.checkpoints.checkpoint import ShardFacts
+from rabbitllm.checkpoints.checkpoint import ShardMetadata
 from rabbitllm.checkpoints.index import index_of
 from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.errors import InvalidIndexError
@@ -25,8 +25,8 @@ def test_plan_depends_on_nothing_but_its_arguments() -> None:
     assert plan_of(shards).source_bytes == 3 * (100 + 16384)
 
 
-def facts_of(shard: PlannedShard) -> ShardFacts:
-    return ShardFacts(shard.name, shard.size, shard.fingerprint, Header(shard.tensors, {}, 100))
+def facts_of(shard: PlannedShard) -> ShardMetadata:
+    return ShardMetadata(shard.name, shard.size, shard.fingerprint, Header(shard.tensors, {}, 100))
 
 
 def test_index_decides_between_two_shards() -> None:

@@ -12,10 +12,10 @@ import torch
 from rabbitllm import prepare
 from rabbitllm.base.options import SplitOptions, StreamOptions
 from rabbitllm.checkpoints.hub import HubAccess
-from rabbitllm.engine.blueprint import blueprint
 from rabbitllm.engine.devices import CpuDevice, Device
 from rabbitllm.engine.load import load_model
-from rabbitllm.estimate.survey import SourceSurvey
+from rabbitllm.engine.load_plan import blueprint
+from rabbitllm.estimate.source_scan import SourceScan
 from rabbitllm.splitter.planned_files import PlannedFiles
 from rabbitllm.store.layer_store import LayerStore
 from tests.support.builders import build_checkpoint
@@ -32,7 +32,7 @@ FAMILIES = ["llama", "gemma3", "gpt_oss", "qwen3_moe", "opt", "mamba2", "t5"]
 
 def planned(folder: Path, compression: str | None) -> PlannedFiles:
     sought = prepare.Sought(str(folder), compression, None, HubAccess(), only_look=True)
-    survey = SourceSurvey(prepare.find(sought), sought, SplitOptions(compression))
+    survey = SourceScan(prepare.find(sought), sought, SplitOptions(compression))
     assert not survey.folders[compression].exists()
     return PlannedFiles(survey.plans[compression], survey.folders[compression])
 
@@ -57,15 +57,15 @@ def test_tensors_and_placement_are_those_of_the_split(tmp_path: Path, family: st
         for room in ROOMS
         for exact, dtype in ((False, None), (True, "float32"))
     ]
-    foretold = [blueprint(files, given, folder, [CpuDevice()]).placement for given in options]
+    predicted = [blueprint(files, given, folder, [CpuDevice()]).placement for given in options]
     made = split(folder, compression)
     assert files.tensors == LayerStore(made).tensors
-    assert foretold == [load_model(made, given).placement for given in options]
-    assert len(set(foretold)) > 2
-    assert {bool(placement.experts) for placement in foretold} == {family in EXPERTS}
+    assert predicted == [load_model(made, given).placement for given in options]
+    assert len(set(predicted)) > 2
+    assert {bool(placement.experts) for placement in predicted} == {family in EXPERTS}
     if family in EXPERTS and compression is None:
-        assert {bool(placement.pools) for placement in foretold} == {True, False}
-        assert any(pool.slots for placement in foretold for pool in placement.pools)
+        assert {bool(placement.pools) for placement in predicted} == {True, False}
+        assert any(pool.slots for placement in predicted for pool in placement.pools)
 
 
 @pytest.mark.parametrize("host", [0, 100_000, 1 << 30])
@@ -79,11 +79,11 @@ def test_placement_on_gpus_is_that_of_the_split(
     room = 120_000 if compression else 400_000
     options = StreamOptions(max_memory={**{gpu.name: room for gpu in gpus}, "cpu": host}, show_progress=False)
     files = planned(folder, compression)
-    foretold = blueprint(files, options, folder, gpus).placement
-    assert {placed.device for placed in foretold.units} == {gpu.name for gpu in gpus}
-    assert {pool.device for pool in foretold.pools} == {gpu.name for gpu in gpus}
-    assert any(pool.host_slots for pool in foretold.pools) == bool(host > 100_000)
-    assert foretold == load_model(split(folder, compression), options, None, gpus).placement
+    predicted = blueprint(files, options, folder, gpus).placement
+    assert {placed.device for placed in predicted.units} == {gpu.name for gpu in gpus}
+    assert {pool.device for pool in predicted.pools} == {gpu.name for gpu in gpus}
+    assert any(pool.host_slots for pool in predicted.pools) == bool(host > 100_000)
+    assert predicted == load_model(split(folder, compression), options, None, gpus).placement
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)

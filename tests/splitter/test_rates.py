@@ -57,7 +57,7 @@ def test_fetch_stops_in_time(
     local_hub: LocalHub,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rates, "MOST_SECONDS", 0.5)
+    monkeypatch.setattr(rates, "MAX_SECONDS", 0.5)
     opened = repository(local_hub, 1 << 30)
     local_hub.faults.delay_per_mib = 0.2
     found = rates.fetch_rate(opened, SHARD)
@@ -70,7 +70,7 @@ def test_fetch_from_a_hub_that_fails(
     local_hub: LocalHub,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rates, "MOST_SECONDS", 0.3)
+    monkeypatch.setattr(rates, "MAX_SECONDS", 0.3)
     opened = repository(local_hub, 1 << 30)
     local_hub.faults.status, local_hub.faults.status_times = 404, -1
     assert rates.fetch_rate(opened, SHARD) is None

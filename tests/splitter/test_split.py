@@ -32,7 +32,7 @@ from rabbitllm.errors import (
     SplitMismatchError,
 )
 from rabbitllm.splitter import split as split_module
-from rabbitllm.splitter.disk_use import Arrival
+from rabbitllm.splitter.disk_use import ShardTransfer
 from rabbitllm.storage.durable import Step, observe_steps
 from rabbitllm.store.layer_store import LayerStore
 from rabbitllm.telemetry.profiler import FETCH, QUANTIZE, READ, SHARD_WAIT, WRITE
@@ -898,9 +898,9 @@ BOOKKEEPING = 64 * 1024
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
-@pytest.mark.parametrize("way", [None, *Arrival], ids=["local", *(way.name for way in Arrival)])
+@pytest.mark.parametrize("way", [None, *ShardTransfer], ids=["local", *(way.name for way in ShardTransfer)])
 def test_peak_of_the_disk(
-    tmp_path: Path, hub_environment: HubEnvironment, compression: str | None, way: Arrival | None
+    tmp_path: Path, hub_environment: HubEnvironment, compression: str | None, way: ShardTransfer | None
 ) -> None:
     where = tmp_path / ("hub" if way else "x") / REPO
     source = write_shards(where, cut(llama_tensors(**LARGE), 6))
@@ -914,12 +914,17 @@ def test_peak_of_the_disk(
     output = sum(path.stat().st_size for path in made.glob("*.safetensors"))
     layers = len(list(made.glob("*.safetensors")))
     assert largest > 20 * layers * 4096
-    staged = {None: largest - output, Arrival.FILE_AHEAD: 2 * largest, Arrival.FILE: largest, Arrival.STREAM: 0}
+    staged = {
+        None: largest - output,
+        ShardTransfer.FILE_AHEAD: 2 * largest,
+        ShardTransfer.FILE: largest,
+        ShardTransfer.STREAM: 0,
+    }
     assert peak.most <= output + staged[way] + layers * 64 * 1024
     assert peak.most <= peak.predicted
-    if way is not Arrival.FILE_AHEAD:  # where the next shard comes while the last one is used, and may come late
+    if way is not ShardTransfer.FILE_AHEAD:  # where the next shard comes while the last one is used, and may come late
         assert peak.most >= peak.predicted - layers * 16384 - BOOKKEEPING  # no more is asked for than is needed
-    coming = largest if way is Arrival.FILE_AHEAD else 0
+    coming = largest if way is ShardTransfer.FILE_AHEAD else 0
     assert peak.told <= output + coming + BOOKKEEPING + layers * 8192
 
 
@@ -932,9 +937,9 @@ def test_standard_route_takes_the_whole_output(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compression", [None, "4bit"])
-@pytest.mark.parametrize(("transfer", "way"), [("file", Arrival.FILE), ("stream", Arrival.STREAM)])
+@pytest.mark.parametrize(("transfer", "way"), [("file", ShardTransfer.FILE), ("stream", ShardTransfer.STREAM)])
 def test_max_disk_is_what_is_needed(
-    repository: Path, hub_environment: HubEnvironment, compression: str | None, transfer: str, way: Arrival
+    repository: Path, hub_environment: HubEnvironment, compression: str | None, transfer: str, way: ShardTransfer
 ) -> None:
     call = Call(REPO, compression=compression, shard_transfer=transfer)
     needed = uses_of(call)[way].created
@@ -951,7 +956,7 @@ def test_interrupted_split_takes_no_more_disk_than_a_whole_one(tmp_path: Path, h
     source = write_shards(tmp_path / "hub" / REPO, cut(llama_tensors(**LARGE), 6))
     largest = max(path.stat().st_size for path in source.glob("*.safetensors"))
     call = Call(REPO, compression="8bit")
-    call = dataclasses.replace(call, max_disk=uses_of(call)[Arrival.FILE].created)
+    call = dataclasses.replace(call, max_disk=uses_of(call)[ShardTransfer.FILE].created)
     peak = Peak(hub_environment.home)
     interrupted(call, shards=3)
     made = peak.during(call)

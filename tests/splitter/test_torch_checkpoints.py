@@ -30,7 +30,7 @@ from rabbitllm.errors import (
 )
 from rabbitllm.formats.shard_header import read_shard_header
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.disk_use import Arrival
+from rabbitllm.splitter.disk_use import ShardTransfer
 from rabbitllm.storage.durable import observe_steps
 from rabbitllm.store.layer_store import read_manifest
 from rabbitllm.store.verify import verify
@@ -333,9 +333,9 @@ BOOKKEEPING = 64 * 1024
 
 
 @pytest.mark.parametrize("compression", [None, "4bit"])
-@pytest.mark.parametrize("way", [None, Arrival.FILE_AHEAD, Arrival.FILE], ids=["local", "ahead", "file"])
+@pytest.mark.parametrize("way", [None, ShardTransfer.FILE_AHEAD, ShardTransfer.FILE], ids=["local", "ahead", "file"])
 def test_peak_of_the_disk_is_what_the_plan_says(
-    tmp_path: Path, hub_environment: HubEnvironment, compression: str | None, way: Arrival | None
+    tmp_path: Path, hub_environment: HubEnvironment, compression: str | None, way: ShardTransfer | None
 ) -> None:
     where = tmp_path / ("hub" if way else "x") / REPO
     source = write_torch(where, torch_files(cut(llama_tensors(**LARGE), 4)), index=True)
@@ -347,7 +347,7 @@ def test_peak_of_the_disk_is_what_the_plan_says(
     assert peak.during(call) == made
     files = len(names_in(made, "*.safetensors"))
     assert peak.most <= peak.predicted + BOOKKEEPING
-    if way is not Arrival.FILE_AHEAD:
+    if way is not ShardTransfer.FILE_AHEAD:
         assert peak.most >= peak.predicted - files * 16384 - BOOKKEEPING
     plan = rabbitllm.plan(call.source, compression=compression)
     outlook = plan.at(compression)
@@ -373,7 +373,7 @@ def test_planning_fetches_no_weights(
     served = write_torch(tmp_path / "hub" / REPO, chosen, index=index, legacy=legacy)
     names = names_in(served, "*.bin") + names_in(served, "*.pth")
     plan = uses_of(Call(REPO))
-    assert plan[Arrival.FILE].created > 0
+    assert plan[ShardTransfer.FILE].created > 0
     for name in names:
         size = (served / name).stat().st_size
         asked = [request for request in local_hub.requests if request.file == name]
@@ -416,7 +416,7 @@ def test_budget_below_one_shard_streams_by_itself(
     call = Call(REPO, compression="4bit")
     staged: list[Path] = []
     with observe_steps(lambda step: staged.extend([step.path] if ".staging" in str(step.path) else [])):
-        made = split(REPO, compression="4bit", max_disk=uses_of(call)[Arrival.STREAM].created)
+        made = split(REPO, compression="4bit", max_disk=uses_of(call)[ShardTransfer.STREAM].created)
     assert staged == []
     assert layer_files(made) == expected["4bit"]
 
@@ -468,7 +468,7 @@ def test_streaming_is_refused_with_the_reason(
     assert f"{SHARDS[0]} is a file of torch.save with tensors that share bytes, lie at strides" in refused.value.problem
     assert "Leave shard_transfer out" in refused.value.remedy
     assert not list(hub_environment.home.rglob("split.journal"))
-    least = uses_of(Call(REPO))[Arrival.FILE].created
+    least = uses_of(Call(REPO))[ShardTransfer.FILE].created
     with pytest.raises(NotEnoughSpaceException) as short:
         split(REPO, max_disk=least - 1)
     assert "stream" not in short.value.remedy

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from rabbitllm.storage import open_files
-from rabbitllm.storage.open_files import MOST_FILES, OpenFiles
+from rabbitllm.storage.open_files import MAX_FILES, OpenFiles
 
 
 class Noted:
@@ -208,4 +208,4 @@ def test_never_more_than_the_limit_is_open_and_nothing_is_closed_unsettled(done:
 def test_the_limit_follows_that_of_the_process(monkeypatch: pytest.MonkeyPatch, soft: int, files: int) -> None:
     resource = pytest.importorskip("resource")
     monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, -1))
-    assert open_files._files_allowed() == files <= MOST_FILES
+    assert open_files._files_allowed() == files <= MAX_FILES

@@ -26,7 +26,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checksums, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(checksums, "OWN_BLOCK_BYTES", 2 * BLOCK)
     monkeypatch.setattr(checksums, "GROUP_BYTES", 3 * BLOCK)
-    monkeypatch.setattr(checksums, "MOST_EXTRA_BYTES", 800)
+    monkeypatch.setattr(checksums, "MAX_EXTRA_BYTES", 800)
 
 
 @pytest.fixture

@@ -47,12 +47,12 @@ class _Memory:
     device: torch.device
     touched: int
     """When the computation last used it, or when it was allocated."""
-    pending: Ticket | None = None
+    pending: RequestHandle | None = None
     """The upload into it that has not arrived."""
 
 
 @dataclass(eq=False)
-class Ticket:
+class RequestHandle:
     """An upload under way."""
 
     host: torch.Tensor
@@ -129,7 +129,7 @@ class FakeGpu:
         self.uploads = 0
         self.uploaded_bytes = 0
         self.marks = 0
-        self._under_way: list[Ticket] = []
+        self._under_way: list[RequestHandle] = []
         self._buffers: list[tuple[StorageWeakRef, int]] = []
 
     @property
@@ -170,7 +170,7 @@ class FakeGpu:
             device.fill_(GARBAGE)
             if memory.pending is not None:  # which is overwritten, since uploads are carried out in order
                 self._under_way.remove(memory.pending)
-            ticket = memory.pending = Ticket(host, device)
+            ticket = memory.pending = RequestHandle(host, device)
             self._under_way.append(ticket)
             self.uploads += 1
             self.uploaded_bytes += host.nbytes
@@ -210,7 +210,7 @@ class FakeGpu:
     def free_bytes(self) -> int:
         return self.memory
 
-    def _carry_out(self, ticket: Ticket) -> None:
+    def _carry_out(self, ticket: RequestHandle) -> None:
         begun = time.perf_counter()
         ticket.device.copy_(ticket.staged if ticket.staged is not None else ticket.host)
         ticket.seconds = time.perf_counter() - begun

@@ -23,7 +23,7 @@ SECONDS: Mapping[str, int] = {
     "engine/test_fake_gpu.py": 73,
     "engine/test_hybrid_caches.py": 1588,
     "engine/test_named_classes.py": 21,
-    "engine/test_packed_weight.py": 30,
+    "engine/test_quantized_weight.py": 30,
     "engine/test_published.py": 30,
     "evaluation/test_every_family.py": 78,
     "examples/test_kaggle_70b.py": 116,

@@ -11,7 +11,7 @@ from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.checkpoints.naming import assign_layers
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
 from rabbitllm.quant.compression import DOUBLE, NF4_BLOCK, SCALE_BYTES, scheme_of
-from rabbitllm.splitter.disk_use import Arrival, DiskUse, disk_use
+from rabbitllm.splitter.disk_use import DiskUse, ShardTransfer, disk_use
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan
 from rabbitllm.splitter.request import SplitRequest, ground_of, plan_split
 from tests.support.splitting import Call
@@ -46,7 +46,7 @@ def all_freed(plan: SplitPlan, deletes: bool = True) -> dict[str, int]:
     return {shard.name: shard.size for shard in plan.shards} if deletes else {}
 
 
-def uses_of(call: Call) -> dict[Arrival, DiskUse]:
+def uses_of(call: Call) -> dict[ShardTransfer, DiskUse]:
     """What the disk is planned to take for a sequential call, by the way that shards arrive."""
     source = call.find()
     assert source.repository is not None or source.local is not None
@@ -54,7 +54,9 @@ def uses_of(call: Call) -> dict[Arrival, DiskUse]:
     request = SplitRequest(checkpoint, source.split_folder, "llama", SplitOptions(call.compression, sequential=True))
     plan = plan_split(request)
     ground = ground_of(request, plan)
-    return {way: disk_use(plan, arrival=way, freed=ground.freed, small_files=ground.small_files) for way in Arrival}
+    return {
+        way: disk_use(plan, arrival=way, freed=ground.freed, small_files=ground.small_files) for way in ShardTransfer
+    }
 
 
 def resident_bytes(plan: SplitPlan, bare: SplitPlan) -> int:

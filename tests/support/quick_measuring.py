@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rabbitllm.estimate import overheads, products, reading
-from rabbitllm.splitter.forecast import Rate
+from rabbitllm.splitter.split_estimate import Rate
 
 
 @pytest.fixture(autouse=True)

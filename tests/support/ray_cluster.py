@@ -22,7 +22,7 @@ import pytest
 
 from rabbitllm.batch_jobs.items import BatchAnswer, Item
 from rabbitllm.errors import HubError
-from rabbitllm.ray.answerer import About, WorkerJob
+from rabbitllm.ray.answerer import WorkerInfo, WorkerJob
 from rabbitllm.ray.fill import fill_from
 from rabbitllm.splitter.lease import Lease
 from rabbitllm.splitter.plan import PlannedShard
@@ -146,9 +146,9 @@ class Slow:
     """A worker without a model, that takes a while over each line."""
 
     def __init__(self, job: WorkerJob) -> None:
-        self.about = About("here", os.getpid(), None, None, "nothing")
+        self.about = WorkerInfo("here", os.getpid(), None, None, "nothing")
 
-    def ready(self) -> About:
+    def ready(self) -> WorkerInfo:
         return self.about
 
     def answer(self, items: Sequence[Item]) -> Generator[list[BatchAnswer]]:
@@ -164,7 +164,7 @@ class Dying(Slow):
 
 
 class Failing(Slow):
-    def ready(self) -> About:
+    def ready(self) -> WorkerInfo:
         raise HubError("There was no answer.", "Try again.")
 
 
@@ -175,7 +175,7 @@ class Puzzled(Slow):
 
 
 class Differing(Slow):
-    def ready(self) -> About:
+    def ready(self) -> WorkerInfo:
         return replace(self.about, computes=f"float{os.getpid()}")
 
     def answer(self, items: Sequence[Item]) -> Generator[list[BatchAnswer]]:

@@ -22,7 +22,7 @@ TEXT_TOKENS = 9
 NEW_TOKENS = 4
 GRID = 4
 """Rows and columns of patches of an image."""
-MOST_PLACES = 80
+MAX_PLACES = 80
 """Numbers of placeholder tokens below this are tried one by one."""
 
 Arguments = dict[str, torch.Tensor]
@@ -162,7 +162,7 @@ class _Counts:
         self._named += [int(number) for number in re.findall(r"\d+", message) if 0 < int(number) <= 2048][:8]
 
     def __iter__(self) -> Iterator[int]:
-        for count in itertools.chain((GRID * GRID,), self._from_errors(), range(1, MOST_PLACES)):
+        for count in itertools.chain((GRID * GRID,), self._from_errors(), range(1, MAX_PLACES)):
             if count not in self._seen and self._has_sense:
                 self._seen.add(count)
                 yield count

@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 
 from rabbitllm import prepare
 from rabbitllm.base.options import SplitOptions, StreamOptions
-from rabbitllm.engine.blueprint import blueprint, place_units
 from rabbitllm.engine.devices import CpuDevice
 from rabbitllm.engine.load import load_model
+from rabbitllm.engine.load_plan import blueprint, place_units
 from rabbitllm.engine.placement import Pool, Tier
 from rabbitllm.engine.units import find_units
 from rabbitllm.store.layer_store import LayerStore

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from rabbitllm.base.terminal import size
 from rabbitllm.base.words import speed
-from rabbitllm.estimate.doctor.facts import Advice, MachineFacts, Package
 from rabbitllm.estimate.doctor.places import SPLITS
+from rabbitllm.estimate.doctor.records import Advice, MachineInfo, Package
 from rabbitllm.storage.folders import Folder
 
 LEAST_MEMORY = 1 << 30
@@ -20,7 +20,7 @@ SLOW_DISK = 300e6
 """Bytes a second: layers of a model that does not fit take seconds each."""
 
 
-def advise(machine: MachineFacts, needed: int) -> tuple[Advice, ...]:
+def advise(machine: MachineInfo, needed: int) -> tuple[Advice, ...]:
     """All there is to say, the essential first.
 
     Args:
@@ -32,7 +32,7 @@ def advise(machine: MachineFacts, needed: int) -> tuple[Advice, ...]:
     return tuple(sorted(found, key=lambda advice: not advice.essential))
 
 
-def _of_packages(machine: MachineFacts) -> Iterator[Advice]:
+def _of_packages(machine: MachineInfo) -> Iterator[Advice]:
     for package in machine.packages:
         if package.sound or (package.optional and package.found is None):
             continue
@@ -52,7 +52,7 @@ def _state_of(package: Package) -> str:
     return f"{package.name} {package.found} does not do; {package.wanted} is needed."
 
 
-def _of_disks(machine: MachineFacts, needed: int) -> Iterator[Advice]:
+def _of_disks(machine: MachineInfo, needed: int) -> Iterator[Advice]:
     splits = next((folder for folder in machine.folders if SPLITS in folder.uses), None)
     if splits is None:
         return
@@ -82,7 +82,7 @@ def _inside(folder: Folder | None) -> str:
     return "" if folder is None else str(folder.path / "rabbitllm")
 
 
-def _of_memory(machine: MachineFacts) -> Iterator[Advice]:
+def _of_memory(machine: MachineInfo) -> Iterator[Advice]:
     memory = machine.memory
     if memory is None:
         return
@@ -97,7 +97,7 @@ def _of_memory(machine: MachineFacts) -> Iterator[Advice]:
         yield Advice(False, f"{text}. End other programs, or allow more.")
 
 
-def _of_gpus(machine: MachineFacts) -> Iterator[Advice]:
+def _of_gpus(machine: MachineInfo) -> Iterator[Advice]:
     gpus = machine.gpus
     if gpus is None:
         return
@@ -111,7 +111,7 @@ def _of_gpus(machine: MachineFacts) -> Iterator[Advice]:
             yield Advice(False, f"{text} (or by an earlier cell of this notebook).", "nvidia-smi")
 
 
-def _of_processor(machine: MachineFacts) -> Iterator[Advice]:
+def _of_processor(machine: MachineInfo) -> Iterator[Advice]:
     processor, gpus = machine.processor, machine.gpus
     if processor is None or gpus is None or gpus.found:
         return
@@ -121,7 +121,7 @@ def _of_processor(machine: MachineFacts) -> Iterator[Advice]:
         yield Advice(False, f"{text}: --fast-bfloat16 (fast_bfloat16=True) multiplies by a kernel that does without.")
 
 
-def _of_hub(machine: MachineFacts) -> Iterator[Advice]:
+def _of_hub(machine: MachineInfo) -> Iterator[Advice]:
     hub = machine.hub
     if hub is None:
         return
@@ -137,7 +137,7 @@ def _of_hub(machine: MachineFacts) -> Iterator[Advice]:
         yield Advice(False, "There is no token for the hub: gated models (Llama) need one.", "hf auth login")
 
 
-def _of_rates(machine: MachineFacts) -> Iterator[Advice]:
+def _of_rates(machine: MachineInfo) -> Iterator[Advice]:
     reading = [rate.bytes_per_second for rate in machine.rates if rate.what.startswith("reading")]
     if reading and max(reading) < SLOW_DISK:
         text = f"The disk is read at {speed(max(reading))}: a model that does not fit in memory waits for it"

@@ -13,7 +13,7 @@ from typing import TypeVar
 from rabbitllm.base.terminal import size
 from rabbitllm.estimate.doctor import hardware, hub, models, outlooks, packages, places
 from rabbitllm.estimate.doctor.advice import advise
-from rabbitllm.estimate.doctor.facts import Failure, MachineFacts, ModelOutlook, Report
+from rabbitllm.estimate.doctor.records import Failure, MachineInfo, ModelEstimate, Report
 from rabbitllm.estimate.generation import Speed
 from rabbitllm.storage.folders import host_of
 from rabbitllm.version import __version__
@@ -102,7 +102,7 @@ def examine(*, quick: bool = False, every: bool = False, say: Say = lambda what:
     elif not quick and memory is not None:
         little = f"{size(memory.usable)} of RAM can be had, and measuring takes up to {size(MEASURING_BYTES)}"
         probes.failures.append(Failure("times", little))
-    machine = MachineFacts(
+    machine = MachineInfo(
         memory=memory,
         processor=probes.ask("the processor", hardware.processor),
         gpus=gpus,
@@ -118,8 +118,8 @@ def examine(*, quick: bool = False, every: bool = False, say: Say = lambda what:
 
 
 def _measured(
-    probes: Probes, outlook: list[ModelOutlook], every: bool
-) -> tuple[tuple[Speed, ...], list[ModelOutlook], tuple[str, ...]]:
+    probes: Probes, outlook: list[ModelEstimate], every: bool
+) -> tuple[tuple[Speed, ...], list[ModelEstimate], tuple[str, ...]]:
     """Rates, the models with their times, and where they would compute."""
     speeds = probes.ask("the engine", _speeds)
     if speeds is None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rabbitllm.engine.free_memory import available_ram, group_limits, process_limits
-from rabbitllm.estimate.doctor.facts import Gpu, Gpus, Memory, Processor
+from rabbitllm.estimate.doctor.records import Gpu, Gpus, Memory, Processor
 
 INSTRUCTIONS: Mapping[str, frozenset[str]] = {
     "AVX2": frozenset({"avx2"}),

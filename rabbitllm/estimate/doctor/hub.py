@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from urllib.parse import urlsplit, urlunsplit
 
-from rabbitllm.estimate.doctor.facts import Hub
+from rabbitllm.estimate.doctor.records import Hub
 
 SECONDS = 3.0
 

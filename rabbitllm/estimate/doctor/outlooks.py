@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rabbitllm.estimate.doctor.facts import AtCompression, ModelOutlook, Need
 from rabbitllm.estimate.doctor.models import Published
 from rabbitllm.estimate.doctor.places import CACHE, SPLITS
-from rabbitllm.splitter.forecast import ROUTES, STANDARD
+from rabbitllm.estimate.doctor.records import AtCompression, ModelEstimate, Need
+from rabbitllm.splitter.split_estimate import ROUTES, STANDARD
 from rabbitllm.storage.folders import Folder
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ MIN_FREE_BYTES = 1000**3
 _SHARDS = {"sequential_ahead": 2, "sequential_file": 1, "sequential_stream": 0}
 
 
-def on_disk(model: Published, folders: Iterable[Folder]) -> ModelOutlook:
+def on_disk(model: Published, folders: Iterable[Folder]) -> ModelEstimate:
     """What a model takes of the disks at each compression and on each route; nothing of generating.
 
     Args:
@@ -36,7 +36,7 @@ def on_disk(model: Published, folders: Iterable[Folder]) -> ModelOutlook:
         for compression in outline.compressions
         for output in [outline.output_bytes(compression)]
     )
-    return ModelOutlook(model.repository, model.parameters, outline.checkpoint_bytes, found, model.quantized)
+    return ModelEstimate(model.repository, model.parameters, outline.checkpoint_bytes, found, model.quantized)
 
 
 def _need(route: str, model: Published, output: int, places: Mapping[str, Folder]) -> Need:
@@ -53,7 +53,7 @@ def _need(route: str, model: Published, output: int, places: Mapping[str, Folder
     return Need(route, created + downloads, max(missing, 0))
 
 
-def with_times(model: Published, outlook: ModelOutlook, bench: Bench, every: bool = False) -> ModelOutlook:
+def with_times(model: Published, outlook: ModelEstimate, bench: Bench, every: bool = False) -> ModelEstimate:
     """The same with what generating takes; a problem of one compression is said there.
 
     Args:
@@ -79,6 +79,6 @@ def _timed(model: Published, one: AtCompression, bench: Bench) -> AtCompression:
     return dataclasses.replace(one, generation=found)
 
 
-def smallest_need(outlooks: Sequence[ModelOutlook]) -> int:
+def smallest_need(outlooks: Sequence[ModelEstimate]) -> int:
     """Bytes of disk without which no model of the list can be split."""
     return min((need.disk_bytes for found in outlooks for one in found.at for need in one.needs), default=0)

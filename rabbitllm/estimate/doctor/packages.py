@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 
-from rabbitllm.estimate.doctor.facts import Package
+from rabbitllm.estimate.doctor.records import Package
 from rabbitllm.quant.compression import check_compression
 
 NAME = "rabbitllm"

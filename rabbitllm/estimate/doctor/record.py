@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from rabbitllm.base.plain_json import plain
-from rabbitllm.estimate.doctor.facts import Report
+from rabbitllm.estimate.doctor.records import Report
 
 
 def as_record(report: Report) -> dict[str, Any]:

@@ -13,12 +13,12 @@ from rich.text import Text
 
 from rabbitllm.base.terminal import counted, harmless, large, put, put_fact, shortened, size
 from rabbitllm.base.words import speed
-from rabbitllm.estimate.doctor.facts import (
+from rabbitllm.estimate.doctor.records import (
     AtCompression,
     Hub,
-    MachineFacts,
+    MachineInfo,
     Memory,
-    ModelOutlook,
+    ModelEstimate,
     Package,
     Processor,
     Report,
@@ -69,7 +69,7 @@ def show(report: Report, console: Console, *, every: bool = False) -> None:
 # The machine
 
 
-def _facts(machine: MachineFacts) -> Iterator[tuple[str, str]]:
+def _facts(machine: MachineInfo) -> Iterator[tuple[str, str]]:
     if machine.memory is not None:
         yield "memory", _memory(machine.memory)
     if machine.processor is not None:
@@ -106,7 +106,7 @@ def _processor(processor: Processor) -> str:
     return f"{harmless(processor.name)}, {cores}" + (f": {'; '.join(said)}" if said else "")
 
 
-def _gpus(machine: MachineFacts) -> Iterator[tuple[str, str]]:
+def _gpus(machine: MachineInfo) -> Iterator[tuple[str, str]]:
     assert machine.gpus is not None
     if not machine.gpus.found:
         yield "GPU", "none that torch can use" if machine.gpus.driver else "none"
@@ -178,7 +178,7 @@ def _show_models(console: Console, report: Report, every: bool) -> None:
         put(console, Text(line, "dim"))
 
 
-def _line(model: ModelOutlook, shown: Sequence[str | None], timed: bool, wide: bool) -> Text:
+def _line(model: ModelEstimate, shown: Sequence[str | None], timed: bool, wide: bool) -> Text:
     name = f"{model.name} ({model.quantized})" if model.quantized else model.name
     name = name.replace("-Instruct", "")
     line = Text.assemble((f"{name:<{_NAME}}", "bold"), f"{_short(model.parameters):>6}  ")
@@ -210,7 +210,7 @@ def _rough(nbytes: int) -> str:
     return f"{nbytes / 2**30:.0f} GiB" if nbytes >= 99.5 * 2**30 else f"{nbytes / 2**30:.1f} GiB"
 
 
-def _show_model(console: Console, model: ModelOutlook) -> None:
+def _show_model(console: Console, model: ModelEstimate) -> None:
     console.print()
     kind = f", {model.quantized}" if model.quantized else ""
     about = f": {large(model.parameters)} parameters, {size(model.checkpoint_bytes)} as published{kind}"

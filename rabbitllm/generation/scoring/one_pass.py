@@ -8,10 +8,10 @@ from typing import Any
 
 from rabbitllm.errors import RabbitLLMError, ScoringError
 from rabbitllm.generation.members import Member
+from rabbitllm.generation.scoring.activation_offload import ActivationOffload, keys_of
 from rabbitllm.generation.scoring.forward import Keep, ScoringForward
 from rabbitllm.generation.scoring.held import held
 from rabbitllm.generation.scoring.micro_batches import MicroBatch, TextLayout
-from rabbitllm.generation.scoring.parking import Parking, keys_of
 from rabbitllm.generation.scoring.plan import ScoringLimits
 from rabbitllm.generation.scoring.records import Scored
 from rabbitllm.generation.scoring.segment_cache import Relay
@@ -66,7 +66,7 @@ def one_pass(
     found: dict[int, list[Scored]] = {}
     failed: list[tuple[MicroBatch, Exception]] = []
     fixed = keys_of([*model.parameters(), *model.buffers()])
-    with Parking(limits.near, limits.host, limits.disk, limits.folder, fixed) as parking:
+    with ActivationOffload(limits.near, limits.host, limits.disk, limits.folder, fixed) as parking:
 
         def after(member: Member) -> None:
             if member.dead:

@@ -15,16 +15,16 @@ from rabbitllm.errors import OptionError
 from rabbitllm.generation.answer import context_of
 from rabbitllm.generation.packed_families import can_be_packed
 from rabbitllm.generation.pass_cost import cost_of_a_pass
+from rabbitllm.generation.scoring.activation_offload import HAS_FILES
 from rabbitllm.generation.scoring.filled_families import can_be_filled_up
 from rabbitllm.generation.scoring.forward import LOGITS_BYTES
 from rabbitllm.generation.scoring.micro_batches import MicroBatch, TextLayout, chains, linked, micro_batches, passes
-from rabbitllm.generation.scoring.parking import HAS_FILES
 from rabbitllm.generation.scoring.records import Room
 from rabbitllm.generation.scoring.tasks import Ability, Task
 
 WAITING_SHARE, COMPUTING_SHARE = 2, 4
 """One part in so many of free memory is for what waits, and for what one micro-batch computes in between."""
-LEAST_TOKENS, MOST_TOKENS = 512, 8192
+LEAST_TOKENS, MAX_TOKENS = 512, 8192
 """Of a micro-batch, where nobody says: with fewer, what texts begin with is computed again and again, and products are
 slow; what more of them gain is little beside what they take. On a processor it is less than nothing where tensors
 become too large for the allocator's heaps (`pass_cost.HEAP_BLOCK_BYTES`)."""
@@ -154,7 +154,7 @@ def limits_of(model: Any, room: Room) -> ScoringLimits:
     disk = room.disk_bytes if room.disk_bytes is not None else shutil.disk_usage(folder).free // WAITING_SHARE
     computing = free // COMPUTING_SHARE
     cost = cost_of_a_pass(config, itemsize)
-    most = min(cost.most_tokens, MOST_TOKENS) if on_host else MOST_TOKENS
+    most = min(cost.max_tokens, MAX_TOKENS) if on_host else MAX_TOKENS
     tokens = room.tokens or min(max(cost.tokens_in(computing), LEAST_TOKENS), most)
     token_bytes = itemsize * config.hidden_size * 5 // 2  # hidden states, what went in, and angles
     rows = max(computing // (8 * itemsize * config.hidden_size), tokens)

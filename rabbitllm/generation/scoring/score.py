@@ -16,10 +16,10 @@ from typing import Any
 from rabbitllm.errors import BatchError, MissingPackageError, RabbitLLMError, ScoringError
 from rabbitllm.generation.packed_cache import NotPackable
 from rabbitllm.generation.packed_families import can_be_packed, shares_keys
+from rabbitllm.generation.scoring.activation_offload import NoRoom
 from rabbitllm.generation.scoring.forward import Keep
 from rabbitllm.generation.scoring.micro_batches import MicroBatch, TextLayout
 from rabbitllm.generation.scoring.one_pass import one_pass
-from rabbitllm.generation.scoring.parking import NoRoom
 from rabbitllm.generation.scoring.plan import ScoringPlan, ability_of, form_of, limits_of, planned
 from rabbitllm.generation.scoring.records import Room, Scored, ScoredText
 from rabbitllm.generation.scoring.tasks import Task, problem_of, tasks_of

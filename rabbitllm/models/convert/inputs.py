@@ -11,7 +11,7 @@ from typing import Protocol
 
 from rabbitllm import prepare
 from rabbitllm.base.options import SplitOptions, StreamOptions, expand
-from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardFacts, SourceIdentity
+from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata, SourceIdentity
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.index import (
     INDEX_NAME,
@@ -193,7 +193,7 @@ class _OfOneFile(LocalCheckpoint):
         super().__init__(folder, index=index)
         self._file = file
 
-    def identity(self, shards: Iterable[ShardFacts]) -> SourceIdentity:
+    def identity(self, shards: Iterable[ShardMetadata]) -> SourceIdentity:
         found = super().identity(shards)
         return dataclasses.replace(found, name=self._file) if found.kind == "local" else found
 
@@ -241,7 +241,7 @@ def require_same(known: SourceIdentity, source: Input, folder: Path) -> None:
         )
 
 
-def _present(checkpoint: Checkpoint) -> Iterator[ShardFacts]:
+def _present(checkpoint: Checkpoint) -> Iterator[ShardMetadata]:
     """Facts of the shards that are on this machine; to know a repository, none of the others is needed."""
     here = (shard for shard in checkpoint.index.shards if not checkpoint.stages(shard))
     yield from (facts for shard in here if (facts := checkpoint.facts(shard)) is not None)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from rabbitllm.models.inspection.facts import Opcode
+from rabbitllm.models.inspection.records import Opcode
 
 T = TypeVar("T")
 

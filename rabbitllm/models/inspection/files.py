@@ -21,17 +21,17 @@ from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.formats.torch_legacy import read_legacy_torch
 from rabbitllm.formats.torch_tensor import TorchTensor
 from rabbitllm.formats.torch_zip import read_torch_zip
-from rabbitllm.models.inspection.facts import (
+from rabbitllm.models.inspection.opcodes import HAVE_PICKLES, list_pickles
+from rabbitllm.models.inspection.records import (
     Content,
     Entries,
     Inspection,
     ShardMap,
-    TensorFact,
+    TensorInfo,
     Tensors,
     Vocabulary,
     row_major,
 )
-from rabbitllm.models.inspection.opcodes import HAVE_PICKLES, list_pickles
 
 
 class WeightlessFile(enum.Enum):
@@ -135,14 +135,14 @@ def layers_of(names: Iterable[str], family: str | None) -> tuple[dict[str, str],
     return ids, tuple(sorted(stems, key=lambda layer: layer_order(stems[layer])))
 
 
-def of_spec(spec: TensorSpec, layer: str) -> TensorFact:
+def of_spec(spec: TensorSpec, layer: str) -> TensorInfo:
     """A tensor as a shard's header describes it."""
     strides = row_major(spec.shape) if spec.strides is None else spec.strides
-    return TensorFact(spec.name, spec.dtype, spec.shape, strides, spec.offset, spec.nbytes, layer, spec.file)
+    return TensorInfo(spec.name, spec.dtype, spec.shape, strides, spec.offset, spec.nbytes, layer, spec.file)
 
 
-def _of_torch(tensor: TorchTensor, layer: str, *, zipped: bool) -> TensorFact:
-    return TensorFact(
+def _of_torch(tensor: TorchTensor, layer: str, *, zipped: bool) -> TensorInfo:
+    return TensorInfo(
         tensor.name,
         tensor.dtype,
         tensor.shape,

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from rabbitllm import prepare
 from rabbitllm.base.options import expand
-from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardFacts, is_sidecar
+from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata, is_sidecar
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.index import ALL_WEIGHT_SUFFIXES
 from rabbitllm.checkpoints.side_by_side import side_by_side
 from rabbitllm.errors import CheckpointError, CheckpointNotFoundError, MissingShardError, OptionError, RabbitLLMError
-from rabbitllm.models.inspection.facts import Inspection, TensorFact, Tensors, row_major
 from rabbitllm.models.inspection.files import family_in, layers_of, look_at_file, of_spec
+from rabbitllm.models.inspection.records import Inspection, TensorInfo, Tensors, row_major
 from rabbitllm.splitter.plan import tensors_by_shard
 from rabbitllm.store.layer_store import JOURNAL_NAME, LayerStore, StoredTensor, is_finished
 
@@ -81,11 +81,11 @@ def _look_at_split(folder: Path) -> Inspection:
     return Inspection(str(folder), title, total, content, sizes, beside=beside)
 
 
-def _stored(tensor: StoredTensor, layer: str) -> TensorFact:
+def _stored(tensor: StoredTensor, layer: str) -> TensorInfo:
     first = tensor.parts[0]
     dtype = tensor.quantized.scheme if tensor.quantized is not None else first.dtype
     strides = row_major(tensor.shape)
-    return TensorFact(tensor.name, dtype, tensor.shape, strides, first.offset, tensor.nbytes, layer, first.file)
+    return TensorInfo(tensor.name, dtype, tensor.shape, strides, first.offset, tensor.nbytes, layer, first.file)
 
 
 def _look_at_checkpoint(name: str, revision: str | None, token: str | bool | None) -> Inspection:
@@ -96,7 +96,7 @@ def _look_at_checkpoint(name: str, revision: str | None, token: str | bool | Non
         return _look_at_split(source.split_folder)
     shards = checkpoint.index.shards
     found = dict(zip(shards, side_by_side(lambda s: _facts(checkpoint, s), shards, HEADER_THREADS), strict=True))
-    facts = {shard: one for shard, one in found.items() if isinstance(one, ShardFacts)}
+    facts = {shard: one for shard, one in found.items() if isinstance(one, ShardMetadata)}
     absent = tuple(shard for shard, one in found.items() if one is None)
     specs = [spec for one in facts.values() for spec in one.header.tensors]
     layers, order = layers_of((spec.name for spec in specs), family_in(source.config_folder))
@@ -113,7 +113,7 @@ def _look_at_checkpoint(name: str, revision: str | None, token: str | bool | Non
     )
 
 
-def _facts(checkpoint: Checkpoint, shard: str) -> ShardFacts | CheckpointError | None:
+def _facts(checkpoint: Checkpoint, shard: str) -> ShardMetadata | CheckpointError | None:
     """What a shard says of itself, or why it is not believed; None where it is not there."""
     try:
         return checkpoint.facts(shard)
@@ -123,8 +123,8 @@ def _facts(checkpoint: Checkpoint, shard: str) -> ShardFacts | CheckpointError |
 
 def _refusal(
     checkpoint: Checkpoint,
-    found: Mapping[str, ShardFacts | CheckpointError | None],
-    facts: Mapping[str, ShardFacts],
+    found: Mapping[str, ShardMetadata | CheckpointError | None],
+    facts: Mapping[str, ShardMetadata],
     absent: tuple[str, ...],
 ) -> CheckpointError | None:
     """What a split would say: of a shard that is not sound, of those that are missing, or of the index."""

@@ -17,7 +17,7 @@ from rabbitllm.errors import CheckpointError
 from rabbitllm.formats.pickle_reader import MAX_LISTED, MAX_PICKLE_BYTES, list_opcodes
 from rabbitllm.formats.recognise import Weights
 from rabbitllm.formats.torch_zip import PICKLE, pickle_of
-from rabbitllm.models.inspection.facts import Opcode, Pickle, Pickles
+from rabbitllm.models.inspection.records import Opcode, Pickle, Pickles
 
 MAX_PICKLES = 8
 """A torch file from before 1.6 has five in a row, a TorchScript archive two."""

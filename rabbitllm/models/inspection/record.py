@@ -9,7 +9,7 @@ from typing import Any
 from rabbitllm.formats.sentencepiece_model import SentencePieceModel
 from rabbitllm.formats.sentencepiece_pieces import PieceType
 from rabbitllm.models.inspection.choice import RowChoice, searched
-from rabbitllm.models.inspection.facts import Entries, Inspection, Pickle, Pickles, ShardMap, Tensors, Vocabulary
+from rabbitllm.models.inspection.records import Entries, Inspection, Pickle, Pickles, ShardMap, Tensors, Vocabulary
 
 
 def as_record(found: Inspection, choice: RowChoice) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from rabbitllm.base.terminal import Column, counted, harmless, large, put, put_f
 from rabbitllm.formats.sentencepiece_model import NormalizerSpec, SentencePieceModel, TrainerSpec
 from rabbitllm.formats.sentencepiece_pieces import PieceType
 from rabbitllm.models.inspection.choice import RowChoice, searched
-from rabbitllm.models.inspection.facts import (
+from rabbitllm.models.inspection.records import (
     Content,
     Entries,
     Inspection,

@@ -15,7 +15,7 @@ from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.errors import RabbitLLMError
 from rabbitllm.quant.compression import COMPRESSIONS
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.watch import disk_bytes
+from rabbitllm.splitter.disk_sampler import disk_bytes
 from rabbitllm.store.layer_file import DONE_SUFFIX, LAYER_SUFFIX
 from rabbitllm.store.layer_store import JOURNAL_NAME, MANIFEST_NAME, Manifest, is_legacy, read_manifest
 

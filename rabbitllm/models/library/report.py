@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rabbitllm.base.terminal import Column, counted, harmless, large, put, put_fact, put_table, shortened, size
-from rabbitllm.models.library.config_facts import ConfigFacts
+from rabbitllm.models.library.config_summary import ConfigSummary
 from rabbitllm.models.library.entry import DAMAGED, HALF_REMOVED, UNFINISHED, WHOLE, SplitEntry
 from rabbitllm.models.library.original import Original
 from rabbitllm.models.library.remove import Removal
@@ -111,7 +111,7 @@ def put_shown(shown: Shown, console: Console) -> None:
         _put_split(entry, original, console)
 
 
-def _put_config(config: ConfigFacts, console: Console) -> None:
+def _put_config(config: ConfigSummary, console: Console) -> None:
     if config.architecture is not None or config.family is not None:
         family = f" ({harmless(config.family)})" if config.family is not None and config.architecture else ""
         put_fact(console, "architecture", harmless(config.architecture or config.family or "") + family)

@@ -17,9 +17,9 @@ from rabbitllm.base.plain_json import plain as plain_record
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.json_file import read_json
 from rabbitllm.errors import InvalidIndexError, RabbitLLMError
-from rabbitllm.models.inspection.facts import Inspection, Tensors
 from rabbitllm.models.inspection.look import look as look_inside
-from rabbitllm.models.library.config_facts import ConfigFacts, config_facts
+from rabbitllm.models.inspection.records import Inspection, Tensors
+from rabbitllm.models.library.config_summary import ConfigSummary, config_facts
 from rabbitllm.models.library.entry import WHOLE, SplitEntry, as_record
 from rabbitllm.models.library.find import of_model
 from rabbitllm.models.library.original import Original, original_of
@@ -38,7 +38,7 @@ class Shown:
     """
 
     name: str
-    config: ConfigFacts | None
+    config: ConfigSummary | None
     inside: Inspection | None
     splits: tuple[tuple[SplitEntry, Original], ...]
 
@@ -102,7 +102,7 @@ def shown_record(shown: Shown) -> dict[str, Any]:
     return record
 
 
-def _config_in(folder: Path) -> ConfigFacts | None:
+def _config_in(folder: Path) -> ConfigSummary | None:
     path = folder / "config.json"
     try:
         return config_facts(read_json(path)) if path.is_file() else None
@@ -110,7 +110,7 @@ def _config_in(folder: Path) -> ConfigFacts | None:
         return None
 
 
-def _config_of(name: str, revision: str | None, token: str | bool | None) -> ConfigFacts | None:
+def _config_of(name: str, revision: str | None, token: str | bool | None) -> ConfigSummary | None:
     """Of a source that is not split."""
     if expand(name).is_file():
         return None

@@ -30,9 +30,9 @@ from rabbitllm.errors import IncompleteSplitError, OptionError, RabbitLLMError, 
 from rabbitllm.models.library.entry import SplitEntry, as_record, look
 from rabbitllm.prepare.acceptance import TooLittle
 from rabbitllm.quant.compression import check_fitting
-from rabbitllm.splitter.forecast import STANDARD, Outlook, Rates, Route
-from rabbitllm.splitter.hands import Hands
 from rabbitllm.splitter.planned_files import PlannedFiles
+from rabbitllm.splitter.shard_executor import ShardExecutor
+from rabbitllm.splitter.split_estimate import STANDARD, CompressionEstimate, Rates, Route
 from rabbitllm.store.chosen import AUTO, check_split
 
 
@@ -171,7 +171,7 @@ class DryRun:
     """
 
     name: str
-    outlook: Outlook
+    outlook: CompressionEstimate
     routes: tuple[Route, ...]
 
     @property
@@ -186,7 +186,7 @@ class DryRun:
 
 
 @system_errors_by_name()
-def pull(wish: Wish, hands: Hands | None = None, *, loads: bool = False) -> Pulled:
+def pull(wish: Wish, hands: ShardExecutor | None = None, *, loads: bool = False) -> Pulled:
     """Find a model, split it unless that is done, and say what is where.
 
     Args:
@@ -225,7 +225,7 @@ def _split(
     source: prepare.Source,
     options: SplitOptions,
     stream_options: StreamOptions,
-    hands: Hands | None,
+    hands: ShardExecutor | None,
     too_little: TooLittle,
 ) -> None:
     from rabbitllm.engine.devices import resolve_devices  # with torch
@@ -263,12 +263,12 @@ def dry_run(wish: Wish) -> DryRun:
         RabbitLLMError: as `rabbitllm.plan` does.
     """
     from rabbitllm.estimate.plan import outlook_at  # with all that measures; a split needs none of it
-    from rabbitllm.estimate.survey import SourceSurvey
+    from rabbitllm.estimate.source_scan import SourceScan
 
     options = wish.with_memory(wish.split_options())
     sought = wish.sought(only_look=True)
     source = prepare.find(sought)
-    survey = SourceSurvey(source, sought, options)
+    survey = SourceScan(source, sought, options)
     compression = options.compression if options.compression in survey.folders else next(iter(survey.folders))
     if compression in survey.plans and compression not in survey.manifests:
         try:

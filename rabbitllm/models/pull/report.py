@@ -9,7 +9,7 @@ from rich.text import Text
 
 from rabbitllm.base.terminal import counted, put, put_fact, size, size_rounded_up
 from rabbitllm.models.pull.make import DryRun, Pulled, Shards, Wish
-from rabbitllm.splitter.forecast import STANDARD
+from rabbitllm.splitter.split_estimate import STANDARD
 
 
 def show_pulled(pulled: Pulled, wish: Wish, console: Console) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from rabbitllm.engine.free_memory import GroupLimit, ProcessLimit
 from rabbitllm.estimate.doctor.advice import advise
-from rabbitllm.estimate.doctor.facts import Advice, Gpu, Gpus, Hub, MachineFacts, Memory, Package, Processor
 from rabbitllm.estimate.doctor.places import HERE, SPLITS
+from rabbitllm.estimate.doctor.records import Advice, Gpu, Gpus, Hub, MachineInfo, Memory, Package, Processor
 from rabbitllm.estimate.generation import Speed
 from rabbitllm.storage.folders import Folder, Host
 
@@ -52,12 +52,12 @@ ROOMY = folder(HERE, 100)
 
 
 def said(**changed: Any) -> tuple[Advice, ...]:
-    return advise(MachineFacts(**{**SOUND, **changed}), NEEDED)
+    return advise(MachineInfo(**{**SOUND, **changed}), NEEDED)
 
 
 def test_nothing_is_said_of_a_sound_machine_or_of_an_unknown_one() -> None:
     assert said() == ()
-    assert advise(MachineFacts(), NEEDED) == ()
+    assert advise(MachineInfo(), NEEDED) == ()
 
 
 NONE = Gpus((), False, "2.13")

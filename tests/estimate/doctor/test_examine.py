@@ -14,9 +14,9 @@ from rich.console import Console
 from rabbitllm.estimate.doctor import examine as examining
 from rabbitllm.estimate.doctor import hardware, hub, models, outlooks, packages, places, speeds
 from rabbitllm.estimate.doctor.examine import Probes, examine
-from rabbitllm.estimate.doctor.facts import Memory, Report
 from rabbitllm.estimate.doctor.models import published
 from rabbitllm.estimate.doctor.record import as_record
+from rabbitllm.estimate.doctor.records import Memory, Report
 from rabbitllm.estimate.doctor.report import show
 from rabbitllm.estimate.reading import FileSample
 from rabbitllm.storage.folders import Folder

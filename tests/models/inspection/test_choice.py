@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rabbitllm.models.inspection.choice import RowChoice, searched
-from rabbitllm.models.inspection.facts import Opcode, is_row_major, row_major
+from rabbitllm.models.inspection.records import Opcode, is_row_major, row_major
 
 NAMES = ["a.weight", "b.weight", "a.bias", "[x]"]
 

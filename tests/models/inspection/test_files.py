@@ -21,8 +21,8 @@ from rabbitllm.errors import (
     UnsafePickleError,
 )
 from rabbitllm.formats.recognise import Weights
-from rabbitllm.models.inspection.facts import Entries, Pickles, ShardMap, TensorFact, Tensors, Vocabulary
 from rabbitllm.models.inspection.files import WeightlessFile, kind_of, look_at_file
+from rabbitllm.models.inspection.records import Entries, Pickles, ShardMap, TensorInfo, Tensors, Vocabulary
 from tests.attacks import pickles, protobuf_files, torch_zips
 from tests.attacks.protobuf_files import SOUND
 from tests.formats.test_torch_zip import views
@@ -39,7 +39,7 @@ def tensors_of(path: Path) -> Tensors:
     return found.content
 
 
-def bytes_at(path: Path, tensor: TensorFact) -> torch.Tensor:
+def bytes_at(path: Path, tensor: TensorInfo) -> torch.Tensor:
     """The tensor that a fact describes, taken from the file by what the fact says alone."""
     kind = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64, "I16": torch.int16}[tensor.dtype]
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=True))

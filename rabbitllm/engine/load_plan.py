@@ -1,0 +1,296 @@
+"""What names and sizes decide of a model: skeleton, dtype, attention, which tensors make which weights, placement.
+
+Reads no weights; those that are only planned do as well.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rabbitllm.base.collection import uncollected
+from rabbitllm.base.options import StreamOptions
+from rabbitllm.base.terminal import size
+from rabbitllm.engine import published, skeleton
+from rabbitllm.engine.budgets import budget_of, host_room
+from rabbitllm.engine.costs import unit_costs
+from rabbitllm.engine.devices import Device, suits_bf16
+from rabbitllm.engine.expert_finding import expert_sources, without_experts
+from rabbitllm.engine.expert_source import ExpertSource
+from rabbitllm.engine.experts import expert_costs
+from rabbitllm.engine.llama4_experts import route_llama4
+from rabbitllm.engine.part import PartChooser, with_others
+from rabbitllm.engine.placement import Budget, Placement
+from rabbitllm.engine.placing import least_bytes, place, ready_once
+from rabbitllm.engine.quantized_weight import StoredMatrix
+from rabbitllm.engine.unit_source import UnitSource, source_of
+from rabbitllm.engine.units import find_units
+from rabbitllm.engine.weights import WeightMap, check_unused, map_weights
+from rabbitllm.errors import (
+    IncompleteCheckpointError,
+    IncompleteSplitError,
+    NotEnoughMemoryError,
+    OptionError,
+    RabbitLLMError,
+)
+from rabbitllm.formats.tensor_spec import torch_dtype
+from rabbitllm.quant.compression import Quantized
+from rabbitllm.quant.packed_products import Matrix, multiplies
+from rabbitllm.store.layer_store import WeightFiles
+
+logger = logging.getLogger(__name__)
+
+_CHECK_THE_SOURCE = (
+    "Fetch the checkpoint again, its config.json and every file that its index names; undo changes of config.json."
+)
+FIXED_BYTES = 16 << 20
+"""Memory that a pass of one token takes at least, without weights and buffers: activations, tables, threads."""
+SCALES_IN_PLACE = frozenset({"rwkv"})
+"""Model types whose forward changes weights, which a unit that is let go of would forget."""
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """A model as it is decided before any of its weights is read.
+
+    Attributes:
+        model: the skeleton; None of its weights are bound.
+        weights: which stored tensors make which parameters.
+        sources: its units, in the order of a pass, without the experts.
+        experts: the modules whose experts are brought in one by one.
+        placement: where each goes.
+        quantizer: transformers' own, of weights that are published quantized; None for plain ones.
+    """
+
+    model: Any
+    weights: WeightMap
+    sources: Mapping[str, UnitSource]
+    experts: tuple[ExpertSource, ...]
+    placement: Placement
+    quantizer: Any = None
+
+
+@uncollected()
+def blueprint(store: WeightFiles, options: StreamOptions, home: Path, devices: Sequence[Device]) -> LoadPlan:
+    """Decide all that `load_model` decides from names and sizes alone.
+
+    Args:
+        store: the tensors; of those that are only planned there need be no file.
+        options: see `StreamOptions`.
+        home: where the config is.
+        devices: where to compute.
+
+    Raises:
+        IncompleteSplitError, UnknownArchitectureError, OptionError: as `load_model` does.
+        IncompleteCheckpointError: as the first, of a checkpoint that is not split yet.
+        RabbitLLMError: the model changes its weights, and not all of them can stay.
+    """
+    config = skeleton.read_config(home, options.trust_remote_code)
+    skeleton.check_counts(config, len(store.tensors), store.label)
+    quantizer = published.quantizer_for(home, config, devices)
+    dtype = _choose_dtype(options.dtype, config, store, devices)
+    if quantizer is not None:
+        dtype = quantizer.update_dtype(dtype)
+    attention = _attention(options.attn_implementation, config, devices, dtype)
+    model = skeleton.build_skeleton(home, config, dtype, attention, options.trust_remote_code, quantizer)
+    route_llama4(model)
+    packs = _packs_on_host if not options.exact and all(device.shares_host_memory for device in devices) else None
+    units = find_units(model)
+    try:
+        weights = map_weights(model, store.tensors, store.label, quantizer)
+        if not store.is_split:
+            check_unused(model, weights, store)
+        experts = expert_sources(model, units, weights, store, packs)
+    except IncompleteSplitError as error:
+        if store.is_split:
+            raise
+        raise IncompleteCheckpointError(f"{error.problem} Nothing was deleted.", _CHECK_THE_SOURCE) from error
+    sources = {unit.name: source_of(without_experts(unit, experts), weights, store, packs) for unit in units}
+    placement = place_units(model, sources, experts, devices, options)
+    if config.model_type in SCALES_IN_PLACE and not placement.is_resident:
+        raise RabbitLLMError(
+            f"{config.model_type} rescales its weights in place, so all of them must stay; they need "
+            f"{size(ready_once(unit_costs(model, sources)))}, more than the limits allow.",
+            "Allow more with max_memory.",
+        )
+    return LoadPlan(model, weights, sources, tuple(experts), placement, quantizer)
+
+
+def check(config_folder: Path, options: StreamOptions, devices: Sequence[Device]) -> None:
+    """Refuse what a config alone tells: the model, the dtype, the attention. Costs no request for a header.
+
+    Raises:
+        UnknownArchitectureError, OptionError: as `load_model` does.
+    """
+    config = skeleton.read_config(config_folder, options.trust_remote_code)
+    skeleton.check_counts(config, None, str(config_folder))
+    quantizer = published.quantizer_for(config_folder, config, devices)
+    dtype = _named_dtype(options.dtype) or _config_dtype(config) or torch.float32
+    attention = _attention(options.attn_implementation, config, devices, dtype)
+    skeleton.build_skeleton(config_folder, config, dtype, attention, options.trust_remote_code, quantizer)
+
+
+def accept(
+    store: WeightFiles,
+    options: StreamOptions,
+    home: Path,
+    devices: Sequence[Device],
+    too_little: Callable[[LoadPlan, Sequence[Device]], None] | None = None,
+) -> None:
+    """Refuse what `load_model` would refuse: before the first shard is deleted, and before the last one is.
+
+    Args:
+        store: the layer files, or those that are only planned.
+        options: how the model will be run.
+        home: where config and tokenizer are.
+        devices: where it will compute.
+        too_little: `refuse_too_little_memory` for a model that this process will load, `warn_of_too_little_memory` for
+            one that may be for another machine; None for one that several processes will load.
+
+    Raises:
+        RabbitLLMError: as `blueprint` and `too_little` do.
+        CorruptVocabularyError: the tokenizer's files are malformed.
+    """
+    drawn = blueprint(store, options, home, devices)
+    skeleton.check_tokenizer(home, options.trust_remote_code)
+    if too_little is not None:
+        too_little(drawn, devices)
+
+
+def too_little_memory(drawn: LoadPlan, devices: Sequence[Device]) -> NotEnoughMemoryError | None:
+    """The error for a model of which not even one layer at a time fits the memory that this process may take.
+
+    Returns:
+        With what a pass takes at least and what this process may take; None where it is enough.
+    """
+    used = {placed.unit for placed in drawn.placement.units}
+    costs = [cost for cost in unit_costs(drawn.model, drawn.sources, drawn.experts) if cost.name in used]
+    for device in devices:
+        if not device.shares_host_memory:  # a GPU says by itself that it is full, and its process goes on
+            continue
+        (least, unit), free = least_bytes(costs, drawn.placement, device.name), device.free_bytes()
+        if least and least + FIXED_BYTES > free:
+            return NotEnoughMemoryError(
+                f"A pass takes at least {size(least + FIXED_BYTES)} of memory"
+                f"{f' (its largest unit is {unit})' if unit else ''}; this process may take {size(free)}.",
+                "Compress more, end other processes, or raise the limit of the container or of `ulimit -v`.",
+            )
+    return None
+
+
+def refuse_too_little_memory(drawn: LoadPlan, devices: Sequence[Device]) -> None:
+    """Refuse to load a model that needs more memory than this process may take.
+
+    Raises:
+        NotEnoughMemoryError: else the system would end the process in the first pass, without a message.
+    """
+    if (error := too_little_memory(drawn, devices)) is not None:
+        raise error
+
+
+def warn_of_too_little_memory(drawn: LoadPlan, devices: Sequence[Device]) -> None:
+    """Log as a warning what `refuse_too_little_memory` would raise."""
+    if (error := too_little_memory(drawn, devices)) is not None:
+        problem = error.problem
+        logger.warning("Loading the model here would be refused: %s", problem)
+
+
+def only_a_part(
+    drawn: LoadPlan, share: PartChooser, store: WeightFiles, devices: Sequence[Device], options: StreamOptions
+) -> LoadPlan:
+    """The same model, of which this process places and computes a part."""
+    budgets = {device.name: budget_of(device, options) for device in devices}
+    part = share(drawn.model, drawn.sources, unit_costs(drawn.model, drawn.sources, drawn.experts), store, budgets)
+    own = {name: source for name, source in drawn.sources.items() if name in part.units}
+    experts = tuple(source for source in drawn.experts if source.unit in part.units)
+    limited = replace(options, max_memory={**(options.max_memory or {}), **part.budgets})
+    placement = place_units(drawn.model, own, experts, devices, limited)
+    return replace(drawn, experts=experts, placement=with_others(placement, drawn.sources))
+
+
+def _choose_dtype(wanted: str | None, config: Any, store: WeightFiles, devices: Sequence[Device]) -> torch.dtype:
+    """The caller's dtype, else the config's, else that of the weights; fp16 for bf16 where a GPU has no bf16."""
+    named = _named_dtype(wanted)
+    if named is not None:
+        return named
+    dtype = _config_dtype(config) or _stored_dtype(store)
+    if dtype == torch.bfloat16 and not all(suits_bf16(device) for device in devices):
+        logger.warning("This GPU has no bfloat16; the model computes in float16. Pass dtype='float32' if it overflows.")
+        return torch.float16
+    return dtype
+
+
+def _named_dtype(name: str | None) -> torch.dtype | None:
+    if name is None:
+        return None
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise OptionError(f"dtype={name!r} is no floating dtype of torch.", "For example dtype='bfloat16'.")
+    return dtype
+
+
+def _config_dtype(config: Any) -> torch.dtype | None:
+    return getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+
+
+def _stored_dtype(store: WeightFiles) -> torch.dtype:
+    for tensor in store.tensors.values():
+        if tensor.quantized is not None and tensor.quantized.dtype is not None:
+            found: torch.dtype = getattr(torch, tensor.quantized.dtype)
+            return found
+        dtype = torch_dtype(tensor.parts[0].dtype)
+        if tensor.quantized is None and dtype.is_floating_point and dtype.itemsize > 1:  # a byte is a published code
+            return dtype
+    return torch.float32
+
+
+def _attention(wanted: str, config: Any, devices: Sequence[Device], dtype: torch.dtype) -> str | None:
+    """What to ask transformers for. "auto": FlashAttention 2 where it is installed and usable, else its own choice."""
+    if wanted != "auto":
+        return wanted
+    if devices[0].torch_device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        return None
+    from transformers.utils import is_flash_attn_2_available
+
+    own = skeleton.model_class(config)
+    kinds = getattr(own, "_compatible_flash_implementations", None) or ["flash_attention_2"]
+    supported = getattr(own, "_supports_flash_attn", False) and "flash_attention_2" in kinds
+    return "flash_attention_2" if supported and suits_bf16(devices[0]) and is_flash_attn_2_available() else None
+
+
+def place_units(
+    model: nn.Module,
+    sources: Mapping[str, UnitSource],
+    experts: Sequence[ExpertSource],
+    devices: Sequence[Device],
+    options: StreamOptions,
+) -> Placement:
+    """A place for every unit, within what is free or what the caller allows.
+
+    Args:
+        model: the skeleton.
+        sources: its units, in the order of a pass.
+        experts: those that are brought in by themselves.
+        devices: where to compute.
+        options: see `StreamOptions`.
+    """
+    costs = unit_costs(model, sources, experts)
+    budgets = [Budget(device.name, budget_of(device, options), device.shares_host_memory) for device in devices]
+    return place(
+        costs,
+        budgets,
+        small_first=options.small_layers_resident,
+        cached_layers=options.cache_layers or 0,
+        host_bytes=host_room(devices, options),
+        experts=expert_costs(experts),
+    )
+
+
+def _packs_on_host(form: Quantized, dtype: torch.dtype) -> type[StoredMatrix] | None:
+    return Matrix if multiplies(form) else None

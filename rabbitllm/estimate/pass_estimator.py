@@ -1,0 +1,312 @@
+"""One model on one machine: what has to be measured for it, and the times that come of that."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from rabbitllm.engine.costs import cache_room
+from rabbitllm.engine.load_plan import LoadPlan
+from rabbitllm.engine.placement import Tier
+from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, stays_cached
+from rabbitllm.engine.units import input_embedding
+from rabbitllm.estimate.expert_times import DIRECT, DROPPED, ExpertTimes
+from rabbitllm.estimate.generation import PROMPT_TOKENS, Speed
+from rabbitllm.estimate.machine import Machine, product_key
+from rabbitllm.estimate.overheads import binding_seconds, sizes_of
+from rabbitllm.estimate.pace import ALONE, Strain, UnitTime, pass_seconds
+from rabbitllm.estimate.products import WorkingSet, working_set
+from rabbitllm.estimate.reading import FileSample
+from rabbitllm.estimate.routing import RoutedWork, by_unit
+from rabbitllm.estimate.work import UnitWork, shapes
+from rabbitllm.quant.compression import BLOCKS
+
+Memory = tuple[str, bool]
+"""What weights are multiplied from, and whether they stay, as mapped, or come into a buffer for each pass."""
+_SMALL = 0.02
+"""Of all bytes that are multiplied with: a form with less is taken to be as fast as the commonest one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassTimes:
+    """Times in seconds, None for what could not be measured; see `generation.Generation`."""
+
+    from_the_disk: bool
+    token_seconds: float | None
+    first_token_seconds: float | None
+    speeds: tuple[Speed, ...]
+    found_token_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Reads:
+    """How streamed units are read between two tokens, and at the first: bytes a second."""
+
+    way: ReadMode
+    steady: float
+    disk: float
+
+
+class _Products:
+    """Rates of products with so many inputs, by the form and the memory of the weights."""
+
+    def __init__(self, sets: Mapping[Memory, _Set], tokens: int) -> None:
+        self.tokens = tokens
+        self.rates = {memory: found.rate(tokens) for memory, found in sets.items()}
+
+    def seconds(self, unit: UnitWork) -> float:
+        """Of all products of a unit; those of a form that was not measured are as fast as the commonest."""
+        commonest = next(iter(self.rates.values()), 0.0)
+        return sum(
+            product.touched(self.tokens) / self.rates.get((product.form, not unit.streamed), commonest)
+            for product in unit.products
+        )
+
+
+class _Set:
+    """Matrices to measure with, which are made when something is to be measured."""
+
+    def __init__(self, machine: Machine, device: str, memory: Memory, make: Callable[[], WorkingSet]) -> None:
+        self.key = (device, *memory)
+        self._machine = machine
+        self._make = make
+        self._made: WorkingSet | None = None
+
+    def rate(self, tokens: int) -> float:
+        """Bytes of weights a second, with so many inputs at a time."""
+        return self._machine.measured(product_key(*self.key, tokens), lambda: self.matrices.rate(tokens))
+
+    @property
+    def matrices(self) -> WorkingSet:
+        """The matrices."""
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+
+class PassEstimator:
+    """Measures what this model needs and nothing else.
+
+    Args:
+        drawn: the model.
+        work: what a pass over it does.
+        routed: what it does with experts that are brought in by themselves.
+        machine: where.
+        files: to measure reading with.
+    """
+
+    def __init__(
+        self,
+        drawn: LoadPlan,
+        work: Sequence[UnitWork],
+        routed: Sequence[RoutedWork],
+        machine: Machine,
+        files: Sequence[Path],
+    ) -> None:
+        self._drawn = drawn
+        self._work = work
+        self._routed = routed
+        self._machine = machine
+        self._files = files
+        self._streamed = drawn.placement.streamed_bytes
+        self._largest = max(unit.streamed for unit in work) or max(p.stored for p in drawn.placement.units)
+        self._cached = stays_cached(self._streamed, cache_room(drawn.placement, machine.devices))
+        self._speeds: list[Speed] = []
+
+    def pace(self) -> PassTimes:
+        """The times."""
+        reads = self._reads()
+        if reads is None and self._streamed:
+            return PassTimes(not self._cached, None, None, ())
+        sets = {device: self._working_sets(device) for device in self._devices()}
+        one = {name: _Products(found, 1) for name, found in sets.items()}
+        strain = self._strain(reads, sets, one) if reads is not None and self._streamed else ALONE
+        self._note(one, reads)
+        calls = ExpertTimes(self._drawn, self._routed, self._machine, self._files)
+        self._note_experts(calls)
+        binding = self._bindings()
+        steady, disk = (reads.steady, reads.disk) if reads is not None else (1.0, 1.0)
+        decoding = [unit for unit in self._work if not unit.once]
+
+        def token(experts: Mapping[str, float] | None) -> float | None:
+            return (
+                None if experts is None else pass_seconds(self._steps(one, binding, steady, decoding, experts), strain)
+            )
+
+        first, prompt = None, self._of_units(lambda routed: calls.of(routed).prompt)
+        if reads is not None and prompt is not None and self._machine.prompts:
+            many = {name: _Products(found, PROMPT_TOKENS) for name, found in sets.items()}
+            computing = pass_seconds(self._steps(many, binding, disk, self._work, prompt), strain)
+            touched = sum(routed.touched_bytes(PROMPT_TOKENS) for routed in self._routed)
+            first = max(computing, (self._mapped_bytes() + self._streamed + touched) / disk)
+        return PassTimes(
+            from_the_disk=(bool(self._streamed) and not self._cached) or calls.from_the_disk,
+            token_seconds=token(self._of_units(lambda routed: calls.of(routed).token(routed))),
+            first_token_seconds=first,
+            speeds=tuple(self._speeds),
+            found_token_seconds=token(self._of_units(lambda routed: calls.of(routed).found)),
+        )
+
+    def _of_units(self, seconds: Callable[[RoutedWork], float | None]) -> dict[str, float] | None:
+        """Of the experts of each unit; None if it is not known of one."""
+        found: dict[str, float] = {}
+        for unit, modules in by_unit(self._routed).items():
+            taken = [seconds(routed) for routed in modules]
+            known = [one for one in taken if one is not None]
+            if len(known) < len(taken):
+                return None
+            found[unit] = sum(known)
+        return found
+
+    def _devices(self) -> list[str]:
+        return list(dict.fromkeys(unit.device for unit in self._work))
+
+    # Reading
+
+    @cached_property
+    def _sample(self) -> FileSample:
+        return FileSample(self._files, self._largest)
+
+    def _read_rate(self, way: ReadMode) -> float | None:
+        return self._machine.measured(("read", way), lambda: self._sample.rate(way))
+
+    def _cached_rate(self) -> float | None:
+        return self._sample.cached_rate()
+
+    def _reads(self) -> _Reads | None:
+        through = self._read_rate(DROPPED)
+        if through is None:
+            return None
+        if not self._streamed:
+            return _Reads(THROUGH_THE_CACHE, through, through)
+        if self._cached:
+            steady = self._machine.measured("read again", self._cached_rate) or through
+            return _Reads(THROUGH_THE_CACHE, steady, through)
+        past = self._read_rate(DIRECT)
+        if past is not None and past >= through:
+            return _Reads(DIRECT, past, past)
+        return _Reads(DROPPED, through, through)
+
+    def _mapped_bytes(self) -> int:
+        """What stays in host memory as it lies in the files, and comes from the disk when it is first used."""
+        found = 0
+        embedding = input_embedding(self._drawn.model)
+        for placed in self._drawn.placement.units:
+            source = self._drawn.sources[placed.unit]
+            mapped = placed.tier is Tier.PACKED or (placed.tier is Tier.RESIDENT and source.is_view)
+            if mapped and self._machine.device(placed.device).shares_host_memory:
+                found += placed.counted if source.unit.module is not embedding else 0
+        return found
+
+    # Computing
+
+    def _working_sets(self, device: str) -> dict[Memory, _Set]:
+        """By form and kind of memory, the one with the most bytes first; those of few bytes have none."""
+        here = [unit for unit in self._work if unit.device == device]
+        touched: Counter[Memory] = Counter()
+        stored: Counter[Memory] = Counter()
+        for unit in here:
+            for product in unit.products:
+                touched[product.form, not unit.streamed] += round(product.touched(1))
+                stored[product.form, not unit.streamed] += product.nbytes
+        least, dtype = _SMALL * touched.total(), self._drawn.model.dtype
+        found = {}
+        for (form, mapped), nbytes in touched.most_common():
+            if nbytes >= least:
+                like = shapes((unit for unit in here if mapped is not bool(unit.streamed)), form)
+                make = partial(
+                    working_set, form, like, dtype, self._machine.device(device), stored[form, mapped], mapped=mapped
+                )
+                found[form, mapped] = _Set(self._machine, device, (form, mapped), make)
+        return found
+
+    def _strain(self, reads: _Reads, sets: dict[str, dict[Memory, _Set]], alone: dict[str, _Products]) -> Strain:
+        """What reading does to the commonest products, and they to it; nothing to those on a GPU."""
+        for name, found in sets.items():
+            if found and self._machine.device(name).shares_host_memory:
+                memory, commonest = next(iter(found.items()))
+                undisturbed = alone[name].rates[memory]
+                key = ("strain", commonest.key, reads.way)
+                return self._machine.measured(key, partial(self._strained, reads, commonest, undisturbed))
+        return ALONE
+
+    def _strained(self, reads: _Reads, commonest: _Set, alone: float) -> Strain:
+        with self._sample.going_on(reads.way) as beside:
+            rate = commonest.matrices.rate(1, disturbed=True)
+        self._sample.forget()
+        slower = reads.steady / beside.rate if beside.rate else 1.0
+        return Strain(max(alone / rate, 1.0), max(slower, 1.0))
+
+    def _bindings(self) -> dict[tuple[Any, ...], float]:
+        """Of each kind of unit whose parameters are bound for each pass."""
+        found: dict[tuple[Any, ...], float] = {}
+        for unit in self._work:
+            if unit.hooked and unit.kind not in found:
+                found[unit.kind] = binding_seconds(self._drawn, unit.unit, self._machine.device(unit.device))
+        return found
+
+    def _steps(
+        self,
+        rates: Mapping[str, _Products],
+        binding: Mapping[tuple[Any, ...], float],
+        read_rate: float,
+        work: Sequence[UnitWork],
+        experts: Mapping[str, float],
+    ) -> list[UnitTime]:
+        """A pass, in seconds; `experts`: unit -> those of its experts, which nothing is read ahead of."""
+        dtype, home = self._drawn.model.dtype, self._drawn.placement.home
+        sizes = sizes_of(self._drawn.model.config.get_text_config())
+        steps = [UnitTime(home, self._machine.overhead(sizes, dtype, home).a_pass)]
+        bringing = {device: self._bringing(device, work, read_rate) for device in self._devices()}
+        for unit in work:
+            device = self._machine.device(unit.device)
+            small = self._machine.overhead(sizes, dtype, unit.device).a_module * unit.modules
+            products = rates[unit.device].seconds(unit)
+            bound = binding[unit.kind] if unit.hooked else 0.0
+            # a GPU is told what to do ahead of doing it
+            compute = bound + (small + products if device.shares_host_memory else max(small, products))
+            compute += experts.get(unit.unit, 0.0)
+            brought = unit.streamed if device.shares_host_memory else unit.uploaded
+            steps.append(UnitTime(unit.device, compute, brought * bringing[unit.device]))
+        return steps
+
+    def _bringing(self, name: str, work: Sequence[UnitWork], read_rate: float) -> float:
+        """Seconds a byte that a pass brings to a device.
+
+        To one that shares no host memory bytes are copied while others are read ahead for it, whichever takes longer;
+        the disk has time for a unit while those that are kept in page-locked memory are copied.
+        """
+        here = [unit for unit in work if unit.device == name]
+        read, copied = sum(unit.streamed for unit in here), sum(unit.uploaded for unit in here)
+        if not copied:
+            return 1 / read_rate
+        return max(read / read_rate, copied / self._machine.upload(name)) / copied
+
+    def _note(self, rates: Mapping[str, _Products], reads: _Reads | None) -> None:
+        """What the times rest on, in words."""
+        for device, known in rates.items():
+            said = set()
+            for (form, _), rate in known.rates.items():
+                if form not in said:
+                    what = f"{form} codes" if form in BLOCKS else form
+                    self._speeds.append(Speed(f"multiplying with {what} on {device}", rate))
+                said.add(form)
+        if reads is not None and self._streamed:
+            words = {DIRECT: "past the page cache", DROPPED: "through the page cache"}
+            self._speeds.append(Speed(f"reading {words.get(reads.way, 'out of the page cache')}", reads.steady))
+
+    def _note_experts(self, calls: ExpertTimes) -> None:
+        """The same of experts: bytes that a token uses, and seconds until their module is done with them."""
+        said = set()
+        for routed in self._routed:
+            times = calls.of(routed)
+            kinds = {"at hand": times.found, "in page-locked memory": times.near, "to be read": times.read}
+            for kind, seconds in kinds.items():
+                what = f"using experts {kind} on {routed.device}"
+                if seconds is not None and what not in said:
+                    self._speeds.append(Speed(what, routed.used_bytes / seconds))
+                    said.add(what)

@@ -1,0 +1,237 @@
+"""What there is before a split: the source's headers, its split directories, their journals and manifests.
+
+Reads, each thing once, and judges what can still be done; measures nothing and writes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rabbitllm import prepare
+from rabbitllm.base.options import SplitOptions
+from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity
+from rabbitllm.checkpoints.json_file import read_json
+from rabbitllm.checkpoints.quantized import quantized_as
+from rabbitllm.checkpoints.routing import experts_a_token
+from rabbitllm.errors import InvalidIndexError, NotEnoughSpaceException
+from rabbitllm.quant.compression import COMPRESSIONS
+from rabbitllm.splitter import journal
+from rabbitllm.splitter.choosing import with_choice
+from rabbitllm.splitter.plan import SplitPlan, recompressed
+from rabbitllm.splitter.request import SplitRequest, ground_of, plan_split
+from rabbitllm.store.chosen import AUTO
+from rabbitllm.store.layer_store import JOURNAL_NAME, Manifest, is_finished, is_fitted, read_manifest
+
+
+@dataclass
+class SourceScan:
+    """A source and its split directories, looked at.
+
+    Attributes:
+        source: as `prepare.find` gave it.
+        sought: what that was asked for.
+        options: the caller's.
+        refused: why loading would refuse what a split would make, by compression; filled in before `feasible` is used.
+    """
+
+    source: prepare.Source
+    sought: prepare.Sought
+    options: SplitOptions
+    refused: dict[str | None, str] = field(default_factory=dict)
+
+    @cached_property
+    def folders(self) -> dict[str | None, Path]:
+        """The split directories, there or not, by compression; one alone where a finished split is all there is."""
+        if self.source.repository is None and self.source.local is None:
+            folder = self.source.split_folder
+            manifest = read_manifest(folder)
+            return {manifest.compression if manifest is not None else self.sought.compression: folder}
+        found = {c: prepare.folder_at(self.source, self.sought, c) for c in COMPRESSIONS}
+        mixed = prepare.folder_at(self.source, self.sought, AUTO)
+        if self.options.compression == AUTO or is_finished(mixed) or (mixed / JOURNAL_NAME).exists():
+            found[AUTO] = mixed
+        return found
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint | None:
+        """The weights; None where only finished splits are left of them."""
+        return prepare.open_weights(self.source, self.folders.values())
+
+    @cached_property
+    def manifests(self) -> dict[str | None, Manifest | None]:
+        """Of the splits that are whole, by compression; None for one of RabbitLLM 1.1's."""
+        return {c: read_manifest(folder) for c, folder in self.folders.items() if is_finished(folder)}
+
+    @cached_property
+    def journals(self) -> dict[str | None, journal.Replay]:
+        """Of the splits that are unfinished, by compression."""
+        found = {c: journal.replay(folder) for c, folder in self.folders.items() if c not in self.manifests}
+        return {c: earlier for c, earlier in found.items() if earlier is not None}
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The source's config, or nothing where it is absent or damaged."""
+        path = self.source.config_folder / "config.json"
+        derived = self.checkpoint.derived() if self.checkpoint is not None else {}
+        if "config.json" in derived:
+            found: dict[str, Any] = json.loads(derived["config.json"])
+            return found
+        try:
+            return read_json(path) if path.exists() else {}
+        except InvalidIndexError:
+            return {}
+
+    @cached_property
+    def quantized(self) -> str | None:
+        """How the weights are quantized as they are published; None for plain ones."""
+        return quantized_as(self.config)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What from_pretrained will not like, although a plan can be made."""
+        if self.config:
+            return ()
+        state = "cannot be read" if (self.source.config_folder / "config.json").exists() else "is missing"
+        return (f"config.json {state}: from_pretrained will refuse, and layers are named here as a Llama's are.",)
+
+    @property
+    def commit(self) -> str | None:
+        """Of a repository: the pinned one, or that which what is here was made from."""
+        if self.source.repository is not None:
+            return self.source.repository.commit
+        known = [self.base.source] if self.base is not None else []
+        known += [manifest.source for manifest in self.manifests.values() if manifest is not None]
+        return known[0].commit if known else None
+
+    @cached_property
+    def base(self) -> SplitPlan | None:
+        """The uncompressed plan, from headers or, where shards are gone, from a journal; None if neither is left."""
+        if self._gone is None and self.checkpoint is not None:
+            return plan_split(self.request(None, sequential=False))
+        return next((recompressed(earlier.plan, None) for earlier in self.journals.values()), None)
+
+    @cached_property
+    def plans(self) -> dict[str | None, SplitPlan]:
+        """What was or would be done at each compression that applies, be there still a way to it or not."""
+        base = self.base
+        applies = [c for c in self.folders if c is None or self.quantized is None]
+        plans = {} if base is None else {c: recompressed(base, c) if c else base for c in applies if c != AUTO}
+        if AUTO in applies and isinstance(self._mixed, SplitPlan):
+            plans[AUTO] = self._mixed
+        return {**plans, **{c: self._with_places(earlier.plan) for c, earlier in self.journals.items()}}
+
+    @cached_property
+    def _mixed(self) -> SplitPlan | str | None:
+        """The plan at "auto": as it was carried out, or as it would be; or why there is none."""
+        if self.base is None:
+            return None
+        made = self.manifests.get(AUTO)
+        if made is not None:
+            return recompressed(self.base, AUTO, made.chosen)
+        if self.checkpoint is None or AUTO in self.journals:
+            return None
+        request = self.request(AUTO, sequential=False)
+        try:
+            ground = ground_of(request, recompressed(self.base, AUTO))
+            return with_choice(self.base, ground, request.options, request.experts_a_token)
+        except NotEnoughSpaceException as error:
+            return f"{error.problem} {error.remedy}".rstrip(".")
+
+    def _with_places(self, plan: SplitPlan) -> SplitPlan:
+        """The plan with each shard where it is now."""
+        if self.checkpoint is None:
+            return plan
+        stages = self.checkpoint.stages
+        shards = tuple(dataclasses.replace(shard, staged=stages(shard.name)) for shard in plan.shards)
+        return dataclasses.replace(plan, shards=shards)
+
+    def fitted(self, compression: str | None) -> bool:
+        """Whether scales of 4bit fit their blocks, as it was begun or as it is asked for now."""
+        if compression in self.manifests:
+            manifest = self.manifests[compression]
+            return manifest is not None and is_fitted(manifest.quantizer)
+        earlier = self.journals.get(compression)
+        return is_fitted(earlier.quantizer) if earlier is not None else self.options.fit_scales
+
+    @cached_property
+    def feasible(self) -> dict[str | None, SplitPlan]:
+        """Of `plans`, those that are not carried out yet and can be."""
+        return {c: plan for c, plan in self.plans.items() if c not in self.manifests and self.obstacle(c) is None}
+
+    def used(self, compression: str | None) -> frozenset[str]:
+        """Shards that an unfinished split has used up."""
+        earlier = self.journals.get(compression)
+        return earlier.used if earlier is not None else frozenset()
+
+    def is_here(self, shard: str) -> bool:
+        """Whether a shard is on this machine."""
+        if self.source.repository is not None:
+            return self.source.repository.cached(shard) is not None
+        return self.source.local is not None and (self.source.local / shard).exists()
+
+    def obstacle(self, compression: str | None) -> str | None:
+        """Why a split at this compression can be neither used, begun nor finished; None if nothing is in the way."""
+        if compression in self.manifests:
+            return self._other_split(compression, self.manifests[compression])
+        if compression is not None and self.quantized is not None:
+            return f"the weights are quantized already ({self.quantized})"
+        if compression in self.refused:
+            return f"loading would refuse it: {self.refused[compression].rstrip('.')}"
+        earlier = self.journals.get(compression)
+        if compression == AUTO and earlier is None and isinstance(self._mixed, str):
+            return self._mixed
+        if earlier is None or self.checkpoint is None:
+            return self._gone
+        if (why := self._differs(earlier.plan.source)) is not None:
+            return f"the unfinished split there is of another source: {why}"
+        if self.source.repository is not None:
+            return None
+        waiting = [shard.name for shard in earlier.plan.shards if shard.name not in earlier.used]
+        missing = [shard for shard in waiting if not self.is_here(shard)]
+        return f"{len(missing)} of the {len(waiting)} shards it still needs are gone" if missing else None
+
+    def _other_split(self, compression: str | None, manifest: Manifest | None) -> str | None:
+        if manifest is None:
+            return None
+        if manifest.compression != compression:
+            return f"the finished split there is at compression {manifest.compression}"
+        why = self._differs(manifest.source)
+        return f"the finished split there is of another source: {why}" if why is not None else None
+
+    @cached_property
+    def _gone(self) -> str | None:
+        """Why no plan can be made from headers; None if one can."""
+        if self.checkpoint is None:
+            return "its shards are gone"
+        if self.source.repository is not None:
+            return None  # what a repository lacks is an error of its own
+        shards = self.checkpoint.index.shards
+        missing = [shard for shard in shards if not self.is_here(shard)]
+        return f"{len(missing)} of its {len(shards)} shards are gone" if missing else None
+
+    @cached_property
+    def _identity(self) -> SourceIdentity | None:
+        """Of the source as it is now; None where nothing of it is left to tell by."""
+        if self.checkpoint is None:
+            return None
+        if self._gone is None and self.base is not None:
+            return self.base.source
+        facts = (self.checkpoint.facts(shard) for shard in self.checkpoint.index.shards)
+        return self.checkpoint.identity(fact for fact in facts if fact is not None)
+
+    def _differs(self, known: SourceIdentity) -> str | None:
+        return known.differs_from(self._identity) if self._identity is not None else None
+
+    def request(self, compression: str | None, *, sequential: bool) -> SplitRequest:
+        """The split that `from_pretrained` would make, on one of the two routes."""
+        assert self.checkpoint is not None
+        family = self.config.get("model_type")
+        options = dataclasses.replace(self.options, compression=compression, sequential=sequential)
+        named = family if isinstance(family, str) else None
+        folder, picked = self.folders[compression], experts_a_token(self.config)
+        return SplitRequest(self.checkpoint, folder, named, options, experts_a_token=picked)

@@ -1,0 +1,64 @@
+"""A request that a batch has taken on, and where it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rabbitllm.generation.generation import Generation
+from rabbitllm.generation.members import Member
+from rabbitllm.generation.picking import SequenceMemory
+from rabbitllm.generation.swap_space import SwappedOutCache
+
+
+@dataclass(eq=False, slots=True)
+class RequestHandle:
+    """A request that was taken on. `cancel` is for whoever asked, all else the batch's own.
+
+    Attributes:
+        wake: tells the batch that something has changed.
+        generation: what is asked for, and what has come of it.
+        member: of the passes, while it runs.
+        is_cancelled: whether nobody wants it any more.
+        deadline: `time.monotonic()` at which its time is over; None for no limit.
+        held: its cache, if it had to make way and can come back.
+    """
+
+    wake: Callable[[], None]
+    generation: Generation
+    member: Member | None = None
+    is_cancelled: bool = False
+    deadline: float | None = None
+    held: SwappedOutCache | None = None
+
+    def cancel(self) -> None:
+        """End it with the pass that is going on; may be called from any thread, any number of times."""
+        self.is_cancelled = True
+        self.wake()
+
+    @property
+    def text(self) -> SequenceMemory:
+        """Its length, now and at most."""
+        generation = self.generation
+        return SequenceMemory(len(generation.request.prompt) + len(generation.tokens), generation.room)
+
+    @property
+    def cached_tokens(self) -> int:
+        """How many tokens its cache has; 0 without one."""
+        cache = self.generation.cache
+        return cache.get_seq_length() if cache is not None else 0
+
+    def whole_cache(self, continues: bool) -> Any | None:
+        """What `generate` can go on from, of one that waits for a pass: keys and values of all tokens but those that it
+        brings. None if it has just begun, or if its cache does not tell how many tokens are in it.
+
+        Args:
+            continues: whether several further tokens go through the model as one would; else it must bring one.
+        """
+        if self.member is None or not self.member.is_outside:
+            return None
+        entry, cache = self.member.brings
+        if not entry.past or entry.past >= self.text.tokens or not (continues or entry.length == 1):
+            return None
+        return cache

@@ -1,0 +1,252 @@
+"""Keeps what micro-batches have computed within bounds while others' turn is: aside, in host memory or in a file.
+
+A tensor's bytes are written aside and its storage is emptied; before its micro-batch goes on, the storage is filled
+again, for whoever refers to it. Turns come round and round, so that what was used last is needed last: those that came
+first stay, and the others are brought back and put aside at every turn, one ahead of its turn.
+
+    on the device   |#######|        as much as `near` says
+    host memory     |####|           only beside a device with memory of its own
+    file            |###########     without a name, so that it is gone with the process
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Hashable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from rabbitllm.generation.scoring.held import HeldTensors
+from rabbitllm.storage.durable import NamelessFile
+
+HAS_FILES = NamelessFile.READS_AT_PLACES
+"""Whether a file can be read at one place while it is written at another."""
+BLOCK = 1 << 12
+"""Places in the file begin at multiples of this."""
+
+
+class NoRoom(Exception):
+    """What somebody holds has room neither in memory nor in the file."""
+
+
+@dataclass(slots=True)
+class _Aside:
+    """A storage that is empty, and where its bytes are."""
+
+    storage: torch.UntypedStorage
+    nbytes: int
+    memory: torch.Tensor | None = None
+    place: int | None = None
+    coming: Future[torch.Tensor] | None = None
+
+
+@dataclass(slots=True)
+class _Owner:
+    """What one of those who take turns has.
+
+    Attributes:
+        near: storages that are filled: key -> bytes.
+        aside: those that are not.
+        idle: keys of those that are not needed when it goes on.
+        spare: of these, the ones that are filled.
+    """
+
+    near: dict[int, int] = field(default_factory=dict)
+    aside: dict[int, _Aside] = field(default_factory=dict)
+    idle: frozenset[int] = frozenset()
+    spare: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+
+
+class ActivationOffload:
+    """Bounds what those who take turns hold.
+
+    Args:
+        near: bytes that may stay where they are.
+        host: bytes that may be put aside in host memory; 0 where the storages are there themselves.
+        disk: bytes that may be put aside in a file.
+        folder: an existing one for it; None for the system's.
+        fixed: keys of storages that are nobody's: weights and buffers.
+
+    Attributes:
+        written, read: bytes, of the file.
+        most_near: bytes that stayed at most, at the end of a turn.
+    """
+
+    def __init__(
+        self, near: int, host: int = 0, disk: int = 0, folder: Path | None = None, fixed: frozenset[int] = frozenset()
+    ) -> None:
+        self._limits = near, host, disk
+        self._folder = folder
+        self._fixed = fixed
+        self._owners: dict[Hashable, _Owner] = {}
+        self._holders: dict[int, set[Hashable]] = {}
+        self._free: dict[int, list[int]] = {}  # size -> places in the file
+        self._end = 0
+        self._near = self._host = 0
+        self._file: NamelessFile | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self.written = self.read = self.max_near = 0
+
+    def __enter__(self) -> ActivationOffload:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of everything; what is aside is lost."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+        self._owners.clear()
+        self._holders.clear()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def leave(self, owner: Hashable, held: HeldTensors) -> None:
+        """Somebody's turn is over.
+
+        Args:
+            owner: who.
+            held: what it holds now.
+
+        Raises:
+            NoRoom: there is none for it.
+        """
+        known = self._owners.setdefault(owner, _Owner())
+        found = {one._cdata: one for one in (*held.needed, *held.idle) if one._cdata not in self._fixed}
+        for key in known.near.keys() - found.keys():
+            self._near -= known.near.pop(key)
+            self._let_go(key, owner)
+        for key in known.aside.keys() - found.keys():
+            self._forget(known.aside.pop(key))
+            self._let_go(key, owner)
+        idle = {one._cdata for one in held.idle}
+        known.idle = frozenset(idle)
+        for key, storage in found.items():
+            self._holders.setdefault(key, set()).add(owner)
+            if key not in known.aside:
+                self._near += storage.nbytes() - known.near.get(key, 0)
+                known.near[key] = storage.nbytes()
+        known.spare = {key: found[key] for key in idle & known.near.keys()}
+        for other in list(self._owners.values()) if self._near > self._limits[0] else ():
+            self._make_room(other, other.spare)  # whoever has it, nobody waits for it
+        self._make_room(known, found)
+        known.spare = {key: storage for key, storage in known.spare.items() if key in known.near}
+        self.max_near = max(self.max_near, self._near)
+
+    def _make_room(self, owner: _Owner, found: Mapping[int, torch.UntypedStorage]) -> None:
+        for key in sorted(found.keys() & owner.near.keys(), key=lambda key: -owner.near[key]):
+            if self._near <= self._limits[0]:
+                return
+            if len(self._holders[key]) == 1:  # what several have is in use while one of them computes
+                owner.aside[key] = self._put_aside(found[key])
+                self._near -= owner.near.pop(key)
+                owner.spare.pop(key, None)
+
+    def expect(self, owner: Hashable) -> None:
+        """Begin to bring back what somebody needs whose turn is next."""
+        known = self._owners.get(owner)
+        if known is None:
+            return
+        for key, aside in known.aside.items():
+            if key not in known.idle and aside.place is not None and aside.coming is None:
+                if self._thread is None:
+                    self._thread = ThreadPoolExecutor(1, "rabbitllm-scoring")
+                aside.coming = self._thread.submit(self._read, aside.place, aside.nbytes)
+
+    def take(self, owner: Hashable) -> None:
+        """Bring back what somebody needs whose turn it is."""
+        known = self._owners.get(owner)
+        if known is None:
+            return
+        known.spare = {}
+        for key in [key for key in known.aside if key not in known.idle]:
+            aside = known.aside.pop(key)
+            bytes_there = aside.memory
+            if aside.coming is not None:
+                bytes_there, aside.coming = aside.coming.result(), None
+            elif aside.place is not None:
+                bytes_there = self._read(aside.place, aside.nbytes)
+            assert bytes_there is not None
+            aside.storage.resize_(aside.nbytes)
+            _bytes_of(aside.storage).copy_(bytes_there)
+            self._forget(aside)
+            known.near[key] = aside.nbytes
+            self._near += aside.nbytes
+
+    def over(self, owner: Hashable) -> None:
+        """Somebody takes no more turns."""
+        known = self._owners.pop(owner, _Owner())
+        self._near -= sum(known.near.values())
+        for aside in known.aside.values():
+            self._forget(aside)
+        for key in (*known.near, *known.aside):
+            self._let_go(key, owner)
+
+    def _let_go(self, key: int, owner: Hashable) -> None:
+        holders = self._holders.get(key, set())
+        holders.discard(owner)
+        if not holders:
+            self._holders.pop(key, None)
+
+    def _put_aside(self, storage: torch.UntypedStorage) -> _Aside:
+        nbytes = storage.nbytes()
+        aside = _Aside(storage, nbytes)
+        whole = _bytes_of(storage)
+        if self._host + nbytes <= self._limits[1]:
+            aside.memory = torch.empty(nbytes, dtype=torch.uint8).copy_(whole)
+            self._host += nbytes
+        else:
+            aside.place = self._write(whole.cpu())
+        storage.resize_(0)
+        return aside
+
+    def _forget(self, aside: _Aside) -> None:
+        if aside.coming is not None:
+            aside.coming.cancel()
+        if aside.memory is not None:
+            self._host -= aside.nbytes
+        if aside.place is not None:
+            self._free.setdefault(_whole_blocks(aside.nbytes), []).append(aside.place)
+
+    def _write(self, whole: torch.Tensor) -> int:
+        size = _whole_blocks(len(whole))
+        places = self._free.get(size)
+        place = places.pop() if places else self._end
+        if place == self._end and self._end + size > self._limits[2]:
+            raise NoRoom(f"{size:,} bytes more than the {self._limits[2]:,} in a file")
+        self._end = max(self._end, place + size)
+        if self._file is None:
+            self._file = NamelessFile(self._folder)
+        # not by numpy(), after which torch would not resize the storage any more
+        self._file.write_at(memoryview((ctypes.c_ubyte * len(whole)).from_address(whole.data_ptr())), place)
+        self.written += len(whole)
+        return place
+
+    def _read(self, place: int, nbytes: int) -> torch.Tensor:
+        assert self._file is not None
+        whole = torch.empty(nbytes, dtype=torch.uint8)
+        self._file.read_at(whole.numpy().data, place)
+        self.read += nbytes
+        return whole
+
+
+def keys_of(tensors: Sequence[torch.Tensor]) -> frozenset[int]:
+    """What storages are known by, as long as they are there."""
+    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """(nbytes,) uint8, over the storage."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _whole_blocks(nbytes: int) -> int:
+    return -(-nbytes // BLOCK) * BLOCK

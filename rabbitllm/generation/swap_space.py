@@ -1,0 +1,210 @@
+"""Keys and values that have made way for others' and wait to come back: in RAM, or in files that have no name.
+
+    on a GPU    to RAM, if they take at most a quarter of what is free there; else to a file
+    in RAM      to a file, if they take at most a quarter of what is free on its disk
+
+A file is written where that and reading it again takes no longer than computing everything again would, by the speed
+that files have had so far. Whatever cannot be moved, does not fit or fails is computed again, which is always possible.
+
+Files hold what users wrote, in a form from which it can be had back: they are for this user alone, and gone with the
+process, however it ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rabbitllm.engine.free_memory import available_ram
+from rabbitllm.generation.cache_parts import put_together, taken_apart
+from rabbitllm.storage import durable
+from rabbitllm.storage.folders import folder_at
+
+logger = logging.getLogger(__name__)
+
+SHARE = 4
+"""One part in so many of what is free may be taken at a time."""
+FIRST_RATE = 200e6
+"""Bytes a second to a file and from it, before there was one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """A tensor without its bytes."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(eq=False, slots=True)
+class SwappedOutCache:
+    """A cache that is aside.
+
+    Attributes:
+        nbytes: that it takes.
+        shell: see `cache_parts`.
+        forms: of its tensors.
+        tensors: in RAM; None if they are in a file.
+        file: else.
+    """
+
+    nbytes: int
+    shell: Any
+    forms: list[_Form]
+    tensors: list[torch.Tensor] | None
+    file: durable.NamelessFile | None
+
+
+class SwapSpace:
+    """Takes caches, and gives them back.
+
+    Args:
+        limit: bytes that it may hold; 0 for nothing ever.
+        folder: where files may be; None for none.
+
+    Attributes:
+        limit: see above.
+        nbytes: that it holds.
+    """
+
+    def __init__(self, limit: int, folder: Path | None) -> None:
+        self.limit = limit
+        self.nbytes = 0
+        self._folder = folder
+        self._rate = FIRST_RATE
+        self._has_failed = False
+
+    def put(self, cache: Any, recompute_seconds: float | None) -> SwappedOutCache | None:
+        """Take a cache; None if it is better computed again, or has to be.
+
+        Args:
+            cache: of one text; afterwards nobody else may use it.
+            recompute_seconds: that computing it again would take; None to move it if that can be done at all.
+        """
+        parts = taken_apart(cache) if self.limit else None
+        if parts is None or self.nbytes + parts.nbytes > self.limit:
+            return None
+        forms = [_form(tensor) for tensor in parts.tensors]
+        held = SwappedOutCache(parts.nbytes, parts.shell, forms, None, None)
+        try:
+            if _leaves_a_device(forms) and parts.nbytes <= available_ram() // SHARE:
+                held.tensors = [_dense(tensor) for tensor in parts.tensors]
+            elif self._is_worth_a_file(parts.nbytes, recompute_seconds):
+                held.file = self._written(parts.tensors)
+            else:
+                return None
+        except (OSError, MemoryError, RuntimeError) as error:
+            self._complain(error)
+            return None
+        self.nbytes += held.nbytes
+        return held
+
+    def take(self, held: SwappedOutCache) -> Any | None:
+        """The cache again, which is no longer held; None if it is lost.
+
+        Args:
+            held: as `put` returned it, once.
+        """
+        try:
+            if held.file is not None:
+                tensors = self._read(held.file, held.forms, held.nbytes)
+            else:
+                assert held.tensors is not None
+                tensors = [one.to(form.device) for one, form in zip(held.tensors, held.forms, strict=True)]
+        except (OSError, MemoryError, RuntimeError) as error:
+            self._complain(error)
+            return None
+        finally:
+            self.drop(held)
+        return put_together(held.shell, tensors)
+
+    def drop(self, held: SwappedOutCache) -> None:
+        """Forget a cache."""
+        self.nbytes -= held.nbytes
+        held.tensors = None
+        if held.file is not None:
+            held.file.close()
+            held.file = None
+
+    def _is_worth_a_file(self, nbytes: int, recompute_seconds: float | None) -> bool:
+        if self._folder is None or nbytes > shutil.disk_usage(self._folder).free // SHARE:
+            return False
+        return recompute_seconds is None or 2 * nbytes / self._rate <= recompute_seconds
+
+    def _written(self, tensors: list[torch.Tensor]) -> durable.NamelessFile:
+        assert self._folder is not None
+        start = time.perf_counter()
+        file = durable.NamelessFile(self._folder)
+        try:
+            at = 0
+            for tensor in tensors:
+                file.write_at(_bytes_of(_dense(tensor)), at)
+                at += tensor.nbytes
+        except BaseException:
+            file.close()
+            raise
+        self._learn(sum(tensor.nbytes for tensor in tensors), time.perf_counter() - start)
+        return file
+
+    def _read(self, file: durable.NamelessFile, forms: list[_Form], nbytes: int) -> list[torch.Tensor]:
+        start = time.perf_counter()
+        tensors = []
+        at = 0
+        for form in forms:
+            made = torch.empty_strided(form.shape, form.strides, dtype=form.dtype)
+            file.read_at(_bytes_of(made), at)
+            at += made.nbytes
+            tensors.append(made.to(form.device))
+        self._learn(nbytes, time.perf_counter() - start)
+        return tensors
+
+    def _learn(self, nbytes: int, seconds: float) -> None:
+        self._rate = 0.5 * (self._rate + nbytes / max(seconds, 1e-6))
+
+    def _complain(self, error: Exception) -> None:
+        """Warn once: a disk that is full stays so for a while."""
+        if not self._has_failed:
+            logger.warning("Keys and values that make way are computed again: %s", error)
+        self._has_failed = True
+
+
+def usual_folder() -> Path | None:
+    """Where a file may be if nobody says: with temporary files, on a disk; None if both their places lie in memory."""
+    for path in (Path(tempfile.gettempdir()), Path("/var/tmp")):
+        if path.is_dir() and (folder := folder_at(path)).writable and not folder.in_memory:
+            return path
+    return None
+
+
+def _leaves_a_device(forms: list[_Form]) -> bool:
+    """Whether its memory is another one than RAM."""
+    return any(form.device.type != "cpu" for form in forms)
+
+
+def _form(tensor: torch.Tensor) -> _Form:
+    """Of a tensor as it will come back: its axes in the same order in memory, without holes."""
+    dense = torch.empty_like(tensor, device="meta")
+    return _Form(tuple(dense.shape), dense.stride(), tensor.dtype, tensor.device)
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """On the host, as `_form` has it."""
+    form = _form(tensor)
+    if tensor.device.type == "cpu" and tensor.stride() == form.strides:
+        return tensor
+    return torch.empty_strided(form.shape, form.strides, dtype=form.dtype).copy_(tensor)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Of a tensor without holes on the host: its memory."""
+    flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return flat.view(torch.uint8).numpy().data

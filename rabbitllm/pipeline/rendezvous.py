@@ -1,0 +1,203 @@
+"""How processes find each other and talk: torch's own store and gloo. Knows no models.
+
+Each says what it has in the store, so that all can compare before anybody connects; then frames go from process to
+process. gloo notices at once that a process has ended, and after `timeout` that a machine does not answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+
+from rabbitllm.base.options import Hosts
+from rabbitllm.errors import HostGoneError, HostsError
+from rabbitllm.pipeline.frames import Frame, from_bytes, to_bytes
+
+T = TypeVar("T")
+_POLL_SECONDS = 0.02
+_LONGEST_FRAME = 1 << 40
+
+
+class Rendezvous:
+    """The processes that were called together, before they are connected.
+
+    Args:
+        hosts: who, and where.
+
+    Attributes:
+        rank: this process's place among them; 0 has the inputs.
+        ranks: how many they are.
+
+    Raises:
+        HostGoneError: the first process is not reached in time.
+        HostsError: as many as it waits for are there already.
+    """
+
+    def __init__(self, hosts: Hosts) -> None:
+        self._hosts = hosts
+        self._until = time.monotonic() + hosts.patience
+        self._host, _, port = hosts.address.rpartition(":")
+        serves = hosts.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        try:
+            store = TCPStore(
+                self._host,
+                int(port),
+                is_master=serves,
+                timeout=timedelta(seconds=hosts.patience),
+                wait_for_workers=False,
+            )
+        except (RuntimeError, ValueError, OSError) as error:
+            if serves:
+                raise HostGoneError(
+                    f"No worker can be waited for at {hosts.address}: {_first_line(error)}",
+                    "Give an address of this machine, as the workers reach it, with a port that is free.",
+                ) from error
+            raise HostGoneError(
+                f"The first process cannot be reached at {hosts.address}: {_first_line(error)}",
+                "Start it with this address, and see that the port is open between the hosts.",
+            ) from error
+        self._server = store
+        self._store = PrefixStore("rabbitllm", store)
+        if hosts.is_first:
+            self.rank, self.ranks = 0, hosts.workers + 1
+            self._store.set("ranks", str(self.ranks))
+            if hosts.announce is not None:
+                hosts.announce(f"{self._host}:{store.port}")
+        else:
+            self.ranks = int(self._wait_for("ranks", "the first process"))
+            self.rank = self._store.add("joined", 1) if hosts.rank is None else hosts.rank
+        if self.rank >= self.ranks:
+            raise HostsError(
+                f"{hosts.address} waits for {self.ranks - 1} workers, and they are there already.",
+                "Start the first process with a larger number of workers.",
+            )
+
+    def exchange(self, facts: Any) -> list[Any]:
+        """Plain JSON of every process, in the order of their ranks.
+
+        Raises:
+            HostGoneError: not all of them say something in time.
+        """
+        self._store.set(f"facts/{self.rank}", json.dumps(facts))
+        return [json.loads(self._wait_for(f"facts/{rank}", f"process {rank}")) for rank in range(self.ranks)]
+
+    def connect(self, names: list[str]) -> Link:
+        """Connect every process with every other one.
+
+        Args:
+            names: of the processes, for messages.
+
+        Raises:
+            HostGoneError: one of them cannot be reached.
+        """
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timedelta(seconds=self._hosts.timeout)
+        options._devices = [self._device()]
+        try:
+            group = ProcessGroupGloo(PrefixStore("gloo", self._store), self.rank, self.ranks, options)
+        except RuntimeError as error:
+            raise HostGoneError(
+                f"The hosts do not reach each other: {_first_line(error)}",
+                "Each needs open ports to every other one. Name the network interface in GLOO_SOCKET_IFNAME.",
+            ) from error
+        return Link(group, self.rank, names, self._server)
+
+    def _device(self) -> Any:
+        """The network that the first process is on, by its address; the one that the user names goes before."""
+        named = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+        if named:
+            return ProcessGroupGloo.create_device(interface=named)
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((self._host, 9))  # sends nothing; the system chooses the address to send from
+            return ProcessGroupGloo.create_device(hostname=probe.getsockname()[0])
+        return ProcessGroupGloo.create_default_device()
+
+    def _wait_for(self, key: str, who: str) -> str:
+        """What somebody says in the store; asked for again and again, so that an interrupt is noticed."""
+        try:
+            while not self._store.check([key]):
+                if time.monotonic() > self._until:
+                    raise HostGoneError(
+                        f"After {self._hosts.patience:.0f} s {who} has not come to {self._hosts.address}.",
+                        "Start it with the same address; a host that ended needs all of them started again.",
+                    )
+                time.sleep(_POLL_SECONDS)
+            return str(self._store.get(key).decode())
+        except RuntimeError as error:
+            if isinstance(error, HostGoneError):
+                raise
+            raise HostGoneError(
+                f"The first process at {self._hosts.address} is gone: {_first_line(error)}", "Start all of them again."
+            ) from error
+
+
+class Link:
+    """Frames from process to process.
+
+    Args:
+        group: connects them.
+        rank: this process's.
+        names: of all.
+        server: kept as long as this is.
+    """
+
+    def __init__(self, group: Any, rank: int, names: list[str], server: Any) -> None:
+        self._group = group
+        self._server = server
+        self.rank = rank
+        self.names = names
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return len(self.names)
+
+    def send(self, rank: int, frame: Frame) -> None:
+        """Send a frame.
+
+        Raises:
+            HostGoneError: who should get it is gone.
+        """
+        body = to_bytes(frame)
+        self._with(rank, lambda: self._group.send([torch.tensor([len(body)])], rank, 0).wait())
+        self._with(rank, lambda: self._group.send([body], rank, 0).wait())
+
+    def receive(self, rank: int) -> Frame:
+        """Wait for the next frame of a process.
+
+        Raises:
+            HostGoneError: it is gone, or silent for too long.
+            HostsError: what it sends is no frame.
+        """
+        length = torch.zeros(1, dtype=torch.long)
+        self._with(rank, lambda: self._group.recv([length], rank, 0).wait())
+        if not 0 < int(length) < _LONGEST_FRAME:
+            raise HostsError(
+                f"What came from another host is no message of ours: it says that it has {int(length):,} bytes.",
+                "Start the same version of rabbitllm on every host, and give it an address of its own.",
+            )
+        body = torch.empty(int(length), dtype=torch.uint8)
+        self._with(rank, lambda: self._group.recv([body], rank, 0).wait())
+        return from_bytes(body)
+
+    def _with(self, rank: int, do: Callable[[], T]) -> T:
+        try:
+            return do()
+        except RuntimeError as error:
+            raise HostGoneError(
+                f"{self.names[rank]} has ended or does not answer: {_first_line(error)}",
+                "See what it says itself, then start all of them again.",
+            ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0].rpartition("] ")[2][:200] or type(error).__name__

@@ -1,0 +1,137 @@
+"""Shards filled into layer files by tasks of a Ray cluster.
+
+Ray runs a task again whose worker or machine died. What is durable, which layers are whole and which shards may go is
+not decided here (`splitter/shard_loop.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rabbitllm.errors import ClusterError, OptionError, RabbitLLMError
+from rabbitllm.ray.cluster import Node
+from rabbitllm.ray.fill import fill_from
+from rabbitllm.ray.node_check import check_machines
+from rabbitllm.ray.turns import Part, next_part
+from rabbitllm.splitter.lease import Lease, granted, revoke
+from rabbitllm.splitter.plan import PlannedShard
+from rabbitllm.splitter.shard_executor import Filled
+from rabbitllm.splitter.sums import ShardChecksums
+from rabbitllm.splitter.work import SplitWork
+
+CPUS_A_TASK = 2
+"""Processors that Ray sets aside for a shard, and threads that work on it."""
+TIMES = 4
+"""How often a shard is begun before its dying workers are taken for its own doing."""
+POLL_SECONDS = 0.2
+STOP_SECONDS = 10.0
+"""How long tasks that are to stop may take over it."""
+Fill = Callable[[PlannedShard, SplitWork, Lease, int], ShardChecksums]
+"""See `fill_from`."""
+
+
+class RayShardExecutor:
+    """Hands that are tasks; see `ShardExecutor`. The process must be connected to the cluster.
+
+    Args:
+        nodes: its machines.
+        at_once: shards in work at a time; None for as many as the machines have processors for.
+        quantizes: whether tensors are quantized.
+        fill: what a worker does with a shard.
+
+    Raises:
+        OptionError: no number of shards.
+    """
+
+    def __init__(self, nodes: Sequence[Node], at_once: int | None, *, quantizes: bool, fill: Fill = fill_from) -> None:
+        if at_once is not None and at_once < 1:
+            raise OptionError(f"--ray-tasks {at_once} is no number of shards.", "Say 1 or more, or leave it out.")
+        self._nodes = nodes
+        self._quantizes = quantizes
+        self._fill = fill
+        self._lease: Lease | None = None
+        self._cpus = min(CPUS_A_TASK, *(node.cpus for node in nodes)) if nodes else CPUS_A_TASK
+        self.at_once = at_once or sum(node.cpus // self._cpus for node in nodes)
+
+    @contextlib.contextmanager
+    def sharing(self, folder: Path, seen: Sequence[Path]) -> Iterator[None]:
+        with granted(folder.absolute()) as lease:
+            check_machines(self._nodes, lease, [path.absolute() for path in seen], quantizes=self._quantizes)
+            self._lease = lease
+            try:
+                yield
+            finally:
+                self._lease = None
+
+    def filled(
+        self, parts: Sequence[Part], began: Callable[[PlannedShard], None], watch: Callable[[], None]
+    ) -> Generator[Filled]:
+        import ray
+
+        assert self._lease is not None, "only while the folder is shared"
+        task = ray.remote(num_cpus=self._cpus, max_retries=TIMES - 1)(_filled)
+        waiting, in_work = [*parts], dict[Any, Part]()
+        at_once = min((work.at_once for _, work in parts), default=1)
+        try:
+            while waiting or in_work:
+                while len(in_work) < at_once:
+                    part = next_part(waiting, in_work.values(), apart=len(self._nodes) > 1)
+                    if part is None:
+                        break
+                    waiting.remove(part)
+                    began(part[0])
+                    in_work[task.remote(self._fill, *part, self._lease, self._cpus)] = part
+                done, _ = ray.wait([*in_work], timeout=POLL_SECONDS)
+                watch()
+                for reference in done:
+                    shard = in_work[reference][0]
+                    sums = _result(reference, shard)
+                    del in_work[reference]
+                    yield shard, sums
+        finally:
+            if in_work:
+                revoke(self._lease.folder)
+                _wait_for_end([*in_work])
+
+
+def _filled(fill: Fill, shard: PlannedShard, work: SplitWork, lease: Lease, threads: int) -> ShardChecksums:
+    return fill(shard, work, lease, threads)
+
+
+def _result(reference: Any, shard: PlannedShard) -> ShardChecksums:
+    import ray
+    from ray.exceptions import RayError, RayTaskError
+
+    try:
+        sums: ShardChecksums = ray.get(reference)
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, RabbitLLMError | OSError):
+            raise cause from None
+        raise ClusterError(
+            f"A worker failed at {shard.name}: {type(cause).__name__}: {cause}.",
+            "The same call goes on where it stopped; without --ray it says more.",
+        ) from error
+    except RayError as error:
+        raise ClusterError(
+            f"The workers that had {shard.name} died, {TIMES} of them one after the other: {type(error).__name__}.",
+            "Look whether memory ran out where they were (dmesg; `ray status`), or take fewer shards at a time "
+            "(--ray-tasks). The same call goes on where it stopped.",
+        ) from error
+    return sums
+
+
+def _wait_for_end(references: Sequence[Any]) -> None:
+    """Wait until tasks whose lease is revoked have seen it.
+
+    They are not cancelled: Ray 2.60 was seen to abort the process that cancels a task whose result is just arriving
+    ("Tried to complete task that was not pending").
+    """
+    if references:
+        import ray
+
+        with contextlib.suppress(Exception):  # the error that led here is the one to be seen
+            ray.wait(list(references), num_returns=len(references), timeout=STOP_SECONDS)

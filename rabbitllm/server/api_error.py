@@ -1,0 +1,78 @@
+"""Why a request is not answered, in the form that OpenAI gives to errors.
+
+    {"error": {"message": …, "type": …, "param": …, "code": …}}
+
+A message is for whoever asked: it never has a path of this machine, nor anything of a traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+BAD_REQUEST, UNAUTHORISED, FORBIDDEN, NOT_FOUND = 400, 401, 403, 404
+TIMED_OUT, TOO_LARGE, BUSY, BROKEN, CLOSING, TOO_LATE = 408, 413, 429, 500, 503, 504
+
+_TYPES = {
+    UNAUTHORISED: "authentication_error",
+    FORBIDDEN: "permission_error",
+    BUSY: "rate_limit_error",
+    BROKEN: "server_error",
+    CLOSING: "server_error",
+    TOO_LATE: "timeout_error",
+    TIMED_OUT: "timeout_error",
+}
+
+
+class APIError(Exception):
+    """An answer that is an error.
+
+    Args:
+        status: of HTTP.
+        message: what was found, and what was expected.
+        param: the field of the request that it is about.
+        code: a word for programs.
+        headers: of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def as_object(self) -> dict[str, Any]:
+        """For `json.dumps`."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < BROKEN else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def bad(message: str, param: str | None = None, code: str | None = None) -> APIError:
+    """What was asked for cannot be done."""
+    return APIError(BAD_REQUEST, message, param=param, code=code)
+
+
+def closing() -> APIError:
+    """The server is about to end."""
+    return APIError(
+        CLOSING, "The server is shutting down.", code="shutting_down", headers={"retry-after": "10", **CLOSE}
+    )
+
+
+def broken() -> APIError:
+    """Something went wrong that is not the caller's fault; what it was is in the server's log."""
+    return APIError(BROKEN, "The server could not answer this request; its log says why.", code="internal_error")
+
+
+CLOSE = {"connection": "close"}
+"""Header of an answer after which the connection ends: whatever of the request has not been read is not wanted."""

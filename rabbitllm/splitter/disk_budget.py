@@ -1,0 +1,202 @@
+"""Whether a planned split fits, and the way for its shards to arrive that does.
+
+The only module of the splitter that asks how much of a disk is free. A container's quota does not show in that (Kaggle
+reports the host's disk), hence `max_disk`. Writes nothing.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rabbitllm.base.options import SplitOptions
+from rabbitllm.base.terminal import size, size_rounded_up
+from rabbitllm.errors import NotEnoughSpaceException, OptionError
+from rabbitllm.quant.compression import COMPRESSIONS
+from rabbitllm.splitter.at_once import disk_use_at_once
+from rabbitllm.splitter.disk_sampler import existing
+from rabbitllm.splitter.disk_use import DiskUse, PlanSizes, ShardTransfer
+from rabbitllm.splitter.plan import SplitPlan, recompressed
+from rabbitllm.store.chosen import AUTO
+
+
+@dataclass(frozen=True, slots=True)
+class DiskBudget:
+    """What a split stands on.
+
+    Attributes:
+        folder: the split directory, there or not.
+        freed: shard -> bytes that its deletion frees on the disk of `folder`; without shards that stay, lie on another
+            disk, or share their data with another file.
+        small_files: bytes of what will lie beside the layer files.
+        downloads: bytes that go elsewhere before the split begins (the hub cache, on the standard route), by folder.
+        used: shards that an earlier run used up.
+        in_use: bytes that an earlier run's files in the folder occupy already.
+        lock_bytes: bytes that the lock of this run occupies there already; the need contains them.
+    """
+
+    folder: Path
+    freed: Mapping[str, int] = field(default_factory=dict)
+    small_files: int = 0
+    downloads: tuple[tuple[Path, int], ...] = ()
+    used: frozenset[str] = frozenset()
+    in_use: int = 0
+    lock_bytes: int = 0
+
+    def created(self, use: DiskUse) -> int:
+        """Bytes that `max_disk` bounds: of the split directory, and of what is downloaded beside it and stays."""
+        return use.created + sum(nbytes for _, nbytes in self.downloads)
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """Too little disk for a split.
+
+    Attributes:
+        need: bytes that `max_disk`, or the free disk, must have at least.
+        have: bytes that it has.
+        where: which of them, in words.
+        limited: True for `max_disk`, which bounds everything that the split creates. False for the free disk, to which
+            deleted shards add.
+    """
+
+    need: int
+    have: int
+    where: str
+    limited: bool = False
+
+    @property
+    def needed(self) -> str:
+        """The need in words, rounded up: a limit with this value is large enough."""
+        return f"{size_rounded_up(self.need)} ({self.need:,} bytes) of {'max_disk' if self.limited else 'free disk'}"
+
+
+def candidates(plan: SplitPlan, transfer: str) -> tuple[ShardTransfer, ...]:
+    """The ways for shards to arrive that the caller and the shards allow, the best first.
+
+    Args:
+        plan: the split; where it fetches nothing there is only one way.
+        transfer: "auto", "file" or "stream".
+
+    Raises:
+        OptionError: "stream" where shards cannot be streamed.
+    """
+    if not any(shard.staged for shard in plan.shards):
+        return (ShardTransfer.FILE,)
+    files = (ShardTransfer.FILE_AHEAD, ShardTransfer.FILE)
+    if not plan.unstreamable:
+        return {"file": files, "stream": (ShardTransfer.STREAM,), "auto": (*files, ShardTransfer.STREAM)}[transfer]
+    if transfer == "stream":
+        raise OptionError(
+            f"shard_transfer='stream' is not possible for {plan.source.name}: {plan.unstreamable[0]} is a file of "
+            "torch.save with tensors that share bytes, lie at strides or are a part of more, so it can only be used "
+            "when all of it is here.",
+            "Leave shard_transfer out (or 'file'): one such shard at a time is then on the disk. Or use a revision of "
+            "this model with safetensors weights.",
+        )
+    return files
+
+
+def choose_arrival(plan: SplitPlan, ground: DiskBudget, options: SplitOptions) -> ShardTransfer:
+    """The best way for shards to arrive that fits.
+
+    Raises:
+        NotEnoughSpaceException: none does; with what is needed, what there is, and what would fit.
+        OptionError: see `candidates`.
+    """
+    return choose_way(plan, ground, options, candidates(plan, options.shard_transfer), 1)[0]
+
+
+def choose_at_once(
+    plan: SplitPlan, ground: DiskBudget, options: SplitOptions, at_once: int
+) -> tuple[ShardTransfer, int]:
+    """The way for shards to arrive at which most of them, up to `at_once`, can be in work at a time, and how many.
+
+    Raises:
+        NotEnoughSpaceException, OptionError: as `choose_arrival`; not even one at a time fits.
+    """
+    waiting = sum(shard.name not in ground.used for shard in plan.shards)
+    # each is fetched by whoever fills from it, so none is fetched ahead
+    ways = [way for way in candidates(plan, options.shard_transfer) if way is not ShardTransfer.FILE_AHEAD]
+    return choose_way(plan, ground, options, ways, max(1, min(at_once, waiting)))
+
+
+def choose_way(
+    plan: SplitPlan, ground: DiskBudget, options: SplitOptions, ways: Sequence[ShardTransfer], at_once: int
+) -> tuple[ShardTransfer, int]:
+    """The first of the ways at which as many shards at a time fit as at any; raises if not even one does."""
+    for count in range(at_once, 0, -1):
+        for way in ways:
+            if shortage(plan, ground, options, way, count) is None:
+                return way, count
+    short = shortage(plan, ground, options, ways[-1])
+    assert short is not None
+    raise NotEnoughSpaceException(
+        f"Splitting {plan.source.name} into {ground.folder} needs {short.needed} at its peak; "
+        f"{size(short.have)} is {short.where}.",
+        _what_would_fit(plan, ground, options, short),
+    )
+
+
+def use_of(plan: PlanSizes, ground: DiskBudget, arrival: ShardTransfer, at_once: int = 1) -> DiskUse:
+    """What the split takes of the disk on this ground."""
+    return disk_use_at_once(
+        plan,
+        at_once,
+        arrival=arrival,
+        freed=ground.freed,
+        small_files=ground.small_files,
+        used=ground.used,
+        in_use=ground.in_use,
+    )
+
+
+def shortage(
+    plan: PlanSizes, ground: DiskBudget, options: SplitOptions, arrival: ShardTransfer, at_once: int = 1
+) -> Shortage | None:
+    """What is lacking for a split in which so many shards at a time arrive this way; None if it fits."""
+    use = use_of(plan, ground, arrival, at_once)
+    created = ground.created(use)
+    if options.max_disk is not None and created > options.max_disk:
+        return Shortage(created, options.max_disk, f"allowed by max_disk={options.max_disk:,}", limited=True)
+    for place, need in _by_disk([(ground.folder, use.added), *ground.downloads]):
+        free = shutil.disk_usage(place).free + (ground.lock_bytes if place == existing(ground.folder) else 0)
+        if need and need + options.min_free > free:
+            reserve = f", less {size(options.min_free)} that stay free (min_free_disk)" if options.min_free else ""
+            return Shortage(need, max(free - options.min_free, 0), f"free on the disk of {place}{reserve}")
+    return None
+
+
+def _by_disk(wants: Iterable[tuple[Path, int]]) -> Sequence[tuple[Path, int]]:
+    """Bytes wanted at several places, summed over those that lie on one disk."""
+    sums: dict[int, tuple[Path, int]] = {}
+    for folder, need in wants:
+        at = existing(folder)
+        place, before = sums.get(at.stat().st_dev, (at, 0))
+        sums[at.stat().st_dev] = (place, before + need)
+    return list(sums.values())
+
+
+def _what_would_fit(plan: SplitPlan, ground: DiskBudget, options: SplitOptions, short: Shortage) -> str:
+    """The flags that would make it fit, or how much is missing."""
+    way = candidates(plan, "auto")[-1]
+    if (
+        options.shard_transfer == "file"
+        and way is ShardTransfer.STREAM
+        and shortage(plan, ground, options, way) is None
+    ):
+        return "shard_transfer='stream' (or 'auto') would fit: no shard is then on the disk."
+    if not (options.sequential or options.keep_own) and any(need for _, need in ground.downloads):
+        return "sequential_shard_processing=True takes one shard at a time instead of downloading all of them first."
+    smaller = COMPRESSIONS[COMPRESSIONS.index(plan.compression) + 1 :] if plan.compression != AUTO else ()
+    for compression in () if ground.used else smaller:
+        if shortage(recompressed(plan, compression), ground, options, way) is None:
+            return f"compression='{compression}' would fit."
+    missing = size_rounded_up(short.need - short.have)
+    place = f"allow max_disk={short.need}" if short.limited else f"free {missing} there"
+    return (
+        f"{place[0].upper()}{place[1:]}, or name another place with layer_shards_saving_path. No other compression "
+        "fits as it is."
+    )

@@ -1,0 +1,171 @@
+"""Looks at memory and disk while a split runs: the peaks, for a report, and whether free disk is running out.
+
+A thread samples; whoever moves bytes asks `check()`, which costs a comparison. Knows no shards and no layers.
+
+Invariant: with the context open, free space that stays under the limit for an interval is noticed by the next `check`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rabbitllm.base.progress import DiskSampled, tell
+from rabbitllm.base.terminal import size
+from rabbitllm.errors import DiskFullError
+
+DISK_SHARE = 0.01
+"""Part of a core that may go into summing the folder's files; with very many of them that is done less often."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """What was seen.
+
+    Attributes:
+        anonymous_bytes: the most anonymous memory of this process above that at the start. Pages of mapped files do
+            not count, which the kernel takes back at will (where it does not tell them apart, outside Linux, they do).
+        disk_bytes: the most that files below the folder occupied; holes count nothing.
+        lowest_free_bytes: the least that was free on the folder's disk.
+    """
+
+    anonymous_bytes: int
+    disk_bytes: int
+    lowest_free_bytes: int
+
+
+class DiskSampler:
+    """A context manager that samples while it is open.
+
+    Args:
+        folder: the split directory; its disk is watched even before it is there.
+        min_free: bytes of free disk under which `check` raises; 0 for never.
+        interval: seconds between samples.
+        max_disk: bytes that the folder may occupy; for those who are told, since the plan keeps to it.
+    """
+
+    def __init__(self, folder: Path, min_free: int, interval: float = 0.1, max_disk: int | None = None) -> None:
+        self._folder = folder
+        self._min_free = min_free
+        self._max_disk = max_disk
+        self._interval = interval
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._sample_on, name="watch", daemon=True)
+        self._process: Any = None
+        self._memory_at_start = 0
+        self._max_memory = 0
+        self._most_disk = 0
+        self._lowest_free = sys.maxsize
+        self._next_disk = 0.0
+
+    def __enter__(self) -> DiskSampler:
+        import psutil
+
+        self._process = psutil.Process()
+        self._memory_at_start = self._max_memory = anonymous_bytes(self._process)
+        self._tell(self._sample())  # a disk that is too full at the start is seen by the first check
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+        self._next_disk = 0.0
+        self._tell(self._sample())
+
+    def check(self) -> None:
+        """Stop a split whose disk is running out, while there is still room to stop cleanly.
+
+        Raises:
+            DiskFullError: free space has been below `min_free`.
+        """
+        if self._lowest_free >= self._min_free:
+            return
+        raise DiskFullError(
+            f"Only {size(self._lowest_free)} were free at {self._folder}, less than min_free_disk "
+            f"({size(self._min_free)}). The split stopped; everything done so far is safe.",
+            "Free some space and make the same call again: it goes on where it stopped. Or lower min_free_disk.",
+        )
+
+    @property
+    def peaks(self) -> Peaks:
+        """What was seen so far; final once the context is closed."""
+        return Peaks(self._max_memory - self._memory_at_start, self._most_disk, self._lowest_free)
+
+    def _sample_on(self) -> None:
+        while not self._over.wait(self._interval):
+            seen = self._sample()
+            with contextlib.suppress(Exception):  # whoever listens, and fails at it, must not end the watch
+                self._tell(seen)
+
+    def _tell(self, seen: DiskSampled | None) -> None:
+        if seen is not None:
+            tell(seen)
+
+    def _sample(self) -> DiskSampled | None:
+        self._max_memory = max(self._max_memory, anonymous_bytes(self._process))
+        free = 0
+        with contextlib.suppress(OSError):  # the folder may come and go; a thread that dies would watch no more
+            free = shutil.disk_usage(existing(self._folder)).free
+            self._lowest_free = min(self._lowest_free, free)
+        start = time.perf_counter()
+        if start < self._next_disk:
+            return None
+        cpu_start = time.thread_time()
+        in_use = disk_bytes(self._folder)
+        self._most_disk = max(self._most_disk, in_use)
+        end = time.perf_counter()
+        # not by the time that passed: on a busy machine most of it is spent waiting for a turn
+        self._next_disk = end + max((time.thread_time() - cpu_start) / DISK_SHARE, end - start)
+        limit = in_use + max(free - self._min_free, 0)
+        return DiskSampled(in_use, limit if self._max_disk is None else min(limit, self._max_disk))
+
+
+def anonymous_bytes(process: Any) -> int:
+    """Memory of a psutil process that is resident and not of a mapped file, as far as the system tells."""
+    found = process.memory_info()
+    return int(found.rss - getattr(found, "shared", 0))
+
+
+def disk_bytes(folder: str | Path) -> int:
+    """Bytes that everything below a folder occupies; holes count nothing."""
+    total = 0
+    for entry in _entries(folder):
+        total += occupied(entry)
+        if entry.is_dir(follow_symlinks=False):
+            total += disk_bytes(entry.path)
+    return total
+
+
+def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError:
+        return []
+
+
+def occupied(entry: os.DirEntry[str] | Path) -> int:
+    """Bytes that a directory entry occupies; 0 if it is missing. Links are not followed."""
+    try:
+        status = os.lstat(entry)
+    except OSError:  # renamed or deleted meanwhile
+        return 0
+    if sys.platform == "win32":
+        return status.st_size
+    return status.st_blocks * 512
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or its nearest existing parent, which is on the same disk."""
+    return next(path for path in (folder, *folder.parents) if path.exists())

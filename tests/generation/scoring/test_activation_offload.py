@@ -1,0 +1,142 @@
+"""What waits comes back as it was, within the bounds that were set, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from rabbitllm.generation.scoring.activation_offload import ActivationOffload, NoRoom
+from rabbitllm.generation.scoring.held import HeldTensors
+from rabbitllm.storage.durable import Step, observe_steps
+
+SIZE = 10_000
+"""Numbers of a tensor, of four bytes each."""
+
+
+class Somebody:
+    """One who takes turns, with two tensors it needs and one it does not."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.needed = [torch.rand(SIZE), torch.rand(SIZE // 2)]
+        self.idle = torch.rand(SIZE)
+        self.expected = [one.clone() for one in self.needed]
+
+    def held(self) -> HeldTensors:
+        return HeldTensors(tuple(one.untyped_storage() for one in self.needed), (self.idle.untyped_storage(),))
+
+    def compute(self) -> None:
+        for one, other in zip(self.needed, self.expected, strict=True):
+            assert torch.equal(one, other)
+        self.needed[0] = self.needed[0] + 1
+        self.expected[0] = self.expected[0] + 1
+
+    def bytes_here(self) -> int:
+        return sum(one.untyped_storage().nbytes() for one in (*self.needed, self.idle))
+
+
+def turns(parking: ActivationOffload, people: list[Somebody], rounds: int, limit: int) -> None:
+    for one in people:
+        parking.leave(one, one.held())
+    for _ in range(rounds):
+        for one, following in zip(people, [*people[1:], people[0]], strict=True):
+            parking.expect(following)
+            parking.take(one)
+            one.compute()
+            parking.leave(one, one.held())
+            assert sum(somebody.bytes_here() for somebody in people) <= limit
+
+
+@pytest.mark.parametrize("near", [0, 60_000, 150_000])
+@pytest.mark.parametrize("host", [0, 100_000, 1 << 30])
+def test_it_comes_back_as_it_was(tmp_path: Path, near: int, host: int) -> None:
+    people = [Somebody(seed) for seed in range(5)]
+    with ActivationOffload(near, host, 1 << 30, tmp_path) as parking:
+        turns(parking, people, 4, near)
+        assert parking.max_near <= near
+        assert (parking.written > 0) == (near + host < 5 * SIZE * 10)
+        assert not list(tmp_path.iterdir())
+
+
+def test_those_that_came_first_stay(tmp_path: Path) -> None:
+    people = [Somebody(seed) for seed in range(4)]
+    near = 2 * SIZE * 6 + 100
+    with ActivationOffload(near, 0, 1 << 30, tmp_path) as parking:
+        turns(parking, people, 3, near)
+        # idle ones go once; of the others each round those of two
+        assert parking.written == 4 * SIZE * 4 + 2 * SIZE * 6 * (1 + 3)
+        assert parking.read == 2 * SIZE * 6 * 3
+
+
+def test_a_place_in_the_file_is_used_again(tmp_path: Path) -> None:
+    people = [Somebody(seed) for seed in range(3)]
+    enough = 3 * 3 * (SIZE * 4 + 4096)
+    with ActivationOffload(0, 0, enough, tmp_path) as parking:
+        turns(parking, people, 20, 0)
+        assert parking.written > 5 * enough
+
+
+def test_no_room(tmp_path: Path) -> None:
+    somebody = Somebody(0)
+    with ActivationOffload(0, 0, SIZE * 6, tmp_path) as parking, pytest.raises(NoRoom):
+        parking.leave(somebody, somebody.held())
+
+
+def test_what_two_hold_stays(tmp_path: Path) -> None:
+    people = [Somebody(0), Somebody(1)]
+    people[1].needed[1] = people[0].needed[1]
+    with ActivationOffload(0, 0, 1 << 30, tmp_path) as parking:
+        parking.leave(people[0], HeldTensors((), ()))
+        parking.leave(people[1], HeldTensors((people[1].needed[1].untyped_storage(),), ()))
+        assert not people[0].needed[1].untyped_storage().nbytes()  # nobody else was known to hold it
+        parking.take(people[1])
+        parking.leave(people[0], HeldTensors((people[0].needed[1].untyped_storage(),), ()))
+        before = people[0].needed[1].untyped_storage().nbytes()
+        parking.leave(people[1], HeldTensors((people[1].needed[1].untyped_storage(),), ()))
+        assert people[0].needed[1].untyped_storage().nbytes() == before
+
+
+def test_weights_stay(tmp_path: Path) -> None:
+    somebody = Somebody(0)
+    weight = somebody.needed[0].untyped_storage()
+    with ActivationOffload(0, 0, 1 << 30, tmp_path, frozenset([weight._cdata])) as parking:
+        parking.leave(somebody, somebody.held())
+        assert weight.nbytes() == SIZE * 4
+        assert not somebody.needed[1].untyped_storage().nbytes()
+
+
+def test_what_was_read_ahead_of_one_who_ends(tmp_path: Path) -> None:
+    people = [Somebody(0), Somebody(1)]
+    with ActivationOffload(0, 0, 1 << 30, tmp_path) as parking:
+        for one in people:
+            parking.leave(one, one.held())
+        parking.expect(people[0])
+        parking.over(people[0])
+        parking.take(people[1])
+        people[1].compute()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    """What could not be written is where it was; what was is brought back."""
+    somebody = Somebody(0)
+    written = 0
+
+    def full(step: Step) -> None:
+        nonlocal written
+        if written == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written += step.kind == "write"
+
+    with ActivationOffload(0, 0, 1 << 30, tmp_path) as parking, observe_steps(full):
+        with pytest.raises(OSError, match="No space left"):
+            parking.leave(somebody, somebody.held())
+        assert 0 < somebody.bytes_here() < SIZE * 10
+        parking.take(somebody)
+        somebody.compute()
+    assert written == 2
+    assert not list(tmp_path.iterdir())

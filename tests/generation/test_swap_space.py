@@ -1,0 +1,203 @@
+"""Caches that are set aside come back bit for bit, or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+
+from rabbitllm.generation.cache_parts import put_together, taken_apart
+from rabbitllm.generation.room import append
+from rabbitllm.generation.swap_space import SHARE, SwapSpace, usual_folder
+from rabbitllm.storage.durable import Step, observe_steps
+from rabbitllm.storage.folders import folder_at
+
+LIMIT = 1 << 20
+
+
+def filled(dtype: torch.dtype = torch.float32, device: str = "cpu") -> DynamicCache:
+    """A cache with layers of several kinds."""
+    cache = DynamicCache()
+    grown, window, state = DynamicLayer(), DynamicSlidingWindowLayer(8), LinearAttentionLayer()
+    for tokens in (7, 1, 1):
+        keys = torch.randn(1, 2, tokens, 4, dtype=dtype, device=device)
+        grown.update(keys, keys + 1)
+        window.update(keys + 2, keys + 3)
+    state.update_conv_state(torch.randn(1, 6, 4, dtype=dtype, device=device))
+    state.update_recurrent_state(torch.randn(1, 2, 4, 3, device=device).transpose(1, 2))
+    cache.layers = [grown, window, state]
+    return cache
+
+
+def content(value: Any) -> Any:
+    """What a cache holds, as plain values and bytes."""
+    if isinstance(value, torch.Tensor):
+        flat = value.reshape(-1).view(torch.uint8)
+        return str(value.dtype), tuple(value.shape), str(value.device), flat.tolist()
+    if isinstance(value, dict):
+        return {name: content(one) for name, one in value.items() if name != "_room"}
+    if isinstance(value, list):
+        return [content(one) for one in value]
+    return content(vars(value)) if hasattr(value, "__dict__") and not isinstance(value, type) else value
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_comes_back_has_the_same_bits(tmp_path: Path, dtype: torch.dtype) -> None:
+    aside = SwapSpace(LIMIT, tmp_path)
+    caches = [filled(dtype) for _ in range(3)]
+    before = [content(cache) for cache in caches]
+    held = [aside.put(cache, None) for cache in caches]
+    assert aside.nbytes == sum(one.nbytes for one in held if one is not None) > 0
+    for number in (1, 0, 2):
+        one = held[number]
+        assert one is not None
+        got = aside.take(one)
+        assert got is not caches[number]
+        assert content(got) == before[number]
+        got.layers[0].update(torch.ones(1, 2, 1, 4, dtype=dtype), torch.ones(1, 2, 1, 4, dtype=dtype))  # and goes on
+        assert got.get_seq_length() == 10
+    assert aside.nbytes == 0
+
+
+def test_axes_keep_their_order_in_memory(tmp_path: Path) -> None:
+    aside = SwapSpace(LIMIT, tmp_path)
+    cache = filled()
+    strides = cache.layers[2].recurrent_states[0].stride()
+    assert not cache.layers[2].recurrent_states[0].is_contiguous()
+    held = aside.put(cache, None)
+    assert held is not None
+    assert aside.take(held).layers[2].recurrent_states[0].stride() == strides
+
+
+def test_of_room_that_is_reserved_only_what_is_used_is_moved(tmp_path: Path) -> None:
+    cache = DynamicCache()
+    keys = torch.randn(1, 4, 700, 128)
+    cache.update(keys, keys + 1, 0)
+    append(cache.layers[0], keys[:, :, :1], keys[:, :, :1])
+    before = content(cache)
+    aside = SwapSpace(LIMIT * 8, tmp_path)
+    held = aside.put(cache, None)
+    assert held is not None
+    assert held.nbytes == 2 * 701 * 4 * 128 * 4
+    assert content(aside.take(held)) == before
+
+
+def test_one_tensor_in_two_places_is_moved_once() -> None:
+    cache = filled()
+    apart = taken_apart(cache)
+    cache.layers[1].keys = cache.layers[0].keys
+    parts = taken_apart(cache)
+    assert apart is not None
+    assert parts is not None
+    assert len(parts.tensors) == len(apart.tensors) - 1
+    got = put_together(parts.shell, [tensor.clone() for tensor in parts.tensors])
+    assert got.layers[1].keys is got.layers[0].keys
+
+
+def test_what_is_not_known_is_not_moved(tmp_path: Path) -> None:
+    for strange in (object(), torch.nn.Parameter(torch.ones(2)), torch.ones(2, 2).to_sparse(), lambda: None):
+        cache = filled()
+        cache.layers[1].strange = strange
+        assert taken_apart(cache) is None
+        assert SwapSpace(LIMIT, tmp_path).put(cache, None) is None
+
+
+def test_no_more_than_may_be(tmp_path: Path) -> None:
+    cache = filled()
+    parts = taken_apart(cache)
+    assert parts is not None
+    assert SwapSpace(parts.nbytes - 1, tmp_path).put(cache, None) is None
+    assert SwapSpace(0, tmp_path).put(cache, None) is None
+    assert SwapSpace(parts.nbytes, None).put(cache, None) is None
+    aside = SwapSpace(2 * parts.nbytes, tmp_path)
+    first = aside.put(cache, None)
+    assert first is not None
+    assert aside.put(cache, None) is not None
+    assert aside.put(cache, None) is None
+    aside.drop(first)
+    assert aside.put(cache, None) is not None
+    assert aside.nbytes == aside.limit
+
+
+def test_a_disk_is_never_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = filled()
+    parts = taken_apart(cache)
+    assert parts is not None
+    usage = type("Usage", (), {"free": SHARE * parts.nbytes})
+    monkeypatch.setattr("rabbitllm.generation.swap_space.shutil.disk_usage", lambda folder: usage)
+    assert SwapSpace(LIMIT, tmp_path).put(cache, None) is not None
+    usage.free -= SHARE
+    assert SwapSpace(LIMIT, tmp_path).put(cache, None) is None
+
+
+def test_what_is_computed_sooner_than_read_is_computed(tmp_path: Path) -> None:
+    aside = SwapSpace(LIMIT, tmp_path)
+    assert aside.put(filled(), 1e-9) is None
+    assert aside.put(filled(), 3600.0) is not None
+
+
+def test_a_file_that_cannot_be_read_is_a_cache_that_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    aside = SwapSpace(LIMIT, tmp_path)
+    held = aside.put(filled(), None)
+    assert held is not None
+    assert held.file is not None
+    os.ftruncate(held.file._file.fileno(), held.nbytes - 1)
+    assert aside.take(held) is None
+    assert aside.nbytes == 0
+    assert "computed again" in caplog.text
+
+
+def test_a_full_disk_lets_go_of_what_was_written(tmp_path: Path) -> None:
+    def full(step: Step) -> None:
+        if step.offset:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    aside = SwapSpace(LIMIT, tmp_path)
+    with observe_steps(full):
+        assert aside.put(filled(), None) is None
+    assert aside.nbytes == 0
+    assert aside.put(filled(), None) is not None  # there is room again
+
+
+def test_the_usual_folder_is_on_a_disk() -> None:
+    folder = usual_folder()
+    assert folder is None or (folder_at(folder).writable and not folder_at(folder).in_memory)
+
+
+def test_in_ram_is_what_a_quarter_of_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from a GPU, but for the copy."""
+    cache = filled()
+    before = content(cache)
+    parts = taken_apart(cache)
+    assert parts is not None
+    monkeypatch.setattr("rabbitllm.generation.swap_space._leaves_a_device", lambda forms: True)
+    aside = SwapSpace(LIMIT, None)  # without any file
+    for free, fits in ((SHARE * parts.nbytes, True), (SHARE * parts.nbytes - 1, False)):
+        monkeypatch.setattr("rabbitllm.generation.swap_space.available_ram", lambda free=free: free)
+        held = aside.put(cache, 0.0)  # whatever computing it again would take
+        assert (held is not None) is fits
+        if held is not None:
+            assert aside.nbytes == parts.nbytes
+            assert content(aside.take(held)) == before
+    assert aside.nbytes == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_from_a_gpu_it_goes_to_ram_and_from_there_to_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = filled(torch.bfloat16, "cuda")
+    before = content(cache)
+    aside = SwapSpace(LIMIT, tmp_path)
+    in_ram = aside.put(cache, 0.0)  # whatever computing it again would take
+    assert in_ram is not None
+    assert in_ram.file is None
+    monkeypatch.setattr("rabbitllm.generation.swap_space.available_ram", lambda: 0)
+    in_file = aside.put(cache, None)
+    assert in_file is not None
+    assert in_file.file is not None
+    for held in (in_ram, in_file):
+        assert content(aside.take(held)) == before

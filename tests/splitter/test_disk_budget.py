@@ -1,0 +1,250 @@
+"""Whether a split fits, the way for shards to arrive that does, and refusals that say what would."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from rabbitllm.base.options import SplitOptions
+from rabbitllm.base.terminal import size_rounded_up
+from rabbitllm.checkpoints.local import LocalCheckpoint
+from rabbitllm.errors import NotEnoughSpaceException, OptionError, SplitError
+from rabbitllm.formats.tensor_spec import TensorSpec
+from rabbitllm.splitter.at_once import disk_use_at_once
+from rabbitllm.splitter.disk_budget import DiskBudget, choose_arrival, choose_at_once
+from rabbitllm.splitter.disk_use import ShardTransfer, disk_use
+from rabbitllm.splitter.plan import SplitPlan
+from tests.support.builders import cut, llama_tensors, write_shards
+from tests.support.plans import MIB, all_freed, even, plan_of
+from tests.support.splitting import names_in, split
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The free disk, in bytes; to be changed by the test."""
+    amount = [10**15]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2 * 10**15, 0, amount[0]))
+    return amount
+
+
+def choose(
+    plan: SplitPlan,
+    folder: Path,
+    max_disk: int | None,
+    *,
+    deletes: bool,
+    min_free: int = 0,
+    transfer: str = "auto",
+    downloads: tuple[tuple[Path, int], ...] = (),
+) -> ShardTransfer:
+    options = SplitOptions(max_disk=max_disk, min_free=min_free, shard_transfer=transfer)
+    return choose_arrival(plan, DiskBudget(folder, all_freed(plan, deletes), downloads=downloads), options)
+
+
+def test_what_fits_is_not_refused(tmp_path: Path, free: list[int]) -> None:
+    plan = plan_of(even(4, MIB))
+    use = disk_use(plan)
+    free[0] = use.added
+    choose(plan, tmp_path, None, deletes=False)
+    choose(plan, tmp_path / "not" / "there" / "yet", use.created, deletes=False)
+
+
+def test_too_little_is_free(tmp_path: Path, free: list[int]) -> None:
+    plan = plan_of(even(512, 4 * MIB))
+    need = disk_use(plan).added
+    folder = tmp_path / "not" / "yet"
+    free[0] = 1 << 30
+    with pytest.raises(NotEnoughSpaceException) as refused:
+        choose(plan, folder, None, deletes=False)
+    assert refused.value.problem == (
+        f"Splitting m into {folder} needs 2.01 GiB ({need:,} bytes) of free disk at its peak; 1.00 GiB is free on the "
+        f"disk of {tmp_path}."
+    )
+    assert refused.value.remedy == "compression='4bit' would fit."
+    assert isinstance(refused.value, SplitError)
+    free[0] = 3 << 29
+    with pytest.raises(NotEnoughSpaceException, match="compression='8bit' would fit"):
+        choose(plan, folder, None, deletes=False)
+    free[0] = 1 << 20
+    with pytest.raises(NotEnoughSpaceException) as refused:
+        choose(plan, folder, None, deletes=False)
+    assert f"Free {size_rounded_up(need - MIB)} there, or name another place with layer_shards_saving_path" in str(
+        refused.value
+    )
+    assert "No other compression fits as it is." in str(refused.value)
+
+
+def test_max_disk_is_too_little(tmp_path: Path, free: list[int]) -> None:
+    plan = plan_of(even(512, 4 * MIB, staged=True))
+    use = disk_use(plan, freed=all_freed(plan))
+    with pytest.raises(NotEnoughSpaceException, match=r"1.00 GiB is allowed by max_disk=1,073,741,824"):
+        choose(plan, tmp_path, 1 << 30, deletes=True)
+    choose(plan, tmp_path, use.created, deletes=True)
+    with pytest.raises(NotEnoughSpaceException):
+        choose(plan, tmp_path, use.created - 1, deletes=True, transfer="file")
+
+
+SMALLER = ("8bit", "4bit", "4bit-double")
+
+
+@pytest.mark.parametrize("compression", [None, "8bit", "4bit", "4bit-double"])
+@pytest.mark.parametrize("deletes", [True, False])
+@pytest.mark.parametrize("staged", [True, False])
+def test_what_is_named_as_fitting_fits(
+    tmp_path: Path, free: list[int], compression: str | None, deletes: bool, staged: bool
+) -> None:
+    """The compression that is named is tried, with the very space that was too little; where none is, each is."""
+    shards, seen = even(8, 4 * MIB, staged), set()
+    for available in range(0, 44 * MIB, MIB):
+        for max_disk in (None, 20 * MIB):
+            free[0] = available
+            try:
+                choose(plan_of(shards, compression), tmp_path, max_disk, deletes=deletes)
+            except NotEnoughSpaceException as refused:
+                named = [c for c in SMALLER if f"'{c}' would fit" in refused.remedy]
+                seen.add(tuple(named))
+                for choice in named:
+                    choose(plan_of(shards, choice), tmp_path, max_disk, deletes=deletes)
+                for choice in () if named else SMALLER:
+                    with pytest.raises(NotEnoughSpaceException):
+                        choose(plan_of(shards, choice), tmp_path, max_disk, deletes=deletes)
+    assert () in seen
+    assert (("4bit",) in seen) == (compression in (None, "8bit"))
+
+
+def test_refusal_comes_before_anything_is_touched(tmp_path: Path) -> None:
+    source = write_shards(tmp_path / "model", cut(llama_tensors(), 3))
+    before = names_in(source)
+    largest = max(path.stat().st_size for path in source.glob("*.safetensors"))
+    with pytest.raises(NotEnoughSpaceException, match="is allowed by max_disk=1,000"):
+        split(source, max_disk=1000)
+    assert names_in(source) == before
+    assert LocalCheckpoint(source).facts("model-00003-of-00003.safetensors") is not None
+    assert largest > 1000
+
+
+def test_what_must_stay_free_is_not_counted_on(tmp_path: Path, free: list[int]) -> None:
+    plan = plan_of(even(4, MIB))
+    need = disk_use(plan).added
+    free[0] = need + 50 * MIB
+    choose(plan, tmp_path, None, deletes=False, min_free=50 * MIB)
+    free[0] -= 1
+    with pytest.raises(NotEnoughSpaceException, match=r"less 50.00 MiB that stay free \(min_free_disk\)"):
+        choose(plan, tmp_path, None, deletes=False, min_free=50 * MIB)
+
+
+def test_arrival_is_the_best_that_fits(tmp_path: Path, free: list[int]) -> None:
+    """Two shards on the disk where there is room for them, one where there is for one, else none."""
+    plan = plan_of(even(4, MIB, staged=True), "4bit")
+    needs = {way: disk_use(plan, arrival=way, freed=all_freed(plan)).created for way in ShardTransfer}
+    assert needs[ShardTransfer.FILE_AHEAD] > needs[ShardTransfer.FILE] > needs[ShardTransfer.STREAM]
+    for way, need in needs.items():
+        for available, max_disk in ((need, None), (10**15, need)):
+            free[0] = available
+            assert choose(plan, tmp_path, max_disk, deletes=True) is way
+            if way is not ShardTransfer.STREAM:
+                assert choose(plan, tmp_path, max_disk, deletes=True, transfer="file") is way
+            assert choose(plan, tmp_path, max_disk, deletes=True, transfer="stream") is ShardTransfer.STREAM
+            free[0] = min(available, needs[ShardTransfer.STREAM] - 1)
+            with pytest.raises(NotEnoughSpaceException):
+                choose(plan, tmp_path, max_disk, deletes=True)
+
+
+def test_file_that_does_not_fit_names_the_stream_that_does(tmp_path: Path, free: list[int]) -> None:
+    plan = plan_of(even(4, MIB, staged=True), "4bit")
+    free[0] = disk_use(plan, arrival=ShardTransfer.STREAM, freed=all_freed(plan)).created
+    with pytest.raises(NotEnoughSpaceException, match="would fit: no shard is then on the disk"):
+        choose(plan, tmp_path, None, deletes=True, transfer="file")
+
+
+def transposed(tensor: TensorSpec) -> TensorSpec:
+    return tensor._replace(strides=(1, tensor.shape[0]))
+
+
+def test_shards_that_must_be_whole_are_never_streamed(tmp_path: Path, free: list[int]) -> None:
+    whole = [
+        dataclasses.replace(shard, header_first=False, tensors=tuple(map(transposed, shard.tensors)))
+        for shard in even(4, MIB, staged=True)
+    ]
+    plan = plan_of((*whole[:1], *even(4, MIB, staged=True)[1:]), "4bit")  # one is enough
+    assert plan.unstreamable == ("shard-0",)
+    needs = {way: disk_use(plan, arrival=way, freed=all_freed(plan)).created for way in ShardTransfer}
+    for way in (ShardTransfer.FILE_AHEAD, ShardTransfer.FILE):
+        for transfer in ("auto", "file"):
+            free[0] = needs[way]
+            assert choose(plan, tmp_path, None, deletes=True, transfer=transfer) is way
+    free[0] -= 1
+    for transfer in ("auto", "file"):
+        with pytest.raises(
+            NotEnoughSpaceException, match=re.escape(size_rounded_up(needs[ShardTransfer.FILE]))
+        ) as short:
+            choose(plan, tmp_path, None, deletes=True, transfer=transfer)
+        assert "stream" not in short.value.remedy
+    with pytest.raises(OptionError, match=r"shard_transfer='stream' is not possible for m: shard-0 is a file of torch"):
+        choose(plan, tmp_path, None, deletes=True, transfer="stream")
+    here = plan_of(tuple(dataclasses.replace(shard, staged=False) for shard in whole))
+    free[0] = 10**15
+    assert choose(here, tmp_path, None, deletes=True, transfer="stream") is ShardTransfer.FILE
+
+
+def test_local_shards_arrive_one_way(tmp_path: Path, free: list[int]) -> None:
+    for transfer in ("auto", "file", "stream"):
+        assert choose(plan_of(even(2, MIB)), tmp_path, None, deletes=True, transfer=transfer) is ShardTransfer.FILE
+
+
+def test_max_disk_counts_what_is_downloaded_beside_the_split(tmp_path: Path, free: list[int]) -> None:
+    plan, cache = plan_of(even(4, MIB)), ((tmp_path / "cache", 10 * MIB),)
+    need = disk_use(plan).created + 10 * MIB
+    choose(plan, tmp_path / "split", need, deletes=False, downloads=cache)
+    with pytest.raises(NotEnoughSpaceException, match=re.escape(f"allowed by max_disk={need - 1:,}")) as refused:
+        choose(plan, tmp_path / "split", need - 1, deletes=False, downloads=cache)
+    assert "sequential_shard_processing=True takes one shard at a time" in str(refused.value)
+
+
+def test_download_counts_on_its_own_disk(tmp_path: Path, free: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(even(4, MIB))
+    need = disk_use(plan).added
+    free[0] = need + 10 * MIB
+    choose(plan, tmp_path / "split", None, deletes=False, downloads=((tmp_path / "cache", 10 * MIB),))
+    with pytest.raises(NotEnoughSpaceException, match=re.escape(size_rounded_up(need + 10 * MIB + 1))):
+        choose(plan, tmp_path / "split", None, deletes=False, downloads=((tmp_path / "cache", 10 * MIB + 1),))
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_as_many_shards_at_once_as_fit(tmp_path: Path, staged: bool) -> None:
+    plan = plan_of(even(6, 4 * MIB, staged=staged))
+    ground = DiskBudget(tmp_path, all_freed(plan, not staged))
+
+    def chosen(max_disk: int, transfer: str = "file") -> tuple[ShardTransfer, int]:
+        return choose_at_once(plan, ground, SplitOptions(max_disk=max_disk, min_free=0, shard_transfer=transfer), 4)
+
+    def need(at_once: int, arrival: ShardTransfer = ShardTransfer.FILE) -> int:
+        return disk_use_at_once(plan, at_once, arrival=arrival, freed=all_freed(plan, not staged)).created
+
+    assert chosen(need(4)) == (ShardTransfer.FILE, 4)
+    with pytest.raises(NotEnoughSpaceException, match="at its peak"):
+        chosen(need(1) - 1)
+    if staged:
+        assert chosen(need(4) - 1) == (ShardTransfer.FILE, 3)
+        assert chosen(need(2)) == (ShardTransfer.FILE, 2)
+        assert chosen(need(4) - 1, "auto") == (ShardTransfer.STREAM, 4)
+    assert choose_at_once(plan, ground, SplitOptions(min_free=0), 100)[1] == 6
+
+
+def test_free_disk_bounds_the_shards_that_are_not_yet_deleted(tmp_path: Path, free: list[int]) -> None:
+    plan = plan_of(even(6, 4 * MIB))
+    added = [
+        disk_use_at_once(plan, count, arrival=ShardTransfer.FILE, freed=all_freed(plan)).added for count in range(1, 7)
+    ]
+    assert added == sorted(added)
+    for count in (1, 3, 6):
+        free[0] = added[count - 1]
+        options = SplitOptions(sequential=True, min_free=0)
+        assert choose_at_once(plan, DiskBudget(tmp_path, all_freed(plan)), options, 6) == (ShardTransfer.FILE, count)

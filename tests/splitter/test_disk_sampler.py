@@ -1,0 +1,212 @@
+"""The watch over memory and disk: on real files, real memory and what is really free on this disk."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rabbitllm.base.terminal import size
+from rabbitllm.errors import DiskFullError, SplitError
+from rabbitllm.splitter import watch as watch_module
+from rabbitllm.splitter.disk_sampler import DISK_SHARE, DiskSampler, disk_bytes
+
+MB = 1 << 20
+SHORT = 0.01
+
+
+def free(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
+
+
+def on_disk(folder: Path) -> int:
+    """Blocks of everything below a folder, folders and links included."""
+    return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*"))
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+# Free space
+
+
+def test_enough_free_space(tmp_path: Path) -> None:
+    with DiskSampler(tmp_path, free(tmp_path) // 2, SHORT) as watch:
+        for _ in range(5):
+            watch.check()
+            time.sleep(SHORT)
+    watch.check()
+
+
+def test_too_little_free_space_is_seen_at_once(tmp_path: Path) -> None:
+    wanted = 2 * free(tmp_path)
+    with DiskSampler(tmp_path, wanted, interval=1000) as watch, pytest.raises(DiskFullError) as full:
+        watch.check()
+    assert isinstance(full.value, SplitError)
+    found = watch.peaks.lowest_free_bytes
+    assert full.value.problem == (
+        f"Only {size(found)} were free at {tmp_path}, less than min_free_disk ({size(wanted)}). "
+        "The split stopped; everything done so far is safe."
+    )
+    assert full.value.remedy == (
+        "Free some space and make the same call again: it goes on where it stopped. Or lower min_free_disk."
+    )
+
+
+def test_free_space_that_runs_out_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk of 10 MB that nobody else writes to."""
+    file = tmp_path / "layer.part"
+    file.touch()
+    real = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: real._replace(free=10 * MB - file.stat().st_size))
+    with DiskSampler(tmp_path, 6 * MB, SHORT) as watch:
+        os.truncate(file, 4 * MB)
+        wait_until(lambda: watch.peaks.lowest_free_bytes == 6 * MB)
+        watch.check()
+        os.truncate(file, 4 * MB + 1)
+        wait_until(lambda: watch.peaks.lowest_free_bytes < 6 * MB)
+        with pytest.raises(DiskFullError):
+            watch.check()
+        os.truncate(file, 0)
+        time.sleep(5 * SHORT)
+        with pytest.raises(DiskFullError):  # whoever asks later hears of it too
+            watch.check()
+
+
+def test_no_limit(tmp_path: Path) -> None:
+    with DiskSampler(tmp_path, 0) as watch:
+        watch.check()
+
+
+def test_folder_that_is_not_there_yet(tmp_path: Path) -> None:
+    folder = tmp_path / "some" / "where"
+    with DiskSampler(folder, 2 * free(tmp_path), SHORT) as watch:
+        with pytest.raises(DiskFullError):
+            watch.check()
+        folder.mkdir(parents=True)
+        (folder / "layer").write_bytes(bytes(MB))
+    assert watch.peaks.disk_bytes == on_disk(folder) >= MB
+
+
+# Peaks
+
+
+def test_peak_of_the_disk_is_what_was_there_at_once(tmp_path: Path) -> None:
+    staged = tmp_path / ".staging" / "shard.part"
+    staged.parent.mkdir()
+    with DiskSampler(tmp_path, 0, SHORT) as watch:
+        (tmp_path / "layer").write_bytes(bytes(3 * MB))
+        staged.write_bytes(bytes(5 * MB))
+        most = on_disk(tmp_path)
+        wait_until(lambda: watch.peaks.disk_bytes >= most)
+        staged.unlink()
+        wait_until(lambda: disk_bytes(tmp_path) < 4 * MB)
+    assert watch.peaks.disk_bytes == most
+
+
+def test_disk_is_counted_in_blocks(tmp_path: Path) -> None:
+    (tmp_path / "holes").touch()
+    os.truncate(tmp_path / "holes", 50 * MB)
+    (tmp_path / "one byte").write_bytes(b"x")
+    (tmp_path / "link").symlink_to(tmp_path / "holes")
+    (tmp_path / "chat_templates").mkdir()
+    (tmp_path / "chat_templates" / "tool.jinja").write_bytes(bytes(10_000))
+    assert 12_000 < disk_bytes(tmp_path) == on_disk(tmp_path) < MB
+
+
+def test_peak_of_memory(tmp_path: Path) -> None:
+    with DiskSampler(tmp_path, 0, SHORT) as watch:
+        taken = bytearray(os.urandom(64 * MB))
+        wait_until(lambda: watch.peaks.anonymous_bytes >= 60 * MB)
+        del taken
+    assert 60 * MB <= watch.peaks.anonymous_bytes < 160 * MB  # urandom's own bytes lived beside it for a moment
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells pages of files from others")
+def test_pages_of_mapped_files_are_no_memory_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "layer").write_bytes(os.urandom(64 * MB))
+    with (
+        DiskSampler(tmp_path, 0, SHORT) as watch,
+        (tmp_path / "layer").open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+    ):
+        assert sum(mapped[at] for at in range(0, len(mapped), 4096)) > 0
+        time.sleep(5 * SHORT)
+    assert watch.peaks.anonymous_bytes < 32 * MB
+
+
+def test_memory_is_that_above_the_start(tmp_path: Path) -> None:
+    before = bytearray(os.urandom(64 * MB))
+    with DiskSampler(tmp_path, 0, SHORT) as watch:
+        time.sleep(5 * SHORT)
+    assert len(before) == 64 * MB
+    assert 0 <= watch.peaks.anonymous_bytes < 32 * MB
+
+
+# The thread
+
+
+def test_thread_ends_with_the_context(tmp_path: Path) -> None:
+    def watching() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == "watch"]
+
+    before = len(watching())
+    with DiskSampler(tmp_path, 0):
+        (thread, *_) = watching()[before:]
+        assert thread.daemon  # or Ctrl-C might have to wait for it
+    assert len(watching()) == before
+    with pytest.raises(KeyError), DiskSampler(tmp_path, 0):
+        raise KeyError
+    assert len(watching()) == before
+
+
+def test_folder_that_goes_is_borne(tmp_path: Path) -> None:
+    folder = tmp_path / "splitted_model"
+    for _ in range(2):
+        (folder / ".staging").mkdir(parents=True)
+        (folder / ".staging" / "x").write_bytes(bytes(MB))
+        with DiskSampler(folder, 0, SHORT) as watch:
+            shutil.rmtree(folder)
+            time.sleep(3 * SHORT)
+            folder.mkdir()
+            (folder / "layer").write_bytes(bytes(2 * MB))
+            wait_until(lambda: watch.peaks.disk_bytes >= 2 * MB)
+        shutil.rmtree(folder)
+
+
+def test_many_files_are_summed_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part of the time that goes into it stays small; free space is looked at as often as ever."""
+    sums: list[float] = []
+
+    def slow(folder: Path) -> int:
+        sums.append(time.monotonic())
+        end = time.thread_time() + 0.02
+        while time.thread_time() < end:  # of a core; what is waited for counts less
+            pass
+        return 0
+
+    monkeypatch.setattr(watch_module, "disk_bytes", slow)
+    samples: list[int] = []
+    asked = shutil.disk_usage
+
+    def counted(folder: Path) -> object:
+        samples.append(1)
+        return asked(folder)
+
+    monkeypatch.setattr(shutil, "disk_usage", counted)
+    began = time.monotonic()
+    with DiskSampler(tmp_path, 0, SHORT):
+        wait_until(lambda: len(samples) > 20)
+    # at the start and at the end, and in between as often as 0.02 s are the allowed part of the time
+    assert 2 <= len(sums) <= 2 + (time.monotonic() - began) * DISK_SHARE / 0.02

@@ -1,0 +1,246 @@
+"""Shards that are split while they come: how far they may be read, when they start over, and how a fetch is stopped."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rabbitllm.base import progress
+from rabbitllm.checkpoints.hub import HubAccess, HubRepository, open_repository
+from rabbitllm.checkpoints.hub_checkpoint import HubCheckpoint
+from rabbitllm.errors import HubError
+from rabbitllm.formats.safetensors_file import read_header
+from rabbitllm.splitter.finish import STAGING_NAME
+from rabbitllm.splitter.plan import PlannedShard
+from rabbitllm.splitter.shard_fetcher import ShardFetcher, StartedOverError
+from rabbitllm.storage import durable
+from rabbitllm.storage.durable import Step, observe_steps
+from tests.support.builders import cut, llama_tensors, plain_torch_files, write_shards, write_torch
+from tests.support.hub_fixtures import HubEnvironment
+from tests.support.local_hub import Faults, GeneratedFile, LocalHub
+from tests.support.splitting import Call, layer_files, names_in, split
+
+REPO = "acme/tiny"
+PATIENCE = 60.0
+"""Seconds that a test waits for what must come."""
+LARGE = {"layers": 2, "hidden": 768, "vocabulary": 2048}
+
+
+class Gate:
+    """A repository of which one shard comes up to about a byte and then waits for the gate to open."""
+
+    def __init__(self, hub: LocalHub, model: Path, shard: str, stops_at: int) -> None:
+        self.reached, self.opens = threading.Event(), threading.Event()
+        self.in_time = True
+        """Whether it was opened before the hub lost its patience."""
+        self._stops_at = stops_at
+        files = {path.name: GeneratedFile.from_bytes(path.read_bytes()) for path in model.iterdir()}
+        whole = self._whole = files[shard]
+        files[shard] = GeneratedFile(whole.size, self._read, whole.sha256)
+        hub.add_generated(REPO, files)
+
+    def _read(self, offset: int, length: int) -> bytes:
+        if offset + length > self._stops_at:
+            self.reached.set()
+            self.in_time &= self.opens.wait(PATIENCE)
+        return self._whole.read(offset, length)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_shards(tmp_path / "model", cut(llama_tensors(**LARGE), 2))
+
+
+@pytest.fixture
+def shards(model: Path) -> list[str]:
+    return names_in(model, "*.safetensors")
+
+
+@pytest.mark.parametrize("compression", [None, "4bit"])
+@pytest.mark.parametrize("transfer", ["file", "auto"])
+def test_layers_are_written_before_the_last_bytes_of_a_shard_come(
+    model: Path,
+    shards: list[str],
+    local_hub: LocalHub,
+    hub_environment: HubEnvironment,
+    transfer: str,
+    compression: str | None,
+) -> None:
+    gate = Gate(local_hub, model, shards[0], (model / shards[0]).stat().st_size - 100_000)
+
+    def look(step: Step) -> None:
+        if step.kind == "write" and step.path.suffix == ".part" and step.path.parent.name != STAGING_NAME:
+            gate.opens.set()
+
+    with observe_steps(look):
+        made = split(REPO, shard_transfer=transfer, compression=compression)
+    assert gate.reached.is_set()
+    assert gate.in_time
+    assert layer_files(made) == layer_files(split(model, compression=compression))
+
+
+def test_a_file_of_torch_is_used_while_it_comes_too(
+    tmp_path: Path, model: Path, local_hub: LocalHub, hub_environment: HubEnvironment
+) -> None:
+    """Its directory comes last, but the plan knows it by then."""
+    torch_model = write_torch(tmp_path / "torch", plain_torch_files(cut(llama_tensors(**LARGE), 2)), index=True)
+    first = names_in(torch_model, "*.bin")[0]
+    gate = Gate(local_hub, torch_model, first, (torch_model / first).stat().st_size - 100_000)
+
+    def look(step: Step) -> None:
+        if step.kind == "write" and step.path.suffix == ".part" and step.path.parent.name != STAGING_NAME:
+            gate.opens.set()
+
+    def listen(event: progress.Event) -> None:
+        if isinstance(event, progress.SplitStarted):
+            gate.reached.clear()
+            gate.opens.clear()
+
+    gate.opens.set()  # while the plan asks for the end of it
+    with observe_steps(look), progress.listening(listen):
+        made = split(REPO, shard_transfer="file")
+    assert gate.reached.is_set()
+    assert gate.in_time
+    assert layer_files(made) == layer_files(split(model))
+
+
+def positions(header_end: int, have: int) -> dict[str, int]:
+    return {"length": 0, "header": 20, "first tensor": header_end + 10, "last byte": have - 1}
+
+
+@pytest.mark.parametrize("where", positions(0, 0))
+@pytest.mark.parametrize("compression", [None, "4bit"])
+def test_staged_bytes_that_are_damaged_make_the_shard_start_over(
+    model: Path,
+    shards: list[str],
+    local_hub: LocalHub,
+    hub_environment: HubEnvironment,
+    where: str,
+    compression: str | None,
+) -> None:
+    local_hub.add_revision(REPO, "main", model)
+    call = Call(REPO, compression=compression, shard_transfer="file")
+    staging = call.find().split_folder / STAGING_NAME
+    staging.mkdir(parents=True)
+    content = (model / shards[1]).read_bytes()
+    prefix = bytearray(content[:6_000_000])
+    prefix[positions(read_header(model / shards[1]).data_start, len(prefix))[where]] ^= 1
+    (staging / f"{shards[1]}.part").write_bytes(prefix)
+    local_hub.forget_requests()
+    assert layer_files(call.make()) == layer_files(split(model, compression=compression))
+    asked = [request.range for request in local_hub.requests if request.file == shards[1]]
+    assert asked[-1] == f"bytes=0-{len(content) - 1}"  # all of it, after the rest
+
+
+# One by one
+
+
+@pytest.fixture
+def repository(model: Path, local_hub: LocalHub, hub_environment: HubEnvironment, tmp_path: Path) -> HubRepository:
+    local_hub.add_revision(REPO, "main", model)
+    return open_repository(REPO, HubAccess(), tmp_path / "staging")
+
+
+def planned(repository: HubRepository, shards: list[str]) -> list[PlannedShard]:
+    return [PlannedShard(name, repository.files[name].size, "", (), staged=True) for name in shards]
+
+
+Start = Callable[..., ShardFetcher]
+
+
+@pytest.fixture
+def start(repository: HubRepository) -> Iterator[Start]:
+    begun: list[ShardFetcher] = []
+
+    def make(room: int = 1, watch: Callable[[], None] = lambda: None) -> ShardFetcher:
+        begun.append(ShardFetcher(HubCheckpoint(repository), room, watch))
+        return begun[-1]
+
+    yield make
+    for arrivals in begun:
+        arrivals.close()
+
+
+def test_bytes_are_there_when_they_are_waited_for(
+    repository: HubRepository, model: Path, shards: list[str], start: Start
+) -> None:
+    for shard, arriving in start().shards(planned(repository, shards)):
+        content = (model / shard.name).read_bytes()
+        for end in (1, 5000, len(content) // 2, len(content)):
+            with arriving.until(end).open("rb") as file:
+                assert file.read(end) == content[:end]
+        assert arriving.whole().read_bytes() == content
+        repository.release(shard.name)
+
+
+def test_wrong_bytes_are_an_error_and_not_whole(
+    repository: HubRepository, local_hub: LocalHub, shards: list[str], start: Start
+) -> None:
+    local_hub.faults = Faults(flip_byte=repository.files[shards[0]].size - 1)
+    _, arriving = next(start().shards(planned(repository, shards)))
+    arriving.until(1000)
+    with pytest.raises(HubError, match="arrived with sha256"):
+        arriving.whole()
+    with pytest.raises(HubError, match="arrived with sha256"):
+        arriving.until(1000)
+    assert not repository.staged(shards[0]).exists()
+
+
+def test_who_has_read_damaged_bytes_is_told_once(repository: HubRepository, shards: list[str], start: Start) -> None:
+    repository.staging.mkdir()
+    repository.staged(shards[0]).write_bytes(bytes(1000))
+    _, arriving = next(start().shards(planned(repository, shards)))
+    with pytest.raises(StartedOverError):
+        arriving.whole()
+    assert arriving.whole() == repository.staged(shards[0])
+
+
+@pytest.mark.parametrize("room", [1, 2])
+def test_no_more_shards_are_fetched_than_there_is_room_for(
+    repository: HubRepository, model: Path, shards: list[str], start: Start, room: int
+) -> None:
+    coming = start(room).shards(planned(repository, shards))
+    _, first = next(coming)
+    first.whole()
+    staged, size = repository.staged(shards[1]), (model / shards[1]).stat().st_size
+    deadline = time.monotonic() + (PATIENCE if room == 2 else 0.3)
+    while time.monotonic() < deadline and not (staged.exists() and staged.stat().st_size == size):
+        time.sleep(0.01)
+    assert staged.exists() == (room == 2)
+    _, second = next(coming)
+    assert second.whole() == staged
+
+
+def test_watch_may_stop_a_fetch(repository: HubRepository, shards: list[str], start: Start) -> None:
+    def refuse() -> None:
+        raise KeyError("the disk is full")
+
+    _, arriving = next(start(watch=refuse).shards(planned(repository, shards)))
+    with pytest.raises(KeyError, match="the disk is full"):
+        arriving.until(1000)
+
+
+def test_closing_does_not_wait_for_a_hub_that_is_silent_nor_is_anything_written_afterwards(
+    model: Path, shards: list[str], local_hub: LocalHub, hub_environment: HubEnvironment, tmp_path: Path
+) -> None:
+    gate = Gate(local_hub, model, shards[0], 5_000_000)
+    repository = open_repository(REPO, HubAccess(), tmp_path / "staging")
+    arrivals = ShardFetcher(HubCheckpoint(repository), 1, lambda: None)
+    _, arriving = next(arrivals.shards(planned(repository, shards)))
+    arriving.until(100_000)
+    assert gate.reached.wait(PATIENCE)
+    start = time.monotonic()
+    arrivals.close()
+    assert time.monotonic() - start < PATIENCE
+    written: list[Step] = []
+    with durable.observe_steps(written.append):
+        gate.opens.set()
+        thread = arrivals._thread
+        assert thread is not None
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+    assert written == []
