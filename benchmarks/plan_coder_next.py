@@ -36,7 +36,7 @@ from rabbitllm.checkpoints.naming import assign_layers
 from rabbitllm.engine.costs import unit_costs
 from rabbitllm.engine.devices import CpuDevice, Device
 from rabbitllm.engine.experts import expert_costs
-from rabbitllm.engine.load_plan import LoadPlan, blueprint
+from rabbitllm.engine.load_plan import LoadPlan, make_load_plan
 from rabbitllm.engine.placement import Budget
 from rabbitllm.engine.placing import place
 from rabbitllm.estimate.generation import PROMPT_TOKENS, Experts
@@ -142,7 +142,7 @@ def drawn_on(model: Model, plan: SplitPlan, machines: Sequence[Tiers]) -> list[L
         (home / "config.json").write_text(json.dumps(model.config))
         gpus: list[Device] = [PaperGpu(0)]
         options = StreamOptions(dtype="float16", max_memory={"cuda:0": 0, "cpu": 0}, show_progress=False)
-        drawn = blueprint(PlannedFiles(plan, home), options, home, gpus)
+        drawn = make_load_plan(PlannedFiles(plan, home), options, home, gpus)
         costs = unit_costs(drawn.model, drawn.sources, drawn.experts)
         experts = expert_costs(drawn.experts)
         for tiers in machines:
@@ -255,7 +255,7 @@ def table_of(rows: Sequence[Row]) -> Table:
 
 def disk_of(plan: SplitPlan) -> dict[str, int]:
     """The peak of the split directory, by the way that shards arrive."""
-    return {way.value: disk_use(plan, arrival=way).created for way in ShardTransfer}
+    return {way.value: disk_use(plan, shard_transfer=way).created for way in ShardTransfer}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -24,7 +24,7 @@ from rabbitllm.base.options import StreamOptions
 from rabbitllm.engine.costs import unit_costs
 from rabbitllm.engine.devices import CpuDevice, Device
 from rabbitllm.engine.experts import expert_costs
-from rabbitllm.engine.load_plan import LoadPlan, blueprint
+from rabbitllm.engine.load_plan import LoadPlan, make_load_plan
 from rabbitllm.engine.placement import SLOTS, Budget, ExpertCost, UnitCost
 from rabbitllm.engine.placing import place
 from rabbitllm.estimate.doctor.models import published
@@ -135,7 +135,7 @@ class Drawn:
     """A model drawn for one or more GPUs, or for the processor, that can be placed with any limits."""
 
     shape: Shape
-    blueprint: LoadPlan
+    make_load_plan: LoadPlan
     costs: tuple[UnitCost, ...]
     experts: tuple[ExpertCost, ...]
 
@@ -150,7 +150,7 @@ class Drawn:
         names = [f"cuda:{at}" for at in range(count)] or ["cpu"]
         budgets = [Budget(name, room, is_host=not count) for name in names]
         placement = place(self.costs, budgets, host_bytes=host, experts=self.experts)
-        placed = dataclasses.replace(self.blueprint, placement=placement)
+        placed = dataclasses.replace(self.make_load_plan, placement=placement)
         routed = by_unit(routed_work(placed))
         stored = {cost.name: cost.stored for cost in self.costs}
         return tuple(_unit(work, stored[work.unit], tuple(routed.get(work.unit, ()))) for work in work_of(placed))
@@ -177,7 +177,7 @@ def draw(shape: Shape, on_gpu: bool) -> Drawn:
         home = Path(folder)
         (home / "config.json").write_text(json.dumps(shape.outline.sample))
         store = PlannedFiles(shape.outline.plans[shape.compression], home)
-        sample = blueprint(store, options, home, [device])
+        sample = make_load_plan(store, options, home, [device])
     drawn = stretched(sample, shape.outline.layers, machine)
     costs = unit_costs(drawn.model, drawn.sources, drawn.experts)
     return Drawn(shape, drawn, tuple(costs), tuple(expert_costs(drawn.experts)))

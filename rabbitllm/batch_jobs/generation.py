@@ -204,13 +204,13 @@ def _submit(batch: Batch, begin: list[_Open]) -> list[BatchAnswer]:
     refused = []
     with batch.held():
         for one in begin:
-            tickets = []
+            handles = []
             try:
                 for number, request in enumerate(one.wanted.requests):
-                    tickets.append(batch.submit(request, one.taker(number)))
+                    handles.append(batch.submit(request, one.taker(number)))
             except OptionError as error:
-                for ticket in tickets:
-                    ticket.cancel()
+                for handle in handles:
+                    handle.cancel()
                 one.is_refused = True
                 refused.append(_refused(one.wanted.item, error))
     return refused

@@ -1,6 +1,6 @@
 """What a split shows by itself: rows on a terminal, an output in a notebook, a line every few seconds elsewhere.
 
-How it is drawn, from facts; what the facts are is `split_facts.py`'s, and where rows go `display/`'s.
+How it is drawn, from facts; what the facts are is `split_stats.py`'s, and where rows go `display/`'s.
 """
 
 from __future__ import annotations

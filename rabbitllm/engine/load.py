@@ -22,7 +22,7 @@ from rabbitllm.engine.experts import bind_experts
 from rabbitllm.engine.first_use import check_rows_before, wait_before
 from rabbitllm.engine.fused_choice import FusedChoice
 from rabbitllm.engine.fused_units import fused_experts, fused_units
-from rabbitllm.engine.load_plan import SCALES_IN_PLACE, blueprint, only_a_part, refuse_too_little_memory
+from rabbitllm.engine.load_plan import SCALES_IN_PLACE, make_load_plan, only_a_part, refuse_too_little_memory
 from rabbitllm.engine.part import PartChooser
 from rabbitllm.engine.pass_line import PassLine
 from rabbitllm.engine.pinned_memory import keep_units
@@ -84,7 +84,7 @@ def load_model(
         check_compression(scheme)  # now, rather than in the first pass
     home = folder if (folder / "config.json").exists() or config_folder is None else config_folder
     chosen = list(devices or resolve_devices(options.device, options.max_memory, options.pin_memory))
-    drawn = blueprint(store, options, home, chosen)
+    drawn = make_load_plan(store, options, home, chosen)
     if share is not None:
         drawn = only_a_part(drawn, share, store, chosen, options)
     refuse_too_little_memory(drawn, chosen)

@@ -77,7 +77,7 @@ class LoadPlan:
 
 
 @uncollected()
-def blueprint(store: WeightFiles, options: StreamOptions, home: Path, devices: Sequence[Device]) -> LoadPlan:
+def make_load_plan(store: WeightFiles, options: StreamOptions, home: Path, devices: Sequence[Device]) -> LoadPlan:
     """Decide all that `load_model` decides from names and sizes alone.
 
     Args:
@@ -154,10 +154,10 @@ def accept(
             one that may be for another machine; None for one that several processes will load.
 
     Raises:
-        RabbitLLMError: as `blueprint` and `too_little` do.
+        RabbitLLMError: as `make_load_plan` and `too_little` do.
         CorruptVocabularyError: the tokenizer's files are malformed.
     """
-    drawn = blueprint(store, options, home, devices)
+    drawn = make_load_plan(store, options, home, devices)
     skeleton.check_tokenizer(home, options.trust_remote_code)
     if too_little is not None:
         too_little(drawn, devices)

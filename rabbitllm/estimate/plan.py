@@ -1,7 +1,7 @@
 """`rabbitllm.plan`: what a split would take and how long, told from headers and a few measurements; and generating.
 
-Asks the disks what is free and the survey what there is, and hands both to `splitter.split_estimate`. Writes nothing but
-small files into the hub cache, and what `estimate/reading.py` needs for a second.
+Reads the free space of the disks and the state of the source, and passes both to `splitter.split_estimate`. Writes
+only small files into the hub cache, and what `estimate/reading.py` needs for a second.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from rabbitllm.estimate.source_scan import SourceScan
 from rabbitllm.quant.compression import CODES, check_fitting
 from rabbitllm.splitter import rates, split_estimate
 from rabbitllm.splitter.anatomy import anatomy_of, big_layers, commonest_dtype
-from rabbitllm.splitter.choosing import AllocationSummary, mixture_of
+from rabbitllm.splitter.choosing import AllocationSummary, allocation_of
 from rabbitllm.splitter.disk_budget import DiskBudget, candidates, shortage
 from rabbitllm.splitter.disk_sampler import existing
 from rabbitllm.splitter.plan import SplitPlan
-from rabbitllm.splitter.request import ground_of, resumed_ground
+from rabbitllm.splitter.request import disk_budget_of, resumed_disk_budget
 from rabbitllm.splitter.split_estimate import (
     ROUTES,
     STANDARD,
@@ -208,7 +208,7 @@ def _mixture(survey: SourceScan, compression: str | None) -> AllocationSummary |
     plan = survey.plans.get(compression)
     if plan is None:
         return None
-    return mixture_of(plan, fitted=survey.fitted(compression), experts_a_token=experts_a_token(survey.config))
+    return allocation_of(plan, fitted=survey.fitted(compression), experts_a_token=experts_a_token(survey.config))
 
 
 def _finished_at(folder: Path) -> str:
@@ -235,11 +235,11 @@ def _route_names(survey: SourceScan, compression: str | None) -> Sequence[str]:
 def _route(survey: SourceScan, name: str, compression: str | None, measured: Rates) -> Route:
     plan, used = survey.feasible[compression], survey.used(compression)
     seconds = split_estimate.seconds_of(split_estimate.load_of(plan, used), name, compression, measured)
-    placed, ground = _placed(survey, name, compression)
+    placed, disk_budget = _placed(survey, name, compression)
     if compression in survey.journals:
-        ground = resumed_ground(ground, used)
-    lacking = shortage(placed, ground, survey.options, ROUTES[name])
-    return split_estimate.route_of(name, placed, ground, lacking, seconds)
+        disk_budget = resumed_disk_budget(disk_budget, used)
+    lacking = shortage(placed, disk_budget, survey.options, ROUTES[name])
+    return split_estimate.route_of(name, placed, disk_budget, lacking, seconds)
 
 
 def _placed(survey: SourceScan, name: str, compression: str | None) -> tuple[SplitPlan, DiskBudget]:
@@ -247,10 +247,10 @@ def _placed(survey: SourceScan, name: str, compression: str | None) -> tuple[Spl
     sequential = name != STANDARD and not survey.options.keep_own
     plan, request = survey.feasible[compression], survey.request(compression, sequential=sequential)
     if name != STANDARD or survey.source.repository is None:
-        return plan, ground_of(request, plan)
+        return plan, disk_budget_of(request, plan)
     kept = tuple(dataclasses.replace(shard, staged=False) for shard in plan.shards)
-    ground = ground_of(request, plan, [shard for shard in plan.shards if shard.staged])
-    return dataclasses.replace(plan, shards=kept), ground
+    disk_budget = disk_budget_of(request, plan, [shard for shard in plan.shards if shard.staged])
+    return dataclasses.replace(plan, shards=kept), disk_budget
 
 
 def _disks(survey: SourceScan) -> tuple[Disk, ...]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from rabbitllm import prepare
 from rabbitllm.base.options import StreamOptions
 from rabbitllm.engine.devices import resolve_devices
-from rabbitllm.engine.load_plan import LoadPlan, blueprint, too_little_memory
+from rabbitllm.engine.load_plan import LoadPlan, make_load_plan, too_little_memory
 from rabbitllm.engine.placement import Placement, Tier
 from rabbitllm.errors import RabbitLLMError
 from rabbitllm.estimate.generation import Experts, GenerationEstimate, TierContent
@@ -51,7 +51,7 @@ def generations(
         for compression in survey.folders:
             try:
                 store = _store(survey, compression)
-                drawn = blueprint(store, options, home, devices) if store is not None else None
+                drawn = make_load_plan(store, options, home, devices) if store is not None else None
             except RabbitLLMError as error:
                 found.append(GenerationEstimate(compression, obstacle=error.problem, refused=True))
                 continue

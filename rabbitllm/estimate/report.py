@@ -16,9 +16,9 @@ from rabbitllm.base.terminal import counted, large, put, put_fact, size, size_ro
 from rabbitllm.base.words import speed
 from rabbitllm.engine.tier_picture import draw_placement
 from rabbitllm.errors import OptionError
+from rabbitllm.estimate.allocation_report import show_allocation
 from rabbitllm.estimate.generation import Plan
 from rabbitllm.estimate.generation_report import generation_basis, moment, show_generations
-from rabbitllm.estimate.mixture_report import show_mixture
 from rabbitllm.splitter.anatomy import Anatomy, TensorGroup
 from rabbitllm.splitter.split_estimate import (
     CompressionEstimate,
@@ -155,7 +155,7 @@ def _show_outlook(console: Console, forecast: SplitEstimate, outlook: Compressio
     if outlook.obstacle is not None:
         put(console, Text(f"  not possible: {outlook.obstacle}", "red"))
     elif outlook.mixture is not None:
-        show_mixture(console, outlook.mixture)
+        show_allocation(console, outlook.mixture)
     for route in outlook.routes:
         put(console, _row(forecast, outlook, route))
 

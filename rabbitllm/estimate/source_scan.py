@@ -23,7 +23,7 @@ from rabbitllm.quant.compression import COMPRESSIONS
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.choosing import with_choice
 from rabbitllm.splitter.plan import SplitPlan, recompressed
-from rabbitllm.splitter.request import SplitRequest, ground_of, plan_split
+from rabbitllm.splitter.request import SplitRequest, disk_budget_of, plan_split
 from rabbitllm.store.chosen import AUTO
 from rabbitllm.store.layer_store import JOURNAL_NAME, Manifest, is_finished, is_fitted, read_manifest
 
@@ -137,8 +137,8 @@ class SourceScan:
             return None
         request = self.request(AUTO, sequential=False)
         try:
-            ground = ground_of(request, recompressed(self.base, AUTO))
-            return with_choice(self.base, ground, request.options, request.experts_a_token)
+            disk_budget = disk_budget_of(request, recompressed(self.base, AUTO))
+            return with_choice(self.base, disk_budget, request.options, request.experts_a_token)
         except NotEnoughSpaceException as error:
             return f"{error.problem} {error.remedy}".rstrip(".")
 

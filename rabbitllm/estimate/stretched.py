@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rabbitllm.engine.expert_source import ExpertSource
-from rabbitllm.engine.load_plan import LoadPlan, blueprint, place_units
+from rabbitllm.engine.load_plan import LoadPlan, make_load_plan, place_units
 from rabbitllm.engine.unit_source import UnitSource
 from rabbitllm.estimate.generation import GenerationEstimate
 from rabbitllm.estimate.machine import Machine
@@ -44,7 +44,7 @@ def predict_outline(
     """
     (work / "config.json").write_text(json.dumps(outline.sample))
     store = PlannedFiles(outline.plans[compression], folder)
-    drawn = stretched(blueprint(store, machine.options, work, machine.devices), outline.layers, machine)
+    drawn = stretched(make_load_plan(store, machine.options, work, machine.devices), outline.layers, machine)
     return drawn, foretell(compression, drawn, folder, machine, readable)
 
 

@@ -42,7 +42,7 @@ class AdmissionQueue:
 
     # in any thread ---------------------------------------------------------------------------------------------------
 
-    def come_in(self, ticket: RequestHandle) -> None:
+    def come_in(self, handle: RequestHandle) -> None:
         """Wait as the last one.
 
         Raises:
@@ -60,7 +60,7 @@ class AdmissionQueue:
                     f"Try again in {after:.0f} s.",
                     after,
                 )
-            self._waiting.append(ticket)
+            self._waiting.append(handle)
             self._change.notify_all()
 
     def wake(self) -> None:
@@ -120,30 +120,30 @@ class AdmissionQueue:
         with self._change:
             closing = self._closing is not None and now >= self._closing
             return [
-                (ticket, FinishReason.CANCELLED if ticket.is_cancelled or closing else FinishReason.TIMEOUT)
-                for ticket in (*self.running, *self._waiting)
-                if ticket.is_cancelled or closing or (ticket.deadline is not None and now >= ticket.deadline)
+                (handle, FinishReason.CANCELLED if handle.is_cancelled or closing else FinishReason.TIMEOUT)
+                for handle in (*self.running, *self._waiting)
+                if handle.is_cancelled or closing or (handle.deadline is not None and now >= handle.deadline)
             ]
 
-    def begin(self, ticket: RequestHandle) -> None:
+    def begin(self, handle: RequestHandle) -> None:
         """One that waited runs now."""
         with self._change:
-            self._waiting.remove(ticket)
-            self.running.append(ticket)
+            self._waiting.remove(handle)
+            self.running.append(handle)
 
-    def make_way(self, ticket: RequestHandle) -> None:
+    def make_way(self, handle: RequestHandle) -> None:
         """One that ran waits again, before all others."""
         with self._change:
-            self.running.remove(ticket)
-            self._waiting.appendleft(ticket)
+            self.running.remove(handle)
+            self._waiting.appendleft(handle)
 
-    def leave(self, ticket: RequestHandle) -> None:
+    def leave(self, handle: RequestHandle) -> None:
         """One is over, whichever side it is on."""
         with self._change:
-            if ticket in self.running:
-                self.running.remove(ticket)
+            if handle in self.running:
+                self.running.remove(handle)
             else:
-                self._waiting.remove(ticket)
+                self._waiting.remove(handle)
 
     def took(self, seconds: float) -> None:
         """One was answered in this time: those who find everything taken are told to come back accordingly."""

@@ -1,4 +1,4 @@
-"""Generations that come and go while passes go on: the thread that owns the model, behind a door (`door.py`).
+"""Generations that come and go while passes go on: the thread that owns the model, behind a door (`admission.py`).
 
 `submit` may be called from any thread, and events are handed out in the batch's own: who takes them must not wait.
 
@@ -85,7 +85,7 @@ class Batch:
         self._limits = limits
         self._caches = TextCaches(model, limits)
         self._pace = TokenBudget()
-        self._door = AdmissionQueue(limits.running, limits.waiting)
+        self._admission = AdmissionQueue(limits.running, limits.waiting)
         self._sums = _Sums()
         self._waited_before = model.streamer.waited()
         self._passes = JointPasses(model, exact=limits.exact, max_rows=self._caches.memory.rows, file=self._caches.file)
@@ -115,23 +115,23 @@ class Batch:
         self._home.refuse("The batch", "Submit requests in that process, or make a batch in this one.")
         check_answerable(request, self._model, self._caches.memory)
         now = time.monotonic()
-        ticket = RequestHandle(self._door.wake, Generation(self._model, request, lambda event: told(event), now))
+        handle = RequestHandle(self._admission.wake, Generation(self._model, request, lambda event: told(event), now))
         if request.seconds is not None:
-            ticket.deadline = now + request.seconds
+            handle.deadline = now + request.seconds
 
         def told(event: Event) -> None:
             try:
                 notify(event)
             except Exception:
                 logger.debug("who asked is gone", exc_info=True)
-                ticket.is_cancelled = True
+                handle.is_cancelled = True
 
-        self._door.come_in(ticket)
-        return ticket
+        self._admission.come_in(handle)
+        return handle
 
     def held(self) -> AbstractContextManager[None]:
         """No pass begins while the context is open: what is submitted in it goes into one together."""
-        return self._door.held()
+        return self._admission.held()
 
     def close(self, seconds: float | None = None) -> None:
         """Take on nothing more, finish what runs and waits, and end; returns when that is done.
@@ -139,7 +139,7 @@ class Batch:
         Args:
             seconds: after so long, what is not finished is cancelled; None for no limit, 0 for at once.
         """
-        self._door.close(seconds)
+        self._admission.close(seconds)
         self._thread.join()
 
     @property
@@ -148,13 +148,13 @@ class Batch:
         disk, copies = self._model.streamer.waited()
         disk_before, copies_before = self._waited_before
         sums = self._sums
-        with self._door.still():
+        with self._admission.still():
             return BatchStats(
-                running=len(self._door.running),
-                waiting=len(self._door.waiting),
+                running=len(self._admission.running),
+                waiting=len(self._admission.waiting),
                 most_running=self._limits.running,
                 most_waiting=self._limits.waiting,
-                cache_bytes=self._caches.nbytes(self._door.running),
+                cache_bytes=self._caches.nbytes(self._admission.running),
                 cache_limit_bytes=self._caches.memory.limit,
                 passes=sums.passes,
                 prompt_tokens=sums.prompt_tokens,
@@ -179,7 +179,7 @@ class Batch:
         # members leave their own no_grad in another order than they came in, which would switch gradients on again
         torch.set_grad_enabled(False)
         try:
-            while self._door.wait():
+            while self._admission.wait():
                 self._drop_unwanted()
                 self._give_places_back()
                 self._begin()
@@ -188,65 +188,65 @@ class Batch:
             logger.exception("the batch has ended before its time")
             self.error = error
         finally:
-            self._door.close(0.0)
-            for ticket in (*self._door.running, *self._door.waiting):
-                self._over(ticket, self.error or FinishReason.CANCELLED)
+            self._admission.close(0.0)
+            for handle in (*self._admission.running, *self._admission.waiting):
+                self._over(handle, self.error or FinishReason.CANCELLED)
             self._passes.close()
             self._caches.close()
 
     def _drop_unwanted(self) -> None:
-        for ticket, why in self._door.unwanted():
-            self._over(ticket, why)
+        for handle, why in self._admission.unwanted():
+            self._over(handle, why)
 
     def _give_places_back(self) -> None:
         """Where keys and values outgrow the limit."""
         memory = self._caches.memory
-        self._caches.shrink(self._door.running)
-        near = self._caches.near(self._door.running)
-        filed = [ticket for ticket in self._door.running if ticket not in near]
-        count = too_many([ticket.text for ticket in near], memory.bytes_for, self._caches.left_to_near(filed))
-        for ticket in reversed(near[len(near) - count :]):
-            if not self._caches.to_file(ticket, self._door.running):
-                self._give_place_back(ticket)
-        near = self._caches.near(self._door.running)
-        if len(self._door.running) == 1 and near and memory.now([near[0].text]) > memory.limit:
-            self._over(self._door.running[0], FinishReason.LENGTH)  # nobody else's place would help
+        self._caches.shrink(self._admission.running)
+        near = self._caches.near(self._admission.running)
+        filed = [handle for handle in self._admission.running if handle not in near]
+        count = too_many([handle.text for handle in near], memory.bytes_for, self._caches.left_to_near(filed))
+        for handle in reversed(near[len(near) - count :]):
+            if not self._caches.to_file(handle, self._admission.running):
+                self._give_place_back(handle)
+        near = self._caches.near(self._admission.running)
+        if len(self._admission.running) == 1 and near and memory.now([near[0].text]) > memory.limit:
+            self._over(self._admission.running[0], FinishReason.LENGTH)  # nobody else's place would help
 
-    def _give_place_back(self, ticket: RequestHandle) -> None:
-        cache = self._caches.whole_cache(ticket)
-        self._take_out(ticket)
-        self._caches.drop(ticket)
-        self._caches.set_aside(ticket, cache, self._pace)
+    def _give_place_back(self, handle: RequestHandle) -> None:
+        cache = self._caches.whole_cache(handle)
+        self._take_out(handle)
+        self._caches.drop(handle)
+        self._caches.set_aside(handle, cache, self._pace)
         self._sums.preempted += 1
-        self._door.make_way(ticket)
+        self._admission.make_way(handle)
 
     def _begin(self) -> None:
         """Let those begin for whom there is room, in their order."""
-        waiting = self._door.waiting
+        waiting = self._admission.waiting
         if not waiting:
-            self._caches.from_file(self._door.running)
-        for number, ticket in enumerate(waiting):
-            places = self._caches.memory.max_texts - len(self._door.running)
+            self._caches.from_file(self._admission.running)
+        for number, handle in enumerate(waiting):
+            places = self._caches.memory.max_texts - len(self._admission.running)
             if places <= 0:
                 return
-            where = self._caches.where(ticket, self._door.running, min(places, len(waiting) - number) - 1)
+            where = self._caches.where(handle, self._admission.running, min(places, len(waiting) - number) - 1)
             if where is Begins.LATER:
                 return  # those behind it may be smaller, but would keep it waiting for ever
-            if self._caches.give(ticket, self._door.running, in_file=where is Begins.FILED):
-                self._start(ticket)
-                self._door.begin(ticket)
+            if self._caches.give(handle, self._admission.running, in_file=where is Begins.FILED):
+                self._start(handle)
+                self._admission.begin(handle)
 
-    def _start(self, ticket: RequestHandle) -> None:
-        generation, chunk = ticket.generation, self._caches.prompt_chunk
-        ticket.member = self._passes.add(lambda: generation.run(chunk), generation.draw)
+    def _start(self, handle: RequestHandle) -> None:
+        generation, chunk = handle.generation, self._caches.prompt_chunk
+        handle.member = self._passes.add(lambda: generation.run(chunk), generation.draw)
 
     def _pass(self) -> None:
         """One pass for those whose turn it is; then see who has ended."""
-        members = [ticket.member for ticket in self._door.running if ticket.member is not None]
+        members = [handle.member for handle in self._admission.running if handle.member is not None]
         there = [member for member in members if member.is_outside]
         if there:
             start = time.perf_counter()
-            made = sum(len(ticket.generation.tokens) for ticket in self._door.running)
+            made = sum(len(handle.generation.tokens) for handle in self._admission.running)
             tokens = [member.tokens for member in there]
             most = self._caches.memory.max_tokens
             if not self._limits.in_bulk:
@@ -257,22 +257,22 @@ class Batch:
             self._pace = self._pace.after(sum(tokens[place] for place in chosen), seconds)
             self._sums.passes += 1
             self._sums.pass_seconds += seconds
-            self._sums.new_tokens += sum(len(ticket.generation.tokens) for ticket in self._door.running) - made
-            self._caches.measure(self._door.running)
-            for ticket in reversed(self._caches.lost(self._door.running)):
-                if ticket.member is not None and not ticket.member.dead:
-                    self._give_place_back(ticket)
-        over = [ticket for ticket in self._door.running if ticket.member is None or ticket.member.dead]
-        for ticket in over:
-            error = ticket.member.error if ticket.member is not None else None
-            self._over(ticket, error or ticket.generation.ended or FinishReason.LENGTH)
+            self._sums.new_tokens += sum(len(handle.generation.tokens) for handle in self._admission.running) - made
+            self._caches.measure(self._admission.running)
+            for handle in reversed(self._caches.lost(self._admission.running)):
+                if handle.member is not None and not handle.member.dead:
+                    self._give_place_back(handle)
+        over = [handle for handle in self._admission.running if handle.member is None or handle.member.dead]
+        for handle in over:
+            error = handle.member.error if handle.member is not None else None
+            self._over(handle, error or handle.generation.ended or FinishReason.LENGTH)
 
-    def _over(self, ticket: RequestHandle, how: BaseException | FinishReason) -> None:
+    def _over(self, handle: RequestHandle, how: BaseException | FinishReason) -> None:
         """Free a request's place, say that it is over, and keep its cache."""
-        self._take_out(ticket)
-        self._door.leave(ticket)
-        self._caches.drop(ticket)
-        generation = ticket.generation
+        self._take_out(handle)
+        self._admission.leave(handle)
+        self._caches.drop(handle)
+        generation = handle.generation
         if isinstance(how, BaseException):
             if isinstance(how, Exception):
                 logger.info("a request has failed", exc_info=how)
@@ -281,12 +281,12 @@ class Batch:
         else:
             finished = generation.end(how)
             self._sums.ended[str(finished.ended)] += 1
-            self._door.took(finished.seconds)
-            self._caches.keep(ticket, self._door.running)
+            self._admission.took(finished.seconds)
+            self._caches.keep(handle, self._admission.running)
         self._sums.prompt_tokens += len(generation.request.prompt)
         self._sums.kept_tokens += generation.kept_tokens
 
-    def _take_out(self, ticket: RequestHandle) -> None:
-        if ticket.member is not None and not ticket.member.dead:
-            self._passes.take_out(ticket.member)
-        ticket.member = None  # its stack holds much, and who asked may hold the ticket
+    def _take_out(self, handle: RequestHandle) -> None:
+        if handle.member is not None and not handle.member.dead:
+            self._passes.take_out(handle.member)
+        handle.member = None  # its stack holds much, and who asked may hold the ticket

@@ -89,9 +89,9 @@ class TextCaches:
     def shrink(self, running: Sequence[RequestHandle]) -> None:
         """Drop texts that are over, where those that run need their room in the next pass."""
         near, filed = self._parted(running)
-        self._kept.shrink(self.left_to_near(filed) - self.memory.now(ticket.text for ticket in near))
+        self._kept.shrink(self.left_to_near(filed) - self.memory.now(handle.text for handle in near))
 
-    def where(self, ticket: RequestHandle, running: Sequence[RequestHandle], others: int) -> Begins:
+    def where(self, handle: RequestHandle, running: Sequence[RequestHandle], others: int) -> Begins:
         """Whether one may begin, and where it has its keys and values then.
 
         Args:
@@ -99,7 +99,7 @@ class TextCaches:
             running: those that run.
             others: how many wait behind it and are to run with it.
         """
-        return begins(ticket.text, self._running(running), others, self.memory)
+        return begins(handle.text, self._running(running), others, self.memory)
 
     def near(self, running: Sequence[RequestHandle]) -> Sequence[RequestHandle]:
         """Those that have keys and values in memory."""
@@ -110,22 +110,22 @@ class TextCaches:
         running = self._running(filed)
         return self.memory.limit - (running.soon(self.memory) if running.filed else 0)
 
-    def to_file(self, ticket: RequestHandle, running: Sequence[RequestHandle]) -> bool:
+    def to_file(self, handle: RequestHandle, running: Sequence[RequestHandle]) -> bool:
         """Have the keys and values of one that runs in the file from the next pass on; False if they cannot be."""
-        cache = ticket.generation.cache
-        if self.file is None or cache is None or not self._running(running).has_place(ticket.text, self.memory):
+        cache = handle.generation.cache
+        if self.file is None or cache is None or not self._running(running).has_place(handle.text, self.memory):
             return False
         self.file.add(cache)
         return True
 
     def from_file(self, running: Sequence[RequestHandle]) -> None:
         """Let those come back for whom there is room, when nobody waits for it."""
-        for ticket in self._parted(running)[1]:
-            others = [one for one in running if one is not ticket]
+        for handle in self._parted(running)[1]:
+            others = [one for one in running if one is not handle]
             assert self.file is not None
-            if not self._running(others).fits(ticket.text, self.memory):
+            if not self._running(others).fits(handle.text, self.memory):
                 break  # the others are about as long, and there may be hundreds of them
-            self.file.let_return(ticket.generation.cache)
+            self.file.let_return(handle.generation.cache)
         self._kept.shrink(self.memory.limit - self._running(running).soon(self.memory))
 
     def lost(self, running: Sequence[RequestHandle]) -> list[RequestHandle]:
@@ -139,12 +139,12 @@ class TextCaches:
         What the pass has let go of goes back to the system, but for those that are so short that it would show.
         """
         if self._keeps:
-            self.memory.measure(ticket.whole_cache(continues=True) for ticket in running)
+            self.memory.measure(handle.whole_cache(continues=True) for handle in running)
         if self._gives_back is not None and time.monotonic() - self._gave_back > GIVING_BACK_SECONDS:
             self._gives_back()
             self._gave_back = time.monotonic()
 
-    def give(self, ticket: RequestHandle, running: Sequence[RequestHandle], *, in_file: bool = False) -> bool:
+    def give(self, handle: RequestHandle, running: Sequence[RequestHandle], *, in_file: bool = False) -> bool:
         """Give one that begins its cache; False if another one just computes what it begins with too.
 
         Args:
@@ -153,19 +153,19 @@ class TextCaches:
             in_file: whether it has keys and values there.
         """
         left = self.memory.limit - self._running(running).soon(self.memory)
-        left -= self.memory.beside_file() if in_file else self.memory.soon([ticket.text])
-        if ticket.held is not None:
+        left -= self.memory.beside_file() if in_file else self.memory.soon([handle.text])
+        if handle.held is not None:
             self._kept.shrink(left)
-            ticket.generation.cache = self.aside.take(ticket.held)
-            ticket.held = None
-            if ticket.generation.cache is not None:
+            handle.generation.cache = self.aside.take(handle.held)
+            handle.held = None
+            if handle.generation.cache is not None:
                 self.resumed += 1
                 if in_file:
-                    self._put(ticket.generation)
+                    self._put(handle.generation)
                 return True
         if not self._shares:
             return True
-        generation = ticket.generation
+        generation = handle.generation
         source = best_source(generation.ids, self._sources(running))
         tokens = source.tokens if source is not None else 0
         if should_wait(generation.ids, tokens, _computed_prompts(running)):
@@ -181,7 +181,7 @@ class TextCaches:
         self._kept.shrink(left)
         return True
 
-    def set_aside(self, ticket: RequestHandle, cache: Any, pace: TokenBudget) -> None:
+    def set_aside(self, handle: RequestHandle, cache: Any, pace: TokenBudget) -> None:
         """Take the cache of one that has made way.
 
         Args:
@@ -189,42 +189,42 @@ class TextCaches:
             cache: all that it has computed; None if there is none that could come back.
             pace: of the passes.
         """
-        ticket.generation.cache = None
+        handle.generation.cache = None
         if cache is None:
             return
         tokens = cache.get_seq_length()
         # computed again it would not have the bits that it has
         recompute_seconds = None if self._exact else pace.recompute_seconds(tokens, self.prompt_chunk or tokens)
-        ticket.held = self.aside.put(cache, recompute_seconds)
+        handle.held = self.aside.put(cache, recompute_seconds)
 
-    def whole_cache(self, ticket: RequestHandle) -> Any:
+    def whole_cache(self, handle: RequestHandle) -> Any:
         """What one that waits for a pass could go on from; see `RequestHandle.whole_cache`. None of one in a file."""
-        if self.file is not None and self.file.holds(ticket.generation.cache):
+        if self.file is not None and self.file.holds(handle.generation.cache):
             return None
-        return ticket.whole_cache(continues=self._shares)
+        return handle.whole_cache(continues=self._shares)
 
-    def keep(self, ticket: RequestHandle, running: Iterable[RequestHandle]) -> None:
+    def keep(self, handle: RequestHandle, running: Iterable[RequestHandle]) -> None:
         """Have the cache of one that has ended for those that begin as it did."""
-        cache, ticket.generation.cache = ticket.generation.cache, None
+        cache, handle.generation.cache = handle.generation.cache, None
         if self._shares and cache is not None and (tokens := cache.get_seq_length()):
-            self._kept.put(ticket.generation.ids[:tokens], cache)
+            self._kept.put(handle.generation.ids[:tokens], cache)
             self._kept.shrink(self.memory.limit - self._held_by(running))
 
-    def drop(self, ticket: RequestHandle) -> None:
+    def drop(self, handle: RequestHandle) -> None:
         """Forget what is aside, or in the file, of one that has ended or makes way."""
-        if self.file is not None and self.file.holds(ticket.generation.cache):
-            self.file.drop(ticket.generation.cache)
-            ticket.generation.cache = None
-        if ticket.held is not None:
-            self.aside.drop(ticket.held)
-            ticket.held = None
+        if self.file is not None and self.file.holds(handle.generation.cache):
+            self.file.drop(handle.generation.cache)
+            handle.generation.cache = None
+        if handle.held is not None:
+            self.aside.drop(handle.held)
+            handle.held = None
 
     def _sources(self, running: Iterable[RequestHandle]) -> Iterable[tuple[Sequence[int], Any]]:
         """Ids and caches that hold their keys and values."""
         yield from self._kept.texts()
-        for ticket in running:
-            if tokens := ticket.cached_tokens:
-                yield ticket.generation.ids[:tokens], ticket.generation.cache
+        for handle in running:
+            if tokens := handle.cached_tokens:
+                yield handle.generation.ids[:tokens], handle.generation.cache
 
     def _put(self, generation: Generation) -> bool:
         """Put the cache of one that begins into the file; if that cannot be, it begins from nothing, in memory."""
@@ -258,14 +258,14 @@ class TextCaches:
         near, filed = self._parted(running)
         # not of their tensors: another thread changes them meanwhile
         counts = [
-            ticket.cached_tokens if ticket.generation.cache is not None else ticket.text.tokens for ticket in near
+            handle.cached_tokens if handle.generation.cache is not None else handle.text.tokens for handle in near
         ]
         return sum(map(self.memory.bytes_for, counts)) + len(filed) * self.memory.beside_file()
 
 
 def _computed_prompts(running: Iterable[RequestHandle]) -> Iterable[Sequence[int]]:
     """Those that are not in their caches yet."""
-    for ticket in running:
-        prompt = ticket.generation.request.prompt
-        if ticket.generation.cache is not None and ticket.cached_tokens < len(prompt):
+    for handle in running:
+        prompt = handle.generation.request.prompt
+        if handle.generation.cache is not None and handle.cached_tokens < len(prompt):
             yield prompt

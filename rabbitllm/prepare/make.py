@@ -45,13 +45,13 @@ def ensure_split(
     options: SplitOptions,
     quantize_on: str = "cpu",
     naming: LayerNaming | None = None,
-    hands: ShardExecutor | None = None,
+    executor: ShardExecutor | None = None,
     accept: Acceptance | None = None,
 ) -> Profiler:
     """Make or finish the split directory of a source; with `delete_original`, remove what is left of the original.
 
     One process and one thread at a time: others wait, and find the split finished, or go on where it stopped. With
-    `hands`, those fill layer files for it, on the CPU.
+    `executor`, those fill layer files for it, on the CPU.
 
     Returns:
         Where the time went; empty for a split that was finished already.
@@ -83,16 +83,16 @@ def ensure_split(
                 f"{folder} is no longer a finished split: another process has removed it, or could not repair it.",
                 "Name the checkpoint that it is made from: the same call then finishes it, or splits it again.",
             )
-        locks.enter_context(lock_source(source, options, by_hands=hands is not None))
+        locks.enter_context(lock_source(source, options, by_executor=executor is not None))
         _refuse_to_quantize_again(source, options)
-        checkpoint, chosen = _open(source, options, naming, accept, by_hands=hands is not None)
+        checkpoint, chosen = _open(source, options, naming, accept, by_executor=executor is not None)
         family = family_of(source.config_folder, checkpoint)
         picked = experts_of(source.config_folder, checkpoint)
         request = SplitRequest(
-            checkpoint, source.split_folder, family, options, naming, quantize_on, hands, chosen, picked, accept
+            checkpoint, source.split_folder, family, options, naming, quantize_on, executor, chosen, picked, accept
         )
         try:
-            with _sharing(source, hands):
+            with _sharing(source, executor):
                 return split(request)
         except MissingShardError as error:
             raise _with_other_splits(error, source) from None
@@ -112,7 +112,7 @@ def check_before_fetching(source: Source, accept: Acceptance) -> None:
     accept(PlannedFiles(plan, source.split_folder))
 
 
-def lock_source(source: Source, options: SplitOptions, *, by_hands: bool = False) -> FolderLock:
+def lock_source(source: Source, options: SplitOptions, *, by_executor: bool = False) -> FolderLock:
     """Lock the folder of the source's shards: exclusively if the split will delete them, else for reading.
 
     For a repository this is its snapshot in the user's hub cache, if the split uses shards there.
@@ -126,7 +126,7 @@ def lock_source(source: Source, options: SplitOptions, *, by_hands: bool = False
         InUseError: another process reads shards that this split would delete, or deletes shards that it would read.
     """
     folder = source.local
-    if folder is None and source.repository is not None and not by_hands:
+    if folder is None and source.repository is not None and not by_executor:
         folder = _in_hub_cache(source.repository, options)
     if folder is None:
         return FolderLock()
@@ -144,11 +144,11 @@ def _in_hub_cache(repository: HubRepository, options: SplitOptions) -> Path | No
     return cached[0].folder if cached is not None else None
 
 
-def _sharing(source: Source, hands: ShardExecutor | None) -> AbstractContextManager[None]:
+def _sharing(source: Source, executor: ShardExecutor | None) -> AbstractContextManager[None]:
     """What has to be open while the split directory is made by these hands, or by this process alone."""
-    if hands is None:
+    if executor is None:
         return contextlib.nullcontext()
-    return hands.sharing(source.split_folder, [source.local] if source.local is not None else [])
+    return executor.sharing(source.split_folder, [source.local] if source.local is not None else [])
 
 
 def _refuse_to_quantize_again(source: Source, options: SplitOptions) -> None:
@@ -167,21 +167,21 @@ def _open(
     naming: LayerNaming | None,
     accept: Acceptance | None,
     *,
-    by_hands: bool = False,
+    by_executor: bool = False,
 ) -> tuple[Checkpoint, BitAllocation | None]:
     """The checkpoint, and bits that were chosen with room for what was fetched for it.
 
     By hands, what no folder has that all of them see is fetched, whatever this user's cache has.
     """
     repository, missing_from = source.repository, source.missing_from
-    if by_hands:
+    if by_executor:
         repository = dataclasses.replace(repository, uses_cache=False) if repository is not None else None
         missing_from = dataclasses.replace(missing_from, uses_cache=False) if missing_from is not None else None
     if repository is not None:
         remote = HubCheckpoint(repository)
         if options.sequential or options.keep_own:
             return remote, None
-        if by_hands:
+        if by_executor:
             raise OptionError(
                 f"All shards of {source.name} are to be kept in the hub cache of this machine, where workers on others "
                 "do not see them.",

@@ -38,15 +38,15 @@ def fill_from(shard: PlannedShard, work: SplitWork, lease: Lease, threads: int) 
     layers = list(work.plan.layouts)
     targets: dict[str, FillTarget] = {}
     mover = Mover(threads, work.quantize_on, profiler, looks.check, fitted=work.fitted)
-    arrivals = ShardFetcher(work.checkpoint, ROOM[work.arrival], looks.check)
+    fetcher = ShardFetcher(work.checkpoint, ROOM[work.shard_transfer], looks.check)
     try:
         filler = Filler(work, mover, profiler)
-        for _, arriving in arrivals.shards([shard]):
+        for _, arriving in fetcher.shards([shard]):
             filler.fill(shard, arriving, targets, layers)
         mover.sync(targets.values())
         return mover.sums.take_with_sources(filler.forms_of(shard, layers))
     finally:
-        arrivals.close()
+        fetcher.close()
         mover.close()
         for target in targets.values():
             target.close()

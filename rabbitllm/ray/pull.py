@@ -22,6 +22,6 @@ def pull_on(address: str, wish: Wish, at_once: int | None = None) -> Pulled:
         RabbitLLMError: as `pull` does.
     """
     with connected(address) as nodes:
-        hands = RayShardExecutor(nodes, at_once, quantizes=wish.compression is not None)
-        say(f"{counted(len(nodes), 'machine')}, up to {counted(hands.at_once, 'shard')} at a time")
-        return pull(everywhere(wish), hands)
+        executor = RayShardExecutor(nodes, at_once, quantizes=wish.compression is not None)
+        say(f"{counted(len(nodes), 'machine')}, up to {counted(executor.at_once, 'shard')} at a time")
+        return pull(everywhere(wish), executor)

@@ -45,21 +45,21 @@ class Submission:
 
     def __init__(self, batch: Taking, requests: Sequence[Request], inbox: Inbox) -> None:
         self._inbox = inbox
-        self._tickets: list[Any] = []
+        self._handles: list[Any] = []
         self._open = len(requests)
         self.finished: list[Finished | None] = [None] * len(requests)
         self.error: str | None = None
         try:
             for choice, request in enumerate(requests):
-                self._tickets.append(batch.submit(request, inbox.taker(choice)))
+                self._handles.append(batch.submit(request, inbox.taker(choice)))
         except Exception as error:
             self.cancel()
             raise refusal_of(error) from error
 
     def cancel(self) -> None:
         """Nobody wants the answer any more."""
-        for ticket in self._tickets:
-            ticket.cancel()
+        for handle in self._handles:
+            handle.cancel()
 
     async def events(self) -> AsyncIterator[Sequence[tuple[int, Delta | Finished]]]:
         """What comes, until all choices are over.

@@ -24,7 +24,7 @@ def disk_use_at_once(
     plan: PlanSizes,
     at_once: int,
     *,
-    arrival: ShardTransfer,
+    shard_transfer: ShardTransfer,
     freed: Mapping[str, int] = NOTHING,
     small_files: int = 0,
     used: frozenset[str] = frozenset(),
@@ -43,7 +43,9 @@ def disk_use_at_once(
         arrival, freed, small_files, used, in_use: as for `disk_use`.
     """
     if at_once == 1:
-        return disk_use(plan, arrival=arrival, freed=freed, small_files=small_files, used=used, in_use=in_use)
+        return disk_use(
+            plan, shard_transfer=shard_transfer, freed=freed, small_files=small_files, used=used, in_use=in_use
+        )
     around = small_files + sum(
         layout.header_bytes + BLOCK_BYTES + layout.joined_bytes + scratch_slack(layout)
         for layout in plan.layouts.values()
@@ -51,7 +53,11 @@ def disk_use_at_once(
     waiting = [shard for shard in plan.shards if shard.name not in used]
     gives = {shard.name: _gives(plan, shard) for shard in plan.shards}
     back = {shard.name: 0 if shard.staged else freed.get(shard.name, 0) for shard in waiting}
-    staged = 0 if arrival is ShardTransfer.STREAM else _largest((on_disk(s.size) for s in waiting if s.staged), at_once)
+    staged = (
+        0
+        if shard_transfer is ShardTransfer.STREAM
+        else _largest((on_disk(s.size) for s in waiting if s.staged), at_once)
+    )
     through = sum(max(0, gives[name] - size) for name, size in back.items())
     in_work = _largest((min(gives[name], size) for name, size in back.items()), at_once)
     before = sum(gives[name] for name in used if name in gives)

@@ -31,7 +31,7 @@ WORTH_LESS_BITS = 0.75
 
 
 def with_choice(
-    plan: SplitPlan, ground: DiskBudget, options: SplitOptions, experts_a_token: int | None = None
+    plan: SplitPlan, disk_budget: DiskBudget, options: SplitOptions, experts_a_token: int | None = None
 ) -> SplitPlan:
     """The plan with the bits for each tensor that suit it best.
 
@@ -49,7 +49,7 @@ def with_choice(
     choices = BitChoices(bare, found)
     # at 4bit-double scales wait beside the layer files, so its peak may be above that of 4bit, and both are tried
     fewest = {scheme: choices.at([scheme] * len(found)) for scheme in ("4bit", DOUBLE)}
-    limits = _Limits(bare, ground, options, None)
+    limits = _Limits(bare, disk_budget, options, None)
     lacking = {scheme: limits.over(least) for scheme, least in fewest.items()}
     if all(lacking.values()):
         raise _nothing_fits(limits, fewest[min(lacking, key=lambda scheme: lacking[scheme])])
@@ -78,7 +78,7 @@ class _Limits:
     """What a choice has to keep to; `bare` is the plan with all tensors as they are."""
 
     bare: SplitPlan
-    ground: DiskBudget
+    disk_budget: DiskBudget
     options: SplitOptions
     memory: int | None
 
@@ -91,7 +91,7 @@ class _Limits:
     def shortage(self, made: BitChoice) -> Shortage | None:
         """What the disk lacks where shards arrive in the way that takes least."""
         way = candidates(self.bare, self.options.shard_transfer)[-1]
-        return shortage(made, self.ground, self.options, way)
+        return shortage(made, self.disk_budget, self.options, way)
 
     def resident_bytes(self, made: BitChoice) -> int:
         """Memory in which all of a choice's weights stay: as they are stored, scales that are made of quantized ones
@@ -130,7 +130,7 @@ def _nothing_fits(limits: _Limits, least: BitChoice) -> NotEnoughSpaceException:
         missing = size_rounded_up(short.need - short.have)
         remedy = f"Free {missing} there, or name another place with layer_shards_saving_path."
     return NotEnoughSpaceException(
-        f"compression='auto' finds no choice of bits for {limits.bare.source.name} in {limits.ground.folder}: the "
+        f"compression='auto' finds no choice of bits for {limits.bare.source.name} in {limits.disk_budget.folder}: the "
         f"fewest need {short.needed} at the peak; {size(short.have)} is {short.where}.",
         remedy,
     )
@@ -181,7 +181,7 @@ class AllocationSummary:
     fitted: bool = False
 
 
-def mixture_of(
+def allocation_of(
     plan: SplitPlan, *, fitted: bool = False, experts_a_token: int | None = None
 ) -> AllocationSummary | None:
     """What a plan at "auto" chose; None at other compressions.

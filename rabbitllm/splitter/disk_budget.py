@@ -99,70 +99,70 @@ def candidates(plan: SplitPlan, transfer: str) -> tuple[ShardTransfer, ...]:
     return files
 
 
-def choose_arrival(plan: SplitPlan, ground: DiskBudget, options: SplitOptions) -> ShardTransfer:
+def choose_shard_transfer(plan: SplitPlan, disk_budget: DiskBudget, options: SplitOptions) -> ShardTransfer:
     """The best way for shards to arrive that fits.
 
     Raises:
         NotEnoughSpaceException: none does; with what is needed, what there is, and what would fit.
         OptionError: see `candidates`.
     """
-    return choose_way(plan, ground, options, candidates(plan, options.shard_transfer), 1)[0]
+    return choose_way(plan, disk_budget, options, candidates(plan, options.shard_transfer), 1)[0]
 
 
 def choose_at_once(
-    plan: SplitPlan, ground: DiskBudget, options: SplitOptions, at_once: int
+    plan: SplitPlan, disk_budget: DiskBudget, options: SplitOptions, at_once: int
 ) -> tuple[ShardTransfer, int]:
     """The way for shards to arrive at which most of them, up to `at_once`, can be in work at a time, and how many.
 
     Raises:
-        NotEnoughSpaceException, OptionError: as `choose_arrival`; not even one at a time fits.
+        NotEnoughSpaceException, OptionError: as `choose_shard_transfer`; not even one at a time fits.
     """
-    waiting = sum(shard.name not in ground.used for shard in plan.shards)
+    waiting = sum(shard.name not in disk_budget.used for shard in plan.shards)
     # each is fetched by whoever fills from it, so none is fetched ahead
     ways = [way for way in candidates(plan, options.shard_transfer) if way is not ShardTransfer.FILE_AHEAD]
-    return choose_way(plan, ground, options, ways, max(1, min(at_once, waiting)))
+    return choose_way(plan, disk_budget, options, ways, max(1, min(at_once, waiting)))
 
 
 def choose_way(
-    plan: SplitPlan, ground: DiskBudget, options: SplitOptions, ways: Sequence[ShardTransfer], at_once: int
+    plan: SplitPlan, disk_budget: DiskBudget, options: SplitOptions, ways: Sequence[ShardTransfer], at_once: int
 ) -> tuple[ShardTransfer, int]:
     """The first of the ways at which as many shards at a time fit as at any; raises if not even one does."""
     for count in range(at_once, 0, -1):
         for way in ways:
-            if shortage(plan, ground, options, way, count) is None:
+            if shortage(plan, disk_budget, options, way, count) is None:
                 return way, count
-    short = shortage(plan, ground, options, ways[-1])
+    short = shortage(plan, disk_budget, options, ways[-1])
     assert short is not None
     raise NotEnoughSpaceException(
-        f"Splitting {plan.source.name} into {ground.folder} needs {short.needed} at its peak; "
+        f"Splitting {plan.source.name} into {disk_budget.folder} needs {short.needed} at its peak; "
         f"{size(short.have)} is {short.where}.",
-        _what_would_fit(plan, ground, options, short),
+        _what_would_fit(plan, disk_budget, options, short),
     )
 
 
-def use_of(plan: PlanSizes, ground: DiskBudget, arrival: ShardTransfer, at_once: int = 1) -> DiskUse:
+def use_of(plan: PlanSizes, disk_budget: DiskBudget, shard_transfer: ShardTransfer, at_once: int = 1) -> DiskUse:
     """What the split takes of the disk on this ground."""
     return disk_use_at_once(
         plan,
         at_once,
-        arrival=arrival,
-        freed=ground.freed,
-        small_files=ground.small_files,
-        used=ground.used,
-        in_use=ground.in_use,
+        shard_transfer=shard_transfer,
+        freed=disk_budget.freed,
+        small_files=disk_budget.small_files,
+        used=disk_budget.used,
+        in_use=disk_budget.in_use,
     )
 
 
 def shortage(
-    plan: PlanSizes, ground: DiskBudget, options: SplitOptions, arrival: ShardTransfer, at_once: int = 1
+    plan: PlanSizes, disk_budget: DiskBudget, options: SplitOptions, shard_transfer: ShardTransfer, at_once: int = 1
 ) -> Shortage | None:
     """What is lacking for a split in which so many shards at a time arrive this way; None if it fits."""
-    use = use_of(plan, ground, arrival, at_once)
-    created = ground.created(use)
+    use = use_of(plan, disk_budget, shard_transfer, at_once)
+    created = disk_budget.created(use)
     if options.max_disk is not None and created > options.max_disk:
         return Shortage(created, options.max_disk, f"allowed by max_disk={options.max_disk:,}", limited=True)
-    for place, need in _by_disk([(ground.folder, use.added), *ground.downloads]):
-        free = shutil.disk_usage(place).free + (ground.lock_bytes if place == existing(ground.folder) else 0)
+    for place, need in _by_disk([(disk_budget.folder, use.added), *disk_budget.downloads]):
+        free = shutil.disk_usage(place).free + (disk_budget.lock_bytes if place == existing(disk_budget.folder) else 0)
         if need and need + options.min_free > free:
             reserve = f", less {size(options.min_free)} that stay free (min_free_disk)" if options.min_free else ""
             return Shortage(need, max(free - options.min_free, 0), f"free on the disk of {place}{reserve}")
@@ -179,20 +179,20 @@ def _by_disk(wants: Iterable[tuple[Path, int]]) -> Sequence[tuple[Path, int]]:
     return list(sums.values())
 
 
-def _what_would_fit(plan: SplitPlan, ground: DiskBudget, options: SplitOptions, short: Shortage) -> str:
+def _what_would_fit(plan: SplitPlan, disk_budget: DiskBudget, options: SplitOptions, short: Shortage) -> str:
     """The flags that would make it fit, or how much is missing."""
     way = candidates(plan, "auto")[-1]
     if (
         options.shard_transfer == "file"
         and way is ShardTransfer.STREAM
-        and shortage(plan, ground, options, way) is None
+        and shortage(plan, disk_budget, options, way) is None
     ):
         return "shard_transfer='stream' (or 'auto') would fit: no shard is then on the disk."
-    if not (options.sequential or options.keep_own) and any(need for _, need in ground.downloads):
+    if not (options.sequential or options.keep_own) and any(need for _, need in disk_budget.downloads):
         return "sequential_shard_processing=True takes one shard at a time instead of downloading all of them first."
     smaller = COMPRESSIONS[COMPRESSIONS.index(plan.compression) + 1 :] if plan.compression != AUTO else ()
-    for compression in () if ground.used else smaller:
-        if shortage(recompressed(plan, compression), ground, options, way) is None:
+    for compression in () if disk_budget.used else smaller:
+        if shortage(recompressed(plan, compression), disk_budget, options, way) is None:
             return f"compression='{compression}' would fit."
     missing = size_rounded_up(short.need - short.have)
     place = f"allow max_disk={short.need}" if short.limited else f"free {missing} there"

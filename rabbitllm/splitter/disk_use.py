@@ -82,7 +82,7 @@ class PlanSizes(Protocol):
 def disk_use(
     plan: PlanSizes,
     *,
-    arrival: ShardTransfer = ShardTransfer.FILE,
+    shard_transfer: ShardTransfer = ShardTransfer.FILE,
     freed: Mapping[str, int] = NOTHING,
     small_files: int = 0,
     used: frozenset[str] = frozenset(),
@@ -110,7 +110,7 @@ def disk_use(
         processed.add(shard.name)
         if shard.name in used:
             continue
-        there = _staged_bytes(shard, following[shard.name], arrival)
+        there = _staged_bytes(shard, following[shard.name], shard_transfer)
         created = max(created, most + there)
         added = max(added, most + there - freed_so_far - in_use)
         if not shard.staged:
@@ -139,11 +139,11 @@ def scratch_slack(layout: FileSizes) -> int:
     return 3 * BLOCK_BYTES * (len(layout.joins) + 1) if layout.scratch_bytes else 0
 
 
-def _staged_bytes(shard: PlannedShard, following: PlannedShard | None, arrival: ShardTransfer) -> int:
+def _staged_bytes(shard: PlannedShard, following: PlannedShard | None, shard_transfer: ShardTransfer) -> int:
     """Of fetched shards that lie on the disk while `shard` is used."""
-    if arrival is ShardTransfer.STREAM:
+    if shard_transfer is ShardTransfer.STREAM:
         return 0
-    there = [shard, following] if arrival is ShardTransfer.FILE_AHEAD else [shard]
+    there = [shard, following] if shard_transfer is ShardTransfer.FILE_AHEAD else [shard]
     return sum(on_disk(one.size) for one in there if one is not None and one.staged)
 
 

@@ -60,7 +60,7 @@ class Filler:
             CorruptShardError: the shard is not the one that was planned with.
             HubError, MissingShardError: it cannot be had.
         """
-        if self._work.arrival is ShardTransfer.STREAM and shard.staged:
+        if self._work.shard_transfer is ShardTransfer.STREAM and shard.staged:
             self.open(targets, layers)
             self._move_stream(shard, targets)
         else:

@@ -18,7 +18,7 @@ from rabbitllm.checkpoints.side_by_side import side_by_side
 from rabbitllm.errors import MissingShardError
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.choosing import with_choice
-from rabbitllm.splitter.disk_budget import DiskBudget, choose_arrival
+from rabbitllm.splitter.disk_budget import DiskBudget, choose_shard_transfer
 from rabbitllm.splitter.disk_sampler import disk_bytes, existing, occupied
 from rabbitllm.splitter.disk_use import BLOCK_BYTES, in_hub_cache, on_disk, own_records_bytes
 from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME
@@ -59,7 +59,7 @@ class SplitRequest:
     options: SplitOptions
     naming: LayerNaming | None = None
     quantize_on: str = "cpu"
-    hands: ShardExecutor | None = None
+    executor: ShardExecutor | None = None
     chosen: BitAllocation | None = None
     experts_a_token: int | None = None
     accept: Acceptance | None = None
@@ -82,16 +82,16 @@ def plan_split(
         NotEnoughSpaceException: no choice of bits fits, at "auto".
     """
     plan = _plan_of_headers(request, format_version, assigned)
-    return _with_bits(plan, ground_of(request, plan), request)
+    return _with_bits(plan, disk_budget_of(request, plan), request)
 
 
-def _with_bits(plan: SplitPlan, ground: DiskBudget, request: SplitRequest) -> SplitPlan:
+def _with_bits(plan: SplitPlan, disk_budget: DiskBudget, request: SplitRequest) -> SplitPlan:
     """The plan, at "auto" with the bits that were or are chosen."""
     if plan.compression != AUTO:
         return plan
     if request.chosen is not None:
         return recompressed(plan, AUTO, request.chosen)
-    return with_choice(plan, ground, request.options, request.experts_a_token)
+    return with_choice(plan, disk_budget, request.options, request.experts_a_token)
 
 
 def _plan_of_headers(
@@ -115,7 +115,7 @@ def _plan_of_headers(
     return make_plan(identity, shards, assigned, request.options.compression, format_version)
 
 
-def ground_of(request: SplitRequest, plan: SplitPlan, fetched: Iterable[PlannedShard] = ()) -> DiskBudget:
+def disk_budget_of(request: SplitRequest, plan: SplitPlan, fetched: Iterable[PlannedShard] = ()) -> DiskBudget:
     """What the split stands on where nothing of it has been done yet.
 
     Args:
@@ -136,9 +136,9 @@ def ground_of(request: SplitRequest, plan: SplitPlan, fetched: Iterable[PlannedS
     return DiskBudget(request.folder, freed, small_files + BLOCK_BYTES, downloads, lock_bytes=lock_bytes)
 
 
-def resumed_ground(ground: DiskBudget, used: frozenset[str]) -> DiskBudget:
+def resumed_disk_budget(disk_budget: DiskBudget, used: frozenset[str]) -> DiskBudget:
     """The ground of a split of which an earlier run has used up these shards."""
-    return dataclasses.replace(ground, used=used, in_use=disk_bytes(ground.folder) - ground.lock_bytes)
+    return dataclasses.replace(disk_budget, used=used, in_use=disk_bytes(disk_budget.folder) - disk_budget.lock_bytes)
 
 
 def check_before_download(request: SplitRequest) -> BitAllocation | None:
@@ -156,14 +156,14 @@ def check_before_download(request: SplitRequest) -> BitAllocation | None:
     earlier = journal.replay(request.folder)
     plan = with_places(earlier.plan, request.checkpoint) if earlier is not None else _plan_of_headers(request)
     kept = dataclasses.replace(plan, shards=tuple(dataclasses.replace(s, staged=False) for s in plan.shards))
-    ground = ground_of(request, plan, [shard for shard in plan.shards if shard.staged])
+    disk_budget = disk_budget_of(request, plan, [shard for shard in plan.shards if shard.staged])
     if earlier is None:
-        kept = _with_bits(kept, ground, request)
+        kept = _with_bits(kept, disk_budget, request)
     if request.accept is not None:
         request.accept(PlannedFiles(kept, request.folder))
     if earlier is not None:
-        ground = resumed_ground(ground, earlier.used)
-    choose_arrival(kept, ground, request.options)
+        disk_budget = resumed_disk_budget(disk_budget, earlier.used)
+    choose_shard_transfer(kept, disk_budget, request.options)
     return kept.chosen
 
 

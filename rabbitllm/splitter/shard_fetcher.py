@@ -1,7 +1,7 @@
 """Brings the shards of a split to local paths, in order, and lets each be read as far as it has come.
 
 A thread fetches what is not here yet, the next shard as soon as there is room for it; what that means for the disk was
-decided before (`space.choose_arrival`). Knows no layers and no journal.
+decided before (`space.choose_shard_transfer`). Knows no layers and no journal.
 """
 
 from __future__ import annotations

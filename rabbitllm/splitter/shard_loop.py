@@ -55,7 +55,7 @@ class ShardLoop:
         work: SplitWork,
         profiler: Profiler,
         watch: Callable[[], None],
-        hands: ShardExecutor | None = None,
+        executor: ShardExecutor | None = None,
         *,
         holds_last: bool = False,
     ) -> None:
@@ -69,9 +69,9 @@ class ShardLoop:
         self._mover = Mover(work.options.threads, work.quantize_on, profiler, watch, fitted=work.fitted)
         self._filler = Filler(work, self._mover, profiler)
         self._completion = Completion(work, self._mover, self._filler, profiler)
-        self._arrivals = ShardFetcher(work.checkpoint, ROOM[work.arrival], watch)
+        self._fetcher = ShardFetcher(work.checkpoint, ROOM[work.shard_transfer], watch)
         self._watch = watch
-        self._hands = hands
+        self._executor = executor
         own = [shard for shard in work.plan.shards if not shard.staged] if holds_last and self._deletes else []
         self._held = own[-1] if own else None
 
@@ -98,19 +98,19 @@ class ShardLoop:
                 sum(self._completion.is_final(layout) for layout in self.plan.layouts.values()),
             )
         )
-        if self._hands is not None:
-            self._take_from(self._hands, waiting)
+        if self._executor is not None:
+            self._take_from(self._executor, waiting)
             return
-        for shard, arriving in self._arrivals.shards(waiting):
+        for shard, arriving in self._fetcher.shards(waiting):
             self._tell_started(shard)
             self._use_up(shard, arriving)
             self._give_up(shard)
 
-    def _take_from(self, hands: ShardExecutor, waiting: Sequence[PlannedShard]) -> None:
+    def _take_from(self, executor: ShardExecutor, waiting: Sequence[PlannedShard]) -> None:
         """Take the shards up in the order in which other hands are through with them."""
         layers = {shard.name: self._unfinished(shard) for shard in waiting}
         parts = [(shard, self.work.of_shard(shard.name, layers[shard.name])) for shard in waiting]
-        with contextlib.closing(hands.filled(parts, self._tell_started, self._watch)) as through:
+        with contextlib.closing(executor.filled(parts, self._tell_started, self._watch)) as through:
             for shard, found in through:
                 self._take_over(shard, layers[shard.name], found)
                 forms = self._filler.forms_of(shard, layers[shard.name])
@@ -150,7 +150,7 @@ class ShardLoop:
 
     def close(self) -> None:
         """Stop the threads and close the journal; what is durable stays."""
-        self._arrivals.close()
+        self._fetcher.close()
         self._mover.close()
         self._journal.close()
 

@@ -20,7 +20,7 @@ from rabbitllm.checkpoints.index import natural_key
 from rabbitllm.errors import IncompleteSplitError, SplitMismatchError
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.choosing import other_budget
-from rabbitllm.splitter.disk_budget import DiskBudget, choose_arrival, choose_at_once, use_of
+from rabbitllm.splitter.disk_budget import DiskBudget, choose_at_once, choose_shard_transfer, use_of
 from rabbitllm.splitter.disk_sampler import DiskSampler
 from rabbitllm.splitter.disk_use import ShardTransfer
 from rabbitllm.splitter.finish import STAGING_NAME, finish, manifest_of
@@ -28,12 +28,12 @@ from rabbitllm.splitter.plan import SplitPlan
 from rabbitllm.splitter.planned_files import PlannedFiles
 from rabbitllm.splitter.request import (
     SplitRequest,
+    disk_budget_of,
     facts_of,
-    ground_of,
     plan_split,
     quantizer_of,
     require_shards,
-    resumed_ground,
+    resumed_disk_budget,
     with_places,
 )
 from rabbitllm.splitter.shard_loop import ShardLoop
@@ -65,7 +65,7 @@ def split(request: SplitRequest) -> Profiler:
     work, quantizer = _begin(request)
     profiler = Profiler(request.options.profiling, f"Split of {request.checkpoint.label}, by stage")
     with DiskSampler(request.folder, request.options.min_free, max_disk=request.options.max_disk) as watch:
-        loop = ShardLoop(work, profiler, watch.check, request.hands, holds_last=request.accept is not None)
+        loop = ShardLoop(work, profiler, watch.check, request.executor, holds_last=request.accept is not None)
         try:
             loop.take_shards()
             loop.finish_leftovers()
@@ -99,7 +99,7 @@ def _begin(request: SplitRequest) -> tuple[SplitWork, str | None]:
         return _take_up(request, earlier), earlier.quantizer
     plan = plan_split(request)
     quantizer = quantizer_of(request)
-    work = _work(request, plan, ground_of(request, plan), {}, is_fitted(quantizer))
+    work = _work(request, plan, disk_budget_of(request, plan), {}, is_fitted(quantizer))
     _warn_of_big_layers(plan)
     if request.options.verify_source:
         plan = with_checksums(plan, request.checkpoint)
@@ -147,29 +147,31 @@ def _take_up(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
         logger.warning("%s was begun %s, and goes on with the bits chosen then.", request.folder, other)
     verify = request.options.verify_source
     plan = with_places(check_resumed(earlier, facts, checkpoint, request.folder, verify=verify), checkpoint)
-    ground = resumed_ground(ground_of(request, plan), earlier.used)
-    work = _work(request, plan, ground, earlier.checksums, is_fitted(earlier.quantizer))
+    disk_budget = resumed_disk_budget(disk_budget_of(request, plan), earlier.used)
+    work = _work(request, plan, disk_budget, earlier.checksums, is_fitted(earlier.quantizer))
     work = dataclasses.replace(work, source_checksums=earlier.source_checksums)
     journal.settle(request.folder)
-    if work.arrival is ShardTransfer.STREAM:  # whatever was fetched of a shard, it comes again
+    if work.shard_transfer is ShardTransfer.STREAM:  # whatever was fetched of a shard, it comes again
         durable.remove_folder(request.folder / STAGING_NAME)
     return work
 
 
-def _work(request: SplitRequest, plan: SplitPlan, ground: DiskBudget, checksums: TensorSums, fitted: bool) -> SplitWork:
-    if request.hands is None:
-        arrival, at_once = choose_arrival(plan, ground, request.options), 1
+def _work(
+    request: SplitRequest, plan: SplitPlan, disk_budget: DiskBudget, checksums: TensorSums, fitted: bool
+) -> SplitWork:
+    if request.executor is None:
+        shard_transfer, at_once = choose_shard_transfer(plan, disk_budget, request.options), 1
     else:
-        arrival, at_once = choose_at_once(plan, ground, request.options, request.hands.at_once)
+        shard_transfer, at_once = choose_at_once(plan, disk_budget, request.options, request.executor.at_once)
     return SplitWork(
         plan,
         request.checkpoint,
         request.folder,
         request.options,
         request.quantize_on,
-        arrival,
-        use_of(plan, ground, arrival, at_once),
-        ground.used,
+        shard_transfer,
+        use_of(plan, disk_budget, shard_transfer, at_once),
+        disk_budget.used,
         checksums,
         at_once,
         fitted,

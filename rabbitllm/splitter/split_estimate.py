@@ -251,7 +251,9 @@ def _seconds(nbytes: int, rate: Rate | None) -> float | None:
     return nbytes / rate.bytes_per_second if rate is not None else None
 
 
-def route_of(name: str, plan: SplitPlan, ground: DiskBudget, lacking: Shortage | None, seconds: float | None) -> Route:
+def route_of(
+    name: str, plan: SplitPlan, disk_budget: DiskBudget, lacking: Shortage | None, seconds: float | None
+) -> Route:
     """What one route takes of the disk, in the figures that the split itself is checked with.
 
     Args:
@@ -261,9 +263,9 @@ def route_of(name: str, plan: SplitPlan, ground: DiskBudget, lacking: Shortage |
         lacking: what `space.shortage` says of it.
         seconds: see `seconds_of`.
     """
-    use = use_of(plan, ground, ROUTES[name])
-    cache_bytes = sum(nbytes for _, nbytes in ground.downloads)
-    return Route(name, use.added + cache_bytes, ground.created(use), cache_bytes, lacking, seconds)
+    use = use_of(plan, disk_budget, ROUTES[name])
+    cache_bytes = sum(nbytes for _, nbytes in disk_budget.downloads)
+    return Route(name, use.added + cache_bytes, disk_budget.created(use), cache_bytes, lacking, seconds)
 
 
 def best(

@@ -42,7 +42,7 @@ class SplitWork:
     folder: Path
     options: SplitOptions
     quantize_on: str
-    arrival: ShardTransfer
+    shard_transfer: ShardTransfer
     use: DiskUse
     used: frozenset[str]
     checksums: TensorSums

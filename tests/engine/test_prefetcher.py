@@ -153,7 +153,7 @@ def test_interrupts_anywhere_in_a_call_lose_nothing(filler: Filler) -> None:
 
             def interrupt(frame: Any, event: str, argument: Any, line: int = line) -> Any:
                 nonlocal count
-                if not frame.f_code.co_filename.endswith("ahead.py"):
+                if not frame.f_code.co_filename.endswith("prefetcher.py"):
                     return None
                 if event == "line":
                     count += 1

@@ -14,7 +14,7 @@ import transformers
 
 from rabbitllm.base.options import StreamOptions
 from rabbitllm.engine.devices import CpuDevice, Device
-from rabbitllm.engine.load_plan import blueprint
+from rabbitllm.engine.load_plan import make_load_plan
 from rabbitllm.errors import UnknownArchitectureError
 from rabbitllm.estimate.doctor.models import Published, published
 from rabbitllm.estimate.expert_calls import ExpertCalls
@@ -97,7 +97,7 @@ def test_what_is_foretold_is_what_a_plan_foretells(
     said = predict(compression, planned(folder, compression), folder, machine, readable)
     (tmp_path / "work").mkdir()
     drawn, found = predict_outline(outline, compression, folder, machine, readable, tmp_path / "work")
-    real = blueprint(planned(folder, compression), machine.options, folder, machine.devices).placement
+    real = make_load_plan(planned(folder, compression), machine.options, folder, machine.devices).placement
     assert drawn.placement == real
     assert (found.placed, found.experts, found.read_bytes) == (said.placed, said.experts, said.read_bytes)
     # rates are given; what is small and measured on the way is not
@@ -111,7 +111,7 @@ def test_two_gpus_get_what_a_plan_gives_them(tmp_path: Path) -> None:
     machine = Machine(gpus, StreamOptions(max_memory={**{gpu.name: 200_000 for gpu in gpus}, "cpu": 300_000}), 0)
     (tmp_path / "work").mkdir()
     drawn, _ = predict_outline(outline, None, folder, machine, list(folder.glob("*.safetensors")), tmp_path / "work")
-    assert drawn.placement == blueprint(planned(folder, None), machine.options, folder, gpus).placement
+    assert drawn.placement == make_load_plan(planned(folder, None), machine.options, folder, gpus).placement
     assert {placed.device for placed in drawn.placement.units} == {"fake:0", "fake:1"}
 
 
@@ -137,7 +137,7 @@ def test_the_engine_takes_the_sample_of_a_published_model(tmp_path: Path, model:
     """Quantized as it is published: nothing is missing, and nothing left over but a layer that is known for that."""
     (tmp_path / "config.json").write_text(json.dumps(model.outline.sample))
     files = PlannedFiles(model.outline.plans[None], tmp_path / "split")
-    drawn = blueprint(files, StreamOptions(device="cpu", max_memory={"cpu": 1 << 45}), tmp_path, [CpuDevice()])
+    drawn = make_load_plan(files, StreamOptions(device="cpu", max_memory={"cpu": 1 << 45}), tmp_path, [CpuDevice()])
     number = len(model.outline.layers)
     assert all(f".layers.{number}." in name for name in drawn.weights.unused)
     assert bool(drawn.weights.unused) == bool(model.config.get("num_nextn_predict_layers"))

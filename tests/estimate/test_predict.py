@@ -17,7 +17,7 @@ import rabbitllm
 from rabbitllm.base.options import StreamOptions
 from rabbitllm.engine.devices import CpuDevice, Device
 from rabbitllm.engine.load import load_model
-from rabbitllm.engine.load_plan import blueprint
+from rabbitllm.engine.load_plan import make_load_plan
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import DeviceError, OptionError
 from rabbitllm.estimate import pass_estimator
@@ -55,7 +55,7 @@ def predict(
     compression: str | None, store: WeightFiles, home: Path, machine: Machine, readable: Sequence[Path]
 ) -> GenerationEstimate:
     """What generating takes with layer files that need not be there yet."""
-    drawn = blueprint(store, machine.options, home, machine.devices)
+    drawn = make_load_plan(store, machine.options, home, machine.devices)
     return predictions.foretell(compression, drawn, store.folder, machine, readable)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from rabbitllm.base.options import StreamOptions
 from rabbitllm.engine.devices import CpuDevice
-from rabbitllm.engine.load_plan import LoadPlan, blueprint
+from rabbitllm.engine.load_plan import LoadPlan, make_load_plan
 from rabbitllm.estimate.work import Product, UnitWork, shapes, work_of
 from tests.splitter.test_planned_files import planned
 from tests.support.builders import build_checkpoint
@@ -21,7 +21,7 @@ def drawn(
 ) -> LoadPlan:
     build_checkpoint(folder, family, dtype=torch.bfloat16, tied=family == "t5", **settings)  # type: ignore[arg-type]
     options = StreamOptions(device="cpu", max_memory={"cpu": room}, show_progress=False)
-    return blueprint(planned(folder, compression), options, folder, [CpuDevice()])
+    return make_load_plan(planned(folder, compression), options, folder, [CpuDevice()])
 
 
 def touched(work: tuple[UnitWork, ...], form: str, tokens: int = 1) -> float:

@@ -24,7 +24,7 @@ class Asked:
     request: Request
     events: list[Event] = field(default_factory=list)
     over: threading.Event = field(default_factory=threading.Event)
-    ticket: RequestHandle | None = None
+    handle: RequestHandle | None = None
 
     def told(self, event: Event) -> None:
         self.events.append(event)
@@ -64,7 +64,7 @@ class Asked:
 def begin(batch: Batch, request: Request) -> Asked:
     """Submit one."""
     made = Asked(request)
-    made.ticket = batch.submit(request, made.told)
+    made.handle = batch.submit(request, made.told)
     return made
 
 

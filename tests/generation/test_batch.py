@@ -176,10 +176,10 @@ def test_cancelling_frees_the_place_and_touches_no_other(open_batch: Open, plain
 
     def told(event: Event) -> None:
         goes.told(event)
-        assert goes.ticket is not None
-        goes.ticket.cancel()
+        assert goes.handle is not None
+        goes.handle.cancel()
 
-    goes.ticket = batch.submit(goes.request, told)
+    goes.handle = batch.submit(goes.request, told)
     waits = begin(batch, Request(prompt(5, 3), 5))
     assert goes.finished.ended is FinishReason.CANCELLED
     assert 1 <= len(goes.tokens) <= 2
@@ -333,7 +333,7 @@ def test_what_is_over_is_not_left_to_a_search_for_cycles(open_batch: Open) -> No
     gc.disable()
     try:
         made = asked(batch, [Request(prompt(9, number), 4) for number in range(4)])
-        ended = [weakref.ref(one.ticket.generation) for one in made if one.ticket is not None]
+        ended = [weakref.ref(one.handle.generation) for one in made if one.handle is not None]
         assert len(ended) == 4
         del made
         asked(batch, [Request(prompt(5), 1)])  # the batch's thread has gone on

@@ -178,11 +178,11 @@ def test_who_is_cancelled_leaves_nothing_aside(
         if isinstance(event, Delta) and (aside := batch.facts.aside_bytes) and not held:
             held.append(aside)
             for one in several[1:] if seconds is None else several:
-                assert one.ticket is not None
-                one.ticket.cancel()
+                assert one.handle is not None
+                one.handle.cancel()
 
     for one in several:
-        one.ticket = batch.submit(one.request, told if one is several[0] else one.told)
+        one.handle = batch.submit(one.request, told if one is several[0] else one.told)
     for one in several:
         one.wait()
     assert held

@@ -73,7 +73,7 @@ def together(batch: Batch, given: Sequence[Request]) -> tuple[list[Asked], list[
             seen.append(batch.facts)
             first.told(event)
 
-        first.ticket = batch.submit(given[0], told)
+        first.handle = batch.submit(given[0], told)
     return [one.wait() for one in (first, *made)], seen
 
 
@@ -148,8 +148,8 @@ def test_who_is_cancelled_leaves_nothing_in_the_file(open_batch: Open, plain: An
     def told(event: Any) -> None:
         if batch.facts.file_read_bytes:
             for one in made[1::2]:
-                assert one.ticket is not None
-                one.ticket.cancel()
+                assert one.handle is not None
+                one.handle.cancel()
         made[0].told(event)
 
     with batch.held():

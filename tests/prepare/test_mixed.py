@@ -74,13 +74,13 @@ def between(folder: Path, where: Path, share: float = 0.6) -> int:
     return largest + int(less + (more - less) * share)
 
 
-def split_in(memory: int, source: str, where: Path, hands: Any = None, **call: Any) -> Path:
+def split_in(memory: int, source: str, where: Path, executor: Any = None, **call: Any) -> Path:
     wanted = Call(source, str(where), "auto", **call)
     found = wanted.find()
     options = SplitOptions(
         "auto", sequential=wanted.sequential, shard_transfer=wanted.shard_transfer, memory=memory, memory_is_said=True
     )
-    prepare.ensure_split(found, options, hands=hands)
+    prepare.ensure_split(found, options, executor=executor)
     return found.split_folder
 
 

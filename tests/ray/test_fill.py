@@ -68,10 +68,10 @@ def source(tmp_path: Path) -> Path:
     return build_checkpoint(tmp_path / "hare", "llama", shards=SHARDS)
 
 
-def spread(call: Call, hands: Here) -> Path:
+def spread(call: Call, executor: Here) -> Path:
     found = call.find()
     options = SplitOptions(call.compression, sequential=call.sequential, shard_transfer=call.shard_transfer)
-    prepare.ensure_split(found, options, hands=hands)
+    prepare.ensure_split(found, options, executor=executor)
     return found.split_folder
 
 

@@ -115,9 +115,9 @@ def test_all_tasks_together_make_the_bytes_of_one_process(cluster: str, source: 
 def test_a_killed_worker_is_replaced(cluster: str, source: Path, tmp_path: Path) -> None:
     expected = local(source, tmp_path / "local")
     marker = tmp_path / "died"
-    hands = RayShardExecutor(nodes(), None, quantizes=False, fill=dying_once(marker, 7))
-    assert hands.at_once == AT_ONCE
-    made = pull(Wish(str(source), folder=tmp_path / "spread", sequential=True), hands)
+    executor = RayShardExecutor(nodes(), None, quantizes=False, fill=dying_once(marker, 7))
+    assert executor.at_once == AT_ONCE
+    made = pull(Wish(str(source), folder=tmp_path / "spread", sequential=True), executor)
     assert len(marker.read_text().split()) == 3
     assert contents(made.entry.folder) == expected
     assert made.shards is Shards.DELETED
@@ -127,9 +127,9 @@ def test_a_killed_worker_is_replaced(cluster: str, source: Path, tmp_path: Path)
 @pytest.mark.long
 def test_a_shard_that_kills_each_of_its_workers_is_an_error(cluster: str, source: Path, tmp_path: Path) -> None:
     before = contents(source)
-    hands = RayShardExecutor(nodes(), None, quantizes=False, fill=dying_always)
+    executor = RayShardExecutor(nodes(), None, quantizes=False, fill=dying_always)
     with pytest.raises(ClusterError, match="died, 4 of them"):
-        pull(Wish(str(source), folder=tmp_path / "spread", sequential=True), hands)
+        pull(Wish(str(source), folder=tmp_path / "spread", sequential=True), executor)
     assert contents(source) == before
     assert not (tmp_path / "spread" / "splitted_model" / LEASE_NAME).exists()
 
@@ -142,7 +142,7 @@ def test_a_driver_that_died_is_gone_on_with(cluster: str, source: Path, tmp_path
     folder = call.find().split_folder
 
     def spread() -> None:
-        prepare.ensure_split(call.find(), options, hands=RayShardExecutor(nodes(), 2, quantizes=False))
+        prepare.ensure_split(call.find(), options, executor=RayShardExecutor(nodes(), 2, quantizes=False))
 
     with broken_off("unlink", 2):
         spread()
@@ -175,22 +175,22 @@ def test_each_task_fetches_its_own_shard(
 
 
 def test_what_does_not_fit_is_refused_before_the_first_byte(cluster: str, source: Path, tmp_path: Path) -> None:
-    hands = RayShardExecutor(nodes(), None, quantizes=False)
+    executor = RayShardExecutor(nodes(), None, quantizes=False)
     with pytest.raises(NotEnoughSpaceException):
-        pull(Wish(str(source), folder=tmp_path / "spread", max_disk=1 << 16), hands)
+        pull(Wish(str(source), folder=tmp_path / "spread", max_disk=1 << 16), executor)
     assert not (tmp_path / "spread").exists()
 
 
 def test_a_damaged_shard_is_the_error_that_it_is_here(cluster: str, source: Path, tmp_path: Path) -> None:
     spread, spoilt = tmp_path / "spread", shards_in(source)[4]
-    hands = RayShardExecutor(nodes(), 1, quantizes=False)
+    executor = RayShardExecutor(nodes(), 1, quantizes=False)
 
     def spoil(event: progress.Event) -> None:
         if isinstance(event, progress.SplitStarted):
             (source / spoilt).write_bytes((source / spoilt).read_bytes()[:-100])
 
     with progress.listening(spoil), pytest.raises(CorruptShardError, match=spoilt):
-        pull(Wish(str(source), folder=spread, sequential=True), hands)
+        pull(Wish(str(source), folder=spread, sequential=True), executor)
     earlier = journal.replay(spread / "splitted_model")
     assert earlier is not None
     assert earlier.used == set(shards_in(source)).symmetric_difference(shard.name for shard in earlier.plan.shards)

@@ -39,7 +39,7 @@ def chain(shards: int) -> SplitPlan:
 def parts(tmp_path: Path) -> list[Part]:
     checkpoint = LocalCheckpoint(build_checkpoint(tmp_path / "any", "llama"))
     plan = chain(7)
-    use = disk_use_at_once(plan, 3, arrival=ShardTransfer.FILE)
+    use = disk_use_at_once(plan, 3, shard_transfer=ShardTransfer.FILE)
     work = SplitWork(plan, checkpoint, tmp_path, SplitOptions(), "cpu", ShardTransfer.FILE, use, frozenset(), {}, 3)
     layers = plan.layer_map.shard_to_layers
     return [(shard, work.of_shard(shard.name, layers[shard.name])) for shard in plan.shards]
@@ -111,21 +111,21 @@ def test_the_bound_holds_in_any_order_and_is_near(compression: str | None, delet
         compression,
     )
     for at_once in (1, 2, 3, 6):
-        bound = disk_use_at_once(plan, at_once, arrival=ShardTransfer.FILE, freed=all_freed(plan, deletes))
+        bound = disk_use_at_once(plan, at_once, shard_transfer=ShardTransfer.FILE, freed=all_freed(plan, deletes))
         seen = max(reached(plan, at_once, deletes, random.Random(seed)) for seed in range(200))
         assert seen <= bound.added
         if not deletes:
             assert bound.added <= seen + 16384 * len(sizes)
         assert bound.created >= plan.output_bytes
-    assert disk_use_at_once(plan, 6, arrival=ShardTransfer.FILE, freed=all_freed(plan)).added <= plan.output_bytes + (
-        1 << 16
-    )
+    assert disk_use_at_once(
+        plan, 6, shard_transfer=ShardTransfer.FILE, freed=all_freed(plan)
+    ).added <= plan.output_bytes + (1 << 16)
 
 
 def test_shards_that_are_fetched_count_as_often_as_they_are_in_work() -> None:
     plan = plan_of(
         tuple(shard_of(f"shard-{n}", {f"model.layers.{n}.w": ("BF16", (8192, 64))}, staged=True) for n in range(4))
     )
-    streamed = disk_use_at_once(plan, 3, arrival=ShardTransfer.STREAM, freed=all_freed(plan))
-    files = disk_use_at_once(plan, 3, arrival=ShardTransfer.FILE, freed=all_freed(plan))
+    streamed = disk_use_at_once(plan, 3, shard_transfer=ShardTransfer.STREAM, freed=all_freed(plan))
+    files = disk_use_at_once(plan, 3, shard_transfer=ShardTransfer.FILE, freed=all_freed(plan))
     assert files.created - streamed.created == 3 * (-(-plan.shards[0].size // 4096) * 4096)

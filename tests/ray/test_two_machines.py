@@ -54,8 +54,8 @@ def test_no_layer_file_is_filled_by_both_at_once_and_one_may_go(machines: Any, t
     expected = contents(pull(Wish(str(source), folder=tmp_path / "local")).entry.folder)
     log = tmp_path / "log"
     log.mkdir()
-    hands = RayShardExecutor(nodes(), None, quantizes=False, fill=recording(log, 0.3))
-    assert hands.at_once == 4
+    executor = RayShardExecutor(nodes(), None, quantizes=False, fill=recording(log, 0.3))
+    assert executor.at_once == 4
     done: list[str] = []
     lost: list[str] = []
     check_machines(nodes(), None, [], quantizes=False)  # each has a worker then, however busy it is
@@ -68,7 +68,7 @@ def test_no_layer_file_is_filled_by_both_at_once_and_one_may_go(machines: Any, t
                 machines.remove_node(next(iter(machines.worker_nodes)), allow_graceful=False)
 
     with progress.listening(lose_one):
-        made = pull(Wish(str(source), folder=tmp_path / "spread", sequential=True), hands)
+        made = pull(Wish(str(source), folder=tmp_path / "spread", sequential=True), executor)
     assert contents(made.entry.folder) == expected
     assert len(done) == 12
     assert lost

@@ -118,13 +118,13 @@ def beside(server: Running, waits: Callable[[], object]) -> Iterator[None]:
             waits()
 
     ids = tuple(server.model.tokenizer(" ")["input_ids"])
-    ticket = server.batch.submit(Request(ids, 1000), notify)
+    handle = server.batch.submit(Request(ids, 1000), notify)
     try:
         assert begun.wait(SECONDS)
         yield
     finally:
         goes_on = False
-        ticket.cancel()
+        handle.cancel()
         eventually(lambda: server.batch.facts.running == 0)
 
 
@@ -252,8 +252,8 @@ def test_a_full_server_says_when_to_ask_again(tab: Tab, server: Running) -> None
         assert "The server has as many requests as it takes on. It" in trouble(tab)
         shown = f"requests: 1 running, {len(waiting)} waiting"
         tab.wait(f"document.querySelector('#requests').textContent === '{shown}'")
-        for ticket in waiting:
-            ticket.cancel()
+        for handle in waiting:
+            handle.cancel()
         held.set()
     tab.click("[role=alert] button")
     tab.wait("!!document.querySelector('.assistant')")

@@ -161,8 +161,8 @@ def test_every_size_is_the_plan_s(kind: str) -> None:
             assert of(own.layouts[layer]) == of(layout)
             assert len(own.layouts[layer].joins) == len(layout.joins)
         for way, deletes in itertools.product(ShardTransfer, (False, True)):
-            use = disk_use(own, arrival=way, freed=all_freed(bare, deletes))
-            assert use == disk_use(expected, arrival=way, freed=all_freed(bare, deletes))
+            use = disk_use(own, shard_transfer=way, freed=all_freed(bare, deletes))
+            assert use == disk_use(expected, shard_transfer=way, freed=all_freed(bare, deletes))
         sizes.add(own.output_bytes)
     assert len(sizes) > len(COMPRESSIONS)
 
@@ -180,18 +180,18 @@ def test_what_is_chosen_is_what_plans_would_choose(tmp_path: Path, monkeypatch: 
     said += [{"memory": budget + max(layout.size for layout in bare.layouts.values())} for budget in budgets]
     chosen = set()
     for wishes, deletes in itertools.product(said, (False, True)):
-        options, ground = SplitOptions(AUTO, min_free=0, **wishes), DiskBudget(tmp_path, all_freed(bare, deletes))  # type: ignore[arg-type]
+        options, disk_budget = SplitOptions(AUTO, min_free=0, **wishes), DiskBudget(tmp_path, all_freed(bare, deletes))  # type: ignore[arg-type]
         with monkeypatch.context() as patched:
             patched.setattr(choosing, "BitChoices", Planned)
-            expected = _outcome(start, ground, options)
-        assert _outcome(start, ground, options) == expected
+            expected = _outcome(start, disk_budget, options)
+        assert _outcome(start, disk_budget, options) == expected
         chosen.add(repr(expected))
     assert len(chosen) > len(budgets)
 
 
-def _outcome(start: SplitPlan, ground: DiskBudget, options: SplitOptions) -> BitAllocation | str | None:
+def _outcome(start: SplitPlan, disk_budget: DiskBudget, options: SplitOptions) -> BitAllocation | str | None:
     try:
-        return with_choice(start, ground, options, 2).chosen
+        return with_choice(start, disk_budget, options, 2).chosen
     except NotEnoughSpaceException as refused:
         return str(refused)
 

@@ -16,7 +16,7 @@ from rabbitllm.base.options import SplitOptions
 from rabbitllm.errors import NotEnoughSpaceException
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant.compression import COMPRESSIONS, DOUBLE, NESTED_BLOCK, NF4_BLOCK, code_values, quantize_blocks
-from rabbitllm.splitter.choosing import WORTH_LESS_BITS, mixture_of, with_choice
+from rabbitllm.splitter.choosing import WORTH_LESS_BITS, allocation_of, with_choice
 from rabbitllm.splitter.disk_budget import DiskBudget, candidates, shortage
 from rabbitllm.splitter.plan import SplitPlan, recompressed
 from rabbitllm.splitter.sensitivity import ERRORS, FITTED_ERRORS, groups, role_of
@@ -53,12 +53,12 @@ def free(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def choose(folder: Path, *, deletes: bool = False, plan: SplitPlan | None = None, **options: int) -> SplitPlan:
     plan = plan or model_of()
-    ground = DiskBudget(folder, all_freed(plan, deletes))
-    return with_choice(plan, ground, SplitOptions("auto", min_free=0, **options))  # type: ignore[arg-type]
+    disk_budget = DiskBudget(folder, all_freed(plan, deletes))
+    return with_choice(plan, disk_budget, SplitOptions("auto", min_free=0, **options))  # type: ignore[arg-type]
 
 
 def expected_loss(plan: SplitPlan, *, fitted: bool = False) -> float:
-    found = mixture_of(plan, fitted=fitted)
+    found = allocation_of(plan, fitted=fitted)
     assert found is not None
     return found.loss
 
@@ -177,7 +177,7 @@ def test_fitted_scales_are_expected_to_lose_less_and_change_the_choice(tmp_path:
 
 def test_what_a_mixture_is_compared_with_does_not_depend_on_its_scales(tmp_path: Path) -> None:
     made = choose(tmp_path, max_disk=at(model_of(), "4bit"))
-    plain, fitted = mixture_of(made), mixture_of(made, fitted=True)
+    plain, fitted = allocation_of(made), allocation_of(made, fitted=True)
     assert plain is not None
     assert fitted is not None
     assert (plain.fitted, fitted.fitted) == (False, True)

@@ -16,7 +16,7 @@ from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.errors import NotEnoughSpaceException, OptionError, SplitError
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.splitter.at_once import disk_use_at_once
-from rabbitllm.splitter.disk_budget import DiskBudget, choose_arrival, choose_at_once
+from rabbitllm.splitter.disk_budget import DiskBudget, choose_at_once, choose_shard_transfer
 from rabbitllm.splitter.disk_use import ShardTransfer, disk_use
 from rabbitllm.splitter.plan import SplitPlan
 from tests.support.builders import cut, llama_tensors, write_shards
@@ -45,7 +45,7 @@ def choose(
     downloads: tuple[tuple[Path, int], ...] = (),
 ) -> ShardTransfer:
     options = SplitOptions(max_disk=max_disk, min_free=min_free, shard_transfer=transfer)
-    return choose_arrival(plan, DiskBudget(folder, all_freed(plan, deletes), downloads=downloads), options)
+    return choose_shard_transfer(plan, DiskBudget(folder, all_freed(plan, deletes), downloads=downloads), options)
 
 
 def test_what_fits_is_not_refused(tmp_path: Path, free: list[int]) -> None:
@@ -143,7 +143,7 @@ def test_what_must_stay_free_is_not_counted_on(tmp_path: Path, free: list[int]) 
 def test_arrival_is_the_best_that_fits(tmp_path: Path, free: list[int]) -> None:
     """Two shards on the disk where there is room for them, one where there is for one, else none."""
     plan = plan_of(even(4, MIB, staged=True), "4bit")
-    needs = {way: disk_use(plan, arrival=way, freed=all_freed(plan)).created for way in ShardTransfer}
+    needs = {way: disk_use(plan, shard_transfer=way, freed=all_freed(plan)).created for way in ShardTransfer}
     assert needs[ShardTransfer.FILE_AHEAD] > needs[ShardTransfer.FILE] > needs[ShardTransfer.STREAM]
     for way, need in needs.items():
         for available, max_disk in ((need, None), (10**15, need)):
@@ -159,7 +159,7 @@ def test_arrival_is_the_best_that_fits(tmp_path: Path, free: list[int]) -> None:
 
 def test_file_that_does_not_fit_names_the_stream_that_does(tmp_path: Path, free: list[int]) -> None:
     plan = plan_of(even(4, MIB, staged=True), "4bit")
-    free[0] = disk_use(plan, arrival=ShardTransfer.STREAM, freed=all_freed(plan)).created
+    free[0] = disk_use(plan, shard_transfer=ShardTransfer.STREAM, freed=all_freed(plan)).created
     with pytest.raises(NotEnoughSpaceException, match="would fit: no shard is then on the disk"):
         choose(plan, tmp_path, None, deletes=True, transfer="file")
 
@@ -175,7 +175,7 @@ def test_shards_that_must_be_whole_are_never_streamed(tmp_path: Path, free: list
     ]
     plan = plan_of((*whole[:1], *even(4, MIB, staged=True)[1:]), "4bit")  # one is enough
     assert plan.unstreamable == ("shard-0",)
-    needs = {way: disk_use(plan, arrival=way, freed=all_freed(plan)).created for way in ShardTransfer}
+    needs = {way: disk_use(plan, shard_transfer=way, freed=all_freed(plan)).created for way in ShardTransfer}
     for way in (ShardTransfer.FILE_AHEAD, ShardTransfer.FILE):
         for transfer in ("auto", "file"):
             free[0] = needs[way]
@@ -220,13 +220,15 @@ def test_download_counts_on_its_own_disk(tmp_path: Path, free: list[int], monkey
 @pytest.mark.parametrize("staged", [False, True])
 def test_as_many_shards_at_once_as_fit(tmp_path: Path, staged: bool) -> None:
     plan = plan_of(even(6, 4 * MIB, staged=staged))
-    ground = DiskBudget(tmp_path, all_freed(plan, not staged))
+    disk_budget = DiskBudget(tmp_path, all_freed(plan, not staged))
 
     def chosen(max_disk: int, transfer: str = "file") -> tuple[ShardTransfer, int]:
-        return choose_at_once(plan, ground, SplitOptions(max_disk=max_disk, min_free=0, shard_transfer=transfer), 4)
+        return choose_at_once(
+            plan, disk_budget, SplitOptions(max_disk=max_disk, min_free=0, shard_transfer=transfer), 4
+        )
 
-    def need(at_once: int, arrival: ShardTransfer = ShardTransfer.FILE) -> int:
-        return disk_use_at_once(plan, at_once, arrival=arrival, freed=all_freed(plan, not staged)).created
+    def need(at_once: int, shard_transfer: ShardTransfer = ShardTransfer.FILE) -> int:
+        return disk_use_at_once(plan, at_once, shard_transfer=shard_transfer, freed=all_freed(plan, not staged)).created
 
     assert chosen(need(4)) == (ShardTransfer.FILE, 4)
     with pytest.raises(NotEnoughSpaceException, match="at its peak"):
@@ -235,13 +237,14 @@ def test_as_many_shards_at_once_as_fit(tmp_path: Path, staged: bool) -> None:
         assert chosen(need(4) - 1) == (ShardTransfer.FILE, 3)
         assert chosen(need(2)) == (ShardTransfer.FILE, 2)
         assert chosen(need(4) - 1, "auto") == (ShardTransfer.STREAM, 4)
-    assert choose_at_once(plan, ground, SplitOptions(min_free=0), 100)[1] == 6
+    assert choose_at_once(plan, disk_budget, SplitOptions(min_free=0), 100)[1] == 6
 
 
 def test_free_disk_bounds_the_shards_that_are_not_yet_deleted(tmp_path: Path, free: list[int]) -> None:
     plan = plan_of(even(6, 4 * MIB))
     added = [
-        disk_use_at_once(plan, count, arrival=ShardTransfer.FILE, freed=all_freed(plan)).added for count in range(1, 7)
+        disk_use_at_once(plan, count, shard_transfer=ShardTransfer.FILE, freed=all_freed(plan)).added
+        for count in range(1, 7)
     ]
     assert added == sorted(added)
     for count in (1, 3, 6):

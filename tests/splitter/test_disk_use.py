@@ -33,10 +33,10 @@ def test_disk_of_fetched_shards() -> None:
         assert disk_use(plan, freed=all_freed(plan, deletes)) == DiskUse(4 * layer + shard, 4 * layer + shard)
     # the last shard has none after it, so two are there while the last but one is used
     most = max(3 * layer + 2 * shard, 4 * layer + shard)
-    assert disk_use(plan, arrival=ShardTransfer.FILE_AHEAD, freed=all_freed(plan)) == DiskUse(most, most)
+    assert disk_use(plan, shard_transfer=ShardTransfer.FILE_AHEAD, freed=all_freed(plan)) == DiskUse(most, most)
     smaller = plan_of(even(4, MIB, staged=True), "4bit")
-    assert disk_use(smaller, arrival=ShardTransfer.FILE_AHEAD, freed=all_freed(smaller)).added > 2 * shard
-    assert disk_use(plan, arrival=ShardTransfer.STREAM, freed=all_freed(plan)) == DiskUse(4 * layer, 4 * layer)
+    assert disk_use(smaller, shard_transfer=ShardTransfer.FILE_AHEAD, freed=all_freed(smaller)).added > 2 * shard
+    assert disk_use(plan, shard_transfer=ShardTransfer.STREAM, freed=all_freed(plan)) == DiskUse(4 * layer, 4 * layer)
 
 
 def test_disk_of_what_an_earlier_run_has_created() -> None:

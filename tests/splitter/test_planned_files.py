@@ -14,7 +14,7 @@ from rabbitllm.base.options import SplitOptions, StreamOptions
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.engine.devices import CpuDevice, Device
 from rabbitllm.engine.load import load_model
-from rabbitllm.engine.load_plan import blueprint
+from rabbitllm.engine.load_plan import make_load_plan
 from rabbitllm.estimate.source_scan import SourceScan
 from rabbitllm.splitter.planned_files import PlannedFiles
 from rabbitllm.store.layer_store import LayerStore
@@ -57,7 +57,7 @@ def test_tensors_and_placement_are_those_of_the_split(tmp_path: Path, family: st
         for room in ROOMS
         for exact, dtype in ((False, None), (True, "float32"))
     ]
-    predicted = [blueprint(files, given, folder, [CpuDevice()]).placement for given in options]
+    predicted = [make_load_plan(files, given, folder, [CpuDevice()]).placement for given in options]
     made = split(folder, compression)
     assert files.tensors == LayerStore(made).tensors
     assert predicted == [load_model(made, given).placement for given in options]
@@ -79,7 +79,7 @@ def test_placement_on_gpus_is_that_of_the_split(
     room = 120_000 if compression else 400_000
     options = StreamOptions(max_memory={**{gpu.name: room for gpu in gpus}, "cpu": host}, show_progress=False)
     files = planned(folder, compression)
-    predicted = blueprint(files, options, folder, gpus).placement
+    predicted = make_load_plan(files, options, folder, gpus).placement
     assert {placed.device for placed in predicted.units} == {gpu.name for gpu in gpus}
     assert {pool.device for pool in predicted.pools} == {gpu.name for gpu in gpus}
     assert any(pool.host_slots for pool in predicted.pools) == bool(host > 100_000)

@@ -161,8 +161,8 @@ def start(repository: HubRepository) -> Iterator[Start]:
         return begun[-1]
 
     yield make
-    for arrivals in begun:
-        arrivals.close()
+    for fetcher in begun:
+        fetcher.close()
 
 
 def test_bytes_are_there_when_they_are_waited_for(
@@ -229,17 +229,17 @@ def test_closing_does_not_wait_for_a_hub_that_is_silent_nor_is_anything_written_
 ) -> None:
     gate = Gate(local_hub, model, shards[0], 5_000_000)
     repository = open_repository(REPO, HubAccess(), tmp_path / "staging")
-    arrivals = ShardFetcher(HubCheckpoint(repository), 1, lambda: None)
-    _, arriving = next(arrivals.shards(planned(repository, shards)))
+    fetcher = ShardFetcher(HubCheckpoint(repository), 1, lambda: None)
+    _, arriving = next(fetcher.shards(planned(repository, shards)))
     arriving.until(100_000)
     assert gate.reached.wait(PATIENCE)
     start = time.monotonic()
-    arrivals.close()
+    fetcher.close()
     assert time.monotonic() - start < PATIENCE
     written: list[Step] = []
     with durable.observe_steps(written.append):
         gate.opens.set()
-        thread = arrivals._thread
+        thread = fetcher._thread
         assert thread is not None
         thread.join(PATIENCE)
         assert not thread.is_alive()

@@ -80,18 +80,18 @@ def test_no_estimate_without_a_rate_that_it_needs(lacking: str) -> None:
 
 def test_route_takes_what_the_plan_says() -> None:
     plan = plan_of(even(4, MIB, staged=True), "8bit")
-    ground = DiskBudget(FOLDER, all_freed(plan), small_files=5000, used=frozenset({"shard-0"}), in_use=4096)
+    disk_budget = DiskBudget(FOLDER, all_freed(plan), small_files=5000, used=frozenset({"shard-0"}), in_use=4096)
     for name, way in split_estimate.ROUTES.items():
         use = disk_use(
-            plan, arrival=way, freed=all_freed(plan), small_files=5000, used=frozenset({"shard-0"}), in_use=4096
+            plan, shard_transfer=way, freed=all_freed(plan), small_files=5000, used=frozenset({"shard-0"}), in_use=4096
         )
-        found = split_estimate.route_of(name, plan, ground, None, 1.0)
+        found = split_estimate.route_of(name, plan, disk_budget, None, 1.0)
         assert found == Route(name, use.added, use.created, 0, None, 1.0)
         assert found.fits
     lacking = Shortage(5, 3, "there")
-    fetching = dataclasses.replace(ground, downloads=((FOLDER, 7 * MIB),))
+    fetching = dataclasses.replace(disk_budget, downloads=((FOLDER, 7 * MIB),))
     found = split_estimate.route_of("standard", plan, fetching, lacking, None)
-    assert found.disk_bytes == split_estimate.route_of("standard", plan, ground, None, None).disk_bytes + 7 * MIB
+    assert found.disk_bytes == split_estimate.route_of("standard", plan, disk_budget, None, None).disk_bytes + 7 * MIB
     assert found.cache_bytes == 7 * MIB
     assert not found.fits
     assert split_estimate.missing_bytes(found) == 2

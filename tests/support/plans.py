@@ -13,7 +13,7 @@ from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
 from rabbitllm.quant.compression import DOUBLE, NF4_BLOCK, SCALE_BYTES, scheme_of
 from rabbitllm.splitter.disk_use import DiskUse, ShardTransfer, disk_use
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan
-from rabbitllm.splitter.request import SplitRequest, ground_of, plan_split
+from rabbitllm.splitter.request import SplitRequest, disk_budget_of, plan_split
 from tests.support.splitting import Call
 
 SOURCE = SourceIdentity("local", "m", None, {})
@@ -53,9 +53,10 @@ def uses_of(call: Call) -> dict[ShardTransfer, DiskUse]:
     checkpoint = HubCheckpoint(source.repository) if source.repository else LocalCheckpoint(source.local)  # type: ignore[arg-type]
     request = SplitRequest(checkpoint, source.split_folder, "llama", SplitOptions(call.compression, sequential=True))
     plan = plan_split(request)
-    ground = ground_of(request, plan)
+    disk_budget = disk_budget_of(request, plan)
     return {
-        way: disk_use(plan, arrival=way, freed=ground.freed, small_files=ground.small_files) for way in ShardTransfer
+        way: disk_use(plan, shard_transfer=way, freed=disk_budget.freed, small_files=disk_budget.small_files)
+        for way in ShardTransfer
     }
 
 

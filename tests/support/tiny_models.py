@@ -21,7 +21,7 @@ from rabbitllm import prepare
 from rabbitllm.base.options import SplitOptions, StreamOptions
 from rabbitllm.engine.devices import CpuDevice
 from rabbitllm.engine.load import load_model
-from rabbitllm.engine.load_plan import blueprint, place_units
+from rabbitllm.engine.load_plan import make_load_plan, place_units
 from rabbitllm.engine.placement import Pool, Tier
 from rabbitllm.engine.units import find_units
 from rabbitllm.store.layer_store import LayerStore
@@ -59,7 +59,7 @@ def budget_that_keeps(folder: Path, share: float, **options: Any) -> int:
     """The bytes for weights with which a model keeps this share of the experts that it brings in by themselves, and
     not all of them."""
     settings = options_for(0, **options)
-    drawn = blueprint(LayerStore(folder), settings, folder, [CpuDevice()])
+    drawn = make_load_plan(LayerStore(folder), settings, folder, [CpuDevice()])
 
     def pools(budget: int) -> tuple[Pool, ...]:
         """As loaded with so many bytes; placing by itself is quick."""

@@ -66,22 +66,22 @@ def one_pass(
     found: dict[int, list[Scored]] = {}
     failed: list[tuple[MicroBatch, Exception]] = []
     fixed = keys_of([*model.parameters(), *model.buffers()])
-    with ActivationOffload(limits.near, limits.host, limits.disk, limits.folder, fixed) as parking:
+    with ActivationOffload(limits.near, limits.host, limits.disk, limits.folder, fixed) as offload:
 
         def after(member: Member) -> None:
             if member.dead:
-                parking.over(member)
+                offload.over(member)
             elif len(batches) > 1:
                 call = member.waits
                 assert call is not None
-                parking.leave(member, held(member.gr_frame, (call.args, call.kwargs), LEAST_BYTES))
+                offload.leave(member, held(member.gr_frame, (call.args, call.kwargs), LEAST_BYTES))
 
         turns = TakingTurns(
             model,
             exact=exact,
-            before=parking.take,
+            before=offload.take,
             after=after,
-            soon=parking.expect,
+            soon=offload.expect,
             experts_rows=limits.experts_rows,
         )
         try:
@@ -103,7 +103,7 @@ def one_pass(
             if isinstance(error, OSError | RabbitLLMError) and not isinstance(error, ScoringError):
                 raise error
             failed.append((batch, error))
-        return Done([one for number in sorted(found) for one in found[number]], failed, parking.written)
+        return Done([one for number in sorted(found) for one in found[number]], failed, offload.written)
 
 
 def _work(

@@ -236,7 +236,7 @@ def _split(
     devices = resolve_devices(stream_options.device, stream_options.max_memory, stream_options.pin_memory)
     where = "cpu" if hands is not None else prepare.quantize_on(devices)
     with prepare.acceptance(source, stream_options, devices, too_little=too_little) as accept:
-        prepare.ensure_split(source, options, where, hands=hands, accept=accept)
+        prepare.ensure_split(source, options, where, executor=hands, accept=accept)
 
 
 def _shards(source: prepare.Source, entry: SplitEntry) -> tuple[Shards | None, Path | None]:

@@ -39,15 +39,15 @@ class Somebody:
         return sum(one.untyped_storage().nbytes() for one in (*self.needed, self.idle))
 
 
-def turns(parking: ActivationOffload, people: list[Somebody], rounds: int, limit: int) -> None:
+def turns(offload: ActivationOffload, people: list[Somebody], rounds: int, limit: int) -> None:
     for one in people:
-        parking.leave(one, one.held())
+        offload.leave(one, one.held())
     for _ in range(rounds):
         for one, following in zip(people, [*people[1:], people[0]], strict=True):
-            parking.expect(following)
-            parking.take(one)
+            offload.expect(following)
+            offload.take(one)
             one.compute()
-            parking.leave(one, one.held())
+            offload.leave(one, one.held())
             assert sum(somebody.bytes_here() for somebody in people) <= limit
 
 
@@ -55,68 +55,68 @@ def turns(parking: ActivationOffload, people: list[Somebody], rounds: int, limit
 @pytest.mark.parametrize("host", [0, 100_000, 1 << 30])
 def test_it_comes_back_as_it_was(tmp_path: Path, near: int, host: int) -> None:
     people = [Somebody(seed) for seed in range(5)]
-    with ActivationOffload(near, host, 1 << 30, tmp_path) as parking:
-        turns(parking, people, 4, near)
-        assert parking.max_near <= near
-        assert (parking.written > 0) == (near + host < 5 * SIZE * 10)
+    with ActivationOffload(near, host, 1 << 30, tmp_path) as offload:
+        turns(offload, people, 4, near)
+        assert offload.max_near <= near
+        assert (offload.written > 0) == (near + host < 5 * SIZE * 10)
         assert not list(tmp_path.iterdir())
 
 
 def test_those_that_came_first_stay(tmp_path: Path) -> None:
     people = [Somebody(seed) for seed in range(4)]
     near = 2 * SIZE * 6 + 100
-    with ActivationOffload(near, 0, 1 << 30, tmp_path) as parking:
-        turns(parking, people, 3, near)
+    with ActivationOffload(near, 0, 1 << 30, tmp_path) as offload:
+        turns(offload, people, 3, near)
         # idle ones go once; of the others each round those of two
-        assert parking.written == 4 * SIZE * 4 + 2 * SIZE * 6 * (1 + 3)
-        assert parking.read == 2 * SIZE * 6 * 3
+        assert offload.written == 4 * SIZE * 4 + 2 * SIZE * 6 * (1 + 3)
+        assert offload.read == 2 * SIZE * 6 * 3
 
 
 def test_a_place_in_the_file_is_used_again(tmp_path: Path) -> None:
     people = [Somebody(seed) for seed in range(3)]
     enough = 3 * 3 * (SIZE * 4 + 4096)
-    with ActivationOffload(0, 0, enough, tmp_path) as parking:
-        turns(parking, people, 20, 0)
-        assert parking.written > 5 * enough
+    with ActivationOffload(0, 0, enough, tmp_path) as offload:
+        turns(offload, people, 20, 0)
+        assert offload.written > 5 * enough
 
 
 def test_no_room(tmp_path: Path) -> None:
     somebody = Somebody(0)
-    with ActivationOffload(0, 0, SIZE * 6, tmp_path) as parking, pytest.raises(NoRoom):
-        parking.leave(somebody, somebody.held())
+    with ActivationOffload(0, 0, SIZE * 6, tmp_path) as offload, pytest.raises(NoRoom):
+        offload.leave(somebody, somebody.held())
 
 
 def test_what_two_hold_stays(tmp_path: Path) -> None:
     people = [Somebody(0), Somebody(1)]
     people[1].needed[1] = people[0].needed[1]
-    with ActivationOffload(0, 0, 1 << 30, tmp_path) as parking:
-        parking.leave(people[0], HeldTensors((), ()))
-        parking.leave(people[1], HeldTensors((people[1].needed[1].untyped_storage(),), ()))
+    with ActivationOffload(0, 0, 1 << 30, tmp_path) as offload:
+        offload.leave(people[0], HeldTensors((), ()))
+        offload.leave(people[1], HeldTensors((people[1].needed[1].untyped_storage(),), ()))
         assert not people[0].needed[1].untyped_storage().nbytes()  # nobody else was known to hold it
-        parking.take(people[1])
-        parking.leave(people[0], HeldTensors((people[0].needed[1].untyped_storage(),), ()))
+        offload.take(people[1])
+        offload.leave(people[0], HeldTensors((people[0].needed[1].untyped_storage(),), ()))
         before = people[0].needed[1].untyped_storage().nbytes()
-        parking.leave(people[1], HeldTensors((people[1].needed[1].untyped_storage(),), ()))
+        offload.leave(people[1], HeldTensors((people[1].needed[1].untyped_storage(),), ()))
         assert people[0].needed[1].untyped_storage().nbytes() == before
 
 
 def test_weights_stay(tmp_path: Path) -> None:
     somebody = Somebody(0)
     weight = somebody.needed[0].untyped_storage()
-    with ActivationOffload(0, 0, 1 << 30, tmp_path, frozenset([weight._cdata])) as parking:
-        parking.leave(somebody, somebody.held())
+    with ActivationOffload(0, 0, 1 << 30, tmp_path, frozenset([weight._cdata])) as offload:
+        offload.leave(somebody, somebody.held())
         assert weight.nbytes() == SIZE * 4
         assert not somebody.needed[1].untyped_storage().nbytes()
 
 
 def test_what_was_read_ahead_of_one_who_ends(tmp_path: Path) -> None:
     people = [Somebody(0), Somebody(1)]
-    with ActivationOffload(0, 0, 1 << 30, tmp_path) as parking:
+    with ActivationOffload(0, 0, 1 << 30, tmp_path) as offload:
         for one in people:
-            parking.leave(one, one.held())
-        parking.expect(people[0])
-        parking.over(people[0])
-        parking.take(people[1])
+            offload.leave(one, one.held())
+        offload.expect(people[0])
+        offload.over(people[0])
+        offload.take(people[1])
         people[1].compute()
     assert not list(tmp_path.iterdir())
 
@@ -132,11 +132,11 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         written += step.kind == "write"
 
-    with ActivationOffload(0, 0, 1 << 30, tmp_path) as parking, observe_steps(full):
+    with ActivationOffload(0, 0, 1 << 30, tmp_path) as offload, observe_steps(full):
         with pytest.raises(OSError, match="No space left"):
-            parking.leave(somebody, somebody.held())
+            offload.leave(somebody, somebody.held())
         assert 0 < somebody.bytes_here() < SIZE * 10
-        parking.take(somebody)
+        offload.take(somebody)
         somebody.compute()
     assert written == 2
     assert not list(tmp_path.iterdir())

@@ -12,7 +12,7 @@ from rabbitllm.splitter.choosing import AllocationSummary
 _ROLE_WIDTH = 22
 
 
-def show_mixture(console: Console, mixture: AllocationSummary) -> None:
+def show_allocation(console: Console, mixture: AllocationSummary) -> None:
     """Print how many bytes of each role are at which bits, and the expected loss beside that of one scheme for all."""
     schemes = [scheme for scheme in COMPRESSIONS if any(share.scheme == scheme for share in mixture.shares)]
     heads = "".join(f"{scheme or 'as is':>13}" for scheme in schemes)
