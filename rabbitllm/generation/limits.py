@@ -23,7 +23,7 @@ class Limits:
         exact: compute each request's rows by themselves: its tokens are then those that it gets alone in any dtype,
             at the price of speed.
         aside_bytes: keys and values of requests that had to make way, in RAM or in a file, until there is room again;
-            None for four times those of `cache_bytes`, 0 to compute them again each time. See `aside.py`.
+            None for four times those of `cache_bytes`, 0 to compute them again each time. See `swap_space.py`.
         aside_folder: where such a file may be; None for where temporary files are, unless that lies in memory.
         file_bytes: keys and values of requests that run, in a file in `aside_folder`, where a pass reads more of the
             weights than memory has for them; None for a quarter of what is free there, 0 for none. See `cache_file.py`.

@@ -186,12 +186,12 @@ class DryRun:
 
 
 @system_errors_by_name()
-def pull(wish: Wish, hands: ShardExecutor | None = None, *, loads: bool = False) -> Pulled:
+def pull(wish: Wish, executor: ShardExecutor | None = None, *, loads: bool = False) -> Pulled:
     """Find a model, split it unless that is done, and say what is where.
 
     Args:
         wish: what, and how.
-        hands: who fills layer files elsewhere, quantizing on the CPU; None for this process.
+        executor: who fills layer files elsewhere, quantizing on the CPU; None for this process.
         loads: this process will load the model; without, too little memory for a layer is a warning only, unless the
             wish has a device or limits.
 
@@ -210,8 +210,8 @@ def pull(wish: Wish, hands: ShardExecutor | None = None, *, loads: bool = False)
             done.append(event)
 
     with progress.listening(note, shows=False):
-        too_little = wish.too_little(loads=loads) if hands is None else "ignore"
-        _split(source, options, wish.stream_options(), hands, too_little)
+        too_little = wish.too_little(loads=loads) if executor is None else "ignore"
+        _split(source, options, wish.stream_options(), executor, too_little)
     entry = look(source.split_folder)
     if entry is None:
         raise IncompleteSplitError(f"{source.split_folder} went while it was made.", "Make the same call again.")
@@ -225,7 +225,7 @@ def _split(
     source: prepare.Source,
     options: SplitOptions,
     stream_options: StreamOptions,
-    hands: ShardExecutor | None,
+    executor: ShardExecutor | None,
     too_little: TooLittle,
 ) -> None:
     from rabbitllm.engine.devices import resolve_devices  # with torch
@@ -234,9 +234,9 @@ def _split(
         prepare.ensure_split(source, options)
         return
     devices = resolve_devices(stream_options.device, stream_options.max_memory, stream_options.pin_memory)
-    where = "cpu" if hands is not None else prepare.quantize_on(devices)
+    where = "cpu" if executor is not None else prepare.quantize_on(devices)
     with prepare.acceptance(source, stream_options, devices, too_little=too_little) as accept:
-        prepare.ensure_split(source, options, where, executor=hands, accept=accept)
+        prepare.ensure_split(source, options, where, executor=executor, accept=accept)
 
 
 def _shards(source: prepare.Source, entry: SplitEntry) -> tuple[Shards | None, Path | None]:
