@@ -76,8 +76,8 @@ def _folder_of(file: Path) -> Path:
 
 
 def near(name: str) -> tuple[str, ...]:
-    """Local names that resemble one that was not found, the most similar first: of split models, and of folders next to a
-    path."""
+    """Local names that resemble one that was not found, the most similar first: of split models, and of folders next to
+    a path."""
     known = locations.known_names()
     path = expand(name)
     if path.parent.is_dir():
