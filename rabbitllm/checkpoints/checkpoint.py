@@ -260,7 +260,7 @@ class Checkpoint(Protocol):
 
 
 def ignore_progress(path: Path, have: int) -> None:
-    """What `acquire` tells where nobody wants to know."""
+    """A progress callback for `acquire` that does nothing."""
 
 
 def sampled_fingerprint(path: Path, header: Header) -> str:
@@ -298,7 +298,7 @@ def sidecars_in(folder: Path) -> dict[str, Path]:
 
 
 def is_sidecar(name: str, size: int) -> bool:
-    """Whether a file of a checkpoint belongs into the split directory beside the layers."""
+    """Whether a file of a checkpoint (config, tokenizer and the like) belongs into the split directory."""
     import fnmatch
 
     if name.endswith(".index.json") or size > SIDECAR_MAX_BYTES:

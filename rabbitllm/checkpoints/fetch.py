@@ -125,7 +125,7 @@ def fetch(file: RemoteFile, part: Path, on_have: Callable[[int], None] = lambda 
 def stream(file: RemoteFile) -> Iterator[bytes]:
     """The whole content of a remote file, in order, without a copy of it on the disk.
 
-    Whoever takes it must go on to the end before trusting any of it: the digest is compared after the last byte.
+    The caller must read to the end before trusting any of the bytes: the digest is compared after the last one.
 
     Raises:
         HubError: the bytes are not those the hub's digest names, or the hub refused.

@@ -1,9 +1,9 @@
 """The index of a checkpoint: tensor name -> shard, from `*.index.json` or made up for a single file; and which file of
 a folder it begins with.
 
-Format: the `weight_map` that transformers writes beside sharded weights
+Format: the `weight_map` that transformers writes for sharded weights
 (https://huggingface.co/docs/transformers/big_models#sharded-checkpoints). An index comes with the
-download, so its shard names are checked before anything is opened, let alone deleted, by them.
+download, so its shard names are checked before a file is opened or deleted by them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ALL_WEIGHT_SUFFIXES = (*WEIGHT_SUFFIXES, ".gguf")
 _NO_MODEL = re.compile(
     r"(?:optimizer|optim|scheduler|scaler|rng_state|random_states|training_args|trainer_state|adapter_model)(?:[._-].*)?"
 )
-"""What training leaves beside the weights: state of the optimizer and the like, arguments, adapters."""
+"""Files of a training run that hold no model: state of the optimizer and the like, arguments, adapters."""
 META_PARAMETERS = "params.json"
 """What a checkpoint in Meta's own format begins with."""
 _RANK = re.compile(r"consolidated\.\d{1,4}\.pth")
@@ -66,8 +66,8 @@ def shard_names(count: int) -> tuple[str, ...]:
 
 
 def entry_of(names: Iterable[str], where: str) -> str:
-    """The file that a checkpoint begins with: its index, or the one file that all of its tensors are in, or Meta's
-    params.json, if weights in Meta's format are beside it.
+    """The file that a checkpoint begins with: its index, or the one file that holds all of its tensors, or Meta's
+    params.json if the folder holds weights in Meta's format.
 
     Args:
         names: of the files in the folder.
@@ -88,13 +88,13 @@ def entry_of(names: Iterable[str], where: str) -> str:
     if len([name for name in torch_files if is_rank(name)]) > 1:
         raise CheckpointNotFoundError(
             f"{where} holds {_some(torch_files)}, weights in Meta's own format, without their {META_PARAMETERS}.",
-            f"Put the {META_PARAMETERS} beside them that was published with them.",
+            f"Put the {META_PARAMETERS} that was published with them into the same folder.",
         )
     if torch_files:
         raise CheckpointNotFoundError(
             f"{where} holds {len(torch_files)} files of weights and no index that says which tensor is in which: "
             f"{_some(torch_files)}.",
-            f"Leave one in the folder, name it {TORCH_SINGLE_NAME}, or put a {TORCH_INDEX_NAME} beside them.",
+            f"Leave one in the folder, name it {TORCH_SINGLE_NAME}, or add a {TORCH_INDEX_NAME}.",
         )
     raise _nothing_there(found, where)
 
@@ -218,5 +218,5 @@ def check_inside(path: Path, folder: Path) -> None:
         raise UnsafePathError(f"{path} is a link that leads to itself; expected a file.", _LINKS) from None
     if not resolved.is_relative_to(folder.resolve()):
         raise UnsafePathError(f"{path} is a link that leads outside its folder, to {resolved}.", _LINKS)
-    if resolved.exists() and not resolved.is_file():  # a pipe would wait for whoever writes into it
+    if resolved.exists() and not resolved.is_file():  # opening a pipe blocks until a writer opens it
         raise UnsafePathError(f"{path} is no regular file; expected one with weights.", _LINKS)

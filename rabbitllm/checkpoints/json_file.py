@@ -25,7 +25,7 @@ def read_json(path: Path) -> dict[str, Any]:
             the limits of `decode_json`.
     """
     found = path.stat()
-    if not stat.S_ISREG(found.st_mode):  # a pipe would wait for whoever writes into it
+    if not stat.S_ISREG(found.st_mode):  # opening a pipe blocks until a writer opens it
         raise InvalidIndexError(f"{path} is no regular file; expected JSON.", "Put the file itself there.")
     if found.st_size > MAX_BYTES:
         raise InvalidIndexError(f"{path.name} has {found.st_size:,} bytes; at most {MAX_BYTES:,} are read.", _REMEDY)

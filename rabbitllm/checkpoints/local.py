@@ -205,7 +205,7 @@ class LocalCheckpoint:
             return hub_cache.release_file(self._snapshot, shard)
         try:
             durable.remove(path)
-            durable.sync_folder(path.parent)  # or it may be back after a power cut, and nobody would look for it
+            durable.sync_folder(path.parent)  # else a power cut may bring it back, and nothing would delete it then
         except OSError as error:
             if error.errno not in durable.READ_ONLY_ERRORS:
                 raise
@@ -265,8 +265,8 @@ def entry_in(folder: Path) -> str:
 def begins_with_any(folder: Path, shards: Collection[str]) -> bool:
     """Whether the checkpoint that a folder begins with has any of these shards.
 
-    It has not where they are used up and another form of the weights lay beside them, or another model's: nothing of
-    that is opened here.
+    The result is false where the shards are used up and the folder also holds the weights in another form, or another
+    model. No weights are opened.
 
     Raises:
         CheckpointNotFoundError: there is none.

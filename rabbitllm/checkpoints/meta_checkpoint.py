@@ -110,11 +110,11 @@ class MetaCheckpoint:
             files |= tokenizer.files
             if known.size > shapes.vocab_size:
                 raise InvalidIndexError(
-                    f"{VOCABULARY_NAME} has {known.size:,} tokens, the weights beside it have {shapes.vocab_size:,}.",
-                    "Put the tokenizer.model beside the weights that was published with them.",
+                    f"{VOCABULARY_NAME} has {known.size:,} tokens, the weights have {shapes.vocab_size:,}.",
+                    "Put the tokenizer.model that was published with the weights into their folder.",
                 )
         elif vocabulary is None and not set(TOKENIZER_NAMES) & set(beside):
-            logger.warning("There is no %s beside the weights; the model will have no tokenizer.", VOCABULARY_NAME)
+            logger.warning("The checkpoint has no %s; the model will have no tokenizer.", VOCABULARY_NAME)
         if CONFIG_NAME not in beside:
             files[CONFIG_NAME] = as_json(config_of(self.params, shapes, known))
         if GENERATION_NAME not in beside:
@@ -135,7 +135,7 @@ def read_meta(params: Path, ranks: tuple[str, ...]) -> MetaCheckpoint:
 def names_a_model(config: Path) -> bool:
     """Whether a config.json is one of transformers'; Meta's repositories may hold another, or none.
 
-    A damaged one may have been: whoever reads it is to say so.
+    A damaged file counts as one of transformers': the error is raised where it is read.
     """
     try:
         return config.is_file() and isinstance(read_json(config).get("model_type"), str)

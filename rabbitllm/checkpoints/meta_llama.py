@@ -131,7 +131,7 @@ def _check_ranks(found: Mapping[str, TensorSpec], params: MetaParams, ranks: int
         raise MissingShardError(
             f"{file} is one of {real} ranks by the shape of {query.name!r}, {query.shape}; found {ranks}: {missing} "
             "missing.",
-            "Put them beside the others. Nothing was touched.",
+            "Put them into the same folder. Nothing was touched.",
         )
     if real and real < ranks:
         raise InvalidIndexError(

@@ -1,8 +1,8 @@
-"""`params.json`, which Meta publishes beside the weights of Llama: read, and refused where it is of another model.
+"""Reads `params.json`, which Meta publishes with the weights of Llama, and refuses that of another model.
 
 The fields are those of `ModelArgs` in https://github.com/meta-llama/llama (1 and 2), and of
 https://github.com/meta-llama/llama-models, models/llama3/args.py (3). What a field means for the shapes of tensors is
-in `meta_llama.py`. A field that is not known might change what the model computes, so it is refused and not left out.
+in `meta_llama.py`. An unknown field might change what the model computes, so it is refused and not ignored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OTHERS = (
     (re.compile("quant|lora|spin"), "quantized weights"),
 )
 """Fields of other models, and what those are."""
-_OWN = "Put the params.json beside the weights that was published with them."
+_OWN = "Put the params.json that was published with the weights into their folder."
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ _SPECIALS = 256
 _NAMED = {0: "begin_of_text", 1: "end_of_text", 6: "start_header_id", 7: "end_header_id", 9: "eot_id"}
 _NAMED_LATER = {**_NAMED, 4: "finetune_right_pad_id", 8: "eom_id", 10: "python_tag"}
 _SPACE = "\u2581"
-_ADVICE = "Put the tokenizer.json of the same model in transformers' format beside it; it is then used instead."
+_ADVICE = "Put the model's tokenizer.json in transformers' format into the same folder; it is then used instead."
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ def naming(family: str, patterns: Iterable[str]) -> LayerNaming:
     return LayerNaming(family, tuple(compiled))
 
 
-# What bitsandbytes stores beside a weight that was quantized before it was published: `lm_head.weight.absmax`.
+# Quantization state that bitsandbytes stores with a weight that was published quantized: `lm_head.weight.absmax`.
 _STATE = r"(?:\.(?:(?:nested_)?(?:absmax|quant_map)|quant_state\.bitsandbytes__\w+))?"
 # The module that owns a tensor, where that is not a decoder layer: `model.embed_tokens.weight` -> `embed_tokens`.
 _OWNER = rf"(?:model\.)?(?P<id>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*?)\.[^.]+{_STATE}$"

@@ -1,11 +1,11 @@
 """The body of an HTTP response, read from its connection without the client's parser wherever that is sound.
 
 A body whose length is known needs no parsing once the headers are in, yet httpx passes every 64 KiB of it through its
-parser, which costs about as much as the digest does. The connection is at hand as the `network_stream` that httpx
-documents (https://www.python-httpx.org/advanced/extensions/#network_stream); what is not documented is how much of the
-body the parser has taken from it already. It keeps nothing back from the first piece that it gives away, and that is
-tried out, once a process, on the client's own stand-in for a network. Whatever is not as expected leaves the body to
-the client. Knows nothing of files and digests: whoever uses the bytes compares them with a digest.
+parser, which costs about as much as the digest does. The connection is the `network_stream` that httpx documents
+(https://www.python-httpx.org/advanced/extensions/#network_stream). How much of the body the parser has read from it
+already is not documented. The parser keeps nothing back from the first piece that it yields; this is tested once a
+process, on the mock network of the client's own library. If anything is not as expected, the client reads the body.
+Knows nothing of files and digests: the caller compares the bytes with a digest.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ asking for much where little comes (a TLS record holds 16 KiB) costs more than i
 
 
 def body(client: Any, response: Any) -> Iterator[bytes]:
-    """The bytes of a streamed response, as they come, in pieces of `MAX_BYTES` at most that nobody writes to again.
+    """The bytes of a streamed response, as they come, in pieces of `MAX_BYTES` at most.
 
-    A connection that was read from like this is closed: to the client it is within a response. Whoever breaks off
-    closes the response, as with the client's own iterators.
+    A piece is not written to after it is yielded. The connection is closed after such a read, since for the client it
+    is still within a response. A caller that stops early closes the response, as with the client's own iterators.
 
     Args:
         client: the httpx (or httpx2) client that was asked.
@@ -89,7 +89,7 @@ def _plain_length(response: Any) -> int | None:
 def _network_library(client: Any, stream: Any) -> ModuleType | None:
     """The package that a client's connections are of, if it is known that a body may be read from them.
 
-    A client or a transport that somebody has made otherwise may read ahead, or not from the network at all.
+    A client or a transport of another class may read ahead, or not from the network at all.
     """
     try:
         library = client_library(client)

@@ -1,9 +1,9 @@
-"""What glibc's allocator does with memory that was let go of, as far as a program may say. Knows no models.
+"""What glibc's allocator does with freed memory, as far as a program can set it. Knows no models.
 
-Blocks come out of heaps that grow in one piece, or each is a mapping of its own, which goes back to the system when it
-is let go of. Which blocks are large enough for the latter glibc learns by itself: whoever lets go of a large one raises
-the limit, up to 32 MiB (https://man7.org/linux/man-pages/man3/mallopt.3.html, M_MMAP_THRESHOLD). Then what a layer
-computes lies in heaps, keys and values that stay come to lie between, and holes stay behind.
+A block is a part of a heap, which grows in one piece, or a mapping of its own, which is returned to the system when the
+block is freed. glibc adapts the least size of the latter: freeing a mapping raises it to the mapping's size, up to
+32 MiB (https://man7.org/linux/man-pages/man3/mallopt.3.html, M_MMAP_THRESHOLD). Then a layer's activations lie in
+heaps, between KV caches that stay, and leave holes when they are freed.
 """
 
 from __future__ import annotations

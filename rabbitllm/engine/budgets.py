@@ -1,4 +1,4 @@
-"""How much memory weights may take on each device, where the caller says and where nobody does."""
+"""How much memory weights may take on each device: the caller's limit, or a default."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def budget_of(device: Device, options: StreamOptions) -> int:
 
 
 def weight_memory(devices: Sequence[Device], options: StreamOptions) -> int:
-    """Bytes of memory that weights may stay in, on the devices and page-locked beside them."""
+    """Bytes of memory for weights: on the devices, and pinned host memory."""
     return sum(budget_of(device, options) for device in devices) + host_room(devices, options)
 
 
 def host_room(devices: Sequence[Device], options: StreamOptions) -> int:
-    """Bytes of host memory to page-lock, for all devices that share none: never more than is free, since none of it can
+    """Bytes of host memory to pin, for all devices that share none: never more than is free, since pinned memory cannot
     be swapped."""
     if not options.pin_memory or all(device.shares_host_memory for device in devices):
         return 0
@@ -34,7 +34,7 @@ def host_room(devices: Sequence[Device], options: StreamOptions) -> int:
 
 
 def default_budget(device: Device) -> int:
-    """Bytes for weights on a device, where nobody says: what is free, less what one text needs beside them."""
+    """Bytes for weights on a device without a limit by the caller: free memory less what one sequence needs."""
     free = device.free_bytes()
     margin = HOST_MARGIN if device.shares_host_memory else DEVICE_MARGIN
     return free - free // 10 - min(margin, free // 16)

@@ -88,7 +88,7 @@ def held_bytes(placement: Placement, sources: Mapping[str, UnitSource], experts:
 
 
 def cache_room(placement: Placement, devices: Iterable[Device]) -> int:
-    """Bytes of host memory that the page cache may take beside what will stay there, none of which is there yet."""
+    """Bytes of host memory left to the page cache once all that stays there is loaded; none of it is loaded yet."""
     on_host = {device.name for device in devices if device.shares_host_memory}
     kept = sum(
         p.counted

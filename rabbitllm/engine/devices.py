@@ -29,9 +29,9 @@ _FOR_EVERY_GPU = 1
 class Device(Protocol):
     """A place that computes.
 
-    `upload` may return before the bytes have arrived; whoever uses them calls `arrive` first. `leave` marks the last
-    use of a device buffer, and the next `upload` into it waits for that mark. The first one needs a mark too: memory
-    that was just allocated may belong to a computation that was asked for but has not been carried out.
+    `upload` may return before the bytes have arrived; call `arrive` before they are used. `leave` marks the last use of
+    a device buffer, and the next `upload` into it waits for that mark. The first `upload` needs a mark too: memory that
+    was just allocated may still be in use by a queued computation.
     """
 
     name: str
@@ -187,7 +187,7 @@ class CudaDevice:
         with torch.cuda.stream(self._copies):
             self._copies.wait_event(after)
             begun = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            # whoever waits for it sleeps: by default each of the threads that do would keep a core busy
+            # blocking: a thread that waits for the event sleeps; by default it would keep a core busy
             arrived = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
             begun.record(self._copies)
             device.copy_(host, non_blocking=True)
@@ -264,7 +264,7 @@ def _gpu(name: str, count: int, pin_memory: bool, subject: str = "") -> CudaDevi
 
 
 def default_device() -> str:
-    """Where a model runs, and where it is quantized, if nobody says otherwise: the first GPU, else the CPU."""
+    """The default device to run a model and to quantize it: the first GPU, else the CPU."""
     return "cuda:0" if torch.cuda.is_available() else "cpu"
 
 

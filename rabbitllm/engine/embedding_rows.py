@@ -36,11 +36,11 @@ def can_bring_rows(source: UnitSource, embedding: nn.Module | None) -> bool:
 
 
 def check_rows(stored: StoredTensor, ids: torch.Tensor, checks: LayerChecks) -> None:
-    """Compare rows of an embedding with their checksums, and what all of them need beside.
+    """Compare rows of an embedding, and the stored parts that all rows share, with their checksums.
 
     Args:
         stored: the embedding.
-        ids: the rows, integers (n,); those that it does not have are left to it.
+        ids: the rows, integers (n,); those out of range are skipped and left to the embedding.
         checks: of its file, which may have none for parts of it.
 
     Raises:

@@ -121,7 +121,7 @@ class ExpertCache:
 
     @property
     def held(self) -> int:
-        """Slots that somebody is in."""
+        """The number of occupied slots."""
         return sum(int(np.count_nonzero(shelf.owner >= 0)) for shelf in self._shelves)
 
     def uses(self) -> list[Values]:

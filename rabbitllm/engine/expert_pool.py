@@ -1,12 +1,12 @@
-"""Experts that come and go: read when a token is routed to them, kept by how often that happens.
+"""Streamed experts: read when a token is routed to them, kept by how often that happens.
 
-A fixed run of memory where the device computes, cut into slots of one expert each. Most are a cache
-(`expert_cache.py`), a few are for transit: experts that are not worth a slot are brought into them for one use. Where
-even these are too few, as in a long prompt that uses nearly all experts, the layer's experts go through them in the
-order of the file, read ahead while others compute.
+A fixed run of the device's memory, cut into slots of one expert each. Most slots are a cache (`expert_cache.py`). A few
+are for transit: an expert that is not worth a place in the cache is read into one of them for one use. If there are too
+few of these, as in the prefill of a long prompt that uses nearly all experts, the layer's experts go through them in
+the order of the file, read ahead while others compute.
 
-Beside a device with memory of its own, host memory is a second cache: it has what the device has no slot for, and what
-the device takes in leaves it. Every expert is one read, by several threads at once. Knows no hooks.
+For a device with memory of its own, host memory is a second cache. It holds experts without a slot on the device; an
+expert that gets such a slot leaves it. An expert is one read; several threads read at once. Knows no hooks.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class ExpertPool:
         model: the skeleton, for conversions.
         sources: the modules.
         device: where they compute.
-        slots: experts that are kept there.
+        slots: experts that are kept on the device.
         disk: reads them.
         profiler: records reads, waits, and where experts were found.
         host: gives host memory to copy from, to a device that shares none.
-        host_slots: experts that are kept there beside it.
+        host_slots: further experts that are kept in host memory.
 
     Attributes:
         sources: as given.
@@ -208,7 +208,7 @@ class ExpertPool:
         """See `expert_stack.Supply`."""
         call = self._call
         if call is None or call.module != module or not {*call.slots, *call.passing}.issuperset(experts):
-            distinct = np.unique(np.asarray(experts, np.int64))  # nobody said what would be used
+            distinct = np.unique(np.asarray(experts, np.int64))  # `begin` was not called for these experts
             self.begin(module, distinct, np.ones_like(distinct), 1)
             call = self._call
             assert call is not None
@@ -237,7 +237,7 @@ class ExpertPool:
         for _ in experts:
             while free and wanted:
                 slot, (expert, shelf) = free.popleft(), wanted.popleft()
-                slot.left = self._device.leave()  # whoever had it before has asked for all that uses it
+                slot.left = self._device.leave()  # all uses of its last expert are queued by now
                 self._send(module, expert, slot, shelf, leaf)
                 coming.append((slot, expert))
             slot, expert = coming.popleft()

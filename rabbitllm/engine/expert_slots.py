@@ -1,6 +1,6 @@
-"""Memory for experts, and the threads that fill it: slots where a device computes, and host memory beside them.
+"""Memory for experts, and the threads that fill it: slots in a device's memory, and places in host memory.
 
-Each slot says itself whose bytes are all in it, when they are. Decides nothing (`expert_pool.py`).
+A slot records whose bytes it holds, once all of them are there. Decides nothing (`expert_pool.py` does).
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class ExpertMemory:
         self._host = self._cut(host.take_anyhow(places * nbytes), places) if host is not None and places else []
         self._host_left: list[Any] = [None] * places
         self._staging = deque([host.take_anyhow(nbytes) for _ in range(EXPERT_STAGING)] if host is not None else [])
-        self._keeper = host  # unlocked when nobody has it any more
+        self._keeper = host  # kept, since its buffers are unpinned when it is freed
         self._threads = Workers(EXPERT_STAGING, f"experts-{device.name}")
 
     def slots(self, count: int) -> list[ExpertSlot]:

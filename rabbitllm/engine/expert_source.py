@@ -275,7 +275,7 @@ def with_tables(source: ExpertSource, store: WeightFiles, device: torch.device) 
 
 
 def _check_tables(source: ExpertSource, store: WeightFiles) -> None:
-    """Compare what all experts need beside their own bytes with its checksums, where it has any."""
+    """Compare the tables that all experts of a module share with their checksums, if there are any."""
     ranges: dict[str, list[tuple[int, int]]] = {}
     for block in (block for leaf in source.leaves.values() for block in leaf.blocks):
         nested = () if block.nesting is None else (*block.nesting.where, *block.nesting.tables)

@@ -82,7 +82,7 @@ class ExpertStack(torch.Tensor):
         return f"ExpertStack({tuple(self.shape)}, {self.dtype}, by expert)"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertStack:
-        return self.again()  # nobody writes to the experts
+        return self.again()  # experts are read-only, so they need no copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise AbsentWeightError(

@@ -57,9 +57,10 @@ def moe_forward(moe: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, to
 def experts_forward(
     experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """What the routed experts make of each token, summed.
+    """The sum of the routed experts' outputs for each token.
 
-    Two terms beside zeros have the same sum in any order. More are summed as transformers does it, with all the zeros.
+    Two terms and any number of zeros have the same sum in any order. More terms are summed as transformers sums them,
+    with all the zeros.
 
     Args:
         experts: the module, with `gate_up_proj` (experts, hidden, 2 x intermediate) and `down_proj` (experts,

@@ -188,7 +188,7 @@ def _compare_before_use(
 def _way(
     sources: Mapping[str, UnitSource], placement: Placement, devices: Mapping[str, Device], store: WeightFiles
 ) -> ReadMode:
-    """How what is streamed is read, by whether the page cache could hold it beside what stays in host memory."""
+    """How streamed units are read; depends on whether they fit into host memory with all that stays there."""
     spans = [span for p in placement.units if p.tier is Tier.STREAMED for span in sources[p.unit].spans]
     return choose_way(store, spans, cache_room(placement, devices.values()))
 

@@ -167,7 +167,7 @@ class PackedIntegers(HfQuantizer):  # type: ignore[misc]
     """
 
     casts_plain = True
-    """What is stored plain beside the parts gets the model's dtype, as in any model."""
+    """Tensors that are stored unquantized are cast to the model's dtype, as in any model."""
     serialized_names: Mapping[str, list[str]] = {"weight": ["weight", "qweight", "qzeros", "scales", "g_idx"]}
 
     def __init__(self, quantization_config: Any, **options: Any) -> None:

@@ -59,7 +59,7 @@ class RunningPass:
 
 
 def _reference(text: Any) -> Any:
-    """A weak one, so that a cache that nobody has any more is freed; None without a cache, or with a tuple for one."""
+    """A weak reference to a KV cache, so that the cache can be freed; None without a cache, or for a tuple."""
     try:
         return weakref.ref(text) if text is not None else None
     except TypeError:

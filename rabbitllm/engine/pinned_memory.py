@@ -29,7 +29,7 @@ REFUSALS = (RuntimeError, MemoryError, OSError)
 
 
 class HostBuffers:
-    """Host memory that one device copies from; given back when nobody has this object any more."""
+    """Pinned host memory for copies to one device; released when this object is freed."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

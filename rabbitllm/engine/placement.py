@@ -73,7 +73,7 @@ class UnitCost:
         must_stay: it contains other units, or cannot be streamed for another reason.
         by_rows: an input embedding, which can be brought in row by row.
         routed: bytes of its experts in the layer file, which are brought in by themselves and not part of `stored`.
-        scales: bytes of scales that are made beside what is stored, where it is multiplied from its codes.
+        scales: bytes of scales that are made from quantized ones, where the unit is multiplied from its codes.
         shared: what of it other units are made from too.
     """
 
@@ -101,7 +101,7 @@ class ExpertCost:
         is_ready: whether they are used as they are stored.
         experts: how many.
         slot: bytes of the memory that one is read into.
-        transit: slots that are needed beside those that keep any.
+        transit: slots that are needed in addition to those of kept experts.
     """
 
     name: str
@@ -149,15 +149,15 @@ class PlacedUnit:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Memory for experts that come and go.
+    """Memory for streamed experts.
 
     Attributes:
         device: where they compute.
-        slots: experts that are kept there.
-        host_slots: experts that are kept in host memory beside it.
+        slots: experts that are kept on the device.
+        host_slots: further experts that are kept in host memory.
         transit: slots for experts that are not kept.
         slot: bytes of a slot.
-        experts: that come and go there.
+        experts: streamed ones that compute there.
         stored: bytes of them.
     """
 

@@ -24,8 +24,8 @@ class BufferSlot:
 
     Attributes:
         buffer: what jobs fill.
-        left: what the last user said of it, for the next job.
-        taken: whether somebody uses it.
+        left: the `left` of its last `give_back`, for the next job.
+        taken: whether it is in use.
     """
 
     buffer: torch.Tensor

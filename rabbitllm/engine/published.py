@@ -5,7 +5,7 @@ their parameters from the stored codes and scales. Both serve here as they are; 
 streamed is what the file holds. Where a quantizer has no kernels for a device it dequantizes while it loads, and then a
 layer is dequantized each time it is used, by the same operation and with the same bits; nothing is written.
 
-Knows the methods that are tried out, and what of them has to be seen to beside transformers. Knows no files.
+Knows the methods that are tested, and what each of them needs in addition to transformers. Knows no files.
 """
 
 from __future__ import annotations

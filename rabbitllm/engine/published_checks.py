@@ -35,7 +35,7 @@ def check_alone(target: torch.Tensor, stored: StoredTensor, key: str) -> None:
             f"the tensor for {key} is plain {stored.parts[0].dtype}, where the model's config says it is quantized."
         )
     else:
-        problem = f"the tensor for {key} holds codes ({stored.parts[0].dtype}) and has no scales beside it."
+        problem = f"the tensor for {key} holds codes ({stored.parts[0].dtype}) and has no scales."
     raise IncompleteSplitError(problem, _FETCH_AGAIN)
 
 

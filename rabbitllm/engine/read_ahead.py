@@ -1,12 +1,11 @@
-"""Reads what stays in memory before the first pass gets there, and compares it with its checksums.
+"""Reads resident weights ahead of the first pass, and compares them with their checksums.
 
 Parameters that are views of mapped files are read when they are touched, a few pages at a time, while the processor
-waits. Asked for in the order of a pass, in larger pieces and from a thread that nobody waits for, they are there
-sooner: the first token of a model that was not in the page cache came in 0.6 of the time. Costs next to nothing where
-they are there already.
+waits. A background thread reads them sooner, in the order of a pass and in larger pieces: the first token of a model
+that was not in the page cache came in 0.6 of the time. Costs next to nothing where they are in the page cache already.
 
-Other threads follow and sum what has come. A unit waits for its own bytes before it is first used, and has nothing to
-wait for after that. Knows no modules.
+Other threads follow and compute checksums of what was read. A unit waits for its own bytes before its first use, and
+not after that. Knows no modules.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ PIECE_BYTES = 4 << 20
 
 
 class ReadAhead:
-    """Begins at once, and ends when nobody has this object any more.
+    """Begins at once, and ends when this object is freed.
 
     Args:
         units: runs of bytes of each unit, in the order of a pass.

@@ -40,8 +40,10 @@ class RowProducts:
 
 
 def make_kernels(model: Any) -> None:
-    """Have the kernels that its layers will need, which perhaps have to be compiled: not while somebody waits for an
-    answer, and before it is asked how much memory is free."""
+    """Load the kernels that the model's layers will need; compile them if need be.
+
+    To be called before the first request, and before free memory is measured.
+    """
     if model.dtype == torch.bfloat16:
         bfloat_products.kernel_here()
 

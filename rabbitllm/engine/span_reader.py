@@ -1,9 +1,9 @@
 """Runs of bytes of layer files -> memory of ours, through the page cache or past it.
 
-A model that is streamed because it does not fit would push itself, and the layers that stay, out of the page cache on
-every pass; so it is read past it (O_DIRECT), in whole blocks, or through it and dropped behind, whichever the disk does
-sooner. What fits beside everything else is read through the cache, and comes from memory the next time. What is read
-for the first time is compared with its checksums on the way. Knows no units.
+A model that is streamed because it does not fit would evict itself, and the resident layers, from the page cache on
+every pass. So it is read past the cache (O_DIRECT), in whole blocks, or through it and dropped afterwards, whichever is
+faster on this disk. What fits into the memory that is left is read through the cache, and comes from memory the next
+time. The first read of a run compares it with its checksums. Knows no units.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class SpanReader:
                 if way.drop:
                     file.drop_cache(span.offset, span.nbytes)
         finally:
-            wait(summed)  # whoever gets an error may fill the buffer again
+            wait(summed)  # after an error the caller may fill the buffer again
         for future in summed:
             future.result()
 
@@ -156,7 +156,7 @@ def choose_way(store: Paths, spans: Iterable[FileSpan], room: int, nbytes: int |
     Args:
         store: where they are.
         spans: all that is streamed, or a sample of it; may be none.
-        room: bytes of memory that the page cache may take, beside what stays in memory.
+        room: bytes of host memory that are left to the page cache.
         nbytes: of all that is streamed, if `spans` is a sample.
     """
     chosen = list(spans)

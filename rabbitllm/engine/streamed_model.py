@@ -39,7 +39,7 @@ class SharedPasses(Protocol):
     """Callers that go through the model together."""
 
     def is_member(self) -> bool:
-        """Whether whoever calls the model now is one of them."""
+        """Whether the current caller of the model is one of them."""
 
     def come_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Wait until the others are there, and what computes the call is in order; or until it has been computed.
@@ -57,7 +57,7 @@ class StreamedModel:
         profiler: where the time of each layer goes, with `profiling_mode=True`.
         placement: which unit lives where; prints as a table.
         streamer: the machinery.
-        pass_line: shows slow passes; None where nothing is streamed, or nobody wants it.
+        pass_line: shows slow passes; None where nothing is streamed, or where it is turned off.
         shared_passes: those that share passes at the moment; None mostly.
         hosts: those that compute the layers that are on other hosts; None where all are here. `close()` ends them.
         unused_tensors: stored tensors that the model class ignores; they are never read.

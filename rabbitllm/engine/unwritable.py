@@ -40,7 +40,7 @@ def refuse_writing(
     if written or isinstance(named.get("out"), kind):
         raise ReadOnlyWeightError(
             f"A weight of this model cannot be written to: {why}.",
-            "Leave an adapter unmerged: it computes beside the weights. To merge it, or to change weights, load the "
+            "Leave an adapter unmerged: then it changes no weights. To merge it, or to change weights, load the "
             "model uncompressed and with enough max_memory for all of it, or with transformers itself.",
         )
 

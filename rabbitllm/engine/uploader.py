@@ -57,7 +57,7 @@ class Uploader:
         self._kept = kept
         self._device = device
         self._profiler = profiler
-        self._memory = memory  # whose buffers are unlocked when nobody has it any more
+        self._memory = memory  # kept, since its buffers are unpinned when it is freed
         on_disk = {name: source for name, source in sources.items() if name not in kept}
         staging = [memory.take_anyhow(largest(on_disk)) for _ in range(STAGING if on_disk else 0)]
         self._disk = Loader(on_disk, disk, device, profiler, staging, STAGING)

@@ -236,8 +236,8 @@ def _recipe(
 ) -> Recipe:
     """A recipe before it is tried out.
 
-    A quantizer's own conversion is tried on every tensor of a name that it knows, and passes on as it is what has
-    nothing beside it: that is no conversion.
+    A quantizer's own conversion is tried on every tensor of a name that it knows. It returns a tensor without
+    further stored parts (scales and the like) unchanged, so such a tensor has no conversion.
     """
     if not published.loads(converter, quantizer):
         return Recipe(key, (key,), sources, converter, expected[key].dtype)

@@ -31,7 +31,7 @@ MAX_ARGUMENT = 80
 _PROTO, _STOP = 0x80, ord(".")
 
 _REMEDY = (
-    "Nothing of it was run. If you trust whoever made the file, load it with torch where it can do no harm and save "
+    "Nothing of it was run. If you trust the file's author, load it with torch where it can do no harm and save "
     "its tensors as safetensors; if you do not, delete it."
 )
 

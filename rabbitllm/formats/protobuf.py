@@ -2,7 +2,7 @@
 
 Format: https://protobuf.dev/programming-guides/encoding/. A message is a run of fields; each has a tag (number and
 wire type) and a value, none of them aligned. Every length is compared with what is left before it is used. An embedded
-message is a span, which whoever knows its schema reads in turn: the depth is the schema's, never the file's.
+message is a span, which the caller reads by its own schema: the depth is the schema's, never the file's.
 
 Stricter than the reference reader, which lets through what no writer makes: groups, a known field with another wire
 type (skipped there), a singular field twice (the last wins there, or both are merged), varints of more than 64 bits,

@@ -256,7 +256,7 @@ _quoted = json.encoder.encode_basestring
 
 @functools.lru_cache(maxsize=1024)
 def _described(dtype: str, shape: tuple[int, ...]) -> str:
-    """What a header says of a tensor beside its place."""
+    """The dtype and the shape of a tensor, as a header has them."""
     return f'"dtype":{_quoted(dtype)},"shape":[{",".join(map(str, shape))}]'
 
 

@@ -72,7 +72,7 @@ def name_tensors(root: object, file: str) -> NamedTensors:
 def _unwrapped(
     root: Mapping[Any, object], looked_at: Iterator[int], file: str
 ) -> tuple[Mapping[Any, object], tuple[str, ...]]:
-    """The innermost state dict, and the keys beside it."""
+    """The innermost state dict, and the other keys of the dicts around it."""
     weights, left_out = root, []
     for _ in range(MAX_DEPTH):
         holding = [

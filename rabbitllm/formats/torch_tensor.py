@@ -81,7 +81,7 @@ class TorchFile:
 
     Attributes:
         tensors: in the pickle's order.
-        left_out: keys of a training checkpoint beside its state dict, which hold no weights.
+        left_out: keys of a training checkpoint other than its state dict; they hold no weights.
         size: of the file, bytes.
     """
 

@@ -27,7 +27,7 @@ def read_bytes(path: Path, refusal: Callable[[str], CorruptVocabularyError]) -> 
         found = path.stat()
     except FileNotFoundError:
         raise CheckpointNotFoundError(f"There is no vocabulary {path}.", "Name the tokenizer.model itself.") from None
-    if not stat.S_ISREG(found.st_mode):  # a pipe would wait for whoever writes into it
+    if not stat.S_ISREG(found.st_mode):  # opening a pipe blocks until a writer opens it
         raise refusal("it is no regular file")
     if found.st_size > MAX_FILE_BYTES:
         raise refusal(f"it has {found.st_size:,} bytes; at most {MAX_FILE_BYTES:,} are read")

@@ -60,4 +60,4 @@ class JoinedFiles:
         """Copies hold nothing."""
 
     def close(self) -> None:
-        """The files are closed by whoever opened them."""
+        """Closes nothing: the files are closed where they were opened."""

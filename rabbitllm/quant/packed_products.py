@@ -81,7 +81,7 @@ class Matrix:
         return linear(x, self, bias)
 
     def grouped(self, x: torch.Tensor) -> GroupedProduct | None:
-        """See `GroupedProduct`; None for so many rows that what a product takes beside the multiplying is nothing."""
+        """See `GroupedProduct`; None for so many rows that the overhead of a product is negligible."""
         width = kernel_for(self.form.scheme, x.dtype)
         return GroupedProduct(x, self) if len(x) <= MAX_GROUPED and self.is_known_to(width) else None
 

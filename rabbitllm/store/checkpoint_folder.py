@@ -1,4 +1,4 @@
-"""Writes a checkpoint into a folder: safetensors shards, an index where there are several, and what lies beside them.
+"""Writes a checkpoint into a folder: safetensors shards, an index where there are several, config and tokenizer.
 
 Everything is made in a folder of ours inside the target, and moved out of it by renames when all of it is durable: the
 shards first, the index last. So a folder has either no checkpoint or a whole one; what a crash left is cleared away, or

@@ -38,7 +38,8 @@ SUM_BYTES = 4
 GROUP_BYTES = 8 << 20
 """Summed in one call and mapped at a time: each call takes and gives back the interpreter's lock."""
 MAX_EXTRA_BYTES = 1 << 20
-"""Read beside its header of a file that has one checksum, to complete what the caller has read of it."""
+"""The most bytes that are read, in addition to the header, to complete what the caller has read of a file with one
+checksum."""
 
 
 def is_cut(at: int) -> bool:

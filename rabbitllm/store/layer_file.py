@@ -1,7 +1,7 @@
 """One layer's file: where each tensor goes, decided from headers alone.
 
-A safetensors file, named as RabbitLLM 1.1 names it (`<stem>.safetensors`, with an empty `<stem>.safetensors.done`
-beside it once it is whole). The layout depends on the layer's tensors and the compression only, not on the order
+A safetensors file, named as RabbitLLM 1.1 names it (`<stem>.safetensors`; once it is whole there is an empty
+`<stem>.safetensors.done`). The layout depends on the layer's tensors and the compression only, not on the order
 in which shards arrive, so every route makes the same bytes. Pure: opens nothing.
 """
 
@@ -24,8 +24,8 @@ from rabbitllm.store.pieces import Joined, forms_in_scratch, scratch_places
 LAYER_SUFFIX = ".safetensors"
 DONE_SUFFIX = ".done"
 SCRATCH_SUFFIX = ".pieces"
-"""Of the file beside an unfinished layer file that pieces of its tensors lie in until all are there, and scales that
-are quantized themselves."""
+"""Of the scratch file of an unfinished layer file: pieces of its tensors are there until all of them are, and scales
+until they are quantized themselves."""
 MAX_STEM = 180
 """File systems allow names of 255 bytes; suffixes need some of them."""
 

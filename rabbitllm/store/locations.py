@@ -1,8 +1,8 @@
 """Where split directories are: looked for, and made. Opens no weights.
 
-A local checkpoint is split beside itself; a repository on the hub into a folder of our own next to the hub cache
-(`HF_HOME/rabbitllm`, or `RABBITLLM_HOME`), since a snapshot in the cache may be pruned at any time. RabbitLLM 1.1
-did put layers into the snapshot; they are still found there.
+A local checkpoint is split into a directory in its own folder. A repository on the hub is split into a folder of our
+own next to the hub cache (`HF_HOME/rabbitllm`, or `RABBITLLM_HOME`), since a snapshot in the cache may be pruned at any
+time. RabbitLLM 1.1 did put layers into the snapshot; they are still found there.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def is_commit(revision: str) -> bool:
 def for_local(checkpoint: Path, saving_path: Path | None, compression: str | None, base: str = SPLIT_DIRECTORY) -> Path:
     """The split directory of a checkpoint in a folder, there already or to be made.
 
-    `saving_path` if given; else beside the weights; else, where those lie in the hub cache or on a read-only mount, in
-    `home()`.
+    In `saving_path` if given; else in the folder of the weights; else, where that is in the hub cache or on a read-only
+    mount, in `home()`.
     """
     name = directory_name(compression, base)
     if saving_path is not None:

@@ -70,13 +70,13 @@ def _folder_of(file: Path) -> Path:
     if not whole:
         raise CheckpointNotFoundError(
             f"{file} is not what the checkpoint in {folder} begins with: that is {entry}.",
-            "Name the folder, or put the file into one of its own, with config and tokenizer beside it.",
+            "Name the folder, or put the file into one of its own, with config and tokenizer.",
         )
     return folder
 
 
 def near(name: str) -> tuple[str, ...]:
-    """Names of what is here that are like one that was not found, the likest first: split models, and folders beside
+    """Local names that resemble one that was not found, the most similar first: of split models, and of folders next to
     a path."""
     known = locations.known_names()
     path = expand(name)

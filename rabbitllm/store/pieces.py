@@ -1,11 +1,11 @@
 """Tensors that a checkpoint cuts into pieces: what becomes of each piece, and how the whole comes of them.
 
 Pieces that lie one after the other in the whole, each a whole number of blocks, go straight to their places in the
-layer file. Those that are cut along a later dimension take turns there, row by row; written so, they would touch every
-page of the file once for each piece. They go one after the other into a scratch file beside the layer file, in the form
-that they have in the end where no block holds elements of two pieces, and as they are where one does. When all are
-there, the whole is read from the scratch file at strides, in row-major order, like any strided tensor. Pure: opens
-nothing, and knows no models.
+layer file. Those that are cut along a later dimension alternate there, row by row; written in place, they would touch
+every page of the file once for each piece. They go one after the other into a scratch file in the same folder: in their
+final form where no block holds elements of two pieces, and as they are where one does. When all are there, the whole is
+read from the scratch file at strides, in row-major order, like any strided tensor. Pure: opens nothing, and knows no
+models.
 """
 
 from __future__ import annotations

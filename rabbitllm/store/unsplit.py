@@ -1,8 +1,8 @@
 """A checkpoint's own shards in the place of layer files, for `split=False`: nothing is written, nothing is compressed.
 
-The engine asks where each tensor lies and reads it there; that a file holds a layer and no more is of no concern to it.
-What a split does beside that is missing: tensors begin where the checkpoint's writer put them, so those that are not
-aligned are copied when they are used, and a layer may lie in many places.
+The engine asks where each tensor lies and reads it there; it does not need one file for each layer. Two other
+properties of a split are missing. Tensors begin where the checkpoint's writer put them, so those that are not aligned
+are copied when they are used. A layer may lie in many places.
 """
 
 from __future__ import annotations

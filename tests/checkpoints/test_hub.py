@@ -51,7 +51,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, local_hub: LocalHub) -> Path:
-    """What the repository holds: three shards, the small files, and things that nobody needs."""
+    """The repository: three shards, the small files, and files that no split needs."""
     folder = write_shards(tmp_path / "hub" / REPO, cut(llama_tensors(), 3))
     (folder / "tokenizer.json").write_text("{}")
     (folder / "README.md").write_text("# tiny")

@@ -107,7 +107,7 @@ def test_blob_of_another_revision_is_kept(snapshot: CachedSnapshot, sibling: Pat
     assert (sibling / SECOND).exists()
     other = snapshot_of(sibling)
     assert other is not None
-    assert free_file(other, FIRST) == len(content)  # now nobody else has it
+    assert free_file(other, FIRST) == len(content)  # no other snapshot has it now
 
 
 @pytest.mark.usefixtures("library")

@@ -105,7 +105,7 @@ def test_folder_attack(tmp_path: Path, attack: FolderAttack) -> None:
     assert caught.value.remedy
 
 
-def test_the_folder_beside_is_sound(tmp_path: Path) -> None:
+def test_the_folder_outside_is_sound(tmp_path: Path) -> None:
     """The control of the attacks: what they lead to would be read."""
     prepare(tmp_path)
     read_all(tmp_path / "outside")

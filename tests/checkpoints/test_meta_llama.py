@@ -166,7 +166,7 @@ def test_what_is_there_is_not_derived(tmp_path: Path) -> None:
 
 def test_no_tokenizer_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     LocalCheckpoint(write_meta(tmp_path, tiny_llama())).derived()
-    assert "no tokenizer.model beside the weights" in caplog.text
+    assert "The checkpoint has no tokenizer.model" in caplog.text
 
 
 # Contradictions

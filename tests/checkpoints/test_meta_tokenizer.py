@@ -48,7 +48,7 @@ HARD = [
 
 
 def loaded(folder: Path, files: dict[str, bytes]) -> Any:
-    """As transformers reads them, from a folder that has the original beside them."""
+    """The tokenizer that transformers loads from a folder with these files and the original."""
     for name, content in files.items():
         (folder / name).write_bytes(content)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))

@@ -1,4 +1,4 @@
-"""Tensor name -> layer: the families, a user's own patterns, and what is done about names that nobody knows."""
+"""Tensor name -> layer: the families, a user's own patterns, and unknown names."""
 
 from __future__ import annotations
 

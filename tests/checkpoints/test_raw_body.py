@@ -419,7 +419,7 @@ class OwnClient(LIBRARY.Client):  # type: ignore[misc]
         lambda: OwnClient(),
     ],
 )
-def test_client_that_somebody_has_made_otherwise(make: Callable[[], Any], past_the_parser: list[int]) -> None:
+def test_client_or_transport_of_another_class(make: Callable[[], Any], past_the_parser: list[int]) -> None:
     with ScriptedServer(whole) as server, make() as client:
         assert read(client, server.url) == CONTENT
     assert past_the_parser == []

@@ -1,4 +1,4 @@
-"""Calls side by side: order, errors, how many at once, and that nobody waits for those that hang."""
+"""Calls in parallel: order, errors, how many at once, and that calls that hang are not waited for."""
 
 from __future__ import annotations
 

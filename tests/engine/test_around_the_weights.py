@@ -63,7 +63,7 @@ def loads(model: Any) -> int:
 
 
 def assert_read_once_a_pass(model: Any, passes: int) -> None:
-    """Every streamed unit came once for each pass; the first one once more, for a pass that nobody asked for."""
+    """Every streamed unit was read once for each pass; the first one once more, for a pass that did not follow."""
     streamed = [unit for unit, tier in tiers(model).items() if tier is Tier.STREAMED]
     assert loads(model) == passes * len(streamed) + 1
     assert len(model.profiler.passes) == passes
@@ -222,7 +222,7 @@ def test_candidates_make_several_tokens_a_pass(
     found = generated(streamed, ids, **options)
     assert torch.equal(found, wanted)
     made = [one.made for one in streamed.profiler.passes]
-    assert made[-1] is None  # nobody has said yet
+    assert made[-1] is None  # not known before the next pass
     assert 1 <= 40 - sum(count or 0 for count in made[:-1]) <= streamed.profiler.passes[-1].tokens
     assert_read_once_a_pass(streamed, len(made))
     assert streamed.profiler.sums["further"].made_per_pass == sum(made[1:-1]) / (len(made) - 2)

@@ -50,7 +50,7 @@ def test_what_is_there_stays_the_very_same(mode: Any) -> None:
 
 
 @modes
-def test_a_copy_that_was_changed_is_made_anew(mode: Any) -> None:
+def test_a_copy_that_was_changed_is_made_again(mode: Any) -> None:
     with mode(), watched():
         mask, boundary = torch.ones(3, device=HERE), Boundary(THERE)
         first = cross(boundary, mask)[0][0]
@@ -70,7 +70,7 @@ def test_an_original_that_was_changed_crosses_again() -> None:
 
 
 @modes
-def test_a_new_pass_copies_anew(mode: Any) -> None:
+def test_a_new_pass_copies_again(mode: Any) -> None:
     with mode(), watched():
         mask, boundary = torch.ones(3, device=HERE), Boundary(THERE)
         first = cross(boundary, mask)[0][0]

@@ -32,7 +32,7 @@ from tests.support.tiny_models import (
 
 DOUBLE = "4bit-double"
 LARGE = {"hidden_size": 192, "intermediate_size": 256}
-"""Matrices of 32,768 elements and more, but for those of keys and values, which are then at 4bit."""
+"""Matrices of 32,768 elements and more, except the key and value projections, which are then at 4bit."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": LARGE,
     "qwen3_moe": {**LARGE, "head_dim": 48, "moe_intermediate_size": 192, "num_experts": 24},

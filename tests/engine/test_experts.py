@@ -294,7 +294,7 @@ def test_an_interrupted_pass_leaves_nothing_behind(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("sent", [0, 1, 4])
 def test_broken_off_while_experts_are_sent_for(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, sent: int) -> None:
-    """Slots were given to experts that nobody read: what was in them before is not taken for these."""
+    """Slots were assigned to experts that were not read: their former content is not taken for these experts."""
     expected = reference_logits(checkpoint, INPUT, torch.bfloat16)
     model = with_share(split(checkpoint), 0.25)
     with torch.inference_mode():

@@ -69,7 +69,7 @@ def test_an_upload_arrives_as_late_as_it_may() -> None:
     gpu.landed(ticket)
     assert buffer.tolist() == [255] * 4
     host.fill_(9)  # allowed once it has landed
-    gpu.landed(ticket)  # whoever asks again learns the same, and changes nothing
+    gpu.landed(ticket)  # a second call changes nothing
     gpu.arrive(ticket)
     assert buffer.tolist() == [1, 2, 3, 4]
     assert (gpu.uploads, gpu.uploaded_bytes, gpu.allocated) == (1, 4, 4)

@@ -1,5 +1,6 @@
-"""Caches that are not keys and values of every token (windows, states, indexes, keys that layers share): long
-generations of padded batches, bit for bit what transformers computes, wherever the weights are.
+"""Caches other than a full KV cache in each layer (windows, states, indexes, keys that layers share).
+
+Long generations of padded batches are bit for bit what transformers computes, wherever the weights are.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Llama 4's layers by routed expert, beside transformers' own forward of the same module."""
+"""Llama 4's layers by routed expert, compared with transformers' own forward of the same module."""
 
 from __future__ import annotations
 

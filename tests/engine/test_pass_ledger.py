@@ -32,7 +32,7 @@ def test_candidates_that_were_right_count() -> None:
     assert ledger.facts(12.0).tokens_per_second == 1.5
 
 
-def test_another_text_begins_anew() -> None:
+def test_counts_of_another_sequence_begin_at_zero() -> None:
     ledger, first, second = PassLedger(4), Cache(), Cache()
     ledger.begin(PassInput(2, 10, 0, 1), first, 0.0)
     ledger.begin(PassInput(2, 1, 10, 1), first, 1.0)
@@ -42,7 +42,7 @@ def test_another_text_begins_anew() -> None:
     facts = ledger.facts(6.0)
     assert (facts.number, facts.prompt, facts.tokens) == (4, 20, 0)
     assert ledger.begin(PassInput(1, 10), None, 7.0)
-    assert ledger.begin(PassInput(1, 11), None, 8.0)  # without a cache nothing is known of the text
+    assert ledger.begin(PassInput(1, 11), None, 8.0)  # without a cache nothing is known of the sequence
     assert ledger.facts(9.0).tokens_per_second is None
 
 

@@ -99,7 +99,7 @@ def test_what_is_refused_is_streamed_and_said(
     monkeypatch.setattr(gpu, "host_buffer", some)
     with caplog.at_level(logging.WARNING, "rabbitllm"):
         after, kept = keep_units(placed(opened, LAYERS[:5], [gpu.name]), opened.sources, {gpu.name: gpu}, opened.store)
-    assert len(asked) == 3  # nobody insists
+    assert len(asked) == 3  # no more requests after the first refusal
     assert list(kept[gpu.name].units) == LAYERS[:2]
     assert after == placed(opened, LAYERS[:2], [gpu.name])
     (record,) = caplog.records

@@ -21,7 +21,7 @@ def experts_of(unit: str, ready: int | None = None) -> ExpertCost:
 
 
 def mixture(layers: int, ready: int | None = None) -> tuple[list[UnitCost], list[ExpertCost]]:
-    """Layers of 100 bytes, each with experts beside them."""
+    """Layers of 100 bytes each, and their experts."""
     costs = [dataclasses.replace(layer(f"layers.{i}", 100), routed=SLOT * EXPERTS) for i in range(layers)]
     return costs, [experts_of(cost.name, ready) for cost in costs]
 

@@ -116,7 +116,7 @@ def test_an_error_is_raised_where_it_is_taken_and_costs_no_buffer(filler: Filler
     assert [filler.ahead.take(name).slot.buffer.item() for name in "12"] == [1, 2]
 
 
-def test_an_error_that_nobody_takes_is_forgotten(filler: Filler) -> None:
+def test_an_error_of_a_unit_that_is_not_taken_is_forgotten(filler: Filler) -> None:
     filler.fail("1")
     filler.fail("2")
     filler.ahead.forget()

@@ -88,7 +88,7 @@ def test_slow_computation_is_the_bottleneck_and_hides_the_disk(checkpoint: Path,
         layer.register_forward_hook(lambda module, args, output: time.sleep(0.15))
         layer._forward_hooks.move_to_end(next(reversed(layer._forward_hooks)), last=False)
     passes(model, 1)
-    model.profiler.clear()  # of the first pass nobody could read ahead
+    model.profiler.clear()  # nothing could be read ahead for the first pass
     passes(model)
     stages = model.profiler.stages
     assert model.profiler.bottleneck == COMPUTE
@@ -182,7 +182,7 @@ def test_passes_count_what_is_copied_to_a_gpu(checkpoint: Path, host: int) -> No
 
 
 def test_threads_that_share_a_resident_model_lose_no_time(checkpoint: Path) -> None:
-    """Their passes are beside each other: one is recorded, and what the other does meanwhile is part of it."""
+    """Their passes overlap: one is recorded, and what the other does meanwhile is part of it."""
     model = load(split(checkpoint), ALL, profiling=True)
     both = threading.Barrier(2)
 

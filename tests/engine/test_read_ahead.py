@@ -42,7 +42,7 @@ def test_files_come_into_the_page_cache(tmp_path: Path) -> None:
     assert sum(map(_cached_pages, paths)) == 2 * (2 * PIECE_BYTES // 4096 + 1) > before
 
 
-def test_files_that_are_gone_are_nobodys_business_here(tmp_path: Path) -> None:
+def test_files_that_are_gone_are_ignored(tmp_path: Path) -> None:
     (thread,) = ReadAhead({"unit": [FileSpan("none", 0, 10, 0)]}, Folder(tmp_path)).threads
     thread.join(60)
     assert not thread.is_alive()

@@ -330,7 +330,7 @@ def test_members_of_a_joint_pass_read_the_same_weight(source: Path, compression:
 
 
 def made(model: Any) -> list[str]:
-    """Fills with the units that are made because they are read; counts passes beside."""
+    """Names of the units that are made because they are read, as they are made; passes are counted too."""
     streamer, found, passes = model.streamer, [], [0]
     make, begin = streamer._made_for_reading, streamer.begin
 
@@ -402,7 +402,7 @@ def test_forward_called_as_peft_does(source: Path) -> None:
     assert model.streamer.bound == set()
 
 
-def test_with_more_than_one_reader_of_a_layer_beside_it(source: Path) -> None:
+def test_with_several_readers_of_a_layer(source: Path) -> None:
     """A read in the middle of a layer takes none of the buffers that layers go through."""
     folder = split(source)
     model, resident = load(folder, 0), load(folder)

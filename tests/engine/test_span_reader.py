@@ -123,7 +123,7 @@ def _cached_pages(path: Path) -> int:
         return sum(state & 1 for state in states)
 
 
-def test_what_fits_beside_the_rest_is_read_through_the_cache(tmp_path: Path) -> None:
+def test_what_fits_into_the_memory_left_is_read_through_the_cache(tmp_path: Path) -> None:
     store = folder(tmp_path, 100_000)
     assert choose_way(store, [], 0) == THROUGH_THE_CACHE
     assert choose_way(store, [], -5) == THROUGH_THE_CACHE  # nothing is read, and nothing to be tried

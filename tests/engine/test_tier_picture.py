@@ -90,7 +90,7 @@ def test_many_layers_on_two_gpus(words_of: Any) -> None:
     assert {"embed_tokens", "lm_head", "10", "70", "cuda:0", "cuda:1", "page-locked", "disk"} <= set(words)
     assert {STORED, LOCKED, DISK, ROWS} <= set(words)
     assert any(word.startswith("many layers") for word in words)
-    assert sum(word.isdigit() for word in words) < 30  # not every layer's number, which nobody could read
+    assert sum(word.isdigit() for word in words) < 30  # not every layer's number, which would be unreadable
     total = sum(placed.stored for placed in placement.units if placed.tier is Tier.STREAMED)
     assert f"{(total + 700_000_000) / 2**30:,.2f} GiB" in words
 
@@ -107,7 +107,7 @@ def test_every_byte_of_a_model_is_drawn_where_it_is(
 
 
 @pytest.mark.parametrize("host", [0, 300_000, 1 << 30])
-def test_experts_on_gpus_and_beside_them(tmp_path: Path, host: int, words_of: Any) -> None:
+def test_experts_on_gpus_and_in_host_memory(tmp_path: Path, host: int, words_of: Any) -> None:
     small = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
     folder = split(build_checkpoint(tmp_path / "m", "qwen3_moe", dtype=torch.bfloat16, **small), None)
     gpus: Sequence[Device] = [FakeGpu(0), FakeGpu(1)]
@@ -122,7 +122,7 @@ def test_experts_on_gpus_and_beside_them(tmp_path: Path, host: int, words_of: An
 
 
 def check(placement: Placement) -> None:
-    """Sums by tier, device and unit, beside those that the placement itself gives."""
+    """Compare sums by tier, device and unit with those that the placement itself gives."""
     shown = bars(placement)
     stored = sum(placed.stored for placed in (*placement.units, *placement.experts))
     assert sum(bar.nbytes for bar in shown) == stored

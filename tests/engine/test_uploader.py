@@ -178,7 +178,7 @@ def test_slots_bound_what_is_copied_ahead(opened: Opened) -> None:
     assert until(lambda: lanes.gpu.uploads == SLOTS)
     assert not until_soon(lambda: lanes.gpu.uploads > SLOTS)
     lanes.up.give_back(first)
-    assert until(lambda: lanes.gpu.uploads == SLOTS + 1)  # nobody had to ask again
+    assert until(lambda: lanes.gpu.uploads == SLOTS + 1)  # without another request
     second = lanes.up.take(LAYERS[1])
     assert lanes.opened.is_right(second)
 
@@ -306,7 +306,7 @@ def test_closing_ends_both_threads(opened: Opened) -> None:
         lanes.up.take(LAYERS[1])
 
 
-def test_memory_is_unlocked_when_nobody_needs_it(opened: Opened) -> None:
+def test_memory_is_unpinned_when_it_is_no_longer_needed(opened: Opened) -> None:
     lanes = Lanes(opened, LAYERS[:2])
     gpu, begun = lanes.gpu, lanes.disk.begun
     lanes.pass_over(LAYERS[:4], LAYERS[4:])

@@ -109,7 +109,7 @@ def test_an_order_in_the_directory_other_than_in_the_file() -> None:
 
 
 def test_zip64_fields_as_torch_writes_them() -> None:
-    """Beyond 4 GiB torch leaves the sizes of a local header at zero and puts true ones beside them."""
+    """Beyond 4 GiB torch leaves the sizes of a local header at zero and adds a zip64 field to it."""
     directory = {"size": 0xFFFFFFFF, "packed": 0xFFFFFFFF, "extra": zip64_extra(16, 16)}
     data = archive()[2].data
     descriptor = struct.pack("<4sI2Q", b"PK\x07\x08", zlib.crc32(data), 16, 16)

@@ -124,7 +124,7 @@ def test_tensors_of_one_storage_share_memory(tmp_path: Path) -> None:
     assert not part.any()
     assert not lazy["scalar"]  # looked up afterwards
     del whole, tied, part
-    assert not lazy["whole"].any()  # as long as it is open, whoever refers to the tensors
+    assert not lazy["whole"].any()  # as long as it is open, with or without references to the tensors
     assert (tmp_path / "x.bin").read_bytes() == before
     assert rabbitllm.lazy_load(tmp_path / "x.bin")["whole"].any()
 

@@ -1,4 +1,4 @@
-"""What compression touches, that it is bitsandbytes' own quantization bit for bit, and states nobody should believe."""
+"""What compression touches, that it is bitsandbytes' own quantization bit for bit, and states that are refused."""
 
 from __future__ import annotations
 
@@ -307,7 +307,7 @@ def test_bits_of_a_weight(scheme: str, least: float, most: float) -> None:
     assert least <= 8 * sum(part.nbytes for part in form.parts) / 1024**2 <= most
 
 
-# States that nobody should believe
+# States that are refused
 
 
 def sound(scheme: str) -> tuple[dict[str, TensorSpec], dict[str, Any]]:

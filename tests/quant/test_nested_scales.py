@@ -238,7 +238,7 @@ def test_keys_tell_it_from_4bit() -> None:
     assert tuple(part.name for part in form_in(spec((64, 64)), DOUBLE).parts) == part_names("w", DOUBLE)
 
 
-# States that nobody should believe
+# States that are refused
 
 
 @pytest.mark.parametrize("number", range(1, 6))

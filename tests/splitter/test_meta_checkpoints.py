@@ -344,7 +344,7 @@ def test_a_finished_split_is_found_again(tmp_path: Path, model: Any) -> None:
 
 def test_delete_original(tmp_path: Path, model: Any, expected: Expected) -> None:
     source = write_meta(tmp_path, model, 2, tokenizer=tiktoken_file(0))
-    with pytest.raises(InvalidIndexError, match=r"tokenizer\.model has 512 tokens, the weights beside it have 320"):
+    with pytest.raises(InvalidIndexError, match=r"tokenizer\.model has 512 tokens, the weights have 320"):
         split(source, delete_original=True)
     (source / "tokenizer.model").unlink()
     assert layer_files(split(source, sequential=False, delete_original=True)) == expected[None]

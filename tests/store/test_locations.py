@@ -28,7 +28,7 @@ def snapshot(tmp_path: Path) -> Path:
     return repo / "snapshots" / COMMIT
 
 
-def test_home_is_beside_the_hub_cache(hub_environment: HubEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_is_next_to_the_hub_cache(hub_environment: HubEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(locations.HOME_VARIABLE, raising=False)
     assert locations.home() == hub_environment.home / "rabbitllm"
     monkeypatch.setenv(locations.HOME_VARIABLE, "~/splits")
@@ -50,7 +50,7 @@ def test_what_is_no_repository_id(name: str) -> None:
 
 
 @pytest.mark.parametrize(("compression", "name"), [(None, "splitted_model"), ("4bit", "splitted_model.4bit")])
-def test_local_checkpoint_is_split_beside_itself(tmp_path: Path, compression: str | None, name: str) -> None:
+def test_local_checkpoint_is_split_in_its_own_folder(tmp_path: Path, compression: str | None, name: str) -> None:
     assert locations.for_local(tmp_path, None, compression) == tmp_path / name
     assert locations.for_local(tmp_path, tmp_path / "there", compression) == tmp_path / "there" / name
     assert locations.for_local(tmp_path, None, compression, "mine") == tmp_path / name.replace("splitted_model", "mine")

@@ -1,8 +1,8 @@
-"""The JSON that bitsandbytes packs into a tensor beside a weight at 4bit, and what is believed of it.
+"""The JSON that bitsandbytes stores in a tensor with each weight at 4bit, and what is believed of it.
 
 bitsandbytes' `QuantState.as_dict(packed=True)` (0.50) writes it; its `QuantState.from_dict` reads what is written here.
-With scales that are quantized themselves it has a number that depends on the weights, whose text is of any length; it
-is followed by blanks, which JSON allows, so that a layer file can be laid out before the number is known.
+Where scales are quantized themselves it has a number that depends on the weights and whose text is of any length.
+Blanks follow it, which JSON allows, so that a layer file can be laid out before the number is known.
 """
 
 from __future__ import annotations
