@@ -98,7 +98,7 @@ def answer(
     Args:
         model: a causal language model with its `tokenizer`.
         ids: the prompt, int64 of shape (1, tokens).
-        most_tokens: to generate.
+        max_tokens: to generate.
         sampling: how tokens are chosen.
         write: is given the text, piece by piece; what it raises goes through.
         first: called once, before the first piece.

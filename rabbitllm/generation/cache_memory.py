@@ -32,10 +32,10 @@ class CacheMemory:
 
     Attributes:
         limit: bytes that they may take.
-        most_tokens: of prompts that one pass can compute beside them.
+        max_tokens: of prompts that one pass can compute beside them.
         part: of these, those that can go through a layer at a time; None for all.
         rows: of several texts that gain by going through a layer together; None for all.
-        most_texts: in one pass, as many as are asked for if there is memory for their logits.
+        max_texts: in one pass, as many as are asked for if there is memory for their logits.
         is_tight: whether what passes let go of has to go back to the system at once.
 
     Raises:

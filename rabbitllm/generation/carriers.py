@@ -58,7 +58,7 @@ class Carrying:
 
     Args:
         forward: computes texts as one; None for a model whose texts all go by themselves.
-        most_rows: of a carrier, if it has more than one text; None for no limit.
+        max_rows: of a carrier, if it has more than one text; None for no limit.
     """
 
     def __init__(self, forward: PackedForward | None, max_rows: int | None) -> None:

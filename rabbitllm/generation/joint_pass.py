@@ -44,7 +44,7 @@ class JointPasses:
         exact: every member's rows go through every module by themselves, so that its results have the bits that it
             would have alone.
         packing: let members' rows go through as those of one text, where that can be.
-        most_rows: of one such text; if there are more, several of them go through each layer, one after the other.
+        max_rows: of one such text; if there are more, several of them go through each layer, one after the other.
             None for no limit.
         file: in which members may have their keys and values; those of members that go through the layers by
             themselves are brought back.

@@ -19,7 +19,7 @@ async def read_json(request: Request, max_bytes: int, seconds: float) -> Any:
 
     Args:
         request: whose body it is.
-        most_bytes: it may have.
+        max_bytes: it may have.
         seconds: in which it must be there.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The most disk that a split takes over its steps, from its plan. Pure: what the disk has is asked by `disk_budget.py`."""
+"""The most disk that a split takes over its steps, from its plan. Pure; `disk_budget.py` asks what the disk has."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class SplitRequest:
         naming: patterns of the caller's own, instead of the family's.
         options: see `SplitOptions`.
         quantize_on: "cpu" or "cuda:N".
-        hands: who fills layer files elsewhere; None for this process.
+        executor: who fills layer files elsewhere; None for this process.
         chosen: at "auto", what each tensor has; None to choose.
         experts_a_token: how many a router picks, by the config; None where it does not say.
         accept: called with the planned files before a shard is touched, and with the finished ones before the last

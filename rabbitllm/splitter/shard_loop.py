@@ -46,7 +46,7 @@ class ShardLoop:
         work: what to do.
         profiler: told of every stage.
         watch: called often, from any thread; may raise to stop.
-        hands: who fills layer files elsewhere; None for this process.
+        executor: who fills layer files elsewhere; None for this process.
         holds_last: do not delete the last shard of the source before `give_up_last`.
     """
 

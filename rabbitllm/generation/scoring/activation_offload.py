@@ -73,7 +73,7 @@ class ActivationOffload:
 
     Attributes:
         written, read: bytes, of the file.
-        most_near: bytes that stayed at most, at the end of a turn.
+        max_near: bytes that stayed at most, at the end of a turn.
     """
 
     def __init__(
