@@ -200,6 +200,8 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(sound: Path, tmp_path: Path,
 @pytest.mark.parametrize(
     "settings",
     [
+        {"padding_side": "x"},
+        {"truncation_side": 3},
         {"model_max_length": []},
         {"unk_token": ""},
         {"chat_template": 5},
