@@ -39,7 +39,7 @@ __all__ = ["FAILED", "Batch", "Limits", "Ticket"]
 logger = logging.getLogger(__name__)
 
 FAILED = "failed"
-"""Beside the values of `Ended`, how a request ends."""
+"""How a request ends that raised an error; the other ends are the values of `Ended`."""
 
 _DEFAULT = Limits()
 
@@ -61,8 +61,8 @@ class Batch:
     """Answers requests on one model, all in the same passes.
 
     Args:
-        model: as `AutoModel.from_pretrained` returns it; nobody else may call it until the batch is closed, but for
-            whole passes from other threads, which take turns with those of the batch.
+        model: as `AutoModel.from_pretrained` returns it. Until the batch is closed, other threads may call it only
+            for whole passes, which alternate with those of the batch.
         limits: see `Limits`.
 
     Attributes:
@@ -78,7 +78,7 @@ class Batch:
             raise OptionError("The model has an encoder; requests are texts to go on with.", "Use a causal model.")
         if model.tokenizer is None:
             raise OptionError(
-                "The model came without a tokenizer.", "Put the tokenizer's files beside its config.json."
+                "The model came without a tokenizer.", "Put the tokenizer's files into the folder of its config.json."
             )
         self.error: BaseException | None = None
         self._model = model
@@ -109,8 +109,8 @@ class Batch:
             notify: is given each event as it happens, in the batch's thread; what it raises cancels the request.
 
         Raises:
-            BusyError: as many wait as may.
-            ClosedError: the batch takes on nothing more.
+            BusyError: the request queue is full.
+            ClosedError: the batch accepts no more requests.
             OptionError: no pass could ever answer it.
             ForkedError: this process was forked from the one that made the batch.
         """
@@ -125,7 +125,7 @@ class Batch:
             try:
                 notify(event)
             except Exception:
-                logger.debug("who asked is gone", exc_info=True)
+                logger.debug("the client is gone", exc_info=True)
                 ticket.is_cancelled = True
 
         self._door.come_in(ticket)
@@ -201,7 +201,7 @@ class Batch:
             self._over(ticket, why)
 
     def _give_places_back(self) -> None:
-        """Where keys and values outgrow the limit."""
+        """Preempt requests whose KV caches exceed the memory limit."""
         memory = self._caches.memory
         self._caches.shrink(self._door.running)
         near = self._caches.near(self._door.running)
@@ -212,7 +212,7 @@ class Batch:
                 self._give_place_back(ticket)
         near = self._caches.near(self._door.running)
         if len(self._door.running) == 1 and near and memory.now([near[0].text]) > memory.limit:
-            self._over(self._door.running[0], Ended.LENGTH)  # nobody else's place would help
+            self._over(self._door.running[0], Ended.LENGTH)  # no other request is left to preempt
 
     def _give_place_back(self, ticket: Ticket) -> None:
         cache = self._caches.whole_cache(ticket)
@@ -223,7 +223,7 @@ class Batch:
         self._door.make_way(ticket)
 
     def _begin(self) -> None:
-        """Let those begin for whom there is room, in their order."""
+        """Start waiting requests in their order, as far as memory allows."""
         waiting = self._door.waiting
         if not waiting:
             self._caches.from_file(self._door.running)
@@ -270,7 +270,7 @@ class Batch:
             self._over(ticket, error or ticket.generation.ended or Ended.LENGTH)
 
     def _over(self, ticket: Ticket, how: BaseException | Ended) -> None:
-        """Free a request's place, say that it is over, and keep its cache."""
+        """Free a request's place, report its end, and keep its cache for later prompts."""
         self._take_out(ticket)
         self._door.leave(ticket)
         self._caches.drop(ticket)

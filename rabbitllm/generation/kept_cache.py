@@ -4,7 +4,7 @@ The next prompt seldom continues the last one to the token: a template strips wh
 splits the answer's text otherwise than the model did. So the cache goes back to what both have in common. How, is each
 layer's matter (transformers 5, `cache_utils`):
 
-    keys and values of every token        cut off at any length
+    the KV cache of every token           cut off at any length
     a sliding window                      cut off as long as it has not slid; then what slid out is gone
     a state (linear attention, Mamba, …)  cannot be cut: it is what all tokens made of it
 
@@ -65,7 +65,7 @@ def _is_window(layer: Any) -> bool:
 
 
 def _is_nothing(layer: Any) -> bool:
-    """A layer that has no attention, or uses another one's keys and values."""
+    """A layer that has no attention, or uses another layer's KV cache."""
     return type(layer).__name__ == "DummyLayer"  # not in every version
 
 
@@ -185,12 +185,12 @@ def can_be_cut(layer: Any) -> bool:
 
 
 def _grows(layer: Any) -> bool:
-    """Whether it has keys and values of every token, beside a state."""
+    """Whether the layer keeps the KV cache of every token; it may also have a state."""
     return isinstance(layer, DynamicLayer) and not isinstance(layer, DynamicSlidingWindowLayer)
 
 
 def _cut_layer(layer: Any, length: int) -> None:
-    """Cut keys and values (batch, heads, tokens, width) of every token."""
+    """Cut a layer's key and value tensor, (batch, heads, tokens, width), to so many tokens."""
     if layer.is_initialized and layer.keys is not None:
         layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
         if _is_window(layer):

@@ -35,7 +35,7 @@ BY_THE_LIMIT = "limit"
 
 
 class _Stopped(Exception):
-    """Raised between two layers, to end a pass that nobody wants any more."""
+    """Raised between two layers, to end a pass whose answer was stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,9 @@ class Session:
 
     def __init__(self, model: Any, choices: ChatOptions = ChatOptions(), *, keep: bool = True) -> None:
         if model.tokenizer is None:
-            raise ChatError("The model came without a tokenizer.", "Put the tokenizer's files beside its config.json.")
+            raise ChatError(
+                "The model came without a tokenizer.", "Put the tokenizer's files into the folder of its config.json."
+            )
         check_generates(model)
         if model.config.is_encoder_decoder:
             raise ChatError(
