@@ -25,7 +25,7 @@ class Segment:
         after: numbers of the segments that come before it in its texts, the first one first.
         begins: how many tokens these have.
         row: of its first token, among those that are computed.
-        is_known: it is not computed here: the micro-batch before has its keys and values.
+        is_known: it is not computed here: the micro-batch before has its KV cache.
     """
 
     ids: tuple[int, ...]

@@ -32,7 +32,7 @@ class TakingTurns(JointPasses):
         exact: experts too are computed for each micro-batch by itself.
         before: called with a member before it goes on.
         after: called with it when it has stopped again, or has ended.
-        soon: called with the one whose turn is next, before somebody else goes on.
+        soon: called with the member whose turn is next, before the current one goes on.
         experts_rows: rows of a layer's experts that go through them together, at most, unless one member has more.
     """
 

@@ -92,7 +92,7 @@ def test_what_two_hold_stays(tmp_path: Path) -> None:
     with Parking(0, 0, 1 << 30, tmp_path) as parking:
         parking.leave(people[0], HeldTensors((), ()))
         parking.leave(people[1], HeldTensors((people[1].needed[1].untyped_storage(),), ()))
-        assert not people[0].needed[1].untyped_storage().nbytes()  # nobody else was known to hold it
+        assert not people[0].needed[1].untyped_storage().nbytes()  # no other holder was known
         parking.take(people[1])
         parking.leave(people[0], HeldTensors((people[0].needed[1].untyped_storage(),), ()))
         before = people[0].needed[1].untyped_storage().nbytes()
