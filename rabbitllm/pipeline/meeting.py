@@ -122,7 +122,7 @@ class Meeting:
         return ProcessGroupGloo.create_default_device()
 
     def _wait_for(self, key: str, who: str) -> str:
-        """What somebody says in the store; asked for again and again, so that an interrupt is noticed."""
+        """Wait for the value of a key in the store; polls, so that an interrupt is noticed."""
         try:
             while not self._store.check([key]):
                 if time.monotonic() > self._until:

@@ -24,7 +24,7 @@ async def read_json(request: Request, most_bytes: int, seconds: float) -> Any:
 
     Raises:
         Refusal: too long, too slow, or no JSON.
-        ClientDisconnect: whoever asks is gone.
+        ClientDisconnect: the client is gone.
     """
     raw = await _read(request, most_bytes, seconds)
     try:

@@ -88,7 +88,7 @@ def _tools(body: ChatBody, template: Template) -> list[Tool]:
 
 
 def _variables(body: ChatBody, template: Template, with_tools: bool) -> dict[str, Any]:
-    """What the template is told besides messages and tools."""
+    """The further variables of the template; messages and tools are given to it separately."""
     found: dict[str, Any] = {}
     if body.chat_template_kwargs:
         wrong = sorted(OURS & body.chat_template_kwargs.keys())

@@ -20,7 +20,7 @@ class CompletionAsked:
     Attributes:
         requests: one for each choice.
         likeliest: see `Request`; None for no probabilities.
-        echoes: what each choice begins with; empty if nobody asked.
+        echoes: the prompt's text that each choice begins with; empty if `echo` is off.
     """
 
     requests: tuple[Request, ...]

@@ -108,7 +108,7 @@ class Embedder:
         return int(self._model.config.get_text_config().hidden_size)
 
     async def embed(self, inputs: Sequence[Sequence[int]]) -> list[list[float]]:
-        """A vector for each input; between two passes whoever waits may give up."""
+        """A vector for each input; a client that leaves ends it between two passes."""
         found: list[list[float]] = [[]] * len(inputs)
         async with self._turn:
             for group in groups([len(ids) for ids in inputs]):

@@ -57,7 +57,7 @@ class Submission:
             raise refusal_of(error) from error
 
     def cancel(self) -> None:
-        """Nobody wants the answer any more."""
+        """Cancel all its requests."""
         for ticket in self._tickets:
             ticket.cancel()
 
@@ -136,7 +136,7 @@ async def frames(
 
 
 def refusal_of(error: Exception) -> Refusal:
-    """What to say of an error of the batch; what is nobody's fault is logged, and not told."""
+    """The answer to an error of the batch; an unexpected error is logged, and its details are not sent."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, BusyError):

@@ -1,7 +1,7 @@
 """Fields that other servers honour and this one does not: those that would change an answer are refused, not ignored.
 
 A field that is at the value with which it does nothing is accepted, and what changes no answer (`user`, `store`,
-`metadata`) too. What nobody knows is ignored, as OpenAI-compatible servers do.
+`metadata`) too. Unknown fields are ignored, as OpenAI-compatible servers do.
 """
 
 from __future__ import annotations
