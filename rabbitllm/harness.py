@@ -1,8 +1,8 @@
 """A model for lm_eval's harness whose likelihoods are computed together: one pass over the weights for all of a task's.
 
 lm_eval's own `HFLM` makes a pass for every batch, in which a streamed model reads all of its weights. Here everything
-that it is asked for at a time goes through `rabbitllm.generation.scoring`, layer by layer, and beginnings that texts
-share are computed once. All else, as tokens and generation, is `HFLM`'s own. Knows no tasks.
+that it is asked for at a time goes through `rabbitllm.generation.scoring`, layer by layer, and shared prefixes of texts
+are computed once. All else, as tokens and generation, is `HFLM`'s own. Knows no tasks.
 """
 
 from __future__ import annotations

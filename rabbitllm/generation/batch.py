@@ -1,9 +1,9 @@
-"""Generations that come and go while passes go on: the thread that owns the model, behind a door (`door.py`).
+"""Continuous batching: a thread that owns the model, and a queue (`door.py`) from which requests join running passes.
 
-`submit` may be called from any thread, and events are handed out in the batch's own: who takes them must not wait.
+`submit` may be called from any thread. Callbacks run in the batch's thread, so they must not block.
 
     waiting ── begins at a pass ── runs ── Finished | Failed
-       └────── gives its place back ──┘      what it has generated stays; its KV cache is swapped out or dropped
+       └─────────── is preempted ─────┘      its tokens stay; its KV cache is swapped out or dropped
 """
 
 from __future__ import annotations

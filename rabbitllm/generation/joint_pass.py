@@ -237,7 +237,7 @@ class JointPasses:
                 self._through_a_unit(point, here)
             else:
                 self._each(point, here)
-        except Exception as error:  # of the weights, or of a product of everybody's rows
+        except Exception as error:  # of the weights, or of a product of all members' rows
             for member in here:
                 if not member.dead:
                     self._end(member, _copy_of(error))

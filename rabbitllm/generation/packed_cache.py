@@ -42,7 +42,7 @@ class _Layer:
     Attributes:
         number: of the layer.
         new_keys, new_values: of all texts, as they came.
-        pairs: keys and values of all tokens of each sequence; None for a sequence whose KV cache is in a file.
+        pairs: the whole KV cache of each sequence; None for a sequence that has it in a file.
     """
 
     number: int

@@ -70,7 +70,7 @@ class PrefixCache:
 
 
 def beginning(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many ids from the beginning on are the same in both; compares slices, which is a hundred times faster."""
+    """The length of the common prefix; compares slices, which is a hundred times faster than single ids."""
     low, high = 0, min(len(first), len(second))
     one, other = tuple(first[:high]), tuple(second[:high])
     while low < high:

@@ -43,7 +43,7 @@ def append(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.
         keys, values: new ones, (1, heads, tokens, width).
 
     Returns:
-        All keys and values.
+        The layer's whole key and value tensor.
     """
     before = layer.keys
     if type(layer) is not DynamicLayer or before is None or before.nbytes < WORTH_BYTES:

@@ -1,6 +1,6 @@
 """How processes find each other and talk: torch's own store and gloo. Knows no models.
 
-Each says what it has in the store, so that all can compare before anybody connects; then frames go from process to
+Each process writes its facts to the store, and all compare them before they connect. Then frames go from process to
 process. gloo notices at once that a process has ended, and after `timeout` that a machine does not answer.
 """
 

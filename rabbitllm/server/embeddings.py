@@ -2,7 +2,7 @@
 
 A causal model has no embeddings of its own. Those that were trained for them come with the files of
 sentence-transformers: `modules.json` lists what follows the transformer, and `1_Pooling/config.json` says which of the
-hidden states counts. Texts are computed several in a pass, and these passes take turns with everybody else's.
+hidden states counts. Several texts are computed in a pass, and these passes alternate with those of generations.
 """
 
 from __future__ import annotations

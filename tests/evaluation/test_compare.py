@@ -66,7 +66,7 @@ def assert_near(found: Summary, expected: Summary) -> None:
     assert found.reference_perplexity == pytest.approx(expected.reference_perplexity, rel=1e-5)
 
 
-# a head that caps logits, one that shares the embedding's weights, and experts that come and go
+# a head that caps logits, one that shares the embedding's weights, and streamed experts
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("gemma2", True), ("qwen3_moe", False)])
 def test_as_plain_transformers_has_it(tmp_path: Path, family: str, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = [

@@ -1,4 +1,4 @@
-"""Requests that come and go while passes go on: their tokens are those that each gets alone."""
+"""Requests that begin and end between passes: their tokens are those that each gets alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What caches cost, and copies of their beginnings, for layers of every kind."""
+"""The size of KV caches, and copies of their prefixes, for layers of every kind."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def prompt(length: int) -> tuple[int, ...]:
 
 @torch.no_grad()
 def limits(model: Any, **options: Any) -> Limits:
-    """In which texts have to make way for each other."""
+    """Limits so low that sequences are preempted."""
     config = model.config.get_text_config(decoder=True)
     foretold = cost_by_config(config, model.dtype)
     measured = None
@@ -167,7 +167,7 @@ def test_nothing_is_ever_seen_in_the_folder_and_nothing_remains(open_batch: Open
 def test_who_is_cancelled_leaves_nothing_aside(
     open_batch: Open, plain: Any, tmp_path: Path, seconds: float | None
 ) -> None:
-    """The last one has made way when the first one has so many tokens."""
+    """The last one has been preempted when the first one has so many tokens."""
     before = open_files()
     batch, _ = open_batch(limits(plain, aside_folder=tmp_path))
     several = [Asked(request) for request in requests()]

@@ -1,4 +1,4 @@
-"""Answers with a kept cache: those of one that begins again, computing only what is new."""
+"""Answers with a kept cache equal those with an empty one, and only new tokens are computed."""
 
 from __future__ import annotations
 

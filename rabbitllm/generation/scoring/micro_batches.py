@@ -1,8 +1,8 @@
 """Which tasks go through a layer together, and which micro-batches through the model in one pass. Pure.
 
-Three kinds, by what the model allows: rows side by side with beginnings shared; texts of nearly the same length, filled
-up behind their end, where no token of a causal model looks; texts of the same length, where even a longer neighbour
-would change a text (angles that depend on the longest position).
+Three layouts, by what the model allows: packed rows with shared prefixes; texts of nearly the same length, padded at
+the end, to which no token of a causal model attends; texts of the same length, where a longer neighbour would change
+the results of a text (angles that depend on the longest position).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def micro_batches(tasks: Sequence[Task], form: TextLayout, tokens: int, worth: i
         tasks: with distinct inputs, unless each goes by itself.
         form: how texts lie.
         tokens: of a micro-batch, at most, unless one task has more.
-        worth: tokens that a shared beginning has at least.
+        worth: tokens of a shared prefix, at least.
     """
     if form is TextLayout.PACKED:
         return _packed(tasks, tokens, worth)
@@ -90,7 +90,7 @@ def _joins(group: Sequence[Task], task: Task, form: TextLayout, tokens: int) -> 
 
 
 def _packed(tasks: Sequence[Task], tokens: int, worth: int) -> list[MicroBatch]:
-    """In the order of their tokens, so that those with the same beginning are together."""
+    """In the order of their tokens, so that those with the same prefix are together."""
     groups: list[list[Task]] = []
     total = 0
     for task in sorted(tasks, key=lambda task: task.ids):

@@ -85,7 +85,7 @@ class ScoringPlan:
 
     @property
     def computed(self) -> int:
-        """Tokens that go through the layers: fewer where beginnings are shared, more where texts are filled up."""
+        """Tokens that go through the layers: fewer where prefixes are shared, more where texts are padded."""
         return sum(batch.tokens for one in self.passes for batch in one)
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
 """One pass in which micro-batches go through each unit one after the other, while its weights are there.
 
-Unlike the generations of a batch they meet nowhere else, so that no more is computed at a time than one of them. Only
-experts that come and go are brought for the rows of several: else each micro-batch would bring them again.
+Unlike the generations of a batch they meet nowhere else, so that only one of them is computed at a time. Streamed
+experts are the exception: they compute the rows of several together, else each micro-batch would load them again.
 
     unit 1: A B C D   unit 2: A B C D   …   head: A B C D
             between its turns, what a micro-batch has computed is the caller's to keep (`before`, `after`)

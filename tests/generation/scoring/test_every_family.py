@@ -1,4 +1,4 @@
-"""Every type that may be filled up, and every one whose beginnings are shared, scores texts as it does each alone."""
+"""Every type that may be padded, and every one with shared prefixes, scores texts together as it does each alone."""
 
 from __future__ import annotations
 
