@@ -291,4 +291,4 @@ class Batch:
     def _take_out(self, ticket: Ticket) -> None:
         if ticket.member is not None and not ticket.member.dead:
             self._passes.take_out(ticket.member)
-        ticket.member = None  # its stack holds much, and who asked may hold the ticket
+        ticket.member = None  # its stack holds much, and the caller may hold the ticket

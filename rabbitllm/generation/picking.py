@@ -118,7 +118,7 @@ def fits(text: SequenceMemory, running: Sequence[SequenceMemory], cost: Callable
 
 
 def too_many(running: Sequence[SequenceMemory], cost: Callable[[int], int], limit: int) -> int:
-    """How many of those that run, from the last one on, have to give their place back before the next pass.
+    """How many running sequences, from the last one on, are preempted before the next pass.
 
     Args:
         running: in the order in which they came.
