@@ -1,8 +1,8 @@
 """A model for lm_eval's harness whose likelihoods are computed together: one pass over the weights for all of a task's.
 
 lm_eval's own `HFLM` makes a pass for every batch, in which a streamed model reads all of its weights. Here everything
-that it is asked for at a time goes through `rabbitllm.generation.scoring`, layer by layer, and beginnings that texts
-share are computed once. All else, as tokens and generation, is `HFLM`'s own. Knows no tasks.
+that it is asked for at a time goes through `rabbitllm.generation.scoring`, layer by layer, and shared prefixes of texts
+are computed once. All else, as tokens and generation, is `HFLM`'s own. Knows no tasks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rabbitllm.generation.scoring import Room, ScoredText, score
 
 try:
     from lm_eval.models.huggingface import HFLM
-except ImportError:  # said when somebody wants it
+except ImportError:  # `OnePassLM` raises an error for it
     HFLM = object
 
 _Answer = tuple[float, bool]
@@ -25,7 +25,7 @@ class OnePassLM(HFLM):  # type: ignore[misc]
     """What lm_eval asks.
 
     Args:
-        model: a causal model as `AutoModel.from_pretrained` returns it; nobody else may use it meanwhile.
+        model: a causal model as `AutoModel.from_pretrained` returns it; no other thread may use it meanwhile.
         tokenizer: None for the model's.
         room: what may be taken for texts between two layers, and whether they share products.
         **options: of `HFLM`.
@@ -79,7 +79,7 @@ class OnePassLM(HFLM):  # type: ignore[misc]
         return [found[number] for number in range(len(requests))]
 
     def _text(self, number: int, context: Sequence[int], continuation: Sequence[int]) -> ScoredText:
-        """Cut as `HFLM` has it: the beginning goes, and `max_length` tokens are looked at beside the last."""
+        """Truncate as `HFLM` does: the last `max_length` + 1 tokens stay, of which the model reads all but the last."""
         if len(continuation) > self.max_length:
             raise OptionError(
                 f"A continuation has {len(continuation):,} tokens; the harness may look at {self.max_length:,}.",

@@ -87,7 +87,7 @@ class RequestBuilder:
             item: that asks for a generation.
 
         Raises:
-            Refusal: it cannot be honoured; that is its answer.
+            APIError: it cannot be honoured; that is its answer.
             MissingPackageError: a line of OpenAI's format, and what reads those is not installed.
         """
         if isinstance(item.asked, BatchCall):
@@ -99,7 +99,7 @@ class RequestBuilder:
         """A text as token ids; ids stay as they are.
 
         Raises:
-            Refusal: an id that the model lacks, or none at all.
+            APIError: an id that the model lacks, or none at all.
         """
         ids = tuple(int(one) for one in self.tokenizer(given)["input_ids"]) if isinstance(given, str) else given
         if not ids:

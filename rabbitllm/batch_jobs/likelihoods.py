@@ -92,7 +92,7 @@ def _open(desk: RequestBuilder, item: Item, first: int) -> _Open:
         first: number of its first text.
 
     Raises:
-        Refusal: it cannot be answered.
+        APIError: it cannot be answered.
     """
     asked = item.asked
     if isinstance(asked, ScoreItem | Choose):

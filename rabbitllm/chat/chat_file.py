@@ -140,7 +140,7 @@ def read(path: Path) -> SavedChat:
     """
     shown = harmless(str(path))
     try:
-        # without waiting: a pipe would be waited for until somebody writes into it
+        # without waiting: opening a pipe would block until a writer opens it too
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except OSError as error:
         raise ChatFileError(f"{shown} cannot be read: {error.strerror}.", "Name a file that /save wrote.") from None

@@ -44,7 +44,7 @@ class Surface:
         read_line: a prompt -> a line without its end; raises EOFError after the last.
         answers: what answers are written to.
         notes: for everything else.
-        interactive: whether somebody sits there.
+        interactive: whether a user types the lines.
     """
 
     read_line: Callable[[str], str]
@@ -122,7 +122,7 @@ class ChatLoop:
                     break
             except RabbitLLMError as error:
                 self._refuse(str(error))
-            except BrokenPipeError:  # nobody reads any more
+            except BrokenPipeError:  # the reader has closed the pipe
                 raise
             except (OSError, RuntimeError, MemoryError) as error:  # torch's own want of memory among them
                 self._session.forget()

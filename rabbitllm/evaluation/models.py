@@ -23,8 +23,8 @@ from rabbitllm.store.layer_store import directory_name, read_manifest
 from rabbitllm.store.model_name import meant
 
 SHARE = 3
-"""One part in so many of free memory is for the weights of each model, where nobody says: a pass reads each weight
-once, so that what stays in memory gains nothing; what waits between turns needs the rest."""
+"""By default one part in so many of free memory is for the weights of each model. A pass reads each weight once, so
+that resident weights gain nothing. The rest is for micro-batches that wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def the_reference(model: NamedModel, against: Any, loading: Loading) -> NamedMod
     if manifest.source is not None and manifest.source.kind == "hub":
         return NamedModel(manifest.source.name, None, manifest.source.commit)
     raise QualityError(
-        f"{folder} is compressed, and the uncompressed model is not beside it.",
+        f"{folder} is compressed, and the uncompressed model is not in its parent folder.",
         "Say where it is, with --against (in Python, against=).",
     )
 

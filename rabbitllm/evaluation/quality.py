@@ -24,9 +24,9 @@ from rabbitllm.generation.answer import context_of
 from rabbitllm.store.layer_store import read_manifest
 
 WINDOW, TOKENS, PROBLEMS = 512, 4096, 400
-"""Of a window, to be predicted, and held-out problems to be answered; where nobody says."""
+"""Defaults: tokens of a window, tokens to be predicted, and held-out problems to be answered."""
 DTYPE = "float32"
-"""To compute in, where nobody says: what bfloat16 rounds on the way is as much as 8bit loses."""
+"""The default dtype of the computation: the rounding of bfloat16 would be as large as the loss of 8bit."""
 BATCH = 50
 """Problems that are answered at a time."""
 PROBLEMS_TEXT, BUNDLED_TEXT = "held-out problems", "the bundled text"
@@ -124,8 +124,8 @@ def quality(
         compression: of the model; None for that of a split that is here.
         window: tokens that are read together; 512, or what the model's context has.
         tokens: to be predicted, at most.
-        problems: that models which were trained here are asked besides; a multiple of 4, 0 for none. None for 400
-            where no text is given, else for none.
+        problems: further questions for models that were trained here; a multiple of 4, 0 for none. None for 400 where
+            no text is given, else for none.
         device, max_memory, exact, layer_shards_saving_path, revision, trust_remote_code, verify_checksums: as of
             `AutoModel.from_pretrained`, for both; by default each takes a third of free memory for its weights.
         dtype: to compute in, for both; None for the config's.
@@ -198,7 +198,7 @@ def _tokenizer_of(reference: Any, model: Any) -> Any:
     if first is None or second is None:
         raise QualityError(
             "A model without a tokenizer was given, and the text cannot be made tokens.",
-            "Put the tokenizer's files beside its weights.",
+            "Put the tokenizer's files into the folder of its weights.",
         )
     if first.get_vocab() != second.get_vocab():
         raise QualityError(

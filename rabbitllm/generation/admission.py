@@ -1,7 +1,7 @@
-"""Who waits and who runs, for all threads to see: requests come in at a door, which can be held, and closed for good.
+"""The request queue and the running requests, shared by all threads; the queue can be held, and closed for good.
 
-Any thread may ask to come in; from one to the other side of the door, and away, they get in the batch's thread alone,
-which so may read `running` whenever it likes. Knows no model, and decides neither who begins nor who makes way.
+Any thread may add a request. Only the batch's thread starts and removes requests, so that it may read `running` at any
+time. Knows no model, and decides neither which request begins nor which is preempted.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from rabbitllm.generation.request_handle import RequestHandle
 
 
 class AdmissionQueue:
-    """Lets requests in.
+    """Holds the waiting and the running requests.
 
     Args:
         most_running: requests, at most.
-        most_waiting: requests, at most, beside those for whom there is a place.
+        most_waiting: requests, at most; those that can begin at once do not count.
 
     Attributes:
         running: in the order in which they began.
@@ -43,17 +43,17 @@ class AdmissionQueue:
     # in any thread ---------------------------------------------------------------------------------------------------
 
     def come_in(self, handle: RequestHandle) -> None:
-        """Wait as the last one.
+        """Append a request to the queue.
 
         Raises:
-            BusyError: as many wait as may.
-            ClosedError: nobody is let in any more.
+            BusyError: the request queue is full.
+            ClosedError: the queue is closed.
         """
         with self._change:
             if self._closing is not None:
                 raise ClosedError("No more requests are taken on.", "Start the server again.")
             free = max(self._most_running - len(self.running), 0)
-            if len(self._waiting) >= self._most_waiting + free:  # those for whom there is a place begin at once
+            if len(self._waiting) >= self._most_waiting + free:  # requests with a free place begin at once
                 after = retry_after(len(self._waiting), self._most_running, self._lately)
                 raise BusyError(
                     f"{len(self._waiting):,} requests wait already, as many as may.",
@@ -70,7 +70,7 @@ class AdmissionQueue:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """There is nothing to do while the context is open; those who come in meanwhile wait."""
+        """Start no pass while the context is open; new requests wait."""
         with self._change:
             self._holders += 1
         try:
@@ -82,15 +82,15 @@ class AdmissionQueue:
 
     @contextlib.contextmanager
     def still(self) -> Iterator[None]:
-        """Nobody comes or goes while the context is open."""
+        """No request is added or removed while the context is open."""
         with self._change:
             yield
 
     def close(self, seconds: float | None = None) -> None:
-        """Let nobody in any more.
+        """Accept no more requests.
 
         Args:
-            seconds: until those who are there are no longer wanted; None if they are to the end.
+            seconds: after which unfinished requests are cancelled; None for never.
         """
         with self._change:
             until = time.monotonic() + seconds if seconds is not None else float("inf")
@@ -115,7 +115,7 @@ class AdmissionQueue:
         return True
 
     def unwanted(self) -> list[tuple[RequestHandle, FinishReason]]:
-        """Those that nobody wants any more, or whose time is over."""
+        """Requests that are cancelled or past their deadline, and why they end."""
         now = time.monotonic()
         with self._change:
             closing = self._closing is not None and now >= self._closing
@@ -126,19 +126,19 @@ class AdmissionQueue:
             ]
 
     def begin(self, handle: RequestHandle) -> None:
-        """One that waited runs now."""
+        """Move a request from the queue to the running ones."""
         with self._change:
             self._waiting.remove(handle)
             self.running.append(handle)
 
     def make_way(self, handle: RequestHandle) -> None:
-        """One that ran waits again, before all others."""
+        """Move a preempted request to the front of the queue."""
         with self._change:
             self.running.remove(handle)
             self._waiting.appendleft(handle)
 
     def leave(self, handle: RequestHandle) -> None:
-        """One is over, whichever side it is on."""
+        """Remove a request that has ended, waiting or running."""
         with self._change:
             if handle in self.running:
                 self.running.remove(handle)
@@ -146,5 +146,5 @@ class AdmissionQueue:
                 self._waiting.remove(handle)
 
     def took(self, seconds: float) -> None:
-        """One was answered in this time: those who find everything taken are told to come back accordingly."""
+        """Note the duration of a request, from which `BusyError` estimates when to try again."""
         self._lately = 0.8 * self._lately + 0.2 * seconds

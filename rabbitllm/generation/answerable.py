@@ -16,11 +16,12 @@ def check_answerable(request: Request, model: Any, memory: CacheMemory) -> None:
     Args:
         request: what is asked for.
         model: that is asked.
-        memory: for its keys and values.
+        memory: for its KV cache.
 
     Raises:
-        OptionError: there is nothing to answer; it is longer than the model's context, or has tokens that the model
-            does not know; or its prompt needs more memory for keys and values than there is.
+        OptionError: the prompt is empty or no token is to be generated; the request is longer than the model's
+            context; the prompt has a token that is not in the vocabulary; or its KV cache needs more memory than
+            there is.
     """
     tokens = len(request.prompt)
     if not tokens or request.max_new_tokens < 1:
@@ -38,6 +39,6 @@ def check_answerable(request: Request, model: Any, memory: CacheMemory) -> None:
     needed = memory.bytes_for(tokens + 1)
     if needed > memory.limit:
         raise OptionError(
-            f"The prompt's keys and values need {size(needed)}; {size(memory.limit)} may be used.",
-            "Shorten the prompt, or give the server more memory for them.",
+            f"The prompt's KV cache needs {size(needed)}; {size(memory.limit)} may be used.",
+            "Shorten the prompt, or give the server more memory for it.",
         )

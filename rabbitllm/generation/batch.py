@@ -1,9 +1,9 @@
-"""Generations that come and go while passes go on: the thread that owns the model, behind a door (`admission.py`).
+"""Continuous batching: a thread that owns the model, and a queue (`admission.py`) from which requests join its passes.
 
-`submit` may be called from any thread, and events are handed out in the batch's own: who takes them must not wait.
+`submit` may be called from any thread. Callbacks run in the batch's thread, so they must not block.
 
     waiting ── begins at a pass ── runs ── Finished | Failed
-       └────── gives its place back ──┘      what it has generated stays; its KV cache is swapped out or dropped
+       └─────────── is preempted ─────┘      its tokens stay; its KV cache is swapped out or dropped
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["FAILED", "Batch", "Limits", "RequestHandle"]
 logger = logging.getLogger(__name__)
 
 FAILED = "failed"
-"""Beside the values of `FinishReason`, how a request ends."""
+"""How a request ends that raised an error; the other ends are the values of `FinishReason`."""
 
 _DEFAULT = Limits()
 
@@ -61,8 +61,8 @@ class Batch:
     """Answers requests on one model, all in the same passes.
 
     Args:
-        model: as `AutoModel.from_pretrained` returns it; nobody else may call it until the batch is closed, but for
-            whole passes from other threads, which take turns with those of the batch.
+        model: as `AutoModel.from_pretrained` returns it. Until the batch is closed, other threads may call it only
+            for whole passes, which alternate with those of the batch.
         limits: see `Limits`.
 
     Attributes:
@@ -78,7 +78,7 @@ class Batch:
             raise OptionError("The model has an encoder; requests are texts to go on with.", "Use a causal model.")
         if model.tokenizer is None:
             raise OptionError(
-                "The model came without a tokenizer.", "Put the tokenizer's files beside its config.json."
+                "The model came without a tokenizer.", "Put the tokenizer's files into the folder of its config.json."
             )
         self.error: BaseException | None = None
         self._model = model
@@ -107,8 +107,8 @@ class Batch:
             notify: is given each event as it happens, in the batch's thread; what it raises cancels the request.
 
         Raises:
-            BusyError: as many wait as may.
-            ClosedError: the batch takes on nothing more.
+            BusyError: the request queue is full.
+            ClosedError: the batch accepts no more requests.
             OptionError: no pass could ever answer it.
             ForkedError: this process was forked from the one that made the batch.
         """
@@ -123,7 +123,7 @@ class Batch:
             try:
                 notify(event)
             except Exception:
-                logger.debug("who asked is gone", exc_info=True)
+                logger.debug("the client is gone", exc_info=True)
                 handle.is_cancelled = True
 
         self._admission.come_in(handle)
@@ -199,7 +199,7 @@ class Batch:
             self._over(handle, why)
 
     def _give_places_back(self) -> None:
-        """Where keys and values outgrow the limit."""
+        """Preempt requests whose KV caches exceed the memory limit."""
         memory = self._caches.memory
         self._caches.shrink(self._admission.running)
         near = self._caches.near(self._admission.running)
@@ -210,7 +210,7 @@ class Batch:
                 self._give_place_back(handle)
         near = self._caches.near(self._admission.running)
         if len(self._admission.running) == 1 and near and memory.now([near[0].text]) > memory.limit:
-            self._over(self._admission.running[0], FinishReason.LENGTH)  # nobody else's place would help
+            self._over(self._admission.running[0], FinishReason.LENGTH)  # no other request is left to preempt
 
     def _give_place_back(self, handle: RequestHandle) -> None:
         cache = self._caches.whole_cache(handle)
@@ -221,7 +221,7 @@ class Batch:
         self._admission.make_way(handle)
 
     def _begin(self) -> None:
-        """Let those begin for whom there is room, in their order."""
+        """Start waiting requests in their order, as far as memory allows."""
         waiting = self._admission.waiting
         if not waiting:
             self._caches.from_file(self._admission.running)
@@ -268,7 +268,7 @@ class Batch:
             self._over(handle, error or handle.generation.ended or FinishReason.LENGTH)
 
     def _over(self, handle: RequestHandle, how: BaseException | FinishReason) -> None:
-        """Free a request's place, say that it is over, and keep its cache."""
+        """Free a request's place, report its end, and keep its cache for later prompts."""
         self._take_out(handle)
         self._admission.leave(handle)
         self._caches.drop(handle)
@@ -289,4 +289,4 @@ class Batch:
     def _take_out(self, handle: RequestHandle) -> None:
         if handle.member is not None and not handle.member.dead:
             self._passes.take_out(handle.member)
-        handle.member = None  # its stack holds much, and who asked may hold the ticket
+        handle.member = None  # its stack holds much, and the caller may hold the ticket

@@ -1,18 +1,17 @@
-"""Memory beside the weights of a model that answers many: how much of it is left to them. Pure.
+"""How much memory the weights of a model leave to its requests. Pure.
 
-    free before loading    weights | what is left to requests: keys and values, and what a pass computes in between
-    free after loading     half of it keys and values, where nobody says; the rest bounds the tokens of a pass
+    free before loading    weights | left to requests: KV caches and the activations of a pass
+    free after loading     by default half for KV caches; the rest bounds the tokens of a pass
 
-Weights take what they can get, as one text needs little beside them; requests would then have no room at all.
+Without this the weights would take all free memory, since a single sequence needs little. Requests would have none.
 """
 
 from __future__ import annotations
 
 REQUESTS_SHARE = 5
-"""One part in so many of what is free is left to requests, where nobody says what keys and values may take."""
+"""By default one part in so many of the free memory is left to requests."""
 LEAST_PASS_SHARE = 10
-"""One part in so many of what is free is left to what a pass computes, or more, beside keys and values of a given
-size."""
+"""Where the size of the KV cache is given, at least one part in so many of the free memory is left to activations."""
 
 
 def left_to_requests(free: int, cache_bytes: int | None, pass_bytes: int = 0) -> int:
@@ -20,8 +19,8 @@ def left_to_requests(free: int, cache_bytes: int | None, pass_bytes: int = 0) ->
 
     Args:
         free: bytes.
-        cache_bytes: that keys and values may take; None if nobody says.
-        pass_bytes: that a good pass computes in, beside keys and values of a given size; 0 if that is not known.
+        cache_bytes: limit of the KV caches; None for the default.
+        pass_bytes: activations of a pass of good size, used where `cache_bytes` is given; 0 if that is not known.
     """
     if cache_bytes is None:
         return free // REQUESTS_SHARE

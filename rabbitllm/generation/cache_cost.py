@@ -1,4 +1,4 @@
-"""How many bytes keys and values take: measured of caches that exist, foretold for tokens to come.
+"""How many bytes KV caches take: measured for caches that exist, estimated for future tokens.
 
     a layer that keeps every token     bytes of a token times tokens
     a sliding window                   the same, but of no more tokens than the window has
@@ -52,11 +52,11 @@ def layer_configs(config: Any) -> Sequence[Any]:
 
 
 def cost_by_config(config: Any, dtype: torch.dtype) -> CacheCost:
-    """By the sizes of the config: keys and values of all heads in all layers.
+    """By the sizes of the config: the KV cache of all heads in all layers.
 
     Args:
         config: of the text model.
-        dtype: that keys and values are computed in.
+        dtype: of the KV cache.
     """
     layers = layer_configs(config)
     values = sum(map(_values_of_a_token, layers)) * (config.num_hidden_layers // len(layers))

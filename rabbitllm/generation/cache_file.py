@@ -1,16 +1,16 @@
-"""Keys and values of running texts in a file: each layer's are brought when its attention comes, and not before.
+"""KV caches of running sequences in a file: each layer's part is read just before its attention.
 
     a pass    layer 0: text 1, text 2, …   layer 1: text 1, text 2, …   …
     the file        ahead of the attention, in that order, as much as may be in memory at a time
     a text    |  in the file: all up to some token  |  in memory: the last few  |  the pass's own
 
-So one pass over the weights serves more texts than memory has room for. What is read for a text is its keys and values
-once a pass; what is written, all of it when the last few in memory have become `TAIL_TOKENS`. Only layers that keep
-every token go there; windows are small.
+So one pass over the weights serves more sequences than memory has room for. A sequence's KV cache is read once a pass.
+It is written whole when the tokens in memory have become more than `TAIL_TOKENS`. Only layers that keep every token
+are in the file; sliding windows are small.
 
-A text whose layer cannot be written (a full disk) is lost, and has to be computed again: the pass that goes on is right
-all the same, since it has looked at what was to be written. What users wrote is for this user alone, in a file without
-a name. Called in the batch's thread; what is ahead is read by others.
+If a layer cannot be written (a full disk), its sequence is lost and has to be computed again. The current pass stays
+correct, since its attention has used the data already. The file is nameless, so that only this user can read what
+users wrote. Called in the batch's thread; other threads read ahead.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rabbitllm.generation.images_ahead import ImagesAhead, Key
 from rabbitllm.generation.room import append
 
 TAIL_TOKENS = 32
-"""Of a text, at most, that are in memory and not in the file; as many more are written, and read, as zeros."""
+"""The most tokens of a sequence that are in memory and not in the file; as many zeros are written and read as room."""
 
 
 @dataclass(slots=True)
@@ -72,12 +72,12 @@ class _Text:
 
 
 class CacheFile:
-    """The texts of a batch whose keys and values are in a file.
+    """The sequences of a batch whose KV caches are in a file.
 
     Args:
-        folder: where it may be.
-        limit: bytes that it may have.
-        ahead: bytes that may be in memory before their attention comes; the next one always.
+        folder: of the file.
+        limit: bytes of the file, at most.
+        ahead: bytes that may be read ahead into memory; one layer always may.
         beside: bytes of weights that a pass reads.
     """
 
@@ -88,7 +88,7 @@ class CacheFile:
 
     @property
     def limit(self) -> int:
-        """Bytes that texts in it may be reckoned with; none if it cannot be written to."""
+        """Bytes that its sequences may take, as estimated; 0 if it cannot be written to."""
         return self._file.limit
 
     @property
@@ -194,10 +194,10 @@ class CacheFile:
         self._ahead.begin((cache, number) for number in numbers for cache, layers in held if number in layers)
 
     def brings(self, cache: Any, number: int) -> bool:
-        """Whether a layer's keys and values go through this file.
+        """Whether the KV cache of a layer goes through this file.
 
         Args:
-            cache: of a text in the pass.
+            cache: of a sequence in the pass.
             number: of the layer.
         """
         return cache in self._texts and type(cache.layers[number]) is DynamicLayer
@@ -205,7 +205,7 @@ class CacheFile:
     def joined(
         self, cache: Any, number: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys and values of a layer for its attention, after which `put_back` is to be called.
+        """The whole KV cache of a layer for its attention, after which `put_back` is to be called.
 
         Args:
             cache, number: see `brings`.
@@ -303,7 +303,7 @@ def goes_to_a_file(layers: Iterable[Any]) -> bool:
 
 
 def _empty(layer: Any, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:
-    """Leave of a layer how long it is; whoever looks at it all the same sees that these are no keys and values."""
+    """Replace a layer's keys and values by NaN of the same shape, which takes no memory and shows any use of them."""
     vars(layer).pop("_room", None)  # see `room.py`
     for name, like in (("keys", keys), ("values", values)):
         nothing = like.new_full((1, 1, 1, 1), float("nan"))

@@ -1,4 +1,4 @@
-"""Keys and values of one layer of one text in one piece of memory, as they are written to a file and read from it.
+"""The KV cache of one layer of one sequence in one piece of memory, as it is written to a file and read from it.
 
 A piece that is not small begins on a block and is of whole blocks, so that it need not go through the page cache.
 """
@@ -15,12 +15,12 @@ LEAST_BLOCKS = 16
 """A smaller image is as large as it is: with whole blocks it would be larger by more than a sixteenth."""
 
 Form = tuple[torch.Size, torch.Size, torch.dtype]
-"""Shapes of keys and values, the room behind them included, and their dtype."""
+"""Shapes of the key and the value tensor, the room behind them included, and their dtype."""
 
 
 @dataclass(slots=True)
 class Image:
-    """Keys and values of one layer of one text, in one piece of memory, with room behind them.
+    """The KV cache of one layer of one sequence, in one piece of memory, with room for more tokens.
 
     Attributes:
         keys, values: (1, heads, tokens and room, width), over the same bytes.

@@ -1,4 +1,4 @@
-"""The memory that keys and values may take beside a model's weights, and what tokens cost of it."""
+"""The memory limit of KV caches, and how much of it tokens take."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from rabbitllm.generation.pass_cost import cost_of_a_pass
 from rabbitllm.generation.picking import SequenceMemory
 
 AHEAD_SHARE = 8
-"""One part in so many of the limit is for what is brought from a file before its attention comes."""
+"""One part in so many of the limit is for KV caches that are read from a file ahead of their attention."""
 UNUSED_SHARE = 4
-"""In bulk, where passes are as large as memory allows, one part in so many of what is left to them is for the rest:
-lines that wait, answers that are written, what is on its way into a file."""
+"""In bulk, where passes are as large as memory allows, one part in so many of their memory is kept free for the rest:
+input lines in the queue, answers, and caches that are being written to a file."""
 LEAST_TOKENS = 64
-"""A server whose keys and values have room for less would refuse nearly everything."""
+"""With room for fewer tokens in KV caches a server would refuse nearly every request."""
 
 
 class CacheMemory:
-    """What keys and values may take, and what they do.
+    """How much memory KV caches may take, and how much they take.
 
     Args:
         model: as `AutoModel.from_pretrained` returns it.
-        cache_bytes: they may take; None for half of what is free beside the weights, on the devices that compute.
+        cache_bytes: limit of all KV caches; None for half of the memory that is free once the weights are loaded, on
+            the devices that compute.
         in_bulk: see `Limits`.
-        running: texts in one pass, at most.
+        running: sequences in one pass, at most.
 
     Attributes:
-        limit: bytes that they may take.
-        max_tokens: of prompts that one pass can compute beside them.
+        limit: bytes that KV caches may take.
+        max_tokens: prompt tokens that one pass can compute in the remaining memory.
         part: of these, those that can go through a layer at a time; None for all.
-        rows: of several texts that gain by going through a layer together; None for all.
-        max_texts: in one pass, as many as are asked for if there is memory for their logits.
-        is_tight: whether what passes let go of has to go back to the system at once.
+        rows: of several sequences that gain by going through a layer together; None for all.
+        max_texts: sequences in one pass: `running`, or fewer where memory for their logits is short.
+        is_tight: whether memory that passes free has to go back to the system at once.
 
     Raises:
         OptionError: there is no memory left, or none to compute in.
@@ -50,7 +51,7 @@ class CacheMemory:
         self.limit = cache_bytes if cache_bytes is not None else free // 2
         if cache_bytes is None and self.limit < self.bytes_for(LEAST_TOKENS):
             raise OptionError(
-                f"Beside the weights {size(free)} are free, which is too little to answer anybody.",
+                f"The weights leave {size(free)} free, which is too little to answer any request.",
                 "Give the weights less (--max-memory), or the machine fewer other things to do.",
             )
         left = max(free - self.limit, 0)  # both are there at once
@@ -64,9 +65,9 @@ class CacheMemory:
             return
         if cache_bytes is not None and left < cost.least():
             raise OptionError(
-                f"Keys and values may take {size(cache_bytes)}, and a pass computes in {size(cost.least())} more; "
-                f"beside the weights {size(free)} are free.",
-                "Give keys and values less (--cache-memory), or the weights (--max-memory).",
+                f"The KV cache may take {size(cache_bytes)}, and a pass needs {size(cost.least())} more; "
+                f"the weights leave {size(free)} free.",
+                "Give the KV cache less (--cache-memory), or the weights (--max-memory).",
             )
         left -= left // UNUSED_SHARE
         self.max_texts = min(running, cost.texts_in(left))
@@ -75,30 +76,30 @@ class CacheMemory:
         self.is_tight = cost.is_tight(self.rows, left // 2)
 
     def bytes_for(self, tokens: int) -> int:
-        """That the keys and values of so many tokens of one text take."""
+        """The size of the KV cache of one sequence with so many tokens."""
         return self._cost.bytes_for(tokens)
 
     def beside_file(self) -> int:
-        """That a text takes whose keys and values are in a file."""
+        """Bytes of memory of a sequence whose KV cache is in a file."""
         return self._cost.beside_file(TAIL_TOKENS)
 
     def ahead(self) -> int:
-        """That may be read of a file ahead of its use."""
+        """Bytes that may be read from a file ahead of their use."""
         return self.limit // AHEAD_SHARE
 
     def now(self, texts: Iterable[SequenceMemory]) -> int:
-        """Bytes for these texts in the next pass."""
+        """Bytes for these sequences in the next pass."""
         return sum(self.bytes_for(text.tokens + 1) for text in texts)
 
     def soon(self, texts: Iterable[SequenceMemory]) -> int:
-        """Bytes for these texts before long."""
+        """Bytes for these sequences within the next tokens; see `SequenceMemory.soon`."""
         return sum(self.bytes_for(text.soon) for text in texts)
 
     def measure(self, caches: Iterable[Any]) -> None:
-        """Once there is a cache that shows it, what tokens cost is known.
+        """Measure the bytes of a token once a cache has some.
 
         Args:
-            caches: of each text, with some tokens in it, or None.
+            caches: of each sequence, with some tokens in it, or None.
         """
         if self._is_measured:
             return
@@ -109,6 +110,6 @@ class CacheMemory:
 
 
 def free_memory(model: Any) -> int:
-    """Bytes on all devices together, beside the weights."""
+    """Free bytes on all devices together, with the weights loaded."""
     free: list[int] = [lane.device.free_bytes() for lane in model.streamer.lanes.values()]
     return len(free) * min(free)

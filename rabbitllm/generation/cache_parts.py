@@ -1,7 +1,7 @@
 """A cache taken apart into tensors and what holds them, and put together again: bit for bit the same.
 
-Walks any cache of transformers: layers of keys and values, windows, states, whatever else a family's own layers have,
-as long as all of it is tensors and plain values. Tensors that are views come back without what they were views of.
+Walks any cache of transformers: attention layers, sliding windows, states, and a family's own kinds of layers, as long
+as everything in them is tensors and plain values. A tensor that is a view comes back without its base.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _walked(value: Any, replaced: Callable[[Any], Any], seen: dict[int, Any]) ->
         return replaced(value)
     if id(value) not in seen:
         seen[id(value)] = made = copy(value)
-        vars(made).pop("_room", None)  # of which keys and values are views; see `room.py`
+        vars(made).pop("_room", None)  # the base of the key and value views; see `room.py`
         for name, one in vars(made).items():
             vars(made)[name] = _walked(one, replaced, seen)
     return seen[id(value)]

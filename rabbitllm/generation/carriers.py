@@ -85,6 +85,6 @@ class Carrying:
         return self._forward.attending() if self._forward is not None and carriers > 1 else nullcontext()
 
     def end(self, why: NotPackable) -> None:
-        """Carry nobody any more."""
+        """Make no more carriers."""
         logger.warning("From now on each text goes through the layers by itself: %s.", why)
         self._forward = None

@@ -1,13 +1,13 @@
-"""Which of the texts that run have their keys and values in a file, so that more of them share a pass. Numbers, mostly.
+"""Which running sequences have their KV cache in a file, so that more of them share a pass. Numbers, mostly.
 
-It pays where a pass reads more of the weights, W bytes, than memory has for keys and values, M bytes. A text in memory
-costs its part of the weights, W / n, where n = M / k of them fit, each of k bytes. One more text in the file costs what
-is read of it in a pass, k. So it is cheaper than the others as long as W > M, and the more there are the better:
+It pays where a pass reads more bytes of weights, W, than memory has for KV caches, M. A sequence in memory costs its
+part of the weights, W / n, where n = M / k caches fit, each of k bytes. One more sequence in the file costs k, which
+are read in a pass. So it is cheaper than the others as long as W > M, and more of them lower the cost further:
 
-    bytes read for a token    W k / M                  of n texts, all of them in memory
-                              W / N + (1 - n / N) k    of N texts, the others of them in the file; k in the end
+    bytes read for a token    W k / M                  of n sequences, all of them in memory
+                              W / N + (1 - n / N) k    of N sequences, the others in the file; k in the limit
 
-Where W < M nothing is put there. Only what a pass packs together (`packed.py`) can be in the file.
+Where W < M the file is not used. Only sequences that are packed into one forward (`packed.py`) can be in the file.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from rabbitllm.generation.packed_families import can_be_packed, shares_keys
 from rabbitllm.generation.picking import SequenceMemory, fits
 
 SHARE = 4
-"""One part in so many of what is free on the disk may be taken where nobody says."""
+"""By default the file may take one part in so many of the free space on the disk."""
 WORTH = 2
-"""A text goes to the file if it takes so many times less memory then."""
+"""A sequence goes to the file if it takes at least so many times less memory then."""
 
 
 def file_for(model: Any, memory: CacheMemory, folder: Path | None, limit: int | None) -> CacheFile | None:
-    """A file for keys and values of texts that run; None where it would be of no use.
+    """A file for KV caches of running sequences; None where it would not pay.
 
     Args:
         model: as `AutoModel.from_pretrained` returns it.
-        memory: for keys and values.
-        folder: where it may be; None for nowhere.
-        limit: bytes that it may have; None for a part of what is free there, 0 for none.
+        memory: for KV caches.
+        folder: of the file; None for no file.
+        limit: bytes of the file, at most; None for a part of the free space, 0 for no file.
     """
     if limit == 0 or folder is None or read_in_a_pass(model.placement) <= memory.limit:
         return None
@@ -53,27 +53,27 @@ def file_for(model: Any, memory: CacheMemory, folder: Path | None, limit: int | 
 
 
 def read_in_a_pass(placement: Placement) -> int:
-    """Bytes of weights that a pass of many texts reads from the disk: of experts nearly all are asked for."""
+    """Bytes of weights that a pass of many sequences reads from the disk; it uses nearly all experts."""
     return placement.streamed_bytes + sum(max(pool.stored - pool.kept, 0) for pool in placement.pools)
 
 
 def usual_bytes(folder: Path | None) -> int:
-    """That a file may have where nobody says.
+    """The default size limit of the file, in bytes.
 
     Args:
-        folder: where it may be; None for nowhere.
+        folder: of the file; None for no file.
     """
     return shutil.disk_usage(folder).free // SHARE if folder is not None else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """The texts that run.
+    """The running sequences.
 
     Attributes:
-        near: those that have keys and values in memory.
-        filed: those that have them in a file.
-        most: bytes that the file may have.
+        near: those with their KV cache in memory.
+        filed: those with their KV cache in a file.
+        most: bytes of the file, at most.
     """
 
     near: Sequence[SequenceMemory]
@@ -81,24 +81,24 @@ class Running:
     most: int
 
     def soon(self, memory: CacheMemory) -> int:
-        """Bytes of memory that they take before long."""
+        """Bytes of memory that they take within the next tokens; see `SequenceMemory.soon`."""
         beside = len(self.filed) * memory.beside_file() + memory.ahead() if self.filed else 0
         return memory.soon(self.near) + beside
 
     def has_place(self, text: SequenceMemory, memory: CacheMemory) -> bool:
-        """Whether the file has room for one more, which takes so much less memory then that it is worth it."""
+        """Whether the file has room for one more sequence, and saves enough memory by it; see `WORTH`."""
         in_file = sum(memory.bytes_for(one.tokens + one.room + TAIL_TOKENS) for one in (*self.filed, text))
         return in_file <= self.most and memory.soon([text]) > WORTH * memory.beside_file()
 
     def fits(self, text: SequenceMemory, memory: CacheMemory) -> bool:
-        """Whether one more may have its keys and values in memory; one alone always may."""
+        """Whether memory has room for the KV cache of one more sequence; a single one always may begin."""
         if not self.filed:
             return fits(text, self.near, memory.bytes_for, memory.limit)
         return replace(self, near=[*self.near, text]).soon(memory) <= memory.limit
 
 
 class Begins(Enum):
-    """Where a text has its keys and values that begins."""
+    """Where a sequence that begins has its KV cache."""
 
     NEAR = "in memory"
     FILED = "in a file"
@@ -106,13 +106,13 @@ class Begins(Enum):
 
 
 def begins(text: SequenceMemory, running: Running, others: int, memory: CacheMemory) -> Begins:
-    """Whether a text may begin, and where.
+    """Whether a sequence may begin, and where its KV cache is.
 
     Args:
-        text: that waits.
-        running: those that run.
+        text: the waiting sequence.
+        running: the running ones.
         others: how many wait behind it and are to run with it.
-        memory: for keys and values.
+        memory: for KV caches.
     """
     near = [*running.near, text]
     if not running.has_place(text, memory):

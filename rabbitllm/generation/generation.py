@@ -1,8 +1,8 @@
-"""One request on its way through `generate`: what it draws, what comes of it, where it can go on after an interruption.
+"""One request in `generate`: its random numbers, its events, and its state, from which it continues after preemption.
 
-Runs in the batch's thread. Every token is seen the moment it is made, by a stopping criterion that `generate` asks, and
-not by the model's end tokens alone is it over: texts may stop it too. It then ends by an exception, so that no pass is
-made for a token that nobody wants. Knows nothing of other requests.
+Runs in the batch's thread. A stopping criterion of `generate` sees every token as soon as it is chosen. A generation
+ends at the model's end tokens, at a stop text or at its length. It leaves `generate` by an exception, so that no pass
+is made for a token that is not needed. Knows nothing of other requests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rabbitllm.generation.stop_texts import StoppedText
 
 
 def _tell_nobody(event: Event) -> None:
-    """In the place of who asked, when it is over: they refer to each other, and would wait for a search for cycles."""
+    """Replaces the callback at the end, which breaks a reference cycle between the generation and its caller."""
 
 
 class _Over(Exception):
@@ -40,7 +40,7 @@ class Generation:
         submitted: `time.monotonic()` of the submission.
 
     Attributes:
-        cache: keys and values, a `DynamicCache`; None leaves it to `generate`.
+        cache: its KV cache, a `DynamicCache`; None leaves it to `generate`.
         tokens: generated so far.
         kept_tokens: of the prompt, those that a cache had already.
         ended: why it is over; None while it is not.

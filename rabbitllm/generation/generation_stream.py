@@ -103,7 +103,7 @@ def print_text(text: str, out: TextIO | None = None) -> None:
         out: where to; by default stdout.
 
     Raises:
-        BrokenPipeError: nobody reads any more.
+        BrokenPipeError: the reader has closed the pipe.
     """
     out = sys.stdout if out is None else out
     encoding = getattr(out, "encoding", None) or "utf-8"

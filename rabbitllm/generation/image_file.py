@@ -1,10 +1,10 @@
-"""A nameless file of images: where each is in it, and by which way it goes there and comes back. Knows no texts.
+"""A nameless file of images: the place of each image, and whether its I/O uses the page cache. Knows no sequences.
 
-    through the page cache    as long as all of it stays there, beside what a pass reads of the weights
-    past it                   from then on: what is read once a pass would push out what others have use for
+    through the page cache    as long as the whole file and the weights that a pass reads stay cached
+    past it (direct I/O)      from then on: data that is read once a pass would evict other pages
 
-Under a control group's limit the page cache is the group's own: keys and values that went through it cost a copy, and
-what the system took back for each was searched for among the pages of everything else.
+Under a control group's limit the page cache is the group's own. An image that goes through it costs a copy, and the
+kernel has to find pages to reclaim for it among those of everything else.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ImageFile:
 
     @property
     def limit(self) -> int:
-        """Bytes that images in it may be reckoned with; none if it cannot be written to."""
+        """Bytes that its images may take, as estimated; 0 if it cannot be written to."""
         return self._limit if self.error is None else 0
 
     @property
@@ -103,7 +103,7 @@ class ImageFile:
                 self._file = durable.NamelessFile(self._folder)
             self._file.write_at(image.whole.numpy().data, place, aligned=self._goes_past(image, place))
         except OSError as error:
-            logger.warning("Keys and values cannot be written to a file in %s any more: %s.", self._folder, error)
+            logger.warning("KV caches cannot be written to a file in %s any more: %s.", self._folder, error)
             self.error = error
             self._places.give_back(place, nbytes)
             return None

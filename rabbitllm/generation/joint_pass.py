@@ -46,8 +46,8 @@ class JointPasses:
         packing: let members' rows go through as those of one text, where that can be.
         max_rows: of one such text; if there are more, several of them go through each layer, one after the other.
             None for no limit.
-        file: in which members may have their keys and values; those of members that go through the layers by
-            themselves are brought back.
+        file: in which members may have their KV cache; it is brought back for members that go through the layers by
+            themselves.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class JointPasses:
                 self._through_a_unit(point, here)
             else:
                 self._each(point, here)
-        except Exception as error:  # of the weights, or of a product of everybody's rows
+        except Exception as error:  # of the weights, or of a product of all members' rows
             for member in here:
                 if not member.dead:
                     self._end(member, _copy_of(error))
@@ -291,7 +291,7 @@ def _entry(members: Iterable[Member]) -> PassInput:
 
 
 def _copy_of(error: Exception) -> Exception:
-    """An error of its own for each member, with the same words: a traceback grows with whoever raises it."""
+    """A copy of the error for each member, since every raise extends the traceback of an error."""
     try:
         copy = type(error)(*error.args)
     except Exception:

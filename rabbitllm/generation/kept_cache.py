@@ -1,22 +1,22 @@
 """A KV cache that is kept between answers, and how far it can go back.
 
-The next prompt seldom continues the last one to the token: a template strips what the model thought aloud, a tokenizer
-splits the answer's text otherwise than the model did. So the cache goes back to what both have in common. How, is each
-layer's matter (transformers 5, `cache_utils`):
+The next prompt seldom continues the last one to the token: a template strips the model's reasoning, and a tokenizer
+may split the answer's text otherwise than the model did. So the cache goes back to their common prefix. The way depends
+on the kind of layer (transformers 5, `cache_utils`):
 
-    keys and values of every token        cut off at any length
+    the KV cache of every token           cut off at any length
     a sliding window                      cut off as long as it has not slid; then what slid out is gone
     a state (linear attention, Mamba, …)  cannot be cut: it is what all tokens made of it
 
-Of windows and states copies are kept, at the beginning of a turn and at the end of its prompt, and the cache goes back
-to the longest of those that is short enough. A copy is as large as the window or the state, whatever the text's length.
+Windows and states are copied at the beginning of a turn and at the end of its prompt, and the cache goes back to the
+longest copy that is short enough. A copy is as large as the window or the state, whatever the length of the sequence.
 
-Kept is what continues exactly: what a model computes of further tokens behind a cache is then what it computes of all
-at once, but for rounding. That holds for keys, values and windows. With states it is up to each model's own code, some
-of which begins again with every prompt (Jamba, RecurrentGemma), so `CONTINUING` names those of which a test has shown
-it. Of the others, of caches of other kinds (indexes that choose tokens, where rounding changes the choice) and of
-models without attention nothing is kept: each prompt is computed from its beginning. Knows no tokenizers and no
-conversations.
+A cache is kept only if it continues exactly: the model then computes the same for further tokens as for all tokens at
+once, but for rounding. This holds for full attention and sliding windows. With states it depends on the model's own
+code, which for some resets the state at every prompt (Jamba, RecurrentGemma). `CONTINUING` names the models that a test
+has shown to continue. For all others nothing is kept, and each prompt is computed whole: other models with states,
+caches of other kinds (indexes that choose tokens, where rounding changes the choice) and models without attention.
+Knows no tokenizers and no conversations.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _is_window(layer: Any) -> bool:
 
 
 def _is_nothing(layer: Any) -> bool:
-    """A layer that has no attention, or uses another one's keys and values."""
+    """A layer that has no attention, or uses another layer's KV cache."""
     return type(layer).__name__ == "DummyLayer"  # not in every version
 
 
@@ -185,12 +185,12 @@ def can_be_cut(layer: Any) -> bool:
 
 
 def _grows(layer: Any) -> bool:
-    """Whether it has keys and values of every token, beside a state."""
+    """Whether the layer keeps the KV cache of every token; it may also have a state."""
     return isinstance(layer, DynamicLayer) and not isinstance(layer, DynamicSlidingWindowLayer)
 
 
 def _cut_layer(layer: Any, length: int) -> None:
-    """Cut keys and values (batch, heads, tokens, width) of every token."""
+    """Cut a layer's key and value tensor, (batch, heads, tokens, width), to so many tokens."""
     if layer.is_initialized and layer.keys is not None:
         layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
         if _is_window(layer):

@@ -15,20 +15,21 @@ class Limits:
 
     Attributes:
         running: requests in one pass, at most.
-        waiting: requests that wait for a place, at most, beside those for whom there is one at the next pass.
-        cache_bytes: keys and values of all requests, and those kept for later prompts; None for half of the
-            memory that is free when the batch begins, on the devices that compute.
+        waiting: requests in the queue, at most; those that begin at the next pass do not count.
+        cache_bytes: KV caches of all requests, the prefix cache included; None for half of the memory that is free
+            when the batch begins, on the devices that compute.
         chunk: tokens of one prompt in a pass, so that a long one does not keep the others waiting; of several
             together it may be more, see `picking.Pace`.
         exact: compute each request's rows by themselves: its tokens are then those that it gets alone in any dtype,
             at the price of speed.
-        aside_bytes: keys and values of requests that had to make way, in RAM or in a file, until there is room again;
-            None for four times those of `cache_bytes`, 0 to compute them again each time. See `swap_space.py`.
+        aside_bytes: KV caches of preempted requests, swapped out to RAM or a file until there is room again; None for
+            four times `cache_bytes`, 0 to recompute them each time. See `swap_space.py`.
         aside_folder: where such a file may be; None for where temporary files are, unless that lies in memory.
-        file_bytes: keys and values of requests that run, in a file in `aside_folder`, where a pass reads more of the
-            weights than memory has for them; None for a quarter of what is free there, 0 for none. See `cache_file.py`.
-        in_bulk: nobody waits for single answers: a pass takes as many tokens of prompts as memory allows, rather than
-            so few that it stays short, and their texts go through each layer in parts.
+        file_bytes: KV caches of running requests in a file in `aside_folder`, where a pass reads more bytes of
+            weights than memory has for KV caches; None for a quarter of the free space there, 0 for none. See
+            `cache_file.py`.
+        in_bulk: throughput counts, not the latency of single answers: a pass takes as many prompt tokens as memory
+            allows, instead of staying short, and its sequences go through each layer in parts.
     """
 
     running: int = 64

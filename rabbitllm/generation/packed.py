@@ -51,7 +51,7 @@ class PackedForward:
 
     Args:
         model: for which `can_be_packed` holds.
-        file: in which some texts have their keys and values; None where none has.
+        file: in which some sequences have their KV cache; None where none has.
     """
 
     def __init__(self, model: Any, file: CacheFile | None = None) -> None:

@@ -2,8 +2,8 @@
 
 While a packed pass runs, the model's configs name an attention implementation of ours. Its masks are one for each text,
 made by transformers with that text's sizes; its attention calls the model's own, a text at a time. Nothing is padded,
-and no product between two texts is ever computed. Whoever else uses the model meanwhile (another thread, a generation
-that goes through its layers by itself) is passed on to the model's own attention.
+and no product between two texts is ever computed. Other calls of the model at the same time (another thread, a
+generation that goes through its layers by itself) get the model's own attention.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OWN = ("sdpa", "eager")
 """Implementations that can be called for each text."""
 _NAME = "rabbitllm_packed_{}"
 _BY_HEAD = frozenset({"s_aux"})
-"""Tensors that attention is given besides queries, keys, values and mask, and that belong to no row."""
+"""Further arguments of attention that are tensors and belong to no row."""
 _BY_ROW = frozenset({"position_ids", "cache_position"})
 """Those that the implementations of `OWN` do not look at."""
 _PLAIN = frozenset({"dropout", "scaling", "sliding_window", "use_cache", "output_attentions", "output_hidden_states"})
@@ -51,7 +51,7 @@ def packed_attention(configs: Iterable[Any], cache: PackedCache) -> Iterator[Non
 
 @contextlib.contextmanager
 def attention_by_text(configs: Iterable[Any]) -> Iterator[None]:
-    """Let a model inside the context attend by text where somebody says which texts there are; see `texts_of`.
+    """Let a model inside the context attend by text, where `texts_of` names the texts.
 
     Contexts may be inside of one another; those that are open at the same time in any order need one around them all.
 

@@ -42,7 +42,7 @@ class _Layer:
     Attributes:
         number: of the layer.
         new_keys, new_values: of all texts, as they came.
-        pairs: keys and values of each text, all of them; None of texts that have them in a file.
+        pairs: the whole KV cache of each sequence; None for a sequence that has it in a file.
     """
 
     number: int
@@ -57,7 +57,7 @@ class PackedCache(Cache):  # type: ignore[misc]
     Args:
         caches: of each text; their layers are of the same kinds.
         lengths: how many rows each has.
-        shares: whether layers use the keys and values of others.
+        shares: whether layers use the KV cache of others.
         file: in which some of the texts may have theirs, where no layer does.
     """
 
@@ -101,7 +101,7 @@ class PackedCache(Cache):  # type: ignore[misc]
     def of(
         self, key_states: torch.Tensor, value_states: torch.Tensor, module: Any
     ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of each text, (1, heads, tokens, width).
+        """The KV cache of each sequence, as two tensors (1, heads, tokens, width).
 
         Args:
             key_states, value_states: what attention is given, which is what `update` returned.

@@ -1,7 +1,7 @@
 """Which models can have rows of several texts side by side in one forward: those of which a test has shown it.
 
 It takes a model in which nothing but attention looks from one row at another, and whose attention goes through
-transformers' attention interface, by keys and values that its cache returned. Settings can break that where the family
+transformers' attention interface, with the tensors that its cache returned. Settings can break that where the family
 does not: rotary angles that depend on the longest text, for one.
 """
 
@@ -56,7 +56,7 @@ def can_be_packed(model: Any) -> bool:
 
 
 def depends_on_longest(config: Any) -> bool:
-    """Whether a text is computed otherwise beside a longer one.
+    """Whether the results of a sequence depend on the longest sequence of the same pass.
 
     Args:
         config: of the text model.
@@ -65,7 +65,7 @@ def depends_on_longest(config: Any) -> bool:
 
 
 def shares_keys(model: Any) -> bool:
-    """Whether layers use keys and values of others."""
+    """Whether layers use the KV cache of others."""
     return any(_is_nothing(layer) for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers)
 
 
@@ -82,7 +82,7 @@ def _is_known(layer: Any) -> bool:
 
 
 def _is_nothing(layer: Any) -> bool:
-    """A layer without attention, or with another one's keys and values."""
+    """A layer without attention, or with another layer's KV cache."""
     return type(layer).__name__ == "DummyLayer"  # not in every version
 
 

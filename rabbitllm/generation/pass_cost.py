@@ -1,4 +1,4 @@
-"""What a pass computes takes memory besides weights, keys and values: how much, by the sizes of a model. Pure.
+"""How much memory the activations of a pass take, estimated by the sizes of a model. Pure.
 
     a layer, of each token of a part   what lives where it is widest: a product of the feed-forward part, or attention
     between two layers                 of each token of the pass: hidden states, and what the model keeps with them
@@ -26,14 +26,14 @@ MANY_TOKENS = 512
 GOOD_TOKENS, GOOD_PARTS = 256, 8
 """Of a part that wastes little of the processor's time, and so many of them that a pass is worth its weights."""
 CARRIED = 6
-"""Times a hidden state that a token takes between two layers, and beside those whose turn it is in one."""
+"""Memory of a token between two layers, and while other tokens are in a layer, in hidden states."""
 HEAP_BLOCK_BYTES = 32 << 20
 """Larger blocks the allocator gets from the system each time, page by page, which took a sixth of one processor's time
 where parts made such blocks (glibc's DEFAULT_MMAP_THRESHOLD_MAX)."""
 TIGHT = 3
 """Holes between blocks that stay take up to so many times what parts take."""
 _SPARE = 5, 4
-"""Times what is reckoned is what is reckoned with: allocators round, and interpreters keep what was just used."""
+"""The estimate is multiplied by this ratio: allocators round up, and interpreters keep recent objects alive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class PassCost:
         Half of the memory is for what a layer makes of a part, half for what all the others have computed so far.
 
         Args:
-            nbytes: beside weights, keys and values.
+            nbytes: that weights and KV caches leave.
             texts: whose next token is wanted at the same time.
 
         Returns:
@@ -133,7 +133,7 @@ def _cost_by(config: Any, itemsize: int) -> PassCost:
     queries = heads * head
     keys = (getattr(config, "num_key_value_heads", None) or heads) * head
     widened = 4 if itemsize < 4 else 0  # of a product: its inputs, and its sums before they are rounded
-    # a product of a part of the matrix, before it is put beside the others
+    # a product of a part of the matrix, before it is joined with the others
     part_of_sums = widened * min(CHUNK_ELEMENTS // hidden, wide)
     # the rows as they came, as they were normed, one result, and the second one being computed
     up = itemsize * (2 * hidden + 2 * wide) + widened * (hidden + wide) + part_of_sums

@@ -1,9 +1,9 @@
-"""Who takes part in the next pass, who may begin, and who has to give its place back. Numbers in, decisions out.
+"""Which sequences take part in the next pass, may begin, or are preempted. Numbers in, decisions out.
 
-order      first come, first served; those that had to give their place back come first
-a pass     every text that is being continued, and of prompts so many tokens that a pass stays short
-memory     a text may begin if its keys and values, and room for some tokens more, fit beside those that run;
-           if they grow beyond the limit all the same, the last one to begin gives its place back
+order      first come, first served; preempted ones come first
+a pass     every sequence in decode, and as many prompt tokens as keep the pass short
+memory     a sequence may begin if the running ones leave room for its KV cache and some more tokens;
+           if the caches exceed the limit later, the last sequence to begin is preempted
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 AHEAD_TOKENS = 64
-"""Room for so many tokens to come is left to every text, lest it has to give its place back at once."""
+"""Room for so many future tokens is left to every sequence, so that it is not preempted at once."""
 
 
 MANY_TOKENS = 64
@@ -118,7 +118,7 @@ def fits(text: SequenceMemory, running: Sequence[SequenceMemory], cost: Callable
 
 
 def too_many(running: Sequence[SequenceMemory], cost: Callable[[int], int], limit: int) -> int:
-    """How many of those that run, from the last one on, have to give their place back before the next pass.
+    """How many running sequences, from the last one on, are preempted before the next pass.
 
     Args:
         running: in the order in which they came.

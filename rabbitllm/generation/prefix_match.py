@@ -1,4 +1,4 @@
-"""Whose keys and values a request that begins is given a part of, and whether it should wait for more of them."""
+"""Finds the KV cache whose prefix a new request can reuse, and whether it should wait for a longer one."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from rabbitllm.generation.prefixes import WORTH_TOKENS, beginning, usable
 
 WORTH_WAITING = 64
-"""A beginning of so many tokens that another request computes just now is waited for, rather than computed twice."""
+"""A request waits for a shared prefix of at least so many tokens that another request is computing."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixSource:
-    """A text that begins as another one does.
+    """A sequence that shares a prefix with another one.
 
     Attributes:
-        ids: that are in its cache.
-        cache: its keys and values.
-        tokens: of these, the first so many can be used.
+        ids: of the tokens in its cache.
+        cache: its KV cache.
+        tokens: the first so many of them can be reused.
     """
 
     ids: Sequence[int]
@@ -28,11 +28,11 @@ class PrefixSource:
 
 
 def best_source(wanted: Sequence[int], texts: Iterable[tuple[Sequence[int], Any]]) -> PrefixSource | None:
-    """The one of which the most can be used; None if nothing can.
+    """The source with the longest usable prefix; None if there is none.
 
     Args:
-        wanted: the text that begins.
-        texts: ids and caches that hold their keys and values.
+        wanted: ids of the new request.
+        texts: ids and KV cache of each candidate.
     """
     found = (PrefixSource(ids, cache, usable(wanted, ids, cache)) for ids, cache in texts)
     best = max(found, key=lambda source: source.tokens, default=None)
@@ -40,12 +40,12 @@ def best_source(wanted: Sequence[int], texts: Iterable[tuple[Sequence[int], Any]
 
 
 def should_wait(wanted: Sequence[int], tokens: int, computed: Iterable[Sequence[int]]) -> bool:
-    """Whether a text should wait until another one has computed what both begin with.
+    """Whether a request should wait until another one has computed their shared prefix.
 
     Args:
-        wanted: the text that would begin.
-        tokens: of it, those that are there already.
-        computed: prompts that are being computed.
+        wanted: ids of the new request.
+        tokens: length of the prefix that is cached already.
+        computed: prompts in prefill.
     """
     worth = max(tokens + WORTH_TOKENS, WORTH_WAITING)
     return any(beginning(wanted, prompt) >= worth for prompt in computed)

@@ -1,8 +1,8 @@
-"""Beginnings that texts share: caches of texts that are over, and copies of what a cache holds of a beginning.
+"""The prefix cache: KV caches of finished sequences, and copies of their prefixes.
 
-A system prompt that many requests begin with is computed once; a conversation that comes back with one more question
-goes on where its last answer ended. Copies only: no text can change another one's cache. Which caches can be cut, and
-which only be taken whole, see `rabbitllm.generation.kept_cache`.
+A system prompt that many requests share is computed once. A conversation with one more question continues from the
+cache of its last answer. Requests get copies, so that no sequence can change the cache of another one. For which
+caches can be cut, and which can only be used whole, see `rabbitllm.generation.kept_cache`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from rabbitllm.generation.cache_cost import bytes_of
 from rabbitllm.generation.kept_cache import can_be_cut
 
 WORTH_TOKENS = 16
-"""A shorter beginning is computed again."""
+"""A shorter prefix is computed again."""
 MAX_TEXTS = 256
-"""That are kept: whoever begins looks through all of them, at some 40 microseconds each (1,000 tokens, 80 layers)."""
+"""Finished sequences in the cache, at most. A new request compares itself with each of them, in some 40 microseconds
+(1,000 tokens, 80 layers)."""
 
 
 class PrefixCache:
-    """Caches of texts that are over, the latest used last; at most `MAX_TEXTS`.
+    """KV caches of finished sequences, the latest used last; at most `MAX_TEXTS`.
 
     Attributes:
         nbytes: of all of them.
@@ -35,7 +36,7 @@ class PrefixCache:
         self.nbytes = 0
 
     def put(self, ids: Sequence[int], cache: Any) -> None:
-        """Keep the cache of a text that is over; beginnings of it that were kept are dropped.
+        """Keep the cache of a finished sequence; those of its prefixes are dropped.
 
         Args:
             ids: the tokens that are in it.
@@ -69,7 +70,7 @@ class PrefixCache:
 
 
 def beginning(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many ids from the beginning on are the same in both; compares slices, which is a hundred times faster."""
+    """The length of the common prefix; compares slices, which is a hundred times faster than single ids."""
     low, high = 0, min(len(first), len(second))
     one, other = tuple(first[:high]), tuple(second[:high])
     while low < high:

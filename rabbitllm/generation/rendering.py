@@ -60,7 +60,7 @@ def prompt_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
 
 
 def common_length(first: list[int], second: list[int]) -> int:
-    """How many ids from the beginning on are the same in both."""
+    """The length of the common prefix."""
     for at, (one, other) in enumerate(zip(first, second, strict=False)):
         if one != other:
             return at

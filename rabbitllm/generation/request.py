@@ -19,7 +19,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     """As many tokens as were asked for, or the model's context, are used up."""
     CANCELLED = "cancelled"
-    """Nobody wants it any more."""
+    """The client cancelled it, or the batch was closed."""
     TIMEOUT = "timeout"
     """Its time was over."""
 
@@ -59,7 +59,7 @@ class TokenLogprob:
 
     Attributes:
         token: its id.
-        logprob: natural logarithm of its probability, before temperature and the like; None if nobody asked.
+        logprob: natural logarithm of its probability, before temperature and the like; None if not requested.
         likeliest: the likeliest tokens in its place, in falling order; as many as were asked for.
     """
 
@@ -89,7 +89,7 @@ class Finished:
         ended: why.
         stop: the stop text that came, if one did.
         prompt_tokens: of the request.
-        kept_tokens: of these, those whose keys and values were there already.
+        kept_tokens: of these, those that the prefix cache had already.
         new_tokens: generated, the last one included.
         seconds: from submission to the end.
         first: seconds from submission to the first token; None if none came.
@@ -126,7 +126,7 @@ class BatchStats:
         running: requests that take part in passes.
         waiting: requests that have not begun.
         most_running, most_waiting: the limits.
-        cache_bytes: keys and values that are held now, those kept for later prompts included.
+        cache_bytes: size of all KV caches in memory now, the prefix cache included.
         cache_limit_bytes: how many they may be.
         passes: that were made.
         prompt_tokens, kept_tokens, new_tokens: of all requests so far; see `Finished`.
@@ -134,12 +134,12 @@ class BatchStats:
         disk_seconds, copy_seconds: of these, spent waiting for the disk, and for copies from host memory.
         streamed_bytes: of weights, that were brought for passes.
         ended: reason -> requests that ended so far; "failed" among the reasons.
-        preempted: times that a request gave its place back.
-        resumed: times that one went on with its keys and values as they were, having given its place back.
-        aside_bytes: keys and values that wait for that now, in RAM or in a file.
+        preempted: times that a request was preempted.
+        resumed: times that a preempted request continued with its KV cache swapped in.
+        aside_bytes: KV caches that are swapped out now, to RAM or to a file.
         aside_limit_bytes: how many they may be.
-        file_bytes: keys and values of requests that run, in a file.
-        file_read_bytes: that were read of it.
+        file_bytes: KV caches of running requests in a file.
+        file_read_bytes: that were read from it.
     """
 
     running: int = 0

@@ -14,15 +14,15 @@ from rabbitllm.generation.swap_space import SwappedOutCache
 
 @dataclass(eq=False, slots=True)
 class RequestHandle:
-    """A request that was taken on. `cancel` is for whoever asked, all else the batch's own.
+    """A request that was taken on. Its caller uses `cancel`, the batch all else.
 
     Attributes:
         wake: tells the batch that something has changed.
         generation: what is asked for, and what has come of it.
         member: of the passes, while it runs.
-        is_cancelled: whether nobody wants it any more.
+        is_cancelled: whether it was cancelled.
         deadline: `time.monotonic()` at which its time is over; None for no limit.
-        held: its cache, if it had to make way and can come back.
+        held: its KV cache, if it was preempted and the cache is swapped out.
     """
 
     wake: Callable[[], None]
@@ -50,11 +50,12 @@ class RequestHandle:
         return cache.get_seq_length() if cache is not None else 0
 
     def whole_cache(self, continues: bool) -> Any | None:
-        """What `generate` can go on from, of one that waits for a pass: keys and values of all tokens but those that it
-        brings. None if it has just begun, or if its cache does not tell how many tokens are in it.
+        """The KV cache from which `generate` can continue: of all tokens but those that go into the next pass.
+
+        None if the request has just begun, or if its cache does not tell how many tokens are in it.
 
         Args:
-            continues: whether several further tokens go through the model as one would; else it must bring one.
+            continues: whether several further tokens go through the model as one would; else one must go in.
         """
         if self.member is None or not self.member.is_outside:
             return None

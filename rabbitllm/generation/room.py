@@ -1,8 +1,8 @@
 """Appends to a layer of a KV cache without copying what is there: into room that is reserved ahead.
 
-transformers' `DynamicLayer` makes new tensors of all keys and values for every token. Here a layer's tensors are views
-of larger ones, with the same values; whatever else is done with the layer (cut, copied, put back) is done as before,
-and then it gets new room. Written to is only what nobody else can see: layers that share room part with the next token.
+transformers' `DynamicLayer` copies its whole key and value tensor for every token. Here a layer's tensors are views of
+larger ones, with the same values. The layer can be cut, copied and put back as before, and then gets new room. Only
+room that no other layer can see is written to: layers that share room are separated at the next token.
 
 Values are those of `DynamicLayer.update`; bytes that a layer takes are up to an eighth and 32 tokens more.
 """
@@ -20,7 +20,7 @@ SPARE_SHARE, SPARE_TOKENS = 8, 32
 
 
 class _Room:
-    """What a layer's keys and values are the beginning of.
+    """The larger tensors, of which a layer's keys and values are views from the first token on.
 
     Attributes:
         keys, values: (1, heads, tokens, width).
@@ -43,7 +43,7 @@ def append(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.
         keys, values: new ones, (1, heads, tokens, width).
 
     Returns:
-        All keys and values.
+        The layer's whole key and value tensor.
     """
     before = layer.keys
     if type(layer) is not DynamicLayer or before is None or before.nbytes < WORTH_BYTES:

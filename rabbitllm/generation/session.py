@@ -1,10 +1,10 @@
 """A model that answers, and keeps its KV cache from one answer to the next.
 
-Each answer begins with the whole conversation as ids. What of them the cache has already is not computed again: the
-cache goes back to the longest beginning that both have in common, and `generate` goes on from there, which for a
-streamed model is one pass over the new tokens alone. The answer is that of a cache that begins again, but for rounding.
+The prompt of each answer is the whole conversation as ids. The cache goes back to the longest prefix that it shares
+with the prompt, and `generate` continues from there. For a streamed model that is one pass over the new tokens alone.
+The answer is the same as with an empty cache, but for rounding.
 
-An answer can be stopped between two layers. What had been computed for the tokens before stays in the cache.
+An answer can be stopped between two layers. The cache keeps all tokens before the pass that was stopped.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BY_THE_LIMIT = "limit"
 
 
 class _Stopped(Exception):
-    """Raised between two layers, to end a pass that nobody wants any more."""
+    """Raised between two layers, to end a pass whose answer was stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Session:
         keep: keep the cache between answers, where the model's kind allows it.
 
     Attributes:
-        kept: the cache; None if each answer begins again.
+        kept: the cache; None if each prompt is computed whole.
 
     Raises:
         ChatError: the model has no tokenizer, or is none that goes on with a text.
@@ -105,7 +105,9 @@ class Session:
 
     def __init__(self, model: Any, choices: ChatOptions = ChatOptions(), *, keep: bool = True) -> None:
         if model.tokenizer is None:
-            raise ChatError("The model came without a tokenizer.", "Put the tokenizer's files beside its config.json.")
+            raise ChatError(
+                "The model came without a tokenizer.", "Put the tokenizer's files into the folder of its config.json."
+            )
         check_generates(model)
         if model.config.is_encoder_decoder:
             raise ChatError(
@@ -220,7 +222,7 @@ class Session:
         return BY_THE_CONTEXT if self.context is not None and prompt + room >= self.context else BY_THE_LIMIT
 
     def _go_back(self, ids: list[int]) -> int:
-        """Make the cache the longest beginning of the prompt that it can be, and return its length."""
+        """Cut the cache to the longest possible prefix of the prompt, and return its length."""
         if self.kept is None:
             return 0
         # one token at least is computed: from it comes the first of the answer

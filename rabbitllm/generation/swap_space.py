@@ -1,13 +1,13 @@
-"""Keys and values that have made way for others' and wait to come back: in RAM, or in files that have no name.
+"""KV caches of preempted requests, swapped out to RAM or to nameless files.
 
     on a GPU    to RAM, if they take at most a quarter of what is free there; else to a file
     in RAM      to a file, if they take at most a quarter of what is free on its disk
 
-A file is written where that and reading it again takes no longer than computing everything again would, by the speed
-that files have had so far. Whatever cannot be moved, does not fit or fails is computed again, which is always possible.
+A file is written where writing and reading it takes no longer than recomputing the cache, estimated by the measured
+speed of earlier files. A cache that cannot be moved, does not fit or fails is recomputed, which is always possible.
 
-Files hold what users wrote, in a form from which it can be had back: they are for this user alone, and gone with the
-process, however it ends.
+The text of users can be recovered from the files. So only this user can read them, and they are gone when the process
+ends, however it ends.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Form:
 
 @dataclass(eq=False, slots=True)
 class SwappedOutCache:
-    """A cache that is aside.
+    """A KV cache that is swapped out.
 
     Attributes:
         nbytes: that it takes.
@@ -65,7 +65,7 @@ class SwappedOutCache:
 
 
 class SwapSpace:
-    """Takes caches, and gives them back.
+    """Swaps KV caches out and in.
 
     Args:
         limit: bytes that it may hold; 0 for nothing ever.
@@ -84,11 +84,11 @@ class SwapSpace:
         self._has_failed = False
 
     def put(self, cache: Any, recompute_seconds: float | None) -> SwappedOutCache | None:
-        """Take a cache; None if it is better computed again, or has to be.
+        """Swap a cache out; None if it is faster, or necessary, to recompute it.
 
         Args:
-            cache: of one text; afterwards nobody else may use it.
-            recompute_seconds: that computing it again would take; None to move it if that can be done at all.
+            cache: of one sequence; the caller must not use it afterwards.
+            recompute_seconds: estimated time to recompute it; None to swap it out whenever that is possible.
         """
         parts = taken_apart(cache) if self.limit else None
         if parts is None or self.nbytes + parts.nbytes > self.limit:
@@ -109,7 +109,7 @@ class SwapSpace:
         return held
 
     def take(self, held: SwappedOutCache) -> Any | None:
-        """The cache again, which is no longer held; None if it is lost.
+        """Swap a cache in; None if it is lost.
 
         Args:
             held: as `put` returned it, once.
@@ -173,12 +173,12 @@ class SwapSpace:
     def _complain(self, error: Exception) -> None:
         """Warn once: a disk that is full stays so for a while."""
         if not self._has_failed:
-            logger.warning("Keys and values that make way are computed again: %s", error)
+            logger.warning("KV caches of preempted requests are computed again: %s", error)
         self._has_failed = True
 
 
 def usual_folder() -> Path | None:
-    """Where a file may be if nobody says: with temporary files, on a disk; None if both their places lie in memory."""
+    """The default folder of the file: one for temporary files on a disk; None if both such folders lie in memory."""
     for path in (Path(tempfile.gettempdir()), Path("/var/tmp")):
         if path.is_dir() and (folder := folder_at(path)).writable and not folder.in_memory:
             return path

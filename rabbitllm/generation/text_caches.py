@@ -1,6 +1,6 @@
-"""Whose keys and values are where: of texts that run, of those that are over and may be begun with, of those aside.
+"""Owns the KV caches of all sequences: running, finished (kept as a prefix cache) and swapped out.
 
-All of them together, but for those aside, are kept within a limit. Called in the batch's thread, but for `nbytes`.
+The running and the finished ones together stay within a limit. Called in the batch's thread, but for `nbytes`.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from rabbitllm.generation.request_handle import RequestHandle
 from rabbitllm.generation.swap_space import SwapSpace, usual_folder
 
 ASIDE_SHARE = 4
-"""So many times what may be in memory may be aside, where nobody says. Texts that grow alike, and make way until one of
-them is left, add up to no more if they are at most 80."""
+"""By default KV caches of so many times the memory limit may be swapped out. Up to 80 sequences that grow at the same
+rate, and are preempted until one of them is left, take no more."""
 
 GIVING_BACK_SECONDS = 1.0
 """At least, between two times that free memory is given back to the system in bulk."""
 
 
 class TextCaches:
-    """The caches of a batch's texts.
+    """The KV caches of a batch's sequences.
 
     Args:
         model: as `AutoModel.from_pretrained` returns it.
         limits: of the batch.
 
     Attributes:
-        memory: what they may take, and what tokens cost.
+        memory: their limit, and the bytes of a token.
         chunk: tokens of a prompt in one pass.
-        resumed: times that a text got back what was set aside.
-        file: for keys and values of texts that run; None without one.
+        resumed: times that a sequence was swapped in.
+        file: for KV caches of running sequences; None without one.
 
     Raises:
         OptionError: there is no memory left.
@@ -87,12 +87,12 @@ class TextCaches:
         return self._kept.nbytes + self._held_by(running)
 
     def shrink(self, running: Sequence[RequestHandle]) -> None:
-        """Drop texts that are over, where those that run need their room in the next pass."""
+        """Drop finished sequences where the running ones need their memory in the next pass."""
         near, filed = self._parted(running)
         self._kept.shrink(self.left_to_near(filed) - self.memory.now(handle.text for handle in near))
 
     def where(self, handle: RequestHandle, running: Sequence[RequestHandle], others: int) -> Begins:
-        """Whether one may begin, and where it has its keys and values then.
+        """Whether a sequence may begin, and where its KV cache is then.
 
         Args:
             ticket: that waits.
@@ -102,16 +102,16 @@ class TextCaches:
         return begins(handle.text, self._running(running), others, self.memory)
 
     def near(self, running: Sequence[RequestHandle]) -> Sequence[RequestHandle]:
-        """Those that have keys and values in memory."""
+        """Those with their KV cache in memory."""
         return self._parted(running)[0]
 
     def left_to_near(self, filed: Sequence[RequestHandle]) -> int:
-        """Bytes for those that have keys and values in memory, beside those that do not."""
+        """Bytes that sequences with their KV cache in a file leave to those with it in memory."""
         running = self._running(filed)
         return self.memory.limit - (running.soon(self.memory) if running.filed else 0)
 
     def to_file(self, handle: RequestHandle, running: Sequence[RequestHandle]) -> bool:
-        """Have the keys and values of one that runs in the file from the next pass on; False if they cannot be."""
+        """Move the KV cache of a running sequence to the file in the next pass; False if that is not possible."""
         cache = handle.generation.cache
         if self.file is None or cache is None or not self._running(running).has_place(handle.text, self.memory):
             return False
@@ -119,7 +119,7 @@ class TextCaches:
         return True
 
     def from_file(self, running: Sequence[RequestHandle]) -> None:
-        """Let those come back for whom there is room, when nobody waits for it."""
+        """Move KV caches from the file to memory as far as there is room; called when the request queue is empty."""
         for handle in self._parted(running)[1]:
             others = [one for one in running if one is not handle]
             assert self.file is not None
@@ -129,14 +129,14 @@ class TextCaches:
         self._kept.shrink(self.memory.limit - self._running(running).soon(self.memory))
 
     def lost(self, running: Sequence[RequestHandle]) -> list[RequestHandle]:
-        """Those whose keys and values could not be written."""
+        """Those whose KV cache could not be written to the file."""
         file = self.file
         return [one for one in running if file.is_lost(one.generation.cache)] if file is not None else []
 
     def measure(self, running: Iterable[RequestHandle]) -> None:
-        """See what tokens cost, after a pass; of caches of unusual kinds it is foretold by the config only.
+        """Measure the bytes of a token after a pass; for unusual kinds of caches the estimate by the config stays.
 
-        What the pass has let go of goes back to the system, but for those that are so short that it would show.
+        In bulk, free memory goes back to the system, at most once in `GIVING_BACK_SECONDS`.
         """
         if self._keeps:
             self.memory.measure(handle.whole_cache(continues=True) for handle in running)
@@ -145,12 +145,12 @@ class TextCaches:
             self._gave_back = time.monotonic()
 
     def give(self, handle: RequestHandle, running: Sequence[RequestHandle], *, in_file: bool = False) -> bool:
-        """Give one that begins its cache; False if another one just computes what it begins with too.
+        """Give a sequence that begins its KV cache; False if another one is computing a prefix that both share.
 
         Args:
             ticket: that begins.
             running: those that run.
-            in_file: whether it has keys and values there.
+            in_file: whether its KV cache is in the file.
         """
         left = self.memory.limit - self._running(running).soon(self.memory)
         left -= self.memory.beside_file() if in_file else self.memory.soon([handle.text])
@@ -182,11 +182,11 @@ class TextCaches:
         return True
 
     def set_aside(self, handle: RequestHandle, cache: Any, pace: TokenBudget) -> None:
-        """Take the cache of one that has made way.
+        """Swap out the KV cache of a preempted sequence.
 
         Args:
-            ticket: whose it is.
-            cache: all that it has computed; None if there is none that could come back.
+            ticket: the preempted one.
+            cache: of all its computed tokens; None if there is none that could be swapped in.
             pace: of the passes.
         """
         handle.generation.cache = None
@@ -198,20 +198,20 @@ class TextCaches:
         handle.held = self.aside.put(cache, recompute_seconds)
 
     def whole_cache(self, handle: RequestHandle) -> Any:
-        """What one that waits for a pass could go on from; see `RequestHandle.whole_cache`. None of one in a file."""
+        """The KV cache from which a sequence could continue, see `RequestHandle.whole_cache`; None for one in a file."""
         if self.file is not None and self.file.holds(handle.generation.cache):
             return None
         return handle.whole_cache(continues=self._shares)
 
     def keep(self, handle: RequestHandle, running: Iterable[RequestHandle]) -> None:
-        """Have the cache of one that has ended for those that begin as it did."""
+        """Put the KV cache of a finished sequence into the prefix cache."""
         cache, handle.generation.cache = handle.generation.cache, None
         if self._shares and cache is not None and (tokens := cache.get_seq_length()):
             self._kept.put(handle.generation.ids[:tokens], cache)
             self._kept.shrink(self.memory.limit - self._held_by(running))
 
     def drop(self, handle: RequestHandle) -> None:
-        """Forget what is aside, or in the file, of one that has ended or makes way."""
+        """Drop the KV cache, swapped out or in the file, of a sequence that has ended or is preempted."""
         if self.file is not None and self.file.holds(handle.generation.cache):
             self.file.drop(handle.generation.cache)
             handle.generation.cache = None
@@ -220,7 +220,7 @@ class TextCaches:
             handle.held = None
 
     def _sources(self, running: Iterable[RequestHandle]) -> Iterable[tuple[Sequence[int], Any]]:
-        """Ids and caches that hold their keys and values."""
+        """Ids and KV cache of each sequence whose prefix can be reused."""
         yield from self._kept.texts()
         for handle in running:
             if tokens := handle.cached_tokens:
@@ -241,7 +241,7 @@ class TextCaches:
         return file.whole_copy(cache) if file is not None and file.holds(cache) else cache
 
     def _parted(self, running: Iterable[RequestHandle]) -> tuple[list[RequestHandle], list[RequestHandle]]:
-        """Those with keys and values in memory, and those with them in a file."""
+        """Those with their KV cache in memory, and those with it in a file."""
         near: list[RequestHandle] = []
         filed: list[RequestHandle] = []
         for one in running:

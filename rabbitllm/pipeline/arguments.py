@@ -1,4 +1,4 @@
-"""The arguments of a layer's call, as JSON beside a list of tensors, and back.
+"""The arguments of a layer's call, as JSON and a list of tensors, and back.
 
 A mask that all layers get is one tensor, and stays one. What is neither a tensor, a KV cache, a plain value nor a tuple
 of these cannot be sent: a layer that is given a dict writes into it for the layers after it, which may be elsewhere.

@@ -118,7 +118,7 @@ class Ledger:
         return int(cache._number)
 
     def enter(self, cache: Any) -> None:
-        """Give a cache a number, and note when nobody has it any more."""
+        """Give a cache a number, and note when it is garbage-collected."""
         self._last += 1
         cache._ledger, cache._number = self, self._last
         weakref.finalize(cache, self.events.append, ["drop", self._last]).atexit = False

@@ -1,6 +1,6 @@
 """How processes find each other and talk: torch's own store and gloo. Knows no models.
 
-Each says what it has in the store, so that all can compare before anybody connects; then frames go from process to
+Each process writes its facts to the store, and all compare them before they connect. Then frames go from process to
 process. gloo notices at once that a process has ended, and after `timeout` that a machine does not answer.
 """
 
@@ -122,7 +122,7 @@ class Rendezvous:
         return ProcessGroupGloo.create_default_device()
 
     def _wait_for(self, key: str, who: str) -> str:
-        """What somebody says in the store; asked for again and again, so that an interrupt is noticed."""
+        """Wait for the value of a key in the store; polls, so that an interrupt is noticed."""
         try:
             while not self._store.check([key]):
                 if time.monotonic() > self._until:

@@ -132,7 +132,7 @@ def refuse_others(identities: Sequence[Mapping[str, str]]) -> None:
 
 
 def _budgets(fact: Any, facts: Sequence[Any]) -> dict[str, int]:
-    """Device -> bytes; what is free of a device that several processes see, and nobody limits, is divided."""
+    """Device -> bytes; processes that share a device without a limit by the user get equal parts of its free memory."""
     found = {}
     for device, (nbytes, given) in fact["budgets"].items():
         others = sum(1 for one in facts if one["host"] == fact["host"] and device in one["budgets"])

@@ -64,5 +64,5 @@ def plan_spans(layers: Sequence[int], others: int, budgets: Sequence[int]) -> tu
 
 
 def _streamed(load: int, largest: int, budget: int) -> int:
-    """Bytes that a process reads from its disk in each pass: what does not fit beside the buffers for it."""
+    """Bytes that a process reads from its disk in each pass: weights for which the buffers leave no memory."""
     return 0 if load <= budget else min(load, load - budget + SLOTS * largest)

@@ -34,7 +34,7 @@ class Stack:
     Attributes:
         units: they, in the order of a pass.
         cached: of each, its positions in a KV cache.
-        form: what each of them returns, see `FORMS`; nobody looks at the other things.
+        form: what each of them returns, see `FORMS`; their further results are not used.
     """
 
     units: tuple[Unit, ...]
@@ -187,7 +187,7 @@ def _rehearse(model: Any, layers: Sequence[nn.Module], form: int | None, fill: f
 
 
 def _same(first: list[list[torch.Tensor]], second: list[list[torch.Tensor]]) -> bool:
-    """Whether two passes gave the layers the same besides hidden states; what is not a number is like any other."""
+    """Whether two passes gave the layers the same inputs, hidden states excepted; NaN equals NaN."""
     pairs = [(a, b) for own, other in zip(first, second, strict=True) for a, b in zip(own, other, strict=True)]
     return all(a.shape == b.shape and torch.equal(_numbers(a), _numbers(b)) for a, b in pairs)
 

@@ -1,1 +1,1 @@
-"""`rabbitllm serve`: one model behind an OpenAI-compatible HTTP interface; passes over its weights answer everybody."""
+"""`rabbitllm serve`: one model behind an OpenAI-compatible HTTP interface; requests share passes over its weights."""

@@ -41,7 +41,7 @@ def listen(made: socket.socket, backlog: int) -> None:
     """Let connections come.
 
     Raises:
-        OptionError: somebody else who was bound there too has been quicker.
+        OptionError: another program that is bound to the same address listens already.
     """
     try:
         made.listen(backlog)

@@ -2,7 +2,7 @@
 
     {"error": {"message": …, "type": …, "param": …, "code": …}}
 
-A message is for whoever asked: it never has a path of this machine, nor anything of a traceback.
+A message goes to the client: it never has a path of this machine, nor anything of a traceback.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from rabbitllm.server.service import Service
 from rabbitllm.server.submission import Submission, frames, whole
 
 GONE = 499
-"""Status of a request whose client left: nobody reads it but the log."""
+"""Status of a request whose client left; only the log has it."""
 EXPOSED = ("x-request-id", "retry-after")
 
 
@@ -170,7 +170,7 @@ async def _generated(
     envelope: Envelope,
     inbox: Inbox,
 ) -> Response:
-    """The answer to requests of the batch, whole or as a stream; they are cancelled when whoever asked is gone."""
+    """The answer to requests of the batch, whole or as a stream; they are cancelled when the client leaves."""
     record = _record(request)
     submission = Submission(service.batch, wanted, inbox)
     of_a_prompt = body.n or 1
@@ -202,10 +202,10 @@ async def _generated(
 
 
 async def _unless_gone(request: Request, work: asyncio.Future[Any], cancel: Callable[[], object]) -> Any:
-    """What comes of the work, unless whoever asked leaves first.
+    """The result of the work, unless the client leaves first.
 
     Raises:
-        ClientDisconnect: they did.
+        ClientDisconnect: the client has left.
     """
     leaving = asyncio.ensure_future(left(request.receive))
     try:

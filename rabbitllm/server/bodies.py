@@ -23,8 +23,8 @@ async def read_json(request: Request, max_bytes: int, seconds: float) -> Any:
         seconds: in which it must be there.
 
     Raises:
-        Refusal: too long, too slow, or no JSON.
-        ClientDisconnect: whoever asks is gone.
+        APIError: too long, too slow, or no JSON.
+        ClientDisconnect: the client is gone.
     """
     raw = await _read(request, max_bytes, seconds)
     try:

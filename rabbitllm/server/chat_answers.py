@@ -32,7 +32,8 @@ class ChatChoices:
     def text_of(self, piece: Delta) -> str:
         """Text as the batch hands it out, with the markers of calls before it that are special tokens and so not in it.
 
-        For a reader of calls; whoever joins pieces has to ask before, since only then it is known where they stood.
+        For a reader of calls. It must be called before pieces are joined, since a joined piece has lost the positions
+        of these markers.
         """
         if not self._asked.tools:
             return piece.text

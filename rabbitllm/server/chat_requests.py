@@ -37,7 +37,7 @@ def chat_asked(body: ChatBody, template: Template, model: ModelLimits, settings:
     """What to generate.
 
     Raises:
-        Refusal: something that cannot be honoured.
+        APIError: something that cannot be honoured.
     """
     refuse_unsupported(body)
     tools = _tools(body, template)
@@ -88,7 +88,7 @@ def _tools(body: ChatBody, template: Template) -> list[Tool]:
 
 
 def _variables(body: ChatBody, template: Template, with_tools: bool) -> dict[str, Any]:
-    """What the template is told besides messages and tools."""
+    """The further variables of the template; messages and tools are given to it separately."""
     found: dict[str, Any] = {}
     if body.chat_template_kwargs:
         wrong = sorted(OURS & body.chat_template_kwargs.keys())

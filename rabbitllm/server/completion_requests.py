@@ -20,7 +20,7 @@ class CompletionAsked:
     Attributes:
         requests: one for each choice.
         likeliest: see `Request`; None for no probabilities.
-        echoes: what each choice begins with; empty if nobody asked.
+        echoes: the prompt's text that each choice begins with; empty if `echo` is off.
     """
 
     requests: tuple[Request, ...]
@@ -32,7 +32,7 @@ def completion_asked(body: CompletionBody, tokenizer: Any, model: ModelLimits, s
     """What to generate.
 
     Raises:
-        Refusal: something that cannot be honoured.
+        APIError: something that cannot be honoured.
     """
     refuse_unsupported(body)
     if body.suffix:

@@ -49,7 +49,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """The server ends: whoever asks in this moment is still told so."""
+        """Close the connection; an idle one stays for `LINGER_SECONDS`, so that a request just sent is answered."""
         if self.cycle is None or self.cycle.response_complete:
             self.loop.call_later(LINGER_SECONDS, self._part)
         else:

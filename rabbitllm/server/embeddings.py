@@ -2,7 +2,7 @@
 
 A causal model has no embeddings of its own. Those that were trained for them come with the files of
 sentence-transformers: `modules.json` lists what follows the transformer, and `1_Pooling/config.json` says which of the
-hidden states counts. Texts are computed several in a pass, and these passes take turns with everybody else's.
+hidden states counts. Several texts are computed in a pass, and these passes alternate with those of generations.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Embedder:
         return int(self._model.config.get_text_config().hidden_size)
 
     async def embed(self, inputs: Sequence[Sequence[int]]) -> list[list[float]]:
-        """A vector for each input; between two passes whoever waits may give up."""
+        """A vector for each input; a client that leaves ends it between two passes."""
         found: list[list[float]] = [[]] * len(inputs)
         async with self._turn:
             for group in groups([len(ids) for ids in inputs]):
@@ -165,7 +165,7 @@ def embedding_asked(
     """What to compute.
 
     Raises:
-        Refusal: nothing to embed, too much of it, or more dimensions than there are.
+        APIError: nothing to embed, too much of it, or more dimensions than there are.
     """
     given = listed(body.input)
     if not given:

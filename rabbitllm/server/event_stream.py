@@ -4,8 +4,8 @@
     data: [DONE]           the last one
     : waiting              a comment, while there is nothing to say; readers pass over it
 
-Whoever reads slowly is waited for, and what comes meanwhile waits in the `Inbox`; whoever reads nothing at all for too
-long, or has gone, ends the response.
+A response waits for a client that reads slowly; events wait in the `Inbox` meanwhile. It ends when the client leaves,
+or reads nothing for too long.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class EventStream(Response):
     Args:
         frames: what is written, each when it is there.
         over: called when it has ended, however it did, with whether the reader was there until the end.
-        headers: of the answer, besides those of every stream.
+        headers: of the answer, added to those of every stream.
         heartbeat_seconds: see `Settings`.
         stall_seconds: likewise.
     """
@@ -71,7 +71,7 @@ class EventStream(Response):
         self._stall = stall_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Write until the end, or until nobody reads."""
+        """Write until the end, or until the client no longer reads."""
         writing = asyncio.ensure_future(self._write(send))
         leaving = asyncio.ensure_future(left(receive))
         stayed = False
@@ -127,6 +127,6 @@ async def _next(frames: AsyncIterator[bytes]) -> bytes:
 
 
 async def left(receive: Receive) -> None:
-    """Return when whoever asked is gone; the body has been read before."""
+    """Return when the client is gone; the body has been read before."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,8 +1,8 @@
 """Gives memory that the allocator keeps free back to the system, now and then.
 
-Requests come and go in an order in which blocks of all sizes are freed, so that glibc's heaps grow long after what is
-in use does not: by 40 MiB in five minutes of a tiny model's server, of which nothing was a leak. Python and torch never
-ask for what is free to be given back.
+Requests free blocks of all sizes in any order, so that glibc's heaps grow long after the used memory has stopped
+growing: by 40 MiB in five minutes of a tiny model's server, without any leak. Python and torch never ask for free
+memory to be given back.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def checked_length(ids: Sequence[int], asked: int | None, model: ModelLimits, se
         param: the field that the prompt came in.
 
     Raises:
-        Refusal: nothing to go on with, an id that the model lacks, or more than its context.
+        APIError: nothing to go on with, an id that the model lacks, or more than its context.
     """
     if not ids:
         raise bad("The prompt has no tokens.", param)
@@ -66,7 +66,7 @@ def requests_of(
         settings: likewise.
 
     Raises:
-        Refusal: too many choices, or a stop text that is too long.
+        APIError: too many choices, or a stop text that is too long.
     """
     count = body.n or 1
     if count * len(prompts) > settings.choices:

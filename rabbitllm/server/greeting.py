@@ -58,7 +58,7 @@ def _weights(model: Any) -> str:
 def _requests(facts: BatchStats) -> str:
     room = size(facts.cache_limit_bytes)
     aside = f", and {size(facts.aside_limit_bytes)} aside" if facts.aside_limit_bytes else ""
-    return f"{facts.most_running} in a pass, {facts.most_waiting} more wait; keys and values take at most {room}{aside}"
+    return f"{facts.most_running} in a pass, {facts.most_waiting} more wait; the KV cache takes at most {room}{aside}"
 
 
 def _curl(service: Service, address: str) -> str:

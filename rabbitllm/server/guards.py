@@ -65,7 +65,7 @@ async def _refuse(refusal: APIError, scope: Scope, receive: Receive, send: Send)
 
 
 async def _read_off(receive: Receive) -> None:
-    """Take a body that nobody wants, if it is a usual one: a client that is still writing may not get to the answer."""
+    """Read and drop a body of usual size: a client may read no answer while it is still writing."""
     length = 0
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(MAX_READ_OFF_SECONDS):
@@ -77,7 +77,7 @@ async def _read_off(receive: Receive) -> None:
 
 
 class RequestLog:
-    """Gives requests an id, counts and logs them, and answers what nobody else has answered."""
+    """Gives requests an id, counts and logs them, and answers those that ended with an error."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -128,7 +128,7 @@ class RequestLog:
 
 
 def told(error: Exception) -> APIError:
-    """What is said of an error; what is nobody's to know is logged."""
+    """The answer to an error; an unexpected error is logged, and its details are not sent to the client."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, HTTPException):

@@ -1,7 +1,7 @@
-"""Events on their way from the batch's thread to an event loop, where somebody may be slow to take them.
+"""A queue of events from the batch's thread to an event loop, whose clients may read slowly.
 
-Pieces that wait are joined, so that what waits is never more than the answers themselves, however many passes made
-them; and the loop is rung once, however many events came meanwhile.
+Pieces that wait are joined, so that the queue is never larger than the answers themselves, however many passes made
+them. The loop is woken once, however many events came meanwhile.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Inbox:
 
     Args:
         choices: how many requests.
-        keep_tokens: whether anybody looks at tokens; else only text is kept.
+        keep_tokens: whether tokens are kept; else only text is.
         text_of: what is kept of a piece as its text; called in the batch's thread.
         watch: called with each event's choice, the event and `time.perf_counter()`, in the batch's thread.
     """

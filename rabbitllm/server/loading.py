@@ -44,7 +44,7 @@ def loaded(
         console: where it is said that it loads.
         split: False for out of the checkpoint's own shards; nothing is written then.
         dtype: to compute in; None for the config's.
-        cache_bytes: that keys and values may take; None if nobody says.
+        cache_bytes: limit of the KV cache; None for the default.
 
     Raises:
         RabbitLLMError: as `pull` and `AutoModel.from_pretrained` do.
@@ -59,9 +59,9 @@ def loaded(
 
 
 def with_room(wish: Wish, cache_bytes: int | None, pass_bytes: int = 0) -> Mapping[int | str, int | str] | None:
-    """What weights may take so that requests have memory too: what was wished for, else less than all.
+    """The memory limit of the weights, which leaves some to requests: the wish's own limit, else less than all.
 
-    On GPUs a margin is left anyway, so that they take less only where somebody says what keys and values may take.
+    On GPUs a margin is left anyway, so that the limit is lower only where the size of the KV cache is given.
 
     Args:
         wish: see `loaded`.

@@ -1,4 +1,4 @@
-"""What the server counts and times, beside what its batch does; `/metrics` shows both."""
+"""Counters and times of the server; `/metrics` shows them and those of its batch."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ def _of_the_batch(facts: BatchStats) -> list[Family]:
         gauge("rabbitllm_running_limit", "How many may.", facts.most_running),
         gauge("rabbitllm_waiting", "Generations that have not begun.", facts.waiting),
         gauge("rabbitllm_waiting_limit", "How many may wait.", facts.most_waiting),
-        gauge("rabbitllm_cache_bytes", "Keys and values that are held.", facts.cache_bytes),
+        gauge("rabbitllm_cache_bytes", "KV caches in memory.", facts.cache_bytes),
         gauge("rabbitllm_cache_limit_bytes", "How many may be.", facts.cache_limit_bytes),
-        gauge("rabbitllm_aside_bytes", "Keys and values that have made way, in RAM or a file.", facts.aside_bytes),
+        gauge("rabbitllm_aside_bytes", "KV caches that are swapped out, to RAM or a file.", facts.aside_bytes),
         gauge("rabbitllm_aside_limit_bytes", "How many may be.", facts.aside_limit_bytes),
         counter("rabbitllm_passes_total", "Walks over all layers.", facts.passes),
         counter("rabbitllm_pass_seconds_total", "Time that they took.", facts.pass_seconds),
@@ -98,6 +98,6 @@ def _of_the_batch(facts: BatchStats) -> list[Family]:
         counter("rabbitllm_kept_tokens_total", "Of these, not computed again.", facts.kept_tokens),
         counter("rabbitllm_generated_tokens_total", "Tokens that were generated.", facts.new_tokens),
         counter("rabbitllm_preempted_total", "Times that a generation gave its place back.", facts.preempted),
-        counter("rabbitllm_resumed_total", "Times that one had its keys and values back then.", facts.resumed),
+        counter("rabbitllm_resumed_total", "Times that one had its KV cache swapped in then.", facts.resumed),
         Family("rabbitllm_generations_total", "counter", "Generations that ended.", ended),
     ]

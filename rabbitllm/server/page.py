@@ -1,7 +1,7 @@
 """The page at `/` to talk to the model: a few files of this package, and headers that let a browser load nothing else.
 
-The page speaks to `/v1/chat/completions`, `/v1/models` and `/status` of whoever serves it, and to nobody else. Its
-files are the same for everybody and hold no secret, so they need no key. Knows no models.
+The page sends requests only to the server that it came from: to `/v1/chat/completions`, `/v1/models` and `/status`. Its
+files are the same for all users and hold no secret, so they need no key. Knows no models.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Record:
         what: method and path.
         status: of the answer; 0 where there was none.
         error: the code of a refusal, or of an error that a stream ended with; its message where it has none.
-        gone: whether whoever asked left before the end.
+        gone: whether the client left before the end.
         finished: the end of each choice.
         started: `time.perf_counter()`.
     """

@@ -52,7 +52,7 @@ class GenerationBody(_Strict):
         """Texts at which an answer ends; empty ones are none.
 
         Raises:
-            Refusal: too many.
+            APIError: too many.
         """
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(given) > MAX_STOPS:
@@ -157,7 +157,7 @@ def parsed(kind: type[_Parsed], body: Any) -> _Parsed:
     """A body as one of these.
 
     Raises:
-        Refusal: it is none; says where, and what is wrong there.
+        APIError: it is none; says where, and what is wrong there.
     """
     if not isinstance(body, dict):
         raise bad("The body is no JSON object.")

@@ -3,7 +3,7 @@
     bound ── serves ── first signal: nothing new, what runs is finished within the grace ── ended
                           └── second signal, or the grace is over: what runs is cancelled ──┘
 
-While it ends it still answers: new requests are told so, `/health` says so to whoever shares out requests.
+While it ends it still answers: new requests are refused for this reason, and `/health` tells a load balancer so.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class Service:
     def check_name(self, model: str | None) -> None:
         """
         Raises:
-            Refusal: a request names another model.
+            APIError: a request names another model.
         """
         if model and model != self.settings.name:
             raise APIError(
@@ -107,7 +107,7 @@ class Service:
             )
 
     async def encoded(self, work: Callable[[], _Result]) -> _Result:
-        """Do something with the tokenizer beside the event loop: a long prompt takes its time."""
+        """Use the tokenizer in another thread, so that a long prompt does not block the event loop."""
 
         def one_at_a_time() -> _Result:
             with self._encoding:

@@ -40,7 +40,7 @@ class Submission:
         error: code of the refusal that a stream ended with.
 
     Raises:
-        Refusal: the batch does not take them; then it has none of them.
+        APIError: the batch does not take them; then it has none of them.
     """
 
     def __init__(self, batch: Taking, requests: Sequence[Request], inbox: Inbox) -> None:
@@ -57,7 +57,7 @@ class Submission:
             raise refusal_of(error) from error
 
     def cancel(self) -> None:
-        """Nobody wants the answer any more."""
+        """Cancel all its requests."""
         for handle in self._handles:
             handle.cancel()
 
@@ -65,7 +65,7 @@ class Submission:
         """What comes, until all choices are over.
 
         Raises:
-            Refusal: one of them failed, or took too long.
+            APIError: one of them failed, or took too long.
         """
         while self._open:
             found: list[tuple[int, Delta | Finished]] = []
@@ -96,7 +96,7 @@ async def whole(submission: Submission, envelope: Envelope, choices: AnswerChoic
     """The answer, when all of it is there.
 
     Raises:
-        Refusal: see `Submission.events`.
+        APIError: see `Submission.events`.
     """
     pieces = [NOTHING] * len(submission.finished)
     async for found in submission.events():
@@ -136,7 +136,7 @@ async def frames(
 
 
 def refusal_of(error: Exception) -> APIError:
-    """What to say of an error of the batch; what is nobody's fault is logged, and not told."""
+    """The answer to an error of the batch; an unexpected error is logged, and its details are not sent."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, BusyError):

@@ -91,7 +91,7 @@ class Template:
             more: further variables of the template.
 
         Raises:
-            Refusal: the template does not take this.
+            APIError: the template does not take this.
         """
         if not self.is_there:
             if any(message["role"] == "tool" for message in messages):

@@ -9,7 +9,7 @@ Models write a call in the form that their chat template shows them:
     {"name": …, "parameters": {…}}    <|python_tag|>{…}                               Llama 3
 
 Text before a call is the answer's; what looks like a call and is none (no JSON, no name) is text too. Knows no
-tokenizer: markers that are special tokens are put into the text by whoever feeds it.
+tokenizer: the caller puts markers that are special tokens into the text.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Fields that other servers honour and this one does not: those that would change an answer are refused, not ignored.
 
 A field that is at the value with which it does nothing is accepted, and what changes no answer (`user`, `store`,
-`metadata`) too. What nobody knows is ignored, as OpenAI-compatible servers do.
+`metadata`) too. Unknown fields are ignored, as OpenAI-compatible servers do.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 def refuse_unsupported(body: GenerationBody) -> None:
     """
     Raises:
-        Refusal: a field that would change the answer, and cannot.
+        APIError: a field that would change the answer, and cannot.
     """
     for name, value in (body.model_extra or {}).items():
         if name not in NEUTRAL or value is None:

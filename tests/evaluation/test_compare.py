@@ -1,4 +1,4 @@
-"""Two models compared, beside transformers' logits of the same weights; each weight is read once."""
+"""The comparison of two models equals one by transformers' logits of the same weights; each weight is read once."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def assert_near(found: Summary, expected: Summary) -> None:
     assert found.reference_perplexity == pytest.approx(expected.reference_perplexity, rel=1e-5)
 
 
-# a head that caps logits, one that shares the embedding's weights, and experts that come and go
+# a head that caps logits, one that shares the embedding's weights, and streamed experts
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("gemma2", True), ("qwen3_moe", False)])
 def test_as_plain_transformers_has_it(tmp_path: Path, family: str, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = [
@@ -83,7 +83,7 @@ def test_as_plain_transformers_has_it(tmp_path: Path, family: str, tied: bool, m
 
 @pytest.mark.parametrize("compression", ["4bit", "8bit"])
 def test_what_is_compressed(tmp_path: Path, compression: str) -> None:
-    """Beside bitsandbytes' own dequantized weights."""
+    """The same numbers as with bitsandbytes' own dequantized weights."""
     folder = build_checkpoint(tmp_path / "model", FAMILIES["llama"], dtype=torch.float32)
     rounded = dequantized(folder, tmp_path / "rounded", compression, torch.float32)
     expected = directly(*(plain_model(one, dtype=torch.float32).eval() for one in (folder, rounded)), texts())
@@ -118,7 +118,7 @@ def test_one_pass_over_the_weights_of_each(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_gpus(tmp_path: Path, count: int) -> None:
-    """Streamed through them, beside a reference in memory."""
+    """Streamed through GPUs, the numbers are those of a model in memory."""
     folders = [build_checkpoint(tmp_path / f"{seed}", FAMILIES["llama"], seed=seed) for seed in (0, 1)]
     plain = [plain_model(folder, dtype=torch.float32).eval() for folder in folders]
     gpus = [FakeGpu(index) for index in range(count)]

@@ -1,4 +1,4 @@
-"""The formulas, beside torch's own and beside numbers that can be worked out by hand."""
+"""The formulas give the same as torch's own, and as numbers that can be worked out by hand."""
 
 from __future__ import annotations
 

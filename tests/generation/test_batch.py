@@ -1,4 +1,4 @@
-"""Requests that come and go while passes go on: their tokens are those that each gets alone."""
+"""Requests that begin and end between passes: their tokens are those that each gets alone."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_pass_brings_each_weight_once_however_many_take_part(open_batch: Open)
     assert read >= (facts.passes - 1) * model.placement.streamed_bytes > 0
 
 
-def test_long_prompts_come_in_chunks_beside_texts_that_go_on(open_batch: Open, plain: Any) -> None:
+def test_long_prompts_come_in_chunks_while_others_decode(open_batch: Open, plain: Any) -> None:
     batch, model = open_batch(Limits(chunk=16))
     lengths: list[int] = []
     model.model.layers[0].register_forward_pre_hook(lambda module, calls: lengths.append(len(calls)))
@@ -101,7 +101,7 @@ def test_likelihoods_are_those_of_the_logits(open_batch: Open, plain: Any) -> No
         assert [like.logprob for like in chosen.likeliest] == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
-def test_a_seed_gives_what_it_gives_alone_whoever_else_draws(open_batch: Open, plain: Any) -> None:
+def test_a_seed_gives_the_same_tokens_alone_and_together(open_batch: Open, plain: Any) -> None:
     batch, _ = open_batch()
     requests = [Request(prompt(6, number), 12, Sampling(1.0, 0.95, seed=number % 3)) for number in range(6)]
     for one in asked(batch, requests):
@@ -146,7 +146,7 @@ def test_requests_with_one_beginning_wait_until_the_first_has_computed_it(open_b
 
 
 def test_what_outgrows_the_memory_gives_its_place_back_and_loses_nothing(open_batch: Open, plain: Any) -> None:
-    token_bytes = 2 * 2 * 16 * 4 * 3  # keys and values, heads, width, float32, layers
+    token_bytes = 2 * 2 * 16 * 4 * 3  # key and value, heads, width, float32, layers
     batch, _ = open_batch(Limits(cache_bytes=155 * token_bytes))
     requests = [Request(prompt(10, number), 90, likeliest=1) for number in (1, 2)]
     several = asked(batch, requests)
@@ -165,7 +165,7 @@ def test_one_that_has_no_room_left_ends(open_batch: Open, plain: Any) -> None:
     assert one.tokens == alone(plain, one.request)[: len(one.tokens)]
     assert 20 <= len(one.tokens) < 40
     assert one.finished.ended is FinishReason.LENGTH
-    with pytest.raises(OptionError, match="keys and values"):
+    with pytest.raises(OptionError, match="KV cache needs"):
         batch.submit(Request(prompt(60), 1), lambda event: None)
 
 
@@ -211,7 +211,7 @@ def test_time_is_limited(open_batch: Open) -> None:
 
 @contextlib.contextmanager
 def one_in_a_pass(batch: Batch) -> Iterator[None]:
-    """One request runs, and its pass is not over while the context is open: nobody can begin."""
+    """One request runs, and its pass is not over while the context is open: no other request can begin."""
     begun, go_on = threading.Event(), threading.Event()
 
     def told(event: Event) -> None:
@@ -227,7 +227,7 @@ def one_in_a_pass(batch: Batch) -> Iterator[None]:
 
 
 def test_who_has_a_place_at_the_next_pass_does_not_wait(open_batch: Open) -> None:
-    """A burst that comes between two passes is taken on as far as there are places, and as may wait beside them."""
+    """A burst between two passes is accepted as far as there are free places, and room in the queue after these."""
     batch, _ = open_batch(Limits(running=4, waiting=1))
     with one_in_a_pass(batch):
         taken = [begin(batch, Request(prompt(5, number), 3)) for number in range(1, 5)]

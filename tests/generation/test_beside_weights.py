@@ -1,4 +1,4 @@
-"""What is left beside the weights: numbers alone, and a batch that never computes more than fits."""
+"""How much memory the weights leave: numbers alone, and a batch that never computes more than fits."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_no_memory_at_all_is_said_at_once(split_folder: Any, monkeypatch: pytest
     model = load(split_folder, dtype="float32")
     (lane,) = model.streamer.lanes.values()
     monkeypatch.setattr(lane.device, "free_bytes", lambda: 1000)
-    with pytest.raises(OptionError, match="1,000 bytes are free"):
+    with pytest.raises(OptionError, match="leave 1,000 bytes free"):
         Batch(model)
 
 
@@ -53,7 +53,7 @@ def test_in_bulk_keys_and_values_leave_room_for_the_smallest_pass(
     least = cost_of_a_pass(model.config, 4).least()
     (lane,) = model.streamer.lanes.values()
     monkeypatch.setattr(lane.device, "free_bytes", lambda: 300_000 + least)
-    said = f"computes in {size(least)} more; beside the weights {size(300_000 + least)} are"
+    said = f"needs {size(least)} more; the weights leave {size(300_000 + least)} free"
     with pytest.raises(OptionError, match=said):
         Batch(model, Limits(cache_bytes=300_001, in_bulk=True))
     with Batch(model, Limits(cache_bytes=300_000, in_bulk=True)) as batch:

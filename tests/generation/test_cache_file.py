@@ -1,4 +1,4 @@
-"""Keys and values that are in a file between their attentions: to the bit those that stay in memory."""
+"""A KV cache that is in a file between passes has the bits of one that stays in memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def new(rows: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torc
 
 
 def attend(file: CacheFile, caches: list[Any], plain: list[Any], rows: list[int], seed: int) -> None:
-    """One pass: each layer of each text gets rows, and shows the keys and values of one that was always in memory."""
+    """One pass: each layer of each sequence gets rows, and returns the KV cache of one that was always in memory."""
     file.begin(caches)
     for number in range(LAYERS):
         for text, (cache, other) in enumerate(zip(caches, plain, strict=True)):

@@ -1,4 +1,4 @@
-"""What caches cost, and copies of their beginnings, for layers of every kind."""
+"""The size of KV caches, and copies of their prefixes, for layers of every kind."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def has_keys(layer: Any) -> bool:
 
 
 def storages(cache: Any) -> int:
-    """Bytes of keys and values, with what they are cut from."""
+    """Bytes of the KV cache, with the tensors of which its own are views."""
     both = (tensor for layer in cache.layers if has_keys(layer) for tensor in (layer.keys, layer.values))
     return sum(tensor.untyped_storage().nbytes() for tensor in both)
 
@@ -67,7 +67,7 @@ def test_without_windows_the_config_says_it_exactly(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_a_copied_beginning_is_the_cache_of_that_beginning_and_nobody_elses(model: Any) -> None:
+def test_a_copied_prefix_is_the_cache_of_that_prefix_and_shares_no_memory(model: Any) -> None:
     whole = ids(40)
     cache = cache_of(model, 40)
     before = copy.deepcopy(cache)
@@ -123,7 +123,7 @@ def test_what_was_not_used_for_the_longest_time_goes_first() -> None:
     assert [list(ids) for ids, _ in kept.texts()] == [texts[2], texts[0]]
     longer = DynamicCache()
     longer.update(torch.zeros(1, 1, 12, 8), torch.zeros(1, 1, 12, 8), 0)
-    kept.put([*texts[0], 1, 2], longer)  # what it begins with is not kept beside it
+    kept.put([*texts[0], 1, 2], longer)  # its own prefix is dropped
     assert [len(ids) for ids, _ in kept.texts()] == [10, 12]
     kept.shrink(0)
     assert kept.nbytes == 0

@@ -1,4 +1,4 @@
-"""Which texts have their keys and values in a file: numbers in, decisions out."""
+"""Which sequences have their KV cache in a file: numbers in, decisions out."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Memory:
     st.integers(1, 600),
     st.integers(0, 3000),
 )
-def test_whoever_begins_fits_and_the_first_always_begins(texts: list[SequenceMemory], limit: int, most: int) -> None:
+def test_all_that_begin_fit_and_the_first_always_begins(texts: list[SequenceMemory], limit: int, most: int) -> None:
     memory: Any = Memory(limit)
     near: list[SequenceMemory] = []
     filed: list[SequenceMemory] = []

@@ -20,7 +20,7 @@ FIRST, SECOND = 20, 30
 """Tokens before a mark, and in all before the cache goes back."""
 SHORT = ("llama", "gemma3", "falcon_h1")
 NAMES = [*SHORT, *(pytest.param(name, marks=pytest.mark.long) for name in ("mistral", "gemma4", "qwen3_next", "zaya"))]
-"""Every kind of layer; the short run has keys and values alone, windows beside them, and both with a state."""
+"""Every kind of layer; the short run has full attention alone, with sliding windows, and with a state."""
 
 
 def made(folder: Path, name: str) -> Any:
@@ -102,7 +102,7 @@ def test_a_first_pass_that_was_broken_off_leaves_nothing(tmp_path: Path) -> None
 
 
 def test_what_it_takes(tmp_path: Path) -> None:
-    """Keys and values, float32: 3 layers, 2 heads of 16; of windows only so many, and once more for the mark."""
+    """KV cache, float32: 3 layers, 2 heads of 16; of windows only so many tokens, and once more for the mark."""
     per_token = 2 * 2 * 16 * 4
     assert filled(made(tmp_path / "a", "llama")).nbytes == 3 * SECOND * per_token
     windows = filled(made(tmp_path / "b", "mistral")).nbytes

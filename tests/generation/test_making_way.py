@@ -1,4 +1,4 @@
-"""Requests whose keys and values have to make way get the tokens that they get alone, and go on where they were."""
+"""Preempted requests get the tokens that they get alone, and continue where they were."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def prompt(length: int) -> tuple[int, ...]:
 
 @torch.no_grad()
 def limits(model: Any, **options: Any) -> Limits:
-    """In which texts have to make way for each other."""
+    """Limits so low that sequences are preempted."""
     config = model.config.get_text_config(decoder=True)
     predicted = cost_by_config(config, model.dtype)
     measured = None
@@ -115,7 +115,7 @@ def test_a_prompt_that_is_half_computed_goes_on_from_there(open_batch: Open, pla
     assert sum(written) // token_bytes in range(chunk, 70, chunk)
 
 
-def test_a_full_disk_has_them_computed_anew(
+def test_a_full_disk_has_them_computed_again(
     open_batch: Open, plain: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tried = []
@@ -167,7 +167,7 @@ def test_nothing_is_ever_seen_in_the_folder_and_nothing_remains(open_batch: Open
 def test_who_is_cancelled_leaves_nothing_aside(
     open_batch: Open, plain: Any, tmp_path: Path, seconds: float | None
 ) -> None:
-    """The last one has made way when the first one has so many tokens."""
+    """The last one has been preempted when the first one has so many tokens."""
     before = open_files()
     batch, _ = open_batch(limits(plain, aside_folder=tmp_path))
     several = [Asked(request) for request in requests()]
@@ -191,7 +191,7 @@ def test_who_is_cancelled_leaves_nothing_aside(
     assert open_files() == before
 
 
-def test_none_is_set_aside_where_nobody_wants_it(open_batch: Open, plain: Any, tmp_path: Path) -> None:
+def test_none_is_swapped_out_where_that_is_switched_off(open_batch: Open, plain: Any, tmp_path: Path) -> None:
     steps: list[Step] = []
     with observe_steps(steps.append):
         batch, _ = open_batch(limits(plain, aside_bytes=0, aside_folder=tmp_path))

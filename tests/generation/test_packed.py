@@ -1,4 +1,4 @@
-"""Texts whose rows go through the model side by side, beside others that cannot, and what happens when one fails."""
+"""Sequences that are packed into one forward, together with others that cannot be, and failures of one of them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ UNPACKED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", UNPACKED)
-def test_beside_a_text_that_goes_by_itself(folder: Path, way: str) -> None:
+def test_together_with_a_text_that_goes_by_itself(folder: Path, way: str) -> None:
     """In the same passes: each unit is brought once for both kinds."""
     model = load(split(folder), 0)
     given, found = prompts(), {}
@@ -163,7 +163,7 @@ def test_gradients_are_as_the_caller_left_them(folder: Path) -> None:
 
 
 def test_another_thread_that_uses_the_model_meanwhile(folder: Path) -> None:
-    """Where all weights stay nobody takes turns: it attends as if nothing else went on."""
+    """With resident weights threads take no turns: the other thread gets the same results as alone."""
     model = load(split(folder), ALL)
     given, seen = prompts(), []
     expected = generated(model, given[2])

@@ -19,7 +19,7 @@ from tests.support.tiny_models import load, split
 ALONE = PACKABLE - {name + "_text" for name in WITH_IMAGES if name.startswith("qwen")}
 """Types that stand by themselves; the others are only parts of models that see, too."""
 SHORT = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3")
-"""Keys and values alone, windows beside them, attention by the model's own function, and latent attention."""
+"""Full attention alone, with sliding windows, attention by the model's own function, and latent attention."""
 SETTINGS: dict[str, Family] = {family.model_type: family for family in (*FAMILIES.values(), *HYBRIDS.values())}
 """Where there are some in which windows are shorter than prompts; of the others those of the sweep are taken."""
 

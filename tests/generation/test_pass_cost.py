@@ -1,4 +1,4 @@
-"""What a pass computes in: as it is reckoned, beside what a process really takes."""
+"""The memory of a pass: the estimate compared with what a process really takes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def measured(folder: Path, *cases: str) -> list[dict[str, int]]:
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A layer as wide as those of a small model that somebody uses."""
+    """A layer as wide as those of a small model in use."""
     sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 4}
     folder = tmp_path_factory.mktemp("wide") / "model"
     more = {"num_hidden_layers": 1, "head_dim": 64, "max_position_embeddings": 4096, "eos_token_id": None}

@@ -68,7 +68,7 @@ def test_prompts_may_make_a_pass_twice_as_long() -> None:
     assert pace.after(1000, 10.0).after(1000, 10.0).after(1000, 10.0).prompt_tokens(512) == MAX_TOKENS
 
 
-def test_a_text_that_is_computed_anew_takes_what_its_tokens_add_and_all_passes_but_the_last() -> None:
+def test_a_text_that_is_recomputed_takes_what_its_tokens_add_and_all_passes_but_the_last() -> None:
     pace = TokenBudget().after(4, 10.0)
     assert pace.recompute_seconds(100, 512) is None  # not shown yet
     pace = pace.after(1000, 12.0)
@@ -83,7 +83,7 @@ def test_passes_that_became_slow_are_believed_after_a_while() -> None:
     assert pace.least == 8.0
 
 
-def test_whoever_is_sent_away_is_told_a_time_within_reason() -> None:
+def test_a_refused_request_is_told_a_time_within_reason() -> None:
     assert retry_after(0, 64, 0.01) == 1.0
     assert retry_after(128, 64, 30.0) == 60.0
     assert retry_after(10_000, 1, 1000.0) == 600.0

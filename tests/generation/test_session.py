@@ -1,4 +1,4 @@
-"""Answers with a kept cache: those of one that begins again, computing only what is new."""
+"""Answers with a kept cache equal those with an empty one, and only new tokens are computed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.support.tiny_models import ALL, one_thread, plain_model  # noqa: F401
 GREEDY = ChatOptions(max_new_tokens=10)
 QUESTIONS = ("Who are you, and where do you live?", "And the others?", "Why?")
 KEPT_IN_SHORT = ("llama", "gemma3", "qwen3_next")
-"""Keys and values of every token; windows that slide (8 tokens) beside them; states beside them."""
+"""Full attention alone; with sliding windows (8 tokens); with states."""
 NOT_KEPT = ("jamba", "recurrent_gemma", "zamba", "bamba", "mamba2", "deepseek_v32", "minimax", "rwkv")
 """Models that begin again with every prompt, or whose states, indexes or caches are of other kinds."""
 
@@ -106,7 +106,7 @@ def test_further_answers_compute_new_tokens_only(tmp_path: Path, name: str) -> N
 
 
 @pytest.mark.parametrize("name", every(("jamba", "mamba2"), NOT_KEPT))
-def test_what_does_not_continue_exactly_is_computed_anew(tmp_path: Path, name: str) -> None:
+def test_what_does_not_continue_exactly_is_recomputed(tmp_path: Path, name: str) -> None:
     folder = talker_folder(tmp_path / "model", known(name))
     model = talker(folder, ALL)
     plain = plain_talker(folder, model)
@@ -211,7 +211,7 @@ def test_an_interrupt_inside_a_layer(tmp_path: Path, name: str) -> None:
     assert answer.kept_tokens >= stopped.prompt_tokens
 
 
-def test_after_an_error_the_cache_begins_anew(tmp_path: Path) -> None:
+def test_after_an_error_the_cache_is_empty(tmp_path: Path) -> None:
     folder = talker_folder(tmp_path / "model", "llama")
     model = talker(folder)
     session, talk = Session(model, GREEDY), Conversation()

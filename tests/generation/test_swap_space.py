@@ -1,4 +1,4 @@
-"""Caches that are set aside come back bit for bit, or not at all."""
+"""KV caches that are swapped out are swapped in bit for bit, or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts whose keys and values are in a file get the tokens that they get alone."""
+"""Sequences whose KV cache is in a file get the tokens that they get alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.tiny_models import plain_model, split
 
 Open = Callable[..., tuple[Batch, Any]]
 SHOWN = ("llama", "gemma3", "deepseek_v3")
-"""Layers that keep every token, windows beside them, and latent attention."""
+"""Layers that keep every token, alone and with sliding windows, and latent attention."""
 RUNNING = 12
 NEW_TOKENS = 14
 ROOM_TEXTS = 3
@@ -111,7 +111,7 @@ def test_who_begins_alike_computes_the_beginning_once(open_batch: Open, plain: A
     assert batch.facts.kept_tokens >= 7 * 64
 
 
-def test_a_full_disk_has_them_computed_anew(
+def test_a_full_disk_has_them_computed_again(
     open_batch: Open, plain: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(step: Step) -> None:
@@ -164,9 +164,9 @@ def test_who_is_cancelled_leaves_nothing_in_the_file(open_batch: Open, plain: An
     assert batch.facts.file_bytes == 0
 
 
-@pytest.mark.parametrize("why", ["nobody wants it", "memory has more", "exact"])
+@pytest.mark.parametrize("why", ["switched off", "memory has more", "exact"])
 def test_where_it_does_not_pay_there_is_no_file(open_batch: Open, plain: Any, tmp_path: Path, why: str) -> None:
-    given: dict[str, Any] = {"file_bytes": 0 if why == "nobody wants it" else None, "exact": why == "exact"}
+    given: dict[str, Any] = {"file_bytes": 0 if why == "switched off" else None, "exact": why == "exact"}
     room = 1 << 26 if why == "memory has more" else 200_000
     batch, _ = open_batch(Limits(4, 64, room, in_bulk=True, aside_folder=tmp_path, **given), budget=0)
     assert batch._caches.file is None

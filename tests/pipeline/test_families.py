@@ -18,7 +18,7 @@ REFUSED = {"t5": "it has an encoder"}
 """Families that cannot be spread, and why."""
 REFUSED_TYPES = {
     *("cpmant", "ctrl", "git", "openai-gpt", "reformer", "xlm", "xlnet"),  # no layers that are called as a stack
-    # layers share keys and values
+    # layers share a KV cache
     *("deepseek_v4", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "zaya"),
     *("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "qwen4_exp_text"),  # caches with an index
     *("hy_v4", "minimax"),  # caches of their own

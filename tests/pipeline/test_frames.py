@@ -34,7 +34,7 @@ def test_tensors_begin_where_kernels_like_it() -> None:
 
 
 @given(st.binary(max_size=64), st.integers(0, 200))
-def test_bytes_of_somebody_else_are_refused(added: bytes, keep: int) -> None:
+def test_bytes_of_another_protocol_are_refused(added: bytes, keep: int) -> None:
     whole = bytes(to_bytes(Frame(Word.HIDDEN, 3, None, (torch.ones(9),))).numpy())
     wrong = whole[:keep][: len(whole) - 1] + added
     if len(wrong) >= len(whole) and wrong.startswith(whole[: len(whole) - 1]):

@@ -177,7 +177,7 @@ def test_an_interrupt_leaves_no_host_behind(spread_model: tuple[Any, Crew], plai
     assert same(*found)
 
 
-def test_workers_let_go_of_caches_that_nobody_has(spread_model: tuple[Any, Crew]) -> None:
+def test_workers_let_go_of_caches_that_were_garbage_collected(spread_model: tuple[Any, Crew]) -> None:
     model, crew = spread_model
     gc.collect()
     model(INPUT[:, :2], use_cache=False)
@@ -279,7 +279,7 @@ def test_a_host_that_cannot_load_its_part_is_heard_of(folder: Path, monkeypatch:
         pass
 
 
-def test_nobody_waits_for_ever(folder: Path) -> None:
+def test_no_process_waits_for_ever(folder: Path) -> None:
     directory, begun = split(folder), time.monotonic()
     with pytest.raises(HostGoneError, match="has not come to"):
         load_part(directory, Hosts("127.0.0.1:0", 1, patience=0.5))

@@ -91,7 +91,7 @@ def test_a_base_model_serves_embeddings_and_refuses_text(tmp_path: Path, tied: b
 @pytest.fixture(scope="module")
 def served(checkpoint: Path) -> Iterator[Running]:
     split_folder = split(checkpoint)
-    recipe = recipe_in(split_folder)  # copied beside the layers
+    recipe = recipe_in(split_folder)  # copied into the split directory
     assert recipe == PoolingRecipe("last", True)
     with running(split_folder, recipe=recipe) as found:
         yield found
@@ -145,7 +145,7 @@ def test_other_poolings(served: Running, states: list[torch.Tensor]) -> None:
             embedder._recipe = PoolingRecipe("last", True)
 
 
-def test_they_come_beside_generations(served: Running) -> None:
+def test_they_come_during_generations(served: Running) -> None:
     """Which go on meanwhile, and are what they are without."""
     body = {"prompt": "the rain", "max_tokens": 60, "temperature": 0}
     wanted = served.post("/v1/completions", body).json()["choices"][0]["text"]

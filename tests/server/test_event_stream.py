@@ -72,7 +72,7 @@ def test_pieces_that_wait_are_joined(events: list[tuple[int, str, bool]]) -> Non
     asyncio.run(go())
 
 
-def test_the_inbox_keeps_no_tokens_that_nobody_wants() -> None:
+def test_the_inbox_keeps_no_tokens_that_were_not_requested() -> None:
     async def go() -> None:
         inbox = Inbox(1, keep_tokens=False)
         inbox.put(0, Delta("a", (TokenLogprob(1),)))

@@ -26,11 +26,11 @@ def test_weights_leave_room_for_requests() -> None:
     assert everything == {"cpu": 0}
 
 
-def test_what_somebody_says_holds() -> None:
+def test_a_given_limit_holds() -> None:
     assert with_room(Wish("model", device="cpu", max_memory={"cpu": "1GiB"}), None) == {"cpu": "1GiB"}
 
 
-def test_gpus_leave_their_shares_where_somebody_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_leave_their_shares_where_the_size_of_the_cache_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = [FakeGpu(0, memory=8 << 30), FakeGpu(1, memory=8 << 30)]
     monkeypatch.setattr(loading, "resolve_devices", lambda device, limits: gpus)
     wish = Wish("model", device="auto")

@@ -199,7 +199,7 @@ def everything(made: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_whoever_leaves_gives_the_place_back(served: Running, stream: bool) -> None:
+def test_a_client_that_leaves_gives_the_place_back(served: Running, stream: bool) -> None:
     idle(served)
     before = served.batch.facts.ended.get("cancelled", 0)
     body = json.dumps({**LONG, "n": 3, "stream": stream}).encode()

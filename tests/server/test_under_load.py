@@ -119,7 +119,7 @@ def slope(seen: list[tuple[float, int]]) -> float:
 
 
 def free_again(server: ServedModel, seconds: float = 60) -> dict[str, float]:
-    """Wait until nobody has a place any more; what the server says then."""
+    """Wait until all places are free; the server's metrics then."""
     until = time.monotonic() + seconds
     while True:
         found = server.metrics()
@@ -131,7 +131,7 @@ def free_again(server: ServedModel, seconds: float = 60) -> dict[str, float]:
 
 
 def show(tally: Tally, seen: list[tuple[float, int]], found: dict[str, float]) -> None:
-    """What there was, for `pytest -s`, and for whoever reads a failure."""
+    """Print what there was, for `pytest -s` and for the report of a failure."""
     print(f"\nanswered: {dict(tally.answered)}; returned: {tally.returned}")
     print(f"refused for the moment: {dict(tally.refused)}")
     print(f"others: {dict(sorted(tally.did.items()))}")

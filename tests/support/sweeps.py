@@ -17,7 +17,7 @@ PARTS: Mapping[str, int] = {
     "generation/test_families.py::test_several_requests": 6,
     "generation/test_making_way.py::test_exact_has_the_bits_of_one_that_made_no_way": 3,
     "generation/test_making_way.py::test_tokens_are_those_alone": 6,
-    "generation/test_packed.py::test_beside_a_text_that_goes_by_itself": 2,
+    "generation/test_packed.py::test_together_with_a_text_that_goes_by_itself": 2,
     "generation/test_texts_in_a_file.py::test_tokens_are_those_alone_and_more_texts_share_a_pass": 3,
     "bench/test_measure.py::test_only_the_last_turn_is_profiled": 3,
     "generation/test_kept_cache.py::test_a_cache_goes_back_to_what_it_was": 3,

@@ -1,12 +1,13 @@
-"""Keeps what micro-batches have computed within bounds while others' turn is: aside, in host memory or in a file.
+"""Activation offload: bounds the memory of micro-batches that wait, by host memory and a file.
 
-A tensor's bytes are written aside and its storage is emptied; before its micro-batch goes on, the storage is filled
-again, for whoever refers to it. Turns come round and round, so that what was used last is needed last: those that came
-first stay, and the others are brought back and put aside at every turn, one ahead of its turn.
+The bytes of a tensor are copied out and its storage is emptied. Before its micro-batch continues, the same storage is
+filled again, so that all references to it stay valid. Micro-batches take turns in a fixed order, so that the one used
+last is needed last. The first ones stay in memory; the others are offloaded after every turn and read back one turn
+ahead.
 
-    on the device   |#######|        as much as `near` says
-    host memory     |####|           only beside a device with memory of its own
-    file            |###########     without a name, so that it is gone with the process
+    on the device   |#######|        up to `near` bytes
+    host memory     |####|           only for a device with memory of its own
+    file            |###########     nameless, so that it is gone with the process
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ BLOCK = 1 << 12
 
 
 class NoRoom(Exception):
-    """What somebody holds has room neither in memory nor in the file."""
+    """The tensors of an owner fit neither into memory nor into the file."""
 
 
 @dataclass(slots=True)
 class _Aside:
-    """A storage that is empty, and where its bytes are."""
+    """An offloaded storage, which is empty, and where its bytes are."""
 
     storage: torch.UntypedStorage
     nbytes: int
@@ -46,12 +47,12 @@ class _Aside:
 
 @dataclass(slots=True)
 class _Owner:
-    """What one of those who take turns has.
+    """The storages of one owner.
 
     Attributes:
         near: storages that are filled: key -> bytes.
-        aside: those that are not.
-        idle: keys of those that are not needed when it goes on.
+        aside: offloaded ones.
+        idle: keys of those that its next turn does not need.
         spare: of these, the ones that are filled.
     """
 
@@ -62,14 +63,14 @@ class _Owner:
 
 
 class ActivationOffload:
-    """Bounds what those who take turns hold.
+    """Bounds the memory of owners that take turns.
 
     Args:
         near: bytes that may stay where they are.
-        host: bytes that may be put aside in host memory; 0 where the storages are there themselves.
-        disk: bytes that may be put aside in a file.
+        host: bytes that may be offloaded to host memory; 0 where the storages are there themselves.
+        disk: bytes that may be offloaded to a file.
         folder: an existing one for it; None for the system's.
-        fixed: keys of storages that are nobody's: weights and buffers.
+        fixed: keys of storages without an owner, which are never offloaded: weights and buffers.
 
     Attributes:
         written, read: bytes, of the file.
@@ -100,7 +101,7 @@ class ActivationOffload:
         self.close()
 
     def close(self) -> None:
-        """Let go of everything; what is aside is lost."""
+        """Release everything; offloaded storages are lost."""
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
         self._owners.clear()
@@ -110,14 +111,14 @@ class ActivationOffload:
             self._file = None
 
     def leave(self, owner: Hashable, held: HeldTensors) -> None:
-        """Somebody's turn is over.
+        """End the turn of an owner, and offload storages where the limit is exceeded.
 
         Args:
-            owner: who.
-            held: what it holds now.
+            owner: any key for it.
+            held: its tensors now.
 
         Raises:
-            NoRoom: there is none for it.
+            NoRoom: they fit neither into memory nor into the file.
         """
         known = self._owners.setdefault(owner, _Owner())
         found = {one._cdata: one for one in (*held.needed, *held.idle) if one._cdata not in self._fixed}
@@ -136,7 +137,7 @@ class ActivationOffload:
                 known.near[key] = storage.nbytes()
         known.spare = {key: found[key] for key in idle & known.near.keys()}
         for other in list(self._owners.values()) if self._near > self._limits[0] else ():
-            self._make_room(other, other.spare)  # whoever has it, nobody waits for it
+            self._make_room(other, other.spare)  # of any owner: no next turn needs it
         self._make_room(known, found)
         known.spare = {key: storage for key, storage in known.spare.items() if key in known.near}
         self.max_near = max(self.max_near, self._near)
@@ -145,13 +146,13 @@ class ActivationOffload:
         for key in sorted(found.keys() & owner.near.keys(), key=lambda key: -owner.near[key]):
             if self._near <= self._limits[0]:
                 return
-            if len(self._holders[key]) == 1:  # what several have is in use while one of them computes
+            if len(self._holders[key]) == 1:  # a shared one is in use while any of its owners computes
                 owner.aside[key] = self._put_aside(found[key])
                 self._near -= owner.near.pop(key)
                 owner.spare.pop(key, None)
 
     def expect(self, owner: Hashable) -> None:
-        """Begin to bring back what somebody needs whose turn is next."""
+        """Begin to read back the storages that the next turn of an owner needs."""
         known = self._owners.get(owner)
         if known is None:
             return
@@ -162,7 +163,7 @@ class ActivationOffload:
                 aside.coming = self._thread.submit(self._read, aside.place, aside.nbytes)
 
     def take(self, owner: Hashable) -> None:
-        """Bring back what somebody needs whose turn it is."""
+        """Fill the storages that the turn of an owner needs."""
         known = self._owners.get(owner)
         if known is None:
             return
@@ -182,7 +183,7 @@ class ActivationOffload:
             self._near += aside.nbytes
 
     def over(self, owner: Hashable) -> None:
-        """Somebody takes no more turns."""
+        """Forget an owner, which takes no more turns."""
         known = self._owners.pop(owner, _Owner())
         self._near -= sum(known.near.values())
         for aside in known.aside.values():

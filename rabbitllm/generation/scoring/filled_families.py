@@ -1,7 +1,7 @@
-"""Which models leave a text as it is when it is filled up behind its end: those of which a test has shown it.
+"""Which models can have sequences padded at the end without a change of their results: those tested for it.
 
-It takes a model whose tokens look at none that come later, whether by attention or by a state, and of which nothing
-depends on the longest text beside.
+In such a model no token depends on later ones, by attention or by a state, and nothing depends on the length of the
+longest sequence in the batch.
 """
 
 from __future__ import annotations
@@ -25,6 +25,6 @@ FILLABLE = PACKABLE | frozenset(
 
 
 def can_be_filled_up(model: Any) -> bool:
-    """Whether shorter texts can go through a model beside longer ones."""
+    """Whether sequences of different lengths can go through a model in one padded batch."""
     text = model.config.get_text_config(decoder=True)
     return text.model_type in FILLABLE and not depends_on_longest(text)

@@ -1,15 +1,15 @@
 """Takes a micro-batch through the model, by the model's own forward, and keeps only the numbers that were asked for.
 
-Logits of all tokens would be larger than the weights. So what the model's body returns is cut down to the rows whose
-logits somebody wants, before the model's own code goes on to its head: whatever a family does there (soft caps,
-scales) is done. Where these rows are still many, the model's forward is called again for each slice of them, and the
-body answers with that slice at once.
+Logits of all tokens would be larger than the weights. So the output of the model's body is cut down to the rows whose
+logits are needed. The model's own code then goes on to its head, with all that a family does there (soft caps, scales).
+Where these rows are still many, the model's forward is called again for each slice of them, and the body returns that
+slice at once.
 
     forward ── body: layers ──> all rows ── rows of slice 1 ── head ──> logits
     forward ── body: at once ────────────── rows of slice 2 ── head ──> logits
 
-Whoever wants the rows themselves, before the head, is handed them instead (`Keep`), and has the head make logits of
-them later (`ScoringForward.logits`).
+A callback (`Keep`) can get the rows themselves, before the head, instead. `ScoringForward.logits` computes their logits
+later.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Cut:
 
     Args:
         wanted: which rows of its output go on, all rows of the batch being counted one after the other; None for all.
-        keeps: whether the others are needed besides.
+        keeps: whether the other rows are needed too.
 
     Attributes:
         is_reached: whether the body has been called.

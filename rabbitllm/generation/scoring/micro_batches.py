@@ -1,8 +1,8 @@
 """Which tasks go through a layer together, and which micro-batches through the model in one pass. Pure.
 
-Three kinds, by what the model allows: rows side by side with beginnings shared; texts of nearly the same length, filled
-up behind their end, where no token of a causal model looks; texts of the same length, where even a longer neighbour
-would change a text (angles that depend on the longest position).
+Three layouts, by what the model allows: packed rows with shared prefixes; texts of nearly the same length, padded at
+the end, to which no token of a causal model attends; texts of the same length, where a longer neighbour would change
+the results of a text (angles that depend on the longest position).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MicroBatch:
     Attributes:
         tasks: these.
         segments: of them, where rows lie side by side; else None: each has a row of the batch of its own.
-        hands_on: so many tokens that its last text begins with have keys and values that the next one needs.
+        hands_on: tokens of its last text's prefix whose KV cache the next micro-batch needs.
     """
 
     tasks: tuple[Task, ...]
@@ -67,7 +67,7 @@ def micro_batches(tasks: Sequence[Task], form: TextLayout, tokens: int, worth: i
         tasks: with distinct inputs, unless each goes by itself.
         form: how texts lie.
         tokens: of a micro-batch, at most, unless one task has more.
-        worth: tokens that a shared beginning has at least.
+        worth: tokens of a shared prefix, at least.
     """
     if form is TextLayout.PACKED:
         return _packed(tasks, tokens, worth)
@@ -90,7 +90,7 @@ def _joins(group: Sequence[Task], task: Task, form: TextLayout, tokens: int) -> 
 
 
 def _packed(tasks: Sequence[Task], tokens: int, worth: int) -> list[MicroBatch]:
-    """In the order of their tokens, so that those with the same beginning are together."""
+    """In the order of their tokens, so that those with the same prefix are together."""
     groups: list[list[Task]] = []
     total = 0
     for task in sorted(tasks, key=lambda task: task.ids):
@@ -106,7 +106,10 @@ def _packed(tasks: Sequence[Task], tokens: int, worth: int) -> list[MicroBatch]:
 
 
 def _cut(group: Sequence[Task], tokens: int, worth: int) -> list[MicroBatch]:
-    """Mostly one: not all that neighbours share is worth being shared beside what others do."""
+    """One micro-batch, or its halves if it has too many tokens.
+
+    That is rare. It happens since not every prefix that two neighbours share becomes a segment of its own.
+    """
     segments = cut([task.ids for task in group], worth)
     if segments.tokens <= tokens or len(group) == 1:
         return [MicroBatch(tuple(group), segments)]
@@ -119,7 +122,7 @@ def passes(batches: Sequence[MicroBatch], token_bytes: int, limit: int) -> list[
 
     Args:
         batches: all.
-        token_bytes: that a token takes while others' turn is.
+        token_bytes: that a token takes while other micro-batches are computed.
         limit: bytes for all of a pass.
     """
     return [list(batches[group]) for group in grouped([batch.tokens * token_bytes for batch in batches], limit)]
@@ -128,8 +131,8 @@ def passes(batches: Sequence[MicroBatch], token_bytes: int, limit: int) -> list[
 def linked(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     """The micro-batches of a pass, each without what the one before it has computed already.
 
-    As they take turns at a layer, the keys and values there are handed on: those of the beginning that the last text of
-    the one shares with the first text of the other. Rows that somebody asks for are computed where they are asked for.
+    As they take turns at a layer, a micro-batch hands a part of its KV cache on: that of the prefix that its last text
+    shares with the first text of the next one. Rows that a task asks for are computed in the task's own micro-batch.
 
     Args:
         batches: in the order of their turns.

@@ -18,7 +18,7 @@ from rabbitllm.generation.scoring.segment_cache import Relay
 from rabbitllm.generation.scoring.turns import TakingTurns
 
 LEAST_BYTES = 1 << 12
-"""Of a tensor that is worth being put aside; there are few larger ones that are not hidden states."""
+"""Smaller tensors are not offloaded; most larger ones are hidden states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Done:
     Attributes:
         scored: results.
         failed: micro-batches without, and why.
-        written: bytes that were put aside in the file.
+        written: bytes that were offloaded to the file.
     """
 
     scored: list[Scored]

@@ -23,32 +23,32 @@ from rabbitllm.generation.scoring.records import Room
 from rabbitllm.generation.scoring.tasks import Ability, Task
 
 WAITING_SHARE, COMPUTING_SHARE = 2, 4
-"""One part in so many of free memory is for what waits, and for what one micro-batch computes in between."""
+"""One part in so many of free memory is for micro-batches that wait, and for the activations of the current one."""
 LEAST_TOKENS, MAX_TOKENS = 512, 8192
-"""Of a micro-batch, where nobody says: with fewer, what texts begin with is computed again and again, and products are
-slow; what more of them gain is little beside what they take. On a processor it is less than nothing where tensors
-become too large for the allocator's heaps (`pass_cost.HEAP_BLOCK_BYTES`)."""
+"""Default bounds of the tokens of a micro-batch. With fewer, shared prefixes are computed several times and products
+are slow. More of them gain little for the memory that they take. On a CPU they even lose time where tensors become too
+large for the allocator's heaps (`pass_cost.HEAP_BLOCK_BYTES`)."""
 RESIDENT_BATCHES = 8
-"""Micro-batches that share a pass of a model whose weights are all there: what they begin with is computed once for so
-many, and what an interruption loses is no more than they are."""
+"""Micro-batches that share a pass of a model with resident weights. A shared prefix is computed once for so many, and
+an interruption loses no more than these."""
 LOGITS_SHARE = 4
-"""One part in so many of what a micro-batch computes in, which logits take a few times for a moment."""
+"""One part in so many of a micro-batch's memory is for logits, which take a few times that for a moment."""
 LEAST_WAITING = 16 << 20
-"""Bytes of what waits in memory, where nobody says and little is free."""
+"""Default bytes in memory for micro-batches that wait, where little is free."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringLimits:
-    """What may be taken.
+    """Memory and disk space that scoring may take.
 
     Attributes:
-        near: bytes that wait where the model computes.
-        host: bytes beside it in host memory; 0 where the model computes there.
-        disk: bytes in a file.
+        near: bytes of waiting micro-batches where the model computes.
+        host: bytes of offloaded ones in host memory; 0 where the model computes there.
+        disk: bytes of offloaded ones in a file.
         folder: for the file.
         tokens: of a micro-batch.
         token_bytes: that a token of a text takes while it waits, about.
-        experts_rows: that go through experts which come and go, at a time.
+        experts_rows: that go through streamed experts at a time.
         logits_bytes: of the logits that are computed at a time, as float32.
     """
 
@@ -85,7 +85,7 @@ class ScoringPlan:
 
     @property
     def computed(self) -> int:
-        """Tokens that go through the layers: fewer where beginnings are shared, more where texts are filled up."""
+        """Tokens that go through the layers: fewer where prefixes are shared, more where texts are padded."""
         return sum(batch.tokens for one in self.passes for batch in one)
 
     def __str__(self) -> str:
@@ -130,7 +130,7 @@ def form_of(model: Any, *, exact: bool) -> TextLayout:
 
 
 def limits_of(model: Any, room: Room) -> ScoringLimits:
-    """What may be taken beside a model's weights.
+    """The memory and disk space that scoring may take, with the weights of the model loaded.
 
     Raises:
         OptionError: an impossible number.
@@ -163,7 +163,7 @@ def limits_of(model: Any, room: Room) -> ScoringLimits:
 
 
 def _folder(model: Any, room: Room) -> Path:
-    """For the file: beside the weights, which are on a disk that is large, or where the system has such files."""
+    """For the file: the folder of the weights, whose disk is large, or the system's for temporary files."""
     if room.scratch is not None:
         if not room.scratch.is_dir():
             raise OptionError(f"{room.scratch} is no folder.", "Give one that is there.")

@@ -58,7 +58,7 @@ class Room:
     """What scoring may take.
 
     Attributes:
-        memory_bytes: for what texts have computed so far, while others' turn is; None for half of what is free.
+        memory_bytes: for activations of texts that wait for their turn; None for half of the free memory.
         disk_bytes: for the same, where memory is too small; None for half of what is free where `scratch` is, 0 for
             none. Texts for which both are too small go through the model in a further pass.
         scratch: an existing folder for it; None for the system's. Files there have no name, and are gone with the

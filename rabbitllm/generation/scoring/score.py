@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 ROOM = Room()
 REMEDY = "If memory is short, give fewer tokens to a micro-batch, or load the model with less of it in memory."
-"""For what a text meets that nobody foresaw."""
+"""For an unexpected error while a text is scored."""
 
 
 def score(
@@ -41,7 +41,8 @@ def score(
 ) -> Iterator[Scored]:
     """Results of texts, in any order: those that are refused at once, the others with the pass they took part in.
 
-    The model computes while the next result is asked for, in the caller's thread; nobody else may use it meanwhile.
+    The model computes while the next result is asked for, in the caller's thread. The model must not be used otherwise
+    until the last result.
 
     Args:
         model: a causal model as `AutoModel.from_pretrained` returns it.

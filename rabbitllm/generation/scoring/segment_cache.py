@@ -1,7 +1,7 @@
-"""Keys and values of segments that go through the model side by side, each read by those that come after it.
+"""The KV cache of segments that go through the model in one forward; later segments read that of earlier ones.
 
-To the model it is a cache of transformers'. It keeps nothing: keys and values of a layer are there until its attention
-has used them, unless the family's later layers use them too.
+To the model it is a cache of transformers. It keeps nothing: the tensors of a layer are dropped when its attention has
+used them, unless the family's later layers use them too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rabbitllm.generation.scoring.segments import Segment, Segments
 
 
 class Relay:
-    """Hands keys and values of a beginning on, from one micro-batch to the next one, layer by layer."""
+    """Hands the KV cache of a prefix on, from one micro-batch to the next one, layer by layer."""
 
     def __init__(self) -> None:
         self._layer = -1
@@ -45,10 +45,10 @@ class SegmentCache(PackedCache):
     Args:
         segments: whose rows lie one after the other.
         config: of the text model.
-        shares: whether layers use the keys and values of others.
-        before: gives what the known segments have; None if there are none.
-        behind: takes what the next micro-batch needs; None if it needs nothing.
-        hands_on: tokens that this is, which the last text begins with.
+        shares: whether layers use the KV cache of others.
+        before: gives the KV cache of known segments; None if there are none.
+        behind: takes the KV cache that the next micro-batch needs; None if it needs none.
+        hands_on: length of that prefix of the last text, in tokens.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class SegmentCache(PackedCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take note of a layer's keys and values.
+        """Note the new key and value tensor of a layer, and hand a prefix on.
 
         Args:
             key_states, value_states: (1, heads, rows of all, width).
@@ -103,7 +103,7 @@ class SegmentCache(PackedCache):
     def of(
         self, key_states: torch.Tensor, value_states: torch.Tensor, module: Any
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values that each segment may look at, (1, heads, tokens, width).
+        """The KV cache that each segment may attend to, as two tensors (1, heads, tokens, width).
 
         Args:
             key_states, value_states: what attention is given, which is what `update` returned.

@@ -1,4 +1,4 @@
-"""Texts cut where they part from each other, so that what several begin with is there once. Pure.
+"""Texts cut where they diverge, so that each shared prefix is computed once. Pure.
 
 a b c d e f        segment 0   a b c d           rows 0-3, read by all three
 a b c d g      ->  segment 1   e f      after 0  rows 4-5
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 WORTH_TOKENS = 16
-"""A beginning has to have so many more tokens than the one before it: each segment attends by itself."""
+"""A shared prefix has to have so many more tokens than the next shorter one, since each segment attends by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Segment:
         after: numbers of the segments that come before it in its texts, the first one first.
         begins: how many tokens these have.
         row: of its first token, among those that are computed.
-        is_known: it is not computed here: the micro-batch before has its keys and values.
+        is_known: it is not computed here: the micro-batch before has its KV cache.
     """
 
     ids: tuple[int, ...]
@@ -67,10 +67,10 @@ class Segments:
         return [-1 if part.is_known else part.row + at for part in self.path(text) for at in range(len(part.ids))]
 
     def knowing(self, tokens: int) -> Segments:
-        """The same, without computing what the first text begins with.
+        """The same, without computing a prefix of the first text.
 
         Args:
-            tokens: of that beginning, at most; a segment is known whole or not at all.
+            tokens: of that prefix, at most; a segment is known whole or not at all.
         """
         known = {
             number

@@ -1,7 +1,7 @@
 """One pass in which micro-batches go through each unit one after the other, while its weights are there.
 
-Unlike the generations of a batch they meet nowhere else, so that no more is computed at a time than one of them. Only
-experts that come and go are brought for the rows of several: else each micro-batch would bring them again.
+Unlike the generations of a batch they meet nowhere else, so that only one of them is computed at a time. Streamed
+experts are the exception: they compute the rows of several together, else each micro-batch would load them again.
 
     unit 1: A B C D   unit 2: A B C D   …   head: A B C D
             between its turns, what a micro-batch has computed is the caller's to keep (`before`, `after`)
@@ -32,7 +32,7 @@ class TakingTurns(JointPasses):
         exact: experts too are computed for each micro-batch by itself.
         before: called with a member before it goes on.
         after: called with it when it has stopped again, or has ended.
-        soon: called with the one whose turn is next, before somebody else goes on.
+        soon: called with the member whose turn is next, before the current one goes on.
         experts_rows: rows of a layer's experts that go through them together, at most, unless one member has more.
     """
 

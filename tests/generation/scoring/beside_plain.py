@@ -17,7 +17,7 @@ SHARED = 20
 
 
 def texts_for(vocabulary: int = 270, seed: int = 0) -> list[ScoredText]:
-    """Choices with a beginning in common and without, of several lengths, some of one token, and embeddings."""
+    """Choices with and without a common prefix, of several lengths, some of one token, and embeddings."""
     generator = torch.Generator().manual_seed(seed)
 
     def tokens(count: int) -> tuple[int, ...]:

@@ -92,7 +92,7 @@ def test_what_two_hold_stays(tmp_path: Path) -> None:
     with ActivationOffload(0, 0, 1 << 30, tmp_path) as offload:
         offload.leave(people[0], HeldTensors((), ()))
         offload.leave(people[1], HeldTensors((people[1].needed[1].untyped_storage(),), ()))
-        assert not people[0].needed[1].untyped_storage().nbytes()  # nobody else was known to hold it
+        assert not people[0].needed[1].untyped_storage().nbytes()  # no other holder was known
         offload.take(people[1])
         offload.leave(people[0], HeldTensors((people[0].needed[1].untyped_storage(),), ()))
         before = people[0].needed[1].untyped_storage().nbytes()

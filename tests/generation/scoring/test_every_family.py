@@ -1,4 +1,4 @@
-"""Every type that may be filled up, and every one whose beginnings are shared, scores texts as it does each alone."""
+"""Every type that may be padded, and every one with shared prefixes, scores texts together as it does each alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STATES = FILLABLE - PACKABLE
 @pytest.mark.long
 @pytest.mark.parametrize("name", sorted(ALONE | STATES))
 def test_as_each_alone(tmp_path: Path, name: str) -> None:
-    """Beside the same streamed model, whose bits other tests compare; all that waits is put aside."""
+    """Compared with the same streamed model, whose bits other tests compare; all waiting activations are offloaded."""
     model = load(split(checkpoint(tmp_path / "model", name)), 60_000, exact=False)
     assert can_be_filled_up(model)
     assert form_of(model, exact=False) is (TextLayout.FILLED if name in STATES else TextLayout.PACKED)

@@ -70,7 +70,7 @@ def test_as_many_in_a_pass_as_there_is_room_for() -> None:
 
 
 @given(tasks=TASKS, first=st.integers(0, 9))
-def test_what_is_handed_on_is_there_and_asked_for_by_nobody(tasks: list[Task], first: int) -> None:
+def test_what_is_handed_on_was_computed_and_has_no_rows_that_are_asked_for(tasks: list[Task], first: int) -> None:
     asked = [Task(one.ids, (Asked(0, min(first, len(one.ids) - 1), (1,), None),)) for one in tasks]
     before: list[int] = []
     handed = 0

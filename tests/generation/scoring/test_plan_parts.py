@@ -1,4 +1,4 @@
-"""How many tokens go through a layer together where nobody says."""
+"""How many tokens go through a layer together by default."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ FORMS = {
     "gemma2": TextLayout.PACKED,  # soft caps of attention and of logits, sliding windows
     "gpt_oss": TextLayout.PACKED,  # experts, attention sinks
     "deepseek_v3": TextLayout.PACKED,  # latent attention, experts
-    "qwen3_next": TextLayout.FILLED,  # states beside attention, experts
+    "qwen3_next": TextLayout.FILLED,  # states and attention, experts
     "mamba2": TextLayout.FILLED,
     "bloom": TextLayout.FILLED,
 }
@@ -187,7 +187,7 @@ def test_a_resident_model(split_folder: Path, plain: Any) -> None:
     plans: list[ScoringPlan] = []
     found = by_index(score(model, texts_for(), Room(tokens=SMALL), on_plan=plans.append))
     assert_alike(found, [alone(plain, text) for text in texts_for()])
-    # results come as soon as nobody needs what was computed any more, and after some micro-batches in any case
+    # results come as soon as no later micro-batch needs what was computed, and after some micro-batches in any case
     assert all(batch.hands_on for one in plans[0].passes for batch in one[:-1])
     assert len(plans[0].passes) > 1
 
