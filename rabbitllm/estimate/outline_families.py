@@ -186,7 +186,7 @@ def _gpt_oss(config: Config) -> Outline:
 
 
 def _deepseek_v3(config: Config) -> Outline:
-    """The first layers are dense; after the last the checkpoint has one for multi-token prediction, which is not used."""
+    """The first layers are dense; after the last there is one for multi-token prediction, which is not used."""
     hidden, number, dense = config["hidden_size"], config["num_hidden_layers"], config["first_k_dense_replace"]
     few = min(dense, 1)
     fp8 = bool(config.get("quantization_config"))
