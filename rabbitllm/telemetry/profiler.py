@@ -144,7 +144,7 @@ class Profiler:
 
     @contextlib.contextmanager
     def forward(self, entry: PassInput, text: Any = None) -> Iterator[None]:
-        """Record what happens inside the context as a pass. A nested or concurrent pass is part of the one before it.
+        """Record what happens inside the context as one pass. A nested or concurrent pass counts as part of it.
 
         Args:
             entry: what goes in.
