@@ -34,7 +34,7 @@ def test_where_less_is_free_than_was_foretold_keys_and_values_give_way() -> None
 
 
 def needed_of_one(config: object) -> int:
-    """Bytes of the KV cache for a token: layers, keys and values (2), KV heads, width of a head, float32 (4 bytes)."""
+    """Bytes of the KV cache for a token: layers, K and V (2), KV heads, width of a head, float32 (4 bytes)."""
     llama = FAMILIES["llama"].config(False)
     assert type(config) is type(llama)
     return int(llama.num_hidden_layers * 2 * llama.num_key_value_heads * 16 * 4)

@@ -45,7 +45,7 @@ def test_missing_shards_and_a_split_at_another_compression(model: Path) -> None:
 def test_missing_shards_and_splits_at_two_other_compressions(model: Path) -> None:
     split(model, sequential=False)
     split(model, compression="8bit")
-    with pytest.raises(MissingShardError, match="load that one with compression=None or compression='8bit'"):
+    with pytest.raises(MissingShardError, match="load that split with compression=None or compression='8bit'"):
         split(model, compression="4bit")
 
 
