@@ -103,15 +103,15 @@ class AutoModel:
             device: "cuda:N", "cpu", or "auto" for every GPU; by default the first GPU, else the CPU.
             dtype: a floating torch dtype or its name; by default the config's, or float16 for bfloat16 on a GPU that
                 has none.
-            layer_shards_saving_path: folder for the split directory; by default beside a local checkpoint, and for a
-                repository in `HF_HOME/rabbitllm` (or `RABBITLLM_HOME`).
+            layer_shards_saving_path: folder for the split directory; by default the folder of a local checkpoint, and
+                for a repository `HF_HOME/rabbitllm` (or `RABBITLLM_HOME`).
             profiling_mode: record where time goes; see `model.profiler.report()`.
             compression: "8bit", "4bit", "4bit-double" (bitsandbytes; the last with scales quantized too), None, or
                 "auto": one of these for each tensor, for the least expected loss in `max_disk` (or the free disk), and
                 in `max_memory` (or what is free) if all can be kept there, so that nothing is read for each token.
             token, hf_token: for the hub; the two names mean the same.
             prefetching: read the next layer while this one computes.
-            prefetch_pin_memory: page-locked host buffers for a GPU; False also keeps no layers in RAM for it.
+            prefetch_pin_memory: pinned host buffers for a GPU; False also keeps no layers in RAM for it.
             delete_original: delete the original checkpoint when the split is whole.
             attn_implementation: as transformers takes it; "auto" prefers FlashAttention 2 on a GPU that can.
             show_layer_progress: on stderr, how a split goes on, and a line over each pass that takes 2 s or more:

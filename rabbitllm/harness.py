@@ -15,7 +15,7 @@ from rabbitllm.generation.scoring import Room, ScoredText, score
 
 try:
     from lm_eval.models.huggingface import HFLM
-except ImportError:  # `OnePassLM` raises an error for it
+except ImportError:  # reported when the harness is used
     HFLM = object
 
 _Answer = tuple[float, bool]
@@ -25,7 +25,7 @@ class OnePassLM(HFLM):  # type: ignore[misc]
     """What lm_eval asks.
 
     Args:
-        model: a causal model as `AutoModel.from_pretrained` returns it; no other thread may use it meanwhile.
+        model: a causal model as `AutoModel.from_pretrained` returns it; nothing else may use it meanwhile.
         tokenizer: None for the model's.
         room: what may be taken for texts between two layers, and whether they share products.
         **options: of `HFLM`.
@@ -79,7 +79,7 @@ class OnePassLM(HFLM):  # type: ignore[misc]
         return [found[number] for number in range(len(requests))]
 
     def _text(self, number: int, context: Sequence[int], continuation: Sequence[int]) -> ScoredText:
-        """Truncate as `HFLM` does: the last `max_length` + 1 tokens stay, of which the model reads all but the last."""
+        """Cut as `HFLM` does it: the beginning is dropped, and `max_length` tokens before the last one are kept."""
         if len(continuation) > self.max_length:
             raise OptionError(
                 f"A continuation has {len(continuation):,} tokens; the harness may look at {self.max_length:,}.",

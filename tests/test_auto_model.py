@@ -719,7 +719,7 @@ def test_a_compressed_golden_folder(golden: Path, tmp_path: Path, compression: s
         assert torch.equal(generated, tokens)
 
 
-def test_a_golden_folder_beside_its_checkpoint(golden: Path) -> None:
+def test_a_golden_folder_in_the_folder_of_its_checkpoint(golden: Path) -> None:
     """Where RabbitLLM puts it by default."""
     home = golden / "model-2-shards"
     shutil.move(golden / "rabbitllm-1.1.0-none" / "splitted_model", home / "splitted_model")
@@ -729,7 +729,7 @@ def test_a_golden_folder_beside_its_checkpoint(golden: Path) -> None:
 
 
 @pytest.mark.parametrize("shards", [2, 4])
-def test_the_golden_checkpoints_split_anew(golden: Path, shards: int) -> None:
+def test_the_golden_checkpoints_split_again(golden: Path, shards: int) -> None:
     folder = golden / f"model-{shards}-shards"
     model = AutoModel.from_pretrained(folder, sequential_shard_processing=True, **STREAM)
     assert not list(folder.glob("model-*.safetensors"))

@@ -71,7 +71,7 @@ class StreamOptions:
         dtype: name of a torch dtype, or None for the config's own.
         attn_implementation: as transformers takes it, or "auto".
         prefetching: read the next layer while this one computes.
-        pin_memory: page-locked host buffers for a GPU.
+        pin_memory: pinned host buffers for a GPU.
         max_memory: device -> bytes, in accelerate's form with sizes parsed; None for what is free.
         cache_layers: decoder layers to keep in host memory, at least; None leaves it to `max_memory`.
         small_layers_resident: place embeddings, norm and head before the decoder layers.
@@ -115,7 +115,7 @@ class StreamOptions:
 class Hosts:
     """Processes, on one machine or several, that compute one model together; see docs/PIPELINE.md.
 
-    Whoever reaches the address can send inputs to the model: only in a network that is trusted.
+    Any process that reaches the address can send inputs to the model. Use it only in a trusted network.
 
     Attributes:
         address: "host:port" of the first process, as the others reach it; for that one itself port 0 takes a free one.

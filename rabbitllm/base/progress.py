@@ -75,7 +75,7 @@ class BytesFetched:
     During a download on the standard route, bytes of any file. Negative where a download starts over.
 
     Attributes:
-        earlier: they were here before; no rate is to be reckoned from them.
+        earlier: they were here before; no rate is to be estimated from them.
     """
 
     shard: str
@@ -198,11 +198,11 @@ def listening(listener: Callable[[Event], None], *, shows: bool = True) -> Itera
 
 
 def tell(event: Event) -> None:
-    """Pass an event on to whoever listens."""
+    """Pass an event on to all listeners."""
     for listener in tuple(_listeners):
         listener(event)
 
 
 def is_shown() -> bool:
-    """Whether anyone shows the events to a person; where nobody does, a default display may be put up."""
+    """Whether a listener shows the events to a person; if none does, a default display may be put up."""
     return bool(_showing)

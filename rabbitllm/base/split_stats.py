@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from rabbitllm.base import progress
 
 RATE_SECONDS = 10.0
-"""Rates are reckoned over the last so many."""
+"""Rates are estimated over the last so many."""
 SAMPLE_SECONDS = 0.25
-"""Between two points that rates are reckoned from; however many events come."""
+"""Between two points that rates are estimated from; however many events come."""
 FIRST_SECONDS = 0.5
 """A rate over less says nothing."""
 
@@ -100,7 +100,7 @@ class _Counts:
 
 
 class SplitLedger:
-    """Hears events and tells facts. Not thread-safe: whoever listens from several threads locks.
+    """Derives facts from events. Not thread-safe: a caller with several threads must lock.
 
     Args:
         clock: seconds.

@@ -21,7 +21,7 @@ def answers(
     """Answers to items, each as soon as it is complete.
 
     Args:
-        model: as `AutoModel.from_pretrained` returns it; nobody else may call it meanwhile.
+        model: as `AutoModel.from_pretrained` returns it; nothing else may call it meanwhile.
         items: in any order.
         limits: what is taken on at a time.
         name: of the model, in answers of OpenAI's form.

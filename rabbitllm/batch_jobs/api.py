@@ -57,8 +57,9 @@ def batch(
         pooling, normalise: of embeddings: "last" or "mean", and whether to length one.
         columns: name that is expected -> name that records have it by, as {"prompt": "question"}.
         sequences: answered in one pass, at most.
-        cache_memory: bytes that keys and values may take, or text such as "8GiB".
-        cache_disk: bytes that those of further lines may take in a temporary file, or text such as "40GiB"; 0 for none.
+        cache_memory: bytes that the KV cache may take, or text such as "8GiB".
+        cache_disk: bytes that the KV caches of further lines may take in a temporary file, or text such as "40GiB"; 0
+            for none.
         exact: each line's rows by themselves; see `rabbitllm.batch_jobs.items.Limits`.
         overwrite: replace an output that is there.
         compression, device, max_memory, dtype, revision, trust_remote_code: of `AutoModel.from_pretrained`, where the

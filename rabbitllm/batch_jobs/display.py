@@ -90,7 +90,7 @@ def said_when_interrupted(console: Console) -> Iterator[None]:
         raise KeyboardInterrupt
 
     before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:  # somebody else has it
+    if before is not signal.default_int_handler:  # the program has its own handler
         yield
         return
     signal.signal(signal.SIGINT, say)

@@ -25,7 +25,7 @@ from rabbitllm.server.api_error import BROKEN, APIError, bad
 READY = 2
 """Times as many requests as run at a time are known to the batch: if all end at once, all can be replaced at once."""
 WHOLE_PROMPT = 1 << 30
-"""Tokens of a prompt in one pass: nobody waits for a first token here, so that no prompt is cut but for memory."""
+"""Tokens of a prompt in one pass. No client waits for a first token, so a prompt is cut only for lack of memory."""
 MAX_REFUSED = 256
 """Lines that are an error, kept before they are told."""
 _ENDS_ALL = (OSError, MemoryError, BatchError)
@@ -43,7 +43,7 @@ class _Open:
 
     Attributes:
         count: of the requests.
-        is_refused: whether one of them was; then nobody waits for the others.
+        is_refused: whether one of them was refused; then the others are not waited for.
         error: of one of them.
     """
 
@@ -99,7 +99,7 @@ def generated(
     """Answers, in the order in which they are complete; those that are so at the same time together.
 
     Args:
-        model: as `AutoModel.from_pretrained` returns it; nobody else may call it meanwhile.
+        model: as `AutoModel.from_pretrained` returns it; nothing else may call it meanwhile.
         name: of it, in answers.
         items: that ask for a generation, in a good order; taken as there is room.
         limits: see `JobLimits`.

@@ -179,8 +179,8 @@ class JobLimits:
 
     Attributes:
         sequences: in one pass, at most.
-        cache_bytes: keys and values, at most; None for half of what is free beside the weights.
-        cache_disk: keys and values that memory has no room for, in a file, at most; None for a quarter of what is free
+        cache_bytes: of the KV cache, at most; None for half of what the weights leave free.
+        cache_disk: of KV caches that memory has no room for, in a file, at most; None for a quarter of what is free
             where temporary files are, 0 for none.
         exact: compute every sequence's rows by themselves: its tokens are then those that it gets alone in any dtype,
             at the price of speed.

@@ -1,4 +1,4 @@
-"""The answers so far, durable, in a file beside the output; and the output that is made of them at the end.
+"""The answers so far, durable, in a file in the output's folder; and the output that is made of them at the end.
 
     OUT.journal   {"head": what is answered, by what}        one line, written before the first answer
                   crc32 {"weights": digest}                  of the weights, once the model was loaded
@@ -195,7 +195,7 @@ def errors_of_finished(out: Path, head: Mapping[str, Any]) -> int | None:
 
 @contextlib.contextmanager
 def opened(out: Path, lines: int, head: Mapping[str, Any], *, overwrite: bool = False) -> Iterator[BatchJournal]:
-    """The journal of an output, begun or gone on with; nobody else has it meanwhile.
+    """The journal of an output, new or continued. A lock keeps other processes from it while the context is open.
 
     Args:
         out: the output that there will be.

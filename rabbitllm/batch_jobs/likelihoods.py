@@ -48,7 +48,7 @@ def scored(model: Any, name: str, items: Iterator[Item], limits: JobLimits) -> I
     """Answers, in the order in which they are complete.
 
     Args:
-        model: as `AutoModel.from_pretrained` returns it; nobody else may call it meanwhile.
+        model: as `AutoModel.from_pretrained` returns it; nothing else may call it meanwhile.
         name: of it, in answers.
         items: that ask for likelihoods or embeddings.
         limits: see `JobLimits`.

@@ -1,8 +1,8 @@
 """The model that a batch of lines is answered with: loaded so that its weights leave room for as many lines as can be.
 
-What is streamed costs its time once per pass, however many share the pass. So room for one more line is worth more
-than the same room for weights, as long as there are lines that wait: keys and values get what the longest lines
-together need, up to half of what is free.
+Streamed weights cost their time once per pass, however many lines share the pass. So room for one more line is worth
+more than the same room for weights, as long as lines wait. The KV cache gets what the longest lines together need, up
+to half of what is free.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from rabbitllm.server.loading import with_room
 SPARE_TOKENS = 256
 """What a chat template may add to a line, and more."""
 CACHE_SHARE = 2
-"""One part in so many of what is free is what keys and values get where nobody says: no more for all that lines need,
-no less for all that a pass computes in."""
+"""One part in so many of what is free is for the KV cache, if no size is given. Lines that need more do not raise this
+part, and the memory of a pass does not lower it."""
 MAX_PASS_SHARE = 4
 """One part in so many of what is free is what a pass computes in, at most."""
 
@@ -45,7 +45,7 @@ class BatchModel:
 
     Attributes:
         model: as `AutoModel.from_pretrained` returns it.
-        cache_bytes: for keys and values; None if nothing could be told before it was loaded.
+        cache_bytes: for the KV cache; None if nothing could be told before the model was loaded.
         folder: of its split; None without one.
         weights: a digest of what that was made from; None where nothing says so.
     """
@@ -88,7 +88,7 @@ def loaded(
         sequences: lines that are answered at a time, at most.
         split: False for out of the checkpoint's own shards; nothing is written then.
         dtype: to compute in; None for the config's.
-        cache_bytes: that keys and values may take; None for what the lines need, within half of what is free.
+        cache_bytes: that the KV cache may take; None for what the lines need, within half of what is free.
 
     Raises:
         RabbitLLMError: as `pull` and `AutoModel.from_pretrained` do.
@@ -105,7 +105,7 @@ def loaded(
         pass_bytes = min(good_pass_bytes(config, min(len(lengths), sequences), dtype), free // MAX_PASS_SHARE)
     weights = with_room(wish, cache_bytes, pass_bytes)
     model = load(replace(wish, max_memory=weights), found, console, dtype=dtype, show_layer_progress=False)
-    if cache_bytes is not None and not is_said:  # what is free now is less than was foretold
+    if cache_bytes is not None and not is_said:  # less is free now than was predicted
         cache_bytes = left_of(free_memory(model), cache_bytes, pass_bytes)
     if found is None:
         return BatchModel(model, cache_bytes, None)
@@ -113,12 +113,12 @@ def loaded(
 
 
 def left_of(free: int, cache_bytes: int, pass_bytes: int) -> int:
-    """That keys and values take of what is free beside the weights, where nobody says.
+    """Bytes of free memory, with the weights loaded, that the KV cache takes if the user gave no size.
 
     Args:
         free: bytes.
-        cache_bytes: that they are to have.
-        pass_bytes: that a pass computes in, beside them; they have no less than half of what is free.
+        cache_bytes: that the KV cache is to have.
+        pass_bytes: that a pass computes in; the KV cache may take half of what is free, even if a pass then has less.
     """
     return min(cache_bytes, max(free - pass_bytes, free // CACHE_SHARE))
 
@@ -132,7 +132,7 @@ def digest_of(source: SourceIdentity | None) -> str | None:
 
 
 def needed_bytes(config: Any, lengths: Sequence[int], sequences: int, dtype: str | None = None) -> int:
-    """Keys and values of the longest lines, all at the same time.
+    """Bytes of the KV caches of the longest lines, all at the same time.
 
     Args:
         config: of the model.
@@ -152,7 +152,7 @@ def needed_bytes(config: Any, lengths: Sequence[int], sequences: int, dtype: str
 
 
 def good_pass_bytes(config: Any, texts: int, dtype: str | None = None) -> int:
-    """What a pass that is worth its weights computes in, beside keys and values.
+    """Bytes, without the KV cache, for a pass that has enough tokens to be worth reading the weights.
 
     Args:
         config: of the model.

@@ -17,7 +17,7 @@ from rabbitllm.batch_jobs.items import Asked, BatchCall, Choose, Embed, Generate
 BEGINNING = 256
 """Characters by which lines are said to begin alike."""
 CHARACTERS_OF_A_TOKEN = 3
-"""Fewer than texts have in most languages: what is reckoned is rather too much."""
+"""Fewer than texts have in most languages: the estimate of tokens is rather too high."""
 ERRORS, GENERATIONS, LIKELIHOODS, EMBEDDINGS = range(4)
 """Kinds of lines."""
 

@@ -81,7 +81,7 @@ def run(
     """Answer what a journal lacks.
 
     Args:
-        model: as `AutoModel.from_pretrained` returns it; nobody else may call it meanwhile.
+        model: as `AutoModel.from_pretrained` returns it; nothing else may call it meanwhile.
         name: of it, in answers of OpenAI's form.
         survey: of the input.
         journal: of the output.

@@ -136,7 +136,7 @@ def _line_of(record: Any, columns: Mapping[str, str], number: int) -> bytes:
             f"Record {number:,} of the input is of type {type(record).__name__}; expected a mapping.",
             'Records are such as {"prompt": "…"}.',
         )
-    named = {name: record[name] for name in KEYS & record.keys()}  # what nobody looks at may be anything
+    named = {name: record[name] for name in KEYS & record.keys()}  # other columns may hold anything
     for wanted, name in columns.items():
         if name not in record:
             raise InputError(

@@ -26,7 +26,7 @@ class Ready:
 
     Attributes:
         model: as `AutoModel.from_pretrained` returns it.
-        cache_bytes: for keys and values, if that was settled when it was loaded.
+        cache_bytes: for the KV cache, if that was settled when the model was loaded.
         weights: see `bulk.loading.Loaded`.
     """
 
@@ -142,5 +142,5 @@ def loading(
 
 
 def settings_of(wish: Wish, dtype: str | None) -> dict[str, Any]:
-    """What of a model changes answers, beside its name."""
+    """The settings of a model that change answers, without its name."""
     return {"compression": wish.compression, "revision": wish.access.revision, "dtype": dtype}

@@ -1,8 +1,8 @@
 """Loads a model as `from_pretrained` does, generates greedily, and takes the time. Shows nothing.
 
-First one token right after loading, which reads what nobody has read yet; then the turns, whose times are reported,
-with the profiler off; then one turn with the profiler on, from which the bytes, the overlap and the limit are. The
-prompt is of random tokens, and a generation always has the wanted length.
+First one token right after loading, which reads all that was not read yet; then the turns, whose times are reported,
+with the profiler off; then one turn with the profiler on, which gives the bytes, the overlap and the limit. The prompt
+is of random tokens, and a generation always has the wanted length.
 """
 
 from __future__ import annotations

@@ -55,12 +55,12 @@ def batch_command(
     sequences: Annotated[int, typer.Option(help="Lines in one pass, at most.", min=1)] = 256,
     cache_memory: Annotated[
         str | None,
-        typer.Option(help="What keys and values may take, as 8GiB; by default what the lines need, or half."),
+        typer.Option(help="Of the KV cache, as 8GiB; by default what the lines need, at most half of what is free."),
     ] = None,
     cache_disk: Annotated[
         str | None,
         typer.Option(
-            help="The same of further lines, in a temporary file; 0 for none, else a quarter of what is free."
+            help="Of KV caches of further lines, in a temporary file; 0 for none, else a quarter of what is free."
         ),
     ] = None,
     exact: ExactOption = False,

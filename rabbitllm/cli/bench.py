@@ -48,8 +48,8 @@ def bench_command(
 ) -> None:
     """Generate greedily and tell seconds a token, bytes a token, and what the time goes into.
 
-    A model that is not split yet is split first, exactly as AutoModel.from_pretrained does by default: beside the
-    checkpoint or in --dir, keeping every shard. Nothing is ever deleted. With --no-split nothing is written either.
+    A model that is not split yet is split first, exactly as AutoModel.from_pretrained does by default: in the folder of
+    the checkpoint or in --dir, keeping every shard. Nothing is ever deleted. With --no-split nothing is written either.
 
     Example: rabbitllm bench my-checkpoint --compression 4bit --device cpu --max-memory cpu=8GiB --plot time.png
     """

@@ -67,7 +67,7 @@ def convert_command(
     put(console, Text(str(made.folder), "bold"))
     put_fact(console, "tensors", f"{made.tensors:,}, {size(made.nbytes)}, in {counted(made.shards, 'shard')}")
     if made.beside:
-        put_fact(console, "beside them", ", ".join(map(harmless, made.beside)))
+        put_fact(console, "other files", ", ".join(map(harmless, made.beside)))
     if "config.json" not in made.beside:
         put_fact(console, "config", "there was none: these are the weights alone, and transformers needs one")
     if plot is not None and disk is not None:

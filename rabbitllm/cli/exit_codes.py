@@ -10,10 +10,10 @@ USAGE = 2
 INTERRUPTED = 130
 """Ctrl-C, as shells count it."""
 BROKEN_PIPE = 141
-"""Whoever read the output is gone (`| head`), as shells count it."""
+"""The reader of the output is gone (`| head`), as shells count it."""
 
 EPILOG = (
     "MODEL is a repository (organisation/name or hf://organisation/name), a folder, a file of weights or a split "
-    "directory. Exit codes: 0 done, 1 an error or a negative answer, 2 wrong arguments, 130 interrupted, 141 nobody "
-    "reads the output any more."
+    "directory. Exit codes: 0 done, 1 an error or a negative answer, 2 wrong arguments, 130 interrupted, 141 the "
+    "reader of the output is gone."
 )

@@ -63,5 +63,5 @@ def rm_command(
 
 
 def has_terminal() -> bool:
-    """Whether there is somebody to ask."""
+    """Whether stdin is a terminal, so that a question can be answered."""
     return sys.stdin.isatty()

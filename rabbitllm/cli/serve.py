@@ -59,11 +59,11 @@ def serve_command(
     ] = 4096,
     cache_memory: Annotated[
         str | None,
-        typer.Option(help="What keys and values may take, as 4GiB; by default half of what the weights leave."),
+        typer.Option(help="Of the KV cache, as 4GiB; by default half of what the weights leave."),
     ] = None,
     aside: Annotated[
         str | None,
-        typer.Option(help="Of those that make way, in RAM or a file, as 8GiB; 0 has them computed again."),
+        typer.Option(help="Of KV caches that are swapped out, to RAM or a file, as 8GiB; 0 has them computed again."),
     ] = None,
     aside_dir: Annotated[
         Path | None, typer.Option(help="For that file; by default where temporary files are.", show_default=False)

@@ -36,8 +36,8 @@ def worker_command(
 ) -> None:
     """Compute a span of a model's layers for `rabbitllm run --workers N` on another host, until that ends.
 
-    The model is the same, in a shared folder or split on each host. Nothing that is received is run, but whoever
-    reaches the hosts can compute with them: only in a network that you trust.
+    The model is the same, in a shared folder or split on each host. Nothing that is received is run, but any process
+    that reaches the hosts can compute with them. Use it only in a network that you trust.
 
     Example: rabbitllm worker /shared/Qwen2.5-72B --join 192.168.1.5:29500 --max-memory cpu=24GiB
     """

@@ -72,7 +72,7 @@ def watching(folder: Path) -> Iterator[DemoPeaks]:
 
 
 class ShardTable:
-    """Prints a line for every shard: what the disk holds, beside what it would hold on the standard route.
+    """Prints a line for every shard: the disk in use, and what the standard route would use.
 
     Attributes:
         standard_peak: the most it would hold there, bytes.

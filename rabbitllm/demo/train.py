@@ -1,9 +1,9 @@
 """Train the bundled demonstration model from nothing: ``python -m rabbitllm.demo.train --out DIR``.
 
 The text is made by ``rabbitllm.demo.tasks``, the tokenizer is learnt from that text, the model is a small Qwen3.
-At the end the held-out problems are answered in bf16 and with the weights rounded to 8bit and 4bit, and the
-scores are written to ``score.json`` beside the checkpoint, which is saved in several shards on purpose: it is
-there to be split.  ``--size larger`` makes a sister of 26 million parameters with the same tokenizer, which also
+At the end the held-out problems are answered in bf16 and with the weights rounded to 8bit and 4bit, and the scores
+are written to ``score.json`` in the folder of the checkpoint.  The checkpoint is saved in several shards, because
+it is there to be split.  ``--size larger`` makes a model of 26 million parameters with the same tokenizer, which also
 learns from prose (``rabbitllm.demo.prose``) and whose weights are never rounded while it is trained.
 
 A run with the same seed, number of threads and library versions repeats itself; ``--minutes`` gives that up,

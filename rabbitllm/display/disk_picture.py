@@ -1,6 +1,6 @@
 """Disk in use over a split: kept from its events, and drawn by matplotlib (PNG, SVG or PDF by the file's name).
 
-Knows nothing of how a split goes about it; a point is a look at the disk that somebody told of.
+Does not depend on how a split works; a point is one measurement of the disk, from an event.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def _limits(axes: Any, record: DiskRecord, most: int, scale: float) -> str:
 
 
 def _label_peak(axes: Any, peak: DiskSample, end: float, per: float, scale: float) -> None:
-    """Beside the peak's dot, on the side where there is room."""
+    """Write the label next to the peak's dot, on the side that has room."""
     left = peak.seconds / per > end / 2
     axes.annotate(
         f"peak {amount(peak.total)}",

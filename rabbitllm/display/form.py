@@ -21,9 +21,9 @@ class DisplayForm(enum.Enum):
 def form_of(stream: Any, environment: Mapping[str, str] = os.environ) -> DisplayForm:
     """The form for a stream, as things are now.
 
-    Lines where nobody can watch (files, pipes, CI, Kaggle's commit runs) and where rows cannot change: on terminals
-    that know no escape sequences, in a notebook's `!command`, whose output only looks like a terminal's, and while rich
-    draws something of its own on this stream.
+    Lines where the output is not watched (files, pipes, CI, Kaggle's commit runs) and where rows cannot change: on
+    terminals without escape sequences, in a notebook's `!command`, whose output only looks like a terminal's, and while
+    rich draws something of its own on this stream.
     """
     if in_notebook():
         return DisplayForm.LINES if environment.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch" else DisplayForm.NOTEBOOK

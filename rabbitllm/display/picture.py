@@ -134,7 +134,7 @@ def _clipped(event: Event, one: Pass) -> tuple[float, float]:
 
 
 def _bars(axes: Any, spent: Mapping[str, Mapping[str, float]]) -> None:
-    """For each layer the caller's time, stacked, and beside it the disk's and the copies'."""
+    """Draw two bars for each layer: the caller's times, stacked, and next to them those of the disk and the copies."""
     layers = list(spent)
     brings = any(stage in stages for stages in spent.values() for stage in _BRINGERS)
     width = 0.4 if brings else 0.8

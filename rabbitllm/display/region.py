@@ -1,7 +1,7 @@
-"""The one region of stderr in this process that changes in place; whoever has progress to show asks for it here.
+"""The one region of stderr in this process that changes in place; code that shows progress claims it here.
 
-Where several ask, the last one is shown, and the one before it again when that is over. A thread paints while there is
-anything to paint. In lines, each who asks has a line every few seconds, fewer the longer it takes.
+Of several claims the last one is shown; when it is released, the one before it is shown again. A thread paints while
+there is a claim. In the form of lines, each claim prints a line every few seconds, less often the longer it takes.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class Region:
 
 def _print(line: str) -> None:
     stream: Any = sys.stderr
-    with contextlib.suppress(ValueError, OSError):  # closed, or nobody reads it any more
+    with contextlib.suppress(ValueError, OSError):  # closed, or its reader is gone
         stream.write(line + "\n")
         stream.flush()
 

@@ -13,7 +13,7 @@ _ROLE_WIDTH = 22
 
 
 def show_allocation(console: Console, mixture: AllocationSummary) -> None:
-    """Print how many bytes of each role are at which bits, and the expected loss beside that of one scheme for all."""
+    """Print the bytes of each role at each number of bits, and the expected loss next to those of uniform schemes."""
     schemes = [scheme for scheme in COMPRESSIONS if any(share.scheme == scheme for share in mixture.shares)]
     heads = "".join(f"{scheme or 'as is':>13}" for scheme in schemes)
     put(console, Text(f"  {'bits chosen':<{_ROLE_WIDTH}}{heads}", "dim"))

@@ -80,7 +80,7 @@ class ExpertCalls:
             return self._mean(lambda: call(self._draw(tokens, np.arange(self._some))))
 
     def near(self, tokens: int) -> float:
-        """Seconds of a call whose experts are all in page-locked memory, and copied from there."""
+        """Seconds of a call whose experts are all in pinned memory, and copied from there."""
         with self._pool(0, self._some, _Filling()) as pool, self._pooled(pool) as call:
             _bring_all(pool, self._some)
             return self._mean(lambda: call(self._draw(tokens, np.arange(self._some))))
@@ -122,8 +122,10 @@ class ExpertCalls:
                 return None
 
     def _mean(self, call: Callable[[], None]) -> float:
-        """Seconds of a call, after one that is not counted: the mean but for the slowest tenth. Not the median: threads
-        that read beside those that compute make some calls longer than most, and a token makes many."""
+        """Seconds of a call, after one that is not counted: the mean without the slowest tenth.
+
+        Not the median: threads that read while others compute slow down some calls, and a token makes many calls.
+        """
         call()
         taken: list[float] = []
         begun = time.perf_counter()

@@ -29,7 +29,7 @@ class CallTimes:
 
     Attributes:
         found: of one token, with all its experts where they compute.
-        near: with all of them in page-locked memory.
+        near: with all of them in pinned memory.
         read: with all of them read.
         prompt: of the first prompt, all of whose experts are read.
     """

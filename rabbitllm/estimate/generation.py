@@ -8,7 +8,7 @@ from rabbitllm.engine.placement import Placement
 from rabbitllm.splitter.split_estimate import SplitEstimate
 
 PROMPT_TOKENS = 16
-"""Of the prompt whose answer's first token is foretold."""
+"""Of the prompt whose answer's first token is estimated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +35,13 @@ class Experts:
 
     Attributes:
         device: which.
-        tier: as in `engine.placement.Tier`: "by routing" if they come and go, else all stay.
+        tier: as in `engine.placement.Tier`: "by routing" if they are streamed, else all are resident.
         count: how many there are.
         used: of them by a token.
         stored_bytes: of all.
         used_bytes: of those that a token uses.
-        kept_bytes: of those that stay on the device.
-        host_bytes: of those that stay in page-locked memory beside it.
+        kept_bytes: of those that are kept on the device.
+        host_bytes: of those that are kept in pinned host memory.
         read_bytes: what a token reads, if all experts were used alike.
         copied_bytes: what a token copies from host memory, if they were.
     """

@@ -80,8 +80,8 @@ class Machine:
 class RoughMachine(Machine):
     """The same for many models in little time: of each kind of thing what was measured first is taken for all.
 
-    Products of one form are about as fast whatever their shapes, if they are large; what a token costs beside them
-    differs by the sizes of layers, of which typical ones are measured.
+    Large products of one form are about equally fast, whatever their shapes. The other costs of a token depend on the
+    sizes of layers; typical sizes are measured.
 
     Attributes:
         files: that reading was measured with, once there are any.

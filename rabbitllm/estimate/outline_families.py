@@ -70,7 +70,7 @@ def _norms(config: Config) -> Iterator[OutlinedTensor]:
 def _attention(
     config: Config, *, biased: str = "", normed: bool = False, gated: bool = False
 ) -> Iterator[OutlinedTensor]:
-    """Grouped queries. `biased`: of q, k, v, o; `gated`: `q_proj` makes a gate of the output beside the queries."""
+    """Grouped-query attention. `biased`: of q, k, v, o; `gated`: `q_proj` also makes a gate of the output."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head = config.get("head_dim") or hidden // heads
     keys = config["num_key_value_heads"] * head
@@ -163,7 +163,7 @@ def _delta_net(config: Config) -> Iterator[OutlinedTensor]:
 
 
 def _gpt_oss(config: Config) -> Outline:
-    """All experts of a layer are one tensor; published as MXFP4, blocks of codes beside a byte of scale each."""
+    """All experts of a layer are one tensor. Published as MXFP4: blocks of codes, each with a scale of one byte."""
     hidden, inner, experts = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
     packed = bool(config.get("quantization_config"))
 
@@ -186,7 +186,7 @@ def _gpt_oss(config: Config) -> Outline:
 
 
 def _deepseek_v3(config: Config) -> Outline:
-    """The first layers are dense; behind the last the checkpoint has one that foretells tokens, which is not used."""
+    """The first layers are dense; after the last there is one for multi-token prediction, which is not used."""
     hidden, number, dense = config["hidden_size"], config["num_hidden_layers"], config["first_k_dense_replace"]
     few = min(dense, 1)
     fp8 = bool(config.get("quantization_config"))
@@ -238,7 +238,7 @@ def _ahead(config: Config, layer: Callable[[bool], Iterable[OutlinedTensor]]) ->
 
 
 def _in_fp8(parts: Iterable[OutlinedTensor]) -> Iterator[OutlinedTensor]:
-    """Matrices with a float32 for each block beside them; the others as they are."""
+    """Matrices in FP8, each with a tensor of scales, one float32 a block; other tensors as they are."""
     for one in parts:
         if len(one.shape) < 2:
             yield one

@@ -1,8 +1,8 @@
-"""What a token costs beside multiplying with weights: Python, small operations, and binding weights that do not stay.
+"""Costs of a token other than products with weights: Python, small operations, and the binding of streamed weights.
 
-The first two are those of a Llama of transformers' with the model's own sizes and without its matrices, run by the same
-`generate`; a decoder layer of another kind is taken to cost as much for each module in it. Binding is done and timed on
-the model's own skeleton, with made-up bytes, by the code that a pass runs.
+The first two are measured on a Llama of transformers that has the model's own sizes and no matrices, run by the same
+`generate`; a decoder layer of another kind is assumed to cost as much for each module in it. Binding is timed on the
+model's own skeleton, with made-up bytes, by the code that a pass runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MADE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """Seconds a token beside the weights: once a pass, and for each module inside a decoder layer."""
+    """Seconds a token without the products with weights: once a pass, and for each module inside a decoder layer."""
 
     a_pass: float
     a_module: float

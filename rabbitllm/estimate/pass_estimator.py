@@ -278,7 +278,7 @@ class PassEstimator:
         """Seconds a byte that a pass brings to a device.
 
         To one that shares no host memory bytes are copied while others are read ahead for it, whichever takes longer;
-        the disk has time for a unit while those that are kept in page-locked memory are copied.
+        the disk has time for a unit while those that are kept in pinned memory are copied.
         """
         here = [unit for unit in work if unit.device == name]
         read, copied = sum(unit.streamed for unit in here), sum(unit.uploaded for unit in here)

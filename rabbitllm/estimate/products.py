@@ -45,8 +45,8 @@ class WorkingSet:
     def rate(self, inputs: int, *, disturbed: bool = False) -> float:
         """Bytes of weights a second, with so many inputs at a time.
 
-        Alone by the median of rounds; `disturbed` by something beside it, by their mean: most of a disturbance may lie
-        in few of them.
+        Undisturbed, by the median of rounds. While other work runs (`disturbed`), by their mean, since few rounds may
+        hold most of the disturbance.
         """
         rows = {key: self._inputs(inputs, *key) for key in {_fits(weight) for weight in self.weights}}
         products: list[Callable[[], object]] = [

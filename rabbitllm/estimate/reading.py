@@ -134,7 +134,7 @@ class FileSample:
 
 
 class Beside:
-    """Reading that goes on beside something else; `rate` when it is over, bytes a second."""
+    """Reading in the background of other work; `rate` when it is over, bytes a second."""
 
     def __init__(self, sample: FileSample, way: ReadMode) -> None:
         self.stop = threading.Event()

@@ -23,13 +23,13 @@ class RoutedWork:
         name: the module's path in the model.
         unit: the unit that it is in.
         device: where they compute.
-        tier: `ROUTED` if they come and go; else they stay.
+        tier: `ROUTED` if they are streamed; else they are resident.
         is_host: whether that device computes where layer files are mapped.
         experts: how many there are.
         used: by a token.
         expert_bytes: of one, on disk.
-        on_device: the share of them that is kept where they compute; 1 where they stay.
-        in_host: the share that is kept in page-locked memory beside it.
+        on_device: the share of them that is kept where they compute; 1 if they are resident.
+        in_host: the share that is kept in pinned host memory.
         kind: equal for modules that differ in nothing that takes time.
     """
 

@@ -198,7 +198,7 @@ class TextCaches:
         handle.held = self.aside.put(cache, recompute_seconds)
 
     def whole_cache(self, handle: RequestHandle) -> Any:
-        """The KV cache from which a sequence could continue, see `RequestHandle.whole_cache`; None for one in a file."""
+        """The KV cache to continue a sequence from, see `RequestHandle.whole_cache`; None for one in a file."""
         if self.file is not None and self.file.holds(handle.generation.cache):
             return None
         return handle.whole_cache(continues=self._shares)

@@ -130,7 +130,8 @@ def _refuse_without_evidence(source: Source, manifest: Manifest, found: list[Sha
 def _still_there(source: Source, manifest: Manifest) -> Checkpoint | None:
     """The weights that a finished split was made from, as far as they are here; None if they are used up.
 
-    Another form of them may lie beside, which is none of the split's business: it is not opened, and never discarded.
+    The folder may have the weights in another form too. The split does not use that form: it is not opened, and never
+    discarded.
     """
     shards = manifest.source.fingerprints
     try:

@@ -73,7 +73,7 @@ def ensure_split(
                 return Profiler(enabled=options.profiling)
     with system_errors_by_name(folder), locked(folder), telling_how_to_go_on(folder), contextlib.ExitStack() as locks:
         lease.revoke(source.split_folder)  # of a run that died, and whose workers may not know it yet
-        if is_finished(source.split_folder):  # asked again: whoever had the lock before may have done it
+        if is_finished(source.split_folder):  # checked again: the process that had the lock before may have finished it
             if options.delete_original:
                 locks.enter_context(lock_source(source, options))
             check_finished(source, options, accept)
@@ -206,7 +206,7 @@ def _with_other_splits(error: MissingShardError, source: Source) -> MissingShard
         return error
     choices = " or ".join(f"compression={other!r}" for other in others)
     return MissingShardError(
-        error.problem, f"They may have been used up by the split beside them: load that one with {choices}."
+        error.problem, f"A split at another compression may have used them up: load that split with {choices}."
     )
 
 

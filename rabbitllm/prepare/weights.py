@@ -75,7 +75,7 @@ def whole_checkpoint(source: Source) -> tuple[LocalCheckpoint, FolderLock]:
 def open_folder(folder: Path, missing_from: HubRepository | None, split_folder: Path) -> LocalCheckpoint:
     """The checkpoint in a folder; one whose only file is used up is known by the journal of its split.
 
-    Beside that file another may lie, with the same weights in another format or with none of them.
+    The folder may have another file, with the same weights in another format or with none of them.
     """
     seen = journal.glance(split_folder) if folder.is_dir() else None
     shards = seen.shards if seen is not None else None

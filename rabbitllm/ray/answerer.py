@@ -20,7 +20,7 @@ from rabbitllm.models.pull.make import Wish
 from rabbitllm.store.chosen import BitAllocation
 
 WEIGHTS, CACHE = 0.5, 0.3
-"""Shares of its part of free memory that a worker which is not alone takes for weights, and for keys and values."""
+"""Shares of its part of free memory that a worker which is not alone takes for weights, and for the KV cache."""
 
 
 @dataclass(frozen=True, slots=True)

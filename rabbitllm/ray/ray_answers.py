@@ -1,8 +1,8 @@
 """Lines of a batch, answered by actors of a Ray cluster, each with the model loaded once.
 
-Each answer reaches this process as soon as it is complete, and is the only one for its line: what a worker is given is
-nobody else's until it is answered or the worker is lost, and then only what is missing is given to another one. Why
-actors and not Ray Data, whose unit is a block of rows, is in docs/CLUSTER.md.
+Each answer reaches this process as soon as it is complete, and is the only one for its line. A line is given to one
+worker. Only if that worker is lost, the lines that it has not answered are given to another one. Why actors and not Ray
+Data, whose unit is a block of rows, is in docs/CLUSTER.md.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class ByteStream:
             self._next(offset - self._at)
 
     def finish(self) -> None:
-        """Take what is left, so that whoever sends it has seen the end."""
+        """Read the rest of the stream, so that the sender reaches its end."""
         for _ in self._chunks:
             pass
 

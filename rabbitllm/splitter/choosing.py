@@ -47,7 +47,7 @@ def with_choice(
     bare = recompressed(plan, AUTO)
     found = groups(plan.tensors, experts_a_token)
     choices = BitChoices(bare, found)
-    # at 4bit-double scales wait beside the layer files, so its peak may be above that of 4bit, and both are tried
+    # at 4bit-double, scales wait in scratch files, so its peak on disk may exceed that of 4bit; both are tried
     fewest = {scheme: choices.at([scheme] * len(found)) for scheme in ("4bit", DOUBLE)}
     limits = _Limits(bare, disk_budget, options, None)
     lacking = {scheme: limits.over(least) for scheme, least in fewest.items()}
@@ -94,8 +94,10 @@ class _Limits:
         return shortage(made, self.disk_budget, self.options, way)
 
     def resident_bytes(self, made: BitChoice) -> int:
-        """Memory in which all of a choice's weights stay: as they are stored, scales that are made of quantized ones
-        beside them, and room to make the largest layer."""
+        """Bytes of memory that keep all of a choice's weights resident.
+
+        The sum of the stored weights, the scales that are made from quantized ones, and room to make the largest layer.
+        """
         largest = max((layout.size for layout in self.bare.layouts.values()), default=0)
         return made.output_bytes + made.scales_made + largest
 

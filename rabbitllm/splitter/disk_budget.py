@@ -30,7 +30,7 @@ class DiskBudget:
         folder: the split directory, there or not.
         freed: shard -> bytes that its deletion frees on the disk of `folder`; without shards that stay, lie on another
             disk, or share their data with another file.
-        small_files: bytes of what will lie beside the layer files.
+        small_files: bytes of the other files that the split directory will have.
         downloads: bytes that go elsewhere before the split begins (the hub cache, on the standard route), by folder.
         used: shards that an earlier run used up.
         in_use: bytes that an earlier run's files in the folder occupy already.
@@ -46,7 +46,7 @@ class DiskBudget:
     lock_bytes: int = 0
 
     def created(self, use: DiskUse) -> int:
-        """Bytes that `max_disk` bounds: of the split directory, and of what is downloaded beside it and stays."""
+        """Bytes that `max_disk` bounds: of the split directory, and of downloads elsewhere that stay."""
         return use.created + sum(nbytes for _, nbytes in self.downloads)
 
 
@@ -118,7 +118,7 @@ def choose_at_once(
         NotEnoughSpaceException, OptionError: as `choose_shard_transfer`; not even one at a time fits.
     """
     waiting = sum(shard.name not in disk_budget.used for shard in plan.shards)
-    # each is fetched by whoever fills from it, so none is fetched ahead
+    # each is fetched by the worker that fills from it, so none is fetched ahead
     ways = [way for way in candidates(plan, options.shard_transfer) if way is not ShardTransfer.FILE_AHEAD]
     return choose_way(plan, disk_budget, options, ways, max(1, min(at_once, waiting)))
 

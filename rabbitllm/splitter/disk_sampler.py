@@ -1,6 +1,6 @@
 """Looks at memory and disk while a split runs: the peaks, for a report, and whether free disk is running out.
 
-A thread samples; whoever moves bytes asks `check()`, which costs a comparison. Knows no shards and no layers.
+A thread samples; the code that moves bytes calls `check()`, which costs a comparison. Knows no shards and no layers.
 
 Invariant: with the context open, free space that stays under the limit for an interval is noticed by the next `check`.
 """
@@ -105,7 +105,7 @@ class DiskSampler:
     def _sample_on(self) -> None:
         while not self._over.wait(self._interval):
             seen = self._sample()
-            with contextlib.suppress(Exception):  # whoever listens, and fails at it, must not end the watch
+            with contextlib.suppress(Exception):  # an exception in a listener must not end the watch
                 self._tell(seen)
 
     def _tell(self, seen: DiskSampled | None) -> None:

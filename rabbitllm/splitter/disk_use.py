@@ -19,7 +19,7 @@ RECORDED_NAMES = 5
 CHOSEN_NAMES = 2
 """How often they do once more where each tensor has a compression of its own."""
 RECORD_BYTES = 340
-"""What they write of a tensor beside its name: dtype, shape, place, checksums, JSON."""
+"""What they write of a tensor in addition to its name: dtype, shape, place, checksums, JSON."""
 BLOCK_RECORD_BYTES = 12
 """What they write of a block of a layer file: its checksum, in base64, in each of them."""
 SHARD_RECORD_BYTES = 1024
@@ -43,8 +43,7 @@ class DiskUse:
     """Bytes on disk over a split.
 
     Attributes:
-        created: the most that the split directory occupies at any moment, layer files, staged shards and the small
-            files beside them.
+        created: the most that the split directory occupies at any moment: layer files, staged shards and small files.
         added: the most by which the disk is fuller than now; less than `created` if the deletion of shards frees space
             on this disk, or if an earlier run has created a part.
     """
@@ -94,7 +93,7 @@ def disk_use(
         plan: the split, or as much of it as its sizes are.
         arrival: of the shards that are fetched.
         freed: shard -> bytes that its deletion frees on the disk of the layer files.
-        small_files: bytes of what lies beside the layer files: config, tokenizer and the like, journal, manifest.
+        small_files: bytes of the other files in the split directory: config, tokenizer and the like, journal, manifest.
         used: shards that an earlier run used up.
         in_use: bytes that the split directory occupies already.
     """

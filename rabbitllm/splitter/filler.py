@@ -164,7 +164,7 @@ class Filler:
     def _compare(self, shard: PlannedShard, header: Header) -> None:
         """Refuse a shard that is no longer, or never was, what the plan took it for.
 
-        The plan's header came over the network without a digest, or from a file that somebody may have changed since.
+        The plan's header came over the network without a digest, or from a file that may have changed since.
         """
         taken = self._work.checkpoint.taken_from(shard.name, header)
         found = {tensor.name: tensor for tensor in taken.tensors}

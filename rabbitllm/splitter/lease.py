@@ -1,8 +1,8 @@
 """A file in the split directory that says which run its layer files may be filled for.
 
-Who fills them elsewhere reads it: whoever sees the wrong one, or none, does not look at the same folder, or belongs to
-a run that is over. A process that died leaves its file; the next run replaces it, and what still works for the dead one
-stops at its next look. Scratch: it says something about a running process and holds no data.
+The processes that fill them elsewhere read it. A process that reads the wrong run, or finds no file, looks at another
+folder or belongs to a run that is over. A process that died leaves its file. The next run replaces it, and the workers
+of the dead run stop at their next look. The file is scratch: it describes a running process and holds no data.
 """
 
 from __future__ import annotations
@@ -81,5 +81,5 @@ def granted(folder: Path) -> Iterator[Lease]:
 
 
 def revoke(folder: Path) -> None:
-    """Let nobody fill layer files in a folder any more; whoever does stops within `LOOK_SECONDS` and a chunk."""
+    """End the lease on a folder. Workers that fill layer files there stop within `LOOK_SECONDS` and a chunk."""
     durable.remove_scratch(folder / LEASE_NAME)

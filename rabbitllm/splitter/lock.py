@@ -1,8 +1,8 @@
 """One process (and one thread) at a time on a split directory; the others wait, say so once, and take over at once.
 
-The lock is the operating system's, through filelock: flock, and its like on Windows. It ends with whoever holds it, so
-nothing has to be cleaned up after a kill. Knows neither splits nor shards: whoever gets the lock looks at the directory
-again, since the one before may have finished it.
+The lock is the operating system's, through filelock: flock, and its like on Windows. It ends with the process that
+holds it, so nothing has to be cleaned up after a kill. This module knows neither splits nor shards: the caller that
+gets the lock looks at the directory again, since the holder before it may have finished the split.
 
 A process that has loaded a model holds a shared lock on the directory (`read_lock`, `folder_lock.py`). It prevents only
 the replacement and the removal of layer files.
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 LOCK_NAME = ".lock"
 HOLDER_NAME = ".lock.holder"
-"""Says who holds the lock. A file of its own: filelock before 3.30 empties the lock file whenever somebody tries it."""
+"""Names the holder of the lock. A file of its own: filelock before 3.30 empties the lock file at every attempt."""
 POLL_SECONDS = 0.1
 SILENT_SECONDS = 0.5
 """A wait shorter than this is not worth a message; by then the holder has said who it is, too."""
@@ -53,10 +53,10 @@ MAX_RESTARTS = 1000
 #    name still belongs to the file it opened. A file that lost its name never gets it back, and while it is open no
 #    new one has its inode number, so then filelock opened that file too. If not, the lock is released and tried again.
 # 2. Only one who has the lock removes the file: `_remove_lock_file` takes it once more for that, after filelock has let
-#    go, and leaves the file to whoever was quicker. It cannot be done before: filelock 3.20.4 to 3.29 themselves unlink
+#    go, and leaves the file if another process was quicker. It cannot be done before: filelock 3.20.4 to 3.29 unlink
 #    on release, by name, and would take away the file that a third process has made and locked in between. Their own
 #    unlink comes while they hold the lock on the file of that name (they do look), so rule 1 covers it.
-# 3. Whoever gets the lock looks at the directory again: a manifest means that there is nothing left to do.
+# 3. The process that gets the lock looks at the directory again: a manifest means that nothing is left to do.
 #
 # On Windows an open file cannot be removed, so there the last one to have it open removes it.
 
@@ -138,7 +138,7 @@ def read_lock(folder: Path) -> FolderLock:
 
 
 def is_left_over(folder: Path) -> bool:
-    """Whether files of a lock are in the folder: somebody holds it, or was killed while holding it."""
+    """Whether files of a lock are in the folder: a process holds it, or was killed while holding it."""
     return (folder / LOCK_NAME).exists() or (folder / HOLDER_NAME).exists()
 
 
@@ -240,9 +240,9 @@ def _let_go(folder: Path, lock: BaseFileLock | None) -> None:
 
 
 def _remove_lock_file(path: Path, *, contended: bool) -> None:
-    """Remove the lock file unless somebody has the lock by now, who then removes it.
+    """Remove the lock file, unless another process has the lock by now; that process then removes it.
 
-    With `contended` False there are no locks on this file system, and nobody to look out for.
+    With `contended` False this file system has no locks, and the file is removed without this check.
     """
     if sys.platform == "win32" or not contended:
         durable.remove_scratch(path)

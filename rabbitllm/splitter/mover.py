@@ -41,7 +41,7 @@ from rabbitllm.telemetry.profiler import FETCH, QUANTIZE, READ, SYNC, WRITE, Pro
 SPARE_BUFFERS = 2
 """Buffers of a stream beyond one a thread, so that the reader need not wait for the slowest."""
 STRIDED_READERS = 2
-"""Threads that rearrange elements at a time: each holds up to `strided.STAGING_BYTES` beside its buffer."""
+"""Threads that rearrange elements at a time: each holds up to `strided.STAGING_BYTES` in addition to its buffer."""
 QUEUED_BATCHES = 4
 """Batches of a file that are given to the threads ahead of time, for each of them."""
 

@@ -68,7 +68,7 @@ def repair(request: SplitRequest, manifest: Manifest, layers: Collection[str]) -
                 opened.mark_used(shard.name, {}, known.get(shard.name))
     finally:
         opened.close()
-    # The damaged files go before the manifest does: a journal beside a manifest counts for nothing, and a manifest that
+    # The damaged files are removed before the manifest. A journal is ignored where a manifest is, and a manifest that
     # names a missing file is refused, so a crash at any point here is seen and repaired by the next call.
     for record in manifest.layers:
         if record.id in layers:

@@ -29,14 +29,14 @@ class ShardExecutor(Protocol):
     at_once: int
 
     def sharing(self, folder: Path, seen: Sequence[Path]) -> AbstractContextManager[None]:
-        """Make sure that everybody sees the split directory and the source, and keep it so while the context is open.
+        """Make sure that all workers see the split directory and the source, and keep it so while the context is open.
 
         Args:
             folder: the split directory, there and locked by the caller.
             seen: files and folders of the source; none where it is on the hub.
 
         Raises:
-            ClusterError: somebody does not, or has another version of this package; nothing was touched.
+            ClusterError: a worker does not, or has another version of this package; nothing was touched.
         """
         ...
 

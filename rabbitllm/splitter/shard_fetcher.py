@@ -107,7 +107,7 @@ class _Fetched:
 
 
 class _Stopped(Exception):
-    """Nobody wants the shard that is being fetched any more."""
+    """The shard that is being fetched is no longer needed."""
 
 
 class ShardFetcher:

@@ -3,7 +3,7 @@
 The order of steps for one shard is what makes a crash harmless:
 
 1. its bytes are written into unfinished layer files (`.part`), at places fixed by the plan; or into a scratch file
-   beside one, if they are a piece of a tensor that has to wait for its other pieces;
+   of the layer, if they are a piece of a tensor that has to wait for its other pieces;
 2. in layers that now have all their tensors, scales that are quantized themselves are, from the scratch file that they
    have waited in; every file it touched is fsynced, and these layers get their final name; where some tensors lie in
    pieces, these are joined first, one layer after the other; the scratch file goes when the name is durable;

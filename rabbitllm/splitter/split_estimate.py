@@ -21,7 +21,7 @@ from rabbitllm.splitter.plan import SplitPlan
 from rabbitllm.store.chosen import AUTO
 
 MEMORY_BYTES = 200 * 1000**2
-"""Anonymous memory that a split adds to its process at most, beside its plan (benchmarks/results: up to 187 MB)."""
+"""Anonymous memory that a split adds to its process at most, without its plan (benchmarks/results: up to 187 MB)."""
 MEMORY_BYTES_A_TENSOR = 2400
 """Of the plan and its journal; Qwen3-Coder-Next's 74,391 tensors were measured to take 2,341 each at 4bit."""
 STANDARD = "standard"
@@ -231,7 +231,7 @@ def seconds_of(load: Load, route: str, compression: str | None, rates: Rates) ->
 
     Fetching and splitting take turns where each shard is a file and where all are fetched first; they overlap, so that
     the slower of both decides, where the next shard is fetched meanwhile and where shards are streamed. Writing is not
-    in it: it goes on beside both, and its rate cannot be measured without writing.
+    in it: it overlaps with both, and its rate cannot be measured without writing.
 
     Returns:
         Seconds; None if a rate that it needs is not known.

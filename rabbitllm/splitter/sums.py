@@ -1,7 +1,7 @@
 """What has been written of each stored part, and its CRC-32 from those of its pieces in any order.
 
-Beside that of the whole part there is one for each run of it between the places where a layer file is cut into blocks
-(`store/checksums.py`). Threads may add at the same time to tensors that were expected before. Knows no files.
+There is one CRC-32 of the whole part, and one of each run of it between the places where a layer file is cut into
+blocks (`store/checksums.py`). Threads may add at the same time to tensors that were expected before. Knows no files.
 """
 
 from __future__ import annotations

@@ -104,9 +104,9 @@ class GrowingFile:
     def write_at(self, data: memoryview, offset: int, *, aligned: bool = False) -> None:
         """Write all of `data` (bytes) at `offset` (bytes).
 
-        With `aligned` the caller says that the memory of `data` starts on a 4096-byte boundary;
-        the part that the file system then takes past the page cache goes that way, since the bytes
-        are needed on the disk now and by nobody soon.
+        With `aligned` the caller says that the memory of `data` starts on a 4096-byte boundary. The part that the
+        file system takes past the page cache then goes that way, since the bytes have to reach the disk now and are
+        not read soon.
         """
         with self._files.using(self):
             _announce(Step("write", self.path, offset, data))
@@ -334,7 +334,7 @@ def open_scratch(path: Path, *, create: bool = True) -> Iterator[int]:
 
 
 def write_scratch(path: Path, data: bytes) -> None:
-    """Write a scratch file; whoever reads it must bear with half of it."""
+    """Write a scratch file; a reader must be able to handle a partial one."""
     path.write_bytes(data)
 
 
@@ -355,7 +355,7 @@ def nameless_file(folder: Path, blocks: Iterable[bytes]) -> Iterator[int]:
 
 
 class NamelessFile:
-    """A file for what does not fit into memory: nameless, for nobody else, gone with its descriptor.
+    """A file for data that does not fit into memory: without a name, for this process alone, gone with its descriptor.
 
     Written and read at places; where `READS_AT_PLACES`, by several threads at a time. A disk may be full, so that
     writing is announced as a step. With `aligned` the caller says that memory, offset and length are multiples of

@@ -1,6 +1,6 @@
 """One walk over all layers as a record, and many of them as sums. Knows no clocks and no models.
 
-A pass over a prompt and one over a further token have little in common, so they are summed apart.
+Prefill and decode have little in common, so their passes are summed separately.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PassInput:
 
     @property
     def kind(self) -> str:
-        """`PROMPT` if it is the beginning of a text, or has positions whose logits nobody wants; else `FURTHER`."""
+        """`PROMPT` for prefill: the first pass of a sequence, or one without all logits; else `FURTHER` (decode)."""
         if self.past is None:
             return PROMPT if self.length > 1 else FURTHER
         return PROMPT if self.past == 0 or (self.asked is not None and self.asked < self.length) else FURTHER

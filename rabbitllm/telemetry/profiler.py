@@ -144,12 +144,12 @@ class Profiler:
 
     @contextlib.contextmanager
     def forward(self, entry: PassInput, text: Any = None) -> Iterator[None]:
-        """Record a pass: what happens inside the context. One inside another, or beside it, is part of it.
+        """Record what happens inside the context as one pass. A nested or concurrent pass counts as part of it.
 
         Args:
             entry: what goes in.
-            text: an object that the next pass brings again if it continues this one's text: the KV cache. By that it
-                is known how many tokens came of this one.
+            text: the KV cache. The next pass has the same object if it continues this sequence; it then tells how many
+                tokens this pass made.
         """
         with self._lock:
             first = self._open is None and self.enabled

@@ -26,7 +26,7 @@ from tests.support.splitting import split
 EVENT = ShardStarted("a", 1, 1)
 
 
-def test_everyone_hears_and_nobody_hears_afterwards() -> None:
+def test_each_listener_hears_and_none_hears_afterwards() -> None:
     first: list[Event] = []
     second: list[Event] = []
     assert not is_shown()

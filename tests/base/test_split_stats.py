@@ -153,7 +153,7 @@ def test_a_shard_counts_whole_when_it_is_used_up_and_once_when_it_comes_again() 
     ledger.hear(BytesDone("a", 90 * MB))  # it was damaged, and all of it came again
     assert ledger.facts().done_bytes == 100 * MB
     ledger.hear(BytesDone("b", 40 * MB))
-    ledger.hear(ShardDone("b", 2, 4, "deleted", 7 * MB, 200 * MB))  # its header, and what nobody wants, are no tensors
+    ledger.hear(ShardDone("b", 2, 4, "deleted", 7 * MB, 200 * MB))  # its other bytes are a header and unused data
     facts = ledger.facts()
     assert facts.done_bytes == 200 * MB
     assert (facts.disk_bytes, facts.source_left_bytes) == (7 * MB, 200 * MB)

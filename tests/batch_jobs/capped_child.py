@@ -1,4 +1,4 @@
-"""Answers prompts in a process whose memory somebody bounds when it says that it is idle; prints what came of it.
+"""Answers prompts in a process whose memory is bounded from outside once it says that it is idle; prints the result.
 
 python -m tests.batch_jobs.capped_child SPLIT-FOLDER OUT CACHE-MEMORY PROMPTS TOKENS NEW-TOKENS
 """

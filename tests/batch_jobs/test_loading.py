@@ -1,4 +1,4 @@
-"""What keys and values of the lines need, before the model is loaded."""
+"""The size of the KV cache that the lines need, before the model is loaded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_where_less_is_free_than_was_foretold_keys_and_values_give_way() -> None
 
 
 def needed_of_one(config: object) -> int:
-    """Keys and values of a token: layers, two of each, heads of keys, width, float32."""
+    """Bytes of the KV cache for a token: layers, K and V (2), KV heads, width of a head, float32 (4 bytes)."""
     llama = FAMILIES["llama"].config(False)
     assert type(config) is type(llama)
     return int(llama.num_hidden_layers * 2 * llama.num_key_value_heads * 16 * 4)

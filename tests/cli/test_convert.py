@@ -170,7 +170,7 @@ def test_a_checkpoint_of_torch_from_before_1_6(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["consolidated.00.pth", "x.safetensors"])
 def test_a_file_alone_is_its_weights_alone(tmp_path: Path, name: str) -> None:
-    """What else lies in its folder is nobody's business."""
+    """Other files in its folder are not copied."""
     tensors = {
         "tok_embeddings.weight": torch.randn(8, 4),
         **{f"layers.{n}.attention.wq.weight": torch.randn(4, 4) for n in range(12)},
@@ -189,7 +189,7 @@ def test_a_file_alone_is_its_weights_alone(tmp_path: Path, name: str) -> None:
     assert "there was none: these are the weights alone" in text
 
 
-def test_a_file_among_others_beside_a_config(tmp_path: Path) -> None:
+def test_a_file_among_others_with_a_config(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "model", {"model.safetensors": llama_tensors()}, index=False)
     other = llama_tensors(seed=1)
     torch.save(other, folder / "other.pth")

@@ -1,4 +1,4 @@
-"""`rabbitllm plan` as a user meets it: on folders and on a local hub, beside the splits that it foretells."""
+"""`rabbitllm plan` as a user meets it: on folders and on a local hub, compared with the splits that it predicts."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def test_peak_of_a_repository(
 
 
 def assert_bound(predicted: int, most: int, made: Path) -> None:
-    """What was foretold is an upper bound, and close."""
+    """The estimate is an upper bound, and close."""
     files = len([path for path in made.rglob("*") if path.stat().st_size])
     assert most <= predicted <= most + PER_FILE * files
 
@@ -348,7 +348,7 @@ def test_less_compression_is_proposed_before_more(repository: Path, hub_environm
     budget = routes(plan(REPO), "8bit")["sequential_stream"].created_bytes
     found = plan(REPO, max_disk=budget, revision="main")
     assert found.choice is not None
-    # the standard route would download all shards beside the layer files
+    # the standard route would hold all shards and the layer files at the same time
     assert (found.choice.compression, found.choice.route) == ("8bit", "sequential_stream")
     expected = {"source": REPO, "compression": "8bit", "revision": "main", "max_disk": budget}
     assert given(found.choice.call) == {**expected, "sequential_shard_processing": True}

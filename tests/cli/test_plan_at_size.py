@@ -1,4 +1,4 @@
-"""What `rabbitllm plan` foretells of the disk for a checkpoint above 1 GB, and what a split takes, on every route."""
+"""Disk use that `rabbitllm plan` predicts for a checkpoint above 1 GB, and disk use of the split, on every route."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.peak import Peak
 pytestmark = pytest.mark.long
 
 CLOSE = 1.02
-"""What is foretold may be so many times the truth, and never less than it."""
+"""The estimate may be so many times the true value, and never less than it."""
 COMPRESSIONS = [None, "4bit"]
 
 

@@ -1,6 +1,6 @@
 """No value of a wrong type in a config or a tokenizer's file ends a command in anything but an error of ours.
 
-Copies of the demo's model with one value changed, as they are or beside their split, and the commands in this process.
+Copies of the demo's model with one value changed, with and without a split, and the commands in this process.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ GENERATION: dict[str, tuple[Any, ...]] = {
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's model beside its split."""
+    """The demo's model, with its split in the same folder."""
     demo = Path(rabbitllm.__file__).parent / "demo" / "model"
     folder = shutil.copytree(demo, tmp_path_factory.mktemp("sound") / "model")
     outcome("pull", str(folder))

@@ -93,7 +93,7 @@ def test_lines_are_due_every_few_seconds_and_hours_make_no_wall() -> None:
     assert len(due) < 600
 
 
-def test_a_stream_that_is_closed_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_is_closed_raises_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, region = as_terminal(monkeypatch), Region()
     claim = region.claim(Said("one"))
     stream.close()
@@ -113,7 +113,7 @@ CROWD = """
     import logging, sys, threading, warnings
     logging.basicConfig(format="%(message)s")  # its handler holds stderr from before there are rows
     from tqdm import tqdm
-    old = tqdm(total=300, desc="somebody's bar", mininterval=0)
+    old = tqdm(total=300, desc="another bar", mininterval=0)
     from rabbitllm.display import region
     region.REFRESH_SECONDS = 0.001
 
@@ -158,7 +158,7 @@ def test_a_crowd_on_a_real_terminal(columns: int) -> None:
         assert places == sorted(places)
         assert places[0] >= 0
     assert not [line for line in shown if line.startswith(("row ", "second row", "Loading"))]
-    assert [line for line in shown if "somebody's bar" in line] == [shown[-2]]
+    assert [line for line in shown if "another bar" in line] == [shown[-2]]
     assert "300/300" in shown[-2]
     assert shown[-1] == "after"
     assert "all is done" in shown

@@ -1,4 +1,4 @@
-"""Models told from their configs: the tensors are the published ones, and what is foretold is what a plan foretells."""
+"""Models derived from their configs: the tensors are the published ones, and the estimates are those of a plan."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_layer_files_take_what_a_plan_says(tmp_path: Path, family: str, compress
     folder, outline = tiny(tmp_path, family)
     files = planned(folder, compression)
     stored = sum(tensor.nbytes for tensor in files.tensors.values())
-    # beside the tensors: a header a file, and the rest of its last block
+    # bytes that belong to no tensor: a header a file, and the rest of its last block
     beside = outline.output_bytes(compression) - stored
     assert 0 < beside < 3 * 4096 * (LAYERS + 3) + 400 * len(files.tensors)
     assert outline.checkpoint_bytes == sum(

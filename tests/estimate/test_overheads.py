@@ -1,4 +1,4 @@
-"""What a token costs beside its products: measured on the model's own sizes and its own skeleton."""
+"""Costs of a token other than its products, measured on the model's own sizes and its own skeleton."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_what_stays_in_one_place_hides_one_unit_and_no_more() -> None:
 
 def test_each_slows_the_other_while_both_go_on() -> None:
     alone, strained = streamed(4, 1, 1), Strain(computing=2, reading=3)
-    # a second of reading takes three beside computing, of which a second takes two: 2/3 is read by then, and 1/3 alone
+    # together, a second of reading takes three and one of computing two: 2/3 is read by then, 1/3 is read alone
     assert pass_seconds(alone, strained) == pytest.approx(4 * (2 + 1 / 3))
     assert pass_seconds([UnitTime("cpu", 1)], strained) == pytest.approx(1)
 

@@ -1,4 +1,6 @@
-"""Seconds a token before there is a split: facts beside the model that is then loaded, times that follow from rates.
+"""Estimates of seconds a token before there is a split.
+
+Facts are compared with the model that is then loaded; times follow from given rates.
 
 How close the times come is for `benchmarks/predict.py` to say.
 """

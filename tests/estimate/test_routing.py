@@ -1,4 +1,4 @@
-"""What a token needs of experts: shares and bytes beside the placement, and beside the engine's own cache."""
+"""What a token needs of experts: shares and bytes, compared with the placement and with the engine's own cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pass does with each unit, beside the model itself."""
+"""The work of a pass for each unit, compared with the model itself."""
 
 from __future__ import annotations
 

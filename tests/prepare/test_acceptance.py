@@ -110,7 +110,7 @@ def another_model(folder: Path) -> None:
 
 
 def codes_without_a_quantization_config(folder: Path) -> None:
-    """As ModelOpt publishes FP8: the config says nothing, a file beside it does."""
+    """As ModelOpt publishes FP8: the config does not name the quantization, another file of the folder does."""
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         name = "model.layers.1.mlp.up_proj"

@@ -173,7 +173,7 @@ def test_refusal_is_no_lack_of_an_answer(repository: Path, local_hub: LocalHub) 
 
 
 @pytest.mark.parametrize("compression", [None, "4bit", "8bit"])
-def test_legacy_folder_beside_its_checkpoint(tmp_path: Path, compression: str | None) -> None:
+def test_legacy_folder_in_the_folder_of_its_checkpoint(tmp_path: Path, compression: str | None) -> None:
     model = Path(shutil.copytree(GOLDEN / "model-2-shards", tmp_path / "model"))
     name = "splitted_model" + (f".{compression}" if compression else "")
     shutil.copytree(GOLDEN / f"rabbitllm-1.1.0-{compression or 'none'}" / name, model / name)
@@ -201,7 +201,7 @@ def test_legacy_folder_in_a_snapshot(
     assert local_hub.body_bytes(".safetensors") == 0
 
 
-def test_unfinished_legacy_folder_is_made_anew(tmp_path: Path) -> None:
+def test_unfinished_legacy_folder_is_made_again(tmp_path: Path) -> None:
     """Layer files without a single marker, and every shard still there."""
     model = Path(shutil.copytree(GOLDEN / "model-2-shards", tmp_path / "model"))
     legacy = Path(shutil.copytree(GOLDEN / "rabbitllm-1.1.0-none" / "splitted_model", model / "splitted_model"))

@@ -52,7 +52,7 @@ def test_split_directory_loads_alone(model: Path, tmp_path: Path, local_hub: Loc
     assert local_hub.requests == []
 
 
-def test_used_up_checkpoint_has_its_split_beside_it(model: Path) -> None:
+def test_used_up_checkpoint_has_its_split_in_its_folder(model: Path) -> None:
     made = split(model, delete_original=True)
     assert names_in(model) == ["config.json", "splitted_model"]
     (model / "config.json").unlink()

@@ -38,14 +38,14 @@ def test_missing_shards_and_a_split_at_another_compression(model: Path) -> None:
         split(model)
     assert "lacks 3 of the shards its index names" in missing.value.problem
     assert missing.value.remedy == (
-        "They may have been used up by the split beside them: load that one with compression='4bit'."
+        "A split at another compression may have used them up: load that split with compression='4bit'."
     )
 
 
 def test_missing_shards_and_splits_at_two_other_compressions(model: Path) -> None:
     split(model, sequential=False)
     split(model, compression="8bit")
-    with pytest.raises(MissingShardError, match="load that one with compression=None or compression='8bit'"):
+    with pytest.raises(MissingShardError, match="load that split with compression=None or compression='8bit'"):
         split(model, compression="4bit")
 
 
@@ -91,7 +91,7 @@ def test_two_processes_race_on_a_checkpoint_of_one_file(
         model = write_shards(tmp_path / str(turn) / "model", shards, index=False)
         for worker in workers:
             worker.begin(Call(str(model), delete_original=delete))
-        for made in [worker.result() for worker in workers]:  # both are done, and nobody has the lock any more
+        for made in [worker.result() for worker in workers]:  # both are done, and the lock is free
             assert contents(made) == expected
         assert names_in(model) == ["config.json", "splitted_model"]
 

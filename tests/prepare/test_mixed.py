@@ -209,13 +209,13 @@ def load(folder: Path, where: Path, memory: int, **options: Any) -> Any:
 
 @pytest.fixture
 def made(tmp_path: Path) -> Path:
-    """A checkpoint with a mixed split beside it, for so much disk."""
+    """A mixed split, for so much disk, in the folder of its checkpoint."""
     folder = write_shards(tmp_path / "model", cut(llama_tensors(layers=3, vocabulary=512), 3))
     allowed = size_at(folder, tmp_path / "uniform", "4bit") + 150_000
     return Call(str(folder), compression="auto", sequential=False, max_disk=allowed).make()
 
 
-def test_another_budget_is_neither_ignored_nor_split_for_anew(made: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_budget_is_neither_ignored_nor_split_for_again(made: Path, caplog: pytest.LogCaptureFixture) -> None:
     source, before = str(made.parent), contents(made)
     chosen = manifest_of(made).chosen
     assert chosen is not None

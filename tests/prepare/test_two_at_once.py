@@ -52,7 +52,7 @@ def refused(make: Callable[[], object], pid: int, *untouched: Path) -> str:
 
 @pytest.mark.parametrize("sequential", [True, False])
 @pytest.mark.parametrize("compression", [None, "4bit"])
-def test_a_second_split_beside_one_that_deletes(
+def test_a_second_split_during_one_that_deletes(
     folder: Path, tmp_path: Path, sequential: bool, compression: str | None
 ) -> None:
     second = Call(str(folder), str(tmp_path / "second"), compression, sequential=sequential)
@@ -69,7 +69,7 @@ def test_a_second_split_beside_one_that_deletes(
     assert names_in(folder, "*-of-*.safetensors") == []
 
 
-def test_one_that_deletes_beside_one_that_reads(folder: Path, tmp_path: Path) -> None:
+def test_one_that_deletes_during_one_that_reads(folder: Path, tmp_path: Path) -> None:
     second = Call(str(folder), str(tmp_path / "second"), sequential=True)
     with Paused("split", source=str(folder), saving_path=str(tmp_path / "first"), sequential=False) as other:
         said = refused(second.make, other.pid, folder)
@@ -133,19 +133,19 @@ def _options(**given: Any) -> Any:
 # Readers of shards and a split
 
 
-def test_a_reader_of_shards_beside_a_split_that_deletes_them(folder: Path, tmp_path: Path) -> None:
+def test_a_reader_of_shards_during_a_split_that_deletes_them(folder: Path, tmp_path: Path) -> None:
     with Paused("split", source=str(folder), saving_path=str(tmp_path / "first")) as other:
         said = refused(lambda: AutoModel.from_pretrained(folder, split=False, device="cpu"), other.pid, folder)
         assert f"{folder} is being split by process {other.pid}" in said
 
 
-def test_a_split_that_would_delete_what_somebody_reads(folder: Path, tmp_path: Path) -> None:
+def test_a_split_that_would_delete_shards_in_use(folder: Path, tmp_path: Path) -> None:
     call = Call(str(folder), str(tmp_path / "out"), "4bit")
     with Paused("load", name=folder, split=False) as other:
         said = refused(call.make, other.pid, folder)
         assert f"{folder} is in use by process {other.pid}" in said
         assert names_in(tmp_path / "out") == []
-        standard = Call(str(folder), str(tmp_path / "beside"), "4bit", sequential=False)
+        standard = Call(str(folder), str(tmp_path / "standard"), "4bit", sequential=False)
         assert (standard.make() / "split.json").exists()
         other.goes_on()
     call.make()

@@ -1,4 +1,4 @@
-"""Splits by hands that are no cluster: whoever fills, in whatever order, the bytes and what is safe are the same."""
+"""Splits by workers without a cluster: by any worker and in any order, the bytes are equal and crashes are safe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a choice of bits takes is reckoned without its plan, to the byte what a plan says; so the same is chosen."""
+"""The size of a choice of bits is computed without its plan, equal to the plan's to the byte; so the same is chosen."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ def test_local_shards_arrive_one_way(tmp_path: Path, free: list[int]) -> None:
         assert choose(plan_of(even(2, MIB)), tmp_path, None, deletes=True, transfer=transfer) is ShardTransfer.FILE
 
 
-def test_max_disk_counts_what_is_downloaded_beside_the_split(tmp_path: Path, free: list[int]) -> None:
+def test_max_disk_counts_downloads_outside_the_split(tmp_path: Path, free: list[int]) -> None:
     plan, cache = plan_of(even(4, MIB)), ((tmp_path / "cache", 10 * MIB),)
     need = disk_use(plan).created + 10 * MIB
     choose(plan, tmp_path / "split", need, deletes=False, downloads=cache)

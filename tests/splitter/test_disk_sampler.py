@@ -65,7 +65,7 @@ def test_too_little_free_space_is_seen_at_once(tmp_path: Path) -> None:
 
 
 def test_free_space_that_runs_out_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk of 10 MB that nobody else writes to."""
+    """A disk of 10 MB that only this test writes to."""
     file = tmp_path / "layer.part"
     file.touch()
     real = shutil.disk_usage(tmp_path)
@@ -80,7 +80,7 @@ def test_free_space_that_runs_out_on_the_way(tmp_path: Path, monkeypatch: pytest
             watch.check()
         os.truncate(file, 0)
         time.sleep(5 * SHORT)
-        with pytest.raises(DiskFullError):  # whoever asks later hears of it too
+        with pytest.raises(DiskFullError):  # later calls raise it too
             watch.check()
 
 
@@ -130,7 +130,7 @@ def test_peak_of_memory(tmp_path: Path) -> None:
         taken = bytearray(os.urandom(64 * MB))
         wait_until(lambda: watch.peaks.anonymous_bytes >= 60 * MB)
         del taken
-    assert 60 * MB <= watch.peaks.anonymous_bytes < 160 * MB  # urandom's own bytes lived beside it for a moment
+    assert 60 * MB <= watch.peaks.anonymous_bytes < 160 * MB  # urandom's own bytes lived at the same time for a moment
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells pages of files from others")

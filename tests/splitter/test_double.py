@@ -165,7 +165,7 @@ def test_the_scratch_of_a_layer_that_waits_is_durable_before_its_shard_goes(tmp_
 
 
 def peaks_of(source: Path, make: Callable[[], Path]) -> tuple[int, int, Path]:
-    """The most that a split beside its source occupies over its steps, what it said beforehand, and the split."""
+    """The peak of the disk that a split in its source's folder adds, the peak that it announced, and the split."""
     before, most, planned = occupied(source), [0], []
 
     def look(number: int, step: Step) -> None:

@@ -79,7 +79,7 @@ def test_the_same_weights_in_another_order(
     assert [LayerStore(folder).manifest.format_version for folder in (earlier, now)] == [BY_NAME, EXPERTS_TOGETHER]  # type: ignore[union-attr]
 
 
-def test_its_layers_are_made_anew_as_they_were(first_version: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_layers_are_made_again_as_they_were(first_version: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = split(first_version, sequential=False)
     monkeypatch.undo()
     whole = contents(folder)

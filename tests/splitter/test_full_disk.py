@@ -27,7 +27,7 @@ from tests.support.ticks import observe_ticks
 
 MIB = 1 << 20
 LARGE = {"layers": 3, "hidden": 256, "vocabulary": 2048}
-"""Shards far larger than what lies beside the layer files."""
+"""Shards far larger than the other files of the split directory."""
 MARGIN = 64 * 1024
 IN_TURN = routes(sequential=[True])
 PEAKS = [*IN_TURN, *routes(hub=[False], sequential=[False])]
@@ -132,7 +132,7 @@ def test_no_disk_is_too_small_for_what_was_begun(
         assert fits(scene, disk, local_hub, free) == (free >= enough) or abs(free - enough) <= 4096  # whole pages
 
 
-# Somebody else takes the space
+# Another process takes the space
 
 
 def run_out_and_go_on(scene: Scene, disk: SmallDisk, at: int, left: int) -> bool:

@@ -236,7 +236,7 @@ def test_waiting_process_takes_over_at_once_when_the_holder_is_killed(
     assert names_in(folder) == ["split.journal"]
 
 
-def test_killed_holder_with_nobody_waiting_is_in_nobodys_way(folder: Path, hold: Callable[[Path], Holder]) -> None:
+def test_killed_holder_without_waiting_processes_does_not_block(folder: Path, hold: Callable[[Path], Holder]) -> None:
     first = hold(folder)
     first.is_in()
     first.process.kill()
@@ -379,7 +379,7 @@ def test_file_system_that_does_not_answer(
 # Those who only read
 
 
-def test_who_replaces_layer_files_is_refused_while_somebody_reads(folder: Path) -> None:
+def test_who_replaces_layer_files_is_refused_while_they_are_read(folder: Path) -> None:
     with read_lock(folder):
         with locked(folder):  # to finish or to clear away
             pass

@@ -461,7 +461,7 @@ def test_ranks_of_two_models(tmp_path: Path, model: Any) -> None:
     assert names_in(source, "*.pth") == [RANK.format(0), RANK.format(1)]
 
 
-def test_safetensors_beside_come_first(tmp_path: Path, model: Any, expected: Expected) -> None:
+def test_safetensors_in_the_same_folder_come_first(tmp_path: Path, model: Any, expected: Expected) -> None:
     source = write_meta(tmp_path, tiny_llama(seed=5), 2)
     write_as_transformers(source, model)
     assert layer_files(split(source, delete_original=True)) == expected[None]

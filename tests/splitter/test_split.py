@@ -690,7 +690,7 @@ def test_split_that_only_lacks_its_last_step_takes_no_other_folder(
     assert split(other, saving_path, sequential=sequential, delete_original=delete)
 
 
-def test_unfinished_split_beside_a_folder_that_was_renamed(
+def test_unfinished_split_in_a_folder_that_was_renamed(
     model: Path, tmp_path: Path, expected: Callable[[str | None], dict[str, bytes]]
 ) -> None:
     interrupted(Call(str(model)), shards=3)
@@ -894,7 +894,7 @@ def test_peaks_are_told_at_the_end(model: Path) -> None:
 
 LARGE = {"layers": 5, "hidden": 384, "vocabulary": 2048}
 BOOKKEEPING = 64 * 1024
-"""Journal, manifest, config and folders: what is on the disk besides weights."""
+"""Bytes on the disk that are no weights: journal, manifest, config and folders."""
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)

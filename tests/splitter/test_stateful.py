@@ -58,7 +58,7 @@ from tests.support.ticks import observe_ticks
 pytestmark = pytest.mark.usefixtures("swift_disk")
 
 BOOKKEEPING = 64 * 1024
-"""Journal, manifest and config: what is on the disk besides weights."""
+"""Bytes on the disk that are no weights: journal, manifest and config."""
 MOMENTS = st.sampled_from(range(100))
 """When something happens, in hundredths of the steps of an undisturbed call."""
 FINISHED = "finished"

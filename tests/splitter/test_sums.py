@@ -73,7 +73,7 @@ def test_a_part_that_was_not_written_whole_has_no_sum(missing: int) -> None:
         sums.take([FORM])
 
 
-def test_what_is_written_again_is_summed_anew() -> None:
+def test_what_is_written_again_is_summed_again() -> None:
     sums = Sums()
     sums.expect([FORM])
     added(sums, FORM, [0, 500])

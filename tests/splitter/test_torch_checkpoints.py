@@ -200,11 +200,11 @@ def test_safetensors_come_first(tmp_path: Path, tensors: Weights) -> None:
     assert not (source / SINGLE_NAME).exists()
 
 
-# Another form of the weights beside those that are used up
+# Another form of the weights in the folder of those that are used up
 
 
 @pytest.mark.parametrize("beside", ["sound", "legacy", "hostile"])
-def test_what_lies_beside_the_shards_is_left_alone(
+def test_other_files_in_the_folder_of_the_shards_stay_as_they_are(
     tmp_path: Path, tensors: Weights, expected: dict[str | None, dict[str, bytes]], beside: str
 ) -> None:
     """When the only safetensors file is used up, a file of torch's is what the folder begins with."""

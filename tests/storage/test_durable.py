@@ -247,7 +247,7 @@ def test_threads_fill_many_files_of_a_small_pool(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_a_file_that_was_taken_away_meanwhile_is_not_made_anew(tmp_path: Path, there: bool) -> None:
+def test_a_file_that_was_taken_away_meanwhile_is_not_made_again(tmp_path: Path, there: bool) -> None:
     pool = OpenFiles(1)
     first, second = (GrowingFile(tmp_path / name, 3, files=pool) for name in "ab")
     (tmp_path / "a").rename(tmp_path / "aside")

@@ -60,7 +60,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """What computes beside the processor.
+    """The GPUs of the machine.
 
     Attributes:
         found: the GPUs that torch can use.

@@ -59,7 +59,7 @@ def bench_at(folder: Path, min_free: int) -> Iterator[Bench]:
 
 @contextlib.contextmanager
 def _quiet(*names: str) -> Iterator[None]:
-    """Without the warnings of loggers, which speak of models that nobody loads."""
+    """Silence the warnings of these loggers, which are about models that are not loaded."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -69,12 +69,12 @@ def input_of(name: str, access: HubAccess, work: Path) -> Input:
         work: the folder of ours, in which its split is made.
 
     Raises:
-        OptionError: an index is named, whose shards are beside it.
+        OptionError: an index is named instead of its folder.
     """
     path = expand(name)
     if name and not path.is_dir() and (path.is_file() or (path.suffix in WEIGHT_SUFFIXES and path.parent.is_dir())):
         if path.name.endswith(".index.json"):
-            raise OptionError(f"{path} is an index, and its shards are beside it.", f"Name the folder: {path.parent}.")
+            raise OptionError(f"{path} is an index of shards.", f"Name the folder: {path.parent}.")
         return _File(name, path, work / directory_name(None))
     return _Named(name, access, work)
 
@@ -147,7 +147,7 @@ def finished_split_of(name: str) -> Path | None:
 
 @dataclass
 class _File:
-    """A single file of weights. Without a config beside it, what else is in its folder is no business of ours."""
+    """A single file of weights. Other files of its folder are used only if the folder has a config."""
 
     name: str
     path: Path

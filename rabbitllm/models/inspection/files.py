@@ -69,7 +69,7 @@ def look_at_file(path: Path, *, opcodes: bool = False) -> Inspection:
         CheckpointNotFoundError: there is no such file, or it is none that can be read.
     """
     found = path.stat()
-    if not stat.S_ISREG(found.st_mode):  # a pipe would wait for whoever writes into it
+    if not stat.S_ISREG(found.st_mode):  # to open a pipe would wait for its writer
         raise CheckpointNotFoundError(
             f"{path} is neither a file nor a folder.", "Name a file, a folder or a repository."
         )

@@ -50,7 +50,7 @@ class Tensors:
     Attributes:
         tensors: in the file's own order.
         layers: ids in the order of a pass.
-        metadata: what a safetensors file says beside its tensors.
+        metadata: `__metadata__` of a safetensors file.
         left_out: keys of a training checkpoint that hold no weights.
     """
 
@@ -102,7 +102,7 @@ class Entries:
 
 @dataclass(frozen=True, slots=True)
 class ShardMap:
-    """An index: tensor name -> shard, and what it says beside that."""
+    """An index: tensor name -> shard, and its metadata."""
 
     weight_map: Mapping[str, str]
     metadata: Mapping[str, Any]

@@ -69,7 +69,7 @@ def _facts(found: Inspection) -> Iterator[tuple[str, str]]:
         case Pickles():
             yield from _of_pickles(found.content)
     if found.beside:
-        yield "beside them", _some(found.beside)
+        yield "other files", _some(found.beside)
     if found.has_pickle and not isinstance(found.content, Pickles):
         yield "pickle", "--opcodes lists it; nothing of it is run"
     if found.refusal is not None:
@@ -86,7 +86,7 @@ def _of_tensors(tensors: Tensors) -> Iterator[tuple[str, str]]:
     if tensors.strided:
         yield "strided", f"{counted(tensors.strided, 'tensor')} whose elements do not lie one after the other"
     if tensors.left_out:
-        yield "left out", f"{_some(tensors.left_out)}: beside the weights, and no weights"
+        yield "left out", f"{_some(tensors.left_out)}: no weights"
     if tensors.metadata:
         yield "metadata", _some([f"{key}={value}" for key, value in tensors.metadata.items()])
 

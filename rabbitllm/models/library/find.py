@@ -121,7 +121,7 @@ def _entries(folders: Iterable[Path]) -> list[SplitEntry]:
 def _looked(folder: Path) -> SplitEntry | None:
     try:
         return look(folder)
-    except OSError:  # it goes while it is looked at, or is somebody else's
+    except OSError:  # removed meanwhile, or not readable by this user
         return None
 
 

@@ -36,7 +36,7 @@ _CONFIGS = frozenset(
     + ("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "chat_template.jinja")
     + ("chat_template.json", "preprocessor_config.json", "processor_config.json", "params.json")
 )
-"""What a split copies beside its layers and people edit afterwards."""
+"""Files that a split copies from the checkpoint, and that users may edit afterwards."""
 
 
 @dataclass(frozen=True, slots=True)

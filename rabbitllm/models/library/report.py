@@ -117,7 +117,7 @@ def _put_config(config: ConfigSummary, console: Console) -> None:
         put_fact(console, "architecture", harmless(config.architecture or config.family or "") + family)
     if config.layers is not None:
         heads = f", {config.heads} heads" if config.heads is not None else ""
-        groups = f" ({config.key_value_heads} for keys and values)" if config.key_value_heads is not None else ""
+        groups = f" ({config.key_value_heads} KV heads)" if config.key_value_heads is not None else ""
         wide = f", {config.hidden_size:,} wide" if config.hidden_size is not None else ""
         put_fact(console, "layers", f"{config.layers}{wide}{heads}{groups if heads else ''}")
     if config.experts is not None:

@@ -1,7 +1,7 @@
 """`rabbitllm show`: one model, split or not: what it is by its config and headers, and where its splits are.
 
-Puts together what `inspection` and the split directories say. A model that is split is told from its split directory,
-so that nobody has to be asked; another one from its headers, on the hub too.
+Puts together what `inspection` and the split directories say. A model that is split is described from its split
+directory, without the hub; another one from its headers, on the hub too.
 """
 
 from __future__ import annotations

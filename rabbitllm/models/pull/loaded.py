@@ -1,4 +1,4 @@
-"""A model that somebody wishes for, ready to generate: split first if need be, with its progress, then loaded."""
+"""The model of a `Wish`, ready to generate: split first if need be, with its progress, then loaded."""
 
 from __future__ import annotations
 

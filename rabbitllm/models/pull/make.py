@@ -257,7 +257,7 @@ def _shards(source: prepare.Source, entry: SplitEntry) -> tuple[Shards | None, P
 
 @system_errors_by_name()
 def dry_run(wish: Wish) -> DryRun:
-    """Tell from headers whether `pull` would fit, by the plan's own reckoning. Writes and measures nothing.
+    """Tell from headers whether `pull` would fit, by the plan's own estimate. Writes and measures nothing.
 
     Raises:
         RabbitLLMError: as `rabbitllm.plan` does.

@@ -78,7 +78,7 @@ def test_every_fact_of_a_safetensors_file(tmp_path: Path) -> None:
     assert (found.sharing, found.strided) == (0, 0)
 
 
-def test_what_a_training_checkpoint_has_beside_its_weights(tmp_path: Path) -> None:
+def test_entries_of_a_training_checkpoint_that_are_no_weights(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.zeros(2)}, "epoch": 3, "optimizer": {"lr": 0.1}}, tmp_path / "x.ckpt")
     found = tensors_of(tmp_path / "x.ckpt")
     assert [tensor.name for tensor in found.tensors] == ["w"]
@@ -115,7 +115,7 @@ def test_the_vocabulary_of_llama_2_as_published(tmp_path: Path) -> None:
     assert shown == {0: ("<unk>", 0, 2), 13: ("<0x0A>", 0, 6), 259: ("▁▁", -1e9, 1), 31001: ("동", -30742, 1)}
 
 
-def test_the_family_beside_a_file_names_its_layers(tmp_path: Path) -> None:
+def test_the_family_of_the_folders_config_names_the_layers_of_a_file(tmp_path: Path) -> None:
     save_file({"transformer.h.3.w": torch.zeros(2), "transformer.wte.weight": torch.zeros(2)}, tmp_path / "x.bin")
     assert tensors_of(tmp_path / "x.bin").layers == ("transformer.wte", "transformer.h.3")
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')

@@ -114,7 +114,7 @@ def test_those_of_a_repository(tmp_path: Path, hub_environment: HubEnvironment, 
     assert [entry.folder for entry in known()] == made
     commit = local_hub.commit(REPO)
     assert {(entry.name, entry.commit) for entry in known()} == {(REPO, commit)}
-    local_hub.stop()  # from here on nobody can be asked
+    local_hub.stop()  # from here on the hub cannot be reached
     for name in (REPO, f"hf://{REPO}"):
         assert [entry.folder for entry in of_model(name)] == made
     assert [entry.folder for entry in of_model(REPO, "none")] == made[:1]

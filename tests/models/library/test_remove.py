@@ -167,7 +167,7 @@ def test_one_that_changed_since_it_was_looked_at(folder: Path) -> None:
     assert (made / MANIFEST_NAME).exists()
 
 
-def test_nobody_can_begin_meanwhile(folder: Path) -> None:
+def test_the_lock_is_held_during_a_removal(folder: Path) -> None:
     made = split(folder)
     held: list[bool] = []
 

@@ -154,7 +154,7 @@ def test_a_model_that_transformers_does_not_know_is_refused_before_it_is_split(f
         ({"max_memory": {"gpu": 1}}, "names the device"),
     ],
 )
-def test_wishes_that_nobody_can_fulfil(folder: Path, options: dict[str, object], message: str) -> None:
+def test_wishes_that_cannot_be_fulfilled(folder: Path, options: dict[str, object], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         pull(wished(folder, **options))
 
