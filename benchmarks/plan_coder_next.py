@@ -52,11 +52,11 @@ GIB = 1 << 30
 VRAM_BYTES = int(15 * GIB * 0.9) - 15 * GIB // 16
 """Of a T4's 15 GiB, as Kaggle's notebooks report them, what the engine takes where it is given no limit."""
 HOST_BYTES = 24 * GIB
-"""Of some 31 GiB of RAM, to page-lock."""
+"""Of some 31 GiB of RAM, to pin."""
 MEMORY_RATE = 240e9
 """Of a T4's GDDR6, bytes a second: three quarters of its 320 (NVIDIA's data sheet)."""
 LINK_RATE = 12e9
-"""PCIe 3.0 x16, page-locked: what was measured with a V100 (https://github.com/ZaidQureshi/bam/issues/54)."""
+"""PCIe 3.0 x16, pinned: what was measured with a V100 (https://github.com/ZaidQureshi/bam/issues/54)."""
 DISK_RATES = (0.5e9, 1e9)
 """Bytes a second; what a Kaggle disk gives is not published."""
 LAYERS = 48

@@ -10,7 +10,7 @@ and plans, where it can be told, with an eighth of that less, 256 MiB at most. W
 * from RAM: as it comes, with four fifths of what is free given to weights.
 
 Runners follow one another, each in an environment of its own laid over this interpreter's torch, so that the disk holds
-the checkpoint and one split at a time. The rates of page-locked copies and of the disk are measured before each.
+the checkpoint and one split at a time. The rates of pinned copies and of the disk are measured before each.
 
     sudo python -m benchmarks.vram [--size 6] [--vram 2 4 8] [--hosts disk RAM] [--ram 2] [--turns 1] [--tokens 4]
         [--only ROW ...] [--scale tiny]

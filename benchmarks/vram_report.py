@@ -46,7 +46,7 @@ class VramRun(StepsRun):
 
     Attributes:
         copied_bytes: to the GPU for a token, as the model tells; of a peer that does not, its decoder layers.
-        copy_speed, disk_speed: bytes a second of page-locked copies, and of reads past the page cache, nothing else
+        copy_speed, disk_speed: bytes a second of pinned copies, and of reads past the page cache, nothing else
             going on, just before this row; 0 where it could not be measured.
         bring_seconds, compute_seconds: of this project's: a pass that only brings, one that only computes.
         planned_read_bytes: of this project's: what its placement reads from the disk for a token.

@@ -73,7 +73,7 @@ class Cuda:
         }
 
     def buffers(self) -> tuple[Any, Any]:
-        """`copy_bytes` of page-locked host memory, and as many on the GPU."""
+        """`copy_bytes` of pinned host memory, and as many on the GPU."""
         import torch
 
         host = torch.ones(self.copy_bytes, dtype=torch.uint8).pin_memory()
@@ -145,7 +145,7 @@ class GpuWork:
         self.tasks = {"gpu probe": self.probe, "gpu decode": self.decode}
 
     def probe(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Facts of the hardware, and bytes a second of copies from page-locked memory, the median of several."""
+        """Facts of the hardware, and bytes a second of copies from pinned memory, the median of several."""
         host, there = self.gpu.buffers()
         seconds = []
         for _ in range(COPY_TURNS):

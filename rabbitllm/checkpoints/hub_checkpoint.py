@@ -104,11 +104,11 @@ class HubCheckpoint:
     def _derived(self) -> Mapping[str, bytes]:
         if self._meta is None:
             return {}
-        beside = set(self._copied_sizes())
-        vocabulary = self.repository.download(VOCABULARY_NAME) if VOCABULARY_NAME in beside else None
-        if CONFIG_NAME in beside and not names_a_model(self.repository.download(CONFIG_NAME)):
-            beside.discard(CONFIG_NAME)
-        return self._meta.derived(self._first_rank, self._meta.ranks[0], vocabulary, beside)
+        sidecars = set(self._copied_sizes())
+        vocabulary = self.repository.download(VOCABULARY_NAME) if VOCABULARY_NAME in sidecars else None
+        if CONFIG_NAME in sidecars and not names_a_model(self.repository.download(CONFIG_NAME)):
+            sidecars.discard(CONFIG_NAME)
+        return self._meta.derived(self._first_rank, self._meta.ranks[0], vocabulary, sidecars)
 
     def derived(self) -> Mapping[str, bytes]:
         return self._derived

@@ -240,11 +240,11 @@ class LocalCheckpoint:
     def _derived(self) -> Mapping[str, bytes]:
         if self._meta is None or not any((self.folder / rank).exists() for rank in self._meta.ranks):
             return {}
-        beside = set(self.sidecars())
-        vocabulary = self.folder / VOCABULARY_NAME if VOCABULARY_NAME in beside else None
+        sidecars = set(self.sidecars())
+        vocabulary = self.folder / VOCABULARY_NAME if VOCABULARY_NAME in sidecars else None
         if not names_a_model(self.folder / CONFIG_NAME):
-            beside.discard(CONFIG_NAME)
-        return self._meta.derived(*self._any_rank(), vocabulary, beside)
+            sidecars.discard(CONFIG_NAME)
+        return self._meta.derived(*self._any_rank(), vocabulary, sidecars)
 
     def derived(self) -> Mapping[str, bytes]:
         return self._derived

@@ -88,14 +88,16 @@ class MetaCheckpoint:
         """The index of all ranks, from the header of one; raises what `translated` does."""
         return index_from(header, self.params, self.ranks, shard)
 
-    def derived(self, header: Header, shard: str, vocabulary: Path | None, beside: Collection[str]) -> dict[str, bytes]:
+    def derived(
+        self, header: Header, shard: str, vocabulary: Path | None, sidecars: Collection[str]
+    ) -> dict[str, bytes]:
         """Config and tokenizer for transformers: name -> content.
 
         Args:
             header: of a rank, as its file says it.
             shard: that rank's name.
             vocabulary: the tokenizer.model, if there is one.
-            beside: names of the files that need not be derived, since they are there.
+            sidecars: names of the files that need not be derived, since they are there.
 
         Raises:
             CheckpointError: as `shapes_of` and `derive_tokenizer`; or the tokenizer has more tokens than the model.
@@ -103,7 +105,7 @@ class MetaCheckpoint:
         shapes = shapes_of(header, self.params, len(self.ranks), shard)
         known: LlamaVocabulary | None = None
         files: dict[str, bytes] = {}
-        if vocabulary is not None and not set(TOKENIZER_NAMES) & set(beside):
+        if vocabulary is not None and not set(TOKENIZER_NAMES) & set(sidecars):
             longest = context_length(self.params, shapes, None)
             tokenizer = derive_tokenizer(vocabulary, self.params.scaled_rope, longest)
             known = tokenizer.vocabulary
@@ -113,11 +115,11 @@ class MetaCheckpoint:
                     f"{VOCABULARY_NAME} has {known.size:,} tokens, the weights have {shapes.vocab_size:,}.",
                     "Put the tokenizer.model that was published with the weights into their folder.",
                 )
-        elif vocabulary is None and not set(TOKENIZER_NAMES) & set(beside):
+        elif vocabulary is None and not set(TOKENIZER_NAMES) & set(sidecars):
             logger.warning("The checkpoint has no %s; the model will have no tokenizer.", VOCABULARY_NAME)
-        if CONFIG_NAME not in beside:
+        if CONFIG_NAME not in sidecars:
             files[CONFIG_NAME] = as_json(config_of(self.params, shapes, known))
-        if GENERATION_NAME not in beside:
+        if GENERATION_NAME not in sidecars:
             llama_3 = is_llama_3(self.params, shapes, known)
             files[GENERATION_NAME] = as_json(token_ids(llama_3, shapes, known))
         return files

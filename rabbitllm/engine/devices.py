@@ -23,7 +23,7 @@ from rabbitllm.formats.positional import page_aligned
 logger = logging.getLogger(__name__)
 
 _FOR_EVERY_GPU = 1
-"""cudaHostRegisterPortable: page-locked to all CUDA contexts."""
+"""cudaHostRegisterPortable: pinned to all CUDA contexts."""
 
 
 class Device(Protocol):
@@ -40,15 +40,15 @@ class Device(Protocol):
     """Whether a host buffer is a device buffer, so that nothing needs copying."""
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
-        """Host memory on a page boundary, uint8 (nbytes,), page-locked if the device copies from it.
+        """Host memory on a page boundary, uint8 (nbytes,), pinned if the device copies from it.
 
         Raises:
-            RuntimeError, MemoryError, OSError: there is not so much, or none that may be page-locked.
+            RuntimeError, MemoryError, OSError: there is not so much, or none that may be pinned.
         """
         ...
 
     def free_host_buffer(self, buffer: torch.Tensor) -> None:
-        """Undo the page-locking of a `host_buffer` that no copy uses any more, before its memory goes."""
+        """Undo the pinning of a `host_buffer` that no copy uses any more, before its memory goes."""
         ...
 
     def device_buffer(self, nbytes: int) -> torch.Tensor:
@@ -146,7 +146,7 @@ class CudaDevice:
 
     Args:
         index: which GPU.
-        pin_memory: page-lock the host buffers; without it copies are neither fast nor concurrent.
+        pin_memory: pin the host buffers; without it copies are neither fast nor concurrent.
     """
 
     shares_host_memory = False
@@ -158,7 +158,7 @@ class CudaDevice:
         self._copies = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
-        # memory of our own, page-locked where it is, by its pages: torch's allocator of pinned memory would round each
+        # memory of our own, pinned where it is, by its pages: torch's allocator of pinned memory would round each
         # buffer up to a power of two, and keep it for the life of the process
         buffer = aligned_host(nbytes)
         if self._pin and nbytes:

@@ -146,10 +146,10 @@ class ExpertPool:
             for expert, number in zip(missing[given >= 0].tolist(), given[given >= 0].tolist(), strict=True):
                 self._send(module, expert, self._slots[number], Shelf())
             if self._memory.places:
-                beside = missing[given < 0]
-                beside = beside[self._kept_on_host(module, beside) < 0]
-                given = self.host_cache.admit(module, beside, beside[:0])
-                for expert, number in zip(beside[given >= 0].tolist(), given[given >= 0].tolist(), strict=True):
+                spilled = missing[given < 0]
+                spilled = spilled[self._kept_on_host(module, spilled) < 0]
+                given = self.host_cache.admit(module, spilled, spilled[:0])
+                for expert, number in zip(spilled[given >= 0].tolist(), given[given >= 0].tolist(), strict=True):
                     self._sent.append((self._memory.stock(module, expert, number), None))
         self.end()
 

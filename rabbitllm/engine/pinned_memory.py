@@ -1,6 +1,6 @@
 """Units kept in host memory that their device copies from at the full rate of its link.
 
-Page-locked memory cannot be swapped or moved, so a system may refuse some of it; what gets none is streamed from the
+Pinned memory cannot be swapped or moved, so a system may refuse some of it; what gets none is streamed from the
 disk, and a warning says so. Knows no hooks.
 """
 
@@ -38,7 +38,7 @@ class HostBuffers:
         release.atexit = False  # by then the driver may be gone, and the system takes everything back anyway
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Page-locked memory, uint8 (nbytes,), on a page boundary.
+        """Pinned memory, uint8 (nbytes,), on a page boundary.
 
         Raises:
             RuntimeError, MemoryError, OSError: there is none.
@@ -75,7 +75,7 @@ class PinnedUnits:
 def keep_units(
     placement: Placement, sources: Mapping[str, UnitSource], devices: Mapping[str, Device], store: WeightFiles
 ) -> tuple[Placement, dict[str, PinnedUnits]]:
-    """Read the units of `Tier.PINNED` into page-locked memory.
+    """Read the units of `Tier.PINNED` into pinned memory.
 
     Args:
         placement: which they are.

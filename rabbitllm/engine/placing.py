@@ -1,4 +1,4 @@
-"""Which unit lives where: on its device, in page-locked host memory, or on the disk. Pure: sizes and limits in, a tier
+"""Which unit lives where: on its device, in pinned host memory, or on the disk. Pure: sizes and limits in, a tier
 for every unit out.
 
 A pass over a model that does not fit is cyclic, so a cache that keeps the most recent gets no hits at all; a fixed
@@ -49,7 +49,7 @@ def place(
         small_first: keep what is no decoder layer before any decoder layer.
         cached_layers: keep at least this many decoder layers in host memory, whatever the budget: the first ones that
             are not there, or on another device, anyway.
-        host_bytes: host memory that may be page-locked for devices that share none.
+        host_bytes: host memory that may be pinned for devices that share none.
         experts: those of the units that are brought in by themselves.
     """
     placed: list[PlacedUnit] = []
@@ -72,7 +72,7 @@ def place(
     placement = Placement(tuple(placed), tuple(budgets), tuple(routed), tuple(pools))
     decoder = {cost.name for cost in costs if cost.is_layer}
     placement = placement.changed(
-        dict.fromkeys(_page_locked(placement, decoder, host_bytes, cached_layers), Tier.PINNED)
+        dict.fromkeys(_pinned_layers(placement, decoder, host_bytes, cached_layers), Tier.PINNED)
     )
     units = _counted_once(placement, {cost.name: cost.shared for cost in costs if cost.shared})
     return replace(placement, units=units, pools=_with_host_slots(placement, host_bytes))
@@ -101,7 +101,7 @@ def _pool(experts: Sequence[ExpertCost], budget: Budget, left: int) -> Pool:
 
 
 def _with_host_slots(placement: Placement, host_bytes: int) -> tuple[Pool, ...]:
-    """Give what is left of page-locked memory to experts for which their device has no slot."""
+    """Give what is left of pinned memory to experts for which their device has no slot."""
     apart = {budget.device for budget in placement.budgets if not budget.is_host}
     pinned = sum(p.stored for p in placement.units if p.tier is Tier.PINNED)
     largest = {p.device: 0 for p in placement.units if p.device in apart}
@@ -117,7 +117,7 @@ def _with_host_slots(placement: Placement, host_bytes: int) -> tuple[Pool, ...]:
     return tuple(replace(pool, host_slots=int(wants.get(pool.device, 0) * share)) for pool in placement.pools)
 
 
-def _page_locked(placement: Placement, layers: set[str], host_bytes: int, cached_layers: int) -> list[str]:
+def _pinned_layers(placement: Placement, layers: set[str], host_bytes: int, cached_layers: int) -> list[str]:
     """Which streamed units of devices that share no host memory to keep there.
 
     One even choice over the whole walk: so each device gets its share of the memory by what it would stream, and the
@@ -227,7 +227,7 @@ def _counted_once(placement: Placement, shared: Mapping[str, Sequence[SharedTens
     for tier in _COUNTING:
         for placed in (placed for placed in placement.units if placed.tier is tier and placed.unit in shared):
             own = shared[placed.unit]
-            # each has its own in page-locked memory, and as it is stored on a device that maps no files
+            # each has its own in pinned memory, and as it is stored on a device that maps no files
             if tier is not Tier.PINNED and (tier is not Tier.PACKED or placed.device in hosts):
                 tied[placed.unit] = sum(one.stored for one in own if (placed.device, one.key) in counted)
             counted.update((placed.device, one.key) for one in own)

@@ -111,7 +111,7 @@ def save(
         memory = _changeable(model, origin, reader)
     tensors = {tensor.placed.name: tensor for tensor in _leaving(model, origin, memory)}
     shards = plan_shards((tensor.placed for tensor in tensors.values()), most)
-    beside = _beside(model, origin, tokenizer)
+    sidecars = _sidecars(model, origin, tokenizer)
     from transformers.utils import logging
 
     total = sum(tensor.placed.nbytes for tensor in tensors.values())
@@ -122,7 +122,7 @@ def save(
         write_checkpoint(
             folder,
             shards,
-            beside,
+            sidecars,
             lambda name: reader.chunks(tensors[name]),
             source=_identity(origin.store),
             tell=bar.update,
@@ -200,7 +200,7 @@ def _leaving(model: Any, origin: Origin, memory: Mapping[str, torch.Tensor]) -> 
     return sorted(found, key=lambda tensor: (order[tensor.stored.parts[0].file], tensor.stored.parts[0].offset))
 
 
-def _beside(model: Any, origin: Origin, tokenizer: bool) -> dict[str, bytes]:
+def _sidecars(model: Any, origin: Origin, tokenizer: bool) -> dict[str, bytes]:
     """Config, generation config and, if wanted, the tokenizer: name -> content."""
     found = {CONFIG_NAME: _config(model, origin)}
     if model.can_generate():

@@ -131,7 +131,7 @@ class SpanReader:
                         begin = max(at, span.offset)
                         data = buffer[begin + shift : min(stop, end) + shift]
                         if stop < last:
-                            summed.append(self._beside.submit(checks.read, span.file, begin, data))
+                            summed.append(self._summers.submit(checks.read, span.file, begin, data))
                         else:
                             checks.read(span.file, begin, data)
                     at = stop
@@ -143,7 +143,7 @@ class SpanReader:
             future.result()
 
     @property
-    def _beside(self) -> Workers:
+    def _summers(self) -> Workers:
         """The thread that sums one piece while the next is read."""
         if self._summing is None:
             self._summing = Workers(1, "checksums")

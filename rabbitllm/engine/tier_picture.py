@@ -107,7 +107,7 @@ def _word(placed: PlacedUnit, hosts: set[str]) -> str:
 
 
 def places(placement: Placement) -> dict[str, dict[str, int]]:
-    """Each device, page-locked memory and the disk -> what is there, in bytes by the words of `COLOURS`."""
+    """Each device, pinned memory and the disk -> what is there, in bytes by the words of `COLOURS`."""
     found: dict[str, Counter[str]] = {budget.device: Counter() for budget in placement.budgets}
     for bar in bars(placement):
         for word, nbytes in bar.parts.items():
@@ -193,8 +193,8 @@ def _labels(shown: Sequence[Bar]) -> list[tuple[int, str]]:
     step = _rounded(-(-len(layers) // _MAX_LABELS))
     found: dict[int, str] = {}
     for at in (*others, *(at for at in layers if int(known[at]) % step == 0)):
-        beside = ((abs(at - other) * inches, len(known[at]) + len(name)) for other, name in found.items())
-        if all(distance >= letters / 2 * _LETTER + _GAP for distance, letters in beside):
+        distances = ((abs(at - other) * inches, len(known[at]) + len(name)) for other, name in found.items())
+        if all(distance >= letters / 2 * _LETTER + _GAP for distance, letters in distances):
             found[at] = known[at]
     return sorted(found.items())
 

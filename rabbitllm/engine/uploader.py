@@ -1,8 +1,8 @@
 """Host memory -> device buffers, ahead of need, for devices with memory of their own.
 
-Two lanes. One thread reads what is on the disk into a few page-locked buffers, as far ahead as these reach, so that
+Two lanes. One thread reads what is on the disk into a few pinned buffers, as far ahead as these reach, so that
 the disk is at work while other units are copied. Another begins the copies, in the order of need, each as soon as a
-device buffer is free: what is kept in page-locked memory straight from there, what was read from where it was read to.
+device buffer is free: what is kept in pinned memory straight from there, what was read from where it was read to.
 So a copy waits for a read only where that unit is needed first. Nothing here waits for a copy but the next read into
 the same buffer; the computation waits on the device. Knows no hooks and no modules.
 """

@@ -74,10 +74,10 @@ def _of_experts(found: GenerationEstimate) -> Iterator[str]:
     coming = [own for own in found.experts if own.tier == Tier.ROUTED.value]
     if not coming:
         return
-    kept, beside, stored, used = (
+    kept, pinned, stored, used = (
         sum(getattr(own, name) for own in coming) for name in ("kept_bytes", "host_bytes", "stored_bytes", "used_bytes")
     )
-    places = size(kept) + (f" and {size(beside)} in page-locked RAM" if beside else "")
+    places = size(kept) + (f" and {size(pinned)} in page-locked RAM" if pinned else "")
     yield f"of {size(stored)} of experts {places} are kept"
     near = f"; {moment(found.found_token_seconds)} if all of them are there" if kept else ""
     yield f"a token uses {size(used)} of them{near}"

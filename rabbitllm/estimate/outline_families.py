@@ -43,11 +43,11 @@ def _outline(
     kinds: Iterable[Iterable[OutlinedTensor]],
     layers: Iterable[int],
     changed: Config | None = None,
-    beside: Iterable[OutlinedTensor] = (),
+    further: Iterable[OutlinedTensor] = (),
 ) -> Outline:
     numbered = [[replace(one, name=f"model.layers.{at}.{one.name}") for one in kind] for at, kind in enumerate(kinds)]
     sample = {**config, "num_hidden_layers": len(numbered), **(changed or {})}
-    stored = (*_around(config), *(one for kind in numbered for one in kind), *beside)
+    stored = (*_around(config), *(one for kind in numbered for one in kind), *further)
     return Outline(config, sample, tuple(stored), tuple(layers))
 
 
@@ -207,8 +207,8 @@ def _deepseek_v3(config: Config) -> Outline:
     kinds = [layer(True)] * few + [layer(False)] * (number > dense)
     layers = [0 if at < dense else few for at in range(number)]
     ahead = config.get("num_nextn_predict_layers", 0) if fp8 else 0  # transformers saves none
-    beside = [replace(one, name=f"model.layers.{number}.{one.name}") for one in _ahead(config, layer)] if ahead else []
-    return _outline(config, kinds, layers, {"first_k_dense_replace": few}, beside)
+    further = [replace(one, name=f"model.layers.{number}.{one.name}") for one in _ahead(config, layer)] if ahead else []
+    return _outline(config, kinds, layers, {"first_k_dense_replace": few}, further)
 
 
 def _latent_attention(config: Config) -> Iterator[OutlinedTensor]:

@@ -235,10 +235,10 @@ class PassEstimator:
         return ALONE
 
     def _strained(self, reads: _Reads, commonest: _Set, alone: float) -> Strain:
-        with self._sample.going_on(reads.way) as beside:
+        with self._sample.going_on(reads.way) as background:
             rate = commonest.matrices.rate(1, disturbed=True)
         self._sample.forget()
-        slower = reads.steady / beside.rate if beside.rate else 1.0
+        slower = reads.steady / background.rate if background.rate else 1.0
         return Strain(max(alone / rate, 1.0), max(slower, 1.0))
 
     def _bindings(self) -> dict[tuple[Any, ...], float]:

@@ -121,19 +121,19 @@ class FileSample:
         return done / (time.perf_counter() - start) if done and reader.way == way else None
 
     @contextlib.contextmanager
-    def going_on(self, way: ReadMode) -> Iterator[Beside]:
+    def going_on(self, way: ReadMode) -> Iterator[BackgroundReading]:
         """Read over and over in a thread while the context is open."""
-        beside = Beside(self, way)
-        thread = threading.Thread(target=beside.run, name="read-beside", daemon=True)
+        background = BackgroundReading(self, way)
+        thread = threading.Thread(target=background.run, name="background-read", daemon=True)
         thread.start()
         try:
-            yield beside
+            yield background
         finally:
-            beside.stop.set()
+            background.stop.set()
             thread.join()
 
 
-class Beside:
+class BackgroundReading:
     """Reading in the background of other work; `rate` when it is over, bytes a second."""
 
     def __init__(self, sample: FileSample, way: ReadMode) -> None:

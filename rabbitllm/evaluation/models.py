@@ -88,9 +88,9 @@ def the_reference(model: NamedModel, against: Any, loading: Loading) -> NamedMod
         return NamedModel(model.name, None, model.revision)
     if manifest.compression is None:
         return model
-    beside = folder.parent / directory_name(None)
-    if read_manifest(beside) is not None:
-        return NamedModel(str(beside))
+    uncompressed = folder.parent / directory_name(None)
+    if read_manifest(uncompressed) is not None:
+        return NamedModel(str(uncompressed))
     if _is_checkpoint(folder.parent):
         return NamedModel(str(folder.parent))
     if manifest.source is not None and manifest.source.kind == "hub":

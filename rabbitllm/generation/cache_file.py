@@ -78,11 +78,11 @@ class CacheFile:
         folder: of the file.
         limit: bytes of the file, at most.
         ahead: bytes that may be read ahead into memory; one layer always may.
-        beside: bytes of weights that a pass reads.
+        weight_bytes: bytes of weights that a pass reads.
     """
 
-    def __init__(self, folder: Path, limit: int, ahead: int, beside: int = 0) -> None:
-        self._file = ImageFile(folder, limit, beside)
+    def __init__(self, folder: Path, limit: int, ahead: int, weight_bytes: int = 0) -> None:
+        self._file = ImageFile(folder, limit, weight_bytes)
         self._ahead = ImagesAhead(self._file, ahead, self._find)
         self._texts: WeakKeyDictionary[Any, _Text] = WeakKeyDictionary()
 

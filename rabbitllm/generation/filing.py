@@ -82,8 +82,8 @@ class Running:
 
     def soon(self, memory: CacheMemory) -> int:
         """Bytes of memory that they take within the next tokens; see `SequenceMemory.soon`."""
-        beside = len(self.filed) * memory.beside_file() + memory.ahead() if self.filed else 0
-        return memory.soon(self.near) + beside
+        in_file = len(self.filed) * memory.beside_file() + memory.ahead() if self.filed else 0
+        return memory.soon(self.near) + in_file
 
     def has_place(self, text: SequenceMemory, memory: CacheMemory) -> bool:
         """Whether the file has room for one more sequence, and saves enough memory by it; see `WORTH`."""

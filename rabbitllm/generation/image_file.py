@@ -43,7 +43,7 @@ class ImageFile:
     Args:
         folder: where it may be.
         limit: bytes that it may have.
-        beside: bytes of weights that are read between two readings of an image.
+        weight_bytes: bytes of weights that are read between two readings of an image.
 
     Attributes:
         error: why nothing can be written any more; None as long as all is well.
@@ -51,14 +51,14 @@ class ImageFile:
         is_past_the_cache: whether images go past the page cache, if they are not small.
     """
 
-    def __init__(self, folder: Path, limit: int, beside: int) -> None:
+    def __init__(self, folder: Path, limit: int, weight_bytes: int) -> None:
         self.error: OSError | None = None
         self.written = 0
         self.is_past_the_cache = False
         self._places = FileSlots(limit)
         self._limit = limit
         self._folder = folder
-        self._beside = beside
+        self._weight_bytes = weight_bytes
         self._room = available_ram()
         self._file: durable.NamelessFile | None = None
 
@@ -96,7 +96,7 @@ class ImageFile:
         if place is None:
             self._limit -= self._limit // 8  # holes between places take more than was thought
             return None
-        if not self.is_past_the_cache and not stays_cached(self.nbytes + self._beside, self._room):
+        if not self.is_past_the_cache and not stays_cached(self.nbytes + self._weight_bytes, self._room):
             self.is_past_the_cache = True  # and remains so; what is in the cache is dropped when it is read
         try:
             if self._file is None:

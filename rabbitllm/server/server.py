@@ -132,11 +132,11 @@ def serve(service: Service, listening: socket.socket, grace: float | None, start
     listen(listening, BACKLOG)
 
     async def run() -> None:
-        beside = [asyncio.ensure_future(task) for task in (_tell(server, started), give_back_freed())]
+        tasks = [asyncio.ensure_future(task) for task in (_tell(server, started), give_back_freed())]
         try:
             await server.serve(sockets=[listening])
         finally:
-            for task in beside:
+            for task in tasks:
                 task.cancel()
 
     asyncio.run(run())

@@ -17,13 +17,13 @@ MAX_BYTES = 16 << 20
 
 def can_be_kept(tensors: Iterable[TensorSpec], size: int) -> bool:
     """Whether a file of `size` bytes is these tensors one after the other, and little else."""
-    at = beside = 0
+    at = unused = 0
     for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.nbytes)):
         if tensor.strides is not None or tensor.offset < at:
             return False
-        beside += tensor.offset - at
+        unused += tensor.offset - at
         at = tensor.offset + tensor.nbytes
-    return at <= size and beside + size - at <= MAX_BYTES
+    return at <= size and unused + size - at <= MAX_BYTES
 
 
 class Gaps:

@@ -126,11 +126,11 @@ def groups(tensors: Iterable[TensorSpec], experts_a_token: int | None = None) ->
     for name, members in found.items():
         role = roles[name]
         weight = WEIGHTS[role] * _matrices(members)
-        beside = of_layer[_layer(name), role]
-        if len(beside) > 1 and any(_is_routed(found[other]) for other in beside):
-            known = [elements for other in beside if (elements := computed[other]) is not None]
-            if len(known) == len(beside):
-                weight *= known[beside.index(name)] / sum(known)
+        of_role = of_layer[_layer(name), role]
+        if len(of_role) > 1 and any(_is_routed(found[other]) for other in of_role):
+            known = [elements for other in of_role if (elements := computed[other]) is not None]
+            if len(known) == len(of_role):
+                weight *= known[of_role.index(name)] / sum(known)
         if role == "embedding" and not has_head:  # it is the head too
             weight += WEIGHTS["head"]
         if (layer := _layer(members[0].name)) is not None:

@@ -78,7 +78,7 @@ def plan_shards(tensors: Iterable[TensorToWrite], most: int) -> list[Shard]:
 def write_checkpoint(
     folder: Path,
     shards: Sequence[Shard],
-    beside: Mapping[str, bytes],
+    sidecars: Mapping[str, bytes],
     chunks: Callable[[str], Iterator[memoryview]],
     source: str,
     tell: Callable[[int], object] = lambda nbytes: None,
@@ -91,7 +91,7 @@ def write_checkpoint(
     Args:
         folder: where to; it may be there, without weights.
         shards: the files.
-        beside: config, tokenizer and the like: relative name -> content; what has the same name is replaced.
+        sidecars: config, tokenizer and the like: relative name -> content; what has the same name is replaced.
         chunks: tensor name -> its bytes in their order.
         source: what tells the weights from others of the same names and shapes.
         tell: called with how many bytes were written, after each chunk.
@@ -105,20 +105,20 @@ def write_checkpoint(
     if folder.exists() and not folder.is_dir():
         raise OptionError(f"{folder} is a file.", "Name a folder that has no weights in it, or is not there yet.")
     work = folder / WORK_NAME
-    mark = _mark(shards, beside, source)
+    mark = _mark(shards, sidecars, source)
     if (work / _READY_NAME).exists():  # an earlier call was interrupted while it moved the files
         same = (work / _READY_NAME).read_bytes() == mark
         _move_out(folder, work)
         if same:
             return
-    _refuse_other(folder, beside)
+    _refuse_other(folder, sidecars)
     durable.remove_folder(work)
-    _require_room(folder, shards, beside)
+    _require_room(folder, shards, sidecars)
     durable.make_folder(work)
     try:
         for shard in shards:
             _write_shard(work / shard.name, shard, chunks, tell)
-        for name, content in beside.items():
+        for name, content in sidecars.items():
             durable.write_whole(work / quote(name, safe=""), content)  # our folder has none in it
         if len(shards) > 1 or metadata:
             index = index_of_files({shard.name: shard.tensors for shard in shards}, metadata)
@@ -152,24 +152,24 @@ def index_of_files(
     return (json.dumps(content, indent=2) + "\n").encode()
 
 
-def _mark(shards: Sequence[Shard], beside: Mapping[str, bytes], source: str) -> bytes:
+def _mark(shards: Sequence[Shard], sidecars: Mapping[str, bytes], source: str) -> bytes:
     """What tells the result of one call from that of another."""
     digest = hashlib.sha256(source.encode())
     for shard in shards:
         digest.update(shard.name.encode() + encode_header(shard.tensors)[0])
-    for name, content in sorted(beside.items()):
+    for name, content in sorted(sidecars.items()):
         digest.update(f"{name} {len(content)} ".encode() + content)
     return digest.hexdigest().encode()
 
 
-def _refuse_other(folder: Path, beside: Mapping[str, bytes]) -> None:
+def _refuse_other(folder: Path, sidecars: Mapping[str, bytes]) -> None:
     if not folder.exists():
         return
     names = sorted(path.name for path in folder.iterdir())
     found = next((name for name in names if name in _ENTRIES or name.endswith(ALL_WEIGHT_SUFFIXES)), None)
-    if found is None and "config.json" in names and "config.json" in beside:
+    if found is None and "config.json" in names and "config.json" in sidecars:
         there = read_json(folder / "config.json").get("model_type")
-        found = "config.json" if there != json.loads(beside["config.json"]).get("model_type") else None
+        found = "config.json" if there != json.loads(sidecars["config.json"]).get("model_type") else None
     if found is not None:
         raise OptionError(
             f"{folder} holds a model already: {found!r} is there. Nothing was touched.",
@@ -177,8 +177,8 @@ def _refuse_other(folder: Path, beside: Mapping[str, bytes]) -> None:
         )
 
 
-def _require_room(folder: Path, shards: Sequence[Shard], beside: Mapping[str, bytes]) -> None:
-    need = sum(_file_size(shard) for shard in shards) + sum(map(len, beside.values())) + _LATER_BYTES
+def _require_room(folder: Path, shards: Sequence[Shard], sidecars: Mapping[str, bytes]) -> None:
+    need = sum(_file_size(shard) for shard in shards) + sum(map(len, sidecars.values())) + _LATER_BYTES
     at = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(at).free
     if need > free:

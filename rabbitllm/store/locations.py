@@ -53,14 +53,14 @@ def for_local(checkpoint: Path, saving_path: Path | None, compression: str | Non
     name = directory_name(compression, base)
     if saving_path is not None:
         return saving_path / name
-    beside = checkpoint / name
-    if beside.is_dir() and (is_legacy(beside) or any(beside.iterdir())):
-        return beside
+    inside = checkpoint / name
+    if inside.is_dir() and (is_legacy(inside) or any(inside.iterdir())):
+        return inside
     snapshot = hub_cache.snapshot_of(checkpoint)
     if snapshot is not None:
         return home() / snapshot.repo_folder / snapshot.commit / name
     if is_writable(checkpoint):
-        return beside
+        return inside
     return home() / LOCAL_FOLDER / local_folder_name(checkpoint) / name
 
 

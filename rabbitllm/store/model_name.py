@@ -81,8 +81,8 @@ def near(name: str) -> tuple[str, ...]:
     known = locations.known_names()
     path = expand(name)
     if path.parent.is_dir():
-        beside = (other for other in path.parent.iterdir() if other.is_dir() and not other.name.startswith("."))
-        known = [*known, *(str(other) for other in beside)]
+        siblings = (other for other in path.parent.iterdir() if other.is_dir() and not other.name.startswith("."))
+        known = [*known, *(str(other) for other in siblings)]
     wanted = name.lower()
     by_part: dict[str, list[str]] = {}
     for one in known:

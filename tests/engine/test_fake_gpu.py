@@ -286,7 +286,7 @@ def test_padding_beams_and_sampling_on_two_devices(tmp_path: Path) -> None:
     ],
 )
 def test_page_locked_memory_changes_no_bit(tmp_path: Path, count: int, compression: str | None) -> None:
-    """All of it resident, all or a part of what does not fit page-locked, and nothing of it."""
+    """All of it resident, all or a part of what does not fit pinned, and nothing of it."""
     folder = build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6)
     directory = split(folder, compression)
     expected = run(load(directory))

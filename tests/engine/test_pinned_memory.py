@@ -24,7 +24,7 @@ def opened(tmp_path: Path) -> Opened:
 
 
 def placed(opened: Opened, pinned: list[str], devices: list[str]) -> Placement:
-    """Six layers, split evenly over devices, some of them page-locked and the rest streamed."""
+    """Six layers, split evenly over devices, some of them pinned and the rest streamed."""
     units = []
     for at, name in enumerate(LAYERS):
         tier = Tier.PINNED if name in pinned else Tier.STREAMED

@@ -41,7 +41,7 @@ LAYERS = 80
 
 
 def large(layers: int = LAYERS) -> Placement:
-    """Many layers, compressed, on two GPUs that hold less than half of them, with page-locked memory for some."""
+    """Many layers, compressed, on two GPUs that hold less than half of them, with pinned memory for some."""
 
     def cost(name: str, nbytes: int, *, is_layer: bool = False, by_rows: bool = False) -> UnitCost:
         return UnitCost(name, nbytes, 4 * nbytes, False, is_layer, False, by_rows)

@@ -43,7 +43,7 @@ class Disk(SpanReader):
 
 
 class Lanes:
-    """An uploader over six layers, some of them kept in page-locked memory."""
+    """An uploader over six layers, some of them kept in pinned memory."""
 
     def __init__(self, opened: Opened, kept: Sequence[str]) -> None:
         self.opened = opened

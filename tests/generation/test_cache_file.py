@@ -33,8 +33,8 @@ def short_tails(monkeypatch: pytest.MonkeyPatch) -> None:
 def opened(tmp_path: Path) -> Iterator[Callable[..., CacheFile]]:
     made: list[CacheFile] = []
 
-    def open_one(limit: int = 1 << 20, ahead: int = 1 << 12, beside: int = 0) -> CacheFile:
-        made.append(CacheFile(tmp_path, limit, ahead, beside))
+    def open_one(limit: int = 1 << 20, ahead: int = 1 << 12, weight_bytes: int = 0) -> CacheFile:
+        made.append(CacheFile(tmp_path, limit, ahead, weight_bytes))
         return made[-1]
 
     yield open_one
@@ -94,7 +94,7 @@ def test_attention_sees_the_same_past_the_page_cache(
     opened: Callable[..., CacheFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache_image, "LEAST_BLOCKS", 0)  # these are small, and go past it all the same
-    file, (texts, plain) = opened(ahead=1 << 14, beside=1 << 60), caches()
+    file, (texts, plain) = opened(ahead=1 << 14, weight_bytes=1 << 60), caches()
     for one in texts:
         file.add(one)
     attend(file, texts, plain, [*PROMPTS], 0)

@@ -112,7 +112,7 @@ class FakeGpu:
     Args:
         index: which one.
         memory: bytes that it says are free.
-        lockable: bytes of host memory that it page-locks, and no more.
+        lockable: bytes of host memory that it pins, and no more.
     """
 
     shares_host_memory = False
@@ -123,7 +123,7 @@ class FakeGpu:
         self.memory = memory
         self.lockable = lockable
         self.locked: dict[int, int] = {}
-        """Address -> bytes of host buffers that are page-locked."""
+        """Address -> bytes of host buffers that are pinned."""
         self.uploaded_from: list[int] = []
         """Addresses, in the order of the uploads."""
         self.uploads = 0

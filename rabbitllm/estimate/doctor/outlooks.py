@@ -48,8 +48,8 @@ def _need(route: str, model: Published, output: int, places: Mapping[str, Folder
     if cache is None or cache.disk == splits.disk:
         missing = created + downloads + MIN_FREE_BYTES - splits.room
     else:
-        beside = downloads + MIN_FREE_BYTES - cache.room if downloads else 0
-        missing = max(created + MIN_FREE_BYTES - splits.room, beside)
+        lacking = downloads + MIN_FREE_BYTES - cache.room if downloads else 0
+        missing = max(created + MIN_FREE_BYTES - splits.room, lacking)
     return Need(route, created + downloads, max(missing, 0))
 
 

@@ -108,7 +108,7 @@ def _look_at_checkpoint(name: str, revision: str | None, token: str | bool | Non
         Tensors(tuple(of_spec(spec, layers[spec.name]) for spec in specs), order),
         {shard: one.size for shard, one in facts.items()},
         absent,
-        _beside(checkpoint),
+        _sidecars(checkpoint),
         refusal=_refusal(checkpoint, found, facts, absent),
     )
 
@@ -144,5 +144,5 @@ def _refusal(
     return None
 
 
-def _beside(checkpoint: Checkpoint) -> tuple[str, ...]:
+def _sidecars(checkpoint: Checkpoint) -> tuple[str, ...]:
     return tuple(sorted(checkpoint.sidecar_sizes()))
