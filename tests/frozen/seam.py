@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import gc
+import importlib
 import json
 import os
 import signal
@@ -23,6 +24,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import torch
 
 from rabbitllm.storage.durable import Step, observe_steps
 
@@ -171,16 +174,19 @@ def _is_due(step: Step, at: int | Moment, seen: list[int]) -> bool:
     return seen[0] > number
 
 
+PRELOADED = (
+    *("accelerate", "bitsandbytes.functional", "numba", "rabbitllm.auto_model", "rabbitllm.cli.main"),
+    *("transformers.convert_slow_tokenizer", "transformers.generation.utils", "transformers.processing_utils"),
+    *("transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama"),
+)
+"""Modules that are slow to import and start no thread."""
+
+
 def _serve() -> None:
-    import bitsandbytes.functional  # noqa: F401
-    import torch
-    import transformers  # noqa: F401
-
-    import rabbitllm.cli.main
-    import rabbitllm.models.pull.make
-    import rabbitllm.splitter.split  # noqa: F401
-
+    for name in PRELOADED:
+        importlib.import_module(name)
     torch.set_num_threads(1)
+    gc.freeze()  # no child looks through what it shares with this process
     for line in sys.stdin:
         call, at = json.loads(line)
         child = os.fork()

@@ -15,7 +15,7 @@ import pytest
 
 from rabbitllm.base.terminal import size
 from rabbitllm.errors import DiskFullError, SplitError
-from rabbitllm.splitter import watch as watch_module
+from rabbitllm.splitter import disk_sampler
 from rabbitllm.splitter.disk_sampler import DISK_SHARE, DiskSampler, disk_bytes
 
 MB = 1 << 20
@@ -196,7 +196,7 @@ def test_many_files_are_summed_less_often(tmp_path: Path, monkeypatch: pytest.Mo
             pass
         return 0
 
-    monkeypatch.setattr(watch_module, "disk_bytes", slow)
+    monkeypatch.setattr(disk_sampler, "disk_bytes", slow)
     samples: list[int] = []
     asked = shutil.disk_usage
 

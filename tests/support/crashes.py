@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import signal
@@ -86,6 +87,7 @@ def _import_everything() -> None:
     torch.set_num_threads(1)
     for scheme in ("4bit", "8bit"):  # tables and kernels, longer in the making than a split
         _compiled_kernels_agree(scheme)
+    gc.freeze()  # no child looks through what it shares with this process
 
 
 def _make_and_die(call: Call, die_at: int) -> None:
